@@ -1,0 +1,1 @@
+"""Where and what to run: models, clusters, matrices, the worker, the records."""

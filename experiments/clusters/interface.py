@@ -1,0 +1,63 @@
+"""What the runner asks of a cluster, whatever kind it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Protocol
+
+
+class ClusterError(RuntimeError):
+    """The cluster cannot be built or used; the message says what is missing and what to do."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the ranks of one job ended."""
+
+    state: Literal["ok", "oom", "failed", "timeout"]
+    #: Global rank whose error came first, and its traceback or signal; ``None`` when ``ok``.
+    rank: int | None = None
+    error: str | None = None
+
+
+class Cluster(Protocol):
+    """``nodes`` × ``ranks_per_node`` places for processes, with a limited link between nodes.
+
+    A context manager: ``__enter__`` builds it, ``__exit__`` leaves nothing behind.
+    """
+
+    evidence: Literal["measured", "emulated"]
+    nodes: int
+    ranks_per_node: int
+
+    def __enter__(self) -> Cluster: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+    def shape(self, bits_per_s: int | None) -> dict[str, Any]:
+        """Limit every node's egress (``None``: no limit); return what was set, for the record."""
+        ...
+
+    def run(
+        self,
+        entry: str,
+        arguments: Sequence[str],
+        *,
+        logs: Path,
+        environment: Mapping[str, str],
+        timeout_s: float,
+    ) -> Outcome:
+        """Run the function ``entry`` ("package.module:function") on every rank and wait.
+
+        ``function(*arguments)`` is called in a fresh process a rank, in the environment that
+        torchrun sets. Standard output and error of rank r go below ``logs``.
+        """
+        ...

@@ -1,0 +1,167 @@
+"""What a cell is and what its run leaves behind: the one schema of this repository.
+
+A matrix expands to cells; each cell runs in fresh processes and ends as one ``Record``, one line
+of a JSON Lines file. ``analysis`` imports this module and nothing else of ``experiments``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+State = Literal["ok", "oom", "failed", "timeout", "skipped"]
+Evidence = Literal["measured", "emulated", "simulated"]
+Tuning = Literal["full", "lora"]
+DType = Literal["float32", "bfloat16"]
+
+
+class Strict(BaseModel):
+    """Base of every file-backed type: an unknown key is an error, and nothing changes later."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class ModelSpec(Strict):
+    """A ``transformers`` configuration with random weights and a byte-level vocabulary."""
+
+    name: str
+    family: Literal["gpt2", "llama"]
+    layers: int = Field(ge=1)
+    width: int = Field(ge=8)
+    heads: int = Field(ge=1)
+
+
+class ClusterSpec(Strict):
+    """The cluster a cell runs on: ``nodes`` × ``ranks_per_node`` processes."""
+
+    kind: Literal["emulated"] = "emulated"
+    nodes: int = Field(ge=1)
+    ranks_per_node: int = Field(ge=1)
+    port: int = Field(default=29500, ge=1024, le=65535)
+
+
+class Cell(Strict):
+    """One point of a matrix: everything a worker needs to know."""
+
+    matrix: str
+    strategy: str
+    model: ModelSpec
+    tuning: Tuning
+    cluster: ClusterSpec
+    #: Egress limit of each node in bits a second; ``None`` leaves the link unshaped.
+    inter_bandwidth_bits_per_s: int | None = Field(gt=0)
+    sequence_length: int = Field(ge=2)
+    #: Sequences a rank and micro-batch.
+    micro_batch: int = Field(ge=1)
+    #: Micro-batches between two optimizer steps.
+    accumulation: int = Field(ge=1)
+    dtype: DType
+    lora_rank: int = Field(ge=1)
+    learning_rate: float = Field(gt=0)
+    warmup_steps: int = Field(ge=0)
+    steps: int = Field(ge=1)
+    seed: int = 0
+    timeout_s: float = Field(gt=0)
+
+    @property
+    def id(self) -> str:
+        """Readable and stable: the same settings give the same id on every machine."""
+        bandwidth = self.inter_bandwidth_bits_per_s
+        link = "unshaped" if bandwidth is None else f"{bandwidth / 1e6:g}mbit"
+        digest = hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:8]
+        return f"{self.strategy}-{self.tuning}-{self.model.name}-{link}-k{self.accumulation}-{digest}"
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that all ranks together train on between two optimizer steps."""
+        ranks = self.cluster.nodes * self.cluster.ranks_per_node
+        return ranks * self.micro_batch * self.accumulation * self.sequence_length
+
+
+class Measurement(Strict):
+    """What the ranks of one cell measured over the steps after warm-up; rank 0 writes it."""
+
+    engine: str
+    engine_version: str
+    policy: str | None
+    parameters: int
+    trainable_parameters: int
+    #: Seconds of each measured optimizer step, the slowest rank's.
+    step_seconds: list[float]
+    #: Mean loss over ranks and micro-batches, one a step, warm-up included.
+    losses: list[float]
+    #: Egress of the busiest node's interface a step, from the kernel's counters, in bytes.
+    inter_node_bytes_per_step: float
+    #: Least bytes a step that the strategy's schedule must send from a node; ``None`` if unknown.
+    inter_node_bytes_closed_form: float | None
+    #: Bytes a step of one node by link and phase, from the strategy's own ledger if it keeps one.
+    ledger_bytes_per_step: dict[str, dict[str, float]] | None
+    #: Resident set of the largest rank process at its peak, in bytes.
+    peak_host_bytes: int
+    #: Host cache of one rank, in bytes; page-locked on CUDA.
+    host_cache_bytes: int | None
+    peak_device_bytes: int | None
+
+
+class Record(Strict):
+    """One finished cell: settings, outcome, figures, and where they come from."""
+
+    cell: Cell
+    cell_id: str
+    state: State
+    error: str | None
+    evidence: Evidence
+    measurement: Measurement | None
+    commit: str | None
+    versions: dict[str, str]
+    hardware: dict[str, Any]
+    #: What the shaper was set to (rate, burst, MTU), as the cluster reports it.
+    network: dict[str, Any]
+    started_at: str
+    seconds: float
+
+    @property
+    def step_seconds_median(self) -> float | None:
+        """Median of the measured steps in seconds."""
+        if self.measurement is None:
+            return None
+        ordered = sorted(self.measurement.step_seconds)
+        middle = len(ordered) // 2
+        return (ordered[middle] + ordered[~middle]) / 2
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens a second of the whole cluster, from the median step."""
+        median = self.step_seconds_median
+        return None if median is None else self.cell.tokens_per_step / median
+
+
+def append(record: Record, path: Path) -> None:
+    """Append one line to a JSON Lines file and flush it to the disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(record.model_dump_json() + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read(path: Path) -> list[Record]:
+    """Read a JSON Lines file of records.
+
+    A last line without its newline is what a killed run leaves; it is dropped, so that the cell
+    runs again. Any other malformed line raises ``ValueError`` with its file and line number.
+    """
+    text = path.read_text(encoding="utf-8")
+    complete, _, _ = text.rpartition("\n")
+    records = []
+    for number, line in enumerate(complete.splitlines(), start=1):
+        try:
+            records.append(Record.model_validate(json.loads(line)))
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: not a record of this version: {error}") from error
+    return records
