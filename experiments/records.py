@@ -10,10 +10,12 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+#: Parts of a cell's id, and so of its directory's name: no separators, no spaces, not too long.
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
 State = Literal["ok", "oom", "failed", "timeout", "skipped"]
 Evidence = Literal["measured", "emulated", "simulated"]
 Tuning = Literal["full", "lora"]
@@ -23,17 +25,27 @@ DType = Literal["float32", "bfloat16"]
 class Strict(BaseModel):
     """Base of every file-backed type: an unknown key is an error, and nothing changes later."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    # A diverged loss is NaN. As pydantic's default, null, it could not be read back as a number;
+    # as the string "NaN" it can, and the line stays standard JSON.
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), ser_json_inf_nan="strings"
+    )
 
 
 class ModelSpec(Strict):
     """A ``transformers`` configuration with random weights and a byte-level vocabulary."""
 
-    name: str
+    name: Name
     family: Literal["gpt2", "llama"]
     layers: int = Field(ge=1)
     width: int = Field(ge=8)
     heads: int = Field(ge=1)
+
+    @model_validator(mode="after")
+    def _heads_divide_width(self) -> ModelSpec:
+        if self.width % self.heads:
+            raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
+        return self
 
 
 class ClusterSpec(Strict):
@@ -48,8 +60,8 @@ class ClusterSpec(Strict):
 class Cell(Strict):
     """One point of a matrix: everything a worker needs to know."""
 
-    matrix: str
-    strategy: str
+    matrix: Name
+    strategy: Name
     model: ModelSpec
     tuning: Tuning
     cluster: ClusterSpec
@@ -70,11 +82,18 @@ class Cell(Strict):
 
     @property
     def id(self) -> str:
-        """Readable and stable: the same settings give the same id on every machine."""
+        """Readable and stable: the same settings give the same id on every machine.
+
+        The time limit and the port are left out: they change nothing that is measured, and a cell
+        that ran into its limit is the same cell when it is tried again with a longer one.
+        """
         bandwidth = self.inter_bandwidth_bits_per_s
         link = "unshaped" if bandwidth is None else f"{bandwidth / 1e6:g}mbit"
-        digest = hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:8]
-        return f"{self.strategy}-{self.tuning}-{self.model.name}-{link}-k{self.accumulation}-{digest}"
+        settings = self.model_dump_json(exclude={"timeout_s": True, "cluster": {"port"}})
+        digest = hashlib.sha256(settings.encode()).hexdigest()[:8]
+        return (
+            f"{self.strategy}-{self.tuning}-{self.model.name}-{link}-k{self.accumulation}-{digest}"
+        )
 
     @property
     def tokens_per_step(self) -> int:
@@ -92,7 +111,7 @@ class Measurement(Strict):
     parameters: int
     trainable_parameters: int
     #: Seconds of each measured optimizer step, the slowest rank's.
-    step_seconds: list[float]
+    step_seconds: list[float] = Field(min_length=1)
     #: Mean loss over ranks and micro-batches, one a step, warm-up included.
     losses: list[float]
     #: Egress of the busiest node's interface a step, from the kernel's counters, in bytes.
@@ -142,12 +161,26 @@ class Record(Strict):
 
 
 def append(record: Record, path: Path) -> None:
-    """Append one line to a JSON Lines file and flush it to the disk."""
+    """Append one line to a JSON Lines file and flush it to the disk: all of it or nothing.
+
+    A torn last line, which a killed run leaves, is cut off first. If the line cannot be written
+    (a full disk), the file is as it was before and the ``OSError`` is raised.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(record.model_dump_json() + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    line = record.model_dump_json().encode() + b"\n"
+    # Unbuffered, so that nothing is left to be written when the file is closed after an error.
+    with path.open("r+b" if path.exists() else "x+b", buffering=0) as file:
+        end = _end_of_complete_lines(file.read() or b"")
+        file.truncate(end)
+        file.seek(end)
+        try:
+            written = 0
+            while written < len(line):
+                written += file.write(line[written:]) or 0
+            os.fsync(file.fileno())
+        except OSError:
+            file.truncate(end)
+            raise
 
 
 def read(path: Path) -> list[Record]:
@@ -156,12 +189,17 @@ def read(path: Path) -> list[Record]:
     A last line without its newline is what a killed run leaves; it is dropped, so that the cell
     runs again. Any other malformed line raises ``ValueError`` with its file and line number.
     """
-    text = path.read_text(encoding="utf-8")
-    complete, _, _ = text.rpartition("\n")
+    content = path.read_bytes()
+    # Not splitlines(): JSON strings may hold U+2028 and other characters that it splits at.
+    lines = content[: _end_of_complete_lines(content)].split(b"\n")[:-1]
     records = []
-    for number, line in enumerate(complete.splitlines(), start=1):
+    for number, line in enumerate(lines, start=1):
         try:
             records.append(Record.model_validate(json.loads(line)))
         except ValueError as error:
             raise ValueError(f"{path}:{number}: not a record of this version: {error}") from error
     return records
+
+
+def _end_of_complete_lines(content: bytes) -> int:
+    return content.rfind(b"\n") + 1

@@ -1,0 +1,351 @@
+"""A matrix file and the cells it expands to.
+
+The file is YAML: ``axes`` that are multiplied, ``workload`` constants, ``skip`` rules with their
+reasons, and ``overrides`` that change constants for some of the cells. Any setting of a cell may
+be an axis or a constant. A mistake raises ``ValueError`` naming the file, the line and the key.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from baselines.names import STRATEGY_NAMES
+from experiments.records import Cell, ClusterSpec, ModelSpec, Strict
+from experiments.yaml_lines import Document, KeyPath, load
+
+MATRICES = Path(__file__).parent / "matrices"
+
+_UNITS = {"bit/s": 1, "kbit/s": 10**3, "Mbit/s": 10**6, "Gbit/s": 10**9}
+_BANDWIDTH = re.compile(r"(\d+(?:\.\d+)?) ?(bit/s|kbit/s|Mbit/s|Gbit/s)")
+
+#: How the file names a field of a cell, where it is not by the field's own name.
+_FILE_NAMES = {"inter_bandwidth_bits_per_s": "inter_bandwidth"}
+_FIELD_NAMES = {file: field for field, file in _FILE_NAMES.items()}
+#: What a file may set a cell by cell; the matrix and the cluster are the same for all of them.
+_SETTINGS = tuple(
+    _FILE_NAMES.get(field, field)
+    for field in Cell.model_fields
+    if field not in ("matrix", "cluster")
+)
+
+AnySpec = TypeVar("AnySpec", bound=Strict)
+
+
+@dataclass(frozen=True)
+class PlannedCell:
+    """A cell of a matrix, and why it is not run if it is not."""
+
+    cell: Cell
+    skip_reason: str | None
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """An expanded matrix: its cells in the order in which they run."""
+
+    name: str
+    description: str
+    cluster: ClusterSpec
+    cells: tuple[PlannedCell, ...]
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A value of a setting and where the file gives it."""
+
+    value: Any
+    path: KeyPath
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """A partial assignment: the cells it is about, and what it says of them."""
+
+    when: Mapping[str, tuple[Any, ...]]
+    reason: str
+    change: Mapping[str, _Value]
+
+    def matches(self, assignment: Mapping[str, _Value]) -> bool:
+        return all(assignment[setting].value in values for setting, values in self.when.items())
+
+
+def available() -> list[str]:
+    """Names of the matrices that come with the repository."""
+    return sorted(file.stem for file in MATRICES.glob("*.yaml"))
+
+
+def find(name_or_path: str) -> Path:
+    """The file of a matrix given by its name or by a path."""
+    path = Path(name_or_path)
+    if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
+        if not path.is_file():
+            raise ValueError(f"MATRIX: there is no file {name_or_path}")
+        return path
+    if name_or_path not in available():
+        raise ValueError(
+            f"MATRIX: unknown matrix {_choose(name_or_path, available())}, or the path of a file"
+        )
+    return MATRICES / f"{name_or_path}.yaml"
+
+
+def read(name_or_path: str) -> Matrix:
+    """Read a matrix file and expand it to its cells.
+
+    Cells that differ only in their strategy follow one another, so that a drift of the machine
+    meets all strategies of a comparison alike.
+    """
+    document = load(find(name_or_path))
+    return _Expansion(document).matrix()
+
+
+def parse_bandwidth(text: object) -> int | None:
+    """Bits a second of a bandwidth such as ``10 Mbit/s``; ``None`` for ``unshaped``."""
+    if text == "unshaped":
+        return None
+    match = _BANDWIDTH.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        raise ValueError(
+            f"{text!r} is not a bandwidth; allowed: a number and one of {', '.join(_UNITS)}, "
+            "such as '10 Mbit/s', or 'unshaped'"
+        )
+    bits = Decimal(match[1]) * _UNITS[match[2]]
+    if bits < 1 or bits != int(bits):
+        raise ValueError(
+            f"{text!r} is not a whole number of bits a second above zero; "
+            "a link without a limit is 'unshaped'"
+        )
+    return int(bits)
+
+
+def format_bandwidth(bits_per_s: int | None) -> str:
+    """The bandwidth as a matrix file writes it, in the largest unit that keeps it above one."""
+    if bits_per_s is None:
+        return "unshaped"
+    unit, size = next((u, s) for u, s in reversed(_UNITS.items()) if bits_per_s >= s)
+    return f"{Decimal(bits_per_s) / size:f} {unit}"
+
+
+class _Expansion:
+    """Checks a matrix file and multiplies its axes."""
+
+    def __init__(self, document: Document) -> None:
+        self._document = document
+        self._top = self._section(
+            (),
+            required=("name", "description", "cluster", "models", "axes"),
+            optional=("workload", "skip", "overrides"),
+        )
+        for key in ("name", "description"):
+            if not isinstance(self._top[key], str):
+                document.fail((key,), f"{self._top[key]!r} is not text")
+        self._cluster = self._spec(ClusterSpec, ("cluster",))
+        self._models = self._model_specs()
+        self._axes = self._axis_values()
+        self._constants = self._constant_values()
+        self._require_all_settings()
+        self._skips = [
+            _Rule(self._when(path), self._reason(path), {})
+            for path in self._rules("skip", "reason")
+        ]
+        self._overrides = [
+            _Rule(self._when(path), "", self._change(path))
+            for path in self._rules("overrides", "set")
+        ]
+
+    def matrix(self) -> Matrix:
+        # The strategy varies fastest, whatever the order in the file.
+        order = sorted(self._axes, key=lambda setting: setting == "strategy")
+        planned = []
+        for values in itertools.product(*(self._axes[setting] for setting in order)):
+            assignment = {**self._constants, **dict(zip(order, values, strict=True))}
+            reasons = (rule.reason for rule in self._skips if rule.matches(assignment))
+            planned.append(PlannedCell(self._cell(assignment), next(reasons, None)))
+        return Matrix(self._top["name"], self._top["description"], self._cluster, tuple(planned))
+
+    def _cell(self, assignment: Mapping[str, _Value]) -> Cell:
+        settings = dict(assignment)
+        for rule in self._overrides:
+            if rule.matches(assignment):
+                settings.update(rule.change)
+        fields = {_FIELD_NAMES.get(name, name): given.value for name, given in settings.items()}
+        try:
+            return Cell.model_validate(
+                {
+                    **fields,
+                    "matrix": self._top["name"],
+                    "cluster": self._cluster,
+                    "model": self._models[fields["model"]],
+                },
+                strict=True,
+            )
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = str(first["loc"][0])
+            setting = _FILE_NAMES.get(field, field)
+            path = settings[setting].path if setting in settings else (setting,)
+            self._document.fail(path, _explain(first["input"], first["msg"]))
+
+    def _model_specs(self) -> dict[str, ModelSpec]:
+        specs: dict[str, ModelSpec] = {}
+        for i in range(len(self._list(("models",)))):
+            spec = self._spec(ModelSpec, ("models", i))
+            if spec.name in specs:
+                self._document.fail(
+                    ("models", i, "name"), f"{spec.name!r} is the name of an earlier model"
+                )
+            specs[spec.name] = spec
+        return specs
+
+    def _axis_values(self) -> dict[str, list[_Value]]:
+        axes = {}
+        for setting in self._section(("axes",), optional=_SETTINGS):
+            path = ("axes", setting)
+            axes[setting] = self._values(setting, self._list(path), path)
+        return axes
+
+    def _values(self, setting: str, items: list[Any], path: KeyPath) -> list[_Value]:
+        values: list[_Value] = []
+        for i, item in enumerate(items):
+            value = self._value(setting, item, (*path, i))
+            if value in (earlier.value for earlier in values):
+                self._document.fail((*path, i), f"{item!r} is already in this list")
+            values.append(_Value(value, (*path, i)))
+        return values
+
+    def _constant_values(self) -> dict[str, _Value]:
+        if "workload" not in self._top:
+            return {}
+        constants = {}
+        for setting, item in self._section(("workload",), optional=_SETTINGS).items():
+            path = ("workload", setting)
+            if setting in self._axes:
+                self._document.fail(path, "is an axis already; keep one of the two")
+            constants[setting] = _Value(self._value(setting, item, path), path)
+        return constants
+
+    def _require_all_settings(self) -> None:
+        for field, info in Cell.model_fields.items():
+            setting = _FILE_NAMES.get(field, field)
+            given = setting in self._axes or setting in self._constants
+            if setting in _SETTINGS and info.is_required() and not given:
+                self._document.fail((), f"{setting} is missing; give it in workload or in axes")
+
+    def _value(self, setting: str, item: Any, path: KeyPath) -> Any:
+        """The value as a cell holds it; its type is checked when the cells are made."""
+        if setting == "strategy":
+            self._one_of(item, STRATEGY_NAMES, path, "unknown strategy")
+        elif setting == "model":
+            self._one_of(item, self._models, path, "unknown model")
+        elif setting == "inter_bandwidth":
+            try:
+                return parse_bandwidth(item)
+            except ValueError as error:
+                self._document.fail(path, str(error))
+        return item
+
+    def _rules(self, section: str, says: str) -> list[KeyPath]:
+        if section not in self._top:
+            return []
+        paths: list[KeyPath] = [(section, i) for i in range(len(self._list((section,))))]
+        for path in paths:
+            self._section(path, required=("when", says))
+        return paths
+
+    def _when(self, rule: KeyPath) -> dict[str, tuple[Any, ...]]:
+        path = (*rule, "when")
+        known = {name: [v.value for v in values] for name, values in self._axes.items()}
+        known |= {name: [given.value] for name, given in self._constants.items()}
+        when = {}
+        for setting, given in self._section(path, optional=known).items():
+            place = (*path, setting)
+            items = self._list(place) if isinstance(given, list) else [given]
+            values = []
+            for i, item in enumerate(items):
+                at = (*place, i) if isinstance(given, list) else place
+                value = self._value(setting, item, at)
+                if value not in known[setting]:
+                    self._document.fail(at, f"{item!r} is not a value of {setting} in this matrix")
+                values.append(value)
+            when[setting] = tuple(values)
+        return when
+
+    def _reason(self, rule: KeyPath) -> str:
+        reason = self._at(rule)["reason"]
+        if not isinstance(reason, str) or not reason.strip():
+            self._document.fail((*rule, "reason"), f"{reason!r} is not text; say why")
+        return reason.strip()
+
+    def _change(self, rule: KeyPath) -> dict[str, _Value]:
+        path = (*rule, "set")
+        allowed = [setting for setting in _SETTINGS if setting not in self._axes]
+        return {
+            setting: _Value(self._value(setting, item, (*path, setting)), (*path, setting))
+            for setting, item in self._section(path, optional=allowed).items()
+        }
+
+    def _spec(self, kind: type[AnySpec], path: KeyPath) -> AnySpec:
+        fields = kind.model_fields.items()
+        section = self._section(
+            path,
+            required=[name for name, info in fields if info.is_required()],
+            optional=[name for name, info in fields if not info.is_required()],
+        )
+        try:
+            return kind.model_validate(section, strict=True)
+        except ValidationError as error:
+            first = error.errors()[0]
+            self._document.fail((*path, *first["loc"]), _explain(first["input"], first["msg"]))
+
+    def _section(
+        self, path: KeyPath, required: Iterable[str] = (), optional: Iterable[str] = ()
+    ) -> dict[str, Any]:
+        """The mapping at ``path``, with no keys but these, and not empty."""
+        section = self._at(path)
+        if not isinstance(section, dict) or not section:
+            self._document.fail(path, f"{section!r} is not a mapping with at least one key")
+        allowed = [*required, *optional]
+        for key in section:
+            self._one_of(key, allowed, (*path, key), "unknown key")
+        for key in required:
+            if key not in section:
+                self._document.fail(path, f"{key} is missing")
+        return section
+
+    def _list(self, path: KeyPath) -> list[Any]:
+        items = self._at(path)
+        if not isinstance(items, list) or not items:
+            self._document.fail(path, f"{items!r} is not a list with at least one item")
+        return items
+
+    def _one_of(self, item: Any, allowed: Iterable[str], path: KeyPath, problem: str) -> None:
+        if not isinstance(item, str) or item not in allowed:
+            self._document.fail(path, f"{problem} {_choose(item, allowed)}")
+
+    def _at(self, path: KeyPath) -> Any:
+        value = self._document.values
+        for part in path:
+            value = value[part]
+        return value
+
+
+def _choose(item: object, allowed: Iterable[str]) -> str:
+    names = list(allowed)
+    close = get_close_matches(str(item), names, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"{item!r}; allowed: {', '.join(names)}{hint}"
+
+
+def _explain(value: object, message: str) -> str:
+    hint = ""
+    if isinstance(value, str) and re.fullmatch(r"[+-]?\d+[eE][+-]?\d+", value):
+        hint = f"; YAML reads this as text, write {value.lower().replace('e', '.0e', 1)}"
+    return f"{value!r} is not allowed: {message[:1].lower()}{message[1:]}{hint}"
