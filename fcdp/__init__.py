@@ -1,0 +1,23 @@
+"""Fully Cached Data Parallel (arXiv 2602.06499) for any FSDP2 model.
+
+ZeRO-3 that keeps gathered parameters in the node's host memory: a layer crosses the slow network
+between nodes once a step and is rebuilt inside the node afterwards; frozen parameters cross once.
+"""
+
+from fcdp.api import accumulate, cache_parameters, invalidate, ledger, shard
+from fcdp.cache import CachePolicy, HostCache, NoCache
+from fcdp.ledger import Ledger
+from fcdp.topology import Topology
+
+__all__ = [
+    "CachePolicy",
+    "HostCache",
+    "Ledger",
+    "NoCache",
+    "Topology",
+    "accumulate",
+    "cache_parameters",
+    "invalidate",
+    "ledger",
+    "shard",
+]

@@ -1,0 +1,139 @@
+"""What FCDP adds to one FSDP2 model: its units, cache, hooks and ledger, with one lifetime."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from fcdp.cache import CachePolicy
+from fcdp.gather import CachedGather
+from fcdp.ledger import Ledger, in_backward
+from fcdp.reduce import HierarchicalReduce
+from fcdp.staleness import Staleness
+from fcdp.topology import Topology
+from fcdp.unit import find_units
+
+_ATTRIBUTE = "_fcdp_engine"
+
+
+class Engine:
+    """Installs the custom collectives on every unit and follows what makes entries stale."""
+
+    def __init__(self, model: nn.Module, topology: Topology, policy: CachePolicy) -> None:
+        self.topology = topology
+        self.units = find_units(model, topology)
+        self.ledger = Ledger()
+        self.staleness = Staleness(self.units, topology)
+        self._reduces: list[HierarchicalReduce] = []
+        cache = _build_cache(policy, self, _device(topology))
+        self.ledger.host_cache_bytes = cache.host_bytes
+        for unit in self.units:
+            gather = CachedGather(unit, topology, cache, self.staleness, self.ledger)
+            reduce = HierarchicalReduce(unit, topology, self.ledger)
+            unit.module.set_custom_all_gather(gather)
+            unit.module.set_custom_reduce_scatter(reduce)
+            self._reduces.append(reduce)
+        self._follow(model)
+        setattr(model, _ATTRIBUTE, self)
+
+    @contextlib.contextmanager
+    def deferring(self, deferring: bool) -> Iterator[None]:
+        """Keep gradient sums inside the nodes for backwards that run within."""
+        for reduce in self._reduces:
+            reduce.deferring = deferring
+        try:
+            yield
+        except BaseException:
+            for reduce in self._reduces:
+                reduce.discard()
+            raise
+        finally:
+            for reduce in self._reduces:
+                reduce.deferring = False
+
+    def _follow(self, model: nn.Module) -> None:
+        """Hook the events after which entries may be stale (paper: dirty flags of FCDP-Comm)."""
+        model.register_forward_pre_hook(self._before_forward, prepend=True)
+        for module in model.modules():
+            module.register_load_state_dict_post_hook(self._after_load)
+        # Optimizers made before or after, by whomever: only a global hook sees them all. It must
+        # not keep the model alive.
+        this = weakref.ref(self)
+
+        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if (engine := this()) is not None:
+                engine._before_step(optimizer)
+
+        def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if (engine := this()) is not None:
+                engine.staleness.stepped(optimizer)
+
+        for handle in (
+            register_optimizer_step_pre_hook(before_step),
+            register_optimizer_step_post_hook(after_step),
+        ):
+            weakref.finalize(self, handle.remove)
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if not in_backward():  # a recomputation belongs to the forward that it repeats
+            self.staleness.ask()
+
+    def _after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
+        self.staleness.invalidate()
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        ours = {id(param) for unit in self.units for param in unit.params}
+        stepped = (param for group in optimizer.param_groups for param in group["params"])
+        if any(reduce.pending for reduce in self._reduces) and any(
+            id(param) in ours for param in stepped
+        ):
+            raise RuntimeError(
+                "optimizer step while gradients wait to be reduced across nodes; "
+                "run the last micro-batch's backward under fcdp.accumulate(model, last=True)"
+            )
+
+
+def engine_of(model: nn.Module) -> Engine:
+    """The engine of a model. Raises ``ValueError`` if FCDP was not set up on it."""
+    engine = getattr(model, _ATTRIBUTE, None)
+    if not isinstance(engine, Engine):
+        raise ValueError(
+            "model: FCDP is not set up on it; pass the module that was given to fcdp.shard or "
+            "fcdp.cache_parameters"
+        )
+    return engine
+
+
+def has_engine(model: nn.Module) -> bool:
+    return any(hasattr(module, _ATTRIBUTE) for module in model.modules())
+
+
+def _device(topology: Topology) -> torch.device:
+    kind = topology.mesh.device_type
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device(kind, torch.accelerator.current_device_index())
+
+
+def _build_cache(policy: CachePolicy, engine: Engine, device: torch.device) -> Any:
+    """Build the cache on all ranks or on none: one that fails must not leave others waiting."""
+    cache, error = None, None
+    try:
+        cache = policy.build(engine.units, engine.topology, device)
+    except (ValueError, RuntimeError) as caught:
+        error = caught
+    failed = torch.tensor([error is not None], dtype=torch.uint8)
+    dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=engine.topology.control)
+    if error is not None:
+        raise error
+    if failed.item():
+        raise RuntimeError(f"policy = {policy}: another rank could not build its cache")
+    return cache

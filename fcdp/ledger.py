@@ -1,0 +1,67 @@
+"""Bytes by link and phase: what this rank moved, counted where it is issued."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+Link = Literal["inter_node", "intra_node", "host_to_device", "device_to_host"]
+Phase = Literal["forward", "backward", "reduce"]
+
+
+@dataclass
+class Ledger:
+    """Payload bytes of one rank since the last :meth:`reset`, without the transport's framing.
+
+    ``inter_node`` and ``intra_node`` count what this rank sends to other ranks. A node's egress is
+    the sum over its ranks, which by symmetry is ``ranks_per_node`` times one rank's.
+    ``host_to_device`` and ``device_to_host`` count reads from and writes to the host cache; on a
+    CPU run these are copies in memory.
+    """
+
+    #: ``bytes[link][phase]``
+    bytes: dict[Link, dict[Phase, int]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(int))
+    )
+    #: Gathers served from the cache, and gathers that crossed nodes.
+    hits: int = 0
+    misses: int = 0
+    #: Host memory that this rank's cache holds, in bytes; page-locked on CUDA.
+    host_cache_bytes: int = 0
+    #: Device memory that waits for the last micro-batch (``fcdp.accumulate``), in bytes, and its peak.
+    pending_bytes: int = 0
+    peak_pending_bytes: int = 0
+
+    def add(self, link: Link, phase: Phase, count: int) -> None:
+        self.bytes[link][phase] += count
+
+    def hold(self, count: int) -> None:
+        """Account for ``count`` more bytes of partial gradient sums (negative: released)."""
+        self.pending_bytes += count
+        self.peak_pending_bytes = max(self.peak_pending_bytes, self.pending_bytes)
+
+    def total(self, link: Link) -> int:
+        return sum(self.bytes[link].values())
+
+    def snapshot(self) -> dict[str, dict[str, int]]:
+        """A plain copy of ``bytes``."""
+        return {link: dict(phases) for link, phases in self.bytes.items()}
+
+    def reset(self) -> None:
+        """Start a new window of counts; what is held stays."""
+        self.bytes.clear()
+        self.hits = self.misses = 0
+        self.peak_pending_bytes = self.pending_bytes
+
+
+def gather_phase() -> Phase:
+    """The phase a gather belongs to: inside autograd's backward, or before it."""
+    return "backward" if in_backward() else "forward"
+
+
+def in_backward() -> bool:
+    # The same test that torch.utils.checkpoint uses to tell a recomputation from a forward.
+    return torch._C._current_graph_task_id() != -1

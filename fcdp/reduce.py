@@ -1,0 +1,128 @@
+"""The hierarchical reduce-scatter: inside the node first, then 1/L of it across nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.profiler import record_function
+
+from fcdp.exchange import reduce_scatter
+from fcdp.ledger import Ledger
+from fcdp.topology import Topology
+from fcdp.unit import Unit
+
+_Op = dist.ReduceOp | dist.ReduceOp.RedOpType
+
+
+class HierarchicalReduce(ReduceScatter):
+    """FSDP2's gradient reduce-scatter of one unit, rank order kept: input is (nodes, L, s).
+
+    While ``deferring``, sums stay inside the node, (nodes, s) a rank, until the last micro-batch;
+    they are kept in fp32 or better, as FSDP2 keeps accumulated gradients.
+    """
+
+    def __init__(self, unit: Unit, topology: Topology, ledger: Ledger) -> None:
+        self._unit = unit
+        self._topology = topology
+        self._ledger = ledger
+        self._pending: torch.Tensor | None = None
+        #: Set by ``fcdp.accumulate``: this is not the last micro-batch.
+        self.deferring = False
+
+    @property
+    def pending(self) -> bool:
+        """Whether sums wait that have not crossed nodes."""
+        return self._pending is not None
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: _Op,
+        async_op: bool = False,
+    ) -> None:
+        """Reduce ``input_tensor`` (nodes·L·s) over all ranks; this rank's part is ``output_tensor``.
+
+        While deferring, ``output_tensor`` is zero: FSDP2 adds it to ``.grad``, which then holds
+        the whole sum after the last micro-batch. Complete in stream order when it returns.
+        """
+        topology = self._topology
+        with record_function(f"fcdp::reduce_intra {self._unit.name}"):
+            if topology.nodes == 1:
+                self._reduce_in_node(output_tensor, input_tensor, op)
+                return
+            partial = input_tensor
+            if topology.ranks_per_node > 1:
+                partial = input_tensor.new_empty(input_tensor.numel() // topology.ranks_per_node)
+                self._reduce_in_node(partial, input_tensor, op)
+        if self.deferring:
+            self._defer(partial)
+            output_tensor.zero_()
+            return
+        with record_function(f"fcdp::reduce_inter {self._unit.name}"):
+            # PREMUL_SUM has scaled its input once already.
+            across = op if op == dist.ReduceOp.AVG else dist.ReduceOp.SUM
+            self._reduce_across(output_tensor, self._release(partial), across)
+
+    def discard(self) -> None:
+        """Forget the sums that wait, as after a failed step."""
+        self._hold(None)
+
+    def _reduce_in_node(self, partial: torch.Tensor, gradients: torch.Tensor, op: _Op) -> None:
+        """Reduce (nodes, L, s) to (nodes, s), once for each node's part: no part moves twice."""
+        nodes = self._topology.nodes
+        parts = [
+            reduce_scatter(part, buffer, op, self._topology.intra)
+            for part, buffer in zip(partial.view(nodes, -1), gradients.view(nodes, -1), strict=True)
+        ]
+        for part in parts:
+            part.wait()
+        sent = (self._topology.ranks_per_node - 1) * partial.numel() * partial.itemsize
+        self._ledger.add("intra_node", "reduce", sent)
+
+    def _reduce_across(self, output: torch.Tensor, partial: torch.Tensor, op: _Op) -> None:
+        reduce_scatter(output, partial, op, self._topology.inter).wait()
+        sent = (self._topology.nodes - 1) * output.numel() * output.itemsize
+        self._ledger.add("inter_node", "reduce", sent)
+
+    def _defer(self, partial: torch.Tensor) -> None:
+        if self._pending is None:
+            wide = torch.promote_types(partial.dtype, torch.float32)
+            # With one rank a node ``partial`` is FSDP2's own buffer, which it will reuse.
+            self._hold(partial.to(wide, copy=self._topology.ranks_per_node == 1))
+        else:
+            self._check_layout(partial)
+            self._pending += partial
+
+    def _release(self, partial: torch.Tensor) -> torch.Tensor:
+        """The sum over all micro-batches, in the reduce dtype; nothing waits afterwards."""
+        if self._pending is None:
+            return partial
+        self._check_layout(partial)
+        total = self._pending.add_(partial).to(partial.dtype)
+        self._hold(None)
+        return total
+
+    def _check_layout(self, partial: torch.Tensor) -> None:
+        assert self._pending is not None
+        if self._pending.numel() != partial.numel():
+            raise RuntimeError(
+                f"{self._unit.name}: other parameters received gradients in this micro-batch than "
+                "in the ones before it; run such micro-batches without fcdp.accumulate, or call "
+                "set_reduce_scatter_unused_params(True) on the module"
+            )
+
+    def _hold(self, pending: torch.Tensor | None) -> None:
+        for tensor, sign in ((self._pending, -1), (pending, 1)):
+            if tensor is not None:
+                self._ledger.hold(sign * tensor.numel() * tensor.itemsize)
+        self._pending = pending

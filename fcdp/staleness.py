@@ -1,0 +1,80 @@
+"""What makes a cache entry stale, decided alike on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from fcdp.topology import Topology
+from fcdp.unit import Unit
+
+
+class Staleness:
+    """Raises the generation of units whose parameters have been written, on all ranks at once.
+
+    A hit on one rank and a miss on another would leave the one without a partner in the
+    collective, so no rank decides alone: after each event that may come with writes (a forward of
+    the model, an optimizer step, a load) the next gather first exchanges one byte a unit, and a
+    unit that any rank saw written is stale everywhere. The event is one that all ranks take part
+    in; which rank saw which write does not matter.
+    """
+
+    def __init__(self, units: Sequence[Unit], topology: Topology) -> None:
+        self._units = units
+        self._topology = topology
+        self._asked = True
+
+    def ask(self) -> None:
+        """Have the ranks agree again at the next gather. Every rank must call it."""
+        self._asked = True
+
+    def invalidate(self) -> None:
+        """Declare all units written on this rank."""
+        for unit in self._units:
+            unit.written = True
+        self.ask()
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Declare written what an optimizer updates; fused kernels leave no other trace."""
+        updated = {
+            id(param)
+            for group in optimizer.param_groups
+            for param in group["params"]
+            if param.requires_grad
+        }
+        for unit in self._units:
+            if any(id(param) in updated for param in unit.params):
+                unit.written = True
+                self._asked = True
+
+    def settle(self, unit: Unit) -> None:
+        """Agree if asked to; then ``unit.generation`` holds for the gather about to start.
+
+        Raises ``RuntimeError`` if this rank's parameters changed after the ranks had agreed.
+        """
+        if self._asked:
+            self._agree()
+        elif unit.stamp() != unit.agreed_stamp:
+            raise RuntimeError(
+                f"{unit.name}: parameters were written in place since the model's forward began; "
+                "write between steps, or call fcdp.invalidate(model) on every rank afterwards"
+            )
+
+    def _agree(self) -> None:
+        stamps = [unit.stamp() for unit in self._units]
+        written = torch.tensor(
+            [
+                unit.written or stamp != unit.agreed_stamp
+                for unit, stamp in zip(self._units, stamps, strict=True)
+            ],
+            dtype=torch.uint8,
+        )
+        dist.all_reduce(written, op=dist.ReduceOp.MAX, group=self._topology.control)
+        for unit, stamp, stale in zip(self._units, stamps, written.tolist(), strict=True):
+            unit.generation += stale
+            unit.agreed_stamp = stamp
+            unit.written = False
+        self._asked = False

@@ -1,0 +1,120 @@
+"""A unit: one FSDP2 parameter group, which is one gather and one cache entry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fcdp.topology import Topology
+
+
+@dataclass(eq=False)
+class Unit:
+    """What one gather moves, and how often its parameters have changed.
+
+    ``generation`` grows by one, on every rank alike, whenever the parameters have been written.
+    A cache entry of an older generation is stale.
+    """
+
+    name: str
+    module: FSDPModule
+    #: Sharded parameters, as the optimizer sees them.
+    params: list[DTensor]
+    #: One rank's part of the gather, in bytes of the gather dtype, padding included.
+    shard_bytes: int
+    generation: int = 1
+    #: Stamp of the parameters when the ranks last agreed on ``generation``.
+    agreed_stamp: int = -1
+    #: This rank knows of a write that no stamp shows.
+    written: bool = True
+
+    def stamp(self) -> int:
+        """A number that grows with each in-place write that autograd can see on this rank.
+
+        Writes through the parameter count on the DTensor, writes through ``to_local()`` on the
+        tensor inside. Writes through ``.data`` and fused optimizer kernels do not count at all;
+        optimizers are followed by a hook, the rest needs ``fcdp.invalidate``.
+        """
+        return sum(param._version + param._local_tensor._version for param in self.params)
+
+    @property
+    def trainable(self) -> bool:
+        return any(param.requires_grad for param in self.params)
+
+
+def find_units(model: nn.Module, topology: Topology) -> list[Unit]:
+    """The units of a model that FSDP2 has sharded, in the order of ``named_modules``.
+
+    Raises ``ValueError`` for a model without FSDP2, a mesh that is not all of ``topology`` in one
+    dimension (HSDP, tensor parallelism), several meshes in one module, and gather extensions.
+    """
+    units: list[Unit] = []
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state = module._get_fsdp_state()
+        if id(state) in seen:  # fully_shard([a, b]) gives a and b one state
+            continue
+        seen.add(id(state))
+        groups = _param_groups(state)
+        if len(groups) > 1:
+            raise ValueError(
+                f"{name or 'model'}: {len(groups)} meshes in one module (shard_placement_fn); "
+                "FCDP needs one mesh a module"
+            )
+        units += [_unit(name or "root", module, group, topology) for group in groups]
+    if not units:
+        raise ValueError(
+            "model: no module is sharded by FSDP2; call fcdp.shard(model, topology, units=...) "
+            "or torch.distributed.fsdp.fully_shard on it first"
+        )
+    return units
+
+
+def _param_groups(state: Any) -> list[Any]:
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    group = state._fsdp_param_group  # torch < 2.12 keeps at most one
+    return [] if group is None else [group]
+
+
+def _unit(name: str, module: FSDPModule, group: Any, topology: Topology) -> Unit:
+    params = [fsdp_param.sharded_param for fsdp_param in group.fsdp_params]
+    _check_mesh(name, params, topology)
+    return Unit(name, module, params, sum(map(_gathered_bytes, group.fsdp_params)))
+
+
+def _check_mesh(name: str, params: Iterable[DTensor], topology: Topology) -> None:
+    world = list(range(topology.world_size))
+    for param in params:
+        mesh = param.device_mesh
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"{name}: parameter of shape {tuple(param.shape)} lives on a mesh of "
+                f"{mesh.ndim} dimensions {mesh.mesh_dim_names}; hybrid sharding and tensor "
+                "parallelism are not supported, shard over a 1-D mesh (Topology.mesh)"
+            )
+        if mesh.mesh.tolist() != world:
+            raise ValueError(
+                f"{name}: sharded over ranks {mesh.mesh.tolist()}; must be all ranks of the "
+                f"topology in order, 0 to {topology.world_size - 1}"
+            )
+
+
+def _gathered_bytes(fsdp_param: Any) -> int:
+    local = fsdp_param._sharded_local_tensor
+    if hasattr(local, "fsdp_pre_all_gather"):
+        raise ValueError(
+            f"parameter of shape {tuple(fsdp_param.sharded_param.shape)}: its tensor class "
+            f"{type(local).__name__} gathers by an FSDP2 extension, which FCDP cannot cache"
+        )
+    data: torch.Tensor = fsdp_param._sharded_param_data
+    dtype = fsdp_param.mp_policy.param_dtype or data.dtype
+    return data.numel() * dtype.itemsize

@@ -1,0 +1,15 @@
+"""Fixtures for all tests."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.ranks import Pools
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Pools]:
+    """Shared rank processes: ``ranks.run(world_size, function, *args)``."""
+    pools = Pools()
+    yield pools
+    pools.close()

@@ -1,0 +1,241 @@
+"""A small language model and the training loops that parity tests compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import fcdp
+
+VOCABULARY = 29
+WIDTH = 10
+LENGTH = 7
+
+
+class Adapter(nn.Module):
+    """A low-rank update, as LoRA adds it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.down = nn.Linear(width, 3, bias=False)
+        self.up = nn.Linear(3, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(self.down(x))
+
+
+class Block(nn.Module):
+    """Sizes that divide by no world size here: 10, 13, 3."""
+
+    def __init__(self, adapted: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 13)
+        self.down = nn.Linear(13, WIDTH)
+        self.first = Adapter(WIDTH) if adapted else None
+        self.second = Adapter(WIDTH) if adapted else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        y = self.down(F.gelu(self.up(h)))
+        if self.first is not None and self.second is not None:
+            y = y + self.first(h) + self.second(y)
+        return x + y
+
+
+class TinyLM(nn.Module):
+    """Tied embeddings; ``twice`` calls the first block twice a forward."""
+
+    def __init__(self, adapted: bool, twice: bool, checkpointing: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block(adapted) for _ in range(3))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        self.twice = twice
+        self.checkpointing = checkpointing
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in [self.blocks[0]] * self.twice + list(self.blocks):
+            if self.checkpointing:
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        return self.head(self.norm(x))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One training run; picklable, so that it can be sent to ranks."""
+
+    nodes: int = 2
+    ranks_per_node: int = 2
+    adapted: bool = False
+    twice: bool = False
+    checkpointing: bool = False
+    accumulation: int = 1
+    steps: int = 4
+    clip: float | None = None
+    optimizer: str = "adamw"
+    param_dtype: torch.dtype | None = None
+    reshard_after_forward: bool | None = None
+    #: What happens before step i: "eval", "load", "write", "write_one_rank", "freeze".
+    events: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+@dataclass(frozen=True)
+class Result:
+    losses: list[float]
+    norms: list[float]
+    params: dict[str, torch.Tensor]
+    ledger: dict[str, dict[str, int]] | None
+    hits: int = 0
+    misses: int = 0
+
+
+@lru_cache
+def topology_of(nodes: int, ranks_per_node: int) -> fcdp.Topology:
+    """One topology a shape and process: groups cost sockets."""
+    return fcdp.Topology.build(nodes, ranks_per_node, "cpu")
+
+
+def make_model(settings: Settings) -> TinyLM:
+    torch.manual_seed(0)
+    model = TinyLM(settings.adapted, settings.twice, settings.checkpointing)
+    if settings.adapted:
+        for name, param in model.named_parameters():
+            param.requires_grad_("first" in name or "second" in name)
+    return model
+
+
+def batches(settings: Settings, rank: int) -> Iterator[torch.Tensor]:
+    """Micro-batches of this rank: the same for every engine."""
+    generator = torch.Generator().manual_seed(1000 + rank)
+    while True:
+        yield torch.randint(VOCABULARY, (2, LENGTH), generator=generator)
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    logits = model(tokens[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def shard_with_fsdp2(model: TinyLM, topology: fcdp.Topology, settings: Settings) -> TinyLM:
+    mp_policy = MixedPrecisionPolicy(param_dtype=settings.param_dtype)
+    for block in [*model.blocks, model]:
+        fully_shard(
+            block,
+            mesh=topology.mesh,
+            mp_policy=mp_policy,
+            reshard_after_forward=settings.reshard_after_forward,
+        )
+    return model
+
+
+def shard_with_fcdp(
+    model: TinyLM,
+    topology: fcdp.Topology,
+    settings: Settings,
+    policy: fcdp.CachePolicy = fcdp.HostCache(),
+) -> TinyLM:
+    fcdp.shard(
+        model,
+        topology,
+        units=model.blocks,
+        policy=policy,
+        mp_policy=MixedPrecisionPolicy(param_dtype=settings.param_dtype),
+        reshard_after_forward=settings.reshard_after_forward,
+    )
+    return model
+
+
+def shard_with_fcdp_uncached(model: TinyLM, topology: fcdp.Topology, settings: Settings) -> TinyLM:
+    return shard_with_fcdp(model, topology, settings, fcdp.NoCache())
+
+
+def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+    params = [param for param in model.parameters() if param.requires_grad]
+    if settings.optimizer == "sgd":
+        return torch.optim.SGD(params, lr=0.3)
+    # A large rate makes a stale parameter show at once; a large epsilon keeps the update from
+    # turning rounding noise in tiny gradients into full steps.
+    fused = settings.optimizer == "fused"
+    return torch.optim.AdamW(params, lr=0.03, eps=1e-3, fused=fused)
+
+
+def train(settings: Settings, engine: str) -> Result:
+    """Train on this rank with ``engine``: "fsdp2", "fcdp", "uncached"."""
+    topology = topology_of(settings.nodes, settings.ranks_per_node)
+    wrap: Callable[[TinyLM, fcdp.Topology, Settings], TinyLM] = {
+        "fsdp2": shard_with_fsdp2,
+        "fcdp": shard_with_fcdp,
+        "uncached": shard_with_fcdp_uncached,
+    }[engine]
+    model = wrap(make_model(settings), topology, settings)
+    optimizer = make_optimizer(model, settings)
+    data = batches(settings, topology.rank)
+    losses: list[float] = []
+    norms: list[float] = []
+    for step in range(settings.steps):
+        losses += _event(settings.events.get(step), model, topology, data)
+        total = 0.0
+        for micro in range(settings.accumulation):
+            last = micro == settings.accumulation - 1
+            defer: Any = nullcontext()
+            if engine != "fsdp2" and settings.accumulation > 1:
+                defer = fcdp.accumulate(model, last=last)
+            with defer:
+                loss = loss_of(model, next(data)) / settings.accumulation
+                loss.backward()
+            total += loss.item()
+        if settings.clip is not None:
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+            norms.append(float(norm.full_tensor()))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    params = {name: param.full_tensor().detach() for name, param in model.named_parameters()}
+    if engine == "fsdp2":
+        return Result(losses, norms, params, None)
+    counts = fcdp.ledger(model)
+    return Result(losses, norms, params, counts.snapshot(), counts.hits, counts.misses)
+
+
+def _event(
+    name: str | None, model: TinyLM, topology: fcdp.Topology, data: Iterator[torch.Tensor]
+) -> list[float]:
+    """Do what users do between steps; return losses that it produced."""
+    if name == "eval":
+        model.eval()
+        with torch.no_grad():
+            losses = [loss_of(model, next(data)).item() for _ in range(2)]
+        model.train()
+        return losses
+    if name == "load":
+        state = {key: value.clone().mul_(0.9) for key, value in model.state_dict().items()}
+        model.load_state_dict(state)
+    elif name in ("write", "write_one_rank"):
+        # Shards of one rank change: the same bytes for every engine.
+        if name == "write" or topology.rank == topology.world_size - 1:
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.to_local().mul_(0.5)
+    elif name == "freeze":
+        for param in model.blocks[0].parameters():
+            param.requires_grad_(False)
+    return []

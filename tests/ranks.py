@@ -1,0 +1,109 @@
+"""Processes that tests share: one pool of ranks a world size, made at first use.
+
+Starting ranks costs seconds and running a collective milliseconds, so a test sends a function to
+ranks that already exist. A pool whose ranks failed or hung is ended and made anew.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+# Imported here, in the fork server, once for all ranks.
+_PRELOAD = ["torch", "torch.distributed.fsdp", "transformers", "peft", "tests.ranks"]
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(_PRELOAD)
+
+
+class RankFailure(AssertionError):
+    """What a rank raised, with its traceback."""
+
+
+class RankPool:
+    """``world_size`` processes that form one gloo process group on loopback."""
+
+    def __init__(self, world_size: int) -> None:
+        self._store = tempfile.TemporaryDirectory()
+        self._ranks: list[tuple[Any, Connection]] = []
+        for rank in range(world_size):
+            here, there = _context.Pipe()
+            process = _context.Process(
+                target=_serve,
+                args=(rank, world_size, str(Path(self._store.name) / "store"), there),
+                daemon=True,
+            )
+            process.start()
+            there.close()
+            self._ranks.append((process, here))
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
+        """Call ``function(*args)`` on every rank; return the results in rank order."""
+        for _, pipe in self._ranks:
+            pipe.send((function, args))
+        answers = []
+        for rank, (_, pipe) in enumerate(self._ranks):
+            if not pipe.poll(timeout_s):
+                raise RankFailure(f"rank {rank} did not answer within {timeout_s} s")
+            answers.append(pipe.recv())
+        failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
+        if failures:
+            raise RankFailure("\n".join(failures))
+        return [result for _, result in answers]
+
+    def close(self) -> None:
+        for process, pipe in self._ranks:
+            pipe.close()
+            process.kill()
+            process.join()
+        self._store.cleanup()
+
+
+def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=60),
+    )
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, function(*args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+
+
+class Pools:
+    """Hands out pools by world size; replaces one that a failed test left in disorder."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, RankPool] = {}
+
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        if world_size not in self._pools:
+            self._pools[world_size] = RankPool(world_size)
+        try:
+            return self._pools[world_size].run(function, *args)
+        except RankFailure:
+            self._pools.pop(world_size).close()
+            raise
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
