@@ -1,0 +1,32 @@
+"""Imported by the fork server when it starts: pays for the heavy imports once.
+
+multiprocessing skips a preloaded module that does not import; here the reason is kept.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import traceback
+
+#: The environment variable with the JSON list of modules.
+MODULES_VARIABLE = "FCDP_PRELOAD"
+
+#: Pid of the fork server, the parent of every process that it forks.
+SERVER = os.getpid()
+
+#: Traceback of each module that could not be imported.
+FAILURES: dict[str, str] = {}
+
+
+def import_modules(modules: list[str]) -> None:
+    """Import modules; the reasons of those that fail are in ``FAILURES``."""
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except Exception:
+            FAILURES[module] = traceback.format_exc()
+
+
+import_modules(json.loads(os.environ.get(MODULES_VARIABLE, "[]")))

@@ -1,0 +1,70 @@
+"""The agent of one node: enters its namespace and launches the node's ranks."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+
+from pyroute2 import netns
+
+from experiments.clusters import _preloaded, lifelines, ranks
+
+
+@dataclass(frozen=True)
+class Node:
+    """What one node's agent needs to know."""
+
+    node: int
+    nodes: int
+    ranks_per_node: int
+    namespace: str
+    #: Addresses of this node and of node 0, where the ranks meet.
+    address: str
+    master_address: str
+    port: int
+    #: The whole environment of the node's ranks, but for what torchrun adds.
+    environment: dict[str, str]
+    #: Modules that should be imported already.
+    preload: tuple[str, ...]
+    #: A directory for torchelastic's own files.
+    scratch: str
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class NodeResult:
+    """How the ranks of one node ended."""
+
+    #: Exit code (negative: signal) of each rank, by global rank, that failed, and when it was
+    #: noticed, on the clock of ``time.monotonic_ns``.
+    exits: dict[int, tuple[int, int]] = field(default_factory=dict)
+    #: Traceback of the agent itself, if it could not launch the ranks.
+    error: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether every rank of the node has returned."""
+        return not self.exits and self.error is None
+
+
+def serve(node: Node, job: ranks.Job, sender: Connection) -> None:
+    """Run the ranks of one node in this fresh process and send their ``NodeResult``."""
+    # A group of its own: the terminal's Ctrl-C reaches the parent only, which ends the job.
+    os.setsid()
+    lifelines.die_with(_preloaded.SERVER)
+    lifelines.die_with_launcher()
+    try:
+        ranks.write_to(job.logs / f"node{node.node}.log")
+        os.environ.clear()
+        os.environ.update(node.environment)
+        netns.setns(node.namespace, flags=0)
+        _preloaded.import_modules(list(node.preload))
+        # Here rather than above: the parent imports this module, and needs no torch.
+        from experiments.clusters import elastic
+
+        result = elastic.launch(node, job)
+    except Exception:
+        result = NodeResult(error=traceback.format_exc())
+    sender.send(result)

@@ -1,0 +1,240 @@
+"""A cluster on this host: namespaces as nodes, a shaped link between them, torchelastic inside."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from experiments.clusters import agent, causes, namespaces, preload, privileges, ranks
+from experiments.clusters.board import Board
+from experiments.clusters.interface import ClusterError, Outcome
+from experiments.clusters.network import INTERFACE, Network
+from experiments.records import ClusterSpec
+
+#: Seconds that the other ranks have to end by themselves after the first failure, ...
+_GRACE_S = 2.0
+#: ... between two looks at the ranks, and until an agent whose ranks were killed has ended.
+_WATCH_INTERVAL_S = 0.1
+_AGENT_END_S = 3.0
+
+_ALWAYS_PRELOADED = ("experiments.clusters.agent", "experiments.clusters.elastic")
+
+
+class EmulatedCluster:
+    """``spec.nodes`` nodes on this host, each a network namespace with a limited egress.
+
+    ``preload`` names the modules that the job's function needs: they are imported once, and the
+    ranks of every run are forked from the process that has imported them. They must not run
+    tensor operations nor use a GPU while they are imported.
+
+    A context manager. ``__enter__`` removes what a killed parent left, imports and builds the
+    network; it raises ``ClusterError`` if privileges, kernel features or modules are missing. The
+    calling script needs the ``if __name__ == "__main__"`` guard of ``multiprocessing``.
+    """
+
+    evidence: Literal["measured", "emulated"] = "emulated"
+
+    def __init__(self, spec: ClusterSpec, preload: Sequence[str] = ("torch",)) -> None:
+        self.nodes = spec.nodes
+        self.ranks_per_node = spec.ranks_per_node
+        self._port = spec.port
+        self._preload = (*_ALWAYS_PRELOADED, *preload)
+        self._network: Network | None = None
+        self._context: ForkServerContext | None = None
+
+    def __enter__(self) -> EmulatedCluster:
+        privileges.require()
+        namespaces.remove_stale()
+        self._context = preload.start(self._preload)
+        self._network = Network(self.nodes).__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._network is not None:
+            self._network.__exit__(kind, error, trace)
+            self._network = None
+
+    def shape(self, bits_per_s: int | None) -> dict[str, Any]:
+        """Limit every node's egress to ``bits_per_s`` (``None``: no limit) for the next runs.
+
+        Returns what the kernel has set: ``qdisc``, ``rate_bits_per_s``, ``burst_bytes``,
+        ``limit_bytes`` (the queue) and ``mtu_bytes``. Raises ``ValueError`` for a rate that
+        cannot be had.
+        """
+        return self._built()[0].shape(bits_per_s)
+
+    def run(
+        self,
+        entry: str,
+        arguments: Sequence[str],
+        *,
+        logs: Path,
+        environment: Mapping[str, str],
+        timeout_s: float,
+    ) -> Outcome:
+        """Call ``entry`` on every rank, in fresh processes; see ``Cluster.run``.
+
+        The ranks see this process's environment and ``environment``, what torchrun sets, and
+        ``FCDP_INTERFACE``, the interface to the other nodes, whose counters
+        ``counters.transmitted_bytes`` reads. ``logs`` gets a ``rank<r>.log`` a rank and a
+        ``node<n>.log`` a node. A job that does not end within ``timeout_s`` seconds is ended.
+
+        Raises ``ClusterError`` if the port is taken, and ``ValueError`` for an ``entry`` that is
+        not of the form "package.module:function". Whatever is raised, no process is left.
+        """
+        network, context = self._built()
+        ranks.split(entry)
+        self._check_port(network)
+        logs = logs.absolute()
+        logs.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="fcdp-") as scratch:
+            board = Board(Path(scratch), self.nodes * self.ranks_per_node)
+            board.create()
+            job = ranks.Job(entry, tuple(arguments), logs, board)
+            agents: list[_Agent] = []
+            try:
+                for number in range(self.nodes):
+                    node = self._node(network, number, environment, scratch, timeout_s)
+                    agents.append(_Agent(context, node, job))
+                return _watch(agents, board, timeout_s)
+            finally:
+                for each in agents:
+                    each.end()
+
+    def _built(self) -> tuple[Network, ForkServerContext]:
+        if self._network is None or self._context is None:
+            raise ClusterError("the cluster is not built: use it inside its `with` block")
+        return self._network, self._context
+
+    def _check_port(self, network: Network) -> None:
+        address = network.addresses[0]
+
+        def bind() -> None:
+            with socket.socket() as probe:
+                # A port whose last connections merely wait to expire is free.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((address, self._port))
+
+        try:
+            namespaces.call_in(network.nodes[0], bind)
+        except OSError as error:
+            raise ClusterError(
+                f"the ranks cannot meet at {address} port {self._port}: {error.strerror}; "
+                "end what listens there, or choose another port in the cluster's settings"
+            ) from error
+
+    def _node(
+        self,
+        network: Network,
+        number: int,
+        environment: Mapping[str, str],
+        scratch: str,
+        timeout_s: float,
+    ) -> agent.Node:
+        variables = {
+            "OMP_NUM_THREADS": "1",
+            **os.environ,
+            "FCDP_INTERFACE": INTERFACE,
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+            "TP_SOCKET_IFNAME": INTERFACE,
+            "NCCL_SOCKET_IFNAME": INTERFACE,
+            **environment,
+        }
+        return agent.Node(
+            node=number,
+            nodes=self.nodes,
+            ranks_per_node=self.ranks_per_node,
+            namespace=network.nodes[number],
+            address=network.addresses[number],
+            master_address=network.addresses[0],
+            port=self._port,
+            environment=variables,
+            preload=self._preload,
+            scratch=f"{scratch}/node{number}",
+            timeout_s=timeout_s,
+        )
+
+
+class _Agent:
+    """The parent's side of one node's agent process."""
+
+    def __init__(self, context: ForkServerContext, node: agent.Node, job: ranks.Job) -> None:
+        self.node = node
+        #: How the node's ranks ended, once the agent has said so.
+        self.result: agent.NodeResult | None = None
+        self.receiver: Connection
+        self.receiver, sender = context.Pipe(duplex=False)
+        self._process: ForkServerProcess = context.Process(
+            target=agent.serve, args=(node, job, sender), name=f"node{node.node}"
+        )
+        with sender:
+            self._process.start()
+
+    def collect(self) -> None:
+        """Take the agent's result, if it has sent one or has ended without."""
+        if not self.receiver.poll():
+            return
+        try:
+            self.result = self.receiver.recv()
+        except EOFError:
+            self._process.join()
+            code = causes.describe_exit(self._process.exitcode)
+            self.result = agent.NodeResult(error=f"the agent {code}")
+
+    def end(self) -> None:
+        """Kill the node's processes, the ranks first, so that their agent can reap them."""
+        spare = frozenset() if self._process.pid is None else frozenset({self._process.pid})
+        namespaces.end_processes(self.node.namespace, spare=spare)
+        self._process.join(_AGENT_END_S if self.result is not None else _WATCH_INTERVAL_S)
+        self._process.kill()
+        namespaces.end_processes(self.node.namespace)
+        self._process.join()
+        self._process.close()
+        self.receiver.close()
+
+
+def _watch(agents: Sequence[_Agent], board: Board, timeout_s: float) -> Outcome:
+    """Wait until all nodes are done, one has failed, or the time is over; say what happened."""
+    deadline = time.monotonic() + timeout_s
+    kills_before = _out_of_memory_kills()
+    silent: set[int] = set()
+    while running := [each for each in agents if each.result is None]:
+        wait([each.receiver for each in running], timeout=_WATCH_INTERVAL_S)
+        for each in running:
+            each.collect()
+        silent = board.silent()
+        failed = silent or any(each.result and not each.result.ok for each in agents)
+        now = time.monotonic()
+        if failed:
+            deadline = min(deadline, now + _GRACE_S)
+        if now > deadline:
+            break
+    results = {each.node.node: each.result for each in agents if each.result is not None}
+    reports = board.reports()
+    kills = _out_of_memory_kills() - kills_before
+    ended = causes.outcome(results, reports, silent, out_of_memory_kills=kills)
+    if ended.state == "ok" and len(results) < len(agents):
+        return Outcome("timeout", None, f"did not end within {timeout_s:g} s")
+    return ended
+
+
+def _out_of_memory_kills() -> int:
+    """How many processes the kernel has killed since it booted because memory ran out."""
+    for line in Path("/proc/vmstat").read_text().splitlines():
+        name, value = line.split()
+        if name == "oom_kill":
+            return int(value)
+    return 0

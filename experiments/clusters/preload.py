@@ -1,0 +1,87 @@
+"""The fork server: one process that has imported everything, and forks the rest.
+
+It belongs to the calling process, not to one cluster: a second cluster finds it warm. It ends
+with the calling process.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+
+from experiments.clusters import _preloaded
+from experiments.clusters.interface import ClusterError
+
+
+def start(modules: Sequence[str]) -> ForkServerContext:
+    """Start the fork server if there is none, and check that ``modules`` can be imported.
+
+    Modules that an earlier caller did not name are imported again by every node's agent: a later
+    cluster with other modules works, but slower. Variables that libraries read while they are
+    imported count as they are now. Raises ``ClusterError`` with the traceback of the first module
+    that cannot be imported.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([_preloaded.__name__])
+    variables = {
+        _preloaded.MODULES_VARIABLE: json.dumps(list(modules)),
+        # The fork server starts with an interpreter's default path, not with this process's.
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        # OpenMP reads it once, when torch is imported.
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    }
+    with _environment(variables):
+        forkserver.ensure_running()
+    failures = _failures(context, list(modules))
+    if failures:
+        module, reason = next(iter(failures.items()))
+        raise ClusterError(f"cannot import {module}, a module to preload:\n{reason}")
+    return context
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _failures(context: ForkServerContext, modules: list[str]) -> dict[str, str]:
+    """The tracebacks of the modules that a child of the fork server cannot import."""
+    receiver, sender = context.Pipe(duplex=False)
+    with receiver:
+        process = context.Process(target=_send_failures, args=(modules, sender))
+        try:
+            process.start()
+            sender.close()
+            ours, failures = receiver.recv()
+        except (EOFError, OSError) as error:
+            raise ClusterError(
+                f"the fork server ended while importing {', '.join(modules)}: {error!r}; "
+                "its standard error says why"
+            ) from error
+        process.join()
+    if not ours:
+        raise ClusterError(
+            "this process already runs a fork server that has not imported the modules to "
+            "preload: enter the cluster before anything else uses multiprocessing's fork server"
+        )
+    return dict(failures)
+
+
+def _send_failures(modules: list[str], sender: Connection) -> None:
+    ours = os.getppid() == _preloaded.SERVER
+    _preloaded.import_modules([name for name in modules if name not in _preloaded.FAILURES])
+    failures = {name: _preloaded.FAILURES[name] for name in modules if name in _preloaded.FAILURES}
+    sender.send((ours, failures))

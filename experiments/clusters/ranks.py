@@ -1,0 +1,86 @@
+"""What a rank's process does around the job's function."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import signal
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.clusters import lifelines
+from experiments.clusters.board import Board
+
+
+@dataclass(frozen=True)
+class Job:
+    """The function of a job, the same on every rank."""
+
+    #: "package.module:function".
+    entry: str
+    arguments: tuple[str, ...]
+    logs: Path
+    board: Board
+
+
+def run(job: Job, agent: int) -> None:
+    """Run the job's function in the environment that torchelastic has set for this rank.
+
+    ``agent`` is the pid of the process that forked this one.
+    """
+    lifelines.die_with(agent)
+    # Forked from torchelastic's agent, the rank would raise the agent's exception on SIGTERM, and
+    # only once the interpreter runs again: a rank that waits in a collective would go on.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    rank = int(os.environ["RANK"])
+    write_to(job.logs / f"rank{rank}.log")
+    with job.board.alive(rank):
+        try:
+            _set_threads()
+            module, name = split(job.entry)
+            getattr(importlib.import_module(module), name)(*job.arguments)
+        except BaseException as error:
+            if not (isinstance(error, SystemExit) and error.code in (None, 0)):
+                job.board.report(rank, error)
+                traceback.print_exc()
+                _exit_at_once(1)
+
+
+def split(entry: str) -> tuple[str, str]:
+    """Module and name of "package.module:function"; ``ValueError`` if it is not of that form."""
+    module, _, name = entry.partition(":")
+    if not module or not name.isidentifier():
+        raise ValueError(f'entry = {entry!r}: allowed is "package.module:function"')
+    return module, name
+
+
+def write_to(path: Path) -> None:
+    """Send standard output and error, Python's and the libraries', to one file, line by line."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    # Whoever is killed has lost nothing but its last line.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
+
+
+def _set_threads() -> None:
+    """Give torch the threads of OMP_NUM_THREADS, which OpenMP read in the fork server."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def _exit_at_once(code: int) -> None:
+    """End without waiting for threads or destructors: a failed rank must not hang on its way."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
