@@ -1,0 +1,186 @@
+"""The table at the end of a run: each strategy next to DeepSpeed's ZeRO-3."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rich.console import Group, JustifyMethod, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from experiments.matrix import format_bandwidth
+from experiments.records import Cell, Record
+
+BASELINE = "deepspeed-zero3"
+STATE_STYLES = {
+    "ok": "green",
+    "oom": "magenta",
+    "failed": "bold red",
+    "timeout": "yellow",
+    "skipped": "dim",
+}
+_ABSENT = Text("–", style="dim")
+
+#: Settings in which the cells of one comparison may differ: what is compared, and how long it ran.
+_WITHIN = ("strategy", "timeout_s", "warmup_steps", "steps")
+#: Settings that every heading shows, or that no matrix varies.
+_ALWAYS = ("model", "tuning", "inter_bandwidth_bits_per_s", "matrix", "cluster")
+
+
+def summary(records: Sequence[Record]) -> RenderableType:
+    """Cells by model, tuning and link; below them what did not run to its end, and why."""
+    ran = [record for record in records if record.state != "skipped"]
+    if not ran:
+        return Group(*_notes(records))
+    extra = varying_settings([record.cell for record in ran])
+    groups: dict[str, list[Record]] = {}
+    for record in ran:
+        settings = record.cell.model_dump_json(exclude=set(_WITHIN))
+        groups.setdefault(settings, []).append(record)
+    # The first column fits every strategy, so that the tables line up under one header.
+    longest = max(len(record.cell.strategy) for record in ran)
+    parts: list[RenderableType] = [_header(longest)]
+    for group in groups.values():
+        parts.append(_heading(group[0].cell, extra))
+        parts.append(_rows(group, longest))
+    return Group(*parts, *_notes(records))
+
+
+def varying_settings(cells: Sequence[Cell]) -> list[str]:
+    """Settings beyond model, tuning and link in which these cells are different comparisons."""
+    names = [name for name in Cell.model_fields if name not in (*_WITHIN, *_ALWAYS)]
+    return [name for name in names if len({getattr(cell, name) for cell in cells}) > 1]
+
+
+@dataclass(frozen=True)
+class _Column:
+    title: str
+    unit: str
+    width: int
+    justify: JustifyMethod
+    #: The figure of a record, given the record of the baseline in the same comparison.
+    show: Callable[[Record, Record | None], Text]
+
+
+def _strategy(record: Record, _: Record | None) -> Text:
+    return Text(record.cell.strategy, style="bold" if record.cell.strategy == "fcdp" else "")
+
+
+def _state(record: Record, _: Record | None) -> Text:
+    return Text(record.state, style=STATE_STYLES[record.state])
+
+
+def _tokens(record: Record, _: Record | None) -> Text:
+    speed = record.tokens_per_s
+    if speed is None:
+        return _ABSENT
+    return Text(f"{speed:,.1f}" if speed < 100 else f"{speed:,.0f}")
+
+
+def _speed_up(record: Record, baseline: Record | None) -> Text:
+    own, other = record.tokens_per_s, baseline and baseline.tokens_per_s
+    if not own or not other:
+        return _ABSENT
+    ratio = own / other
+    # Within two per cent, a shared machine's noise is all there is to see.
+    style = "green" if ratio > 1.02 else "red" if ratio < 0.98 else ""
+    return Text(f"{ratio:.2f}×", style=style)
+
+
+def _sent(record: Record, _: Record | None) -> Text:
+    measured = record.measurement
+    return _megabytes(measured.inter_node_bytes_per_step if measured else None)
+
+
+def _sent_ratio(record: Record, baseline: Record | None) -> Text:
+    if record.measurement is None or baseline is None or baseline.measurement is None:
+        return _ABSENT
+    other = baseline.measurement.inter_node_bytes_per_step
+    return (
+        Text(f"{record.measurement.inter_node_bytes_per_step / other:.2f}×") if other else _ABSENT
+    )
+
+
+def _least(record: Record, _: Record | None) -> Text:
+    measured = record.measurement
+    return _megabytes(measured.inter_node_bytes_closed_form if measured else None)
+
+
+def _loss(record: Record, _: Record | None) -> Text:
+    if record.measurement is None or not record.measurement.losses:
+        return _ABSENT
+    return Text(f"{record.measurement.losses[-1]:.4f}")
+
+
+def _step(record: Record, _: Record | None) -> Text:
+    seconds = record.step_seconds_median
+    return _ABSENT if seconds is None else Text(f"{seconds:.{2 if seconds >= 100 else 3}f}")
+
+
+def _evidence(record: Record, _: Record | None) -> Text:
+    return Text(f" {record.evidence}", style="dim")
+
+
+def _megabytes(count: float | None) -> Text:
+    return _ABSENT if count is None else Text(f"{count / 1e6:.2f}")
+
+
+_COLUMNS = (
+    _Column("state", "", 7, "left", _state),
+    _Column("speed", "tokens/s", 8, "right", _tokens),
+    _Column("speed-up", "vs ZeRO-3", 9, "right", _speed_up),
+    _Column("sent", "MB/step", 8, "right", _sent),
+    _Column("sent", "vs ZeRO-3", 9, "right", _sent_ratio),
+    _Column("minimum", "MB/step", 8, "right", _least),
+    _Column("loss", "final", 7, "right", _loss),
+    _Column("step", "s", 7, "right", _step),
+    _Column(" evidence", "", 10, "left", _evidence),
+)
+
+
+def _grid(longest_strategy: int) -> Table:
+    table = Table.grid(padding=(0, 1, 0, 0))
+    table.add_column(width=longest_strategy, no_wrap=True)
+    for column in _COLUMNS:
+        table.add_column(justify=column.justify, width=column.width, no_wrap=True)
+    return table
+
+
+def _header(longest_strategy: int) -> Table:
+    table = _grid(longest_strategy)
+    table.add_row("strategy", *(column.title for column in _COLUMNS), style="dim")
+    table.add_row("", *(column.unit for column in _COLUMNS), style="dim")
+    return table
+
+
+def _rows(group: Sequence[Record], longest_strategy: int) -> Table:
+    baseline = next((record for record in group if record.cell.strategy == BASELINE), None)
+    table = _grid(longest_strategy)
+    for record in group:
+        figures = (column.show(record, baseline) for column in _COLUMNS)
+        table.add_row(_strategy(record, baseline), *figures)
+    return table
+
+
+def _heading(cell: Cell, extra: Sequence[str]) -> Text:
+    parts = [cell.model.name, cell.tuning, format_bandwidth(cell.inter_bandwidth_bits_per_s)]
+    parts += [f"{name.replace('_', ' ')} {getattr(cell, name)}" for name in extra]
+    return Text("\n" + " · ".join(parts), style="bold cyan")
+
+
+def _notes(records: Sequence[Record]) -> list[RenderableType]:
+    notes: list[RenderableType] = []
+    for record in records:
+        if record.state not in ("ok", "skipped"):
+            lines = (record.error or "").strip().splitlines() or [""]
+            # The last line of a traceback is the one that names the error.
+            note = Text.assemble((record.state, STATE_STYLES[record.state]), f"  {record.cell_id}")
+            notes.append(note)
+            notes.append(Padding(Text(lines[-1], style="dim"), (0, 0, 0, 9)))
+    skipped = Counter(record.error for record in records if record.state == "skipped")
+    for reason, count in skipped.items():
+        notes.append(Text(f"{count} cells skipped: {reason}", style="dim"))
+    return [Text(), *notes] if notes else []
