@@ -1,0 +1,1 @@
+"""Records in; tables, figures and one self-contained report out."""

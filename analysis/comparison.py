@@ -1,0 +1,172 @@
+"""What each cell is worth next to the baseline that ran under the same settings."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from analysis import strategies
+
+#: Cells are compared only where all of these agree.
+SETTINGS = [
+    "matrix",
+    "evidence",
+    "cluster",
+    "nodes",
+    "ranks_per_node",
+    "model",
+    "layers",
+    "width",
+    "heads",
+    "tuning",
+    "lora_rank",
+    "sequence_length",
+    "micro_batch",
+    "accumulation",
+    "dtype",
+    "learning_rate",
+    "warmup_steps",
+    "steps",
+    "inter_bandwidth_bits_per_s",
+    "seed",
+]
+
+
+@dataclass(frozen=True)
+class Headline:
+    """The subject next to the baseline under one way of tuning, and where the best case stands."""
+
+    tuning: str
+    evidence: str
+    subject: str
+    baseline: str
+    #: The cell with the largest speed-up.
+    cell: str
+    model: str
+    bandwidth: float
+    speed_up: float
+    bytes_of_baseline: float
+    bytes_of_baseline_closed_form: float
+    #: Of all cells that have a baseline, the one above included.
+    speed_ups: tuple[float, ...]
+    bytes_of_baselines: tuple[float, ...]
+
+
+def compare(table: pd.DataFrame, baseline: str = strategies.BASELINE) -> pd.DataFrame:
+    """The table in display order with, beside each cell, how it compares; no row is lost.
+
+    Added columns: ``baseline`` (the strategy compared with: the one asked for or, where that has
+    no result, the first that has), ``speed_up``, ``bytes_of_baseline``,
+    ``bytes_of_baseline_closed_form``, ``bytes_of_closed_form`` (all ratios),
+    ``ledger_disagreement_percent``, ``loss_difference`` and ``loss_difference_max``.
+    """
+    groups = table.groupby(SETTINGS, dropna=False, sort=False)
+    compared = pd.concat([_compare_group(group, baseline) for _, group in groups])
+    return _in_display_order(compared)
+
+
+def headlines(compared: pd.DataFrame, subject: str = strategies.SUBJECT) -> list[Headline]:
+    """One headline for each evidence, tuning and baseline under which the subject finished."""
+    rows = compared[
+        (compared["strategy"] == subject)
+        & (compared["baseline"] != subject)
+        & compared["speed_up"].notna()
+    ]
+    found = []
+    keys = ["evidence", "tuning", "baseline"]
+    for (evidence, tuning, baseline), group in rows.groupby(keys, sort=True):
+        best = group.loc[group["speed_up"].idxmax()]
+        found.append(
+            Headline(
+                tuning=tuning,
+                evidence=evidence,
+                subject=subject,
+                baseline=baseline,
+                cell=best["cell"],
+                model=best["model"],
+                bandwidth=best["inter_bandwidth_bits_per_s"],
+                speed_up=best["speed_up"],
+                bytes_of_baseline=best["bytes_of_baseline"],
+                bytes_of_baseline_closed_form=best["bytes_of_baseline_closed_form"],
+                speed_ups=tuple(group["speed_up"]),
+                bytes_of_baselines=tuple(group["bytes_of_baseline"]),
+            )
+        )
+    return found
+
+
+def ratio(value: float, reference: float) -> float:
+    """``value / reference``; not a number where either is missing or there is nothing to divide."""
+    if math.isnan(value) or math.isnan(reference) or reference == 0:
+        return math.nan
+    return float(value / reference)
+
+
+def _compare_group(group: pd.DataFrame, wanted: str) -> pd.DataFrame:
+    """Add the comparison columns to the cells of one setting."""
+    reference = _reference(group, wanted)
+    columns = [_compare_cell(cell, reference) for _, cell in group.iterrows()]
+    beside: pd.DataFrame = pd.concat([group, pd.DataFrame(columns, index=group.index)], axis=1)
+    return beside
+
+
+def _reference(group: pd.DataFrame, wanted: str) -> pd.Series | None:
+    """The finished cell of the wanted baseline, else of the first strategy that finished."""
+    finished = group[group["state"] == "ok"]
+    names = strategies.ordered(finished["strategy"])
+    if not names:
+        return None
+    name = wanted if wanted in names else names[0]
+    reference: pd.Series = finished[finished["strategy"] == name].iloc[0]
+    return reference
+
+
+def _compare_cell(cell: pd.Series, reference: pd.Series | None) -> dict[str, object]:
+    """One cell's comparison columns; a cell without a result has only the baseline's name."""
+    name = None if reference is None else reference["strategy"]
+    values: dict[str, object] = dict.fromkeys(_RATIOS, math.nan)
+    if reference is None or cell["state"] != "ok":
+        return {"baseline": name, **values}
+    sent, closed_form = cell["inter_node_bytes_per_step"], cell["inter_node_bytes_closed_form"]
+    ledger = cell["ledger_inter_node_bytes_per_step"]
+    return {
+        "baseline": name,
+        "speed_up": ratio(reference["step_seconds_median"], cell["step_seconds_median"]),
+        "bytes_of_baseline": ratio(sent, reference["inter_node_bytes_per_step"]),
+        "bytes_of_baseline_closed_form": ratio(sent, reference["inter_node_bytes_closed_form"]),
+        "bytes_of_closed_form": ratio(sent, closed_form),
+        "ledger_disagreement_percent": (ratio(ledger, sent) - 1) * 100,
+        "loss_difference": cell["loss_final"] - reference["loss_final"],
+        "loss_difference_max": _largest_difference(cell["losses"], reference["losses"]),
+    }
+
+
+_RATIOS = (
+    "speed_up",
+    "bytes_of_baseline",
+    "bytes_of_baseline_closed_form",
+    "bytes_of_closed_form",
+    "ledger_disagreement_percent",
+    "loss_difference",
+    "loss_difference_max",
+)
+
+
+def _largest_difference(losses: list[float], reference: list[float]) -> float:
+    """The largest difference at any step that both have."""
+    steps = min(len(losses), len(reference))
+    if steps == 0:
+        return math.nan
+    return float(np.max(np.abs(np.subtract(losses[:steps], reference[:steps]))))
+
+
+def _in_display_order(table: pd.DataFrame) -> pd.DataFrame:
+    """By setting, slowest link first and unshaped last, then by strategy as in the figures."""
+    place = {name: at for at, name in enumerate(strategies.ordered(table["strategy"]))}
+    placed: pd.DataFrame = table.assign(_place=table["strategy"].map(place))
+    placed = placed.sort_values([*SETTINGS, "_place"], na_position="last", kind="stable")
+    ordered: pd.DataFrame = placed.drop(columns="_place").reset_index(drop=True)
+    return ordered

@@ -1,0 +1,200 @@
+"""Records to a table of one row a cell, with the names of the record schema, flattened."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from experiments.records import Measurement, Record, read
+
+#: Every column that is always there, with its type; ``ledger_*`` columns are added as found.
+COLUMNS = {
+    "matrix": "str",
+    "cell": "str",
+    "state": "str",
+    "error": "str",
+    "strategy": "str",
+    "engine": "str",
+    "engine_version": "str",
+    "policy": "str",
+    "model": "str",
+    "family": "str",
+    "layers": "Int64",
+    "width": "Int64",
+    "heads": "Int64",
+    "parameters": "Int64",
+    "trainable_parameters": "Int64",
+    "sequence_length": "Int64",
+    "micro_batch": "Int64",
+    "accumulation": "Int64",
+    "dtype": "str",
+    "tuning": "str",
+    "lora_rank": "Int64",
+    "learning_rate": "float64",
+    "warmup_steps": "Int64",
+    "steps": "Int64",
+    "seed": "Int64",
+    "cluster": "str",
+    "evidence": "str",
+    "nodes": "Int64",
+    "ranks_per_node": "Int64",
+    # Missing means unshaped.
+    "inter_bandwidth_bits_per_s": "float64",
+    "step_seconds": "object",
+    "step_seconds_median": "float64",
+    "step_seconds_q1": "float64",
+    "step_seconds_q3": "float64",
+    "step_seconds_iqr": "float64",
+    "tokens_per_step": "Int64",
+    "tokens_per_s": "float64",
+    "inter_node_bytes_per_step": "float64",
+    "inter_node_bytes_closed_form": "float64",
+    "ledger_inter_node_bytes_per_step": "float64",
+    "peak_host_bytes": "float64",
+    "host_cache_bytes": "float64",
+    "peak_device_bytes": "float64",
+    "losses": "object",
+    "loss_final": "float64",
+    "commit": "str",
+    # Open-ended mappings stay JSON text, so that the columns do not depend on the machine.
+    "versions": "str",
+    "hardware": "str",
+    "network": "str",
+    "started_at": "str",
+    "seconds": "float64",
+}
+
+
+def load(path: Path) -> list[Record]:
+    """Records of a file, or of every ``*.jsonl`` below a directory.
+
+    Raises ``FileNotFoundError`` if there is no such file, ``ValueError`` for a malformed one.
+    """
+    if path.is_dir():
+        files = sorted(path.rglob("*.jsonl"))
+    elif path.exists():
+        files = [path]
+    else:
+        raise FileNotFoundError(f"{path}: no such file or directory")
+    records = [record for file in files for record in read(file)]
+    if not records:
+        raise ValueError(f"{path}: no records found")
+    return records
+
+
+def latest(records: Sequence[Record]) -> list[Record]:
+    """One record a cell: where a cell was run again, the run that started last."""
+    kept: dict[tuple[str, str], Record] = {}
+    for record in sorted(records, key=lambda record: record.started_at):
+        kept[record.cell_id, record.evidence] = record
+    return list(kept.values())
+
+
+def frame(records: Sequence[Record]) -> pd.DataFrame:
+    """One row a record, typed by ``COLUMNS``."""
+    rows = [_row(record) for record in records]
+    extra = sorted({name for row in rows for name in row} - set(COLUMNS))
+    table = pd.DataFrame(rows, columns=[*COLUMNS, *extra])
+    typed: pd.DataFrame = table.astype({**COLUMNS, **dict.fromkeys(extra, "float64")})
+    return typed
+
+
+def write_parquet(table: pd.DataFrame, path: Path) -> None:
+    """Write the table for other tools; the records stay the source."""
+    table.to_parquet(path, index=False)
+
+
+def _row(record: Record) -> dict[str, Any]:
+    """One record's values by column."""
+    cell = record.cell
+    settings = {
+        "matrix": cell.matrix,
+        "cell": record.cell_id,
+        "strategy": cell.strategy,
+        "model": cell.model.name,
+        "family": cell.model.family,
+        "layers": cell.model.layers,
+        "width": cell.model.width,
+        "heads": cell.model.heads,
+        "sequence_length": cell.sequence_length,
+        "micro_batch": cell.micro_batch,
+        "accumulation": cell.accumulation,
+        "dtype": cell.dtype,
+        "tuning": cell.tuning,
+        "lora_rank": cell.lora_rank,
+        "learning_rate": cell.learning_rate,
+        "warmup_steps": cell.warmup_steps,
+        "steps": cell.steps,
+        "seed": cell.seed,
+        "cluster": cell.cluster.kind,
+        "nodes": cell.cluster.nodes,
+        "ranks_per_node": cell.cluster.ranks_per_node,
+        "inter_bandwidth_bits_per_s": cell.inter_bandwidth_bits_per_s,
+        "tokens_per_step": cell.tokens_per_step,
+    }
+    outcome = {
+        "state": record.state,
+        "error": record.error,
+        "evidence": record.evidence,
+        "commit": record.commit,
+        "versions": json.dumps(record.versions, sort_keys=True),
+        "hardware": json.dumps(record.hardware, sort_keys=True),
+        "network": json.dumps(record.network, sort_keys=True),
+        "started_at": record.started_at,
+        "seconds": record.seconds,
+    }
+    if record.measurement is None:
+        return {**settings, **outcome}
+    return {**settings, **outcome, **_measured(record, record.measurement)}
+
+
+def _measured(record: Record, measurement: Measurement) -> dict[str, Any]:
+    """The columns that only a cell with a measurement has."""
+    values: dict[str, Any] = {
+        "engine": measurement.engine,
+        "engine_version": measurement.engine_version,
+        "policy": measurement.policy,
+        "parameters": measurement.parameters,
+        "trainable_parameters": measurement.trainable_parameters,
+        "step_seconds": measurement.step_seconds,
+        "inter_node_bytes_per_step": measurement.inter_node_bytes_per_step,
+        "inter_node_bytes_closed_form": measurement.inter_node_bytes_closed_form,
+        "peak_host_bytes": measurement.peak_host_bytes,
+        "host_cache_bytes": measurement.host_cache_bytes,
+        "peak_device_bytes": measurement.peak_device_bytes,
+        "losses": measurement.losses,
+        "loss_final": measurement.losses[-1] if measurement.losses else None,
+        **_ledger(measurement.ledger_bytes_per_step),
+    }
+    if measurement.step_seconds:
+        low, high = np.quantile(measurement.step_seconds, [0.25, 0.75])
+        values |= {
+            "step_seconds_median": record.step_seconds_median,
+            "step_seconds_q1": low,
+            "step_seconds_q3": high,
+            "step_seconds_iqr": high - low,
+            "tokens_per_s": record.tokens_per_s,
+        }
+    return values
+
+
+def _ledger(ledger: dict[str, dict[str, float]] | None) -> dict[str, float]:
+    """``ledger_<link>_bytes_per_step`` and, by phase, ``ledger_<link>_<phase>_bytes_per_step``."""
+    values: dict[str, float] = {}
+    for link, phases in (ledger or {}).items():
+        name = f"ledger_{_identifier(link)}"
+        values[f"{name}_bytes_per_step"] = sum(phases.values())
+        for phase, amount in phases.items():
+            values[f"{name}_{_identifier(phase)}_bytes_per_step"] = amount
+    return values
+
+
+def _identifier(name: str) -> str:
+    """A ledger key as part of a column name: ``inter-node`` and ``inter_node`` read the same."""
+    return re.sub(r"\W+", "_", name.strip().lower())

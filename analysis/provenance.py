@@ -1,0 +1,78 @@
+"""Where cells come from, in words."""
+
+from __future__ import annotations
+
+import json
+
+import pandas as pd
+
+from analysis import text
+
+
+def provenance(cells: pd.DataFrame) -> str:
+    """Matrix, cluster, models, date, commit and software of these cells in one sentence."""
+    parts = [
+        f"Matrix {_listed(cells['matrix'])}",
+        _clusters(cells),
+        _models(cells),
+        _dates(cells["started_at"]),
+        f"commit {_listed(cells['commit'].dropna().str.slice(0, 10)) or 'unknown'}",
+        _software(cells),
+    ]
+    return " · ".join(part for part in parts if part) + "."
+
+
+def distinct(cells: pd.DataFrame, column: str) -> list[dict[str, str]]:
+    """The different contents of a column of JSON text, values as text."""
+    found = [json.loads(value) for value in cells[column].drop_duplicates()]
+    return [{key: _plain(value) for key, value in item.items()} for item in found if item]
+
+
+def commits(cells: pd.DataFrame) -> list[str]:
+    """Every commit that produced a cell."""
+    return sorted(cells["commit"].dropna().unique())
+
+
+def _clusters(cells: pd.DataFrame) -> str:
+    kinds = cells[["nodes", "ranks_per_node", "evidence"]].drop_duplicates()
+    return ", ".join(
+        f"{kind['nodes']} nodes × {kind['ranks_per_node']} ranks, {kind['evidence']}"
+        for _, kind in kinds.iterrows()
+    )
+
+
+def _models(cells: pd.DataFrame) -> str:
+    """Each model with its full size, which LoRA's adapters enlarge a little."""
+    sizes = cells.groupby("model", sort=False)["parameters"].min()
+    return ", ".join(f"{name} ({text.count(_number(size))})" for name, size in sizes.items())
+
+
+def _number(value: object) -> float | None:
+    return None if pd.isna(value) else float(value)  # type: ignore[arg-type,call-overload]
+
+
+def _dates(started: pd.Series) -> str:
+    """The day, or the first and the last."""
+    days = sorted(started.str.slice(0, 10).unique())
+    return days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+
+
+def _software(cells: pd.DataFrame) -> str:
+    """The versions that decide a figure: the engines', and torch's."""
+    versions = distinct(cells, "versions")
+    torch = sorted({version["torch"] for version in versions if "torch" in version})
+    engines = cells.loc[cells["engine"].notna(), ["engine", "engine_version"]].drop_duplicates()
+    named = {
+        f"{row['engine']} {row['engine_version']}"
+        for _, row in engines.iterrows()
+        if row["engine"] != "torch"
+    }
+    return ", ".join([*(f"torch {version}" for version in torch), *sorted(named)])
+
+
+def _listed(values: pd.Series) -> str:
+    return ", ".join(sorted(values.unique()))
+
+
+def _plain(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)

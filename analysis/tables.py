@@ -1,0 +1,116 @@
+"""The comparison as a reader sees it: strings with units, for Markdown and for the report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pandas as pd
+
+from analysis import strategies, text
+from analysis.comparison import SETTINGS
+
+#: Settings that a table names only where they differ between its cells, and how.
+OPTIONAL = {
+    "matrix": "Matrix",
+    "cluster": "Cluster",
+    "nodes": "Nodes",
+    "ranks_per_node": "Ranks a node",
+    "lora_rank": "LoRA rank",
+    "sequence_length": "Sequence",
+    "micro_batch": "Micro-batch",
+    "accumulation": "Accumulation",
+    "dtype": "Type",
+    "learning_rate": "Learning rate",
+    "warmup_steps": "Warm-up steps",
+    "steps": "Steps",
+    "seed": "Seed",
+}
+#: Columns of words; all others hold numbers and are set flush right.
+WORDS = {"Model", "Tuning", "Link", "Strategy", "Evidence", "State", *OPTIONAL.values()}
+
+
+def varying(table: pd.DataFrame) -> list[str]:
+    """The optional settings that differ between the cells of this table."""
+    return [name for name in OPTIONAL if table[name].nunique(dropna=False) > 1]
+
+
+def presentable(compared: pd.DataFrame) -> pd.DataFrame:
+    """One row of strings a cell; a cell without a result keeps its row and says its state."""
+    finished = compared["state"] == "ok"
+
+    def shown(column: str, form: Callable[[float], str]) -> pd.Series:
+        values: pd.Series = compared[column].where(finished).map(form)
+        return values
+
+    columns = {
+        "Model": compared["model"],
+        "Tuning": compared["tuning"],
+        **{OPTIONAL[name]: compared[name].astype(str) for name in varying(compared)},
+        "Link": compared["inter_bandwidth_bits_per_s"].map(text.link),
+        "Strategy": compared["strategy"].map(strategies.label),
+        "s/step": shown("step_seconds_median", text.number),
+        "tokens/s": shown("tokens_per_s", text.number),
+        "speed-up": shown("speed_up", text.times),
+        "MB sent/step": shown("inter_node_bytes_per_step", text.megabytes),
+        "of baseline": shown("bytes_of_baseline", text.percent),
+        "closed form MB": shown("inter_node_bytes_closed_form", text.megabytes),
+        "sent/closed form": shown("bytes_of_closed_form", text.number),
+        "ledger off by": shown("ledger_disagreement_percent", text.signed_percent),
+        "host MB": shown("peak_host_bytes", text.megabytes),
+        "device MB": shown("peak_device_bytes", text.megabytes),
+        "final loss": shown("loss_final", text.loss),
+        "loss difference": shown("loss_difference", text.signed_loss),
+        "Evidence": compared["evidence"],
+        "State": compared["state"],
+    }
+    return _without_empty(pd.DataFrame(columns))
+
+
+def _without_empty(table: pd.DataFrame) -> pd.DataFrame:
+    """Leave out the columns for which no cell has a value, such as device memory on CPU."""
+    filled: pd.DataFrame = table.loc[:, (table != text.ABSENT).any()]
+    return filled
+
+
+def markdown(table: pd.DataFrame) -> str:
+    """A Markdown table; words flush left, numbers flush right."""
+    header = [str(name) for name in table.columns]
+    rule = ["---" if name in WORDS else "--:" for name in header]
+    rows = [[_escaped(value) for value in row] for row in table.itertuples(index=False)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [header, rule, *rows])
+
+
+def notes(compared: pd.DataFrame) -> list[str]:
+    """What a reader of the table must know: what it compares with, and how it was obtained."""
+    found = [
+        "speed-up and “of baseline” compare with the cell of the same settings that ran "
+        + "; ".join(_baselines(compared))
+        + ".",
+        "MB sent/step: 10^6 bytes that leave the busiest node; closed form: the least that the "
+        "strategy's schedule must send.",
+    ]
+    found += [f"{name}: {text.EVIDENCE[name]}." for name in sorted(compared["evidence"].unique())]
+    states = compared["state"].value_counts()
+    lacking = [f"{count} {state}" for state, count in states.items() if state != "ok"]
+    if lacking:
+        found.append(f"Of {len(compared)} cells, {', '.join(lacking)}: shown without figures.")
+    return found
+
+
+def _baselines(compared: pd.DataFrame) -> list[str]:
+    """Each baseline that was used and, where there are several, for how many settings."""
+    chosen = compared.drop_duplicates(SETTINGS)["baseline"].fillna("")
+    counts = chosen[chosen != ""].value_counts()
+    if counts.empty:
+        return ["no baseline, as no cell finished"]
+    if len(counts) == 1:
+        return [strategies.label(str(counts.index[0]))]
+    return [
+        f"{strategies.label(str(name))} ({count} of {len(chosen)} settings)"
+        for name, count in counts.items()
+    ]
+
+
+def _escaped(value: object) -> str:
+    """A cell's text that cannot break the table's row."""
+    return " ".join(str(value).split()).replace("|", "\\|")

@@ -1,0 +1,88 @@
+"""Numbers and settings as a reader sees them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+#: Shown where a cell has no value.
+ABSENT = "–"
+
+TUNINGS = {"full": "full fine-tuning", "lora": "LoRA"}
+
+EVIDENCE = {
+    "measured": "measured on real nodes",
+    "emulated": "emulated: the nodes are network namespaces on one host, their links shaped; times "
+    "are wall-clock times there, bytes the kernel's interface counters",
+    "simulated": "simulated: computed by the cost model; nothing was run",
+}
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """``digits`` significant digits, never in exponent form for everyday sizes."""
+    if value is None or math.isnan(value):
+        return ABSENT
+    if value == 0 or math.isinf(value):
+        return f"{value:g}"
+    places = digits - 1 - math.floor(math.log10(abs(value)))
+    rounded = round(value, places)
+    return f"{rounded:,.{max(places, 0)}f}" if abs(value) >= 1e-4 else f"{value:.{digits - 1}e}"
+
+
+def times(value: float | None) -> str:
+    """A ratio such as ``3.0×``."""
+    text = number(value, 2 if value is not None and value < 99.5 else 3)
+    return text if text == ABSENT else f"{text}×"
+
+
+def percent(value: float | None) -> str:
+    """A share such as ``30 %``."""
+    if value is None or math.isnan(value):
+        return ABSENT
+    return f"{number(value * 100, 2 if value < 1 else 3)} %"
+
+
+def signed_percent(value: float | None) -> str:
+    """A deviation that is in per cent already."""
+    return ABSENT if value is None or math.isnan(value) else f"{value:+.2f} %"
+
+
+def loss(value: float | None) -> str:
+    """A loss, to the digits in which strategies may differ."""
+    return ABSENT if value is None or math.isnan(value) else f"{value:.4f}"
+
+
+def signed_loss(value: float | None) -> str:
+    """A difference of two losses."""
+    return ABSENT if value is None or math.isnan(value) else f"{value:+.4f}"
+
+
+def megabytes(value: float | None) -> str:
+    """Bytes in units of 10^6."""
+    return number(None if value is None else value / 1e6)
+
+
+def count(value: float | None) -> str:
+    """Parameters, in millions where there are many."""
+    if value is None or math.isnan(value):
+        return ABSENT
+    return f"{number(value / 1e6)} M" if value >= 1e5 else f"{value:,.0f}"
+
+
+def link(bits_per_s: float | None) -> str:
+    """A node's egress limit."""
+    if bits_per_s is None or math.isnan(bits_per_s):
+        return "unshaped"
+    if bits_per_s >= 1e9:
+        return f"{bits_per_s / 1e9:g} Gbit/s"
+    return f"{bits_per_s / 1e6:g} Mbit/s"
+
+
+def one_or_range(values: Iterable[float], show: str = "times") -> str:
+    """``2.0× to 3.1×``, or the one value where all read the same."""
+    shown = {"times": times, "number": number}[show]
+    present = sorted(value for value in values if not math.isnan(value))
+    if not present:
+        return ABSENT
+    low, high = shown(present[0]), shown(present[-1])
+    return low if low == high else f"{low} to {high}"
