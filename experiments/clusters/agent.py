@@ -49,7 +49,7 @@ class NodeResult:
         return not self.exits and self.error is None
 
 
-def serve(node: Node, job: ranks.Job, sender: Connection) -> None:
+def serve(node: Node, job: ranks.Job, parent: Connection) -> None:
     """Run the ranks of one node in this fresh process and send their ``NodeResult``."""
     # A group of its own: the terminal's Ctrl-C reaches the parent only, which ends the job.
     os.setsid()
@@ -64,7 +64,10 @@ def serve(node: Node, job: ranks.Job, sender: Connection) -> None:
         # Here rather than above: the parent imports this module, and needs no torch.
         from experiments.clusters import elastic
 
-        result = elastic.launch(node, job)
+        with elastic.launched(node, job) as result:
+            parent.send(result)
+            # Other nodes may still use the store: until the parent, who closes its end, has
+            # heard from all of them.
+            parent.poll(None)
     except Exception:
-        result = NodeResult(error=traceback.format_exc())
-    sender.send(result)
+        parent.send(NodeResult(error=traceback.format_exc()))

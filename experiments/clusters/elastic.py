@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
@@ -41,9 +42,11 @@ class _Agent(LocalElasticAgent):
         return result
 
 
-def launch(node: Node, job: ranks.Job) -> NodeResult:
-    """Launch the ranks of one node, as torchrun would, and wait for them.
+@contextmanager
+def launched(node: Node, job: ranks.Job) -> Iterator[NodeResult]:
+    """Launch the ranks of one node, as torchrun would, and wait for them; yield how they ended.
 
+    The store where the nodes meet, which is node 0's, ends with the context.
     Not through ``launch_agent``: it asks CUDA for its devices, after which no forked rank could
     use them, and it hides the agent.
     """
@@ -77,4 +80,4 @@ def launch(node: Node, job: ranks.Job) -> NodeResult:
         exit_barrier_timeout=node.timeout_s,
     )
     agent.run()
-    return NodeResult(exits=agent.exits)
+    yield NodeResult(exits=agent.exits)

@@ -175,20 +175,20 @@ class _Agent:
         self.node = node
         #: How the node's ranks ended, once the agent has said so.
         self.result: agent.NodeResult | None = None
-        self.receiver: Connection
-        self.receiver, sender = context.Pipe(duplex=False)
+        self.connection: Connection
+        self.connection, other_end = context.Pipe()
         self._process: ForkServerProcess = context.Process(
-            target=agent.serve, args=(node, job, sender), name=f"node{node.node}"
+            target=agent.serve, args=(node, job, other_end), name=f"node{node.node}"
         )
-        with sender:
+        with other_end:
             self._process.start()
 
     def collect(self) -> None:
         """Take the agent's result, if it has sent one or has ended without."""
-        if not self.receiver.poll():
+        if not self.connection.poll():
             return
         try:
-            self.result = self.receiver.recv()
+            self.result = self.connection.recv()
         except EOFError:
             self._process.join()
             code = causes.describe_exit(self._process.exitcode)
@@ -197,13 +197,13 @@ class _Agent:
     def end(self) -> None:
         """Kill the node's processes, the ranks first, so that their agent can reap them."""
         spare = frozenset() if self._process.pid is None else frozenset({self._process.pid})
+        self.connection.close()
         namespaces.end_processes(self.node.namespace, spare=spare)
         self._process.join(_AGENT_END_S if self.result is not None else _WATCH_INTERVAL_S)
         self._process.kill()
         namespaces.end_processes(self.node.namespace)
         self._process.join()
         self._process.close()
-        self.receiver.close()
 
 
 def _watch(agents: Sequence[_Agent], board: Board, timeout_s: float) -> Outcome:
@@ -212,7 +212,7 @@ def _watch(agents: Sequence[_Agent], board: Board, timeout_s: float) -> Outcome:
     kills_before = _out_of_memory_kills()
     silent: set[int] = set()
     while running := [each for each in agents if each.result is None]:
-        wait([each.receiver for each in running], timeout=_WATCH_INTERVAL_S)
+        wait([each.connection for each in running], timeout=_WATCH_INTERVAL_S)
         for each in running:
             each.collect()
         silent = board.silent()
