@@ -1,0 +1,166 @@
+#!/usr/bin/env bash
+# Makes the virtual environment that everything here runs in, from the exact versions in
+# constraints.txt. Used by make and by the Dockerfile; there is no second list.
+#
+#   scripts/setup.sh           set up; nothing is done where it is done already
+#   scripts/setup.sh --check   say what would be done, and fail where a system package is missing
+#
+#   PYTHON=python3.12          the interpreter (default: python3)
+#   VENV=/opt/venv             the virtual environment (default: .venv)
+#   TORCH=cpu|cuda             the build of torch (default: auto, that is cuda where there is an NVIDIA GPU)
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+PYTHON=${PYTHON:-python3} VENV=${VENV:-.venv} TORCH=${TORCH:-auto}
+CPU_INDEX=https://download.pytorch.org/whl/cpu
+
+say() { echo "setup: $*"; }
+die() { printf 'setup: %s\n' "$@" >&2; exit 1; }
+
+# A step keeps its output to itself unless it fails.
+step() { # step TEXT COMMAND...
+    local started=$SECONDS
+    printf 'setup: %s ... ' "$1"
+    if "${@:2}" >"$log" 2>&1; then
+        echo "$((SECONDS - started)) s"
+    else
+        echo failed
+        tail -n 30 "$log" >&2
+        return 1
+    fi
+}
+
+# ---------------------------------------------------------------- what this machine has
+
+missing_packages() {
+    local name=python3
+    [[ ${PYTHON##*/} =~ ^python3(\.[0-9]+)?$ ]] && name=${PYTHON##*/}
+    if ! command -v "$PYTHON" >/dev/null; then
+        echo "$name" "$name-venv" "$name-dev"
+    else
+        "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null || echo "$name-venv"
+        # DeepSpeed compiles its CPU operators when they are first used.
+        "$PYTHON" -c 'import sys, sysconfig as s; open(s.get_path("include") + "/Python.h")' 2>/dev/null ||
+            echo "$name-dev"
+    fi
+    command -v g++ >/dev/null || echo g++
+    command -v make >/dev/null || echo make
+}
+
+require_system_packages() { # require_system_packages MAY_INSTALL
+    local missing
+    missing=$(missing_packages | xargs)
+    [[ -n $missing ]] || return 0
+    if [[ $1 == yes && $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
+        # shellcheck disable=SC2086 # one word for each package
+        step "installing $missing" apt_install $missing || true
+        missing=$(missing_packages | xargs)
+    fi
+    [[ -z $missing ]] || die "missing system packages: $missing" \
+        "on Debian and Ubuntu: sudo apt-get install $missing"
+}
+
+apt_install() {
+    apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@"
+}
+
+torch_build() {
+    case $TORCH in
+    cpu | cuda) echo "$TORCH" ;;
+    auto)
+        if [[ -e /proc/driver/nvidia/version ]] || nvidia-smi -L >/dev/null 2>&1; then
+            echo cuda
+        else
+            echo cpu
+        fi
+        ;;
+    *) die "TORCH is '$TORCH'; it can be auto, cpu or cuda" ;;
+    esac
+}
+
+# ---------------------------------------------------------------- installing
+
+# Container images and users set some of these; none is meant for this environment.
+unset PYTHONPATH PYTHONHOME PIP_CONSTRAINT PIP_REQUIREMENT PIP_TARGET PIP_PREFIX PIP_REQUIRE_HASHES
+export PIP_USER=0 PIP_NO_INPUT=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+
+pip_install() {
+    "$VENV/bin/python" -m pip install --progress-bar off --constraint constraints.txt "$@"
+}
+
+make_venv() {
+    "$PYTHON" -m venv --clear "$VENV" && pip_install pip setuptools wheel
+}
+
+# PyPI's torch is the CUDA build and brings gigabytes of libraries with it. The CPU build is in
+# PyTorch's own index, or wherever pip is configured to look. That index is asked for torch alone
+# (--no-deps), and briefly: where it cannot be reached pip goes on without it.
+install_torch() {
+    local version
+    version=$(sed -n 's/^torch==\([^ ;]*\).*/\1/p' constraints.txt)
+    if [[ $build == cpu ]]; then
+        step "installing torch $version+cpu" pip_install --no-deps --retries 1 --timeout 20 \
+            --extra-index-url "$CPU_INDEX" "torch==$version+cpu" && return
+        say "the CPU build of torch is neither at $CPU_INDEX nor where pip looks (PIP_FIND_LINKS," \
+            "pip config); taking the CUDA build from PyPI instead, which works too but is some 3 GB"
+    fi
+    step "installing torch $version (CUDA)" pip_install --no-deps "torch==$version"
+}
+
+# DeepSpeed is compiled from source, in this environment and not in one of pip's, with none of its
+# operators built ahead. With the CPU named as its accelerator the build does not look for nvcc; it
+# leaves no trace in what is installed.
+install_project() {
+    DS_BUILD_OPS=0 DS_ACCELERATOR=cpu pip_install --no-build-isolation --editable '.[all]'
+}
+
+# ---------------------------------------------------------------- main
+
+case ${1:-} in
+"") may_install=yes ;;
+--check) may_install=no ;;
+*) die "usage: scripts/setup.sh [--check]" ;;
+esac
+
+# One set-up at a time in this directory.
+exec 9<. && flock 9
+
+command -v "$PYTHON" >/dev/null || require_system_packages "$may_install"
+# Inside an active .venv, python3 is the one about to be replaced: take what it is based on.
+PYTHON=$("$PYTHON" -c 'import sys; print(getattr(sys, "_base_executable", sys.executable))')
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+    die "$("$PYTHON" -V) is too old: Python 3.10 or newer is needed (make ... PYTHON=python3.12)"
+build=$(torch_build)
+
+# What the environment depends on. Its stamp is written last, so an interrupted set-up has none.
+key=$({
+    cat constraints.txt pyproject.toml scripts/setup.sh
+    echo "$PWD" "$VENV" "$build"
+    "$PYTHON" -VV
+} | sha256sum)
+stamp=$VENV/setup.stamp
+if [[ -x $VENV/bin/python && $(cat "$stamp" 2>/dev/null) == "$key" ]]; then
+    say "$VENV is up to date"
+    exit
+fi
+
+if [[ $may_install == no ]]; then
+    say "would make $VENV with $PYTHON and torch's $build build"
+    require_system_packages no
+    exit
+fi
+
+if [[ -n $(ls -A "$VENV" 2>/dev/null) && ! -e $VENV/pyvenv.cfg ]]; then
+    die "$VENV is there and is not a virtual environment: remove it, or name another with VENV="
+fi
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+started=$SECONDS
+
+require_system_packages "$may_install"
+step "making $VENV with $("$PYTHON" -V)" make_venv
+install_torch
+step "installing the rest of constraints.txt and this project" install_project
+step "importing torch" "$VENV/bin/python" -c 'import torch, fcdp'
+echo "$key" >"$stamp"
+say "done in $((SECONDS - started)) s"
