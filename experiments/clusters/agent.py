@@ -34,12 +34,21 @@ class Node:
 
 
 @dataclass(frozen=True)
+class Exit:
+    """The end of a rank's process before its function has returned."""
+
+    #: Negative: the number of the signal that killed it.
+    code: int
+    #: When it was noticed, on the clock of ``time.monotonic_ns``.
+    moment_ns: int
+
+
+@dataclass(frozen=True)
 class NodeResult:
     """How the ranks of one node ended."""
 
-    #: Exit code (negative: signal) of each rank, by global rank, that failed, and when it was
-    #: noticed, on the clock of ``time.monotonic_ns``.
-    exits: dict[int, tuple[int, int]] = field(default_factory=dict)
+    #: The ranks, by global rank, that failed before their agent ended the others.
+    exits: dict[int, Exit] = field(default_factory=dict)
     #: Traceback of the agent itself, if it could not launch the ranks.
     error: str | None = None
 
@@ -70,4 +79,5 @@ def serve(node: Node, job: ranks.Job, parent: Connection) -> None:
             # heard from all of them.
             parent.poll(None)
     except Exception:
-        parent.send(NodeResult(error=traceback.format_exc()))
+        error = f"the agent of node {node.node} failed:\n{traceback.format_exc()}"
+        parent.send(NodeResult(error=error))

@@ -3,43 +3,75 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 
 from experiments.clusters import ranks
-from experiments.clusters.agent import Node, NodeResult
+from experiments.clusters.agent import Exit, Node, NodeResult
 
-#: Seconds between two looks at the ranks, and until the nodes have met.
+#: Seconds between two looks at the ranks, ...
 _MONITOR_INTERVAL_S = 0.05
+#: ... until the nodes have met, ...
 _MEETING_TIMEOUT_S = 60
+#: ... for the ranks of a node to end by themselves after the first failure, and after SIGKILL.
+_GRACE_S = 1.0
+_END_TIMEOUT_S = 5
 
 
 class _Agent(LocalElasticAgent):
-    """Torchelastic's agent, which reports one failed rank; this one knows the exits of all."""
+    """Torchelastic's agent, but it lets the ranks of a failed node end by themselves first.
+
+    Otherwise the first exit that it notices ends the other ranks at once, and the one that was
+    the cause may not have said so yet. It also notices a rank that ends with code 0 too early.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.exits: dict[int, tuple[int, int]] = {}
+        self.exits: dict[int, Exit] = {}
+        self._first_exit_s = 0.0
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         for worker in worker_group.workers:
-            # Looks without reaping: that is torchelastic's to do, just below.
-            with suppress(ChildProcessError):
-                ended = os.waitid(os.P_PID, worker.id, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-                if ended is not None and ended.si_status != 0:
-                    code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-                    self.exits.setdefault(worker.global_rank, (code, time.monotonic_ns()))
-        result = super()._monitor_workers(worker_group)
-        for rank, failure in result.failures.items():
-            self.exits.setdefault(rank, (failure.exitcode, time.monotonic_ns()))
-        return result
+            # Ranks that return wait for the others of their node inside the next call.
+            self._look_at(worker)
+        if not self.exits:
+            return super()._monitor_workers(worker_group)
+        left = len(worker_group.workers) - len(self.exits)
+        if left and time.monotonic() < self._first_exit_s + _GRACE_S:
+            return RunResult(state=WorkerState.HEALTHY)
+        return RunResult(state=WorkerState.FAILED)
+
+    def _look_at(self, worker: Worker) -> None:
+        if worker.global_rank in self.exits:
+            return
+        # Without reaping: torchelastic does that.
+        ended = os.waitid(os.P_PID, worker.id, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
+            return
+        if not self.exits:
+            self._first_exit_s = time.monotonic()
+        code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        self.exits[worker.global_rank] = Exit(code, time.monotonic_ns())
+
+    def _shutdown(
+        self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = _END_TIMEOUT_S
+    ) -> None:
+        # Ranks have no handler for SIGTERM but what the job's function may have set.
+        super()._shutdown(signal.SIGKILL, _END_TIMEOUT_S)
 
 
 @contextmanager
@@ -79,5 +111,7 @@ def launched(node: Node, job: ranks.Job) -> Iterator[NodeResult]:
         start_method="fork",
         exit_barrier_timeout=node.timeout_s,
     )
-    agent.run()
+    result = agent.run()
+    for rank, failure in result.failures.items():
+        agent.exits.setdefault(rank, Exit(failure.exitcode, time.monotonic_ns()))
     yield NodeResult(exits=agent.exits)

@@ -191,8 +191,10 @@ class _Agent:
             self.result = self.connection.recv()
         except EOFError:
             self._process.join()
-            code = causes.describe_exit(self._process.exitcode)
-            self.result = agent.NodeResult(error=f"the agent {code}")
+            self.result = agent.NodeResult(
+                error=f"the agent of node {self.node.node} ended with exit code "
+                f"{self._process.exitcode} (negative: a signal)"
+            )
 
     def end(self) -> None:
         """Kill the node's processes, the ranks first, so that their agent can reap them."""
@@ -210,22 +212,19 @@ def _watch(agents: Sequence[_Agent], board: Board, timeout_s: float) -> Outcome:
     """Wait until all nodes are done, one has failed, or the time is over; say what happened."""
     deadline = time.monotonic() + timeout_s
     kills_before = _out_of_memory_kills()
-    silent: set[int] = set()
     while running := [each for each in agents if each.result is None]:
         wait([each.connection for each in running], timeout=_WATCH_INTERVAL_S)
         for each in running:
             each.collect()
-        silent = board.silent()
-        failed = silent or any(each.result and not each.result.ok for each in agents)
         now = time.monotonic()
-        if failed:
+        if board.reports() or any(each.result and not each.result.ok for each in agents):
             deadline = min(deadline, now + _GRACE_S)
         if now > deadline:
             break
     results = {each.node.node: each.result for each in agents if each.result is not None}
     reports = board.reports()
     kills = _out_of_memory_kills() - kills_before
-    ended = causes.outcome(results, reports, silent, out_of_memory_kills=kills)
+    ended = causes.outcome(results, reports, out_of_memory_kills=kills)
     if ended.state == "ok" and len(results) < len(agents):
         return Outcome("timeout", None, f"did not end within {timeout_s:g} s")
     return ended

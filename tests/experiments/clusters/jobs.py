@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
+
+from experiments.clusters.counters import transmitted_bytes
+
+FOREVER_S = 600
 
 
 def add_up() -> None:
@@ -13,3 +25,91 @@ def add_up() -> None:
     dist.all_reduce(total)
     assert total.item() == dist.get_world_size()
     dist.destroy_process_group()
+
+
+def describe(directory: str) -> None:
+    """Write down what the rank sees."""
+    rank = int(os.environ["RANK"])
+    print(f"out of rank {rank}")
+    print(f"err of rank {rank}", file=sys.stderr)
+    seen = {
+        "environment": dict(os.environ),
+        "pid": os.getpid(),
+        "interfaces": sorted(os.listdir("/proc/self/net/dev_snmp6")),
+        "threads": torch.get_num_threads(),
+    }
+    Path(directory, f"{rank}.json").write_text(json.dumps(seen))
+
+
+def send(megabytes: str, directory: str) -> None:
+    """Move bytes from rank 0 to the last rank and write down the counters around it."""
+    dist.init_process_group("gloo")
+    interface = os.environ["FCDP_INTERFACE"]
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    data = torch.zeros(int(megabytes) * 1_000_000, dtype=torch.uint8)
+    dist.barrier()
+    before = transmitted_bytes(interface)
+    if rank == 0:
+        dist.send(data, last)
+    elif rank == last:
+        dist.recv(data, 0)
+    dist.barrier()
+    sent = transmitted_bytes(interface) - before
+    Path(directory, f"{rank}.json").write_text(json.dumps(sent))
+    dist.destroy_process_group()
+
+
+def fail(how: str, failing: str) -> None:
+    """All-reduce for ever, but for one rank, which goes in the third step in the way asked for."""
+    rank = int(os.environ["RANK"])
+    try:
+        dist.init_process_group("gloo")
+        total = torch.ones(1000)
+        for step in range(10**9):
+            if rank == int(failing) and step == 3:
+                _go(how)
+            dist.all_reduce(total)
+    finally:
+        # What a careful job does; its peers then see a lost connection before this rank has ended.
+        if how == "raise and clean up":
+            dist.destroy_process_group()
+
+
+def _go(how: str) -> None:
+    if how.startswith("raise"):
+        raise ValueError("the cause of it all")
+    if how == "memory error":
+        raise MemoryError
+    if how == "device memory":
+        raise RuntimeError("step failed") from torch.OutOfMemoryError("CUDA out of memory")
+    if how == "host memory":
+        torch.empty(2**60)
+    if how == "kernel out of memory":
+        Path(os.environ["TEST_CGROUP"], "cgroup.procs").write_text(str(os.getpid()))
+        torch.ones(2**30)
+    if how == "exit":
+        sys.exit(3)
+    if how == "vanish":
+        os._exit(0)
+    os.kill(os.getpid(), getattr(signal, how))
+
+
+def linger(directory: str) -> None:
+    """Write down the pid and that of a child, and wait deaf to friendly signals."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    child = subprocess.Popen(["sleep", str(FOREVER_S)], start_new_session=True)
+    partial = Path(directory, f"{os.environ['RANK']}.partial")
+    partial.write_text(json.dumps([os.getpid(), os.getppid(), child.pid]))
+    partial.rename(partial.with_suffix(".pids"))
+    time.sleep(FOREVER_S)
+
+
+def fail_while_others_linger(directory: str) -> None:
+    """Rank 0 fails once the others wait for something that will not come."""
+    if os.environ["RANK"] != "0":
+        linger(directory)
+    others = int(os.environ["WORLD_SIZE"]) - 1
+    while len(list(Path(directory).glob("*.pids"))) < others:
+        time.sleep(0.01)
+    raise ValueError("the cause of it all")
