@@ -164,7 +164,7 @@ class Progress:
         self._print(self._lines.header())
         self._begun = True
         # Not earlier: the cluster is built by now, and its processes start without this thread.
-        if self._console.is_terminal:
+        if self._console.is_interactive:
             self._live = Live(
                 console=self._console,
                 get_renderable=self.status,
@@ -196,8 +196,8 @@ class _CellLines:
         """What the columns are."""
         settings = "  ".join(t.ljust(w) for t, w in zip(self._titles, self._widths, strict=True))
         cell = "cell".rjust(2 * self._digits + 1)
-        figures = f"{'tokens/s':>9}{'s/step':>8}{'MB/step':>8}{'took s':>7}"
-        return Text(f"{cell}  state   {settings}{figures}", style="dim")
+        figures = f"{'tokens/s':>9}{'s/step':>8}{'MB/step':>8}{'time':>6}"
+        return Text(f"{cell} state   {settings}{figures}", style="dim")
 
     def line(self, record: Record, number: int) -> Text:
         """One finished cell, the ``number``-th."""
@@ -206,11 +206,11 @@ class _CellLines:
             for text, width in zip(self._settings(record.cell), self._widths, strict=True)
         )
         return Text.assemble(
-            (f"{number:>{self._digits}}/{self._total}  ", "dim"),
+            (f"{number:>{self._digits}}/{self._total} ", "dim"),
             (record.state.ljust(8), STATE_STYLES[record.state]),
             settings,
             *_figures(record),
-            (f"{record.seconds:>7.0f}", "dim"),
+            (f"{record.seconds:>5.0f}s", "dim"),
         )
 
     def _settings(self, cell: Cell) -> list[str]:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rich.console import Group, JustifyMethod, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from experiments.matrix import format_bandwidth
-from experiments.records import Cell, Record
+from experiments.records import Cell, Record, State
 
 BASELINE = "deepspeed-zero3"
 STATE_STYLES = {
@@ -22,6 +20,8 @@ STATE_STYLES = {
     "timeout": "yellow",
     "skipped": "dim",
 }
+#: Of the cells that failed alike, so many are named.
+_LISTED = 3
 _ABSENT = Text("–", style="dim")
 
 #: Settings in which the cells of one comparison may differ: what is compared, and how long it ran.
@@ -172,15 +172,19 @@ def _heading(cell: Cell, extra: Sequence[str]) -> Text:
 
 
 def _notes(records: Sequence[Record]) -> list[RenderableType]:
-    notes: list[RenderableType] = []
+    """What did not run to its end, one entry for all cells that ended alike."""
+    alike: dict[tuple[State, str], list[str]] = {}
     for record in records:
-        if record.state not in ("ok", "skipped"):
+        if record.state != "ok":
             lines = (record.error or "").strip().splitlines() or [""]
             # The last line of a traceback is the one that names the error.
-            note = Text.assemble((record.state, STATE_STYLES[record.state]), f"  {record.cell_id}")
-            notes.append(note)
-            notes.append(Padding(Text(lines[-1], style="dim"), (0, 0, 0, 9)))
-    skipped = Counter(record.error for record in records if record.state == "skipped")
-    for reason, count in skipped.items():
-        notes.append(Text(f"{count} cells skipped: {reason}", style="dim"))
-    return [Text(), *notes] if notes else []
+            alike.setdefault((record.state, lines[-1]), []).append(record.cell_id)
+    notes: list[RenderableType] = []
+    for (state, error), ids in alike.items():
+        count = f" {len(ids)} cell{'s' if len(ids) > 1 else ''}: "
+        notes.append(Text.assemble("\n", (state, STATE_STYLES[state]), count, error))
+        if state != "skipped":
+            more = [f"and {len(ids) - _LISTED} more"] if len(ids) > _LISTED else []
+            for line in [*ids[:_LISTED], *more]:
+                notes.append(Text(f"  {line}", style="dim", no_wrap=True))
+    return notes
