@@ -10,7 +10,7 @@ import pandas as pd
 
 from analysis import strategies
 
-#: Cells are compared only where all of these agree.
+#: Cells are compared only where all of these agree; how many steps were timed may differ.
 SETTINGS = [
     "matrix",
     "evidence",
@@ -28,11 +28,11 @@ SETTINGS = [
     "accumulation",
     "dtype",
     "learning_rate",
-    "warmup_steps",
-    "steps",
     "inter_bandwidth_bits_per_s",
     "seed",
 ]
+#: A figure's panel shows one of these, over all strategies, links and seeds.
+PANEL = ["model", "layers", "width", "heads", "tuning", "lora_rank"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Headline:
     speed_up: float
     bytes_of_baseline: float
     bytes_of_baseline_closed_form: float
-    #: Of all cells that have a baseline, the one above included.
+    #: Of all cells that have this baseline, the one above included.
     speed_ups: tuple[float, ...]
     bytes_of_baselines: tuple[float, ...]
 
@@ -69,22 +69,23 @@ def compare(table: pd.DataFrame, baseline: str = strategies.BASELINE) -> pd.Data
 
 
 def headlines(compared: pd.DataFrame, subject: str = strategies.SUBJECT) -> list[Headline]:
-    """One headline for each evidence, tuning and baseline under which the subject finished."""
+    """One headline for each evidence and tuning, over the baseline that most cells have."""
     rows = compared[
         (compared["strategy"] == subject)
         & (compared["baseline"] != subject)
         & compared["speed_up"].notna()
     ]
     found = []
-    keys = ["evidence", "tuning", "baseline"]
-    for (evidence, tuning, baseline), group in rows.groupby(keys, sort=True):
-        best = group.loc[group["speed_up"].idxmax()]
+    for _, cells in rows.groupby(["evidence", "tuning"], sort=True):
+        baseline = cells["baseline"].value_counts().index[0]
+        group = cells[cells["baseline"] == baseline].sort_values("speed_up", kind="stable")
+        best = group.iloc[-1]
         found.append(
             Headline(
-                tuning=tuning,
-                evidence=evidence,
+                tuning=best["tuning"],
+                evidence=best["evidence"],
                 subject=subject,
-                baseline=baseline,
+                baseline=best["baseline"],
                 cell=best["cell"],
                 model=best["model"],
                 bandwidth=best["inter_bandwidth_bits_per_s"],
@@ -96,6 +97,13 @@ def headlines(compared: pd.DataFrame, subject: str = strategies.SUBJECT) -> list
             )
         )
     return found
+
+
+def annotated(cells: pd.DataFrame) -> pd.DataFrame:
+    """The subject's cells whose speed-up a figure states: over the default baseline only."""
+    subject = cells["strategy"] == strategies.SUBJECT
+    annotated: pd.DataFrame = cells[subject & (cells["baseline"] == strategies.BASELINE)]
+    return annotated
 
 
 def ratio(value: float, reference: float) -> float:
@@ -139,8 +147,7 @@ def _compare_cell(cell: pd.Series, reference: pd.Series | None) -> dict[str, obj
         "bytes_of_baseline_closed_form": ratio(sent, reference["inter_node_bytes_closed_form"]),
         "bytes_of_closed_form": ratio(sent, closed_form),
         "ledger_disagreement_percent": (ratio(ledger, sent) - 1) * 100,
-        "loss_difference": cell["loss_final"] - reference["loss_final"],
-        "loss_difference_max": _largest_difference(cell["losses"], reference["losses"]),
+        **_loss_differences(cell["losses"], reference["losses"]),
     }
 
 
@@ -155,12 +162,16 @@ _RATIOS = (
 )
 
 
-def _largest_difference(losses: list[float], reference: list[float]) -> float:
-    """The largest difference at any step that both have."""
+def _loss_differences(losses: list[float], reference: list[float]) -> dict[str, float]:
+    """At the last step that both have, and the largest at any step."""
     steps = min(len(losses), len(reference))
     if steps == 0:
-        return math.nan
-    return float(np.max(np.abs(np.subtract(losses[:steps], reference[:steps]))))
+        return {"loss_difference": math.nan, "loss_difference_max": math.nan}
+    apart = np.subtract(losses[:steps], reference[:steps])
+    return {
+        "loss_difference": float(apart[-1]),
+        "loss_difference_max": float(np.max(np.abs(apart))),
+    }
 
 
 def _in_display_order(table: pd.DataFrame) -> pd.DataFrame:

@@ -15,16 +15,16 @@ from experiments.records import Measurement, Record, read
 
 #: Every column that is always there, with its type; ``ledger_*`` columns are added as found.
 COLUMNS = {
-    "matrix": "str",
-    "cell": "str",
-    "state": "str",
-    "error": "str",
-    "strategy": "str",
-    "engine": "str",
-    "engine_version": "str",
-    "policy": "str",
-    "model": "str",
-    "family": "str",
+    "matrix": "string",
+    "cell": "string",
+    "state": "string",
+    "error": "string",
+    "strategy": "string",
+    "engine": "string",
+    "engine_version": "string",
+    "policy": "string",
+    "model": "string",
+    "family": "string",
     "layers": "Int64",
     "width": "Int64",
     "heads": "Int64",
@@ -33,15 +33,15 @@ COLUMNS = {
     "sequence_length": "Int64",
     "micro_batch": "Int64",
     "accumulation": "Int64",
-    "dtype": "str",
-    "tuning": "str",
+    "dtype": "string",
+    "tuning": "string",
     "lora_rank": "Int64",
     "learning_rate": "float64",
     "warmup_steps": "Int64",
     "steps": "Int64",
     "seed": "Int64",
-    "cluster": "str",
-    "evidence": "str",
+    "cluster": "string",
+    "evidence": "string",
     "nodes": "Int64",
     "ranks_per_node": "Int64",
     # Missing means unshaped.
@@ -61,23 +61,27 @@ COLUMNS = {
     "peak_device_bytes": "float64",
     "losses": "object",
     "loss_final": "float64",
-    "commit": "str",
+    "commit": "string",
     # Open-ended mappings stay JSON text, so that the columns do not depend on the machine.
-    "versions": "str",
-    "hardware": "str",
-    "network": "str",
-    "started_at": "str",
+    "versions": "string",
+    "hardware": "string",
+    "network": "string",
+    "started_at": "string",
     "seconds": "float64",
 }
 
+#: Parts of a run's directory that hold other JSON Lines, or records of runs since replaced.
+NO_RECORDS = {"cells", "earlier", "report", "wandb"}
+
 
 def load(path: Path) -> list[Record]:
-    """Records of a file, or of every ``*.jsonl`` below a directory.
+    """Records of a file, or of every ``*.jsonl`` below a directory of runs.
 
     Raises ``FileNotFoundError`` if there is no such file, ``ValueError`` for a malformed one.
     """
     if path.is_dir():
-        files = sorted(path.rglob("*.jsonl"))
+        found = sorted(path.rglob("*.jsonl"))
+        files = [file for file in found if not NO_RECORDS & set(file.relative_to(path).parts)]
     elif path.exists():
         files = [path]
     else:
@@ -101,13 +105,16 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
     rows = [_row(record) for record in records]
     extra = sorted({name for row in rows for name in row} - set(COLUMNS))
     table = pd.DataFrame(rows, columns=[*COLUMNS, *extra])
-    typed: pd.DataFrame = table.astype({**COLUMNS, **dict.fromkeys(extra, "float64")})
+    # Text as objects: with any string type, pandas 2 and 3 do not agree on what is missing.
+    kinds = {name: "object" if kind == "string" else kind for name, kind in COLUMNS.items()}
+    typed: pd.DataFrame = table.astype({**kinds, **dict.fromkeys(extra, "float64")})
     return typed
 
 
 def write_parquet(table: pd.DataFrame, path: Path) -> None:
     """Write the table for other tools; the records stay the source."""
-    table.to_parquet(path, index=False)
+    texts = [name for name, kind in COLUMNS.items() if kind == "string"]
+    table.astype(dict.fromkeys(texts, "string")).to_parquet(path, index=False)
 
 
 def _row(record: Record) -> dict[str, Any]:

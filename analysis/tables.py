@@ -21,8 +21,6 @@ OPTIONAL = {
     "accumulation": "Accumulation",
     "dtype": "Type",
     "learning_rate": "Learning rate",
-    "warmup_steps": "Warm-up steps",
-    "steps": "Steps",
     "seed": "Seed",
 }
 #: Columns of words; all others hold numbers and are set flush right.
@@ -30,12 +28,18 @@ WORDS = {"Model", "Tuning", "Link", "Strategy", "Evidence", "State", *OPTIONAL.v
 
 
 def varying(table: pd.DataFrame) -> list[str]:
-    """The optional settings that differ between the cells of this table."""
-    return [name for name in OPTIONAL if table[name].nunique(dropna=False) > 1]
+    """The optional settings that differ between the cells of this table that ran."""
+    ran = table[table["state"] != "skipped"]
+    return [name for name in OPTIONAL if ran[name].nunique(dropna=False) > 1]
 
 
 def presentable(compared: pd.DataFrame) -> pd.DataFrame:
-    """One row of strings a cell; a cell without a result keeps its row and says its state."""
+    """One row of strings a cell; a cell without a result keeps its row and says its state.
+
+    Cells that the matrix leaves out have no row: there may be more of them than of all others.
+    ``notes`` counts them and gives the reasons.
+    """
+    compared = compared[compared["state"] != "skipped"]
     finished = compared["state"] == "ok"
 
     def shown(column: str, form: Callable[[float], str]) -> pd.Series:
@@ -54,7 +58,7 @@ def presentable(compared: pd.DataFrame) -> pd.DataFrame:
         "MB sent/step": shown("inter_node_bytes_per_step", text.megabytes),
         "of baseline": shown("bytes_of_baseline", text.percent),
         "closed form MB": shown("inter_node_bytes_closed_form", text.megabytes),
-        "sent/closed form": shown("bytes_of_closed_form", text.number),
+        "sent / closed form": shown("bytes_of_closed_form", text.number),
         "ledger off by": shown("ledger_disagreement_percent", text.signed_percent),
         "host MB": shown("peak_host_bytes", text.megabytes),
         "device MB": shown("peak_device_bytes", text.megabytes),
@@ -86,21 +90,27 @@ def notes(compared: pd.DataFrame) -> list[str]:
         "speed-up and “of baseline” compare with the cell of the same settings that ran "
         + "; ".join(_baselines(compared))
         + ".",
-        "MB sent/step: 10^6 bytes that leave the busiest node; closed form: the least that the "
+        "MB sent/step: 10⁶ bytes that leave the busiest node; closed form: the least that the "
         "strategy's schedule must send.",
     ]
     found += [f"{name}: {text.EVIDENCE[name]}." for name in sorted(compared["evidence"].unique())]
     states = compared["state"].value_counts()
     lacking = [f"{count} {state}" for state, count in states.items() if state != "ok"]
     if lacking:
-        found.append(f"Of {len(compared)} cells, {', '.join(lacking)}: shown without figures.")
-    return found
+        found.append(f"Of {len(compared)} cells, {', '.join(lacking)}.")
+    return found + skip_reasons(compared)
+
+
+def skip_reasons(compared: pd.DataFrame) -> list[str]:
+    """How many cells each rule of the matrix leaves out."""
+    reasons = compared.loc[compared["state"] == "skipped", "error"].fillna("no reason given")
+    return [f"{count} skipped: {reason}." for reason, count in reasons.value_counts().items()]
 
 
 def _baselines(compared: pd.DataFrame) -> list[str]:
     """Each baseline that was used and, where there are several, for how many settings."""
-    chosen = compared.drop_duplicates(SETTINGS)["baseline"].fillna("")
-    counts = chosen[chosen != ""].value_counts()
+    chosen = compared.drop_duplicates(SETTINGS)["baseline"].dropna()
+    counts = chosen.value_counts()
     if counts.empty:
         return ["no baseline, as no cell finished"]
     if len(counts) == 1:

@@ -12,9 +12,9 @@ TUNINGS = {"full": "full fine-tuning", "lora": "LoRA"}
 
 EVIDENCE = {
     "measured": "measured on real nodes",
-    "emulated": "emulated: the nodes are network namespaces on one host, their links shaped; times "
+    "emulated": "the nodes are network namespaces on one host, their links shaped; times "
     "are wall-clock times there, bytes the kernel's interface counters",
-    "simulated": "simulated: computed by the cost model; nothing was run",
+    "simulated": "computed by the cost model; nothing was run",
 }
 
 
@@ -78,9 +78,17 @@ def link(bits_per_s: float | None) -> str:
     return f"{bits_per_s / 1e6:g} Mbit/s"
 
 
+def whole(value: float) -> str:
+    """A count of things."""
+    return f"{value:,.0f}"
+
+
+_SHOW = {"times": times, "percent": percent, "ratio": number, "whole": whole}
+
+
 def one_or_range(values: Iterable[float], show: str = "times") -> str:
     """``2.0× to 3.1×``, or the one value where all read the same."""
-    shown = {"times": times, "number": number}[show]
+    shown = _SHOW[show]
     present = sorted(value for value in values if not math.isnan(value))
     if not present:
         return ABSENT

@@ -1,0 +1,87 @@
+"""``python -m analysis``: tables, figures and a report of records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from analysis import strategies
+
+if TYPE_CHECKING:
+    from experiments.records import Record
+
+# The commands import what they need themselves: pandas and seaborn take seconds on a busy
+# machine, which neither --help nor a wrong path should cost.
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
+
+Records = Annotated[
+    Path, typer.Argument(metavar="RECORDS", help="A JSON Lines file, or a directory of runs.")
+]
+Baseline = Annotated[str, typer.Option(help="The strategy that speed-ups are taken over.")]
+
+
+@app.command()
+def report(
+    records: Records,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Where to write; by default report/ beside the records."),
+    ] = None,
+    baseline: Baseline = strategies.BASELINE,
+) -> None:
+    """Write figures, the comparison table, Parquet and one self-contained HTML report."""
+    found = _load(records)
+    from analysis.report import write
+
+    directory = output or (records if records.is_dir() else records.parent) / "report"
+    try:
+        written = write(found, directory, baseline)
+    except OSError as error:
+        _fail(f"cannot write the report: {error}")
+    for saved in written.figures:
+        typer.echo(f"figure  {saved.png}\n        {saved.svg}")
+    typer.echo(f"table   {written.table}\ndata    {written.data}\nreport  {written.report}")
+
+
+@app.command()
+def table(
+    records: Records,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="As Markdown, with notes, ready for a README.")
+    ] = False,
+    baseline: Baseline = strategies.BASELINE,
+) -> None:
+    """Print every cell next to the baseline that ran under the same settings."""
+    found = _load(records)
+    from analysis import frame, tables
+    from analysis.comparison import compare
+    from analysis.report import markdown as as_markdown
+
+    compared = compare(frame.frame(frame.latest(found)), baseline)
+    if markdown:
+        typer.echo(as_markdown(compared), nl=False)
+        return
+    typer.echo(tables.presentable(compared).to_string(index=False))
+    typer.echo("\n" + "\n".join(tables.notes(compared)))
+
+
+def _load(path: Path) -> list[Record]:
+    """The records, or one message and exit status 2."""
+    from analysis.frame import load
+
+    try:
+        return load(path)
+    except (OSError, ValueError) as error:
+        # A schema error lists every field; the first lines name the file, the line and a field.
+        _fail(" ".join(line.strip() for line in str(error).splitlines()[:3]))
+
+
+def _fail(message: str) -> NoReturn:
+    typer.echo(f"error: {message}", err=True)
+    raise typer.Exit(2)
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m analysis")
