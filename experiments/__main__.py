@@ -6,10 +6,11 @@ help and mistakes are answered at once.
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -34,7 +35,7 @@ PRELOADED = (
     "deepspeed",
 )
 #: What the report consists of, by the endings of its files.
-_KINDS = {".html": "report", ".png": "figure", ".svg": "figure", ".md": "table", ".csv": "table"}
+_KINDS = {".html": "report", ".png": "figure", ".md": "table", ".csv": "table"}
 #: Exit status: some cells failed; the user or the machine has to change something; interrupted.
 FAILED, UNUSABLE, INTERRUPTED = 1, 2, 130
 
@@ -98,8 +99,9 @@ def run(
         return
     directory = RunDirectory(output or Path("runs") / plan.name)
     _enter_namespace()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _interrupt)
+    _on_signals(_interrupt)
+    # A library's forked helper that is ended by SIGTERM must not tear our cluster down.
+    os.register_at_fork(after_in_child=lambda: _on_signals(signal.SIG_DFL))
     try:
         with _prepared(directory, plan, resume or retry_failed, retry_failed) as finished:
             records = _run_cells(plan, cells, finished, directory)
@@ -268,9 +270,13 @@ def _stop_interrupted(directory: RunDirectory) -> NoReturn:
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
     """End on SIGTERM as on Ctrl-C; a second one does not cut the cluster's teardown short."""
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, signal.SIG_IGN)
+    _on_signals(signal.SIG_IGN)
     raise KeyboardInterrupt
+
+
+def _on_signals(action: Callable[[int, FrameType | None], NoReturn] | signal.Handlers) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, action)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ _UNITS = {"bit/s": 1, "kbit/s": 10**3, "Mbit/s": 10**6, "Gbit/s": 10**9}
 _BANDWIDTH = re.compile(r"(\d+(?:\.\d+)?) ?(bit/s|kbit/s|Mbit/s|Gbit/s)")
 
 #: How the file names a field of a cell, where it is not by the field's own name.
-_FILE_NAMES = {"inter_bandwidth_bits_per_s": "inter_bandwidth"}
+_FILE_NAMES = {"inter_bandwidth_bits_per_s": "inter_bandwidth", "matrix": "name"}
 _FIELD_NAMES = {file: field for field, file in _FILE_NAMES.items()}
 #: What a file may set a cell by cell; the matrix and the cluster are the same for all of them.
 _SETTINGS = tuple(

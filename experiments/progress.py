@@ -189,13 +189,13 @@ class _CellLines:
         self._widths = [
             max(len(title), *(len(row[i]) for row in settings)) for i, title in enumerate(titles)
         ]
-        self._digits = len(str(len(cells)))
         self._total = len(cells)
+        self._numbers = max(len("cell"), len(f"{self._total}/{self._total}"))
 
     def header(self) -> Text:
         """What the columns are."""
         settings = "  ".join(t.ljust(w) for t, w in zip(self._titles, self._widths, strict=True))
-        cell = "cell".rjust(2 * self._digits + 1)
+        cell = "cell".rjust(self._numbers)
         figures = f"{'tokens/s':>9}{'s/step':>8}{'MB/step':>8}{'time':>6}"
         return Text(f"{cell} state   {settings}{figures}", style="dim")
 
@@ -206,7 +206,7 @@ class _CellLines:
             for text, width in zip(self._settings(record.cell), self._widths, strict=True)
         )
         return Text.assemble(
-            (f"{number:>{self._digits}}/{self._total} ", "dim"),
+            (f"{number}/{self._total} ".rjust(self._numbers + 1), "dim"),
             (record.state.ljust(8), STATE_STYLES[record.state]),
             settings,
             *_figures(record),

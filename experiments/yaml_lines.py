@@ -52,13 +52,8 @@ def load(path: Path) -> Document:
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise ValueError(f"{path.name}:{line}: not UTF-8 text: {error.reason}") from error
-    loader = yaml.SafeLoader(text)
     try:
-        root = loader.get_single_node()
-        if root is None:
-            raise ValueError(f"{path.name}:1: the file is empty")
-        reader = _Reader(path.name, loader)
-        return Document(path.name, reader.value(root, ()), reader.lines)
+        return _parse(path.name, text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = 1 if mark is None else mark.line + 1
@@ -66,6 +61,16 @@ def load(path: Path) -> Document:
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise ValueError(f"{path.name}:{line}: not valid YAML: {error.reason}") from error
+
+
+def _parse(file: str, text: str) -> Document:
+    loader = yaml.SafeLoader(text)
+    try:
+        root = loader.get_single_node()
+        if root is None:
+            raise ValueError(f"{file}:1: the file is empty")
+        reader = _Reader(file, loader)
+        return Document(file, reader.value(root, ()), reader.lines)
     finally:
         loader.dispose()
 

@@ -1,0 +1,239 @@
+"""A stand-in for a cluster and its worker, and made-up records, for the runner's tests.
+
+The cluster is real in what the runner sees of one: it starts a process a rank, waits for them,
+and kills them when the time is over. What it does not do is train: rank 0 writes a made-up
+measurement.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from experiments.clusters.interface import ClusterError, Outcome
+from experiments.records import Cell, ClusterSpec, Measurement, ModelSpec, Record, State
+from experiments.runner import WORKER
+
+#: What each rank runs; it imports nothing of ours, so that a rank costs milliseconds.
+_RANK = """
+import json, os, pathlib, sys, time
+cell_file, output, behaviour = sys.argv[1:]
+output = pathlib.Path(output)
+cell = json.loads(pathlib.Path(cell_file).read_text())
+rank = int(os.environ["RANK"])
+if behaviour == "hang":
+    time.sleep(600)
+if behaviour == "raise" and rank == 1:
+    raise RuntimeError("rank 1 raises")
+if rank == 0:
+    with (output / "progress.jsonl").open("a") as file:
+        for step in range(cell["steps"]):
+            time.sleep(float(os.environ["STEP_SECONDS"]))
+            line = {"step": step + 1, "of": cell["steps"], "loss": 5.5 - step, "seconds": 0.1}
+            file.write(json.dumps(line) + "\\n")
+            file.flush()
+    if behaviour != "silent":
+        (output / "measurement.json").write_text(os.environ["MEASUREMENT"])
+"""
+
+
+class StandInCluster:
+    """Implements ``experiments.clusters.interface.Cluster`` by plain subprocesses.
+
+    ``behaviours`` maps a part of a cell's id to what its ranks do: ``raise`` an error on rank 1,
+    ``hang``, end ``silent``ly without a measurement, be killed for memory (``oom``), or not even
+    start because the cluster raises (``broken``).
+    """
+
+    evidence: Literal["measured", "emulated"] = "emulated"
+
+    def __init__(
+        self,
+        nodes: int = 2,
+        ranks_per_node: int = 1,
+        behaviours: Mapping[str, str] | None = None,
+        step_seconds: float = 0.0,
+    ) -> None:
+        self.nodes = nodes
+        self.ranks_per_node = ranks_per_node
+        self.behaviours = behaviours or {}
+        self.step_seconds = step_seconds
+        self.entered = False
+        self.shapes: list[int | None] = []
+        #: Ids of the cells whose ranks were started, in order.
+        self.started: list[str] = []
+
+    def __enter__(self) -> StandInCluster:
+        self.entered = True
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.entered = False
+
+    def shape(self, bits_per_s: int | None) -> dict[str, Any]:
+        self.shapes.append(bits_per_s)
+        return {"rate_bits_per_s": bits_per_s}
+
+    def run(
+        self,
+        entry: str,
+        arguments: Sequence[str],
+        *,
+        logs: Path,
+        environment: Mapping[str, str],
+        timeout_s: float,
+    ) -> Outcome:
+        assert self.entered
+        assert entry == WORKER
+        cell_file, _ = arguments
+        cell = Cell.model_validate_json(Path(cell_file).read_bytes())
+        self.started.append(cell.id)
+        behaviour = next((b for part, b in self.behaviours.items() if part in cell.id), "train")
+        if behaviour == "broken":
+            raise ClusterError("the port is taken")
+        if behaviour == "oom":
+            return Outcome("oom", 1, "killed: out of memory")
+        logs.mkdir(parents=True)
+        ranks = [
+            self._start([*arguments, behaviour], logs, environment, rank)
+            for rank in range(self.nodes * self.ranks_per_node)
+        ]
+        return self._wait(ranks, logs, timeout_s)
+
+    def _start(
+        self, arguments: Sequence[str], logs: Path, environment: Mapping[str, str], rank: int
+    ) -> subprocess.Popen[bytes]:
+        with (logs / f"rank{rank}.log").open("wb") as log:
+            return subprocess.Popen(
+                [sys.executable, "-S", "-E", "-c", _RANK, *arguments],
+                env={
+                    **environment,
+                    "RANK": str(rank),
+                    "STEP_SECONDS": str(self.step_seconds),
+                    "MEASUREMENT": measurement().model_dump_json(),
+                },
+                stdout=log,
+                stderr=log,
+            )
+
+    def _wait(
+        self, ranks: Sequence[subprocess.Popen[bytes]], logs: Path, timeout_s: float
+    ) -> Outcome:
+        deadline = time.monotonic() + timeout_s
+        try:
+            for rank, process in enumerate(ranks):
+                if process.wait(max(0.0, deadline - time.monotonic())) != 0:
+                    return Outcome("failed", rank, (logs / f"rank{rank}.log").read_text())
+        except subprocess.TimeoutExpired:
+            return Outcome("timeout", None, f"not finished after {timeout_s:g} s")
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+        return Outcome("ok")
+
+
+def matrix_file(directory: Path, name: str = "small", extra: str = "", steps: int = 2) -> Path:
+    """A matrix of six cells: three strategies at two bandwidths."""
+    file = directory / f"{name}.yaml"
+    text = f"""\
+        name: {name}
+        description: six cells for a test
+        cluster: {{nodes: 2, ranks_per_node: 1}}
+        models:
+          - {{name: tiny, family: gpt2, layers: 1, width: 8, heads: 1}}
+        axes:
+          strategy: [deepspeed-zero3, fsdp2, fcdp]
+          inter_bandwidth: [100 Mbit/s, 10 Mbit/s]
+        workload:
+          model: tiny
+          tuning: full
+          sequence_length: 16
+          micro_batch: 1
+          accumulation: 1
+          dtype: float32
+          lora_rank: 4
+          learning_rate: 0.001
+          warmup_steps: 0
+          steps: {steps}
+          timeout_s: 20
+        """
+    file.write_text(textwrap.dedent(text) + textwrap.dedent(extra), encoding="utf-8")
+    return file
+
+
+def cell(**changes: Any) -> Cell:
+    """A cell with some of its settings changed."""
+    settings: dict[str, Any] = {
+        "matrix": "small",
+        "strategy": "fcdp",
+        "model": ModelSpec(name="llama-4x128", family="llama", layers=4, width=128, heads=4),
+        "tuning": "full",
+        "cluster": ClusterSpec(nodes=2, ranks_per_node=2),
+        "inter_bandwidth_bits_per_s": 100_000_000,
+        "sequence_length": 128,
+        "micro_batch": 1,
+        "accumulation": 1,
+        "dtype": "float32",
+        "lora_rank": 8,
+        "learning_rate": 1e-3,
+        "warmup_steps": 1,
+        "steps": 3,
+        "timeout_s": 60.0,
+    }
+    return Cell(**(settings | changes))
+
+
+def measurement(**changes: Any) -> Measurement:
+    """A made-up measurement: one warm-up step, three steps of a median of half a second."""
+    figures: dict[str, Any] = {
+        "engine": "stand-in",
+        "engine_version": "1",
+        "policy": None,
+        "parameters": 1000,
+        "trainable_parameters": 1000,
+        "step_seconds": [0.4, 0.5, 0.6],
+        "losses": [5.6, 5.5, 5.4, 5.3],
+        "inter_node_bytes_per_step": 6.3e6,
+        "inter_node_bytes_closed_form": 6.0e6,
+        "ledger_bytes_per_step": None,
+        "peak_host_bytes": 10**9,
+        "host_cache_bytes": None,
+        "peak_device_bytes": None,
+    }
+    return Measurement(**(figures | changes))
+
+
+def record(of: Cell, state: State = "ok", error: str | None = None, **figures: Any) -> Record:
+    """A made-up record of a cell; ``figures`` change its measurement."""
+    return Record(
+        cell=of,
+        cell_id=of.id,
+        state=state,
+        error=error,
+        evidence="emulated",
+        measurement=measurement(**figures) if state == "ok" else None,
+        commit="0123456789abcdef0123456789abcdef01234567",
+        versions={"torch": "2.13.0"},
+        hardware={"cpu": "a processor"},
+        network={"rate_bits_per_s": of.inter_bandwidth_bits_per_s},
+        started_at="2026-01-01T00:00:00+00:00",
+        seconds=12.0,
+    )
+
+
+def without_key() -> dict[str, str]:
+    """This process's environment without anything of W&B's."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
