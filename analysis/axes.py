@@ -88,7 +88,7 @@ def _places(panel: pd.DataFrame) -> _Places:
 
 def _tick_links(ax: Axes, places: _Places) -> None:
     """A tick for each link that was run."""
-    ticks, names = list(places.shaped), [f"{place:g}" for place in places.shaped]
+    ticks, names = list(places.shaped), [f"{place:,g}" for place in places.shaped]
     if places.unshaped is not None:
         ticks.append(places.unshaped)
         names.append("unshaped")
@@ -97,7 +97,9 @@ def _tick_links(ax: Axes, places: _Places) -> None:
     ax.xaxis.set_major_locator(FixedLocator(ticks))
     ax.set_xticklabels(names)
     ax.xaxis.set_minor_locator(NullLocator())
-    ax.set_xlim(ticks[0] / 2.5, ticks[-1] * 2.5)
+    # Room for the figures above the outermost points.
+    margin = max((ticks[-1] / ticks[0]) ** 0.16, 2.0)
+    ax.set_xlim(ticks[0] / margin, ticks[-1] * margin)
 
 
 def tick_throughput(ax: Axes) -> None:
@@ -174,6 +176,8 @@ def draw_throughput_of_one_link(ax: Axes, panel: pd.DataFrame, looks: Looks) -> 
         gain = "" if math.isnan(speed_up) else f"  {text.times(speed_up)}"
         _label_bar(ax, place, value, f"{text.number(value)}{gain}")
     ax.set_xlim(0, float(finished["tokens_per_s"].max()) * 1.75)
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=3, prune="upper"))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
 
 
 def draw_bytes(ax: Axes, panel: pd.DataFrame, looks: Looks) -> None:

@@ -87,7 +87,8 @@ def draw_traffic(cells: pd.DataFrame, looks: axes.Looks, setting: str = "") -> D
     panels = _panels(cells)
     with _style():
         figure, pairs = _pairs_of_axes(len(panels))
-        one_link = cells["inter_bandwidth_bits_per_s"].nunique(dropna=False) == 1
+        links = cells["inter_bandwidth_bits_per_s"].unique()
+        one_link = text.link(links[0]) if len(links) == 1 else None
         for (title, panel), (upper, lower) in zip(panels, pairs, strict=True):
             upper.set_title(title)
             if one_link:
@@ -97,7 +98,8 @@ def draw_traffic(cells: pd.DataFrame, looks: axes.Looks, setting: str = "") -> D
             axes.draw_bytes(lower, panel, looks)
         _name_outer_axes(pairs, len(panels) <= WIDEST, one_link)
         _put_legend(figure, _handles(cells, looks))
-        _put_source(figure, f"{setting} · {provenance(cells)}" if setting else provenance(cells))
+        source = [setting.capitalize(), provenance(cells)] if setting else [provenance(cells)]
+        _put_source(figure, " · ".join(source))
     title = ", ".join(part for part in ("Throughput and traffic between nodes", setting) if part)
     return Drawing(_name(cells, setting, "traffic"), title, captions.traffic(cells), figure)
 
@@ -197,11 +199,11 @@ def _pairs_of_axes(panels: int) -> tuple[Figure, list[tuple[Axes, Axes]]]:
     return figure, [(grid[at, 0], grid[at, 1]) for at in range(panels)]
 
 
-def _name_outer_axes(pairs: list[tuple[Axes, Axes]], columns: bool, one_link: bool) -> None:
+def _name_outer_axes(pairs: list[tuple[Axes, Axes]], columns: bool, one_link: str | None) -> None:
     """Axis labels once a row or column, not once a panel."""
     for at, (upper, lower) in enumerate(pairs):
         if columns or at == len(pairs) - 1:
-            upper.set_xlabel("tokens/s" if one_link else "link between nodes, Mbit/s")
+            upper.set_xlabel(f"tokens/s, {one_link}" if one_link else "link between nodes, Mbit/s")
             lower.set_xlabel("MB a step, busiest node")
         if not one_link and (at == 0 or not columns):
             upper.set_ylabel("tokens/s")

@@ -24,9 +24,12 @@ def number(value: float | None, digits: int = 3) -> str:
         return ABSENT
     if value == 0 or math.isinf(value):
         return f"{value:g}"
-    places = digits - 1 - math.floor(math.log10(abs(value)))
-    rounded = round(value, places)
-    return f"{rounded:,.{max(places, 0)}f}" if abs(value) >= 1e-4 else f"{value:.{digits - 1}e}"
+    scientific = f"{value:.{digits - 1}e}"
+    if abs(value) < 1e-4:
+        return scientific
+    # The exponent after rounding: 99.96 has three digits as 100, not as 100.0.
+    places = digits - 1 - int(scientific.partition("e")[2])
+    return f"{float(scientific):,.{max(places, 0)}f}"
 
 
 def times(value: float | None) -> str:

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import html
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from analysis import report
+from experiments.records import Record
+from tests.analysis import made_up
+
+
+@pytest.fixture(scope="module")
+def written(records: list[Record], tmp_path_factory: pytest.TempPathFactory) -> report.Written:
+    again = records[0].model_copy(update={"started_at": "2025-12-31T00:00:00+00:00"})
+    return report.write([again, *records], tmp_path_factory.mktemp("report"), "deepspeed-zero3")
+
+
+@pytest.fixture(scope="module")
+def page(written: report.Written) -> str:
+    return written.report.read_text("utf-8")
+
+
+class Loads(HTMLParser):
+    """Collects everything that a browser would fetch, and checks that tags are balanced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += [value or "" for name, value in attrs if name in ("src", "href", "srcset")]
+        if tag in ("script", "link", "iframe", "object"):
+            self.found.append(tag)
+        if tag not in ("meta", "img", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_and_loads_nothing(page: str) -> None:
+    loads = Loads()
+    loads.feed(page)
+
+    assert loads.open == []
+    assert len(loads.found) == 2
+    assert all(source.startswith("data:image/svg+xml;base64,") for source in loads.found)
+    assert not re.search(r"https?://|@import|url\(", page)
+
+
+def test_error_texts_are_escaped(page: str) -> None:
+    assert "<script>" not in page
+    assert html.escape("<script>alert(", quote=False) in page
+
+
+def test_headlines_are_there_with_their_cells(page: str, records: list[Record]) -> None:
+    assert '<span class="big">3.3×</span>' in page
+    assert '<span class="big">30 %</span>' in page
+    assert '<span class="big">28×</span>' in page
+    assert '<span class="big">1.3 %</span>' in page
+
+
+def test_every_cell_that_ran_has_a_row(page: str, records: list[Record]) -> None:
+    ran = [record for record in records if record.state != "skipped"]
+
+    assert len(re.findall("<tr class=", page)) == len(ran)
+
+
+def test_provenance_is_there(page: str, records: list[Record]) -> None:
+    record = records[0]
+    assert record.commit is not None
+    for part in (record.commit, "made-up CPU", "rate bits per s: 10000000", "transformers 4.57.0"):
+        assert part in page
+    assert "1 older record of cells that were run again left out" in page
+    assert "gloo implements a reduce-scatter" in page
+    assert "DeepSpeed ZeRO-3 1.03 to 1.30, FSDP2 1.02 to 1.25" in page
+
+
+def test_a_page_of_nothing_but_failures(tmp_path: Path) -> None:
+    cell = made_up.cell("fcdp", made_up.MODELS[0], "full", None)
+    failed = made_up.record(cell, state="failed", error=None, measurement=None, network={})
+
+    written = report.write([failed], tmp_path, "deepspeed-zero3")
+
+    assert written.figures == ()
+    assert "no error text" in written.report.read_text("utf-8")
+
+
+def test_the_page_names_no_path_of_this_machine(page: str, written: report.Written) -> None:
+    assert str(written.report.parent) not in page
+    assert str(Path.cwd()) not in page
