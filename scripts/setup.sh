@@ -122,6 +122,9 @@ case ${1:-} in
 *) die "usage: scripts/setup.sh [--check]" ;;
 esac
 
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+
 # One set-up at a time in this directory.
 exec 9<. && flock 9
 
@@ -153,8 +156,6 @@ fi
 if [[ -n $(ls -A "$VENV" 2>/dev/null) && ! -e $VENV/pyvenv.cfg ]]; then
     die "$VENV is there and is not a virtual environment: remove it, or name another with VENV="
 fi
-log=$(mktemp)
-trap 'rm -f "$log"' EXIT
 started=$SECONDS
 
 require_system_packages "$may_install"
