@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
 from pyroute2 import netns
 
-from experiments.clusters import _preloaded, lifelines, ranks
+from experiments.clusters import _preloaded, lifelines, namespaces, ranks
 
 
 @dataclass(frozen=True)
@@ -63,21 +64,27 @@ def serve(node: Node, job: ranks.Job, parent: Connection) -> None:
     # A group of its own: the terminal's Ctrl-C reaches the parent only, which ends the job.
     os.setsid()
     lifelines.die_with(_preloaded.SERVER)
-    lifelines.die_with_launcher()
-    try:
-        ranks.write_to(job.logs / f"node{node.node}.log")
-        os.environ.clear()
-        os.environ.update(node.environment)
-        netns.setns(node.namespace, flags=0)
-        _preloaded.import_modules(list(node.preload))
-        # Here rather than above: the parent imports this module, and needs no torch.
-        from experiments.clusters import elastic
+    itself = frozenset({os.getpid()})
+    lifelines.die_with_launcher(lambda: namespaces.end_processes(node.namespace, spare=itself))
+    ranks.write_to(job.logs / f"node{node.node}.log")
+    with suppress(BrokenPipeError):  # the parent has given up meanwhile
+        try:
+            _serve(node, job, parent)
+        except Exception:
+            error = f"the agent of node {node.node} failed:\n{traceback.format_exc()}"
+            parent.send(NodeResult(error=error))
 
-        with elastic.launched(node, job) as result:
-            parent.send(result)
-            # Other nodes may still use the store: until the parent, who closes its end, has
-            # heard from all of them.
-            parent.poll(None)
-    except Exception:
-        error = f"the agent of node {node.node} failed:\n{traceback.format_exc()}"
-        parent.send(NodeResult(error=error))
+
+def _serve(node: Node, job: ranks.Job, parent: Connection) -> None:
+    os.environ.clear()
+    os.environ.update(node.environment)
+    netns.setns(node.namespace, flags=0)
+    _preloaded.import_modules(list(node.preload))
+    # Here rather than above: the parent imports this module, and needs no torch.
+    from experiments.clusters import elastic
+
+    with elastic.launched(node, job) as result:
+        parent.send(result)
+        # Other nodes may still use the store: until the parent, who closes its end, has heard
+        # from all of them.
+        parent.poll(None)

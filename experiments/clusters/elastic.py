@@ -49,7 +49,8 @@ class _Agent(LocalElasticAgent):
             # Ranks that return wait for the others of their node inside the next call.
             self._look_at(worker)
         if not self.exits:
-            return super()._monitor_workers(worker_group)
+            healthy: RunResult = super()._monitor_workers(worker_group)
+            return healthy
         left = len(worker_group.workers) - len(self.exits)
         if left and time.monotonic() < self._first_exit_s + _GRACE_S:
             return RunResult(state=WorkerState.HEALTHY)

@@ -7,6 +7,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -23,7 +24,7 @@ from experiments.records import ClusterSpec
 _GRACE_S = 2.0
 #: ... between two looks at the ranks, and until an agent whose ranks were killed has ended.
 _WATCH_INTERVAL_S = 0.1
-_AGENT_END_S = 3.0
+_AGENT_END_S = 2.0
 
 _ALWAYS_PRELOADED = ("experiments.clusters.agent", "experiments.clusters.elastic")
 
@@ -100,19 +101,17 @@ class EmulatedCluster:
         self._check_port(network)
         logs = logs.absolute()
         logs.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="fcdp-") as scratch:
+        with ExitStack() as stack:
+            scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="fcdp-"))
             board = Board(Path(scratch), self.nodes * self.ranks_per_node)
             board.create()
             job = ranks.Job(entry, tuple(arguments), logs, board)
-            agents: list[_Agent] = []
-            try:
-                for number in range(self.nodes):
-                    node = self._node(network, number, environment, scratch, timeout_s)
-                    agents.append(_Agent(context, node, job))
-                return _watch(agents, board, timeout_s)
-            finally:
-                for each in agents:
-                    each.end()
+            agents = []
+            for number in range(self.nodes):
+                node = self._node(network, number, environment, scratch, timeout_s)
+                agents.append(_Agent(context, node, job))
+                stack.callback(agents[-1].end)
+            return _watch(agents, board, timeout_s)
 
     def _built(self) -> tuple[Network, ForkServerContext]:
         if self._network is None or self._context is None:
@@ -201,7 +200,7 @@ class _Agent:
         spare = frozenset() if self._process.pid is None else frozenset({self._process.pid})
         self.connection.close()
         namespaces.end_processes(self.node.namespace, spare=spare)
-        self._process.join(_AGENT_END_S if self.result is not None else _WATCH_INTERVAL_S)
+        self._process.join(_AGENT_END_S)
         self._process.kill()
         namespaces.end_processes(self.node.namespace)
         self._process.join()

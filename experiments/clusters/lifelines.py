@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import threading
+from collections.abc import Callable
 from multiprocessing import connection, parent_process
 
 _PR_SET_PDEATHSIG = 1
@@ -21,8 +22,8 @@ def die_with(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def die_with_launcher() -> None:
-    """Kill this process's group when the process that called ``Process.start`` ends.
+def die_with_launcher(end_others: Callable[[], None]) -> None:
+    """Call ``end_others`` and kill this process when the one that called ``Process.start`` ends.
 
     With the fork server that one is not the parent, so the kernel's signal does not tell; the
     fork server itself lives as long as any of its children.
@@ -34,6 +35,9 @@ def die_with_launcher() -> None:
 
     def watch() -> None:
         connection.wait([sentinel])
-        os.killpg(0, signal.SIGKILL)
+        try:
+            end_others()
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="launcher-watch", daemon=True).start()

@@ -1,0 +1,21 @@
+"""A parent for tests that end it: runs ranks that wait for ever, in a process of its own."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from experiments.clusters.emulated import EmulatedCluster
+from experiments.records import ClusterSpec
+
+if __name__ == "__main__":
+    directory = sys.argv[1]
+    jobs = "tests.experiments.clusters.jobs"
+    with EmulatedCluster(ClusterSpec(nodes=2, ranks_per_node=2), preload=[jobs]) as cluster:
+        cluster.run(
+            f"{jobs}:linger",
+            [directory],
+            logs=Path(directory),
+            environment={},
+            timeout_s=600,
+        )

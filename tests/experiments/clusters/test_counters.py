@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from experiments.clusters import namespaces
+from experiments.clusters.counters import transmitted_bytes
+from experiments.clusters.network import INTERFACE, Network
+
+
+@pytest.fixture(scope="module")
+def network(privileged: None) -> Iterator[Network]:
+    with Network(2) as built:
+        yield built
+
+
+def test_counts_what_leaves_the_callers_node(network: Network) -> None:
+    packets, size = 100, 5000
+    # Ethernet, IPv4 and UDP headers.
+    expected = packets * (size + 14 + 20 + 8)
+
+    def send(address: str) -> int:
+        before = transmitted_bytes(INTERFACE)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+            for _ in range(packets):
+                sender.sendto(bytes(size), (address, 9))
+        return transmitted_bytes(INTERFACE) - before
+
+    send_to = network.addresses
+    namespaces.call_in(network.nodes[0], lambda: send(send_to[1]))  # ARP is out of the way now
+    assert namespaces.call_in(network.nodes[0], lambda: send(send_to[1])) == pytest.approx(
+        expected, abs=500
+    )
+    # What stays inside the node does not count.
+    assert namespaces.call_in(network.nodes[0], lambda: send(send_to[0])) < 500
+
+
+def test_an_interface_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"interface = 'nowhere0': allowed are .*lo"):
+        transmitted_bytes("nowhere0")

@@ -1,0 +1,296 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from pyroute2 import netns
+
+from experiments.clusters import namespaces
+from experiments.clusters.emulated import EmulatedCluster
+from experiments.clusters.interface import ClusterError, Outcome
+from experiments.records import ClusterSpec
+
+pytestmark = pytest.mark.usefixtures("privileged")
+
+JOBS = "tests.experiments.clusters.jobs"
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def cluster(privileged: None) -> Iterator[EmulatedCluster]:
+    with EmulatedCluster(ClusterSpec(nodes=2, ranks_per_node=2), preload=[JOBS]) as built:
+        yield built
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After every run, no process is left in any node."""
+    yield
+    if "cluster" in request.fixturenames:
+        own = [name for name in netns.listnetns() if f"-{os.getpid()}-" in name]
+        assert [namespaces.processes(name) for name in own] == [[]] * len(own)
+
+
+def run(
+    cluster: EmulatedCluster, logs: Path, function: str, *arguments: str, timeout_s: float = 60
+) -> Outcome:
+    environment = {"TEST_CGROUP": os.environ.get("TEST_CGROUP", "")}
+    return cluster.run(
+        f"{JOBS}:{function}", arguments, logs=logs, environment=environment, timeout_s=timeout_s
+    )
+
+
+def wait_until(condition: Callable[[], bool], within_s: float = 60) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened in time"
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
+def test_ranks_meet_and_a_further_run_has_no_cold_start(
+    cluster: EmulatedCluster, tmp_path: Path
+) -> None:
+    started = time.monotonic()
+    for _ in range(3):
+        assert run(cluster, tmp_path, "add_up") == Outcome("ok")
+    # On a quiet machine it is 0.3 s a run; importing torch alone would take more than this.
+    assert (time.monotonic() - started) / 3 < 4
+
+
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 2), (3, 1), (2, 3)])
+def test_other_shapes(tmp_path: Path, nodes: int, ranks_per_node: int) -> None:
+    spec = ClusterSpec(nodes=nodes, ranks_per_node=ranks_per_node)
+    with EmulatedCluster(spec, preload=[JOBS]) as cluster:
+        assert run(cluster, tmp_path, "add_up") == Outcome("ok")
+    assert len(list(tmp_path.glob("rank*.log"))) == nodes * ranks_per_node
+
+
+def test_what_a_rank_sees(cluster: EmulatedCluster, tmp_path: Path) -> None:
+    outcome = cluster.run(
+        f"{JOBS}:describe",
+        [str(tmp_path)],
+        logs=tmp_path / "logs",
+        environment={"GIVEN": "$value", "OMP_NUM_THREADS": "2"},
+        timeout_s=60,
+    )
+    assert outcome == Outcome("ok")
+    seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    for rank, each in enumerate(seen):
+        environment = each["environment"]
+        assert environment["RANK"] == str(rank)
+        assert environment["WORLD_SIZE"] == "4"
+        assert environment["LOCAL_RANK"] == str(rank % 2)
+        assert environment["LOCAL_WORLD_SIZE"] == "2"
+        assert environment["GROUP_RANK"] == str(rank // 2)
+        assert environment["MASTER_PORT"] == "29500"
+        assert environment["GIVEN"] == "$value"
+        assert each["threads"] == 2
+        assert each["interfaces"] == sorted(["lo", environment["FCDP_INTERFACE"]])
+        for library in ("GLOO", "TP", "NCCL"):
+            assert environment[f"{library}_SOCKET_IFNAME"] == environment["FCDP_INTERFACE"]
+        log = (tmp_path / "logs" / f"rank{rank}.log").read_text()
+        assert f"out of rank {rank}\n" in log
+        assert f"err of rank {rank}\n" in log
+    assert len({each["pid"] for each in seen}) == 4
+
+
+def test_bytes_between_nodes_are_counted_and_limited(
+    cluster: EmulatedCluster, tmp_path: Path
+) -> None:
+    megabytes, rate = 5, 20_000_000
+    cluster.shape(rate)
+    started = time.monotonic()
+    assert run(cluster, tmp_path, "send", str(megabytes), str(tmp_path)) == Outcome("ok")
+    elapsed = time.monotonic() - started
+    cluster.shape(None)
+    sent = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    # Rank 0 sends to rank 3, on the other node; headers are one in a hundred bytes of a frame.
+    assert sent[0] == pytest.approx(megabytes * 1e6, rel=0.02)
+    assert sent[3] < 0.05 * megabytes * 1e6
+    assert elapsed > megabytes * 8e6 / rate
+
+
+CAUSES = [
+    ("raise", "failed", "ValueError: the cause of it all"),
+    ("raise and clean up", "failed", "ValueError: the cause of it all"),
+    ("memory error", "oom", "MemoryError"),
+    ("device memory", "oom", "CUDA out of memory"),
+    ("host memory", "oom", "DefaultCPUAllocator"),
+    ("exit", "failed", "SystemExit: 3"),
+    ("vanish", "failed", "ended with exit code 0 before its function returned"),
+    ("SIGKILL", "failed", "killed by signal SIGKILL"),
+    ("SIGSEGV", "failed", "killed by signal SIGSEGV"),
+]
+
+
+@pytest.mark.parametrize(("how", "state", "error"), CAUSES, ids=[how for how, _, _ in CAUSES])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_the_rank_that_failed_first_is_named(
+    cluster: EmulatedCluster, tmp_path: Path, how: str, state: str, error: str, rank: int
+) -> None:
+    started = time.monotonic()
+    outcome = run(cluster, tmp_path, "fail", how, str(rank))
+    assert (outcome.state, outcome.rank) == (state, rank), outcome.error
+    assert outcome.error is not None
+    assert error in outcome.error
+    assert time.monotonic() - started < 20
+
+
+@pytest.fixture
+def small_cgroup() -> Iterator[Path]:
+    """A memory cgroup of 200 MB, for one process."""
+    path = Path("/sys/fs/cgroup/memory", f"fcdp-test-{os.getpid()}")
+    limit = "memory.limit_in_bytes"
+    if not path.parent.exists():
+        path, limit = Path("/sys/fs/cgroup", path.name), "memory.max"
+    try:
+        path.mkdir()
+    except OSError as error:
+        pytest.skip(f"no memory cgroup can be made: {error}")
+    try:
+        if not (path / limit).exists():
+            pytest.skip(f"{path.parent} has no memory controller")
+        (path / limit).write_text("200000000")
+        yield path
+    finally:
+        wait_until(lambda: not (path / "cgroup.procs").read_text())
+        path.rmdir()
+
+
+def test_a_rank_that_the_kernel_kills_for_its_memory_is_out_of_memory(
+    cluster: EmulatedCluster,
+    tmp_path: Path,
+    small_cgroup: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TEST_CGROUP", str(small_cgroup))
+    outcome = run(cluster, tmp_path, "fail", "kernel out of memory", "1")
+    assert (outcome.state, outcome.rank) == ("oom", 1), outcome.error
+
+
+def test_ranks_that_wait_in_vain_are_ended_after_a_failure(
+    cluster: EmulatedCluster, tmp_path: Path
+) -> None:
+    started = time.monotonic()
+    outcome = run(cluster, tmp_path, "fail_while_others_linger", str(tmp_path))
+    assert (outcome.state, outcome.rank) == ("failed", 0)
+    assert time.monotonic() - started < 20
+
+
+def test_a_job_that_does_not_end_is_ended(cluster: EmulatedCluster, tmp_path: Path) -> None:
+    outcome = run(cluster, tmp_path, "linger", str(tmp_path), timeout_s=3)
+    assert outcome == Outcome("timeout", None, "did not end within 3 s")
+    pids = [pid for path in tmp_path.glob("*.pids") for pid in json.loads(path.read_text())]
+    assert len(pids) == 4 * 3
+    assert not any(is_running(pid) for pid in pids)
+
+
+def test_a_cluster_is_as_good_as_new_after_failures(
+    cluster: EmulatedCluster, tmp_path: Path
+) -> None:
+    run(cluster, tmp_path, "fail", "SIGKILL", "0")
+    assert run(cluster, tmp_path, "add_up") == Outcome("ok")
+
+
+def test_a_port_in_use_is_named(cluster: EmulatedCluster, tmp_path: Path) -> None:
+    (node,) = (name for name in netns.listnetns() if f"-{os.getpid()}-" in name and "node0" in name)
+    with namespaces.call_in(node, lambda: socket.create_server(("", 29500))):
+        with pytest.raises(ClusterError, match=r"198\.18\.0\.1 port 29500: Address already in use"):
+            run(cluster, tmp_path, "add_up")
+        assert not list(tmp_path.iterdir())
+    assert run(cluster, tmp_path, "add_up") == Outcome("ok")
+
+
+def test_an_entry_of_another_form_is_refused(cluster: EmulatedCluster, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"entry = 'module\.function': allowed is"):
+        cluster.run("module.function", [], logs=tmp_path, environment={}, timeout_s=1)
+
+
+def test_an_entry_that_is_not_there_fails_in_the_ranks(
+    cluster: EmulatedCluster, tmp_path: Path
+) -> None:
+    outcome = run(cluster, tmp_path, "nowhere")
+    assert outcome.state == "failed"
+    assert outcome.error is not None
+    assert "AttributeError" in outcome.error
+
+
+def test_a_cluster_that_is_not_built_says_so(tmp_path: Path) -> None:
+    outside = EmulatedCluster(ClusterSpec(nodes=1, ranks_per_node=1))
+    with pytest.raises(ClusterError, match="inside its `with` block"):
+        outside.shape(None)
+
+
+def test_a_module_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
+    spec = ClusterSpec(nodes=1, ranks_per_node=1)
+    broken = EmulatedCluster(spec, preload=["no.such.module"])
+    with pytest.raises(ClusterError, match=r"cannot import no\.such\.module(.|\n)*Traceback"):
+        broken.__enter__()
+
+
+@pytest.fixture
+def parent(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process of its own with a cluster whose four ranks wait for ever."""
+    command = [sys.executable, "-m", "tests.experiments.clusters.parent", str(tmp_path)]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    with process:
+        try:
+            wait_until(
+                lambda: len(list(tmp_path.glob("*.pids"))) == 4 or process.poll() is not None
+            )
+            assert process.poll() is None, process.stderr and process.stderr.read()
+            yield process
+        finally:
+            process.kill()
+
+
+def pids_below(directory: Path) -> list[int]:
+    return [pid for path in directory.glob("*.pids") for pid in json.loads(path.read_text())]
+
+
+def names_of(owner: int) -> list[str]:
+    return [name for name in netns.listnetns() if f"-{owner}-" in name]
+
+
+def test_ctrl_c_ends_everything_and_goes_on(parent: subprocess.Popen[str], tmp_path: Path) -> None:
+    parent.send_signal(signal.SIGINT)
+    assert parent.wait(timeout=20) == -signal.SIGINT
+    assert not any(is_running(pid) for pid in pids_below(tmp_path))
+    assert names_of(parent.pid) == []
+    assert parent.stderr is not None
+    assert "KeyboardInterrupt" in parent.stderr.read()
+
+
+def test_everything_ends_by_itself_when_the_parent_is_killed(
+    parent: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    assert len(names_of(parent.pid)) == 3
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: not any(is_running(pid) for pid in pids_below(tmp_path)), within_s=10)
+    assert len(names_of(parent.pid)) == 3
+    namespaces.remove_stale()
+    assert names_of(parent.pid) == []
+
+
+def test_the_ranks_die_with_their_agent(parent: subprocess.Popen[str], tmp_path: Path) -> None:
+    pids = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.pids")}
+    rank, agent, _ = pids["0"]
+    os.kill(agent, signal.SIGKILL)
+    wait_until(lambda: not is_running(rank) and not is_running(pids["1"][0]), within_s=10)

@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from pyroute2 import netns
+
+from experiments.clusters import namespaces
+from experiments.clusters.interface import ClusterError
+from experiments.clusters.network import HIGHEST_RATE, LOWEST_RATE, MTU, Network, burst_bytes
+
+pytestmark = pytest.mark.usefixtures("privileged")
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
+    with Network(2) as built:
+        yield built
+
+
+def goodput(network: Network, sender: int, receiver: int, seconds: float = 1.0) -> float:
+    """Bits a second of payload of one TCP stream, once it runs."""
+    address = network.addresses[receiver]
+    server = namespaces.call_in(network.nodes[receiver], lambda: socket.create_server((address, 0)))
+    client = namespaces.call_in(
+        network.nodes[sender], lambda: socket.create_connection(server.getsockname())
+    )
+    with server, client, ThreadPoolExecutor(max_workers=1) as executor:
+        accepted, _ = server.accept()
+        with accepted:
+            sending = executor.submit(_send_until_closed, client)
+            _receive_for(accepted, 0.3)  # the free burst, and TCP's start
+            started = time.monotonic()
+            received = _receive_for(accepted, seconds)
+            elapsed = time.monotonic() - started
+        sending.result()
+    return 8 * received / elapsed
+
+
+def _send_until_closed(client: socket.socket) -> None:
+    block = bytes(1 << 18)
+    try:
+        while True:
+            client.sendall(block)
+    except OSError:
+        pass
+
+
+def _receive_for(accepted: socket.socket, seconds: float) -> int:
+    received, deadline = 0, time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        received += len(accepted.recv(1 << 18))
+    return received
+
+
+@pytest.mark.parametrize("rate", [20_000_000, 100_000_000])
+def test_goodput_is_the_rate_that_was_set(network: Network, rate: int) -> None:
+    network.shape(rate)
+    assert goodput(network, 0, 1) == pytest.approx(rate, rel=0.05)
+
+
+def test_without_a_limit_the_link_is_much_faster(network: Network) -> None:
+    network.shape(50_000_000)
+    assert network.shape(None) == {"qdisc": None, "mtu_bytes": MTU}
+    assert goodput(network, 0, 1, seconds=0.5) > 1e9
+
+
+def test_each_node_has_the_whole_rate_for_its_own_egress(network: Network) -> None:
+    rate = 50_000_000
+    network.shape(rate)
+    with ThreadPoolExecutor() as executor:
+        there = executor.submit(goodput, network, 0, 1)
+        back = executor.submit(goodput, network, 1, 0)
+    assert there.result() == pytest.approx(rate, rel=0.07)
+    assert back.result() == pytest.approx(rate, rel=0.07)
+
+
+def test_shape_tells_what_the_kernel_has_set(network: Network) -> None:
+    settings = network.shape(200_000_000)
+    assert settings["qdisc"] == "tbf"
+    assert settings["rate_bits_per_s"] == 200_000_000
+    assert settings["burst_bytes"] == pytest.approx(burst_bytes(200_000_000), rel=0.01)
+    assert settings["limit_bytes"] > settings["burst_bytes"]
+    assert settings["mtu_bytes"] == MTU
+
+
+def test_the_free_burst_is_a_few_frames_on_a_slow_link() -> None:
+    assert 3 * MTU < burst_bytes(10_000_000) < 5 * MTU
+
+
+@pytest.mark.parametrize("rate", [0, -1, LOWEST_RATE - 1, HIGHEST_RATE + 1])
+def test_a_rate_that_cannot_be_had_is_refused(network: Network, rate: int) -> None:
+    with pytest.raises(ValueError, match=f"inter_bandwidth_bits_per_s = {rate}: allowed are"):
+        network.shape(rate)
+
+
+def test_a_network_without_nodes_is_refused() -> None:
+    with pytest.raises(ValueError, match="nodes = 0: allowed are"):
+        Network(0)
+
+
+def test_nothing_appears_in_the_host_and_nothing_stays() -> None:
+    before = os.listdir("/sys/class/net")
+    with Network(3) as built:
+        assert os.listdir("/sys/class/net") == before
+        assert set(built.nodes) < set(netns.listnetns())
+    assert not set(built.nodes) & set(netns.listnetns())
+    assert os.listdir("/sys/class/net") == before
+
+
+def test_a_network_that_cannot_be_built_leaves_nothing() -> None:
+    network = Network(2)
+    namespaces.create(network.nodes[1])
+    before = set(netns.listnetns())
+    with pytest.raises(ClusterError, match=network.nodes[1]):
+        network.__enter__()
+    assert set(netns.listnetns()) == before - {network.nodes[1]}
+
+
+def test_leaving_ends_what_still_runs_inside() -> None:
+    with Network(1) as built:
+        started: list[subprocess.Popen[bytes]] = []
+        namespaces.call_in(
+            built.nodes[0], lambda: started.append(subprocess.Popen(["sleep", "600"]))
+        )
+        assert namespaces.processes(built.nodes[0]) == [started[0].pid]
+    assert started[0].wait(timeout=10) == -signal.SIGKILL
+
+
+def test_namespaces_of_a_killed_owner_are_removed_and_those_of_a_live_one_stay(
+    network: Network,
+) -> None:
+    script = (
+        "import os, signal\n"
+        "from experiments.clusters.network import Network\n"
+        "print(*Network(2).__enter__().nodes, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    left = set(killed.stdout.split())
+    assert left <= set(netns.listnetns())
+    assert len(left) == 2
+
+    assert left <= set(namespaces.remove_stale())
+    assert not left & set(netns.listnetns())
+    assert set(network.nodes) <= set(netns.listnetns())
+
+
+def test_a_namespace_whose_owners_pid_was_given_away_is_stale() -> None:
+    scope, pid, started, cluster = namespaces.new_prefix().split("-")[1:]
+    name = f"fcdp-{scope}-{pid}-{int(started) - 1}-{cluster}-node0"
+    namespaces.create(name)
+    assert name in namespaces.remove_stale()
+
+
+def test_names_of_others_and_of_other_pid_namespaces_are_not_touched() -> None:
+    names = [f"fcdp-1-{2**22 + 1}-1-0-node0", f"other-{os.getpid()}-node0"]
+    try:
+        for name in names:
+            namespaces.create(name)
+        assert not set(names) & set(namespaces.remove_stale())
+        assert set(names) <= set(netns.listnetns())
+    finally:
+        for name in names:
+            namespaces.remove(name)

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pyroute2 import netns
+
+from experiments.clusters.interface import ClusterError
+from experiments.clusters.privileges import (
+    enter_user_namespace_if_needed,
+    missing_capabilities,
+    require,
+)
+
+ROOT = Path(__file__).parents[3]
+USER = 1000
+AS_USER = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups"]
+WITHOUT_CAPABILITIES = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"]
+FORBID = 'echo 0 > /proc/sys/user/max_user_namespaces; exec "$@"'
+
+
+@pytest.fixture(scope="module")
+def as_user() -> list[str]:
+    """What to put before the arguments of Python, so that it runs without privileges."""
+    if missing_capabilities():
+        return [sys.executable]
+    # The interpreter of a virtual environment may lie in root's home.
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    system = shutil.which(version, path="/usr/bin:/usr/local/bin")
+    path = os.pathsep.join(each for each in sys.path if each)
+    for python in filter(None, (sys.executable, system)):
+        command = [*AS_USER, "env", f"PYTHONPATH={path}", python]
+        tried = subprocess.run([*command, "-c", "import torch, pyroute2"], capture_output=True)
+        if tried.returncode == 0:
+            return command
+    pytest.skip(f"user {USER} cannot run this Python with its packages")
+
+
+@pytest.fixture
+def logs() -> Iterator[Path]:
+    """A folder that an unprivileged user may write to; pytest's own are closed to others."""
+    with tempfile.TemporaryDirectory() as directory:
+        os.chmod(directory, 0o777)
+        yield Path(directory)
+
+
+def test_a_user_runs_a_cluster_in_a_user_namespace(as_user: list[str], logs: Path) -> None:
+    before = netns.listnetns()
+    command = [*as_user, "-m", "tests.experiments.clusters.unprivileged", str(logs), "a b", "$c"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    if "ClusterError" in done.stderr:
+        pytest.skip(f"no user namespaces here: {done.stderr}")
+    assert done.returncode == 0, done.stderr
+    assert "['a b', '$c'] 100000000 Outcome(state='ok'" in done.stdout
+    assert netns.listnetns() == before
+
+
+def test_where_user_namespaces_are_forbidden_it_says_what_to_do(
+    as_user: list[str], logs: Path
+) -> None:
+    # Inside a user namespace that allows no further ones, and without its root's capabilities.
+    outer = [*as_user, "-c", "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"]
+    forbidden = ["unshare", "--user", "--map-root-user", "sh", "-ec", FORBID, "sh"]
+    inner = [*WITHOUT_CAPABILITIES, as_user[-1], "-m", "tests.experiments.clusters.unprivileged"]
+    done = subprocess.run(
+        [*outer, *forbidden, *inner, str(logs)], cwd=ROOT, capture_output=True, text=True
+    )
+    if "ClusterError" not in done.stderr and "unshare" in done.stderr:
+        pytest.skip(f"no user namespaces here: {done.stderr}")
+    assert done.returncode == 1
+    for said in (
+        "CAP_NET_ADMIN and CAP_SYS_ADMIN",
+        "forbidden by user.max_user_namespaces = 0",
+        "--cap-add SYS_ADMIN --cap-add NET_ADMIN",
+        "--privileged",
+    ):
+        assert said in done.stderr
+
+
+def test_a_cluster_without_privileges_says_what_is_missing(as_user: list[str]) -> None:
+    script = "from experiments.clusters.privileges import require; require()"
+    done = subprocess.run([*as_user, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert "ClusterError: an emulated cluster needs CAP_NET_ADMIN and CAP_SYS_ADMIN" in done.stderr
+
+
+@pytest.mark.usefixtures("privileged")
+def test_with_privileges_nothing_happens() -> None:
+    pid = os.getpid()
+    enter_user_namespace_if_needed()
+    require()
+    assert os.getpid() == pid
+
+
+def test_without_unshare_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Stands in for a machine without util-linux.
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(
+        "experiments.clusters.privileges.missing_capabilities", lambda: ["CAP_SYS_ADMIN"]
+    )
+    with pytest.raises(ClusterError, match="install util-linux"):
+        enter_user_namespace_if_needed()
