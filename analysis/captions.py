@@ -15,9 +15,8 @@ def traffic(cells: pd.DataFrame) -> str:
     """How to read the traffic figure, and how its numbers were obtained."""
     parts = [
         *_throughput(cells),
-        "Bottom: 10⁶ bytes that leave the busiest node in a step, median over the links (which "
-        f"differ by up to {text.percent(_spread(cells))}); the tick marks the least that the "
-        "strategy's schedule must send.",
+        f"Bottom: 10⁶ bytes that leave the busiest node in a step{_over_links(cells)}; the tick "
+        "marks, where it is known, the least that the strategy's schedule must send.",
         _missing(cells),
         provenance(cells),
     ]
@@ -51,6 +50,13 @@ def _throughput(cells: pd.DataFrame) -> list[str]:
 def _timed_steps(cells: pd.DataFrame) -> list[int]:
     """How many steps each finished cell timed."""
     return [len(seconds) for seconds in cells.loc[cells["state"] == "ok", "step_seconds"]]
+
+
+def _over_links(cells: pd.DataFrame) -> str:
+    """What a bar stands for where there are several links."""
+    if cells["inter_bandwidth_bits_per_s"].nunique(dropna=False) == 1:
+        return ""
+    return f", median over the links (which differ by up to {text.percent(_spread(cells))})"
 
 
 def _spread(cells: pd.DataFrame) -> float:

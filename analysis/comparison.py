@@ -48,6 +48,9 @@ class Headline:
     model: str
     bandwidth: float
     speed_up: float
+    #: The fastest other strategy that ran under the same settings, which may not be the baseline.
+    fastest_other: str
+    speed_up_over_fastest_other: float
     bytes_of_baseline: float
     bytes_of_baseline_closed_form: float
     #: Of all cells that have this baseline, the one above included.
@@ -59,7 +62,8 @@ def compare(table: pd.DataFrame, baseline: str = strategies.BASELINE) -> pd.Data
     """The table in display order with, beside each cell, how it compares; no row is lost.
 
     Added columns: ``baseline`` (the strategy compared with: the one asked for or, where that has
-    no result, the first that has), ``speed_up``, ``bytes_of_baseline``,
+    no result, the first that has), ``speed_up``, ``fastest_other`` (the
+    fastest other strategy), ``speed_up_over_fastest_other``, ``bytes_of_baseline``,
     ``bytes_of_baseline_closed_form``, ``bytes_of_closed_form`` (all ratios),
     ``ledger_disagreement_percent``, ``loss_difference`` and ``loss_difference_max``.
     """
@@ -90,6 +94,8 @@ def headlines(compared: pd.DataFrame, subject: str = strategies.SUBJECT) -> list
                 model=best["model"],
                 bandwidth=best["inter_bandwidth_bits_per_s"],
                 speed_up=best["speed_up"],
+                fastest_other=best["fastest_other"],
+                speed_up_over_fastest_other=best["speed_up_over_fastest_other"],
                 bytes_of_baseline=best["bytes_of_baseline"],
                 bytes_of_baseline_closed_form=best["bytes_of_baseline_closed_form"],
                 speed_ups=tuple(group["speed_up"]),
@@ -116,7 +122,10 @@ def ratio(value: float, reference: float) -> float:
 def _compare_group(group: pd.DataFrame, wanted: str) -> pd.DataFrame:
     """Add the comparison columns to the cells of one setting."""
     reference = _reference(group, wanted)
-    columns = [_compare_cell(cell, reference) for _, cell in group.iterrows()]
+    columns = [
+        {**_compare_cell(cell, reference), **_compare_with_fastest(cell, group)}
+        for _, cell in group.iterrows()
+    ]
     beside: pd.DataFrame = pd.concat([group, pd.DataFrame(columns, index=group.index)], axis=1)
     return beside
 
@@ -148,6 +157,20 @@ def _compare_cell(cell: pd.Series, reference: pd.Series | None) -> dict[str, obj
         "bytes_of_closed_form": ratio(sent, closed_form),
         "ledger_disagreement_percent": (ratio(ledger, sent) - 1) * 100,
         **_loss_differences(cell["losses"], reference["losses"]),
+    }
+
+
+def _compare_with_fastest(cell: pd.Series, group: pd.DataFrame) -> dict[str, object]:
+    """The cell next to the fastest of the other strategies that finished."""
+    others = group[(group["state"] == "ok") & (group["strategy"] != cell["strategy"])]
+    if others.empty or cell["state"] != "ok":
+        return {"fastest_other": None, "speed_up_over_fastest_other": math.nan}
+    fastest = others.sort_values("step_seconds_median", kind="stable").iloc[0]
+    return {
+        "fastest_other": fastest["strategy"],
+        "speed_up_over_fastest_other": ratio(
+            fastest["step_seconds_median"], cell["step_seconds_median"]
+        ),
     }
 
 

@@ -16,7 +16,7 @@ def provenance(cells: pd.DataFrame) -> str:
         _clusters(cells),
         _models(cells),
         _dates(cells["started_at"]),
-        f"commit {_listed(cells['commit'].dropna().str.slice(0, 10)) or 'unknown'}",
+        f"commit {', '.join(_short(commit) for commit in commits(cells)) or 'unknown'}",
         _software(cells),
     ]
     return " · ".join(part for part in parts if part) + "."
@@ -31,6 +31,12 @@ def distinct(cells: pd.DataFrame, column: str) -> list[dict[str, str]]:
 def commits(cells: pd.DataFrame) -> list[str]:
     """Every commit that produced a cell."""
     return sorted(cells["commit"].dropna().unique())
+
+
+def _short(commit: str) -> str:
+    """Ten digits, and that the tree differed from the commit where it did."""
+    digits, dash, state = commit.partition("-")
+    return f"{digits[:10]}{dash}{state}"
 
 
 def _clusters(cells: pd.DataFrame) -> str:
@@ -65,7 +71,8 @@ def _software(cells: pd.DataFrame) -> str:
     named = {
         f"{row['engine']} {row['engine_version']}"
         for _, row in engines.iterrows()
-        if row["engine"] != "torch"
+        # An engine that is built on torch's has torch's version.
+        if row["engine_version"] not in torch
     }
     return ", ".join([*(f"torch {version}" for version in torch), *sorted(named)])
 

@@ -16,6 +16,9 @@ from analysis.comparison import Headline, compare, headlines
 from analysis.frame import frame, latest, write_parquet
 from experiments.records import Record
 
+#: How large figures are shown, in CSS pixels an inch.
+SCREEN_DPI = 130
+
 
 @dataclass(frozen=True)
 class Written:
@@ -80,6 +83,8 @@ def render(compared: pd.DataFrame, saved: Sequence[figures.Saved], replaced: int
                 "title": item.drawing.title,
                 "caption": item.drawing.caption,
                 "source": _data_uri(item.svg),
+                # Small figures are not blown up to the page's width.
+                "width_px": round(SCREEN_DPI * item.drawing.figure.get_figwidth()),
             }
             for item in saved
         ],
@@ -96,6 +101,7 @@ def render(compared: pd.DataFrame, saved: Sequence[figures.Saved], replaced: int
         engines=_engines(compared),
         emulated=(compared["evidence"] == "emulated").any(),
         above_closed_form=_above_closed_form(compared),
+        absent=text.ABSENT,
         replaced=replaced,
     )
 
@@ -110,13 +116,15 @@ def _headline(item: Headline, compared: pd.DataFrame) -> dict[str, Any]:
         "speed_up": text.times(item.speed_up),
         "bytes": text.percent(item.bytes_of_baseline),
         "bytes_of_closed_form": text.percent(item.bytes_of_baseline_closed_form),
+        "fastest_other": strategies.label(item.fastest_other),
+        "speed_up_over_fastest_other": text.times(item.speed_up_over_fastest_other),
         "model": item.model,
         "link": text.link(item.bandwidth),
         "cell": item.cell,
         "cells": len(item.speed_ups),
         "speed_ups": text.one_or_range(item.speed_ups),
         "all_bytes": text.one_or_range(item.bytes_of_baselines, "percent"),
-        "loss": text.loss(_loss_difference(item.cell, compared)),
+        "loss": text.number(_loss_difference(item.cell, compared)),
     }
 
 

@@ -93,6 +93,11 @@ def notes(compared: pd.DataFrame) -> list[str]:
         "MB sent/step: 10⁶ bytes that leave the busiest node; closed form: the least that the "
         "strategy's schedule must send.",
     ]
+    if compared["ledger_disagreement_percent"].notna().any():
+        found.append(
+            "ledger off by: the payload that the strategy counted itself against the kernel's "
+            "counters, which include the transport's framing and control messages."
+        )
     found += [f"{name}: {text.EVIDENCE[name]}." for name in sorted(compared["evidence"].unique())]
     states = compared["state"].value_counts()
     lacking = [f"{count} {state}" for state, count in states.items() if state != "ok"]

@@ -82,6 +82,21 @@ def test_a_ratio_to_nothing_is_no_number(value: float, reference: float) -> None
     assert math.isnan(ratio(value, reference))
 
 
+def test_the_fastest_other_strategy_is_named(compared: pd.DataFrame) -> None:
+    group = compared[
+        (compared["model"] == GPT2.name)
+        & (compared["tuning"] == "full")
+        & (compared["inter_bandwidth_bits_per_s"] == SLOW)
+    ]
+    seconds = group.set_index("strategy")["step_seconds_median"]
+
+    found = row(group, "fcdp")
+
+    assert found["fastest_other"] == "fsdp2"
+    assert found["speed_up_over_fastest_other"] == seconds["fsdp2"] / seconds["fcdp"]
+    assert row(group, "fsdp2")["fastest_other"] == "fcdp"
+
+
 def test_a_strategy_is_its_own_equal(compared: pd.DataFrame) -> None:
     own = compared[(compared["strategy"] == compared["baseline"]) & (compared["state"] == "ok")]
 

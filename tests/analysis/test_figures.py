@@ -156,11 +156,16 @@ def test_the_caption_says_where_the_numbers_come_from(drawings: list[figures.Dra
         assert part in caption
 
 
+def test_a_commit_with_changes_is_said_to_have_them() -> None:
+    cell = made_up.cell("fcdp", made_up.MODELS[0], "full", LINKS[0])
+    record = made_up.record(cell, commit="0123456789abcdef-dirty")
+
+    assert "commit 0123456789-dirty" in figures.draw(compare(frame([record])))[0].caption
+
+
 def test_kinds_of_evidence_and_accumulations_have_figures_of_their_own() -> None:
     cells = [
-        made_up.cell(strategy, made_up.MODELS[0], "full", link, accumulation=count)
-        for strategy in made_up.TRAFFIC
-        for link in LINKS
+        made_up.cell("fcdp", made_up.MODELS[0], "full", LINKS[0], accumulation=count)
         for count in (1, 4)
     ]
     mixed = [made_up.record(cell) for cell in cells]

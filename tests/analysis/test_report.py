@@ -57,11 +57,12 @@ def test_error_texts_are_escaped(page: str) -> None:
     assert html.escape("<script>alert(", quote=False) in page
 
 
-def test_headlines_are_there_with_their_cells(page: str, records: list[Record]) -> None:
+def test_headlines_are_there_with_their_cells(page: str) -> None:
     assert '<span class="big">3.3×</span>' in page
     assert '<span class="big">30 %</span>' in page
     assert '<span class="big">28×</span>' in page
     assert '<span class="big">1.3 %</span>' in page
+    assert "The fastest other strategy there is FSDP2" in page
 
 
 def test_every_cell_that_ran_has_a_row(page: str, records: list[Record]) -> None:
@@ -78,6 +79,25 @@ def test_provenance_is_there(page: str, records: list[Record]) -> None:
     assert "1 older record of cells that were run again left out" in page
     assert "gloo implements a reduce-scatter" in page
     assert "DeepSpeed ZeRO-3 1.03 to 1.30, FSDP2 1.02 to 1.25" in page
+
+
+def test_a_baseline_without_a_closed_form(records: list[Record], tmp_path: Path) -> None:
+    without = [
+        record.model_copy(
+            update={
+                "measurement": record.measurement.model_copy(
+                    update={"inter_node_bytes_closed_form": None}
+                )
+            }
+        )
+        for record in records[:3]
+        if record.measurement is not None
+    ]
+
+    page = report.write(without, tmp_path, "deepspeed-zero3").report.read_text("utf-8")
+
+    assert "the least that" not in page.split("<h2>")[0]
+    assert "closed form" not in page.split("What to keep in mind")[1]
 
 
 def test_a_page_of_nothing_but_failures(tmp_path: Path) -> None:
