@@ -7,6 +7,7 @@ measurement.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -237,3 +238,22 @@ def record(of: Cell, state: State = "ok", error: str | None = None, **figures: A
 def without_key() -> dict[str, str]:
     """This process's environment without anything of W&B's."""
     return {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+
+
+def main() -> None:
+    """The command line of ``python -m experiments`` on a stand-in cluster.
+
+    ``STAND_IN`` holds the cluster's arguments as JSON, and ``report: false`` to draw nothing.
+    """
+    from experiments import __main__ as command
+
+    arguments = json.loads(os.environ.get("STAND_IN", "{}"))
+    if not arguments.pop("report", False):
+        command._draw = lambda *_: True
+    command._enter_namespace = lambda: None
+    command._cluster = lambda spec: StandInCluster(spec.nodes, spec.ranks_per_node, **arguments)
+    command.app()
+
+
+if __name__ == "__main__":
+    main()

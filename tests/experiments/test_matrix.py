@@ -177,7 +177,7 @@ MISTAKES = [
      "at least one item"),
     ("accumulation: [1, 4]", "accumulation: [1, 1]", 14, "axes.accumulation[1]: 1 is already in "
      "this list"),
-    ("accumulation: [1, 4]", "accumulation: [1, 4, 2.5]", 14, "axes.accumulation[2]: 2.5 is "
+    ("accumulation: [1, 4]", "accumulation: [1, 4, 2.5]", 14, "axes.accumulation[2]: 2.5 is not "
      "allowed: input should be a valid integer"),
     ("accumulation: [1, 4]", "accumulation: [1, true]", 14, "axes.accumulation[1]: True is "),
     ("accumulation: [1, 4]", "acumulation: [1, 4]", 14, "axes.acumulation: unknown key "

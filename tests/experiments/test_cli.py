@@ -1,0 +1,178 @@
+"""The command line: what it prints, and how it exits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments import records
+from experiments.provenance import ROOT
+from experiments.run_directory import RunDirectory
+from tests.experiments.stand_in import matrix_file
+
+
+def command(*arguments: str, module: str = "experiments", **environment: str) -> Any:
+    return subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "100", **environment},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def stand_in(*arguments: str, cluster: dict[str, Any] | None = None, **environment: str) -> Any:
+    return command(
+        "run",
+        *arguments,
+        module="tests.experiments.stand_in",
+        STAND_IN=json.dumps(cluster or {}),
+        **environment,
+    )
+
+
+def test_help_says_what_it_does() -> None:
+    assert "Usage: python -m experiments" in command().stdout
+    text = " ".join(command("run", "--help").stdout.split())
+    for part in ("--resume", "--retry-failed", "--only", "moves to DIR/earlier/TIME", "130"):
+        assert part in text
+
+
+def test_a_dry_run_shows_cells_and_reasons_and_starts_nothing(tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    started = time.monotonic()
+    result = command("run", "reference", "--dry-run", "--output", str(output))
+    assert time.monotonic() - started < 5
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    skipped = [line for line in lines if "  skipped: accumulation is compared at" in line]
+    assert len(lines) == 96 + 1
+    assert len(skipped) == 36
+    assert lines[-1].startswith("reference: 60 cells to run, ")
+    assert not output.exists()
+
+
+def test_the_parent_stays_light() -> None:
+    code = (
+        "import sys\n"
+        "from experiments import __main__, matrix, runner, progress, wandb_sink, run_directory\n"
+        "matrix.read('quickstart')\n"
+        "print(*{name.partition('.')[0] for name in sys.modules})\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    heavy = {"torch", "deepspeed", "transformers", "pandas", "wandb", "matplotlib", "numpy"}
+    assert not heavy & set(result.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["quikstart"], "error: MATRIX: unknown matrix 'quikstart'; allowed: quickstart, "),
+        (["none/at/all.yaml"], "error: MATRIX: there is no file none/at/all.yaml"),
+        (["quickstart", "--only", "zero9"], "error: --only: no cell id matches 'zero9'; "),
+    ],
+)
+def test_mistakes_are_one_clear_message(arguments: list[str], message: str) -> None:
+    result = command("run", *arguments)
+    assert result.returncode == 2
+    assert result.stderr.startswith(message)
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_mistake_in_a_matrix_names_its_line(tmp_path: Path) -> None:
+    file = matrix_file(tmp_path, extra="extra: 1\n")
+    result = command("run", str(file))
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: small.yaml:21: extra: unknown key 'extra'; allowed: ")
+
+
+def test_a_run_from_start_to_report(tmp_path: Path) -> None:
+    file, output = matrix_file(tmp_path), tmp_path / "run"
+    result = stand_in(str(file), "--output", str(output), cluster={"report": True})
+    assert result.returncode == 0, result.stderr
+    assert len(records.read(output / "records.jsonl")) == 6
+    lines = result.stdout.splitlines()
+    assert "tiny · full · 10 Mbit/s" in lines
+    assert f"records  {output}/records.jsonl" in lines
+    for kind in ("table    ", "figure   ", "report   "):
+        named = [line.removeprefix(kind) for line in lines if line.startswith(kind)]
+        assert named
+        assert all(Path(path).is_file() for path in named)
+    assert f"W&B      {output}/wandb" in lines
+    assert f"         upload with: wandb sync {output}/wandb/offline-run-*" in lines
+    assert len(list((output / "wandb").glob("offline-run-*"))) == 6
+
+
+def test_the_second_time_runs_afresh_and_resume_does_not(tmp_path: Path) -> None:
+    options = [str(matrix_file(tmp_path)), "--output", str(tmp_path / "run"), "--no-wandb"]
+    failing = {"behaviours": {"fcdp-full-tiny-10mbit": "raise"}}
+    directory = RunDirectory(tmp_path / "run")
+    result = stand_in(*options, cluster=failing)
+    assert result.returncode == 1
+    assert "failed 1 cell: RuntimeError: rank 1 raises" in result.stdout
+    first = records.read(directory.records)
+
+    result = stand_in(*options, "--resume")
+    assert result.returncode == 1
+    assert records.read(directory.records) == first
+
+    result = stand_in(*options, "--retry-failed")
+    assert result.returncode == 0
+    repaired = records.read(directory.records)
+    assert repaired[:5] == first[:5]
+    assert repaired[5].state == "ok"
+
+    result = stand_in(*options, "--only", "fsdp2")
+    assert result.returncode == 0
+    assert f"the earlier run is now in {directory.path}/earlier/" in result.stdout
+    assert [r.cell.strategy for r in records.read(directory.records)] == ["fsdp2", "fsdp2"]
+
+
+def test_a_report_that_cannot_be_drawn_is_said(tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    output.mkdir()
+    (output / "report").touch()  # a file where the folder should be
+    file = matrix_file(tmp_path)
+    options = [str(file), "--output", str(output), "--no-wandb", "--only", "fsdp2"]
+    result = stand_in(*options, "--resume", cluster={"report": True})
+    assert result.returncode == 1
+    assert "the report could not be drawn: " in result.stderr
+    assert f"try again with: python -m analysis report {output}/records.jsonl" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_damaged_records_are_named(tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    output.mkdir()
+    (output / "records.jsonl").write_text("{}\n")
+    result = stand_in(str(matrix_file(tmp_path)), "--output", str(output), "--resume")
+    assert result.returncode == 2
+    assert f"error: {output}/records.jsonl:1: not a record" in result.stderr
+
+
+def test_the_key_is_in_no_output_and_no_file(tmp_path: Path) -> None:
+    key = "markermarkermarkermarkermarkermarkermark"
+    output = tmp_path / "run"
+    result = stand_in(
+        str(matrix_file(tmp_path)),
+        *("--output", str(output), "--only", "10mbit"),
+        cluster={"behaviours": {"fcdp": "raise"}},
+        WANDB_API_KEY=key,
+        WANDB_MODE="offline",
+    )
+    assert result.returncode == 1
+    assert key not in result.stdout + result.stderr
+    found = [path for path in output.rglob("*") if path.is_file()]
+    assert len(found) > 10
+    assert not [path for path in found if key.encode() in path.read_bytes()]

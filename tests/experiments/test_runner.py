@@ -1,0 +1,303 @@
+"""The runner: every cell ends as one record, whatever happens to the cell or to the runner."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from experiments import matrix, records, runner
+from experiments.clusters.interface import ClusterError, Outcome
+from experiments.matrix import Matrix
+from experiments.provenance import ROOT
+from experiments.records import Cell, Record
+from experiments.run_directory import RunDirectory
+from tests.experiments.stand_in import StandInCluster, matrix_file, record
+
+
+class Silent:
+    """An observer that only counts."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.finished: list[Record] = []
+
+    def cell_started(self, cell: Cell, directory: Path) -> None:
+        assert (directory / "cell.json").exists()
+        self.started.append(cell.id)
+
+    def cell_finished(self, record: Record) -> None:
+        self.finished.append(record)
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Matrix:
+    return matrix.read(str(matrix_file(tmp_path)))
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path / "run")
+
+
+def run(
+    plan: Matrix,
+    directory: RunDirectory,
+    cluster: StandInCluster,
+    finished: Sequence[Record] = (),
+) -> list[Record]:
+    return runner.run(plan.cells, finished, cluster, directory, Silent())
+
+
+def test_every_cell_is_run_and_recorded(plan: Matrix, directory: RunDirectory) -> None:
+    cluster, observer = StandInCluster(), Silent()
+    result = runner.run(plan.cells, [], cluster, directory, observer)
+    assert result == records.read(directory.records) == observer.finished
+    assert [r.cell for r in result] == [planned.cell for planned in plan.cells]
+    assert cluster.started == observer.started == [r.cell_id for r in result]
+    assert cluster.shapes == [10**8] * 3 + [10**7] * 3
+    first = result[0]
+    assert first.state == "ok"
+    assert first.error is None
+    assert first.network == {"rate_bits_per_s": 10**8}
+    assert first.evidence == "emulated"
+    assert first.seconds > 0
+    cell = directory.cells / first.cell_id
+    assert Cell.model_validate_json((cell / "cell.json").read_text()) == first.cell
+    assert sorted(path.name for path in cell.iterdir()) == [
+        "cell.json",
+        "logs",
+        "measurement.json",
+        "progress.jsonl",
+    ]
+
+
+def test_a_failing_cell_does_not_end_the_matrix(tmp_path: Path, directory: RunDirectory) -> None:
+    extra = """\
+        skip:
+          - {when: {strategy: fcdp, inter_bandwidth: 10 Mbit/s}, reason: not today}
+        overrides:
+          - {when: {strategy: fsdp2, inter_bandwidth: 100 Mbit/s}, set: {timeout_s: 0.3}}
+        """
+    plan = matrix.read(str(matrix_file(tmp_path, extra=extra)))
+    behaviours = {
+        "zero3-full-tiny-100mbit": "raise",
+        "fsdp2-full-tiny-100mbit": "hang",
+        "fcdp-full-tiny-100mbit": "silent",
+        "zero3-full-tiny-10mbit": "oom",
+        "fsdp2-full-tiny-10mbit": "broken",
+    }
+    result = run(plan, directory, StandInCluster(behaviours=behaviours))
+    assert [r.state for r in result] == ["failed", "timeout", "failed", "oom", "failed", "skipped"]
+    errors = [r.error or "" for r in result]
+    assert errors[0].startswith("rank 1: Traceback")
+    assert errors[0].endswith("RuntimeError: rank 1 raises\n")
+    assert errors[1] == "not finished after 0.3 s"
+    assert "rank 0 wrote no measurement.json" in errors[2]
+    assert errors[3] == "rank 1: killed: out of memory"
+    assert "ClusterError: the port is taken" in errors[4]
+    assert str(ROOT) not in "".join(errors)
+    assert errors[5] == "not today"
+    assert records.read(directory.records) == result
+
+
+def test_a_cluster_is_built_only_if_there_is_something_to_run(
+    plan: Matrix, directory: RunDirectory
+) -> None:
+    class Unbuildable(StandInCluster):
+        def __enter__(self) -> Unbuildable:
+            raise ClusterError("no privileges")
+
+    with pytest.raises(ClusterError, match="no privileges"):
+        run(plan, directory, Unbuildable())
+    assert not directory.records.exists()
+    finished = [record(planned.cell) for planned in plan.cells]
+    assert run(plan, directory, Unbuildable(), finished) == finished
+
+
+def test_an_interrupt_tears_the_cluster_down_and_keeps_what_is_finished(
+    plan: Matrix, directory: RunDirectory
+) -> None:
+    class Interrupted(StandInCluster):
+        def run(self, *arguments: Any, **options: Any) -> Outcome:
+            if len(self.started) == 2:
+                raise KeyboardInterrupt
+            return super().run(*arguments, **options)
+
+    cluster = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        run(plan, directory, cluster)
+    assert not cluster.entered
+    finished = directory.resume("small", retry_failed=False)
+    assert [r.cell_id for r in finished] == [p.cell.id for p in plan.cells[:2]]
+
+
+@given(finished=st.sets(st.integers(0, 5)), torn=st.integers(0, 500), retry=st.booleans())
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_a_resumed_matrix_has_every_cell_once(
+    tmp_path_factory: pytest.TempPathFactory, finished: set[int], torn: int, retry: bool
+) -> None:
+    path = tmp_path_factory.mktemp("run")
+    plan = matrix.read(str(matrix_file(path)))
+    directory = RunDirectory(path / "run")
+    ids = [planned.cell.id for planned in plan.cells]
+    states = ["ok", "failed", "oom", "timeout", "ok", "failed"]
+    for i in finished:
+        of = plan.cells[i].cell
+        records.append(record(of, states[i], None), directory.records)  # type: ignore[arg-type]
+    if torn and len(finished) < 6:
+        left = next(i for i in range(6) if i not in finished)
+        line = record(plan.cells[left].cell).model_dump_json()
+        directory.path.mkdir(exist_ok=True)
+        with directory.records.open("a") as file:
+            file.write(line[:torn])
+
+    # Its ranks end at once, without a process, so that many examples are cheap.
+    cluster = StandInCluster(behaviours={"": "oom"})
+    kept = directory.resume("small", retry_failed=retry)
+    result = run(plan, directory, cluster, kept)
+
+    retried = {i for i in finished if retry and states[i] in ("failed", "timeout")}
+    assert cluster.started == [ids[i] for i in range(6) if i not in finished - retried]
+    assert [r.cell_id for r in result] == ids
+    assert Counter(r.cell_id for r in records.read(directory.records)) == Counter(ids)
+    # Nothing of what ran again is lost either.
+    earlier = [r for file in directory.path.glob("earlier/*/*.jsonl") for r in records.read(file)]
+    assert retried <= {ids.index(r.cell_id) for r in earlier}
+
+
+def test_starting_afresh_keeps_the_earlier_run(plan: Matrix, directory: RunDirectory) -> None:
+    assert directory.start_afresh() is None
+    first = run(plan, directory, StandInCluster(behaviours={"": "oom"}))
+    (directory.path / "unrelated.txt").touch()
+    archive = directory.start_afresh()
+    assert archive is not None
+    assert records.read(archive / "records.jsonl") == first
+    assert sorted(path.name for path in archive.iterdir()) == ["cells", "records.jsonl"]
+    assert sorted(p.name for p in directory.path.iterdir()) == ["earlier", "unrelated.txt"]
+    again = run(plan, directory, StandInCluster(behaviours={"": "oom"}))
+    assert records.read(directory.records) == again
+    other = directory.start_afresh()
+    assert other not in (None, archive)
+
+
+def test_resuming_refuses_another_matrix(plan: Matrix, directory: RunDirectory) -> None:
+    run(plan, directory, StandInCluster(behaviours={"": "oom"}))
+    with pytest.raises(ValueError, match="holds records of matrix 'small', not of 'other'"):
+        directory.resume("other", retry_failed=False)
+
+
+def test_a_full_disk_is_a_clear_error_and_loses_nothing(
+    plan: Matrix, directory: RunDirectory
+) -> None:
+    run(plan, directory, StandInCluster(behaviours={"": "oom"}))
+    before = directory.records.read_bytes()
+    kept = records.read(directory.records)[:-1]
+    directory.records.write_text("".join(r.model_dump_json() + "\n" for r in kept))
+    size = directory.records.stat().st_size
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, limit[1]))
+    try:
+        with pytest.raises(runner.RunError, match=r"cannot write to .*File too large.*--resume"):
+            run(plan, directory, StandInCluster(behaviours={"": "oom"}), kept)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert records.read(directory.records) == kept
+    run(plan, directory, StandInCluster(behaviours={"": "oom"}), kept)
+    assert len(records.read(directory.records)) == before.count(b"\n")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "count"), [(None, 6), ("fcdp", 2), ("*-10mbit-*", 3), ("zero3*100mbit*", 0)]
+)
+def test_only(plan: Matrix, pattern: str | None, count: int) -> None:
+    if count:
+        assert len(runner.select(plan.cells, pattern)) == count
+    else:
+        with pytest.raises(ValueError, match="--only: no cell id matches"):
+            runner.select(plan.cells, pattern)
+
+
+def start(file: Path, output: Path, *options: str, **cluster: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", "tests.experiments.stand_in", "run", str(file)),
+            *("--output", str(output), "--no-wandb", *options),
+        ],
+        cwd=ROOT,
+        env={**os.environ, "STAND_IN": json.dumps(cluster)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_records(file: Path, count: int) -> None:
+    deadline = time.monotonic() + 30
+    while not file.exists() or file.read_bytes().count(b"\n") < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_killed_runner_resumes_where_it_was(tmp_path: Path) -> None:
+    file, directory = matrix_file(tmp_path), RunDirectory(tmp_path / "run")
+    process = start(file, directory.path, step_seconds=0.1)
+    wait_for_records(directory.records, 2)
+    time.sleep(0.05)
+    process.kill()
+    process.communicate()
+    before = records.read(directory.records)
+    assert 2 <= len(before) < 6
+    # The kernel may have taken only a part of the last line.
+    with directory.records.open("a") as text:
+        text.write('{"cell": {"matrix": "sma')
+
+    # The lock of the killed runner does not count, that of a living one does.
+    process = start(file, directory.path, "--resume", step_seconds=0.05)
+    wait_for_records(directory.records, len(before) + 1)
+    process.send_signal(signal.SIGSTOP)
+    second = start(file, directory.path, "--resume")
+    _, error = second.communicate(timeout=30)
+    process.send_signal(signal.SIGCONT)
+    assert second.returncode == 2
+    assert f"another run (process {process.pid}) uses this directory" in error
+    output, error = process.communicate(timeout=30)
+    assert process.returncode == 0, error
+    assert f"{len(before)} cells are finished already" in output
+
+    after = records.read(directory.records)
+    assert after[: len(before)] == before
+    ids = [planned.cell.id for planned in matrix.read(str(file)).cells]
+    assert [r.cell_id for r in after] == ids
+    assert all(r.state == "ok" for r in after)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_command_says_how_to_go_on(tmp_path: Path, number: int) -> None:
+    file, directory = matrix_file(tmp_path), RunDirectory(tmp_path / "run")
+    process = start(file, directory.path, behaviours={"fcdp": "hang"})
+    wait_for_records(directory.records, 2)
+    time.sleep(0.05)
+    process.send_signal(number)
+    _, error = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "interrupted" in error
+    assert "--resume" in error
+    assert "Traceback" not in error
+    assert len(records.read(directory.records)) == 2
