@@ -1,0 +1,66 @@
+"""ZeRO-3 as PyTorch ships it: FSDP2 over all ranks, each gather and reduction across nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from baselines.strategy import Job, causal_loss, make_optimizer
+
+
+def build(model: nn.Module, job: Job) -> FSDP2:
+    """Shard every block and the root over the whole world."""
+    for module in [*job.blocks, model]:
+        fully_shard(module, mesh=job.topology.mesh, mp_policy=mixed_precision(job.dtype))
+    return FSDP2(model, job)
+
+
+def mixed_precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
+    """Gather, compute and reduce in ``dtype``; nothing to do for float32 parameters."""
+    if dtype == torch.float32:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+
+
+class FSDP2:
+    """The plain training loop."""
+
+    engine = "fsdp2"
+    engine_version = torch.__version__
+    policy: str | None = None
+
+    def __init__(self, model: nn.Module, job: Job) -> None:
+        self.model = model
+        self.job = job
+        self.optimizer = make_optimizer(model, job)
+
+    def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
+        total = torch.zeros(())
+        for index, sequences in enumerate(micro_batches):
+            total += self.backward(sequences, last=index == len(micro_batches) - 1)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return total
+
+    def backward(self, sequences: torch.Tensor, *, last: bool) -> torch.Tensor:
+        """One micro-batch.
+
+        Gradients are reduced each time: ``set_requires_gradient_sync(False)`` would keep the whole
+        model's gradients on every rank, which is not ZeRO-3 any more and does not fit at 30B.
+        """
+        loss = causal_loss(self.model, sequences) / self.job.accumulation
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def closed_form_bytes(self) -> float | None:
+        return None
+
+    def take_ledger(self) -> dict[str, dict[str, float]] | None:
+        return None
+
+    @property
+    def host_cache_bytes(self) -> int | None:
+        return None

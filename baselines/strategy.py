@@ -1,0 +1,93 @@
+"""What a strategy is: it turns a model into something that trains on this cluster."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn as nn
+
+from baselines.names import STRATEGY_NAMES
+from fcdp import Topology
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every strategy is given alike."""
+
+    topology: Topology
+    #: Modules to gather one at a time: the transformer blocks.
+    blocks: Sequence[nn.Module]
+    #: Gather, compute and reduce dtype. With bfloat16, master weights stay float32.
+    dtype: torch.dtype
+    learning_rate: float
+    #: Sequences a rank and micro-batch, and micro-batches between two optimizer steps.
+    micro_batch: int
+    accumulation: int
+
+
+class Trainable(Protocol):
+    """A model under one strategy, on this rank."""
+
+    engine: str
+    engine_version: str
+    #: Cache policy, for strategies that have one.
+    policy: str | None
+
+    def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One optimizer step; each micro-batch is int64 (sequences, tokens + 1).
+
+        Returns the mean loss of this rank's micro-batches, a scalar without gradient.
+        """
+        ...
+
+    def closed_form_bytes(self) -> float | None:
+        """Least bytes a step that this schedule must send from one node; ``None`` if unknown."""
+        ...
+
+    def take_ledger(self) -> dict[str, dict[str, float]] | None:
+        """Bytes of one node since the last call, by link and phase; ``None`` without a ledger."""
+        ...
+
+    @property
+    def host_cache_bytes(self) -> int | None:
+        """Host memory this rank's cache holds, in bytes; ``None`` without one."""
+        ...
+
+
+class Strategy(Protocol):
+    """Every strategy's module has a function ``build`` of this type."""
+
+    def __call__(self, model: nn.Module, job: Job) -> Trainable: ...
+
+
+def load(name: str) -> Strategy:
+    """The strategy of this name. Raises ``ValueError`` for one that does not exist.
+
+    A strategy is the module of its name; only that module, and so only its engine, is imported.
+    """
+    if name not in STRATEGY_NAMES:
+        raise ValueError(f"strategy = {name!r}: allowed are {', '.join(STRATEGY_NAMES)}")
+    module = importlib.import_module("baselines." + name.replace("-", "_"))
+    build: Strategy = module.build
+    return build
+
+
+def causal_loss(model: nn.Module, sequences: torch.Tensor) -> torch.Tensor:
+    """Next-token cross entropy of a ``transformers`` model on int64 (sequences, tokens + 1)."""
+    logits: torch.Tensor = model(input_ids=sequences[:, :-1], use_cache=False).logits
+    return nn.functional.cross_entropy(
+        logits.flatten(0, 1).float(), sequences[:, 1:].flatten()
+    )
+
+
+def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+def make_optimizer(model: nn.Module, job: Job) -> torch.optim.AdamW:
+    """The optimizer that every strategy uses."""
+    return torch.optim.AdamW(trainable_parameters(model), lr=job.learning_rate, foreach=True)

@@ -1,0 +1,82 @@
+"""Models from ``transformers`` configurations, with random weights: nothing is downloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from experiments.data import VOCABULARY
+from experiments.records import Cell, ModelSpec
+
+#: The attention projections of each family: where LoRA goes in the paper (Q, K, V and O).
+_LORA_TARGETS = {
+    "gpt2": ["attn.c_attn", "attn.c_proj"],
+    "llama": ["q_proj", "k_proj", "v_proj", "o_proj"],
+}
+
+
+def build(cell: Cell) -> tuple[nn.Module, Sequence[nn.Module]]:
+    """The cell's model and its transformer blocks, with equal weights on every rank."""
+    torch.manual_seed(cell.seed)
+    model = _FAMILIES[cell.model.family](cell.model, cell.sequence_length)
+    blocks: Sequence[nn.Module] = model.get_submodule(_BLOCKS[cell.model.family])  # type: ignore[assignment]
+    if cell.tuning == "lora":
+        model = _add_adapters(model, cell)
+    return model, list(blocks)
+
+
+def _gpt2(spec: ModelSpec, sequence_length: int) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=VOCABULARY,
+            n_positions=sequence_length,
+            n_embd=spec.width,
+            n_layer=spec.layers,
+            n_head=spec.heads,
+            # No dropout: strategies must see the same losses.
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+    )
+
+
+def _llama(spec: ModelSpec, sequence_length: int) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            max_position_embeddings=sequence_length,
+            hidden_size=spec.width,
+            # Llama's own ratio, rounded up to a multiple of 8.
+            intermediate_size=-(-spec.width * 8 // 3 // 8) * 8,
+            num_hidden_layers=spec.layers,
+            num_attention_heads=spec.heads,
+            num_key_value_heads=spec.heads,
+        )
+    )
+
+
+_FAMILIES: dict[str, Callable[[ModelSpec, int], Any]] = {"gpt2": _gpt2, "llama": _llama}
+_BLOCKS = {"gpt2": "transformer.h", "llama": "model.layers"}
+
+
+def _add_adapters(model: Any, cell: Cell) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(
+        model,
+        LoraConfig(
+            task_type="CAUSAL_LM",
+            r=cell.lora_rank,
+            lora_alpha=2 * cell.lora_rank,
+            target_modules=_LORA_TARGETS[cell.model.family],
+            fan_in_fan_out=cell.model.family == "gpt2",  # GPT-2 stores its matrices transposed
+        ),
+    )

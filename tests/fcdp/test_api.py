@@ -1,0 +1,178 @@
+"""Bad input is refused with the field, the value and what is allowed; misuse is noticed."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import fcdp
+from fcdp.engine import engine_of
+from tests.fcdp.training import (
+    Settings,
+    batches,
+    loss_of,
+    make_model,
+    make_optimizer,
+    shard_with_fcdp,
+    shard_with_fsdp2,
+    topology_of,
+)
+from tests.ranks import Pools
+
+PLAIN = Settings(2, 1)
+
+
+def refusals() -> dict[str, str]:
+    """Error messages by case."""
+    topology = topology_of(2, 1)
+    messages: dict[str, str] = {}
+
+    def refused(case: str, call: object, *args: object, **kwargs: object) -> None:
+        with pytest.raises(ValueError) as error:  # noqa: PT011 - the message is the test
+            call(*args, **kwargs)  # type: ignore[operator]
+        messages[case] = str(error.value)
+
+    refused("not_sharded", fcdp.cache_parameters, make_model(PLAIN), topology)
+    refused("no_engine", fcdp.ledger, make_model(PLAIN))
+    refused("foreign_unit", fcdp.shard, make_model(PLAIN), topology, units=[nn.Linear(2, 2)])
+    model = make_model(PLAIN)
+    refused("model_as_unit", fcdp.shard, model, topology, units=[model])
+    model = shard_with_fcdp(make_model(PLAIN), topology, PLAIN)
+    refused("twice", fcdp.cache_parameters, model, topology)
+    refused("sharded_already", fcdp.shard, model, topology, units=model.blocks)
+
+    hybrid = nn.Linear(4, 4)
+    fully_shard(hybrid, mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b")))
+    refused("hybrid", fcdp.cache_parameters, hybrid, topology)
+
+    parallel = nn.Linear(4, 4)
+    parallel.weight = nn.Parameter(
+        distribute_tensor(parallel.weight.detach(), topology.mesh, [Shard(0)])
+    )
+    refused("tensor_parallel", fcdp.shard, nn.Sequential(parallel), topology, units=[])
+    return messages
+
+
+def test_bad_input_is_refused(ranks: Pools) -> None:
+    messages = ranks.run(2, refusals)[0]
+    for case, words in {
+        "not_sharded": "no module is sharded by FSDP2",
+        "no_engine": "FCDP is not set up",
+        "foreign_unit": "units[0]: Linear is not a submodule",
+        "model_as_unit": "units[0]: is the model itself",
+        "twice": "set up on it already",
+        "sharded_already": "is a DTensor",
+        "hybrid": "2 dimensions ('a', 'b')",
+        "tensor_parallel": "0.weight: is a DTensor",
+    }.items():
+        assert words in messages[case], (case, messages[case])
+
+
+def cache_a_model_of_somebody_else() -> bool:
+    topology = topology_of(2, 1)
+    model = shard_with_fsdp2(make_model(PLAIN), topology, PLAIN)
+    fcdp.cache_parameters(model, topology)
+    data = batches(PLAIN, topology.rank)
+    loss_of(model, next(data)).backward()
+    loss_of(model, next(data)).backward()
+    return fcdp.ledger(model).hits > fcdp.ledger(model).misses > 0
+
+
+def test_cache_parameters_takes_a_model_that_fsdp2_has_sharded(ranks: Pools) -> None:
+    assert all(ranks.run(2, cache_a_model_of_somebody_else))
+
+
+def step_too_early() -> str:
+    topology = topology_of(2, 1)
+    model = shard_with_fcdp(make_model(PLAIN), topology, PLAIN)
+    optimizer = make_optimizer(model, PLAIN)
+    with fcdp.accumulate(model, last=False):
+        loss_of(model, next(batches(PLAIN, topology.rank))).backward()
+    # Another model's optimizer is none of our business.
+    torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0).step()
+    with pytest.raises(RuntimeError, match="last=True") as error:
+        optimizer.step()
+    return str(error.value)
+
+
+def test_a_step_without_the_last_micro_batch_is_an_error(ranks: Pools) -> None:
+    assert "wait to be reduced across nodes" in ranks.run(2, step_too_early)[0]
+
+
+def fail_in_mid_accumulation() -> int:
+    topology = topology_of(2, 1)
+    model = shard_with_fcdp(make_model(PLAIN), topology, PLAIN)
+    with pytest.raises(ZeroDivisionError), fcdp.accumulate(model, last=False):
+        loss_of(model, next(batches(PLAIN, topology.rank))).backward()
+        raise ZeroDivisionError
+    make_optimizer(model, PLAIN).step()
+    return fcdp.ledger(model).pending_bytes
+
+
+def test_an_exception_drops_the_sums_that_wait(ranks: Pools) -> None:
+    assert ranks.run(2, fail_in_mid_accumulation) == [0, 0]
+
+
+def unit_layout(adapted: bool) -> list[tuple[str, bool, int]]:
+    settings = Settings(2, 1, adapted=adapted)
+    model = shard_with_fcdp(make_model(settings), topology_of(2, 1), settings)
+    return [(unit.name, unit.trainable, len(unit.params)) for unit in engine_of(model).units]
+
+
+def test_adapters_of_a_block_share_a_unit_apart_from_its_frozen_weights(ranks: Pools) -> None:
+    blocks = [
+        entry
+        for index in range(3)
+        for entry in ((f"blocks.{index}", False, 6), (f"blocks.{index}.first.down", True, 4))
+    ]
+    # Embedding (tied to the head) and the last norm: weight and bias.
+    assert ranks.run(2, unit_layout, True)[0] == [("root", False, 3), *blocks]
+    plain = ranks.run(2, unit_layout, False)[0]
+    assert [name for name, _, _ in plain] == ["root", "blocks.0", "blocks.1", "blocks.2"]
+
+
+def mixed_dtypes_and_mixed_modules() -> tuple[list[str], list[str]]:
+    """fp32 adapters on a bf16 base, and a frozen weight beside a trainable bias."""
+    topology = topology_of(2, 1)
+    settings = Settings(2, 1, adapted=True)
+    model = make_model(settings)
+    for block in model.blocks:
+        for module in (block.norm, block.up, block.down):
+            module.to(torch.bfloat16)
+    model.blocks[0].up.bias.requires_grad_(True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        shard_with_fcdp(model, topology, settings)
+    names = [unit.name for unit in engine_of(model).units]
+    return names, [str(warning.message) for warning in caught if "fcdp" in str(warning.message)]
+
+
+def test_units_are_keyed_by_dtype_and_requires_grad(ranks: Pools) -> None:
+    names, messages = ranks.run(2, mixed_dtypes_and_mixed_modules)[0]
+    assert "blocks.1.first.down" in names
+    assert len(messages) == 1
+    assert "Linear inside Block cannot have a unit of its own" in messages[0]
+
+
+def collected() -> bool:
+    topology = topology_of(2, 1)
+    model = shard_with_fcdp(make_model(PLAIN), topology, PLAIN)
+    loss_of(model, next(batches(PLAIN, topology.rank))).backward()
+    engine = weakref.ref(engine_of(model))
+    del model
+    gc.collect()
+    return engine() is None
+
+
+def test_the_engine_dies_with_its_model(ranks: Pools) -> None:
+    assert all(ranks.run(2, collected))
+
+

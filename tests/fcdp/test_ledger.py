@@ -1,0 +1,113 @@
+"""The ledger's bytes equal the closed forms (design.md, invariant 5; the kernel's count is compared
+in tests/experiments)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fcdp.ledger import Ledger
+from tests.fcdp.training import Result, Settings, topology_of, make_model, shard_with_fcdp, train
+from fcdp.engine import engine_of
+from tests.ranks import Pools
+
+
+def node_bytes(result: Result, settings: Settings, link: str, phase: str) -> float:
+    """Bytes of one node a step."""
+    assert result.ledger is not None
+    count = result.ledger.get(link, {}).get(phase, 0)
+    return settings.ranks_per_node * count / settings.steps
+
+
+def gathered_bytes(settings: Settings) -> tuple[int, int]:
+    """Padded bytes of all units and of the trainable ones, from the units' own layout."""
+    engine = engine_of(shard_with_fcdp(make_model(settings), topology_of(settings.nodes, settings.ranks_per_node), settings))
+    sizes = [(unit.shard_bytes * settings.world_size, unit.trainable) for unit in engine.units]
+    return sum(size for size, _ in sizes), sum(size for size, trainable in sizes if trainable)
+
+
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 1), (3, 1), (2, 2), (2, 3)])
+def test_a_full_step_sends_each_parameter_across_once_and_each_gradient_once(
+    ranks: Pools, nodes: int, ranks_per_node: int
+) -> None:
+    settings = Settings(nodes, ranks_per_node)
+    result = ranks.run(settings.world_size, train, settings, "fcdp")[0]
+    total, _ = ranks.run(settings.world_size, gathered_bytes, settings)[0]
+    across = (nodes - 1) / nodes * total
+    assert node_bytes(result, settings, "inter_node", "forward") == across
+    assert node_bytes(result, settings, "inter_node", "backward") == 0
+    assert node_bytes(result, settings, "inter_node", "reduce") == across
+    # What is gathered across nodes is stored once; the blocks are read back in backward.
+    assert node_bytes(result, settings, "device_to_host", "forward") == across
+    assert 0 < node_bytes(result, settings, "host_to_device", "backward") < across
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_micro_batches_add_nothing_between_nodes(ranks: Pools, accumulation: int) -> None:
+    settings = Settings(2, 2, accumulation=accumulation)
+    result = ranks.run(4, train, settings, "fcdp")[0]
+    total, _ = ranks.run(4, gathered_bytes, settings)[0]
+    assert result.ledger is not None
+    assert 2 * sum(result.ledger["inter_node"].values()) / settings.steps == total
+
+
+def test_frozen_parameters_cross_once_ever(ranks: Pools) -> None:
+    settings = Settings(2, 2, adapted=True, steps=5)
+    result = ranks.run(4, train, settings, "fcdp")[0]
+    total, trainable = ranks.run(4, gathered_bytes, settings)[0]
+    gathers = total / 2 + (settings.steps - 1) * trainable / 2
+    assert node_bytes(result, settings, "inter_node", "forward") * settings.steps == gathers
+    assert node_bytes(result, settings, "inter_node", "reduce") == trainable / 2
+    assert trainable < total / 4
+
+
+def test_without_a_cache_every_gather_crosses(ranks: Pools) -> None:
+    settings = Settings(2, 2)
+    cached = ranks.run(4, train, settings, "fcdp")[0]
+    uncached = ranks.run(4, train, settings, "uncached")[0]
+    assert cached.ledger["inter_node"].get("backward", 0) == 0
+    assert uncached.ledger["inter_node"]["backward"] > 0
+    assert uncached.hits == 0
+
+
+def test_a_single_node_crosses_nothing_and_stores_nothing(ranks: Pools) -> None:
+    result = ranks.run(2, train, Settings(1, 2), "fcdp")[0]
+    assert set(result.ledger) == {"intra_node"}
+    assert result.hits == result.misses == 0
+
+
+def test_reset_starts_a_new_window_and_keeps_what_is_held() -> None:
+    ledger = Ledger()
+    ledger.add("inter_node", "forward", 3)
+    ledger.hold(100)
+    ledger.hold(-60)
+    assert (ledger.total("inter_node"), ledger.peak_pending_bytes) == (3, 100)
+    ledger.reset()
+    assert (ledger.total("inter_node"), ledger.pending_bytes, ledger.peak_pending_bytes) == (0, 40, 40)
+
+
+def pending_peak(settings: Settings) -> tuple[int, int, int]:
+    """Peak of waiting gradient bytes, what waits in the end, and the closed form."""
+    from tests.fcdp.training import batches, loss_of
+    import fcdp
+
+    topology = topology_of(settings.nodes, settings.ranks_per_node)
+    model = shard_with_fcdp(make_model(settings), topology, settings)
+    data = batches(settings, topology.rank)
+    for last in (False, True):
+        with fcdp.accumulate(model, last=last):
+            loss_of(model, next(data)).backward()
+    counts = fcdp.ledger(model)
+    shards = sum(unit.shard_bytes for unit in engine_of(model).units)
+    return counts.peak_pending_bytes, counts.pending_bytes, settings.nodes * shards
+
+
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+def test_deferred_sums_take_a_slice_of_the_gradients_in_fp32(
+    ranks: Pools, param_dtype: torch.dtype | None
+) -> None:
+    settings = Settings(2, 2, param_dtype=param_dtype)
+    peak, pending, closed_form = ranks.run(4, pending_peak, settings)[0]
+    widening = 1 if param_dtype is None else 2
+    assert peak == closed_form * widening
+    assert pending == 0

@@ -1,0 +1,132 @@
+"""What makes entries stale, and that all ranks decide alike."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fcdp
+from fcdp.engine import engine_of
+from tests.fcdp.training import (
+    Settings,
+    batches,
+    loss_of,
+    make_model,
+    make_optimizer,
+    shard_with_fcdp,
+    topology_of,
+)
+from tests.ranks import Pools
+
+SETTINGS = Settings(2, 1, adapted=True)
+
+
+def stale_units(event: str) -> tuple[list[str], int, int]:
+    """Run two forwards with ``event`` in between; return the units that the second gathered anew,
+    their number, and the number of all units."""
+    topology = topology_of(2, 1)
+    model = shard_with_fcdp(make_model(SETTINGS), topology, SETTINGS)
+    engine = engine_of(model)
+    optimizer = make_optimizer(model, SETTINGS)
+    fused = torch.optim.AdamW(list(model.blocks[0].first.parameters()), fused=True)
+    data = batches(SETTINGS, topology.rank)
+    loss_of(model, next(data)).backward()
+    generations = {unit.name: unit.generation for unit in engine.units}
+    if event == "step":
+        optimizer.step()
+    elif event == "fused_step":
+        fused.step()
+    elif event == "load":
+        model.load_state_dict(model.state_dict())
+    elif event == "write_on_rank_1":
+        if topology.rank == 1:
+            with torch.no_grad():
+                model.blocks[1].up.weight.mul_(2)
+    elif event == "write_local_on_rank_1":
+        if topology.rank == 1:
+            with torch.no_grad():
+                model.blocks[1].up.weight.to_local().mul_(2)
+    elif event == "data_write":
+        for param in model.parameters():
+            param.data.mul_(2)
+        fcdp.invalidate(model)
+    elif event == "forget_optimizer":
+        torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0).step()
+    counts = fcdp.ledger(model)
+    counts.reset()
+    loss_of(model, next(data))
+    stale = [unit.name for unit in engine.units if unit.generation > generations[unit.name]]
+    assert counts.misses == len(stale)
+    return stale, len(stale), len(engine.units)
+
+
+def check(ranks: Pools, event: str) -> list[str]:
+    first, second = ranks.run(2, stale_units, event)
+    assert first == second, "ranks disagree"
+    return first[0]
+
+
+def test_an_optimizer_step_makes_trainable_units_stale(ranks: Pools) -> None:
+    stale = check(ranks, "step")
+    assert len(stale) == 3
+    assert all("first" in name for name in stale), stale
+
+
+def test_a_fused_step_makes_its_units_stale(ranks: Pools) -> None:
+    """Fused kernels leave the version counters as they are."""
+    assert check(ranks, "fused_step") == ["blocks.0.first.down"]
+
+
+@pytest.mark.parametrize("event", ["load", "data_write"])
+def test_loads_and_declared_writes_make_everything_stale(ranks: Pools, event: str) -> None:
+    _, stale, total = ranks.run(2, stale_units, event)[0]
+    assert stale == total
+
+
+@pytest.mark.parametrize("event", ["write_on_rank_1", "write_local_on_rank_1"])
+def test_a_write_on_one_rank_makes_its_unit_stale_on_all(ranks: Pools, event: str) -> None:
+    assert check(ranks, event) == ["blocks.1"]
+
+
+@pytest.mark.parametrize("event", ["nothing", "forget_optimizer"])
+def test_nothing_else_does(ranks: Pools, event: str) -> None:
+    assert check(ranks, event) == []
+
+
+def write_between_forward_and_backward() -> str:
+    topology = topology_of(2, 1)
+    settings = Settings(2, 1)
+    model = shard_with_fcdp(make_model(settings), topology, settings)
+    loss = loss_of(model, next(batches(settings, topology.rank)))
+    with torch.no_grad():
+        model.blocks[2].up.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="blocks.2: parameters were written in place") as error:
+        loss.backward()
+    return str(error.value)
+
+
+def test_a_write_in_mid_step_is_an_error_that_names_the_unit(ranks: Pools) -> None:
+    assert all("fcdp.invalidate" in message for message in ranks.run(2, write_between_forward_and_backward))
+
+
+def unshard_before_forward() -> tuple[int, torch.Tensor, torch.Tensor]:
+    """FSDP2's explicit prefetch: gather a block before the model's forward asks for it."""
+    topology = topology_of(2, 1)
+    settings = Settings(2, 1)
+    model = shard_with_fcdp(make_model(settings), topology, settings)
+    optimizer = make_optimizer(model, settings)
+    data = batches(settings, topology.rank)
+    loss_of(model, next(data)).backward()
+    optimizer.step()
+    fcdp.ledger(model).reset()
+    model.blocks[0].unshard()
+    gathered = model.blocks[0].up.weight.detach().clone()
+    misses = fcdp.ledger(model).misses
+    model.blocks[0].reshard()
+    return misses, gathered, model.blocks[0].up.weight.full_tensor().detach()
+
+
+def test_a_gather_right_after_a_step_is_fresh(ranks: Pools) -> None:
+    for misses, gathered, expected in ranks.run(2, unshard_before_forward):
+        assert misses == 1
+        torch.testing.assert_close(gathered, expected, rtol=0, atol=0)
