@@ -15,9 +15,11 @@ import torch.nn as nn
 
 from baselines.strategy import Job, causal_loss, make_optimizer, trainable_parameters
 
-#: Size of the model that DeepSpeed's absolute defaults are scaled from.
+#: DeepSpeed's defaults count elements. Of the paper's 30B model they are small shares, of a model
+#: that fits this testbed they are all of it. The same shares keep the same schedule.
 _REFERENCE_PARAMETERS = 30e9
 _DEFAULT_MAX_REUSE_DISTANCE = 1e9
+_DEFAULT_PREFETCH_BUCKET = 5e7
 
 
 def build(model: nn.Module, job: Job) -> DeepSpeedZero3:
@@ -48,25 +50,28 @@ def configuration(model: nn.Module, job: Job) -> dict[str, Any]:
         "wall_clock_breakdown": False,
         "zero_optimization": {
             "stage": 3,
-            # The default of 1e9 elements keeps a whole small model alive from forward to backward,
-            # so that nothing is gathered twice. At 30B it is two blocks: prefetch has room.
+            # How many gathered elements may be alive. The default of 1e9 is two blocks of a 30B
+            # model, so two blocks here; it would keep a small model whole from forward to backward.
             "stage3_max_live_parameters": 2 * block,
-            # Of 30B the default of 1e9 elements is a thirtieth. Of a small model it is all of it,
-            # and parameters used again within that distance are never released.
-            "stage3_max_reuse_distance": round(
-                parameters * _DEFAULT_MAX_REUSE_DISTANCE / _REFERENCE_PARAMETERS
-            ),
+            # Parameters used again within this distance are not released: a thirtieth of 30B.
+            "stage3_max_reuse_distance": _share(parameters, _DEFAULT_MAX_REUSE_DISTANCE),
+            # At 30B this is less than one matrix, so one matrix is fetched ahead. What is fetched
+            # ahead over the turn from forward to backward is not gathered again in backward.
+            "stage3_prefetch_bucket_size": _share(parameters, _DEFAULT_PREFETCH_BUCKET),
             # At 30B the default of 1e5 elements keeps norms, biases and low-rank factors whole on
             # every rank. Here the same parameters stay whole, and no matrix of the model does.
             "stage3_param_persistence_threshold": _largest_persistent(model),
-            # Fetch one block ahead; the default of 5e7 elements would be the whole model.
-            "stage3_prefetch_bucket_size": block,
-            # Reductions a block at a time; the default of 5e8 would be the whole model.
+            # The default of 5e8 is one block of a 30B model: reduce a block at a time.
             "reduce_bucket_size": block,
             "overlap_comm": True,
             "contiguous_gradients": True,
         },
     }
+
+
+def _share(parameters: int, default: float) -> int:
+    """As large a share of this model as the default is of 30B."""
+    return max(1, round(parameters * default / _REFERENCE_PARAMETERS))
 
 
 def _largest_persistent(model: nn.Module) -> int:

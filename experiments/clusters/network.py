@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -80,7 +79,7 @@ class Network:
                 (port,) = route.link_lookup(ifname=f"port{node}")
                 route.link("set", index=port, master=switch, state="up")
         for name, address in zip(self.nodes, self.addresses, strict=True):
-            namespaces.call_in(name, _silence_ipv6)
+            namespaces.call_in(name, _settle_protocols)
             with IPRoute(netns=name) as route:
                 index = _interface(route)
                 route.addr("add", index=index, address=address, prefixlen=NETWORK.prefixlen)
@@ -96,7 +95,7 @@ class Network:
         """Limit every node's egress to ``bits_per_s``, or lift the limit with ``None``.
 
         Returns what the kernel reports to have set: the rate in bits a second, the burst and the
-        queue's limit in bytes. Raises ``ValueError`` for a rate that cannot be had and
+        queue's limit in bytes, and the nodes' TCP congestion control. Raises ``ValueError`` for a rate that cannot be had and
         ``ClusterError`` if the kernel has no token bucket.
         """
         if bits_per_s is not None and not LOWEST_RATE <= bits_per_s <= HIGHEST_RATE:
@@ -111,7 +110,8 @@ class Network:
                 f"cannot limit the nodes' egress: {error}; it needs the kernel's token bucket "
                 "(module sch_tbf)"
             ) from error
-        return settings[0]
+        congestion_control = namespaces.call_in(self.nodes[0], _congestion_control)
+        return {**settings[0], "congestion_control": congestion_control}
 
     def _shape_node(self, name: str, bits_per_s: int | None) -> dict[str, Any]:
         with IPRoute(netns=name) as route:
@@ -172,7 +172,21 @@ def _describe(bucket: Any | None) -> dict[str, Any]:
     }
 
 
-def _silence_ipv6() -> None:
-    """Keep router and neighbour discovery out of the byte counters, where /proc is writable."""
+def _settle_protocols() -> None:
+    """Make every machine's nodes behave alike, where /proc is writable.
+
+    Router and neighbour discovery stay out of the byte counters. The host's congestion control
+    may be one that probes and paces (BBR), which on a link of a few Mbit/s costs bandwidth in an
+    exchange of both directions; Reno never meets a loss here, and every namespace may choose it.
+    """
+    _write_setting(f"ipv6/conf/{INTERFACE}/disable_ipv6", "1")
+    _write_setting("ipv4/tcp_congestion_control", "reno")
+
+
+def _write_setting(name: str, value: str) -> None:
     with suppress(OSError):
-        Path(f"/proc/sys/net/ipv6/conf/{INTERFACE}/disable_ipv6").write_text(f"1{os.linesep}")
+        Path(f"/proc/sys/net/{name}").write_text(f"{value}\n")
+
+
+def _congestion_control() -> str:
+    return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
