@@ -262,7 +262,7 @@ def _stop(message: str) -> NoReturn:
 
 def _stop_interrupted(directory: RunDirectory) -> NoReturn:
     _say_error(
-        f"interrupted: the cluster is torn down, {_shown(directory.records)} is kept; "
+        f"interrupted: the cluster is torn down, {_shown(directory.records)} is kept\n"
         "go on with the same command and --resume"
     )
     raise typer.Exit(INTERRUPTED)

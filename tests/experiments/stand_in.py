@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -50,7 +51,8 @@ class StandInCluster:
 
     ``behaviours`` maps a part of a cell's id to what its ranks do: ``raise`` an error on rank 1,
     ``hang``, end ``silent``ly without a measurement, be killed for memory (``oom``), or not even
-    start because the cluster raises (``broken``).
+    start because the cluster raises (``broken``). With ``helper`` the cluster first forks a process
+    and ends it with SIGTERM, as network libraries do.
     """
 
     evidence: Literal["measured", "emulated"] = "emulated"
@@ -104,6 +106,8 @@ class StandInCluster:
         behaviour = next((b for part, b in self.behaviours.items() if part in cell.id), "train")
         if behaviour == "broken":
             raise ClusterError("the port is taken")
+        if behaviour == "helper":
+            _end_a_forked_helper()
         if behaviour == "oom":
             return Outcome("oom", 1, "killed: out of memory")
         logs.mkdir(parents=True)
@@ -144,6 +148,20 @@ class StandInCluster:
                 process.kill()
                 process.wait()
         return Outcome("ok")
+
+
+def _end_a_forked_helper() -> None:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            time.sleep(30)
+        finally:
+            os._exit(1)
+    time.sleep(0.1)
+    os.kill(pid, signal.SIGTERM)
+    _, status = os.waitpid(pid, 0)
+    if os.waitstatus_to_exitcode(status) != -signal.SIGTERM:
+        raise ClusterError("the helper handled a signal that was meant to end it")
 
 
 def matrix_file(directory: Path, name: str = "small", extra: str = "", steps: int = 2) -> Path:

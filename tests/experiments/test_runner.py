@@ -301,3 +301,11 @@ def test_an_interrupted_command_says_how_to_go_on(tmp_path: Path, number: int) -
     assert "--resume" in error
     assert "Traceback" not in error
     assert len(records.read(directory.records)) == 2
+
+
+def test_a_forked_helper_does_not_handle_our_signals(tmp_path: Path) -> None:
+    """A helper that did would unwind into the cluster's teardown, in the wrong process."""
+    file, directory = matrix_file(tmp_path), RunDirectory(tmp_path / "run")
+    process = start(file, directory.path, "--only", "fcdp", behaviours={"": "helper"})
+    _, error = process.communicate(timeout=30)
+    assert process.returncode == 0, error
