@@ -38,9 +38,9 @@ missing_packages() {
     if ! command -v "$PYTHON" >/dev/null; then
         echo "$name" "$name-venv" "$name-dev"
     else
-        "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null || echo "$name-venv"
+        "$PYTHON" -c 'import ensurepip, venv' &>/dev/null || echo "$name-venv"
         # DeepSpeed compiles its CPU operators when they are first used.
-        "$PYTHON" -c 'import sys, sysconfig as s; open(s.get_path("include") + "/Python.h")' 2>/dev/null ||
+        "$PYTHON" -c 'import sysconfig; open(sysconfig.get_path("include") + "/Python.h")' &>/dev/null ||
             echo "$name-dev"
     fi
     command -v g++ >/dev/null || echo g++
@@ -49,15 +49,13 @@ missing_packages() {
 
 require_system_packages() { # require_system_packages MAY_INSTALL
     local missing
-    missing=$(missing_packages | xargs)
-    [[ -n $missing ]] || return 0
-    if [[ $1 == yes && $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
-        # shellcheck disable=SC2086 # one word for each package
-        step "installing $missing" apt_install $missing || true
-        missing=$(missing_packages | xargs)
+    mapfile -t missing < <(missing_packages)
+    if [[ ${#missing[@]} != 0 && $1 == yes && $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
+        step "installing ${missing[*]}" apt_install "${missing[@]}" || true
+        mapfile -t missing < <(missing_packages)
     fi
-    [[ -z $missing ]] || die "missing system packages: $missing" \
-        "on Debian and Ubuntu: sudo apt-get install $missing"
+    [[ ${#missing[@]} == 0 ]] || die "missing system packages: ${missing[*]}" \
+        "on Debian and Ubuntu: sudo apt-get install ${missing[*]}"
 }
 
 apt_install() {
@@ -84,12 +82,11 @@ torch_build() {
 unset PYTHONPATH PYTHONHOME PIP_CONSTRAINT PIP_REQUIREMENT PIP_TARGET PIP_PREFIX PIP_REQUIRE_HASHES
 export PIP_USER=0 PIP_NO_INPUT=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 
-pip_install() {
-    "$VENV/bin/python" -m pip install --progress-bar off --constraint constraints.txt "$@"
-}
+pip_install() { "$VENV/bin/python" -m pip install --progress-bar off "$@"; }
 
 make_venv() {
-    "$PYTHON" -m venv --clear "$VENV" && pip_install pip setuptools wheel
+    "$PYTHON" -m venv --clear "$VENV" &&
+        pip_install --constraint constraints.txt pip setuptools wheel
 }
 
 # PyPI's torch is the CUDA build and brings gigabytes of libraries with it. The CPU build is in
@@ -111,7 +108,8 @@ install_torch() {
 # operators built ahead. With the CPU named as its accelerator the build does not look for nvcc; it
 # leaves no trace in what is installed.
 install_project() {
-    DS_BUILD_OPS=0 DS_ACCELERATOR=cpu pip_install --no-build-isolation --editable '.[all]'
+    DS_BUILD_OPS=0 DS_ACCELERATOR=cpu \
+        pip_install --constraint constraints.txt --no-build-isolation --editable '.[all]'
 }
 
 # ---------------------------------------------------------------- main

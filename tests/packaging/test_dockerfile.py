@@ -1,0 +1,150 @@
+"""The Dockerfile, as far as it can be tested without a container engine."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.packaging import ROOT
+
+DOCKERFILE = ROOT / "Dockerfile"
+
+
+def instructions() -> list[tuple[str, str]]:
+    """(instruction, argument) of each, with comments dropped and continued lines joined."""
+    lines = [line for line in DOCKERFILE.read_text().splitlines() if not line.startswith("#")]
+    joined = "\n".join(lines).replace("\\\n", " ")
+    pairs = [line.split(maxsplit=1) for line in joined.splitlines() if line.strip()]
+    return [(name, " ".join(argument.split())) for name, argument in pairs]
+
+
+def arguments(name: str) -> list[str]:
+    return [argument for instruction, argument in instructions() if instruction == name]
+
+
+def position(name: str, part: str) -> int:
+    found = [i for i, (n, argument) in enumerate(instructions()) if n == name and part in argument]
+    assert found, f"no {name} with {part}"
+    return found[0]
+
+
+def test_the_linter_has_no_complaint() -> None:
+    hadolint = Path(sys.executable).with_name("hadolint")
+    if not hadolint.exists():
+        pytest.skip("hadolint is not in this environment: `make setup` did not make it")
+    done = subprocess.run([hadolint, "--no-color", DOCKERFILE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_python_packages_come_from_the_set_up_script_and_its_pins_only() -> None:
+    runs = arguments("RUN")
+    assert not any(re.search(r"\b(pip3?|uv|conda)\s+(pip\s+)?install\b", run) for run in runs)
+    assert sum("scripts/setup.sh" in run for run in runs) == 1
+    assert position("COPY", "constraints.txt pyproject.toml") < position("RUN", "scripts/setup.sh")
+
+
+def test_the_code_does_not_invalidate_the_environment() -> None:
+    assert position("RUN", "scripts/setup.sh") < position("COPY", "fcdp:fcdp . .")
+
+
+def test_it_does_not_run_as_root() -> None:
+    (user,) = arguments("USER")
+    assert user == "10001"
+    assert f"--uid {user}" in " ".join(arguments("RUN"))
+    assert position("USER", user) < position("RUN", "scripts/setup.sh")
+
+
+def test_every_system_package_that_the_set_up_asks_for_is_installed(tmp_path: Path) -> None:
+    """Asked on a PATH with no Python, compiler or make, the script names all of them."""
+    for tool in ("cat", "dirname", "flock", "id", "mktemp", "rm", "sed"):
+        (tmp_path / tool).symlink_to(shutil.which(tool) or tool)
+    done = subprocess.run(
+        [shutil.which("bash") or "bash", ROOT / "scripts/setup.sh", "--check"],
+        env={"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    named = re.search(r"apt-get install (.*)", done.stderr)
+    assert named, done.stderr
+    (installed,) = re.findall(r"--no-install-recommends (.*?) &&", " ".join(arguments("RUN")))
+    assert {"python3-venv", "g++"} <= set(named[1].split()) <= set(installed.split())
+
+
+def test_the_default_base_has_the_cuda_of_torch() -> None:
+    (base,) = [a.removeprefix("BASE=") for a in arguments("ARG") if a.startswith("BASE=")]
+    (cuda,) = re.findall(r"^nvidia-cuda-runtime==(\d+\.\d+)\.", constraints(), re.MULTILINE)
+    assert re.fullmatch(rf"nvidia/cuda:{re.escape(cuda)}\.\d+-devel-ubuntu[\d.]+", base)
+    (torch,) = re.findall(r"^torch==(\d+\.\d+)", constraints(), re.MULTILINE)
+    assert f"{cuda} for PyPI's torch {torch}" in DOCKERFILE.read_text()
+
+
+def constraints() -> str:
+    return (ROOT / "constraints.txt").read_text()
+
+
+@pytest.mark.parametrize("torch", ["cuda", "cpu"])
+def test_its_set_up_step_runs_on_what_was_copied(tmp_path: Path, torch: str) -> None:
+    """The step itself, with nothing installed: the script only says what it would do."""
+    for copied in arguments("COPY")[:-1]:
+        *sources, target = copied.split()[1:]
+        for source in sources:
+            if (ROOT / source).is_dir():
+                shutil.copytree(ROOT / source, tmp_path / target)
+            else:
+                shutil.copy(ROOT / source, tmp_path / target)
+    (step,) = [run for run in arguments("RUN") if "scripts/setup.sh" in run]
+    assert ("ARG", "TORCH=cuda") in instructions()
+    done = subprocess.run(
+        ["bash", "-c", step.replace("scripts/setup.sh", "scripts/setup.sh --check")],
+        cwd=tmp_path,
+        env={**os.environ, "TORCH": torch, "VENV": str(tmp_path / "venv")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"torch's {torch} build" in done.stdout
+    assert (tmp_path / "fcdp/__init__.py").exists()
+
+
+def test_nothing_that_git_knows_is_left_out() -> None:
+    """A tracked file that is missing in the image would make its commit look changed."""
+
+    def patterns(name: str) -> set[str]:
+        lines = (ROOT / name).read_text().splitlines()
+        return {line.removeprefix("**/").rstrip("/") for line in lines if line[:1] not in ("", "#")}
+
+    assert patterns(".dockerignore") <= patterns(".gitignore")
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (["run", "quickstart"], "python -m experiments run quickstart"),
+        (["--help"], "python -m experiments --help"),
+        (["report", "runs"], "python -m analysis report runs"),
+        (["torchrun", "--nnodes", "2"], "torchrun --nnodes 2"),
+    ],
+)
+def test_the_entry_point_reaches_the_commands(
+    tmp_path: Path, command: list[str], expected: str
+) -> None:
+    (entrypoint,) = arguments("ENTRYPOINT")
+    script = ROOT / entrypoint.strip('[]"')
+    assert os.access(script, os.X_OK)
+    for program in ("python", "torchrun"):
+        path = tmp_path / program
+        path.write_text(f'#!/bin/sh\necho {program} "$@"\n')
+        path.chmod(0o755)
+    done = subprocess.run(
+        [script, *command],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip() == expected

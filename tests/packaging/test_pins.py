@@ -1,0 +1,107 @@
+"""constraints.txt pins everything that pyproject.toml leads to, for every Python it allows."""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib import metadata
+from typing import Any
+
+import pytest
+
+from tests.packaging import ROOT
+
+pytest.importorskip("packaging", reason="not in an environment made by `make setup`")
+from packaging.markers import default_environment
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PINS = [
+    Requirement(line)
+    for line in (ROOT / "constraints.txt").read_text().splitlines()
+    if line and not line.startswith("#")
+]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+PYTHONS = ["3.10.12", "3.11.2", "3.12.3", "3.13.5", "3.14.0"]
+
+
+def environment(python: str, machine: str = "x86_64") -> dict[str, str]:
+    return {
+        **default_environment(),
+        "python_version": python.rpartition(".")[0],
+        "python_full_version": python,
+        "platform_machine": machine,
+        "sys_platform": "linux",
+        "platform_system": "Linux",
+    }
+
+
+def holds(requirement: Requirement, env: dict[str, str], extra: str = "") -> bool:
+    return requirement.marker is None or requirement.marker.evaluate({**env, "extra": extra})
+
+
+def pins_for(env: dict[str, str]) -> dict[str, Version]:
+    """The pin of each package; two that hold at once would be an error of pip's."""
+    pins: dict[str, Version] = {}
+    for pin in (pin for pin in PINS if holds(pin, env)):
+        name = canonicalize_name(pin.name)
+        assert name not in pins, f"{name} is pinned twice for Python {env['python_version']}"
+        pins[name] = Version(str(pin.specifier).removeprefix("=="))
+    return pins
+
+
+def test_every_pin_is_exact() -> None:
+    assert all(re.fullmatch(r"==[\w.]+", str(pin.specifier)) for pin in PINS)
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+@pytest.mark.parametrize("python", PYTHONS)
+def test_every_requirement_has_a_pin_that_satisfies_it(python: str, machine: str) -> None:
+    env = environment(python, machine)
+    pins = pins_for(env)
+    listed = [*PROJECT["dependencies"], *(line for lines in EXTRAS.values() for line in lines)]
+    for requirement in map(Requirement, listed):
+        if requirement.name != PROJECT["name"] and holds(requirement, env):
+            assert pins[canonicalize_name(requirement.name)] in requirement.specifier
+    assert {"pip", "setuptools", "wheel"} <= pins.keys()
+
+
+def test_what_is_required_indirectly_is_pinned_and_installed_so() -> None:
+    """Follows the requirements of what is installed here to the end."""
+    env = {key: str(value) for key, value in default_environment().items()}
+    pins = pins_for(env)
+    listed = [*PROJECT["dependencies"], *(line for lines in EXTRAS.values() for line in lines)]
+    queue = [requirement for requirement in map(Requirement, listed) if holds(requirement, env)]
+    seen: set[tuple[str, str]] = set()
+    while queue:
+        requirement = queue.pop()
+        name = canonicalize_name(requirement.name)
+        if name == PROJECT["name"]:
+            continue
+        try:
+            installed = metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            pytest.skip(f"{name} is not in this environment: `make setup` did not make it")
+        assert name in pins, f"{name} is not pinned"
+        assert Version(Version(installed.version).public) == pins[name]
+        for extra in {"", *requirement.extras} - {e for n, e in seen if n == name}:
+            seen.add((name, extra))
+            needed = map(Requirement, installed.requires or [])
+            queue += [other for other in needed if holds(other, env, extra)]
+
+
+def test_the_extra_all_has_every_other() -> None:
+    (everything,) = map(Requirement, EXTRAS["all"])
+    assert everything.name == PROJECT["name"]
+    assert everything.extras == EXTRAS.keys() - {"all"}
+
+
+def test_the_library_itself_needs_torch_only() -> None:
+    assert [Requirement(line).name for line in PROJECT["dependencies"]] == ["torch"]

@@ -1,0 +1,85 @@
+"""Make targets, the CI command, the wheel, and the files that a reader looks for first."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.packaging import ROOT
+
+PACKAGES = ("fcdp", "baselines", "experiments", "analysis")
+TARGETS = ("quickstart", "test", "lint", "setup", "pins", "clean", "help")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_target_can_be_shown_without_running_it(target: str) -> None:
+    done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("target", ["quickstart", "test", "lint"])
+def test_targets_that_need_the_environment_make_it_first(target: str) -> None:
+    done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
+    assert "scripts/setup.sh" in done.stdout.splitlines()[0]
+
+
+def test_make_alone_lists_the_targets() -> None:
+    done = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True)
+    assert [line.split()[0] for line in done.stdout.splitlines()] == list(TARGETS)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "status", "last_line"),
+    [
+        ("@echo 3 passed, 1 skipped in 0.12s", 0, "3 passed, 1 skipped in 0.12s"),
+        ("@echo '1 failed, 2 passed in 61.20s (0:01:01)'; exit 1", 2, "1 failed, 2 passed in 61.2"),
+        ("@echo 2 errors in 1.00s; exit 1", 2, "2 errors in 1.00s"),
+        ("@echo ruff is not content; exit 1", 2, "ruff is not content"),
+    ],
+)
+def test_ci_fails_with_the_tests_and_ends_with_their_closing_line(
+    tmp_path: Path, recipe: str, status: int, last_line: str
+) -> None:
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci/run", tmp_path / ".ci/run")
+    (tmp_path / "Makefile").write_text(f"test:\n\t{recipe}\n")
+    done = subprocess.run([tmp_path / ".ci/run"], capture_output=True, text=True, cwd="/")
+    assert done.returncode == status
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("make")]
+    assert lines[-1].startswith(last_line)
+
+
+def test_the_wheel_has_every_file_of_the_packages(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "wheels"
+    for name in PACKAGES:
+        ignored = shutil.ignore_patterns("__pycache__", ".*")
+        shutil.copytree(ROOT / name, source / name, ignore=ignored)
+    for name in ("pyproject.toml", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    build = "import sys, setuptools.build_meta as b; b.build_wheel(sys.argv[1])"
+    done = subprocess.run(
+        [sys.executable, "-c", build, target], cwd=source, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,) = target.glob("*.whl")
+    files = [path for name in PACKAGES for path in (source / name).rglob("*") if path.is_file()]
+    expected = {path.relative_to(source).as_posix() for path in files}
+    found = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert found == expected
+
+
+def test_licence_and_citation() -> None:
+    licence = (ROOT / "LICENSE").read_text()
+    assert "Apache License" in licence
+    assert "Version 2.0, January 2004" in licence
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["license"] == "Apache-2.0"
+    assert f'version = "{citation["version"]}"' in (ROOT / "pyproject.toml").read_text()
+    (paper,) = citation["references"]
+    assert paper["url"] == "https://arxiv.org/abs/2602.06499"

@@ -1,0 +1,214 @@
+"""scripts/setup.sh, run for real with stand-ins for Python, pip and the compiler."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.packaging import ROOT
+
+#: Everything that the script may find besides the stand-ins.
+TOOLS = "bash cat cp dirname flock ls mkdir mktemp rm sed sha256sum tail touch"
+
+#: Notes how it was called, fails where FAIL says so, and makes a virtual environment of itself.
+PYTHON = """#!/bin/bash
+echo "$*" >>"$CALLS"
+[[ -n $FAIL && $* == *"$FAIL"* ]] && { echo "this is the reason"; exit 1; }
+case $* in
+*_base_executable*) echo "$0" ;;
+-V*) echo "Python 3.12.3" ;;
+"-m venv"*) mkdir -p "$4/bin" && cp "$0" "$4/bin/python" && touch "$4/pyvenv.cfg" ;;
+esac
+exit 0
+"""
+
+
+class Machine:
+    """A checkout, and a PATH with nothing on it that a test did not ask for."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.calls_file = root / "calls"
+        for directory in ("bin", "scripts"):
+            (root / directory).mkdir(parents=True)
+        for name in ("constraints.txt", "pyproject.toml", "scripts/setup.sh"):
+            shutil.copy(ROOT / name, root / name)
+        for tool in TOOLS.split():
+            (root / "bin" / tool).symlink_to(shutil.which(tool) or tool)
+        self.has("python3", PYTHON)
+        self.has("id", "#!/bin/bash\necho 1000\n")
+        self.has("g++", "")
+        self.has("make", "")
+
+    def has(self, name: str, script: str) -> None:
+        path = self.root / "bin" / name
+        path.write_text(script)
+        path.chmod(0o755)
+
+    def lacks(self, name: str) -> None:
+        (self.root / "bin" / name).unlink()
+
+    def setup(self, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+        """Runs the script. The machine that runs the tests may have a GPU, hence TORCH."""
+        self.calls_file.write_text("")
+        path = str(self.root / "bin")
+        fixed = {"PATH": path, "CALLS": str(self.calls_file), "FAIL": "", "TORCH": "cpu"}
+        return subprocess.run(
+            [shutil.which("bash") or "bash", "scripts/setup.sh", *arguments],
+            cwd=self.root,
+            env={**fixed, **env},
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+
+    @property
+    def installs(self) -> list[str]:
+        """What pip was asked for, call by call."""
+        marker = "-m pip install --progress-bar off "
+        calls = self.calls_file.read_text().splitlines()
+        return [call.removeprefix(marker) for call in calls if call.startswith(marker)]
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path / "check out")  # a space in the path is allowed
+
+
+def torch_pin() -> str:
+    pins = (ROOT / "constraints.txt").read_text().splitlines()
+    return next(line for line in pins if line.startswith("torch=="))
+
+
+def test_the_cpu_build_of_torch_comes_first_and_alone(machine: Machine) -> None:
+    done = machine.setup()
+    assert done.returncode == 0, done.stderr
+    tools, torch, rest = machine.installs
+    assert tools == "--constraint constraints.txt pip setuptools wheel"
+    assert torch.startswith("--no-deps")
+    assert torch.endswith(f"https://download.pytorch.org/whl/cpu {torch_pin()}+cpu")
+    assert rest == "--constraint constraints.txt --no-build-isolation --editable .[all]"
+
+
+def test_a_gpu_machine_takes_torch_from_pypi(machine: Machine) -> None:
+    machine.has("nvidia-smi", "#!/bin/bash\n")
+    assert machine.setup(TORCH="auto").returncode == 0
+    assert machine.installs[1] == f"--no-deps {torch_pin()}"
+
+
+def test_without_a_cpu_build_the_other_is_taken_and_said_to_be(machine: Machine) -> None:
+    done = machine.setup(FAIL="+cpu")
+    assert done.returncode == 0
+    assert "taking the CUDA build from PyPI" in done.stdout
+    assert machine.installs[2] == f"--no-deps {torch_pin()}"
+
+
+def test_a_second_call_does_nothing(machine: Machine) -> None:
+    assert machine.setup().returncode == 0
+    done = machine.setup()
+    assert done.stdout == "setup: .venv is up to date\n"
+    assert machine.installs == []
+
+
+@pytest.mark.parametrize("name", ["constraints.txt", "pyproject.toml", "scripts/setup.sh"])
+def test_a_change_of_what_it_depends_on_sets_up_anew(machine: Machine, name: str) -> None:
+    assert machine.setup().returncode == 0
+    with (machine.root / name).open("a") as file:
+        file.write("\n# changed\n")
+    assert machine.setup().returncode == 0
+    assert len(machine.installs) == 3
+
+
+def test_another_build_of_torch_sets_up_anew(machine: Machine) -> None:
+    assert machine.setup().returncode == 0
+    assert machine.setup(TORCH="cuda").returncode == 0
+    assert len(machine.installs) == 3
+
+
+@pytest.mark.parametrize("step", ["-m venv", "pip setuptools wheel", "--editable", "import torch"])
+def test_a_failed_set_up_says_why_and_is_redone(machine: Machine, step: str) -> None:
+    failed = machine.setup(FAIL=step)
+    assert failed.returncode != 0
+    assert "this is the reason" in failed.stderr
+    assert machine.setup().returncode == 0
+    assert len(machine.installs) == 3
+
+
+@pytest.mark.parametrize("arguments", [[], ["--check"]])
+def test_missing_system_packages_are_named_to_who_is_not_root(
+    machine: Machine, arguments: list[str]
+) -> None:
+    machine.lacks("g++")
+    machine.has("apt-get", "#!/bin/bash\necho called >>apt\n")
+    done = machine.setup(*arguments, FAIL="Python.h")
+    assert done.returncode == 1
+    assert "sudo apt-get install python3-dev g++\n" in done.stderr
+    assert not (machine.root / "apt").exists()
+    assert not (machine.root / ".venv").exists()
+
+
+def test_packages_are_named_for_the_interpreter_asked_for(machine: Machine) -> None:
+    machine.has("python3.12", PYTHON)
+    done = machine.setup(PYTHON="python3.12", FAIL="ensurepip")
+    assert "sudo apt-get install python3.12-venv\n" in done.stderr
+    machine.lacks("python3")
+    done = machine.setup()
+    assert "sudo apt-get install python3 python3-venv python3-dev\n" in done.stderr
+
+
+def test_root_gets_them_installed(machine: Machine) -> None:
+    machine.lacks("g++")
+    machine.has("id", "#!/bin/bash\necho 0\n")
+    machine.has("apt-get", '#!/bin/bash\necho "$*" >>apt\nln -sf make bin/g++\n')
+    (machine.root / "bin/ln").symlink_to(shutil.which("ln") or "ln")
+    done = machine.setup()
+    assert done.returncode == 0, done.stderr
+    assert (machine.root / "apt").read_text().splitlines() == [
+        "update",
+        "install -y --no-install-recommends g++",
+    ]
+
+
+def test_root_is_told_where_installing_them_fails(machine: Machine) -> None:
+    machine.lacks("g++")
+    machine.has("id", "#!/bin/bash\necho 0\n")
+    machine.has("apt-get", "#!/bin/bash\necho no network\nexit 100\n")
+    done = machine.setup()
+    assert done.returncode == 1
+    assert "no network" in done.stderr
+    assert "missing system packages: g++" in done.stderr
+
+
+def test_an_old_python_is_refused(machine: Machine) -> None:
+    done = machine.setup(FAIL="version_info")
+    assert done.returncode == 1
+    assert "Python 3.10 or newer is needed" in done.stderr
+
+
+def test_a_directory_that_is_no_virtual_environment_is_left_alone(machine: Machine) -> None:
+    precious = machine.root / "home" / "letter"
+    precious.parent.mkdir()
+    precious.write_text("dear")
+    done = machine.setup(VENV="home")
+    assert done.returncode == 1
+    assert "not a virtual environment" in done.stderr
+    assert precious.read_text() == "dear"
+
+
+def test_check_changes_nothing(machine: Machine) -> None:
+    before = sorted(os.listdir(machine.root))
+    done = machine.setup("--check")
+    assert done.returncode == 0
+    assert "would make .venv" in done.stdout
+    assert sorted({*os.listdir(machine.root)} - {"calls"}) == before
+    assert machine.installs == []
+
+
+def test_an_unknown_build_of_torch_is_refused(machine: Machine) -> None:
+    done = machine.setup(TORCH="rocm")
+    assert done.returncode == 1
+    assert "auto, cpu or cuda" in done.stderr
