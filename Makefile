@@ -1,6 +1,6 @@
 # Every target sets up what it needs first; scripts/setup.sh says how, and does it once.
 #   make test PYTHON=python3.12    another interpreter
-#   make test VENV=/tmp/venv       another place for the virtual environment
+#   make test VENV=../venv        another place for the virtual environment
 #   make test TORCH=cpu            torch's CPU build, whatever this machine has (or TORCH=cuda)
 PYTHON ?= python3
 VENV ?= .venv
