@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from fcdp.cache import CachePolicy, HostCache
@@ -44,8 +45,10 @@ def shard(
     """
     blocks = list(units)
     _check_plain(model, blocks)
+    order: list[nn.Module] = []
     for block in [*blocks, model]:
-        for group in _separate(block, blocks):
+        groups = _separate(block, blocks)
+        for group in [*groups, block]:
             fully_shard(
                 group,
                 mesh=topology.mesh,
@@ -53,13 +56,9 @@ def shard(
                 offload_policy=offload_policy,
                 reshard_after_forward=reshard_after_forward,
             )
-        fully_shard(
-            block,
-            mesh=topology.mesh,
-            mp_policy=mp_policy,
-            offload_policy=offload_policy,
-            reshard_after_forward=reshard_after_forward,
-        )
+        order += [block, *(group[0] for group in groups)]
+    if topology.mesh.device_type == "cpu":
+        _prefetch_forward([model, *(module for module in order if module is not model)])
     return cache_parameters(model, topology, policy)
 
 
@@ -103,6 +102,14 @@ def invalidate(model: nn.Module) -> None:
 def ledger(model: nn.Module) -> Ledger:
     """Bytes that this rank moved, by link and phase."""
     return engine_of(model).ledger
+
+
+def _prefetch_forward(order: Sequence[nn.Module]) -> None:
+    """Start each gather one unit ahead: where one thread both computes and issues gathers (gloo),
+    nothing overlaps unless it is issued early. On CUDA the host runs ahead by itself."""
+    for module, following in pairwise(order):
+        assert isinstance(module, FSDPModule) and isinstance(following, FSDPModule)
+        module.set_modules_to_forward_prefetch([following])
 
 
 def _check_plain(model: nn.Module, blocks: list[nn.Module]) -> None:

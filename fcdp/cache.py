@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,12 +28,12 @@ class Cache(Protocol):
         """Generation of the unit's entry; 0 if there is none."""
         ...
 
-    def store(self, unit: Unit, shards: torch.Tensor) -> int:
-        """Copy ``shards`` (nodes, shard numel), own row included; return the bytes copied."""
+    def store(self, unit: Unit, shards: Sequence[torch.Tensor], generation: int) -> int:
+        """Copy the other nodes' shards (given one a node, own included); return bytes copied."""
         ...
 
     def load(self, unit: Unit, shards: Sequence[torch.Tensor]) -> int:
-        """Fill ``shards`` of the other nodes (own row untouched); return the bytes copied."""
+        """Fill the shards of the other nodes (own untouched); return the bytes copied."""
         ...
 
 
@@ -70,7 +70,7 @@ class _Nothing:
     def generation(self, unit: Unit) -> int:
         return 0
 
-    def store(self, unit: Unit, shards: torch.Tensor) -> int:
+    def store(self, unit: Unit, shards: Sequence[torch.Tensor], generation: int) -> int:
         return 0
 
     def load(self, unit: Unit, shards: Sequence[torch.Tensor]) -> int:
@@ -116,20 +116,19 @@ class _HostTier:
     def generation(self, unit: Unit) -> int:
         return self._entries[unit].generation
 
-    def store(self, unit: Unit, shards: torch.Tensor) -> int:
+    def store(self, unit: Unit, shards: Sequence[torch.Tensor], generation: int) -> int:
         entry = self._entries[unit]
-        stored = entry.shards.view(shards.dtype)
         self._copies_out.wait_stream(self._backend.current_stream())
         if entry.read is not None:
             self._copies_out.wait_event(entry.read)
         with self._backend.stream(self._copies_out):
-            stored[: self._node].copy_(shards[: self._node], non_blocking=True)
-            stored[self._node :].copy_(shards[self._node + 1 :], non_blocking=True)
+            for stored, shard in self._others(entry, shards):
+                stored.copy_(shard, non_blocking=True)
+                if shard.device.type != "cpu":
+                    # FSDP2 frees the gathered unit before the copy has read it.
+                    shard.record_stream(self._copies_out)
             entry.landed = self._copies_out.record_event()
-        if shards.device.type != "cpu":
-            # The caller lets go of the shards before the copy has read them.
-            shards.record_stream(self._copies_out)
-        entry.generation = unit.generation
+        entry.generation = generation
         return entry.shards.numel()
 
     def load(self, unit: Unit, shards: Sequence[torch.Tensor]) -> int:
@@ -137,11 +136,18 @@ class _HostTier:
         stream = self._backend.current_stream()
         if entry.landed is not None:
             stream.wait_event(entry.landed)
-        others = [shard for node, shard in enumerate(shards) if node != self._node]
-        for stored, shard in zip(entry.shards, others, strict=True):
-            shard.copy_(stored.view(shard.dtype), non_blocking=True)
+        for stored, shard in self._others(entry, shards):
+            shard.copy_(stored, non_blocking=True)
         entry.read = stream.record_event()
         return entry.shards.numel()
+
+    def _others(
+        self, entry: _Entry, shards: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Pairs of (stored, given) shards of the other nodes, in the dtype of the given ones."""
+        others = (shard for node, shard in enumerate(shards) if node != self._node)
+        for stored, shard in zip(entry.shards, others, strict=True):
+            yield stored.view(shard.dtype), shard
 
 
 class _Arena:

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fcdp.cache import CachePolicy
+from fcdp.exchange import any_rank
 from fcdp.gather import CachedGather
 from fcdp.ledger import Ledger, in_backward
 from fcdp.reduce import HierarchicalReduce
@@ -40,6 +40,9 @@ class Engine:
             reduce = HierarchicalReduce(unit, topology, self.ledger)
             unit.module.set_custom_all_gather(gather)
             unit.module.set_custom_reduce_scatter(reduce)
+            if topology.mesh.device_type == "cpu":
+                # Gloo cannot average. FSDP2 then divides the sum, once and after the reduction.
+                unit.module.set_force_sum_reduction_for_comms(True)
             self._reduces.append(reduce)
         self._follow(model)
         setattr(model, _ATTRIBUTE, self)
@@ -131,7 +134,7 @@ def _build_cache(policy: CachePolicy, engine: Engine, device: torch.device) -> A
     except (ValueError, RuntimeError) as caught:
         error = caught
     failed = torch.tensor([error is not None], dtype=torch.uint8)
-    dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=engine.topology.control)
+    any_rank(failed, engine.topology)
     if error is not None:
         raise error
     if failed.item():

@@ -1,14 +1,14 @@
-"""The two collectives that everything here is made of, moving no byte more than needed."""
+"""The exchanges that everything here is made of, moving no byte more than needed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
+from fcdp.topology import Topology
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -20,88 +20,90 @@ class Pending(Protocol):
     def wait(self) -> object: ...
 
 
-def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Pending:
-    """Gather ``shard`` (numel s) of each of the group's g ranks into ``output`` (g·s).
+def swap(
+    received: Mapping[int, torch.Tensor], sent: Mapping[int, torch.Tensor], group: dist.ProcessGroup
+) -> list[dist.Work]:
+    """Send ``sent[i]`` to the group's rank i and receive ``received[i]`` from it, for all i there.
 
-    In place where ``shard`` is this rank's part of ``output``. Each rank sends (g−1)·s elements.
+    A rank's own index is left out. Needs no buffer of its own.
     """
-    if _over_gloo(output, group):
-        return _GlooAllGather(output, shard, group)
-    return _all_gather(output, shard, group=group, async_op=True)
+    # All receives come first. A gloo rank announces on the same connection that it is ready to
+    # receive; were the announcement queued behind its own data, a full-duplex link would carry
+    # one direction at a time.
+    operations = [
+        dist.P2POp(operation, tensor, group=group, group_peer=peer)
+        for operation, tensors in ((dist.irecv, received), (dist.isend, sent))
+        for peer, tensor in tensors.items()
+        if peer != group.rank()
+    ]
+    return dist.batch_isend_irecv(operations) if operations else []
+
+
+def any_rank(flags: torch.Tensor, topology: Topology) -> None:
+    """In place, set each of ``flags`` (uint8, on the host) that is set on any rank.
+
+    Two messages long, first inside the node and then across, where an all-reduce is 2·(W−1).
+    """
+    node, local_rank, ranks = topology.node, topology.local_rank, topology.ranks_per_node
+    inside = [node * ranks + other for other in range(ranks)]
+    across = [other * ranks + local_rank for other in range(topology.nodes)]
+    for peers in (inside, across):
+        received = {peer: torch.empty_like(flags) for peer in peers if peer != topology.rank}
+        for work in swap(received, dict.fromkeys(received, flags), topology.control):
+            work.wait()
+        for other in received.values():
+            flags |= other
+
+
+def all_gather(output: torch.Tensor, group: dist.ProcessGroup) -> Sequence[Pending]:
+    """Gather in place: each of the group's g ranks holds its part of ``output`` (g·s) already.
+
+    Each rank sends (g−1)·s elements.
+    """
+    parts = dict(enumerate(output.view(group.size(), -1)))
+    own = parts[group.rank()]
+    if _over_gloo(output, group):  # whose own all-gather copies through buffers of its own
+        return swap(parts, dict.fromkeys(parts, own), group)
+    return [_all_gather(output, own, group=group, async_op=True)]
 
 
 def reduce_scatter(
-    output: torch.Tensor, buffer: torch.Tensor, op: ReduceOp, group: dist.ProcessGroup
+    output: torch.Tensor,
+    buffer: torch.Tensor,
+    op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+    group: dist.ProcessGroup,
 ) -> Pending:
     """Reduce ``buffer`` (g·s) over the group's g ranks; this rank's part (s) goes to ``output``.
 
-    Each rank sends (g−1)·s elements. Raises ``ValueError`` for an ``op`` the backend lacks.
+    Each rank sends (g−1)·s elements. Over gloo ``op`` must be a sum.
     """
     if _over_gloo(buffer, group):
-        return _GlooReduceScatter(output, buffer, op, group)
+        assert op == dist.ReduceOp.SUM, f"{op} over gloo: the engine asks FSDP2 for sums"
+        return _SwapAndAdd(output, buffer, group)
     return _reduce_scatter(output, buffer, op=op, group=group, async_op=True)
-
-
-# Gloo's own collectives are not used. Its reduce-scatter is an all-reduce, twice the bytes. Its
-# all-gather copies through a buffer of its own, and both it and all-to-all may start a rank's data
-# before that rank has announced that it is ready to receive: the announcement then waits behind
-# the data in the same connection, and a full-duplex link carries one direction at a time.
 
 
 def _over_gloo(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
     return tensor.device.type == "cpu" and "gloo" in dist.get_backend(group)
 
 
-def _swap(
-    received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], group: dist.ProcessGroup
-) -> list[dist.Work]:
-    """Exchange with every other rank of the group: part i goes to rank i and comes from it."""
-    others = [
-        (index, dist.get_global_rank(group, index))
-        for index in range(group.size())
-        if index != group.rank()
-    ]
-    # All receives first: see above.
-    works = [dist.irecv(received[index], src=peer, group=group) for index, peer in others]
-    works += [dist.isend(sent[index], dst=peer, group=group) for index, peer in others]
-    return [work for work in works if work is not None]
+class _SwapAndAdd:
+    """Reduce-scatter over gloo, whose own is an all-reduce that sends twice the minimum."""
 
-
-class _GlooAllGather:
     def __init__(
-        self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup
+        self, output: torch.Tensor, buffer: torch.Tensor, group: dist.ProcessGroup
     ) -> None:
-        parts = output.view(group.size(), -1)
-        self._works = _swap(parts, [shard] * group.size(), group)
-        own = parts[group.rank()]
-        if own.data_ptr() != shard.data_ptr():
-            own.copy_(shard)
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
-
-class _GlooReduceScatter:
-    def __init__(
-        self, output: torch.Tensor, buffer: torch.Tensor, op: ReduceOp, group: dist.ProcessGroup
-    ) -> None:
-        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-            raise ValueError(
-                f"op = {op}: gloo sums or averages; with set_gradient_divide_factor also call "
-                "set_force_sum_reduction_for_comms(True)"
-            )
+        parts = dict(enumerate(buffer.view(group.size(), -1)))
+        received = {peer: torch.empty_like(output) for peer in parts if peer != group.rank()}
         self._output = output
-        self._divisor = group.size() if op == dist.ReduceOp.AVG else 1
-        parts = buffer.view(group.size(), -1)
-        self._received = torch.empty_like(parts)
-        self._works = _swap(self._received, parts, group)
-        self._received[group.rank()].copy_(parts[group.rank()])
+        self._works = swap(received, parts, group)
+        # In rank order on every rank, whatever the order of arrival.
+        self._summands = [received.get(peer, part) for peer, part in parts.items()]
 
     def wait(self) -> None:
         for work in self._works:
             work.wait()
-        # In rank order on every rank, whatever the order of arrival.
-        torch.sum(self._received, dim=0, out=self._output)
-        if self._divisor > 1:
-            self._output.div_(self._divisor)
+        first, second, *more = self._summands
+        torch.add(first, second, out=self._output)
+        for summand in more:
+            self._output.add_(summand)

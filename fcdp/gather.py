@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -10,8 +11,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.profiler import record_function
 
 from fcdp.cache import Cache
-from fcdp.exchange import all_gather
-from fcdp.ledger import Ledger, gather_phase
+from fcdp.exchange import Pending, all_gather, swap
+from fcdp.ledger import Ledger, Phase, gather_phase
 from fcdp.staleness import Staleness
 from fcdp.topology import Topology
 from fcdp.unit import Unit
@@ -50,59 +51,98 @@ class CachedGather(AllGather):
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
         async_op: bool = False,
-    ) -> None:
+    ) -> dist.Work | None:
         """Gather ``input_tensor`` (s) of all ranks into ``output_tensor`` (nodes·L·s).
 
-        Complete in stream order when it returns, so there is no work to hand out for
-        ``async_op``: FSDP2's own streams overlap it with compute.
+        On an accelerator everything is queued on the current stream and nothing is left to wait
+        for. On the CPU the first exchange is under way when the call returns, whatever
+        ``async_op`` says: FSDP2 waits for the returned work where it needs the parameters, so
+        that what it prefetches travels while it computes.
         """
-        unit, topology = self._unit, self._topology
         size = input_tensor.numel() * input_tensor.itemsize
-        assert size == unit.shard_bytes, f"{unit.name}: {size} bytes, planned {unit.shard_bytes}"
-        by_node = output_tensor.view(topology.nodes, topology.ranks_per_node, -1)
-        own = by_node[:, topology.local_rank]
-        if topology.nodes > 1:
-            self._staleness.settle(unit)
-            if self._cache.generation(unit) == unit.generation:
-                with record_function(f"fcdp::cache_load {unit.name}"):
-                    self._read(own)
-            else:
-                with record_function(f"fcdp::gather_inter {unit.name}"):
-                    own = self._cross(output_tensor, input_tensor)
-        with record_function(f"fcdp::gather_intra {unit.name}"):
-            self._spread(by_node, own)
+        assert size == self._unit.shard_bytes, (
+            f"{self._unit.name}: {size} bytes, planned {self._unit.shard_bytes}"
+        )
+        work = self._start(output_tensor, input_tensor)
+        if output_tensor.device.type == "cpu":
+            return work
+        work.wait()
+        return None
 
-    def _read(self, own: torch.Tensor) -> None:
-        """Put the cached shards where the gather inside the node expects them, in its output."""
-        self._ledger.hits += 1
-        count = self._cache.load(self._unit, own.unbind())
-        self._ledger.add("host_to_device", gather_phase(), count)
-
-    def _cross(self, output: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
-        """Gather this ``local_rank``'s shards from all nodes: (nodes, s). Stores them."""
+    def _start(self, output: torch.Tensor, shard: torch.Tensor) -> _Gathering:
         topology = self._topology
-        self._ledger.misses += 1
-        if topology.ranks_per_node == 1:
-            slice_ = output  # already laid out as it must be
-        else:
-            slice_ = torch.empty(topology.nodes * shard.numel(), dtype=shard.dtype, device=shard.device)
-        all_gather(slice_, shard, topology.inter).wait()
-        self._ledger.add("inter_node", gather_phase(), (topology.nodes - 1) * self._unit.shard_bytes)
-        own = slice_.view(topology.nodes, -1)
-        count = self._cache.store(self._unit, own)
-        self._ledger.add("device_to_host", gather_phase(), count)
-        return own
+        by_node = output.view(topology.nodes, topology.ranks_per_node, -1)
+        own = by_node[:, topology.local_rank].unbind()
+        if own[topology.node].data_ptr() != shard.data_ptr():
+            own[topology.node].copy_(shard)
+        phase = gather_phase()
+        if topology.nodes > 1:
+            self._staleness.settle(self._unit)
+            if self._cache.generation(self._unit) != self._unit.generation:
+                return self._cross(by_node, own, phase)
+            self._read(own, phase)
+        return _Gathering(self._spread(by_node, phase))
 
-    def _spread(self, by_node: torch.Tensor, own: torch.Tensor) -> None:
-        """Gather inside the node, once for each node's part, so that no part must be moved again."""
-        ranks = self._topology.ranks_per_node
+    def _read(self, own: Sequence[torch.Tensor], phase: Phase) -> None:
+        """Put the cached shards where the gather inside the node expects them."""
+        with record_function(f"fcdp::cache_load {self._unit.name}"):
+            count = self._cache.load(self._unit, own)
+        self._ledger.hits += 1
+        self._ledger.add("host_to_device", phase, count)
+
+    def _cross(
+        self, by_node: torch.Tensor, own: Sequence[torch.Tensor], phase: Phase
+    ) -> _Gathering:
+        """Gather this ``local_rank``'s shards from the other nodes; then store and spread them."""
+        generation = self._unit.generation
+
+        def store_and_spread() -> Sequence[Pending]:
+            with record_function(f"fcdp::cache_store {self._unit.name}"):
+                count = self._cache.store(self._unit, own, generation)
+            self._ledger.add("device_to_host", phase, count)
+            return self._spread(by_node, phase)
+
+        shards = dict(enumerate(own))
+        mine = dict.fromkeys(shards, own[self._topology.node])
+        with record_function(f"fcdp::gather_inter {self._unit.name}"):
+            works = swap(shards, mine, self._topology.inter)
+        self._ledger.misses += 1
+        self._ledger.add("inter_node", phase, (len(own) - 1) * self._unit.shard_bytes)
+        return _Gathering(works, store_and_spread)
+
+    def _spread(self, by_node: torch.Tensor, phase: Phase) -> Sequence[Pending]:
+        """Gather inside the node, once for each node's part: no part has to move afterwards."""
+        nodes, ranks, _ = by_node.shape
         if ranks == 1:
-            return
-        parts = [
-            all_gather(part.view(-1), shard, self._topology.intra)
-            for part, shard in zip(by_node.unbind(), own.unbind(), strict=True)
-        ]
-        for part in parts:
-            part.wait()
-        count = (ranks - 1) * self._topology.nodes * self._unit.shard_bytes
-        self._ledger.add("intra_node", gather_phase(), count)
+            return []
+        self._ledger.add("intra_node", phase, nodes * (ranks - 1) * self._unit.shard_bytes)
+        with record_function(f"fcdp::gather_intra {self._unit.name}"):
+            return [
+                work
+                for part in by_node.unbind()
+                for work in all_gather(part.view(-1), self._topology.intra)
+            ]
+
+
+class _Gathering(dist.Work):
+    """Exchanges under way, and what follows them."""
+
+    def __init__(
+        self,
+        works: Sequence[Pending],
+        proceed: Callable[[], Sequence[Pending]] | None = None,
+    ) -> None:
+        super().__init__()
+        self._works = works
+        self._proceed = proceed
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # noqa: B008 - immutable
+        """Order the current stream after the whole gather (block, on the CPU)."""
+        for work in self._works:
+            work.wait()
+        self._works = []
+        if self._proceed is not None:
+            proceed, self._proceed = self._proceed, None
+            for work in proceed():
+                work.wait()
+        return True

@@ -9,10 +9,12 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.profiler import record_function
 
-from fcdp.exchange import ReduceOp, reduce_scatter
+from fcdp.exchange import reduce_scatter
 from fcdp.ledger import Ledger
 from fcdp.topology import Topology
 from fcdp.unit import Unit
+
+_Op = dist.ReduceOp | dist.ReduceOp.RedOpType
 
 
 class HierarchicalReduce(ReduceScatter):
@@ -45,7 +47,7 @@ class HierarchicalReduce(ReduceScatter):
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
-        op: ReduceOp,
+        op: _Op,
         async_op: bool = False,
     ) -> None:
         """Reduce ``input_tensor`` (nodes·L·s) over all ranks; this rank's part is ``output_tensor``.
@@ -75,7 +77,7 @@ class HierarchicalReduce(ReduceScatter):
         """Forget the sums that wait, as after a failed step."""
         self._hold(None)
 
-    def _reduce_in_node(self, partial: torch.Tensor, gradients: torch.Tensor, op: ReduceOp) -> None:
+    def _reduce_in_node(self, partial: torch.Tensor, gradients: torch.Tensor, op: _Op) -> None:
         """Reduce (nodes, L, s) to (nodes, s), once for each node's part: no part moves twice."""
         nodes = self._topology.nodes
         parts = [
@@ -87,7 +89,7 @@ class HierarchicalReduce(ReduceScatter):
         sent = (self._topology.ranks_per_node - 1) * partial.numel() * partial.itemsize
         self._ledger.add("intra_node", "reduce", sent)
 
-    def _reduce_across(self, output: torch.Tensor, partial: torch.Tensor, op: ReduceOp) -> None:
+    def _reduce_across(self, output: torch.Tensor, partial: torch.Tensor, op: _Op) -> None:
         reduce_scatter(output, partial, op, self._topology.inter).wait()
         sent = (self._topology.nodes - 1) * output.numel() * output.itemsize
         self._ledger.add("inter_node", "reduce", sent)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 
+from fcdp.exchange import any_rank
 from fcdp.topology import Topology
 from fcdp.unit import Unit
 
@@ -72,7 +72,7 @@ class Staleness:
             ],
             dtype=torch.uint8,
         )
-        dist.all_reduce(written, op=dist.ReduceOp.MAX, group=self._topology.control)
+        any_rank(written, self._topology)
         for unit, stamp, stale in zip(self._units, stamps, written.tolist(), strict=True):
             unit.generation += stale
             unit.agreed_stamp = stamp

@@ -32,7 +32,6 @@ class Entry:
 
     name: str
     shard_bytes: int
-    generation: int = 1
 
 
 def tier(units: list[Any], place: Any) -> _HostTier:
@@ -49,9 +48,9 @@ def test_what_is_stored_comes_back_and_the_own_row_is_left_alone(
     stored = [torch.randn(nodes, numel) for numel in numels]
     for unit, shards in zip(units, stored, strict=True):
         assert cache.generation(unit) == 0
-        assert cache.store(unit, shards) == (nodes - 1) * unit.shard_bytes
+        assert cache.store(unit, shards.unbind(), 1) == (nodes - 1) * unit.shard_bytes
     for unit, shards in zip(units, stored, strict=True):
-        assert cache.generation(unit) == unit.generation
+        assert cache.generation(unit) == 1
         loaded = torch.full_like(shards, torch.nan)
         cache.load(unit, loaded.unbind())
         assert loaded[node].isnan().all()
@@ -64,7 +63,7 @@ def test_an_entry_holds_any_dtype_that_the_unit_gathers() -> None:
     odd, unit = Entry("odd", 3), Entry("unit", 6)
     cache = tier([odd, unit], Place(2, 0))
     shards = torch.tensor([[1, 2, 3], [4, 5, 6]], dtype=torch.bfloat16)
-    cache.store(unit, shards)
+    cache.store(unit, shards.unbind(), 1)
     loaded = torch.zeros_like(shards)
     cache.load(unit, loaded.unbind())
     assert torch.equal(loaded[1], shards[1])

@@ -58,7 +58,7 @@ class TinyLM(nn.Module):
     def __init__(self, adapted: bool, twice: bool, checkpointing: bool) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block(adapted) for _ in range(3))
+        self.blocks = nn.ModuleList(Block(adapted) for _ in range(2))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
