@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -20,23 +20,21 @@ class Pending(Protocol):
     def wait(self) -> object: ...
 
 
-def swap(
-    received: Mapping[int, torch.Tensor], sent: Mapping[int, torch.Tensor], group: dist.ProcessGroup
-) -> list[dist.Work]:
-    """Send ``sent[i]`` to the group's rank i and receive ``received[i]`` from it, for all i there.
+#: A rank of the group, and the tensor that goes to it or comes from it.
+Part = tuple[int, torch.Tensor]
 
-    A rank's own index is left out. Needs no buffer of its own.
-    """
+
+def swap(received: Sequence[Part], sent: Sequence[Part], group: dist.ProcessGroup) -> list[Pending]:
+    """Receive and send all parts at once; parts of one pair of ranks arrive in the order sent."""
     # All receives come first. A gloo rank announces on the same connection that it is ready to
-    # receive; were the announcement queued behind its own data, a full-duplex link would carry
-    # one direction at a time.
+    # receive. Were the announcement queued behind its own data, a full-duplex link would carry one
+    # direction at a time; were it made while data flows, it would wait for the connection's lock.
     operations = [
         dist.P2POp(operation, tensor, group=group, group_peer=peer)
-        for operation, tensors in ((dist.irecv, received), (dist.isend, sent))
-        for peer, tensor in tensors.items()
-        if peer != group.rank()
+        for operation, parts in ((dist.irecv, received), (dist.isend, sent))
+        for peer, tensor in parts
     ]
-    return dist.batch_isend_irecv(operations) if operations else []
+    return [*dist.batch_isend_irecv(operations)] if operations else []
 
 
 def any_rank(flags: torch.Tensor, topology: Topology) -> None:
@@ -48,39 +46,54 @@ def any_rank(flags: torch.Tensor, topology: Topology) -> None:
     inside = [node * ranks + other for other in range(ranks)]
     across = [other * ranks + local_rank for other in range(topology.nodes)]
     for peers in (inside, across):
-        received = {peer: torch.empty_like(flags) for peer in peers if peer != topology.rank}
-        for work in swap(received, dict.fromkeys(received, flags), topology.control):
+        received = [(peer, torch.empty_like(flags)) for peer in peers if peer != topology.rank]
+        sent = [(peer, flags) for peer, _ in received]
+        for work in swap(received, sent, topology.control):
             work.wait()
-        for other in received.values():
+        for _, other in received:
             flags |= other
 
 
-def all_gather(output: torch.Tensor, group: dist.ProcessGroup) -> Sequence[Pending]:
-    """Gather in place: each of the group's g ranks holds its part of ``output`` (g·s) already.
+def all_gather(outputs: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[Pending]:
+    """Gather each output (g·s) in place: each of the group's g ranks holds its part already.
 
-    Each rank sends (g−1)·s elements.
+    Each rank sends (g−1)·s elements an output.
     """
-    parts = dict(enumerate(output.view(group.size(), -1)))
-    own = parts[group.rank()]
-    if _over_gloo(output, group):  # whose own all-gather copies through buffers of its own
-        return swap(parts, dict.fromkeys(parts, own), group)
-    return [_all_gather(output, own, group=group, async_op=True)]
+    views = [output.view(group.size(), -1) for output in outputs]
+    if _over_gloo(views[0], group):  # whose own all-gather copies through buffers of its own
+        others = _others(group)
+        return swap(
+            [(peer, view[peer]) for view in views for peer in others],
+            [(peer, view[group.rank()]) for view in views for peer in others],
+            group,
+        )
+    return [
+        _all_gather(output, view[group.rank()], group=group, async_op=True)
+        for output, view in zip(outputs, views, strict=True)
+    ]
 
 
 def reduce_scatter(
-    output: torch.Tensor,
-    buffer: torch.Tensor,
+    outputs: Sequence[torch.Tensor],
+    buffers: Sequence[torch.Tensor],
     op: dist.ReduceOp | dist.ReduceOp.RedOpType,
     group: dist.ProcessGroup,
-) -> Pending:
-    """Reduce ``buffer`` (g·s) over the group's g ranks; this rank's part (s) goes to ``output``.
+) -> list[Pending]:
+    """Reduce each buffer (g·s) over the group's g ranks; this rank's part (s) goes to its output.
 
-    Each rank sends (g−1)·s elements. Over gloo ``op`` must be a sum.
+    Each rank sends (g−1)·s elements a buffer. Over gloo ``op`` must be a sum.
     """
-    if _over_gloo(buffer, group):
+    if _over_gloo(buffers[0], group):
         assert op == dist.ReduceOp.SUM, f"{op} over gloo: the engine asks FSDP2 for sums"
-        return _SwapAndAdd(output, buffer, group)
-    return _reduce_scatter(output, buffer, op=op, group=group, async_op=True)
+        return [_SwapAndAdd(outputs, buffers, group)]
+    return [
+        _reduce_scatter(output, buffer, op=op, group=group, async_op=True)
+        for output, buffer in zip(outputs, buffers, strict=True)
+    ]
+
+
+def _others(group: dist.ProcessGroup) -> list[int]:
+    return [peer for peer in range(group.size()) if peer != group.rank()]
 
 
 def _over_gloo(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
@@ -91,19 +104,29 @@ class _SwapAndAdd:
     """Reduce-scatter over gloo, whose own is an all-reduce that sends twice the minimum."""
 
     def __init__(
-        self, output: torch.Tensor, buffer: torch.Tensor, group: dist.ProcessGroup
+        self,
+        outputs: Sequence[torch.Tensor],
+        buffers: Sequence[torch.Tensor],
+        group: dist.ProcessGroup,
     ) -> None:
-        parts = dict(enumerate(buffer.view(group.size(), -1)))
-        received = {peer: torch.empty_like(output) for peer in parts if peer != group.rank()}
-        self._output = output
-        self._works = swap(received, parts, group)
-        # In rank order on every rank, whatever the order of arrival.
-        self._summands = [received.get(peer, part) for peer, part in parts.items()]
+        self._outputs = outputs
+        parts = [list(buffer.view(group.size(), -1).unbind()) for buffer in buffers]
+        #: For each output, the summands in rank order, whatever the order of arrival.
+        self._summands = [
+            [own if peer == group.rank() else torch.empty_like(own) for peer, own in enumerate(row)]
+            for row in parts
+        ]
+        others = _others(group)
+        self._works = swap(
+            [(peer, row[peer]) for row in self._summands for peer in others],
+            [(peer, row[peer]) for row in parts for peer in others],
+            group,
+        )
 
     def wait(self) -> None:
         for work in self._works:
             work.wait()
-        first, second, *more = self._summands
-        torch.add(first, second, out=self._output)
-        for summand in more:
-            self._output.add_(summand)
+        for output, (first, second, *more) in zip(self._outputs, self._summands, strict=True):
+            torch.add(first, second, out=output)
+            for summand in more:
+                output.add_(summand)

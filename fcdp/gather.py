@@ -102,10 +102,11 @@ class CachedGather(AllGather):
             self._ledger.add("device_to_host", phase, count)
             return self._spread(by_node, phase)
 
-        shards = dict(enumerate(own))
-        mine = dict.fromkeys(shards, own[self._topology.node])
+        shard = own[self._topology.node]
+        received = [(node, other) for node, other in enumerate(own) if other is not shard]
+        sent = [(node, shard) for node, _ in received]
         with record_function(f"fcdp::gather_inter {self._unit.name}"):
-            works = swap(shards, mine, self._topology.inter)
+            works = swap(received, sent, self._topology.inter)
         self._ledger.misses += 1
         self._ledger.add("inter_node", phase, (len(own) - 1) * self._unit.shard_bytes)
         return _Gathering(works, store_and_spread)
@@ -117,11 +118,7 @@ class CachedGather(AllGather):
             return []
         self._ledger.add("intra_node", phase, nodes * (ranks - 1) * self._unit.shard_bytes)
         with record_function(f"fcdp::gather_intra {self._unit.name}"):
-            return [
-                work
-                for part in by_node.unbind()
-                for work in all_gather(part.view(-1), self._topology.intra)
-            ]
+            return all_gather([part.view(-1) for part in by_node.unbind()], self._topology.intra)
 
 
 class _Gathering(dist.Work):

@@ -80,17 +80,15 @@ class HierarchicalReduce(ReduceScatter):
     def _reduce_in_node(self, partial: torch.Tensor, gradients: torch.Tensor, op: _Op) -> None:
         """Reduce (nodes, L, s) to (nodes, s), once for each node's part: no part moves twice."""
         nodes = self._topology.nodes
-        parts = [
-            reduce_scatter(part, buffer, op, self._topology.intra)
-            for part, buffer in zip(partial.view(nodes, -1), gradients.view(nodes, -1), strict=True)
-        ]
-        for part in parts:
+        outputs, buffers = partial.view(nodes, -1).unbind(), gradients.view(nodes, -1).unbind()
+        for part in reduce_scatter(outputs, buffers, op, self._topology.intra):
             part.wait()
         sent = (self._topology.ranks_per_node - 1) * partial.numel() * partial.itemsize
         self._ledger.add("intra_node", "reduce", sent)
 
     def _reduce_across(self, output: torch.Tensor, partial: torch.Tensor, op: _Op) -> None:
-        reduce_scatter(output, partial, op, self._topology.inter).wait()
+        for part in reduce_scatter([output], [partial], op, self._topology.inter):
+            part.wait()
         sent = (self._topology.nodes - 1) * output.numel() * output.itemsize
         self._ledger.add("inter_node", "reduce", sent)
 

@@ -21,7 +21,7 @@ def gather_and_reduce(numel: int, dtype: torch.dtype) -> None:
 
     output = torch.full_like(expected, torch.nan)
     output.view(world, -1)[topology.rank] = shard
-    for work in all_gather(output, group):
+    for work in all_gather([output], group):
         work.wait()
     assert torch.equal(output, expected)
 
@@ -29,7 +29,8 @@ def gather_and_reduce(numel: int, dtype: torch.dtype) -> None:
     total = buffer.float().clone()
     dist.all_reduce(total, group=group)
     reduced = torch.empty(numel, dtype=dtype)
-    reduce_scatter(reduced, buffer, dist.ReduceOp.SUM, group).wait()
+    for work in reduce_scatter([reduced], [buffer], dist.ReduceOp.SUM, group):
+        work.wait()
     torch.testing.assert_close(
         reduced, total.view(world, -1)[topology.rank].to(dtype), rtol=2e-2, atol=2e-2
     )
@@ -61,8 +62,7 @@ def test_a_flag_of_any_rank_reaches_all(ranks: Pools, nodes: int, ranks_per_node
 
 
 def swap_alone() -> int:
-    topology = topology_of(1, 1)
-    return len(swap({0: torch.zeros(1)}, {0: torch.zeros(1)}, topology.intra))
+    return len(swap([], [], topology_of(1, 1).intra))
 
 
 def test_one_rank_swaps_with_nobody(ranks: Pools) -> None:
