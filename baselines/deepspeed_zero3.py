@@ -13,7 +13,13 @@ import deepspeed
 import torch
 import torch.nn as nn
 
-from baselines.strategy import Job, causal_loss, make_optimizer, trainable_parameters
+from baselines.strategy import (
+    Job,
+    causal_loss,
+    make_optimizer,
+    trainable_parameters,
+    zero3_bytes,
+)
 
 #: DeepSpeed's defaults count elements. Of the paper's 30B model they are small shares, of a model
 #: that fits this testbed they are all of it. The same shares keep the same schedule.
@@ -24,15 +30,18 @@ _DEFAULT_PREFETCH_BUCKET = 5e7
 
 def build(model: nn.Module, job: Job) -> DeepSpeedZero3:
     """Partition ``model`` over all ranks with ``deepspeed.initialize``."""
+    closed_form = zero3_bytes(model, job)
     build_operators()
-    deepspeed.init_distributed(dist_backend="gloo" if job.topology.mesh.device_type == "cpu" else "nccl")
+    deepspeed.init_distributed(
+        dist_backend="gloo" if job.topology.mesh.device_type == "cpu" else "nccl"
+    )
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=trainable_parameters(model),
         optimizer=make_optimizer(model, job),
         config=configuration(model, job),
     )
-    return DeepSpeedZero3(engine)
+    return DeepSpeedZero3(engine, closed_form)
 
 
 def configuration(model: nn.Module, job: Job) -> dict[str, Any]:
@@ -114,8 +123,9 @@ class DeepSpeedZero3:
     policy: str | None = None
     host_cache_bytes: int | None = None
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, closed_form_bytes: float) -> None:
         self._engine = engine
+        self.closed_form_bytes = closed_form_bytes
 
     def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
         losses = []
@@ -125,9 +135,6 @@ class DeepSpeedZero3:
             self._engine.step()
             losses.append(loss.detach())
         return torch.stack(losses).mean()
-
-    def closed_form_bytes(self) -> float | None:
-        return None
 
     def take_ledger(self) -> dict[str, dict[str, float]] | None:
         return None

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn as nn
 
 import fcdp
 from baselines.fsdp2 import FSDP2, mixed_precision
-from baselines.strategy import Job
+from baselines.strategy import Job, trainable_parameters
 
 
 def build(model: nn.Module, job: Job) -> FCDP:
     """Shard every block and the root, frozen and trainable parameters apart, and cache them."""
+    # One gather and one reduction a step of what is trained, and nothing of what is frozen.
+    trained = sum(param.numel() for param in trainable_parameters(model))
+    nodes = job.topology.nodes
+    closed_form = 2 * (nodes - 1) / nodes * trained * job.dtype.itemsize
     fcdp.shard(
         model,
         job.topology,
@@ -21,7 +23,7 @@ def build(model: nn.Module, job: Job) -> FCDP:
         policy=fcdp.HostCache(),
         mp_policy=mixed_precision(job.dtype),
     )
-    return FCDP(model, job)
+    return FCDP(model, job, closed_form)
 
 
 class FCDP(FSDP2):
@@ -33,12 +35,6 @@ class FCDP(FSDP2):
     def backward(self, sequences: torch.Tensor, *, last: bool) -> torch.Tensor:
         with fcdp.accumulate(self.model, last=last):
             return super().backward(sequences, last=last)
-
-    def closed_form_bytes(self) -> float:
-        """One gather and one reduction of what is trained: 2·(n−1)/n·P, in the gather dtype."""
-        trained = sum(param.numel() for param in self.model.parameters() if param.requires_grad)
-        nodes = self.job.topology.nodes
-        return 2 * (nodes - 1) / nodes * trained * self.job.dtype.itemsize
 
     def take_ledger(self) -> dict[str, dict[str, float]]:
         """One node's bytes: by symmetry each of its ranks moves as much as this one."""

@@ -8,14 +8,15 @@ import torch
 import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from baselines.strategy import Job, causal_loss, make_optimizer
+from baselines.strategy import Job, causal_loss, make_optimizer, zero3_bytes
 
 
 def build(model: nn.Module, job: Job) -> FSDP2:
     """Shard every block and the root over the whole world."""
+    closed_form = zero3_bytes(model, job)
     for module in [*job.blocks, model]:
         fully_shard(module, mesh=job.topology.mesh, mp_policy=mixed_precision(job.dtype))
-    return FSDP2(model, job)
+    return FSDP2(model, job, closed_form)
 
 
 def mixed_precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
@@ -32,9 +33,10 @@ class FSDP2:
     engine_version = torch.__version__
     policy: str | None = None
 
-    def __init__(self, model: nn.Module, job: Job) -> None:
+    def __init__(self, model: nn.Module, job: Job, closed_form_bytes: float) -> None:
         self.model = model
         self.job = job
+        self.closed_form_bytes = closed_form_bytes
         self.optimizer = make_optimizer(model, job)
 
     def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -52,11 +54,8 @@ class FSDP2:
         model's gradients on every rank, which is not ZeRO-3 any more and does not fit at 30B.
         """
         loss = causal_loss(self.model, sequences) / self.job.accumulation
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss.detach()
-
-    def closed_form_bytes(self) -> float | None:
-        return None
 
     def take_ledger(self) -> dict[str, dict[str, float]] | None:
         return None

@@ -36,16 +36,14 @@ class Trainable(Protocol):
     engine_version: str
     #: Cache policy, for strategies that have one.
     policy: str | None
+    #: Least bytes a step that this schedule must send from one node, in the gather dtype.
+    closed_form_bytes: float
 
     def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
         """One optimizer step; each micro-batch is int64 (sequences, tokens + 1).
 
         Returns the mean loss of this rank's micro-batches, a scalar without gradient.
         """
-        ...
-
-    def closed_form_bytes(self) -> float | None:
-        """Least bytes a step that this schedule must send from one node; ``None`` if unknown."""
         ...
 
     def take_ledger(self) -> dict[str, dict[str, float]] | None:
@@ -76,12 +74,24 @@ def load(name: str) -> Strategy:
     return build
 
 
+def zero3_bytes(model: nn.Module, job: Job) -> float:
+    """Least bytes a step that ZeRO-3's schedule must send from one node, however it is exchanged.
+
+    Each micro-batch gathers every block in forward and in backward, what is outside of the blocks
+    once, and reduces the gradients: (n−1)/n of each must leave a node. Call it before sharding.
+    """
+    total = sum(param.numel() for param in model.parameters())
+    again = sum(param.numel() for block in job.blocks for param in block.parameters())
+    trained = sum(param.numel() for param in trainable_parameters(model))
+    nodes = job.topology.nodes
+    elements = (nodes - 1) / nodes * (total + again + trained)
+    return elements * job.accumulation * job.dtype.itemsize
+
+
 def causal_loss(model: nn.Module, sequences: torch.Tensor) -> torch.Tensor:
     """Next-token cross entropy of a ``transformers`` model on int64 (sequences, tokens + 1)."""
     logits: torch.Tensor = model(input_ids=sequences[:, :-1], use_cache=False).logits
-    return nn.functional.cross_entropy(
-        logits.flatten(0, 1).float(), sequences[:, 1:].flatten()
-    )
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), sequences[:, 1:].flatten())
 
 
 def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:

@@ -22,7 +22,7 @@ def build(cell: Cell) -> tuple[nn.Module, Sequence[nn.Module]]:
     """The cell's model and its transformer blocks, with equal weights on every rank."""
     torch.manual_seed(cell.seed)
     model = _FAMILIES[cell.model.family](cell.model, cell.sequence_length)
-    blocks: Sequence[nn.Module] = model.get_submodule(_BLOCKS[cell.model.family])  # type: ignore[assignment]
+    blocks: Sequence[nn.Module] = model.get_submodule(_BLOCKS[cell.model.family])
     if cell.tuning == "lora":
         model = _add_adapters(model, cell)
     return model, list(blocks)

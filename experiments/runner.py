@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from experiments import provenance, records
 from experiments.clusters.interface import Cluster, Outcome
+from experiments.gate import Gate
 from experiments.matrix import PlannedCell
 from experiments.provenance import Provenance
 from experiments.records import Cell, Measurement, Record, State
@@ -114,15 +115,18 @@ class _Runner:
         started_at, started = _now(), time.monotonic()
         network: dict[str, Any] = {}
         measurement = None
+        bandwidth = cell.inter_bandwidth_bits_per_s
         try:
-            network = self._cluster.shape(cell.inter_bandwidth_bits_per_s)
-            outcome = self._cluster.run(
-                WORKER,
-                [str(cell_file), str(directory)],
-                logs=directory / "logs",
-                environment={},
-                timeout_s=cell.timeout_s,
-            )
+            self._cluster.shape(None)
+            with Gate(directory, lambda: self._cluster.shape(bandwidth)) as gate:
+                outcome = self._cluster.run(
+                    WORKER,
+                    [str(cell_file), str(directory)],
+                    logs=directory / "logs",
+                    environment={},
+                    timeout_s=cell.timeout_s,
+                )
+            network = gate.network
             if outcome.state == "ok":
                 measurement = _measurement(directory / "measurement.json")
         except Exception:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from baselines import strategy as strategies
 from baselines.strategy import Job, Trainable
-from experiments import data, models
+from experiments import data, gate, models
 from experiments.clusters.counters import transmitted_bytes
 from experiments.records import Cell, Measurement
 from fcdp import Topology
@@ -74,6 +74,10 @@ class _Run:
     def measure(self) -> Measurement:
         """Warm up, then train ``steps`` steps between two readings of the kernel's counters."""
         cell, trainable = self.cell, self.trainable
+        dist.barrier(group=self.topology.control)
+        if self.topology.rank == 0:
+            gate.pass_through(self.output)
+        dist.barrier(group=self.topology.control)
         self._train(cell.warmup_steps)
         self.seconds.clear()
         trainable.take_ledger()
@@ -136,7 +140,7 @@ class _Run:
                 sum(step) / len(step) for step in zip(*(r["losses"] for r in ranks), strict=True)
             ],
             inter_node_bytes_per_step=max(r["sent"] for r in ranks) / cell.steps,
-            inter_node_bytes_closed_form=trainable.closed_form_bytes(),
+            inter_node_bytes_closed_form=trainable.closed_form_bytes,
             ledger_bytes_per_step=ledger and _per_step(ledger, cell.steps),
             peak_host_bytes=max(r["host"] for r in ranks),
             host_cache_bytes=trainable.host_cache_bytes,

@@ -27,9 +27,9 @@ def shard(
     topology: Topology,
     *,
     units: Iterable[nn.Module],
-    policy: CachePolicy = HostCache(),  # noqa: B008 - frozen
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen
-    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 - no state
+    policy: CachePolicy = HostCache(),
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy = OffloadPolicy(),
     reshard_after_forward: bool | None = None,
 ) -> nn.Module:
     """Shard ``model`` with FSDP2 and cache its gathered parameters, in place.
@@ -48,7 +48,7 @@ def shard(
     order: list[nn.Module] = []
     for block in [*blocks, model]:
         groups = _separate(block, blocks)
-        for group in [*groups, block]:
+        for group in [*groups, [block]]:
             fully_shard(
                 group,
                 mesh=topology.mesh,
@@ -65,7 +65,7 @@ def shard(
 def cache_parameters(
     model: nn.Module,
     topology: Topology,
-    policy: CachePolicy = HostCache(),  # noqa: B008 - frozen
+    policy: CachePolicy = HostCache(),
 ) -> nn.Module:
     """Cache the gathered parameters of a model that ``fully_shard`` has already sharded.
 
@@ -108,7 +108,8 @@ def _prefetch_forward(order: Sequence[nn.Module]) -> None:
     """Start each gather one unit ahead: where one thread both computes and issues gathers (gloo),
     nothing overlaps unless it is issued early. On CUDA the host runs ahead by itself."""
     for module, following in pairwise(order):
-        assert isinstance(module, FSDPModule) and isinstance(following, FSDPModule)
+        assert isinstance(module, FSDPModule)
+        assert isinstance(following, FSDPModule)
         module.set_modules_to_forward_prefetch([following])
 
 

@@ -38,7 +38,7 @@ class Cache(Protocol):
 
 
 class CachePolicy(Protocol):
-    """Chooses where entries live. A policy is one class; ``build`` is called once, by every rank."""
+    """Chooses where entries live. A policy is one class; every rank calls ``build`` once."""
 
     def build(self, units: Sequence[Unit], topology: Topology, device: torch.device) -> Cache: ...
 

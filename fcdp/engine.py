@@ -10,7 +10,10 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from fcdp.cache import CachePolicy
 from fcdp.exchange import any_rank

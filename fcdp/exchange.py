@@ -29,6 +29,12 @@ def swap(received: Sequence[Part], sent: Sequence[Part], group: dist.ProcessGrou
     # All receives come first. A gloo rank announces on the same connection that it is ready to
     # receive. Were the announcement queued behind its own data, a full-duplex link would carry one
     # direction at a time; were it made while data flows, it would wait for the connection's lock.
+    if "gloo" in dist.get_backend(group):
+        # The group's own methods: torch.distributed's wrappers cost as much as a small message.
+        return [
+            *(group.recv([tensor], peer, 0) for peer, tensor in received),
+            *(group.send([tensor], peer, 0) for peer, tensor in sent),
+        ]
     operations = [
         dist.P2POp(operation, tensor, group=group, group_peer=peer)
         for operation, parts in ((dist.irecv, received), (dist.isend, sent))

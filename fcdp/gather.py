@@ -133,7 +133,7 @@ class _Gathering(dist.Work):
         self._works = works
         self._proceed = proceed
 
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # noqa: B008 - immutable
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Order the current stream after the whole gather (block, on the CPU)."""
         for work in self._works:
             work.wait()

@@ -31,7 +31,8 @@ class Ledger:
     misses: int = 0
     #: Host memory that this rank's cache holds, in bytes; page-locked on CUDA.
     host_cache_bytes: int = 0
-    #: Device memory that waits for the last micro-batch (``fcdp.accumulate``), in bytes, and its peak.
+    #: Gradient sums that wait for the last micro-batch (``fcdp.accumulate``), in bytes of device
+    #: memory, and their peak.
     pending_bytes: int = 0
     peak_pending_bytes: int = 0
 
@@ -48,7 +49,10 @@ class Ledger:
 
     def snapshot(self) -> dict[str, dict[str, int]]:
         """A plain copy of ``bytes``."""
-        return {link: dict(phases) for link, phases in self.bytes.items()}
+        return {
+            link: {phase: count for phase, count in phases.items()}  # noqa: C416 - the key's type
+            for link, phases in self.bytes.items()
+        }
 
     def reset(self) -> None:
         """Start a new window of counts; what is held stays."""

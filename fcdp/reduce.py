@@ -50,7 +50,7 @@ class HierarchicalReduce(ReduceScatter):
         op: _Op,
         async_op: bool = False,
     ) -> None:
-        """Reduce ``input_tensor`` (nodes·L·s) over all ranks; this rank's part is ``output_tensor``.
+        """Reduce ``input_tensor`` (nodes·L·s) over all ranks into ``output_tensor`` (s).
 
         While deferring, ``output_tensor`` is zero: FSDP2 adds it to ``.grad``, which then holds
         the whole sum after the last micro-batch. Complete in stream order when it returns.

@@ -95,8 +95,8 @@ class Network:
         """Limit every node's egress to ``bits_per_s``, or lift the limit with ``None``.
 
         Returns what the kernel reports to have set: the rate in bits a second, the burst and the
-        queue's limit in bytes, and the nodes' TCP congestion control. Raises ``ValueError`` for a rate that cannot be had and
-        ``ClusterError`` if the kernel has no token bucket.
+        queue's limit in bytes, and the nodes' TCP congestion control. Raises ``ValueError`` for a
+        rate that cannot be had and ``ClusterError`` if the kernel has no token bucket.
         """
         if bits_per_s is not None and not LOWEST_RATE <= bits_per_s <= HIGHEST_RATE:
             raise ValueError(

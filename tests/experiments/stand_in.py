@@ -35,6 +35,9 @@ if behaviour == "hang":
 if behaviour == "raise" and rank == 1:
     raise RuntimeError("rank 1 raises")
 if rank == 0:
+    (output / "ready").touch()
+    while not (output / "open").exists():
+        time.sleep(0.005)
     with (output / "progress.jsonl").open("a") as file:
         for step in range(cell["steps"]):
             time.sleep(float(os.environ["STEP_SECONDS"]))

@@ -174,5 +174,3 @@ def collected() -> bool:
 
 def test_the_engine_dies_with_its_model(ranks: Pools) -> None:
     assert all(ranks.run(2, collected))
-
-

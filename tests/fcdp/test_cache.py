@@ -93,7 +93,10 @@ def arena_bytes() -> tuple[int, int]:
     topology = topology_of(2, 2)
     settings = Settings(2, 2)
     model = shard_with_fcdp(make_model(settings), topology, settings)
-    padded = sum(-(-param.shape[0] // 4) * 4 * param[0].numel() * 4 for param in make_model(settings).parameters())
+    padded = sum(
+        -(-param.shape[0] // 4) * 4 * param[0].numel() * 4
+        for param in make_model(settings).parameters()
+    )
     return fcdp.ledger(model).host_cache_bytes, padded
 
 

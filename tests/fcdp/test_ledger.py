@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fcdp.ledger import Ledger
-from tests.fcdp.training import Result, Settings, topology_of, make_model, shard_with_fcdp, train
 from fcdp.engine import engine_of
+from fcdp.ledger import Ledger
+from tests.fcdp.training import Result, Settings, make_model, shard_with_fcdp, topology_of, train
 from tests.ranks import Pools
 
 
@@ -21,7 +21,11 @@ def node_bytes(result: Result, settings: Settings, link: str, phase: str) -> flo
 
 def gathered_bytes(settings: Settings) -> tuple[int, int]:
     """Padded bytes of all units and of the trainable ones, from the units' own layout."""
-    engine = engine_of(shard_with_fcdp(make_model(settings), topology_of(settings.nodes, settings.ranks_per_node), settings))
+    engine = engine_of(
+        shard_with_fcdp(
+            make_model(settings), topology_of(settings.nodes, settings.ranks_per_node), settings
+        )
+    )
     sizes = [(unit.shard_bytes * settings.world_size, unit.trainable) for unit in engine.units]
     return sum(size for size, _ in sizes), sum(size for size, trainable in sizes if trainable)
 
@@ -83,13 +87,17 @@ def test_reset_starts_a_new_window_and_keeps_what_is_held() -> None:
     ledger.hold(-60)
     assert (ledger.total("inter_node"), ledger.peak_pending_bytes) == (3, 100)
     ledger.reset()
-    assert (ledger.total("inter_node"), ledger.pending_bytes, ledger.peak_pending_bytes) == (0, 40, 40)
+    assert (ledger.total("inter_node"), ledger.pending_bytes, ledger.peak_pending_bytes) == (
+        0,
+        40,
+        40,
+    )
 
 
 def pending_peak(settings: Settings) -> tuple[int, int, int]:
     """Peak of waiting gradient bytes, what waits in the end, and the closed form."""
-    from tests.fcdp.training import batches, loss_of
     import fcdp
+    from tests.fcdp.training import batches, loss_of
 
     topology = topology_of(settings.nodes, settings.ranks_per_node)
     model = shard_with_fcdp(make_model(settings), topology, settings)

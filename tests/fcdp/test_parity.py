@@ -31,7 +31,7 @@ def compare(ranks: Pools, settings: Settings, *, against: str = "fsdp2", exact: 
 
 
 def sums_alike(settings: Settings) -> bool:
-    """Two summands have one order; with more, gloo's ring and the hierarchy add in different ones."""
+    """Two summands have one order; with more, gloo's ring and the hierarchy differ."""
     return settings.world_size <= 2
 
 
@@ -41,9 +41,7 @@ def sums_alike(settings: Settings) -> bool:
 def test_twenty_steps_match_fsdp2(
     ranks: Pools, nodes: int, ranks_per_node: int, adapted: bool, accumulation: int
 ) -> None:
-    settings = Settings(
-        nodes, ranks_per_node, adapted=adapted, accumulation=accumulation, steps=20
-    )
+    settings = Settings(nodes, ranks_per_node, adapted=adapted, accumulation=accumulation, steps=20)
     # With several micro-batches FCDP adds them up before the ranks, FSDP2 after.
     exact = settings.world_size == 1 or (sums_alike(settings) and accumulation == 1)
     compare(ranks, settings, exact=exact)
@@ -69,9 +67,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 1), (2, 2)])
-def test_variants_match_fsdp2(
-    ranks: Pools, nodes: int, ranks_per_node: int, variant: str
-) -> None:
+def test_variants_match_fsdp2(ranks: Pools, nodes: int, ranks_per_node: int, variant: str) -> None:
     settings = replace(Settings(nodes, ranks_per_node), **VARIANTS[variant])
     compare(ranks, settings, exact=sums_alike(settings))
 

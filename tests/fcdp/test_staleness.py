@@ -106,7 +106,9 @@ def write_between_forward_and_backward() -> str:
 
 
 def test_a_write_in_mid_step_is_an_error_that_names_the_unit(ranks: Pools) -> None:
-    assert all("fcdp.invalidate" in message for message in ranks.run(2, write_between_forward_and_backward))
+    assert all(
+        "fcdp.invalidate" in message for message in ranks.run(2, write_between_forward_and_backward)
+    )
 
 
 def unshard_before_forward() -> tuple[int, torch.Tensor, torch.Tensor]:
