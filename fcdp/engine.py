@@ -96,11 +96,11 @@ class Engine:
         self.staleness.invalidate()
 
     def _before_step(self, optimizer: Optimizer) -> None:
+        if not any(reduce.pending for reduce in self._reduces):
+            return
         ours = {id(param) for unit in self.units for param in unit.params}
         stepped = (param for group in optimizer.param_groups for param in group["params"])
-        if any(reduce.pending for reduce in self._reduces) and any(
-            id(param) in ours for param in stepped
-        ):
+        if any(id(param) in ours for param in stepped):
             raise RuntimeError(
                 "optimizer step while gradients wait to be reduced across nodes; "
                 "run the last micro-batch's backward under fcdp.accumulate(model, last=True)"

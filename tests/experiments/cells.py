@@ -1,0 +1,121 @@
+"""Small cells for tests that run them, and workers with a rank that fails; imported by ranks."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from experiments.clusters.emulated import EmulatedCluster
+from experiments.clusters.interface import Outcome
+from experiments.gate import Gate
+from experiments.records import Cell, ClusterSpec, Measurement, ModelSpec
+from experiments.runner import WORKER
+
+NODES, RANKS_PER_NODE = 2, 2
+
+_DEFAULTS: dict[str, Any] = {
+    "matrix": "tests",
+    "tuning": "full",
+    "cluster": ClusterSpec(nodes=NODES, ranks_per_node=RANKS_PER_NODE),
+    "inter_bandwidth_bits_per_s": None,
+    "sequence_length": 64,
+    "micro_batch": 1,
+    "accumulation": 1,
+    "dtype": "float32",
+    "lora_rank": 8,
+    "learning_rate": 1e-3,
+    "warmup_steps": 1,
+    "steps": 3,
+    "timeout_s": 60,
+}
+
+
+def model_spec(
+    family: Literal["gpt2", "llama"], *, layers: int = 4, width: int = 128, heads: int = 4
+) -> ModelSpec:
+    return ModelSpec(
+        name=f"{family}-{layers}x{width}", family=family, layers=layers, width=width, heads=heads
+    )
+
+
+def cell(strategy: str, **settings: Any) -> Cell:
+    """A cell of a few small steps; ``settings`` are those of its fields that matter."""
+    return Cell(**{**_DEFAULTS, "model": model_spec("gpt2"), "strategy": strategy, **settings})
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a cell ended."""
+
+    cell: Cell
+    directory: Path
+    outcome: Outcome
+    seconds: float
+
+    @property
+    def measurement(self) -> Measurement:
+        assert self.outcome.state == "ok", f"{self.cell.id}: {self.outcome}"
+        file = self.directory / "measurement.json"
+        return Measurement.model_validate_json(file.read_bytes())
+
+    @property
+    def sent(self) -> float:
+        """Bytes a step that the busiest node has sent, by the kernel's count."""
+        return self.measurement.inter_node_bytes_per_step
+
+
+def run(
+    cluster: EmulatedCluster, cell: Cell, directory: Path, entry: str = WORKER, *arguments: str
+) -> Run:
+    """Run one cell as the runner does; ``entry`` takes the worker's arguments and more."""
+    directory.mkdir()
+    file = directory / "cell.json"
+    file.write_text(cell.model_dump_json(), encoding="utf-8")
+    cluster.shape(None)
+    started = time.monotonic()
+    bandwidth = cell.inter_bandwidth_bits_per_s
+    with Gate(directory, lambda: cluster.shape(bandwidth)):
+        outcome = cluster.run(
+            entry,
+            [str(file), str(directory), *arguments],
+            logs=directory / "logs",
+            environment={},
+            timeout_s=cell.timeout_s,
+        )
+    return Run(cell, directory, outcome, time.monotonic() - started)
+
+
+FAILING_WORKER = f"{__name__}:fail_in_mid_step"
+
+
+def fail_in_mid_step(cell_file: str, output_directory: str, how: str, failing: str) -> None:
+    """The worker, but for one rank, which goes in the backward of its second step."""
+    from experiments import models, worker
+
+    build = models.build
+
+    def build_and_hook(cell: Cell) -> Any:
+        model, blocks = build(cell)
+        backwards = itertools.count(1)
+
+        def fail(*_: object) -> None:
+            if next(backwards) == 2:
+                _go(how)
+
+        blocks[1].register_full_backward_pre_hook(fail)
+        return model, blocks
+
+    if os.environ["RANK"] == failing:
+        models.build = build_and_hook
+    worker.main(cell_file, output_directory)
+
+
+def _go(how: str) -> None:
+    if how == "raise":
+        raise ValueError("the cause of it all")
+    os.kill(os.getpid(), getattr(signal, how))
