@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -40,21 +40,23 @@ def shard(
     adapters before. Make the optimizer after.
 
     ``mp_policy``, ``offload_policy`` and ``reshard_after_forward`` mean what they mean to
-    ``fully_shard``. Raises ``ValueError`` for a model that is sharded already, parameters that are
+    ``fully_shard``. By default adapters stay gathered from forward to backward if all of them
+    together are no larger than the slice of one block that a rank gathers across nodes. Raises ``ValueError`` for a model that is sharded already, parameters that are
     DTensors (tensor parallelism), a unit outside the model, or too little host memory.
     """
     blocks = list(units)
     _check_plain(model, blocks)
+    separate = {block: _separate(block, blocks) for block in [*blocks, model]}
+    keep = reshard_after_forward is None and _fit_in_a_slice(separate, topology)
     order: list[nn.Module] = []
-    for block in [*blocks, model]:
-        groups = _separate(block, blocks)
+    for block, groups in separate.items():
         for group in [*groups, [block]]:
             fully_shard(
                 group,
                 mesh=topology.mesh,
                 mp_policy=mp_policy,
                 offload_policy=offload_policy,
-                reshard_after_forward=reshard_after_forward,
+                reshard_after_forward=False if keep and group in groups else reshard_after_forward,
             )
         order += [block, *(group[0] for group in groups)]
     if topology.mesh.device_type == "cpu":
@@ -159,6 +161,20 @@ def _separate(block: nn.Module, blocks: list[nn.Module]) -> list[list[nn.Module]
             continue
         groups[next(iter(kinds))].append(module)
     return list(groups.values())
+
+
+def _fit_in_a_slice(
+    separate: Mapping[nn.Module, Sequence[Sequence[nn.Module]]], topology: Topology
+) -> bool:
+    """Whether all split-off groups take no more memory than 1/L of the largest block."""
+
+    def size(module: nn.Module) -> int:
+        return sum(param.numel() * param.itemsize for param in module.parameters())
+
+    kept = sum(size(module) for groups in separate.values() for group in groups for module in group)
+    *blocks, _root = separate
+    largest = max(map(size, blocks), default=0)
+    return kept <= largest / topology.ranks_per_node
 
 
 def _own_modules(block: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:

@@ -1,0 +1,124 @@
+"""Writes the README's tables from the committed records.
+
+python scripts/readme.py           rewrite the README
+python scripts/readme.py --check   fail if that would change it
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from analysis import text
+from analysis.frame import load
+from experiments.matrix import format_bandwidth
+from experiments.records import Cell, Record
+from experiments.summary_table import summary
+
+ROOT = Path(__file__).resolve().parent.parent
+_HEAD = (
+    "| Model | Tuning | Link | Micro-batches | ZeRO-3, DeepSpeed s/step | ZeRO-3, FSDP2 s/step "
+    "| FCDP s/step | speed-up | over FSDP2 | ZeRO-3 MB/step | FCDP MB/step | FCDP minimum |\n"
+    "|---|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
+)
+
+
+def tables() -> dict[str, str]:
+    """The text of each marked place, by its name."""
+    return {matrix: _printed(matrix) for matrix in ("quickstart",)} | {
+        matrix: _condensed(load(_records(matrix))) for matrix in ("reference", "unshaped")
+    }
+
+
+def rewritten(readme: str) -> str:
+    """The README with each marked place filled; raises ``ValueError`` if one is missing."""
+    for name, table in tables().items():
+        place = re.compile(f"(<!-- {name}: .*? -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
+        filled = table.replace("\\", r"\\")
+        readme, count = place.subn(rf"\g<1>{filled}\n\g<2>", readme)
+        if count != 1:
+            raise ValueError(f"README.md: found {count} places for {name}, expected 1")
+    return readme
+
+
+def _records(matrix: str) -> Path:
+    return ROOT / "results" / matrix / "records.jsonl"
+
+
+def _printed(matrix: str) -> str:
+    """What the command prints at its end."""
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(summary(load(_records(matrix))))
+    lines = (line.rstrip() for line in console.export_text().strip("\n").splitlines())
+    return "```\n" + "\n".join(lines) + "\n```"
+
+
+def _condensed(records: Sequence[Record]) -> str:
+    """One row a comparison, as Markdown."""
+    comparisons: dict[tuple[object, ...], dict[str, Record]] = {}
+    for record in records:
+        if record.state != "skipped":
+            comparisons.setdefault(_setting(record.cell), {})[record.cell.strategy] = record
+    return "\n".join([_HEAD, *(_row(setting, by) for setting, by in comparisons.items())])
+
+
+def _setting(cell: Cell) -> tuple[object, ...]:
+    link = format_bandwidth(cell.inter_bandwidth_bits_per_s)
+    return cell.model.name, cell.tuning, link, cell.accumulation
+
+
+def _row(setting: tuple[object, ...], by_strategy: dict[str, Record]) -> str:
+    deepspeed, fsdp2, fcdp = (
+        by_strategy.get(name) for name in ("deepspeed-zero3", "fsdp2", "fcdp")
+    )
+    cells = [
+        *map(str, setting),
+        *(text.number(_seconds(record)) for record in (deepspeed, fsdp2, fcdp)),
+        text.times(_faster(fcdp, deepspeed)),
+        text.times(_faster(fcdp, fsdp2)),
+        *(text.number(_megabytes(record)) for record in (deepspeed or fsdp2, fcdp)),
+        text.number(_least_megabytes(fcdp)),
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _seconds(record: Record | None) -> float | None:
+    return None if record is None else record.step_seconds_median
+
+
+def _faster(record: Record | None, other: Record | None) -> float | None:
+    mine, theirs = _seconds(record), _seconds(other)
+    return None if mine is None or theirs is None else theirs / mine
+
+
+def _megabytes(record: Record | None) -> float | None:
+    if record is None or record.measurement is None:
+        return None
+    return record.measurement.inter_node_bytes_per_step / 1e6
+
+
+def _least_megabytes(record: Record | None) -> float | None:
+    if record is None or record.measurement is None:
+        return None
+    least = record.measurement.inter_node_bytes_closed_form
+    return None if least is None else least / 1e6
+
+
+def main(arguments: Sequence[str]) -> int:
+    path = ROOT / "README.md"
+    before = path.read_text(encoding="utf-8")
+    after = rewritten(before)
+    if "--check" in arguments:
+        if after != before:
+            print("README.md differs from the records: run python scripts/readme.py")
+        return int(after != before)
+    path.write_text(after, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
