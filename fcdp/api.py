@@ -41,8 +41,10 @@ def shard(
 
     ``mp_policy``, ``offload_policy`` and ``reshard_after_forward`` mean what they mean to
     ``fully_shard``. By default adapters stay gathered from forward to backward if all of them
-    together are no larger than the slice of one block that a rank gathers across nodes. Raises ``ValueError`` for a model that is sharded already, parameters that are
-    DTensors (tensor parallelism), a unit outside the model, or too little host memory.
+    together are no larger than the slice of one block that a rank gathers across nodes.
+
+    Raises ``ValueError`` for a model that is sharded already, parameters that are DTensors (tensor
+    parallelism), a unit outside the model, or too little host memory.
     """
     blocks = list(units)
     _check_plain(model, blocks)
