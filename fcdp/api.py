@@ -50,7 +50,6 @@ def shard(
     _check_plain(model, blocks)
     separate = {block: _separate(block, blocks) for block in [*blocks, model]}
     keep = reshard_after_forward is None and _fit_in_a_slice(separate, topology)
-    order: list[nn.Module] = []
     for block, groups in separate.items():
         for group in [*groups, [block]]:
             fully_shard(
@@ -60,9 +59,9 @@ def shard(
                 offload_policy=offload_policy,
                 reshard_after_forward=False if keep and group in groups else reshard_after_forward,
             )
-        order += [block, *(group[0] for group in groups)]
     if topology.mesh.device_type == "cpu":
-        _prefetch_forward([model, *(module for module in order if module is not model)])
+        stages = [[block, *(group[0] for group in separate[block])] for block in blocks]
+        _prefetch_forward([[model], *stages])
     return cache_parameters(model, topology, policy)
 
 
@@ -108,13 +107,17 @@ def ledger(model: nn.Module) -> Ledger:
     return engine_of(model).ledger
 
 
-def _prefetch_forward(order: Sequence[nn.Module]) -> None:
-    """Start each gather one unit ahead: where one thread both computes and issues gathers (gloo),
-    nothing overlaps unless it is issued early. On CUDA the host runs ahead by itself."""
-    for module, following in pairwise(order):
+def _prefetch_forward(stages: Sequence[Sequence[nn.Module]]) -> None:
+    """Start the gathers of each block and of its adapters while the block before it computes.
+
+    Where one thread both computes and issues gathers (gloo), nothing overlaps unless it is issued
+    early. On CUDA the host runs ahead by itself.
+    """
+    for (module, *_), following in pairwise(stages):
         assert isinstance(module, FSDPModule)
-        assert isinstance(following, FSDPModule)
-        module.set_modules_to_forward_prefetch([following])
+        module.set_modules_to_forward_prefetch(
+            [unit for unit in following if isinstance(unit, FSDPModule)]
+        )
 
 
 def _check_plain(model: nn.Module, blocks: list[nn.Module]) -> None:
