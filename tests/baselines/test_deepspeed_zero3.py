@@ -1,0 +1,253 @@
+"""DeepSpeed's configuration: on a small model what its defaults are on one of 30B."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib
+import os
+import tempfile
+import threading
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.nn as nn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experiments import models
+from tests.baselines.jobs import job
+from tests.experiments.cells import cell, model_spec
+
+Family = Literal["gpt2", "llama"]
+
+#: What DeepSpeed takes if nothing is said; the rules of the configuration refer to these.
+DEFAULT_MAX_LIVE = 10**9
+DEFAULT_REUSE_DISTANCE = 10**9
+DEFAULT_PREFETCH_BUCKET = 5 * 10**7
+DEFAULT_PERSISTENCE = 10**5
+DEFAULT_REDUCE_BUCKET = 5 * 10**8
+
+shapes = st.tuples(
+    st.sampled_from(["gpt2", "llama"]),
+    st.integers(1, 6),  # layers
+    st.sampled_from([8, 32, 48, 64, 128, 256, 1024]),  # width
+    st.sampled_from([None, 1, 8, 64]),  # LoRA's rank
+)
+
+
+@lru_cache(maxsize=64)
+def build(
+    family: Family, layers: int, width: int, lora_rank: int | None = None
+) -> tuple[nn.Module, list[nn.Module]]:
+    """A model without memory: sizes are all that matters here."""
+    tuning = {} if lora_rank is None else {"tuning": "lora", "lora_rank": lora_rank}
+    spec = model_spec(family, layers=layers, width=width, heads=1)
+    with torch.device("meta"):
+        model, blocks = models.build(cell("deepspeed-zero3", model=spec, **tuning))
+    return model, list(blocks)
+
+
+def strategy() -> Any:
+    """The module under test, imported when a test first needs it: DeepSpeed takes seconds."""
+    return importlib.import_module("baselines.deepspeed_zero3")
+
+
+def configured(model: nn.Module, blocks: list[nn.Module], **settings: Any) -> dict[str, Any]:
+    configuration: dict[str, Any] = strategy().configuration(model, job(blocks, **settings))
+    return configuration
+
+
+def count(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
+
+
+def test_the_defaults_are_those_that_the_rules_start_from() -> None:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    defaults = DeepSpeedZeroConfig(stage=3)
+    assert defaults.max_live_parameters == DEFAULT_MAX_LIVE
+    assert defaults.max_reuse_distance == DEFAULT_REUSE_DISTANCE
+    assert defaults.prefetch_bucket_size == DEFAULT_PREFETCH_BUCKET
+    assert defaults.param_persistence_threshold == DEFAULT_PERSISTENCE
+    assert defaults.reduce_bucket_size == DEFAULT_REDUCE_BUCKET
+
+
+def test_deepspeed_understands_every_setting() -> None:
+    """A misspelt one would be ignored, and the default taken in its place."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    given_settings = configured(*build("gpt2", 4, 128))["zero_optimization"]
+    understood = DeepSpeedZeroConfig(**given_settings)
+    fields = {field.alias or name: name for name, field in DeepSpeedZeroConfig.model_fields.items()}
+    for setting, value in given_settings.items():
+        assert getattr(understood, fields[setting]) == value
+
+
+def test_nothing_is_clipped() -> None:
+    assert configured(*build("gpt2", 1, 32))["gradient_clipping"] == 0.0
+
+
+def test_nothing_is_printed_and_nothing_is_timed_between_steps() -> None:
+    configuration = configured(*build("gpt2", 1, 32))
+    assert configuration["steps_per_print"] > 10**6
+    assert configuration["wall_clock_breakdown"] is False
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_batch_and_dtype_are_the_jobs(dtype: torch.dtype, accumulation: int) -> None:
+    configuration = configured(*build("gpt2", 1, 32), dtype=dtype, accumulation=accumulation)
+    assert configuration["bf16"] == {"enabled": dtype == torch.bfloat16}
+    assert configuration["gradient_accumulation_steps"] == accumulation
+    assert configuration["train_micro_batch_size_per_gpu"] == 1
+
+
+@given(shapes)
+@settings(max_examples=40, deadline=None)
+def test_the_rules_hold_for_every_model(shape: tuple[Family, int, int, int | None]) -> None:
+    model, blocks = build(*shape)
+    zero = configured(model, blocks)["zero_optimization"]
+    assert zero["stage"] == 3
+    # Two blocks may be whole at a time, and gradients are reduced a block at a time.
+    block = max(map(count, blocks))
+    assert zero["stage3_max_live_parameters"] == 2 * block
+    assert zero["reduce_bucket_size"] == block
+    # Shares of the model as of 30B, but never nothing: 0 would mean something else.
+    total = count(model)
+    for setting, default in (
+        ("stage3_max_reuse_distance", DEFAULT_REUSE_DISTANCE),
+        ("stage3_prefetch_bucket_size", DEFAULT_PREFETCH_BUCKET),
+    ):
+        assert zero[setting] >= 1
+        assert abs(zero[setting] - total * default / 30e9) <= 1
+
+
+@given(shapes)
+@settings(max_examples=40, deadline=None)
+def test_no_matrix_stays_whole_on_every_rank(shape: tuple[Family, int, int, int | None]) -> None:
+    model, blocks = build(*shape)
+    threshold = configured(model, blocks)["zero_optimization"]["stage3_param_persistence_threshold"]
+    # DeepSpeed keeps parameters of at most that many elements.
+    kept = {name for name, param in model.named_parameters() if param.numel() <= threshold}
+    for name, param in model.named_parameters():
+        if param.dim() > 1 and "lora_" not in name:
+            assert name not in kept
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [("gpt2", 4, 128), ("llama", 4, 128), ("gpt2", 4, 256), ("llama", 4, 256)],
+    ids=lambda shape: f"{shape[0]}-{shape[1]}x{shape[2]}",
+)
+@pytest.mark.parametrize("lora_rank", [None, 8])
+def test_vectors_and_factors_of_the_matrices_models_stay_whole(
+    shape: tuple[Family, int, int], lora_rank: int | None
+) -> None:
+    model, blocks = build(*shape, lora_rank)
+    threshold = configured(model, blocks)["zero_optimization"]["stage3_param_persistence_threshold"]
+    for name, param in model.named_parameters():
+        small = param.dim() == 1 or "lora_" in name
+        assert (param.numel() <= threshold) == small, name
+
+
+def test_a_model_of_30b_gets_nearly_the_defaults() -> None:
+    model, blocks = build("gpt2", 48, 7168)
+    assert count(model) == pytest.approx(30e9, rel=0.02)
+    zero = configured(model, blocks)["zero_optimization"]
+    assert zero["stage3_max_reuse_distance"] == pytest.approx(DEFAULT_REUSE_DISTANCE, rel=0.02)
+    assert zero["stage3_prefetch_bucket_size"] == pytest.approx(DEFAULT_PREFETCH_BUCKET, rel=0.02)
+    assert zero["stage3_max_live_parameters"] == pytest.approx(DEFAULT_MAX_LIVE, rel=0.25)
+    assert zero["reduce_bucket_size"] == pytest.approx(DEFAULT_REDUCE_BUCKET, rel=0.25)
+    # The same parameters stay whole as with the default.
+    for setting in (zero["stage3_param_persistence_threshold"], DEFAULT_PERSISTENCE):
+        kept = [param for param in model.parameters() if param.numel() <= setting]
+        assert {param.dim() for param in kept} == {1}
+        assert len(kept) == sum(param.dim() == 1 for param in model.parameters())
+
+
+class Operator:
+    """Stands in for DeepSpeed's builder of an operator; sees whether the lock is held."""
+
+    def __init__(self, lock: Path) -> None:
+        self.lock = lock
+        self.loads = 0
+        self.together = 0
+        self.inside = threading.Semaphore(1)
+
+    def __call__(self) -> Operator:
+        return self
+
+    def load(self, verbose: bool) -> None:
+        assert not verbose
+        self.loads += 1
+        if not self.inside.acquire(blocking=False):
+            self.together += 1
+            return
+        assert is_locked(self.lock)
+        self.inside.release()
+
+
+def is_locked(path: Path) -> bool:
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+@pytest.fixture
+def operator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Operator:
+    from deepspeed.ops.op_builder import cpu
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    operator = Operator(tmp_path / f"deepspeed-build-{os.getuid()}.lock")
+    monkeypatch.setattr(cpu, "ShareMemCommBuilder", operator)
+    return operator
+
+
+def test_the_operator_is_built_by_one_rank_at_a_time(operator: Operator) -> None:
+    ranks = [threading.Thread(target=strategy().build_operators) for _ in range(8)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(30)
+    assert operator.loads == 8
+    assert operator.together == 0
+    assert not is_locked(operator.lock)
+
+
+def test_a_rank_waits_for_the_one_that_builds(operator: Operator) -> None:
+    waiting = threading.Thread(target=strategy().build_operators, daemon=True)
+    with operator.lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        waiting.start()
+        waiting.join(0.3)
+        assert waiting.is_alive()
+        assert operator.loads == 0
+    waiting.join(30)
+    assert operator.loads == 1
+
+
+def test_a_build_that_fails_frees_the_lock(
+    operator: Operator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(verbose: bool) -> None:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(operator, "load", load)
+    with pytest.raises(RuntimeError, match="no compiler"):
+        strategy().build_operators()
+    assert not is_locked(operator.lock)
+
+
+def test_nothing_is_built_where_there_is_an_accelerator(
+    operator: Operator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    strategy().build_operators()
+    assert operator.loads == 0

@@ -1,0 +1,135 @@
+"""FCDP trains real models like FSDP2, by the strategies that cells use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+from typing import Literal
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from tests.ranks import Pools
+
+#: Two nodes of one rank: two summands have one order, so that sums are equal to the last bit.
+NODES = 2
+STEPS = 20
+SEQUENCE_LENGTH = 32
+#: The learning rate of the matrices, and one that makes a stale parameter show at once.
+USUAL, LARGE = 1e-3, 1e-2
+
+Family = Literal["gpt2", "llama"]
+Tuning = Literal["full", "lora"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One training run; picklable, so that it can be sent to ranks."""
+
+    family: Family
+    tuning: Tuning
+    accumulation: int = 1
+    learning_rate: float = LARGE
+    #: Of the parameters; where they are float32, the gather and the reduction may be narrower.
+    weights: torch.dtype = torch.float32
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class Result:
+    losses: list[float]
+    #: Parameters after the last step, whole.
+    trained: dict[str, torch.Tensor]
+    frozen: dict[str, torch.Tensor]
+
+
+def train(strategy: str, settings: Settings) -> Result:
+    """Train on this rank."""
+    from baselines.strategy import Job, load
+    from experiments import data, models
+    from tests.experiments.cells import cell, model_spec
+    from tests.fcdp.training import topology_of
+
+    spec = model_spec(settings.family, layers=2, width=32, heads=2)
+    model, blocks = models.build(
+        cell(strategy, model=spec, tuning=settings.tuning, sequence_length=SEQUENCE_LENGTH)
+    )
+    model.to(settings.weights)
+    topology = topology_of(NODES, 1)
+    trainable = load(strategy)(
+        model,
+        Job(
+            topology=topology,
+            blocks=blocks,
+            dtype=settings.dtype,
+            learning_rate=settings.learning_rate,
+            micro_batch=2,
+            accumulation=settings.accumulation,
+        ),
+    )
+    batches = data.micro_batches(
+        data.corpus(), rank=topology.rank, seed=0, sequences=2, sequence_length=SEQUENCE_LENGTH
+    )
+    losses = [
+        trainable.step(list(islice(batches, settings.accumulation))).item() for _ in range(STEPS)
+    ]
+    whole = []
+    for name, param in model.named_parameters():
+        assert isinstance(param, DTensor)
+        whole.append((name, param.full_tensor().detach(), param.requires_grad))
+    return Result(
+        losses,
+        {name: param for name, param, trains in whole if trains},
+        {name: param for name, param, trains in whole if not trains},
+    )
+
+
+def compare(ranks: Pools, settings: Settings, *, losses: float, trained: float) -> None:
+    """Train with both; losses may differ by that share, what is trained by that much."""
+    expected = ranks.run(NODES, train, "fsdp2", settings)
+    actual = ranks.run(NODES, train, "fcdp", settings)
+    for wanted, got in zip(expected, actual, strict=True):
+        assert len(got.losses) == STEPS
+        assert got.losses == pytest.approx(wanted.losses, rel=losses, abs=0)
+        assert got.trained.keys() == wanted.trained.keys()
+        for name, param in wanted.trained.items():
+            torch.testing.assert_close(got.trained[name], param, rtol=0, atol=trained)
+        assert got.frozen.keys() == wanted.frozen.keys()
+        assert bool(got.frozen) == (settings.tuning == "lora")
+        for name, param in wanted.frozen.items():
+            assert torch.equal(got.frozen[name], param), name
+    means = [sum(step) / NODES for step in zip(*(rank.losses for rank in expected), strict=True)]
+    assert min(means) < means[0] - 0.05, "the reference did not train"
+
+
+@pytest.mark.parametrize("tuning", ["full", "lora"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_twenty_steps_equal_fsdp2_to_the_last_bit(
+    ranks: Pools, family: Family, tuning: Tuning
+) -> None:
+    compare(ranks, Settings(family, tuning), losses=0, trained=0)
+
+
+@pytest.mark.parametrize(("family", "tuning"), [("gpt2", "full"), ("llama", "lora")])
+def test_bfloat16_equals_fsdp2_to_the_last_bit(
+    ranks: Pools, family: Family, tuning: Tuning
+) -> None:
+    compare(ranks, Settings(family, tuning, dtype=torch.bfloat16), losses=0, trained=0)
+
+
+@pytest.mark.parametrize("tuning", ["full", "lora"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_accumulation_matches_fsdp2(ranks: Pools, family: Family, tuning: Tuning) -> None:
+    """FCDP adds micro-batches up before the nodes, FSDP2 after: the last bits differ."""
+    settings = Settings(family, tuning, accumulation=4, learning_rate=USUAL)
+    compare(ranks, settings, losses=1e-6, trained=1e-5)
+
+
+def test_with_more_bits_accumulation_differs_in_the_last_only(ranks: Pools) -> None:
+    """At a large rate Adam makes a full step of a gradient that is nothing but rounding.
+
+    In float32 this run parts from FSDP2's; that it is rounding, and no error, shows here.
+    """
+    settings = Settings("llama", "lora", accumulation=4, weights=torch.float64)
+    compare(ranks, settings, losses=1e-6, trained=1e-9)

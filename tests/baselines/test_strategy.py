@@ -1,0 +1,132 @@
+"""Strategies by name, and the closed form of ZeRO-3's bytes."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn as nn
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baselines import strategy
+from baselines.names import STRATEGY_NAMES
+from tests.baselines.jobs import job
+
+ROOT = Path(__file__).parents[2]
+
+#: A vendor's engine may be missing, or slow to import: only its own strategy may need it.
+ENGINES = ("deepspeed", "transformers", "peft")
+
+
+class Model(nn.Module):
+    """Equal blocks, and an embedding that is also the head."""
+
+    def __init__(self, blocks: int = 3, width: int = 4, vocabulary: int = 7) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(blocks))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embedding.weight
+
+    @property
+    def all_blocks(self) -> list[nn.Module]:
+        return list(self.blocks)
+
+
+@pytest.mark.parametrize("name", STRATEGY_NAMES)
+def test_every_strategy_loads(name: str) -> None:
+    build = strategy.load(name)
+    assert list(inspect.signature(build).parameters) == ["model", "job"]
+    assert build.__module__ == "baselines." + name.replace("-", "_")
+
+
+@pytest.mark.parametrize("name", ["deepspeed_zero3", "", "FCDP", "strategy", "names"])
+def test_an_unknown_strategy_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="allowed are") as caught:
+        strategy.load(name)
+    assert str(caught.value) == (f"strategy = {name!r}: allowed are deepspeed-zero3, fsdp2, fcdp")
+
+
+def test_a_strategy_imports_no_other_engine() -> None:
+    program = (
+        "import json, sys\n"
+        "from baselines import names\n"
+        "without = 'torch' in sys.modules\n"
+        "from baselines import strategy\n"
+        "for name in ('fsdp2', 'fcdp'): strategy.load(name)\n"
+        f"print(json.dumps([without, [name for name in {ENGINES} if name in sys.modules]]))\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    torch_for_the_names, engines = json.loads(result.stdout)
+    assert not torch_for_the_names
+    assert engines == []
+
+
+def test_zero3_bytes_of_a_model_counted_by_hand() -> None:
+    model = Model()
+    # 28 elements outside of the blocks, gathered once, and 48 inside, gathered twice; all 76
+    # reduced; half of each leaves a node, at 4 bytes.
+    assert strategy.zero3_bytes(model, job(model.all_blocks)) == (28 + 2 * 48 + 76) / 2 * 4
+
+
+def test_zero3_gathers_what_is_frozen_and_reduces_what_is_trained() -> None:
+    model = Model()
+    model.requires_grad_(False)
+    model.blocks[1].requires_grad_(True)
+    assert strategy.zero3_bytes(model, job(model.all_blocks)) == (28 + 2 * 48 + 16) / 2 * 4
+
+
+@given(
+    nodes=st.integers(1, 64),
+    accumulation=st.integers(1, 8),
+    blocks=st.integers(1, 6),
+    width=st.integers(1, 16),
+)
+def test_zero3_bytes_grow_with_nodes_and_micro_batches(
+    nodes: int, accumulation: int, blocks: int, width: int
+) -> None:
+    model = Model(blocks, width)
+    elements = 2 * 7 * width + 3 * blocks * width**2
+    for dtype, itemsize in ((torch.float32, 4), (torch.bfloat16, 2)):
+        given_job = job(model.all_blocks, nodes=nodes, accumulation=accumulation, dtype=dtype)
+        assert strategy.zero3_bytes(model, given_job) == pytest.approx(
+            (nodes - 1) / nodes * elements * accumulation * itemsize
+        )
+
+
+def test_the_loss_is_that_of_the_next_token() -> None:
+    class Output:
+        def __init__(self, logits: torch.Tensor) -> None:
+            self.logits = logits
+
+    class Successor(nn.Module):
+        """Is sure that each token is followed by the next number."""
+
+        def forward(self, input_ids: torch.Tensor, use_cache: bool) -> Output:
+            assert not use_cache
+            return Output(nn.functional.one_hot((input_ids + 1) % 10, 10).bfloat16() * 100)
+
+    counting = torch.arange(8).repeat(2, 1)
+    loss = strategy.causal_loss(Successor(), counting)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(0, abs=1e-6)
+    assert strategy.causal_loss(Successor(), counting.flip(1)).item() == pytest.approx(100)
+
+
+def test_every_strategy_has_the_same_optimizer() -> None:
+    model = Model()
+    model.requires_grad_(False)
+    model.blocks[1].requires_grad_(True)
+    optimizer = strategy.make_optimizer(model, job(model.all_blocks))
+    (group,) = optimizer.param_groups
+    assert type(optimizer) is torch.optim.AdamW
+    assert [id(param) for param in group["params"]] == [id(model.blocks[1].weight)]
+    assert group["lr"] == 1e-3
