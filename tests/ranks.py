@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import Any
 
 # Imported here, in the fork server, once for all ranks.
-_PRELOAD = ["torch", "torch.distributed.fsdp", "transformers", "peft", "tests.ranks"]
+_PRELOAD = [
+    "torch",
+    "torch.distributed.fsdp",
+    "transformers",
+    "peft",
+    "tests.ranks",
+    "experiments.clusters._preloaded",  # so that clusters made later can use this fork server
+]
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(_PRELOAD)
 
