@@ -14,7 +14,6 @@ from tests.ranks import Pools
 
 #: Two nodes of one rank: two summands have one order, so that sums are equal to the last bit.
 NODES = 2
-STEPS = 20
 SEQUENCE_LENGTH = 32
 #: The learning rate of the matrices, and one that makes a stale parameter show at once.
 USUAL, LARGE = 1e-3, 1e-2
@@ -30,6 +29,7 @@ class Settings:
     family: Family
     tuning: Tuning
     accumulation: int = 1
+    steps: int = 20
     learning_rate: float = LARGE
     #: Of the parameters; where they are float32, the gather and the reduction may be narrower.
     weights: torch.dtype = torch.float32
@@ -72,7 +72,8 @@ def train(strategy: str, settings: Settings) -> Result:
         data.corpus(), rank=topology.rank, seed=0, sequences=2, sequence_length=SEQUENCE_LENGTH
     )
     losses = [
-        trainable.step(list(islice(batches, settings.accumulation))).item() for _ in range(STEPS)
+        trainable.step(list(islice(batches, settings.accumulation))).item()
+        for _ in range(settings.steps)
     ]
     whole = []
     for name, param in model.named_parameters():
@@ -90,7 +91,7 @@ def compare(ranks: Pools, settings: Settings, *, losses: float, trained: float) 
     expected = ranks.run(NODES, train, "fsdp2", settings)
     actual = ranks.run(NODES, train, "fcdp", settings)
     for wanted, got in zip(expected, actual, strict=True):
-        assert len(got.losses) == STEPS
+        assert len(got.losses) == settings.steps
         assert got.losses == pytest.approx(wanted.losses, rel=losses, abs=0)
         assert got.trained.keys() == wanted.trained.keys()
         for name, param in wanted.trained.items():
@@ -131,5 +132,5 @@ def test_with_more_bits_accumulation_differs_in_the_last_only(ranks: Pools) -> N
 
     In float32 this run parts from FSDP2's; that it is rounding, and no error, shows here.
     """
-    settings = Settings("llama", "lora", accumulation=4, weights=torch.float64)
+    settings = Settings("llama", "lora", accumulation=4, steps=10, weights=torch.float64)
     compare(ranks, settings, losses=1e-6, trained=1e-9)
