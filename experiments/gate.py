@@ -56,6 +56,8 @@ class Gate:
     ) -> None:
         self._job_ended.set()
         self._thread.join()
+        for name in (_READY, _OPEN):
+            (self._directory / name).unlink(missing_ok=True)
 
     def _watch(self) -> None:
         while not (self._directory / _READY).exists():

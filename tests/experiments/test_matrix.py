@@ -80,15 +80,18 @@ def test_skip_rules_and_overrides_apply_to_their_cells_only(tmp_path: Path) -> N
 def test_matrices_of_the_repository(name: str) -> None:
     plan = matrix.read(name)
     assert plan.name == name
-    assert {planned.cell.strategy for planned in plan.cells} == set(STRATEGY_NAMES)
+    strategies = {planned.cell.strategy for planned in plan.cells if planned.skip_reason is None}
+    assert {"fsdp2", "fcdp"} <= strategies <= set(STRATEGY_NAMES)
 
 
 def test_reference_accumulates_at_100_mbit_only() -> None:
-    for planned in matrix.read("reference").cells:
-        expected = planned.cell.accumulation == 4 and (
-            planned.cell.inter_bandwidth_bits_per_s != 100_000_000
-        )
-        assert (planned.skip_reason is not None) == expected
+    accumulating = [
+        planned.cell
+        for planned in matrix.read("reference").cells
+        if planned.cell.accumulation == 4 and planned.skip_reason is None
+    ]
+    assert {cell.inter_bandwidth_bits_per_s for cell in accumulating} == {100_000_000}
+    assert {cell.strategy for cell in accumulating} == set(STRATEGY_NAMES)
 
 
 axis_values: dict[str, st.SearchStrategy[Any]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -17,20 +18,28 @@ PACKAGES = ("fcdp", "baselines", "experiments", "analysis")
 TARGETS = ("quickstart", "test", "lint", "setup", "pins", "clean", "help")
 
 
+def make(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run make as from a shell, also where these tests were started by make."""
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    return subprocess.run(
+        ["make", *arguments], cwd=ROOT, env=outside, capture_output=True, text=True
+    )
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_target_can_be_shown_without_running_it(target: str) -> None:
-    done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
+    done = make("-n", target)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("target", ["quickstart", "test", "lint"])
 def test_targets_that_need_the_environment_make_it_first(target: str) -> None:
-    done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
+    done = make("-n", target)
     assert "scripts/setup.sh" in done.stdout.splitlines()[0]
 
 
 def test_make_alone_lists_the_targets() -> None:
-    done = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True)
+    done = make()
     assert [line.split()[0] for line in done.stdout.splitlines()] == list(TARGETS)
 
 
