@@ -52,6 +52,7 @@ VARIANTS = {
     "checkpointing": {"checkpointing": True},
     "checkpointing_adapters": {"checkpointing": True, "adapted": True},
     "eval_between_steps": {"events": {1: "eval", 3: "eval"}},
+    "eval_between_steps_adapters": {"events": {1: "eval", 3: "eval"}, "adapted": True},
     "load_state_dict": {"events": {2: "load"}},
     "load_state_dict_frozen": {"events": {2: "load"}, "adapted": True},
     "in_place_write": {"events": {2: "write"}},
