@@ -43,10 +43,6 @@ class Unit:
         """
         return sum(param._version + param._local_tensor._version for param in self.params)
 
-    @property
-    def trainable(self) -> bool:
-        return any(param.requires_grad for param in self.params)
-
 
 def find_units(model: nn.Module, topology: Topology) -> list[Unit]:
     """The units of a model that FSDP2 has sharded, in the order of ``named_modules``.

@@ -124,7 +124,10 @@ def test_an_exception_drops_the_sums_that_wait(ranks: Pools) -> None:
 def unit_layout(adapted: bool) -> list[tuple[str, bool, int]]:
     settings = Settings(2, 1, adapted=adapted)
     model = shard_with_fcdp(make_model(settings), topology_of(2, 1), settings)
-    return [(unit.name, unit.trainable, len(unit.params)) for unit in engine_of(model).units]
+    return [
+        (unit.name, unit.params[0].requires_grad, len(unit.params))
+        for unit in engine_of(model).units
+    ]
 
 
 def test_adapters_of_a_block_share_a_unit_apart_from_its_frozen_weights(ranks: Pools) -> None:

@@ -26,7 +26,10 @@ def gathered_bytes(settings: Settings) -> tuple[int, int]:
             make_model(settings), topology_of(settings.nodes, settings.ranks_per_node), settings
         )
     )
-    sizes = [(unit.shard_bytes * settings.world_size, unit.trainable) for unit in engine.units]
+    sizes = [
+        (unit.shard_bytes * settings.world_size, unit.params[0].requires_grad)
+        for unit in engine.units
+    ]
     return sum(size for size, _ in sizes), sum(size for size, trainable in sizes if trainable)
 
 
