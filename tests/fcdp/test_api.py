@@ -121,31 +121,39 @@ def test_an_exception_drops_the_sums_that_wait(ranks: Pools) -> None:
     assert ranks.run(2, fail_in_mid_accumulation) == [0, 0]
 
 
-def unit_layout(adapted: bool) -> list[tuple[str, bool, int]]:
-    settings = Settings(2, 1, adapted=adapted)
-    model = shard_with_fcdp(make_model(settings), topology_of(2, 1), settings)
+def unit_layout(settings: Settings) -> list[tuple[str, bool, int]]:
+    topology = topology_of(settings.nodes, settings.ranks_per_node)
+    model = shard_with_fcdp(make_model(settings), topology, settings)
     return [
         (unit.name, unit.params[0].requires_grad, len(unit.params))
         for unit in engine_of(model).units
     ]
 
 
+# Embedding (tied to the head) and the last norm: weight and bias.
+ROOT = ("root", False, 3)
+FROZEN = [(f"blocks.{index}", False, 6) for index in range(2)]
+
+
 def test_adapters_of_a_block_share_a_unit_apart_from_its_frozen_weights(ranks: Pools) -> None:
-    blocks = [
-        entry
-        for index in range(2)
-        for entry in ((f"blocks.{index}", False, 6), (f"blocks.{index}.first.down", True, 4))
-    ]
-    # Embedding (tied to the head) and the last norm: weight and bias.
-    assert ranks.run(2, unit_layout, True)[0] == [("root", False, 3), *blocks]
-    plain = ranks.run(2, unit_layout, False)[0]
+    large = Settings(2, 2, adapter_rank=3)
+    adapters = [(f"blocks.{index}.first.down", True, 4) for index in range(2)]
+    layout = ranks.run(4, unit_layout, large)[0]
+    assert layout == [ROOT, FROZEN[0], adapters[0], FROZEN[1], adapters[1]]
+    plain = ranks.run(2, unit_layout, PLAIN)[0]
     assert [name for name, _, _ in plain] == ["root", "blocks.0", "blocks.1"]
+
+
+def test_small_adapters_of_all_blocks_share_one_unit(ranks: Pools) -> None:
+    small = Settings(2, 2, adapter_rank=1)
+    layout = ranks.run(4, unit_layout, small)[0]
+    assert layout == [ROOT, FROZEN[0], ("blocks.0.first.down", True, 8), FROZEN[1]]
 
 
 def mixed_dtypes_and_mixed_modules() -> tuple[list[str], list[str]]:
     """fp32 adapters on a bf16 base, and a frozen weight beside a trainable bias."""
-    topology = topology_of(2, 1)
-    settings = Settings(2, 1, adapted=True)
+    settings = Settings(2, 2, adapter_rank=3)
+    topology = topology_of(2, 2)
     model = make_model(settings)
     for block in model.blocks:
         for module in (block.norm, block.up, block.down):
@@ -159,7 +167,7 @@ def mixed_dtypes_and_mixed_modules() -> tuple[list[str], list[str]]:
 
 
 def test_units_are_keyed_by_dtype_and_requires_grad(ranks: Pools) -> None:
-    names, messages = ranks.run(2, mixed_dtypes_and_mixed_modules)[0]
+    names, messages = ranks.run(4, mixed_dtypes_and_mixed_modules)[0]
     assert "blocks.1.first.down" in names
     assert len(messages) == 1
     assert "Linear inside Block cannot have a unit of its own" in messages[0]

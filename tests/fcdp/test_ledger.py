@@ -59,7 +59,7 @@ def test_micro_batches_add_nothing_between_nodes(ranks: Pools, accumulation: int
 
 
 def test_frozen_parameters_cross_once_ever(ranks: Pools) -> None:
-    settings = Settings(2, 2, adapted=True, steps=5)
+    settings = Settings(2, 2, adapter_rank=3, steps=5)
     result = ranks.run(4, train, settings, "fcdp")[0]
     total, trainable = ranks.run(4, gathered_bytes, settings)[0]
     gathers = total / 2 + (settings.steps - 1) * trainable / 2

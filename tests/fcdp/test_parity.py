@@ -36,12 +36,14 @@ def sums_alike(settings: Settings) -> bool:
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("adapted", [False, True], ids=["full", "adapters"])
+@pytest.mark.parametrize("adapter_rank", [0, 3], ids=["full", "adapters"])
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), TOPOLOGIES)
 def test_twenty_steps_match_fsdp2(
-    ranks: Pools, nodes: int, ranks_per_node: int, adapted: bool, accumulation: int
+    ranks: Pools, nodes: int, ranks_per_node: int, adapter_rank: int, accumulation: int
 ) -> None:
-    settings = Settings(nodes, ranks_per_node, adapted=adapted, accumulation=accumulation, steps=20)
+    settings = Settings(
+        nodes, ranks_per_node, adapter_rank=adapter_rank, accumulation=accumulation, steps=20
+    )
     # With several micro-batches FCDP adds them up before the ranks, FSDP2 after.
     exact = settings.world_size == 1 or (sums_alike(settings) and accumulation == 1)
     compare(ranks, settings, exact=exact)
@@ -50,14 +52,17 @@ def test_twenty_steps_match_fsdp2(
 VARIANTS = {
     "called_twice": {"twice": True},
     "checkpointing": {"checkpointing": True},
-    "checkpointing_adapters": {"checkpointing": True, "adapted": True},
+    "checkpointing_adapters": {"checkpointing": True, "adapter_rank": 3},
+    "checkpointing_small_adapters": {"checkpointing": True, "adapter_rank": 1},
+    "small_adapters_called_twice": {"twice": True, "adapter_rank": 1},
+    "small_adapters_clipped": {"clip": 0.1, "adapter_rank": 1},
     "eval_between_steps": {"events": {1: "eval", 3: "eval"}},
-    "eval_between_steps_adapters": {"events": {1: "eval", 3: "eval"}, "adapted": True},
+    "eval_between_steps_adapters": {"events": {1: "eval", 3: "eval"}, "adapter_rank": 3},
     "load_state_dict": {"events": {2: "load"}},
-    "load_state_dict_frozen": {"events": {2: "load"}, "adapted": True},
+    "load_state_dict_frozen": {"events": {2: "load"}, "adapter_rank": 3},
     "in_place_write": {"events": {2: "write"}},
-    "in_place_write_frozen": {"events": {2: "write"}, "adapted": True},
-    "in_place_write_on_one_rank": {"events": {2: "write_one_rank"}, "adapted": True},
+    "in_place_write_frozen": {"events": {2: "write"}, "adapter_rank": 3},
+    "in_place_write_on_one_rank": {"events": {2: "write_one_rank"}, "adapter_rank": 3},
     "clip_grad_norm": {"clip": 0.1},
     "fused_optimizer": {"optimizer": "fused"},
     "sgd": {"optimizer": "sgd"},
@@ -82,7 +87,7 @@ def test_the_cache_changes_no_bit(ranks: Pools, variant: str) -> None:
     assert (result.hits > 0) == gathered_again
 
 
-@pytest.mark.parametrize("adapted", [False, True], ids=["full", "adapters"])
-def test_bfloat16_gathers_match_fsdp2(ranks: Pools, adapted: bool) -> None:
-    settings = Settings(2, 1, adapted=adapted, param_dtype=torch.bfloat16)
+@pytest.mark.parametrize("adapter_rank", [0, 3], ids=["full", "adapters"])
+def test_bfloat16_gathers_match_fsdp2(ranks: Pools, adapter_rank: int) -> None:
+    settings = Settings(2, 1, adapter_rank=adapter_rank, param_dtype=torch.bfloat16)
     compare(ranks, settings, exact=True)

@@ -18,7 +18,8 @@ from tests.fcdp.training import (
 )
 from tests.ranks import Pools
 
-SETTINGS = Settings(2, 1, adapted=True)
+# The adapters of each block have a unit of their own.
+SETTINGS = Settings(2, 1, adapter_rank=3, reshard_after_forward=True)
 
 
 def stale_units(event: str) -> tuple[list[str], int, int]:

@@ -24,10 +24,10 @@ LENGTH = 7
 class Adapter(nn.Module):
     """A low-rank update, as LoRA adds it."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, rank: int) -> None:
         super().__init__()
-        self.down = nn.Linear(width, 3, bias=False)
-        self.up = nn.Linear(3, width, bias=False)
+        self.down = nn.Linear(width, rank, bias=False)
+        self.up = nn.Linear(rank, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.up(self.down(x))
@@ -36,13 +36,13 @@ class Adapter(nn.Module):
 class Block(nn.Module):
     """Sizes that divide by no world size here: 10, 13, 3."""
 
-    def __init__(self, adapted: bool) -> None:
+    def __init__(self, adapter_rank: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.up = nn.Linear(WIDTH, 13)
         self.down = nn.Linear(13, WIDTH)
-        self.first = Adapter(WIDTH) if adapted else None
-        self.second = Adapter(WIDTH) if adapted else None
+        self.first = Adapter(WIDTH, adapter_rank) if adapter_rank else None
+        self.second = Adapter(WIDTH, adapter_rank) if adapter_rank else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.norm(x)
@@ -55,10 +55,10 @@ class Block(nn.Module):
 class TinyLM(nn.Module):
     """Tied embeddings; ``twice`` calls the first block twice a forward."""
 
-    def __init__(self, adapted: bool, twice: bool, checkpointing: bool) -> None:
+    def __init__(self, adapter_rank: int, twice: bool, checkpointing: bool) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block(adapted) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(adapter_rank) for _ in range(2))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
@@ -81,7 +81,9 @@ class Settings:
 
     nodes: int = 2
     ranks_per_node: int = 2
-    adapted: bool = False
+    #: Of both adapters a block; 0: none. On 2 × 2 those of rank 1 are small enough to share one
+    #: unit, those of rank 3 are not.
+    adapter_rank: int = 0
     twice: bool = False
     checkpointing: bool = False
     accumulation: int = 1
@@ -116,8 +118,8 @@ def topology_of(nodes: int, ranks_per_node: int) -> fcdp.Topology:
 
 def make_model(settings: Settings) -> TinyLM:
     torch.manual_seed(0)
-    model = TinyLM(settings.adapted, settings.twice, settings.checkpointing)
-    if settings.adapted:
+    model = TinyLM(settings.adapter_rank, settings.twice, settings.checkpointing)
+    if settings.adapter_rank:
         for name, param in model.named_parameters():
             param.requires_grad_("first" in name or "second" in name)
     return model

@@ -1,0 +1,122 @@
+"""Which modules share a unit: blocks one by one, what differs in kind apart from them."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+
+#: What may share a unit: one dtype, and either all frozen or all trainable.
+_Key = tuple[torch.dtype, bool]
+
+#: Adapters that stay gathered share units up to this size, as DDP's gradients share buckets: large
+#: enough that a message's latency does not count, small enough that reductions start in backward.
+_BUCKET_BYTES = 25 * 2**20
+
+
+@dataclass(frozen=True)
+class Split:
+    """Leaf modules apart from the blocks' own units, with one unit of their own.
+
+    ``block`` is the first to call them: a block or the model itself.
+    """
+
+    block: nn.Module
+    modules: list[nn.Module]
+    key: _Key
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(_nbytes, self.modules))
+
+
+def split_off(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Split]:
+    """What must not share a block's own unit, block by block, then the model's own."""
+    return [split for block in [*blocks, model] for split in _separate(block, blocks)]
+
+
+def fit_in_a_slice(
+    splits: Sequence[Split], blocks: Sequence[nn.Module], ranks_per_node: int
+) -> bool:
+    """Whether all that is split off takes no more memory than 1/L of the largest block."""
+    largest = max(map(_nbytes, blocks), default=0)
+    return sum(split.nbytes for split in splits) <= largest / ranks_per_node
+
+
+def bucket(splits: Sequence[Split], model: nn.Module) -> list[Split]:
+    """Join neighbours of one kind: one gather and one reduction where there would be many."""
+    joined: list[Split] = []
+    latest: dict[_Key, int] = {}
+    for split in splits:
+        index = latest.get(split.key)
+        if index is not None and split.block is not model:
+            other = joined[index]
+            if other.nbytes + split.nbytes <= _BUCKET_BYTES:
+                joined[index] = Split(other.block, other.modules + split.modules, other.key)
+                continue
+        latest[split.key] = len(joined)
+        joined.append(split)
+    return joined
+
+
+def _separate(block: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[Split]:
+    """Split off one block.
+
+    The block keeps the kind of parameter that it has most of. A module that holds several kinds
+    itself, or is never called (``ParameterList``), cannot be split off and stays with the block.
+    """
+    holders = [module for module in _own_modules(block, blocks) if _kinds(module)]
+    sizes: dict[_Key, int] = defaultdict(int)
+    for module in holders:
+        for key, numel in _kinds(module).items():
+            sizes[key] += numel
+    if len(sizes) < 2:
+        return
+    stays = max(sizes, key=lambda key: sizes[key])
+    groups: dict[_Key, list[nn.Module]] = defaultdict(list)
+    for module in holders:
+        kinds = _kinds(module)
+        if set(kinds) == {stays}:
+            continue
+        if len(kinds) > 1 or not _is_called(module) or module is block:
+            warnings.warn(
+                f"fcdp.shard: {type(module).__name__} inside {type(block).__name__} cannot have a "
+                "unit of its own; the block's frozen parameters will cross nodes every step",
+                stacklevel=4,
+            )
+            continue
+        groups[next(iter(kinds))].append(module)
+    for key, modules in groups.items():
+        yield Split(block, modules, key)
+
+
+def _own_modules(block: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The block's modules, without those of other units inside it."""
+    others = set(blocks) - {block}
+    found: list[nn.Module] = []
+    pending = [block]
+    while pending:
+        module = pending.pop(0)
+        found.append(module)
+        pending[:0] = [child for child in module.children() if child not in others]
+    return found
+
+
+def _kinds(module: nn.Module) -> dict[_Key, int]:
+    """Elements that the module itself holds, by kind of parameter."""
+    sizes: dict[_Key, int] = defaultdict(int)
+    for param in module.parameters(recurse=False):
+        sizes[param.dtype, param.requires_grad] += param.numel()
+    return dict(sizes)
+
+
+def _is_called(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _nbytes(module: nn.Module) -> int:
+    return sum(param.numel() * param.itemsize for param in module.parameters())
