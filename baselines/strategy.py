@@ -27,6 +27,8 @@ class Job:
     #: Sequences a rank and micro-batch, and micro-batches between two optimizer steps.
     micro_batch: int
     accumulation: int
+    #: The cache policy of strategies that have one, as ``baselines.policies`` reads it.
+    policy: str = "host"
 
 
 class Trainable(Protocol):

@@ -250,6 +250,13 @@ class _Expansion:
                 return parse_bandwidth(item)
             except ValueError as error:
                 self._document.fail(path, str(error))
+        elif setting == "policy":
+            from baselines import policies  # imports torch, which most matrices need not wait for
+
+            try:
+                policies.parse(str(item))
+            except ValueError as error:
+                self._document.fail(path, str(error))
         return item
 
     def _rules(self, section: str, says: str) -> list[KeyPath]:

@@ -73,6 +73,8 @@ class Cell(Strict):
     #: Micro-batches between two optimizer steps.
     accumulation: int = Field(ge=1)
     dtype: DType
+    #: Cache policy of strategies that have one, as ``baselines.policies`` reads it.
+    policy: str = "host"
     lora_rank: int = Field(ge=1)
     learning_rate: float = Field(gt=0)
     warmup_steps: int = Field(ge=0)
@@ -89,7 +91,10 @@ class Cell(Strict):
         """
         bandwidth = self.inter_bandwidth_bits_per_s
         link = "unshaped" if bandwidth is None else f"{bandwidth / 1e6:g}mbit"
-        settings = self.model_dump_json(exclude={"timeout_s": True, "cluster": {"port"}})
+        exclude: dict[str, Any] = {"timeout_s": True, "cluster": {"port"}}
+        if self.policy == Cell.model_fields["policy"].default:  # as before there was a choice
+            exclude["policy"] = True
+        settings = self.model_dump_json(exclude=exclude)
         digest = hashlib.sha256(settings.encode()).hexdigest()[:8]
         return (
             f"{self.strategy}-{self.tuning}-{self.model.name}-{link}-k{self.accumulation}-{digest}"

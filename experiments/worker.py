@@ -59,6 +59,7 @@ class _Run:
                 learning_rate=cell.learning_rate,
                 micro_batch=cell.micro_batch,
                 accumulation=cell.accumulation,
+                policy=cell.policy,
             ),
         )
         self.batches = data.micro_batches(

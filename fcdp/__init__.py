@@ -5,15 +5,29 @@ between nodes once a step and is rebuilt inside the node afterwards; frozen para
 """
 
 from fcdp.api import accumulate, cache_parameters, invalidate, ledger, shard
-from fcdp.cache import CachePolicy, HostCache, NoCache
 from fcdp.ledger import Ledger
+from fcdp.policy import (
+    Auto,
+    Budget,
+    CachePolicy,
+    DeviceCache,
+    DiskCache,
+    HostCache,
+    NoCache,
+    Threshold,
+)
 from fcdp.topology import Topology
 
 __all__ = [
+    "Auto",
+    "Budget",
     "CachePolicy",
+    "DeviceCache",
+    "DiskCache",
     "HostCache",
     "Ledger",
     "NoCache",
+    "Threshold",
     "Topology",
     "accumulate",
     "cache_parameters",

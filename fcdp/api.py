@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import get_args
 
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from fcdp.cache import CachePolicy, HostCache
+from fcdp.cache import Safety
 from fcdp.engine import Engine, engine_of, has_engine
 from fcdp.ledger import Ledger
 from fcdp.partition import Split, bucket, fit_in_a_slice, split_off
+from fcdp.policy import CachePolicy, HostCache
+from fcdp.sums import SumsPlace
 from fcdp.topology import Topology
 
 
@@ -26,6 +29,10 @@ def shard(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
     offload_policy: OffloadPolicy = OffloadPolicy(),
     reshard_after_forward: bool | None = None,
+    look_ahead: int = 1,
+    sums: SumsPlace = "device",
+    verify: bool = False,
+    poison: bool = False,
 ) -> nn.Module:
     """Shard ``model`` with FSDP2 and cache its gathered parameters, in place.
 
@@ -37,7 +44,8 @@ def shard(
     ``mp_policy``, ``offload_policy`` and ``reshard_after_forward`` mean what they mean to
     ``fully_shard``. By default adapters stay gathered from forward to backward, and those of many
     blocks share a unit of up to 25 MiB, if all of them together are no larger than the slice of one
-    block that a rank gathers across nodes.
+    block that a rank gathers across nodes. ``look_ahead``, ``sums``, ``verify`` and ``poison`` mean
+    what they mean to :func:`cache_parameters`.
 
     Raises ``ValueError`` for a model that is sharded already, parameters that are DTensors (tensor
     parallelism), a unit outside the model, or too little host memory.
@@ -60,23 +68,45 @@ def shard(
         )
     if topology.mesh.device_type == "cpu":
         _prefetch_forward(model, blocks, splits)
-    return cache_parameters(model, topology, policy)
+    return cache_parameters(
+        model, topology, policy, look_ahead=look_ahead, sums=sums, verify=verify, poison=poison
+    )
 
 
 def cache_parameters(
     model: nn.Module,
     topology: Topology,
     policy: CachePolicy = HostCache(),
+    *,
+    look_ahead: int = 1,
+    sums: SumsPlace = "device",
+    verify: bool = False,
+    poison: bool = False,
 ) -> nn.Module:
     """Cache the gathered parameters of a model that ``fully_shard`` has already sharded.
 
     The model must be sharded over ``topology.mesh`` or a 1-D mesh over the same ranks. Collective:
-    every rank calls it. Raises ``ValueError`` for a model not sharded by FSDP2, sharded over
-    several dimensions, or cached already, and for too little host memory.
+    every rank calls it.
+
+    ``look_ahead`` is how many entries are fetched from host memory (on CUDA) or disk ahead of their
+    gathers, each into a staging buffer of one unit's slice. ``sums`` is where the gradient sums of
+    :func:`accumulate` wait: in device memory, or in an arena of the host, at a copy in and out a
+    unit and micro-batch. ``verify`` checks that every entry is
+    read as it was written and that all ranks count the same generations, and stops with a
+    ``RuntimeError`` that names unit, rank and generation; it costs a pass over each entry and, on
+    CUDA, the overlap. ``poison`` fills stale entries with NaN, for tests.
+
+    Raises ``ValueError`` for a model not sharded by FSDP2, sharded over several dimensions, or
+    cached already, for a negative ``look_ahead``, and for too little host memory.
     """
     if has_engine(model):
         raise ValueError("model: FCDP is set up on it already")
-    Engine(model, topology, policy)
+    if look_ahead < 0:
+        raise ValueError(f"look_ahead = {look_ahead}: must be 0 or more")
+    if sums not in get_args(SumsPlace):
+        raise ValueError(f"sums = {sums!r}: must be one of {', '.join(get_args(SumsPlace))}")
+    safety = Safety(verify, poison)
+    Engine(model, topology, policy, look_ahead=look_ahead, sums=sums, safety=safety)
     return model
 
 
@@ -84,8 +114,8 @@ def accumulate(model: nn.Module, *, last: bool) -> contextlib.AbstractContextMan
     """Run one micro-batch's backward of several between two optimizer steps.
 
     With ``last=False`` gradients are summed inside the node only, and ``.grad`` stays zero; with
-    ``last=True`` the sums cross nodes once, and ``.grad`` holds the total. The sums wait in device
-    memory: 1/L of the model's gradients a rank, in fp32. An exception inside drops them: begin the
+    ``last=True`` the sums cross nodes once, and ``.grad`` holds the total. The waiting sums take
+    1/L of the model's gradients a rank, in fp32. An exception inside drops them: begin the
     step's micro-batches again.
     """
     return engine_of(model).deferring(not last)

@@ -1,200 +1,203 @@
-"""Where gathered parameters stay: cache policies and the host arena behind them."""
+"""The cache: one entry a unit, each in the tier that the policy chooses for it."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 
+from fcdp.ledger import Ledger, Phase
+from fcdp.memory import device_usage
+from fcdp.policy import CachePolicy
+from fcdp.schedule import Schedule
+from fcdp.tiers.device import DeviceTier
+from fcdp.tiers.disk import DiskTier
+from fcdp.tiers.host import HostTier
+from fcdp.tiers.tier import Tier, TierName, TierUnavailable
 from fcdp.topology import Topology
 from fcdp.unit import Unit
+from fcdp.verify import checksum
 
 logger = logging.getLogger("fcdp")
 
-#: Entries start on this boundary, so that every dtype can view them and copies are aligned.
-_ALIGNMENT = 512
 
+@dataclass(frozen=True)
+class Safety:
+    """What to pay for being sure: see ``fcdp.shard``."""
 
-class Cache(Protocol):
-    """Holds, for each unit, the shards that this rank received from the other nodes."""
-
-    #: Memory taken on this rank's host, in bytes.
-    host_bytes: int
-
-    def generation(self, unit: Unit) -> int:
-        """Generation of the unit's entry; 0 if there is none."""
-        ...
-
-    def store(self, unit: Unit, shards: Sequence[torch.Tensor], generation: int) -> int:
-        """Copy the other nodes' shards (given one a node, own included); return bytes copied."""
-        ...
-
-    def load(self, unit: Unit, shards: Sequence[torch.Tensor]) -> int:
-        """Fill the shards of the other nodes (own untouched); return the bytes copied."""
-        ...
-
-
-class CachePolicy(Protocol):
-    """Chooses where entries live. A policy is one class; every rank calls ``build`` once."""
-
-    def build(self, units: Sequence[Unit], topology: Topology, device: torch.device) -> Cache: ...
+    verify: bool = False
+    poison: bool = False
 
 
 @dataclass(frozen=True)
-class NoCache:
-    """Gather across nodes every time: ZeRO-3, with this library's hierarchical collectives."""
-
-    def build(self, units: Sequence[Unit], topology: Topology, device: torch.device) -> Cache:
-        return _Nothing()
-
-
-@dataclass(frozen=True)
-class HostCache:
-    """Keep every unit in host memory (the paper's FCDP-Cache above its threshold).
-
-    A rank stores what it received from the other nodes: (n−1)/n of its 1/L slice, because its own
-    shard is at hand anyway. A node holds (n−1)/n of the gathered model in all.
-    """
-
-    def build(self, units: Sequence[Unit], topology: Topology, device: torch.device) -> Cache:
-        """Allocate the arena. Raises ``ValueError`` if the node has not that much memory free."""
-        return _HostTier(units, topology, device)
-
-
-class _Nothing:
-    host_bytes = 0
-
-    def generation(self, unit: Unit) -> int:
-        return 0
-
-    def store(self, unit: Unit, shards: Sequence[torch.Tensor], generation: int) -> int:
-        return 0
-
-    def load(self, unit: Unit, shards: Sequence[torch.Tensor]) -> int:
-        raise AssertionError(f"{unit.name}: nothing is ever stored, so nothing can be loaded")
-
-
-@dataclass(eq=False)
 class _Entry:
-    #: uint8 (nodes − 1, shard bytes): the other nodes' shards in node order.
-    shards: torch.Tensor
-    generation: int = 0
-    #: The last copy into the entry, and the last out of it. ``None`` on the CPU, where copies
-    #: have ended when they return.
-    landed: Any = None
-    read: Any = None
+    tier: TierName
+    generation: int
+    #: Of each stored shard, in node order without this one; only with ``verify``.
+    checksums: torch.Tensor | None
 
 
-class _HostTier:
-    """Entries in one arena of host memory, page-locked on CUDA; copies on a stream of their own."""
+class Cache:
+    """Follows the placement, falls to the next tier where one cannot be had, counts the bytes."""
 
-    def __init__(self, units: Sequence[Unit], topology: Topology, device: torch.device) -> None:
-        self._node = topology.node
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        topology: Topology,
+        device: torch.device,
+        policy: CachePolicy,
+        ledger: Ledger,
+        *,
+        look_ahead: int,
+        safety: Safety,
+    ) -> None:
+        """Raises ``ValueError`` for more host memory than is free and an unusable directory."""
+        self._topology = topology
         self._device = device
-        self._backend = torch.get_device_module(device)
-        self._copies_out = self._backend.Stream()
-        others = topology.nodes - 1
-        sizes = [_round_up(others * unit.shard_bytes) for unit in units]
-        self.host_bytes = sum(sizes)
-        _check_host_memory(self.host_bytes, topology)
-        self._arena = _Arena(self.host_bytes, device)
+        self._ledger = ledger
+        self._look_ahead = look_ahead
+        self._safety = safety
+        self._schedule = Schedule()
         self._entries: dict[Unit, _Entry] = {}
-        offset = 0
-        for unit, size in zip(units, sizes, strict=True):
-            taken = self._arena.memory[offset : offset + others * unit.shard_bytes]
-            self._entries[unit] = _Entry(taken.view(others, unit.shard_bytes))
-            offset += size
-        logger.info(
-            "host cache: %.1f MiB a rank, %.1f MiB a node",
-            self.host_bytes / 2**20,
-            self.host_bytes * topology.ranks_per_node / 2**20,
+        self._fallen: set[TierName] = set()
+        self.placement = policy.place(units, topology)
+        # Nothing ever crosses nodes in a cluster of one.
+        planned = units if topology.nodes > 1 else []
+        self._tiers: dict[TierName, Tier] = {}
+        self._device_tier = self._tiers["device"] = DeviceTier(topology, device)
+        on_host = [unit for unit in planned if self._first_planned(unit) == "host"]
+        self._host_tier = self._tiers["host"] = HostTier(
+            on_host, topology, device, look_ahead=look_ahead, poison=safety.poison
+        )
+        self._disk_tier: DiskTier | None = None
+        on_disk = [unit for unit in planned if "disk" in self.placement.preferences[unit]]
+        if on_disk and policy.directory is not None:
+            self._disk_tier = self._tiers["disk"] = DiskTier(
+                on_disk, topology, device, policy.directory, buffers=look_ahead + 2
+            )
+        self._account()
+
+    def step_begins(self) -> None:
+        """A new forward of the model: the order of gathers starts again."""
+        self._schedule.begin()
+
+    def fallible(self, unit: Unit) -> bool:
+        """Whether a tier may lose this unit's entry; the same on every rank."""
+        return "disk" in self.placement.preferences[unit]
+
+    def holds(self, unit: Unit) -> bool:
+        """Whether this rank can load the unit's present generation. May wait for a disk."""
+        entry = self._entries.get(unit)
+        return (
+            entry is not None
+            and entry.generation == unit.generation
+            and self._tiers[entry.tier].intact(unit)
         )
 
-    def generation(self, unit: Unit) -> int:
-        return self._entries[unit].generation
+    def store(self, unit: Unit, shards: Sequence[torch.Tensor], phase: Phase) -> None:
+        """Keep the shards of the other nodes (given one a node, own included)."""
+        self._forget(unit)
+        self._put(unit, shards, phase, self._wanted(unit))
 
-    def store(self, unit: Unit, shards: Sequence[torch.Tensor], generation: int) -> int:
+    def load(self, unit: Unit, shards: Sequence[torch.Tensor], phase: Phase) -> None:
+        """Fill the shards of the other nodes (own untouched). Raises ``RuntimeError`` with
+        ``verify`` if they are not what was stored."""
         entry = self._entries[unit]
-        self._copies_out.wait_stream(self._backend.current_stream())
-        if entry.read is not None:
-            self._copies_out.wait_event(entry.read)
-        with self._backend.stream(self._copies_out):
-            for stored, shard in self._others(entry, shards):
-                stored.copy_(shard, non_blocking=True)
-                if shard.device.type != "cpu":
-                    # FSDP2 frees the gathered unit before the copy has read it.
-                    shard.record_stream(self._copies_out)
-            entry.landed = self._copies_out.record_event()
-        entry.generation = generation
-        return entry.shards.numel()
+        self._tiers[entry.tier].load(unit, shards)
+        self._count(unit, entry.tier, phase, inward=False)
+        if entry.checksums is not None and not torch.equal(
+            self._checksums(shards), entry.checksums
+        ):
+            raise RuntimeError(
+                f"{unit.name}: rank {self._topology.rank} read from the {entry.tier} cache other "
+                f"bytes than it stored (generation {entry.generation})"
+            )
+        if self.placement.moves:
+            wanted = self._wanted(unit)
+            if wanted and wanted[0] != entry.tier:
+                self._forget(unit)
+                self._put(unit, shards, phase, wanted)
 
-    def load(self, unit: Unit, shards: Sequence[torch.Tensor]) -> int:
-        entry = self._entries[unit]
-        stream = self._backend.current_stream()
-        if entry.landed is not None:
-            stream.wait_event(entry.landed)
-        for stored, shard in self._others(entry, shards):
-            shard.copy_(stored, non_blocking=True)
-        entry.read = stream.record_event()
-        return entry.shards.numel()
+    def follow(self, unit: Unit) -> None:
+        """The unit is gathered now: fetch ahead what comes after it."""
+        for coming in self._schedule.follow(unit, self._look_ahead):
+            entry = self._entries.get(coming)
+            if entry is not None and entry.generation == coming.generation:
+                self._tiers[entry.tier].expect(coming)
 
-    def _others(
-        self, entry: _Entry, shards: Sequence[torch.Tensor]
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs of (stored, given) shards of the other nodes, in the dtype of the given ones."""
-        others = (shard for node, shard in enumerate(shards) if node != self._node)
-        for stored, shard in zip(entry.shards, others, strict=True):
-            yield stored.view(shard.dtype), shard
+    def poison(self, unit: Unit) -> None:
+        """The unit has changed: with ``poison``, a late read of the old entry gives NaN."""
+        if self._safety.poison:
+            self._forget(unit)
 
+    def tier_of(self, unit: Unit) -> TierName | None:
+        entry = self._entries.get(unit)
+        return None if entry is None else entry.tier
 
-class _Arena:
-    """One block of host memory, registered with CUDA once.
+    def _first_planned(self, unit: Unit) -> TierName | None:
+        """The tier that memory is planned in: the host, for what only may go to the device."""
+        preference = self.placement.preferences[unit]
+        if preference[:1] == ("device",) and not self.placement.guarded:
+            return "device"
+        return next((tier for tier in preference if tier != "device"), None)
 
-    ``pin_memory()`` would round the block up to a power of two and never give it back.
-    """
+    def _wanted(self, unit: Unit) -> tuple[TierName, ...]:
+        """The unit's tiers in order of preference, as memory is now."""
+        preference = self.placement.preferences[unit]
+        if "device" not in preference or not self.placement.guarded:
+            return preference
+        if self.placement.admits(unit, device_usage(self._device)):
+            return preference
+        return tuple(tier for tier in preference if tier != "device")
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        self.memory = torch.empty(size, dtype=torch.uint8)
-        self._registered = device.type == "cuda" and size > 0
-        if self._registered:
-            error = torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), size, 0)
-            if int(error) != 0:
-                self._registered = False
-                raise RuntimeError(
-                    f"CUDA could not page-lock {size} bytes of host memory ({error}); "
-                    "raise the limit (ulimit -l, docker --ulimit memlock=-1)"
-                )
+    def _put(
+        self,
+        unit: Unit,
+        shards: Sequence[torch.Tensor],
+        phase: Phase,
+        preference: Sequence[TierName],
+    ) -> None:
+        for tier in preference:
+            try:
+                self._tiers[tier].store(unit, shards)
+            except TierUnavailable as reason:
+                self._say(unit, tier, reason)
+                continue
+            checksums = self._checksums(shards) if self._safety.verify else None
+            self._entries[unit] = _Entry(tier, unit.generation, checksums)
+            self._count(unit, tier, phase, inward=True)
+            break
+        self._account()
 
-    def __del__(self) -> None:
-        if getattr(self, "_registered", False):
-            torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
+    def _forget(self, unit: Unit) -> None:
+        entry = self._entries.pop(unit, None)
+        if entry is not None:
+            self._tiers[entry.tier].drop(unit)
 
+    def _say(self, unit: Unit, tier: TierName, reason: TierUnavailable) -> None:
+        if tier not in self._fallen:
+            self._fallen.add(tier)
+            logger.warning(
+                "%s cache: %s for %s; using the next tier for what does not fit",
+                tier,
+                reason,
+                unit.name,
+            )
 
-def _round_up(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+    def _count(self, unit: Unit, tier: TierName, phase: Phase, *, inward: bool) -> None:
+        count = (self._topology.nodes - 1) * unit.shard_bytes
+        if tier == "disk":
+            self._ledger.add("disk", phase, count)
+        if tier != "device":
+            self._ledger.add("device_to_host" if inward else "host_to_device", phase, count)
 
+    def _account(self) -> None:
+        self._ledger.device_cache_bytes = self._device_tier.nbytes
+        buffers = self._disk_tier.nbytes if self._disk_tier is not None else 0
+        self._ledger.host_cache_bytes = self._host_tier.nbytes + buffers
 
-def _check_host_memory(rank_bytes: int, topology: Topology) -> None:
-    """Refuse before the first step what would end in the kernel's out-of-memory killer."""
-    available = _available_host_memory()
-    wanted = rank_bytes * topology.ranks_per_node
-    if available is not None and wanted > available:
-        raise ValueError(
-            f"policy = HostCache(): {wanted / 2**30:.1f} GiB a node "
-            f"({topology.ranks_per_node} ranks × {rank_bytes / 2**30:.1f} GiB), "
-            f"but only {available / 2**30:.1f} GiB of host memory are free; use more nodes' "
-            "memory, a smaller gather dtype, or NoCache()"
-        )
-
-
-def _available_host_memory() -> int | None:
-    """``MemAvailable`` of Linux in bytes; ``None`` on other systems."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            fields = dict(line.split(":", 1) for line in lines)
-    except OSError:
-        return None
-    return int(fields["MemAvailable"].split()[0]) * 1024
+    def _checksums(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+        node = self._topology.node
+        return torch.stack([checksum(s) for index, s in enumerate(shards) if index != node])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 import torch.nn as nn
@@ -15,32 +15,61 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from fcdp.cache import CachePolicy
+from fcdp.cache import Cache, Safety
 from fcdp.exchange import any_rank
 from fcdp.gather import CachedGather
 from fcdp.ledger import Ledger, in_backward
+from fcdp.policy import CachePolicy
 from fcdp.reduce import HierarchicalReduce
 from fcdp.staleness import Staleness
+from fcdp.sums import SumsMaker, SumsPlace
 from fcdp.topology import Topology
 from fcdp.unit import find_units
 
 _ATTRIBUTE = "_fcdp_engine"
 
+_T = TypeVar("_T")
+
 
 class Engine:
     """Installs the custom collectives on every unit and follows what makes entries stale."""
 
-    def __init__(self, model: nn.Module, topology: Topology, policy: CachePolicy) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        topology: Topology,
+        policy: CachePolicy,
+        *,
+        look_ahead: int,
+        sums: SumsPlace,
+        safety: Safety,
+    ) -> None:
         self.topology = topology
         self.units = find_units(model, topology)
         self.ledger = Ledger()
-        self.staleness = Staleness(self.units, topology)
+        self.staleness = Staleness(self.units, topology, verify=safety.verify)
         self._reduces: list[HierarchicalReduce] = []
-        cache = _build_cache(policy, self, _device(topology))
-        self.ledger.host_cache_bytes = cache.host_bytes
+        self.cache = _on_all_ranks(
+            f"policy = {policy}",
+            topology,
+            lambda: Cache(
+                self.units,
+                topology,
+                _device(topology),
+                policy,
+                self.ledger,
+                look_ahead=look_ahead,
+                safety=safety,
+            ),
+        )
+        sums_of = _on_all_ranks(
+            f"sums = {sums!r}",
+            topology,
+            lambda: SumsMaker(sums, self.units, topology, _device(topology), self.ledger),
+        )
         for unit in self.units:
-            gather = CachedGather(unit, topology, cache, self.staleness, self.ledger)
-            reduce = HierarchicalReduce(unit, topology, self.ledger)
+            gather = CachedGather(unit, topology, self.cache, self.staleness, self.ledger)
+            reduce = HierarchicalReduce(unit, topology, sums_of.of(unit), self.ledger)
             unit.module.set_custom_all_gather(gather)
             unit.module.set_custom_reduce_scatter(reduce)
             if topology.mesh.device_type == "cpu":
@@ -91,6 +120,7 @@ class Engine:
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if not in_backward():  # a recomputation belongs to the forward that it repeats
             self.staleness.ask()
+            self.cache.step_begins()
 
     def _after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
         self.staleness.invalidate()
@@ -129,17 +159,17 @@ def _device(topology: Topology) -> torch.device:
     return torch.device(kind, torch.accelerator.current_device_index())
 
 
-def _build_cache(policy: CachePolicy, engine: Engine, device: torch.device) -> Any:
-    """Build the cache on all ranks or on none: one that fails must not leave others waiting."""
-    cache, error = None, None
+def _on_all_ranks(what: str, topology: Topology, build: Callable[[], _T]) -> _T:
+    """Build on all ranks or on none: one that fails must not leave others waiting."""
+    built, error = None, None
     try:
-        cache = policy.build(engine.units, engine.topology, device)
+        built = build()
     except (ValueError, RuntimeError) as caught:
         error = caught
     failed = torch.tensor([error is not None], dtype=torch.uint8)
-    any_rank(failed, engine.topology)
+    any_rank(failed, topology)
     if error is not None:
         raise error
-    if failed.item():
-        raise RuntimeError(f"policy = {policy}: another rank could not build its cache")
-    return cache
+    if built is None or failed.item():
+        raise RuntimeError(f"{what}: another rank could not set it up")
+    return built

@@ -11,7 +11,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.profiler import record_function
 
 from fcdp.cache import Cache
-from fcdp.exchange import Pending, all_gather, swap
+from fcdp.exchange import Pending, all_gather, any_rank, swap
 from fcdp.ledger import Ledger, Phase, gather_phase
 from fcdp.staleness import Staleness
 from fcdp.topology import Topology
@@ -78,28 +78,37 @@ class CachedGather(AllGather):
         phase = gather_phase()
         if topology.nodes > 1:
             self._staleness.settle(self._unit)
-            if self._cache.generation(self._unit) != self._unit.generation:
-                return self._cross(by_node, own, phase)
-            self._read(own, phase)
+            hit = self._hit()
+            gathering = self._read(by_node, own, phase) if hit else self._cross(by_node, own, phase)
+            self._cache.follow(self._unit)
+            return gathering
         return _Gathering(self._spread(by_node, phase))
 
-    def _read(self, own: Sequence[torch.Tensor], phase: Phase) -> None:
-        """Put the cached shards where the gather inside the node expects them."""
+    def _hit(self) -> bool:
+        """Whether the cache serves this gather: on all ranks or on none."""
+        held = self._cache.holds(self._unit)
+        if not self._cache.fallible(self._unit):
+            return held
+        lost = torch.tensor([not held], dtype=torch.uint8)
+        any_rank(lost, self._topology)
+        return not lost.item()
+
+    def _read(self, by_node: torch.Tensor, own: Sequence[torch.Tensor], phase: Phase) -> _Gathering:
+        """Put the cached shards where the gather inside the node expects them; then spread them."""
         with record_function(f"fcdp::cache_load {self._unit.name}"):
-            count = self._cache.load(self._unit, own)
+            self._cache.load(self._unit, own, phase)
         self._ledger.hits += 1
-        self._ledger.add("host_to_device", phase, count)
+        return _Gathering(self._spread(by_node, phase))
 
     def _cross(
         self, by_node: torch.Tensor, own: Sequence[torch.Tensor], phase: Phase
     ) -> _Gathering:
         """Gather this ``local_rank``'s shards from the other nodes; then store and spread them."""
-        generation = self._unit.generation
+        self._cache.poison(self._unit)
 
         def store_and_spread() -> Sequence[Pending]:
             with record_function(f"fcdp::cache_store {self._unit.name}"):
-                count = self._cache.store(self._unit, own, generation)
-            self._ledger.add("device_to_host", phase, count)
+                self._cache.store(self._unit, own, phase)
             return self._spread(by_node, phase)
 
         shard = own[self._topology.node]

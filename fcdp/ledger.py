@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-Link = Literal["inter_node", "intra_node", "host_to_device", "device_to_host"]
+Link = Literal["inter_node", "intra_node", "host_to_device", "device_to_host", "disk"]
 Phase = Literal["forward", "backward", "reduce"]
 
 
@@ -18,8 +18,9 @@ class Ledger:
 
     ``inter_node`` and ``intra_node`` count what this rank sends to other ranks. A node's egress is
     the sum over its ranks, which by symmetry is ``ranks_per_node`` times one rank's.
-    ``host_to_device`` and ``device_to_host`` count reads from and writes to the host cache; on a
-    CPU run these are copies in memory.
+    ``host_to_device`` and ``device_to_host`` count reads from and writes to the host cache and the
+    disk's buffers; on a CPU run these are copies in memory. ``disk`` counts what the disk tier was
+    given and what was asked of it.
     """
 
     #: ``bytes[link][phase]``
@@ -29,8 +30,11 @@ class Ledger:
     #: Gathers served from the cache, and gathers that crossed nodes.
     hits: int = 0
     misses: int = 0
-    #: Host memory that this rank's cache holds, in bytes; page-locked on CUDA.
+    #: Memory that this rank's cache holds, in bytes; on the host page-locked on CUDA.
     host_cache_bytes: int = 0
+    device_cache_bytes: int = 0
+    #: The host arena of waiting gradient sums (``sums="host"``), in bytes.
+    host_sums_bytes: int = 0
     #: Gradient sums that wait for the last micro-batch (``fcdp.accumulate``), in bytes of device
     #: memory, and their peak.
     pending_bytes: int = 0

@@ -11,6 +11,7 @@ from torch.profiler import record_function
 
 from fcdp.exchange import reduce_scatter
 from fcdp.ledger import Ledger
+from fcdp.sums import Sums
 from fcdp.topology import Topology
 from fcdp.unit import Unit
 
@@ -21,21 +22,22 @@ class HierarchicalReduce(ReduceScatter):
     """FSDP2's gradient reduce-scatter of one unit, rank order kept: input is (nodes, L, s).
 
     While ``deferring``, sums stay inside the node, (nodes, s) a rank, until the last micro-batch;
-    they are kept in fp32 or better, as FSDP2 keeps accumulated gradients.
+    they are kept in fp32 or better, as FSDP2 keeps accumulated gradients, wherever ``sums`` keeps
+    them.
     """
 
-    def __init__(self, unit: Unit, topology: Topology, ledger: Ledger) -> None:
+    def __init__(self, unit: Unit, topology: Topology, sums: Sums, ledger: Ledger) -> None:
         self._unit = unit
         self._topology = topology
+        self._sums = sums
         self._ledger = ledger
-        self._pending: torch.Tensor | None = None
         #: Set by ``fcdp.accumulate``: this is not the last micro-batch.
         self.deferring = False
 
     @property
     def pending(self) -> bool:
         """Whether sums wait that have not crossed nodes."""
-        return self._pending is not None
+        return self._sums.numel > 0
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
@@ -75,7 +77,7 @@ class HierarchicalReduce(ReduceScatter):
 
     def discard(self) -> None:
         """Forget the sums that wait, as after a failed step."""
-        self._hold(None)
+        self._sums.discard()
 
     def _reduce_in_node(self, partial: torch.Tensor, gradients: torch.Tensor, op: _Op) -> None:
         """Reduce (nodes, L, s) to (nodes, s), once for each node's part: no part moves twice."""
@@ -93,34 +95,21 @@ class HierarchicalReduce(ReduceScatter):
         self._ledger.add("inter_node", "reduce", sent)
 
     def _defer(self, partial: torch.Tensor) -> None:
-        if self._pending is None:
-            wide = torch.promote_types(partial.dtype, torch.float32)
-            # With one rank a node ``partial`` is FSDP2's own buffer, which it will reuse.
-            self._hold(partial.to(wide, copy=self._topology.ranks_per_node == 1))
-        else:
-            self._check_layout(partial)
-            self._pending += partial
+        self._check_layout(partial)
+        # With one rank a node ``partial`` is FSDP2's own buffer, which it will reuse.
+        self._sums.add(partial, owned=self._topology.ranks_per_node > 1)
 
     def _release(self, partial: torch.Tensor) -> torch.Tensor:
         """The sum over all micro-batches, in the reduce dtype; nothing waits afterwards."""
-        if self._pending is None:
+        if not self.pending:
             return partial
         self._check_layout(partial)
-        total = self._pending.add_(partial).to(partial.dtype)
-        self._hold(None)
-        return total
+        return self._sums.take(partial)
 
     def _check_layout(self, partial: torch.Tensor) -> None:
-        assert self._pending is not None
-        if self._pending.numel() != partial.numel():
+        if self.pending and self._sums.numel != partial.numel():
             raise RuntimeError(
                 f"{self._unit.name}: other parameters received gradients in this micro-batch than "
                 "in the ones before it; run such micro-batches without fcdp.accumulate, or call "
                 "set_reduce_scatter_unused_params(True) on the module"
             )
-
-    def _hold(self, pending: torch.Tensor | None) -> None:
-        for tensor, sign in ((self._pending, -1), (pending, 1)):
-            if tensor is not None:
-                self._ledger.hold(sign * tensor.numel() * tensor.itemsize)
-        self._pending = pending

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from fcdp.exchange import any_rank
@@ -22,9 +23,10 @@ class Staleness:
     in; which rank saw which write does not matter.
     """
 
-    def __init__(self, units: Sequence[Unit], topology: Topology) -> None:
+    def __init__(self, units: Sequence[Unit], topology: Topology, *, verify: bool = False) -> None:
         self._units = units
         self._topology = topology
+        self._verify = verify
         self._asked = True
 
     def ask(self) -> None:
@@ -78,3 +80,19 @@ class Staleness:
             unit.agreed_stamp = stamp
             unit.written = False
         self._asked = False
+        if self._verify:
+            self._compare()
+
+    def _compare(self) -> None:
+        """Raise ``RuntimeError`` on every rank if generations differ between ranks."""
+        mine = torch.tensor([unit.generation for unit in self._units])
+        ranks = [torch.empty_like(mine) for _ in range(self._topology.world_size)]
+        dist.all_gather(ranks, mine, group=self._topology.control)
+        for rank, theirs in enumerate(ranks):
+            for unit, generation, first in zip(
+                self._units, theirs.tolist(), ranks[0].tolist(), strict=True
+            ):
+                if generation != first:
+                    raise RuntimeError(
+                        f"{unit.name}: rank {rank} is at generation {generation}, rank 0 at {first}"
+                    )

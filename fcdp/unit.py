@@ -28,11 +28,19 @@ class Unit:
     params: list[DTensor]
     #: One rank's part of the gather, in bytes of the gather dtype, padding included.
     shard_bytes: int
+    #: Elements of it, padding included.
+    shard_numel: int
+    #: How often a step of one micro-batch gathers it again without it having changed.
+    reuses: int = 1
     generation: int = 1
     #: Stamp of the parameters when the ranks last agreed on ``generation``.
     agreed_stamp: int = -1
     #: This rank knows of a write that no stamp shows.
     written: bool = True
+
+    @property
+    def trainable(self) -> bool:
+        return any(param.requires_grad for param in self.params)
 
     def stamp(self) -> int:
         """A number that grows with each in-place write that autograd can see on this rank.
@@ -65,7 +73,9 @@ def find_units(model: nn.Module, topology: Topology) -> list[Unit]:
                 f"{name or 'model'}: {len(groups)} meshes in one module (shard_placement_fn); "
                 "FCDP needs one mesh a module"
             )
-        units += [_unit(name or "root", module, group, topology) for group in groups]
+        # FSDP2 keeps what the root holds itself gathered, unless told otherwise.
+        kept = not name and getattr(state, "_auto_reshard_after_forward", True)
+        units += [_unit(name or "root", module, group, topology, kept) for group in groups]
     if not units:
         raise ValueError(
             "model: no module is sharded by FSDP2; call fcdp.shard(model, topology, units=...) "
@@ -81,10 +91,19 @@ def _param_groups(state: Any) -> list[Any]:
     return [] if group is None else [group]
 
 
-def _unit(name: str, module: FSDPModule, group: Any, topology: Topology) -> Unit:
+def _unit(name: str, module: FSDPModule, group: Any, topology: Topology, kept: bool) -> Unit:
     params = [fsdp_param.sharded_param for fsdp_param in group.fsdp_params]
     _check_mesh(name, params, topology)
-    return Unit(name, module, params, sum(map(_gathered_bytes, group.fsdp_params)))
+    in_backward = group._reshard_after_forward and not kept
+    frozen = not any(param.requires_grad for param in params)
+    return Unit(
+        name,
+        module,
+        params,
+        shard_bytes=sum(map(_gathered_bytes, group.fsdp_params)),
+        shard_numel=sum(param._sharded_param_data.numel() for param in group.fsdp_params),
+        reuses=in_backward + frozen,
+    )
 
 
 def _check_mesh(name: str, params: Iterable[DTensor], topology: Topology) -> None:

@@ -1,111 +1,219 @@
-"""The host arena: layout, size, and what is refused before the first step."""
+"""The cache on ranks: what is refused, what falls to the next tier, what is verified."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import errno
+import logging
+import os
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import fcdp
-from fcdp.cache import HostCache, _HostTier
-from tests.fcdp.training import Settings, make_model, shard_with_fcdp, topology_of
+from fcdp.engine import engine_of
+from fcdp.memory import Usage
+from fcdp.tiers.device import DeviceTier
+from tests.fcdp.training import (
+    Settings,
+    TinyLM,
+    batches,
+    loss_of,
+    make_model,
+    make_optimizer,
+    shard_with_fcdp,
+    topology_of,
+)
 from tests.ranks import Pools
 
-
-@dataclass(frozen=True)
-class Place:
-    """The part of a topology that the cache looks at."""
-
-    nodes: int
-    node: int
-    ranks_per_node: int = 1
+FROZEN = Settings(2, 1, adapter_rank=3, reshard_after_forward=True)
 
 
-@dataclass(eq=False)
-class Entry:
-    """The part of a unit that the cache looks at."""
-
-    name: str
-    shard_bytes: int
-
-
-def tier(units: list[Any], place: Any) -> _HostTier:
-    return _HostTier(units, place, torch.device("cpu"))
+def make(settings: Settings) -> tuple[TinyLM, Any]:
+    topology = topology_of(settings.nodes, settings.ranks_per_node)
+    return shard_with_fcdp(make_model(settings), topology, settings), batches(
+        settings, topology.rank
+    )
 
 
-@given(st.lists(st.integers(1, 3000), min_size=1, max_size=6), st.integers(2, 5), st.data())
-def test_what_is_stored_comes_back_and_the_own_row_is_left_alone(
-    numels: list[int], nodes: int, data: st.DataObject
-) -> None:
-    node = data.draw(st.integers(0, nodes - 1))
-    units = [Entry(str(index), 4 * numel) for index, numel in enumerate(numels)]
-    cache = tier(units, Place(nodes, node))
-    stored = [torch.randn(nodes, numel) for numel in numels]
-    for unit, shards in zip(units, stored, strict=True):
-        assert cache.generation(unit) == 0
-        assert cache.store(unit, shards.unbind(), 1) == (nodes - 1) * unit.shard_bytes
-    for unit, shards in zip(units, stored, strict=True):
-        assert cache.generation(unit) == 1
-        loaded = torch.full_like(shards, torch.nan)
-        cache.load(unit, loaded.unbind())
-        assert loaded[node].isnan().all()
-        others = [index for index in range(nodes) if index != node]
-        assert torch.equal(loaded[others], shards[others])
-    assert sum((nodes - 1) * unit.shard_bytes for unit in units) <= cache.host_bytes
-
-
-def test_an_entry_holds_any_dtype_that_the_unit_gathers() -> None:
-    odd, unit = Entry("odd", 3), Entry("unit", 6)
-    cache = tier([odd, unit], Place(2, 0))
-    shards = torch.tensor([[1, 2, 3], [4, 5, 6]], dtype=torch.bfloat16)
-    cache.store(unit, shards.unbind(), 1)
-    loaded = torch.zeros_like(shards)
-    cache.load(unit, loaded.unbind())
-    assert torch.equal(loaded[1], shards[1])
+def tiers(model: TinyLM) -> dict[str, str | None]:
+    engine = engine_of(model)
+    return {unit.name: engine.cache.tier_of(unit) for unit in engine.units}
 
 
 def refuse_on_one_rank() -> str:
     """Only rank 1's node is short of memory; no rank may wait for another."""
-    topology = topology_of(2, 1)
-    settings = Settings(2, 1)
-    available = 100 if topology.rank == 1 else 2**40
+    free = 100 if topology_of(2, 1).rank == 1 else 2**40
     with (
-        mock.patch("fcdp.cache._available_host_memory", return_value=available),
+        mock.patch("fcdp.tiers.host.available_host_memory", return_value=free),
         pytest.raises((ValueError, RuntimeError)) as error,
     ):
-        shard_with_fcdp(make_model(settings), topology, settings)
+        make(Settings(2, 1))
     return str(error.value)
 
 
 def test_too_little_host_memory_is_refused_on_all_ranks(ranks: Pools) -> None:
     healthy, short = ranks.run(2, refuse_on_one_rank)
-    assert "policy = HostCache()" in short
     assert "host memory are free" in short
-    assert "another rank could not build its cache" in healthy
+    assert "another rank could not set it up" in healthy
 
 
-def arena_bytes() -> tuple[int, int]:
-    topology = topology_of(2, 2)
-    settings = Settings(2, 2)
-    model = shard_with_fcdp(make_model(settings), topology, settings)
-    padded = sum(
-        -(-param.shape[0] // 4) * 4 * param[0].numel() * 4
-        for param in make_model(settings).parameters()
-    )
-    return fcdp.ledger(model).host_cache_bytes, padded
+def memory_held(policy: fcdp.CachePolicy) -> tuple[int, int, int]:
+    """Bytes on the host and on the device after a step, and the gathered model's."""
+    settings = Settings(2, 2, policy=policy)
+    model, data = make(settings)
+    loss_of(model, next(data)).backward()
+    gathered = 4 * sum(unit.shard_bytes for unit in engine_of(model).units)
+    counts = fcdp.ledger(model)
+    return counts.host_cache_bytes, counts.device_cache_bytes, gathered
 
 
 def test_a_node_holds_what_the_other_nodes_own(ranks: Pools) -> None:
     """(n−1)/n of the gathered model a node, 1/L of that a rank, plus alignment."""
-    held, gathered = ranks.run(4, arena_bytes)[0]
-    assert gathered / 2 / 2 <= held < gathered / 2 / 2 + 4 * 512
+    host, device, gathered = ranks.run(4, memory_held, fcdp.HostCache())[0]
+    assert gathered / 4 <= host < gathered / 4 + 3 * 4096
+    assert device == 0
+    assert ranks.run(4, memory_held, fcdp.DeviceCache())[0] == (0, gathered // 4, gathered)
+    assert ranks.run(4, memory_held, fcdp.NoCache())[0] == (0, 0, gathered)
 
 
-def test_policies_are_values() -> None:
-    assert HostCache() == HostCache()
-    assert fcdp.NoCache() == fcdp.NoCache()
+def fill_the_device() -> tuple[dict[str, str | None], list[str]]:
+    """The device takes one entry and no more."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fcdp").addHandler(handler)
+    allocate = DeviceTier._allocate
+
+    def once(tier: DeviceTier, unit: Any) -> torch.Tensor:
+        if tier._entries:
+            with mock.patch("torch.empty", side_effect=torch.OutOfMemoryError):
+                return allocate(tier, unit)
+        return allocate(tier, unit)
+
+    settings = Settings(2, 1, policy=fcdp.DeviceCache())
+    model, data = make(settings)
+    with mock.patch.object(DeviceTier, "_allocate", once):
+        loss_of(model, next(data)).backward()
+    logging.getLogger("fcdp").removeHandler(handler)
+    return tiers(model), said
+
+
+def test_what_the_device_cannot_take_goes_to_the_host_and_is_said_once(ranks: Pools) -> None:
+    where, said = ranks.run(2, fill_the_device)[0]
+    assert where == {"root": "device", "blocks.0": "host", "blocks.1": "host"}
+    assert [line for line in said if "device cache" in line] == [
+        "device cache: the device has no 0.0 MiB free for blocks.0; "
+        "using the next tier for what does not fit"
+    ]
+
+
+def threshold_in_mid_forward() -> dict[str, str | None]:
+    """Utilisation rises with each look: ranks cross τ at different units."""
+    looks = iter(range(topology_of(2, 1).rank, 100))
+    with mock.patch("fcdp.cache.device_usage", side_effect=lambda _: Usage(next(looks), 0, 3)):
+        model, data = make(Settings(2, 1, policy=fcdp.Threshold(0.5)))
+        for _ in range(2):
+            loss_of(model, next(data)).backward()
+        return tiers(model)
+
+
+def test_ranks_may_choose_different_tiers(ranks: Pools) -> None:
+    first, second = ranks.run(2, threshold_in_mid_forward)
+    assert list(first.values()) == ["device", "device", "host"]
+    assert list(second.values()) == ["device", "host", "host"]
+
+
+def auto_moves_frozen_units() -> list[dict[str, str | None]]:
+    used = [0]
+    seen = []
+    with mock.patch(
+        "fcdp.cache.device_usage", side_effect=lambda _: Usage(used[0], used[0], 10**6)
+    ):
+        settings = Settings(2, 1, adapter_rank=3, reshard_after_forward=True, policy=fcdp.Auto())
+        model, data = make(settings)
+        for used[0] in (0, 0, 0, 10**6, 0):
+            loss_of(model, next(data)).backward()
+            seen.append(tiers(model))
+    return seen
+
+
+def test_auto_moves_entries_to_the_device_and_back(ranks: Pools) -> None:
+    seen = ranks.run(2, auto_moves_frozen_units)[0]
+    assert [step["blocks.0"] for step in seen] == ["host", "host", "device", "host", "host"]
+
+
+def lose_the_disk(directory: str, rank: int) -> tuple[list[float], int, int]:
+    """One rank's disk fails in mid-run; all go on together."""
+    topology = topology_of(2, 1)
+    settings = Settings(2, 1, adapter_rank=3, policy=fcdp.DiskCache(Path(directory)))
+    model, data = make(settings)
+    optimizer = make_optimizer(model, settings)
+    losses = []
+    write, read = os.pwritev, os.preadv
+
+    def broken(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "made up")
+
+    for step in range(4):
+        broken_now = step in (1, 2) and topology.rank == rank
+        os.pwritev, os.preadv = (broken, broken) if broken_now else (write, read)  # type: ignore[assignment]
+        loss = loss_of(model, next(data))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    counts = fcdp.ledger(model)
+    return losses, counts.hits, counts.misses
+
+
+def train_on_host() -> list[float]:
+    settings = Settings(2, 1, adapter_rank=3)
+    model, data = make(settings)
+    optimizer = make_optimizer(model, settings)
+    losses = []
+    for _ in range(4):
+        loss = loss_of(model, next(data))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_failing_disk_costs_gathers_and_nothing_else(ranks: Pools, tmp_path: Path) -> None:
+    expected = ranks.run(2, train_on_host)
+    healthy = ranks.run(2, lose_the_disk, str(tmp_path), -1)
+    broken = ranks.run(2, lose_the_disk, str(tmp_path), 1)
+    assert [losses for losses, _, _ in broken] == expected
+    assert [losses for losses, _, _ in healthy] == expected
+    assert broken[0][1:] == broken[1][1:], "ranks disagree about hits"
+    assert broken[0][2] > healthy[0][2]
+
+
+def corrupt(what: str) -> list[str]:
+    topology = topology_of(2, 1)
+    model, data = make(Settings(2, 1, verify=True))
+    engine = engine_of(model)
+    loss = loss_of(model, next(data))
+    if what == "entry":
+        engine.cache._host_tier._entries[engine.units[1]].shards[0, 5] ^= 1
+        with pytest.raises(RuntimeError) as error:
+            loss.backward()
+    else:
+        loss.backward()
+        engine.units[1].generation += topology.rank
+        with pytest.raises(RuntimeError) as error:
+            loss_of(model, next(data))
+    return [str(error.value)]
+
+
+def test_verify_names_unit_rank_and_generation(ranks: Pools) -> None:
+    messages = ranks.run(2, corrupt, "entry")
+    for rank, (message,) in enumerate(messages):
+        assert f"blocks.0: rank {rank} read from the host cache other bytes" in message
+        assert "generation 2" in message
+    for (message,) in ranks.run(2, corrupt, "generation"):
+        assert message == "blocks.0: rank 1 is at generation 3, rank 0 at 2"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -92,6 +92,9 @@ class Settings:
     optimizer: str = "adamw"
     param_dtype: torch.dtype | None = None
     reshard_after_forward: bool | None = None
+    policy: fcdp.CachePolicy = fcdp.HostCache()
+    verify: bool = False
+    poison: bool = False
     #: What happens before step i: "eval", "load", "write", "write_one_rank", "freeze".
     events: dict[int, str] = field(default_factory=dict)
 
@@ -149,25 +152,22 @@ def shard_with_fsdp2(model: TinyLM, topology: fcdp.Topology, settings: Settings)
     return model
 
 
-def shard_with_fcdp(
-    model: TinyLM,
-    topology: fcdp.Topology,
-    settings: Settings,
-    policy: fcdp.CachePolicy = fcdp.HostCache(),
-) -> TinyLM:
+def shard_with_fcdp(model: TinyLM, topology: fcdp.Topology, settings: Settings) -> TinyLM:
     fcdp.shard(
         model,
         topology,
         units=model.blocks,
-        policy=policy,
+        policy=settings.policy,
         mp_policy=MixedPrecisionPolicy(param_dtype=settings.param_dtype),
         reshard_after_forward=settings.reshard_after_forward,
+        verify=settings.verify,
+        poison=settings.poison,
     )
     return model
 
 
 def shard_with_fcdp_uncached(model: TinyLM, topology: fcdp.Topology, settings: Settings) -> TinyLM:
-    return shard_with_fcdp(model, topology, settings, fcdp.NoCache())
+    return shard_with_fcdp(model, topology, replace(settings, policy=fcdp.NoCache()))
 
 
 def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:

@@ -1,0 +1,81 @@
+"""Cache policies by the names that matrix files use."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import fcdp
+
+_UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(KiB|MiB|GiB|)")
+_CALL = re.compile(r"(\w+)(?:\((.*)\))?")
+
+
+def parse(text: str) -> fcdp.CachePolicy:
+    """The policy of a text: ``host``, ``threshold(0.8)``, ``budget(device=1 GiB, host=4 GiB)`` …
+
+    The disk tier's file goes to the directory for temporary files (``TMPDIR``). Raises
+    ``ValueError`` for another name, argument or value.
+    """
+    match = _CALL.fullmatch(text.strip())
+    if match is None or match[1] not in _POLICIES:
+        raise ValueError(f"policy = {text!r}: allowed are {', '.join(_FORMS)}")
+    arguments: dict[str, str] = {}
+    for part in filter(None, ((match[2] or "").split(","))):
+        name, _, value = part.rpartition("=")
+        arguments[name.strip()] = value.strip()
+    try:
+        return _POLICIES[match[1]](arguments)
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"policy = {text!r}: {error}; allowed are {', '.join(_FORMS)}") from error
+
+
+def _directory() -> Path:
+    return Path(tempfile.gettempdir())
+
+
+def _plain(make: Callable[[], fcdp.CachePolicy]) -> Callable[[dict[str, str]], fcdp.CachePolicy]:
+    def build(arguments: dict[str, str]) -> fcdp.CachePolicy:
+        if arguments:
+            raise ValueError("takes no argument")
+        return make()
+
+    return build
+
+
+def _threshold(arguments: dict[str, str]) -> fcdp.CachePolicy:
+    if set(arguments) != {""}:
+        raise ValueError("takes one number")
+    return fcdp.Threshold(float(arguments[""]))
+
+
+def _budget(arguments: dict[str, str]) -> fcdp.CachePolicy:
+    sizes = {name: _bytes(value) for name, value in arguments.items()}
+    if not sizes or not set(sizes) <= {"device", "host", "disk"}:
+        raise ValueError("takes sizes for device, host and disk")
+    return fcdp.Budget(**sizes, directory=_directory() if sizes.get("disk") else None)
+
+
+def _bytes(text: str) -> int:
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a size (bytes, KiB, MiB, GiB)")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+_POLICIES: dict[str, Callable[[dict[str, str]], fcdp.CachePolicy]] = {
+    "none": _plain(fcdp.NoCache),
+    "device": _plain(fcdp.DeviceCache),
+    "host": _plain(fcdp.HostCache),
+    "disk": _plain(lambda: fcdp.DiskCache(_directory())),
+    "threshold": _threshold,
+    "budget": _budget,
+    "auto": _plain(fcdp.Auto),
+}
+_FORMS = [
+    {"threshold": "threshold(0.8)", "budget": "budget(device=1 GiB, host=4 GiB)"}.get(name, name)
+    for name in _POLICIES
+]

@@ -1,0 +1,1 @@
+"""Where entries lie: device memory, host memory, disk. One file each."""

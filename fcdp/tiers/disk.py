@@ -1,0 +1,218 @@
+"""The disk tier: entries in one file a rank, read and written past the page cache."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import tempfile
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fcdp.arena import ALIGNMENT, Arena, aligned
+from fcdp.tiers.tier import TierUnavailable, others
+from fcdp.topology import Topology
+from fcdp.unit import Unit
+
+logger = logging.getLogger("fcdp")
+
+
+@dataclass(eq=False)
+class _Buffer:
+    """Host memory that one entry passes through, aligned for direct I/O."""
+
+    memory: torch.Tensor
+    unit: Unit | None = None
+    #: The transfer under way; its result is the bytes moved.
+    transfer: Future[int] | None = None
+    writing: bool = False
+
+
+#: Ranks of :func:`_cost_of_taking` up to which nothing is lost and nobody waits.
+_FREE = 1
+
+
+def _cost_of_taking(buffer: _Buffer) -> int:
+    """Empty, written, being written, expected to be loaded."""
+    if buffer.unit is None:
+        return 0
+    if not buffer.writing:
+        return 3
+    return 1 if buffer.transfer is None or buffer.transfer.done() else 2
+
+
+class DiskTier:
+    """A few buffers bound what is in flight: a store waits for one when all are being written.
+
+    The file has no name once it is open, so that nothing is left whatever ends the process. A
+    failed write or read loses the entry, never the parameters: :meth:`intact` says so before the
+    gather, which then crosses nodes.
+    """
+
+    def __init__(
+        self,
+        planned: Sequence[Unit],
+        topology: Topology,
+        device: torch.device,
+        directory: Path,
+        *,
+        buffers: int,
+    ) -> None:
+        """Open the file. Raises ``ValueError`` if ``directory`` cannot be written."""
+        self._node = topology.node
+        self._others = topology.nodes - 1
+        self._backend = torch.get_device_module(device)
+        self._file = _open(directory)
+        self._offsets: dict[Unit, int] = {}
+        offset = 0
+        for unit in planned:
+            self._offsets[unit] = offset
+            offset += aligned(self._size(unit))
+        self._failed: set[Unit] = set()
+        self._said = False
+        size = max((aligned(self._size(unit)) for unit in planned), default=0)
+        self._arena = Arena(buffers * size, device)
+        self.nbytes = self._arena.memory.numel()
+        self._buffers = [_Buffer(self._arena.take(size)) for _ in range(buffers)]
+        # Each thread has one transfer in hand; a disk is busy with a few.
+        self._threads = ThreadPoolExecutor(buffers, "fcdp-disk")
+        weakref.finalize(self, _close, self._threads, self._file)
+
+    def store(self, unit: Unit, shards: Sequence[torch.Tensor]) -> None:
+        if unit not in self._offsets:
+            raise TierUnavailable("was not planned for it")
+        self.drop(unit)
+        buffer = self._take_buffer()
+        for stored, shard in others(self._view(buffer, unit), shards, self._node):
+            stored.copy_(shard)  # blocks on CUDA: the thread below reads host memory
+        buffer.unit, buffer.writing = unit, True
+        buffer.transfer = self._transfer(os.pwritev, buffer.memory, unit)
+
+    def load(self, unit: Unit, shards: Sequence[torch.Tensor]) -> None:
+        buffer = self._holding(unit)
+        assert buffer is not None, f"{unit.name}: loaded without intact()"
+        for stored, shard in others(self._view(buffer, unit), shards, self._node):
+            shard.copy_(stored)
+        if not buffer.writing:
+            buffer.unit = None
+
+    def expect(self, unit: Unit) -> None:
+        """Begin to read it, if a buffer is free."""
+        if unit in self._failed or unit not in self._offsets or self._holding(unit) is not None:
+            return
+        buffer = min(self._buffers, key=_cost_of_taking)
+        if _cost_of_taking(buffer) <= _FREE:
+            self._begin_to_read(self._take_buffer(), unit)
+
+    def intact(self, unit: Unit) -> bool:
+        """Have the entry in a buffer; ``False`` if the disk failed."""
+        if unit in self._failed:
+            return False
+        buffer = self._holding(unit)
+        if buffer is None:
+            buffer = self._take_buffer()
+            if unit in self._failed:  # its write was what the buffer waited for
+                return False
+            self._begin_to_read(buffer, unit)
+        if buffer.writing:
+            return True  # what is being written can be loaded from where it is written from
+        self._finish(buffer)
+        return unit not in self._failed
+
+    def drop(self, unit: Unit) -> None:
+        buffer = self._holding(unit)
+        if buffer is not None:
+            self._finish(buffer)
+            buffer.unit = buffer.transfer = None
+        self._failed.discard(unit)
+
+    def _begin_to_read(self, buffer: _Buffer, unit: Unit) -> None:
+        buffer.unit, buffer.writing = unit, False
+        buffer.transfer = self._transfer(os.preadv, buffer.memory, unit)
+
+    def _holding(self, unit: Unit) -> _Buffer | None:
+        return next((buffer for buffer in self._buffers if buffer.unit is unit), None)
+
+    def _take_buffer(self) -> _Buffer:
+        """The buffer that is soonest free, emptied."""
+        buffer = min(self._buffers, key=_cost_of_taking)
+        self._finish(buffer)
+        buffer.unit = None
+        return buffer
+
+    def _finish(self, buffer: _Buffer) -> None:
+        """Wait for the buffer's transfer; note what it lost."""
+        if buffer.transfer is None:
+            return
+        transfer, buffer.transfer = buffer.transfer, None
+        unit = buffer.unit
+        assert unit is not None
+        try:
+            transfer.result()
+        except OSError as error:
+            self._failed.add(unit)
+            if not self._said:
+                self._said = True
+                logger.warning(
+                    "disk cache: %s (%s); what it cannot hold is gathered across nodes again",
+                    os.strerror(error.errno or errno.EIO),
+                    unit.name,
+                )
+        if buffer.writing or unit in self._failed:
+            buffer.unit, buffer.writing = None, False
+
+    def _transfer(self, call: Callable[..., int], memory: torch.Tensor, unit: Unit) -> Future[int]:
+        return self._threads.submit(
+            _transfer, call, self._file, memory[: aligned(self._size(unit))], self._offsets[unit]
+        )
+
+    def _size(self, unit: Unit) -> int:
+        return self._others * unit.shard_bytes
+
+    def _view(self, buffer: _Buffer, unit: Unit) -> torch.Tensor:
+        return buffer.memory[: self._size(unit)].view(self._others, unit.shard_bytes)
+
+
+def _transfer(call: Callable[..., int], file: int, memory: torch.Tensor, offset: int) -> int:
+    """Move all of ``memory`` (uint8). A function, lest a thread keep the tier alive."""
+    size = memory.numel()
+    view = memoryview((ctypes.c_char * size).from_address(memory.data_ptr())).cast("B")
+    done = 0
+    while done < size:
+        moved = call(file, [view[done:]], offset + done)
+        if moved == 0:
+            raise OSError(errno.EIO, "the file is shorter than what was written")
+        done += moved
+        if done % ALIGNMENT:
+            raise OSError(errno.ENOSPC, "a transfer ended early")
+    return done
+
+
+def _close(threads: ThreadPoolExecutor, file: int) -> None:
+    threads.shutdown(wait=True)
+    os.close(file)
+
+
+def _open(directory: Path) -> int:
+    """A new file without a name; direct I/O where the file system has it (tmpfs has not)."""
+    try:
+        file, name = tempfile.mkstemp(prefix="fcdp-cache-", dir=directory)
+    except OSError as error:
+        raise ValueError(
+            f"directory = {str(directory)!r}: must exist and be writable ({error.strerror})"
+        ) from error
+    try:
+        direct = os.open(name, os.O_RDWR | os.O_DIRECT)
+    except OSError:
+        logger.warning("disk cache: %s has no direct I/O; the page cache is used too", directory)
+        return file
+    finally:
+        os.unlink(name)
+    os.close(file)
+    return direct

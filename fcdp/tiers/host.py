@@ -1,0 +1,180 @@
+"""The host tier: entries in one arena of host memory, page-locked on CUDA."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fcdp.arena import Arena, aligned
+from fcdp.memory import available_host_memory
+from fcdp.tiers.tier import TierUnavailable, others
+from fcdp.topology import Topology
+from fcdp.unit import Unit
+
+logger = logging.getLogger("fcdp")
+
+
+@dataclass(eq=False)
+class _Entry:
+    #: uint8 (nodes − 1, shard bytes): the other nodes' shards in node order.
+    shards: torch.Tensor
+    #: Keeps memory that was taken outside of the plan.
+    arena: Arena | None = None
+    #: The last copy into the entry, and the last out of it. ``None`` on the CPU, where copies
+    #: have ended when they return.
+    landed: Any = None
+    read: Any = None
+
+
+@dataclass(eq=False)
+class _Staging:
+    """Device memory that one entry is copied to ahead of its gather."""
+
+    memory: torch.Tensor
+    unit: Unit | None = None
+    filled: Any = None
+    free: Any = None
+
+
+class HostTier:
+    """Copies out of the device run on one stream, copies ahead of their gathers on another."""
+
+    def __init__(
+        self,
+        planned: Sequence[Unit],
+        topology: Topology,
+        device: torch.device,
+        *,
+        look_ahead: int,
+        poison: bool,
+    ) -> None:
+        """Allocate the arena for ``planned``. Raises ``ValueError`` if the host has less free."""
+        self._node = topology.node
+        self._others = topology.nodes - 1
+        self._ranks_per_node = topology.ranks_per_node
+        self._device = device
+        self._poison = poison
+        self._backend = torch.get_device_module(device)
+        self._copies_out = self._backend.Stream()
+        self._copies_in = self._backend.Stream()
+        self.nbytes = sum(aligned(self._size(unit)) for unit in planned)
+        self._check_free()
+        arena = Arena(self.nbytes, device, poison=poison)
+        self._entries = {
+            unit: _Entry(self._view(arena.take(self._size(unit)), unit)) for unit in planned
+        }
+        self._staging: list[_Staging] = []
+        if device.type != "cpu" and planned and self._others:
+            largest = max(map(self._size, planned))
+            self._staging = [
+                _Staging(torch.empty(largest, dtype=torch.uint8, device=device))
+                for _ in range(look_ahead)
+            ]
+        if self.nbytes:
+            logger.info(
+                "host cache: %.1f MiB a rank, %.1f MiB a node",
+                self.nbytes / 2**20,
+                self.nbytes * self._ranks_per_node / 2**20,
+            )
+
+    def store(self, unit: Unit, shards: Sequence[torch.Tensor]) -> None:
+        entry = self._entries.get(unit) or self._take_more(unit)
+        self._forget_staged(unit)
+        self._copies_out.wait_stream(self._backend.current_stream())
+        if entry.read is not None:
+            self._copies_out.wait_event(entry.read)
+        with self._backend.stream(self._copies_out):
+            for stored, shard in others(entry.shards, shards, self._node):
+                stored.copy_(shard, non_blocking=True)
+                if shard.device.type != "cpu":
+                    # FSDP2 frees the gathered unit before the copy has read it.
+                    shard.record_stream(self._copies_out)
+            entry.landed = self._copies_out.record_event()
+
+    def load(self, unit: Unit, shards: Sequence[torch.Tensor]) -> None:
+        entry = self._entries[unit]
+        stream = self._backend.current_stream()
+        staging = next((slot for slot in self._staging if slot.unit is unit), None)
+        if staging is not None:
+            stream.wait_event(staging.filled)
+            source = self._view(staging.memory[: self._size(unit)], unit)
+        else:
+            if entry.landed is not None:
+                stream.wait_event(entry.landed)
+            source = entry.shards
+        for stored, shard in others(source, shards, self._node):
+            shard.copy_(stored, non_blocking=True)
+        event = stream.record_event()
+        if staging is not None:
+            staging.unit, staging.free = None, event
+        else:
+            entry.read = event
+
+    def expect(self, unit: Unit) -> None:
+        """Copy the entry to the device beside what runs now, if a staging buffer is free.
+
+        Not one byte moves twice over the host link: the gather takes the staged copy.
+        """
+        entry = self._entries.get(unit)
+        slot = next((slot for slot in self._staging if slot.unit is None), None)
+        if entry is None or slot is None or any(other.unit is unit for other in self._staging):
+            return
+        for event in (entry.landed, slot.free):
+            if event is not None:
+                self._copies_in.wait_event(event)
+        with self._backend.stream(self._copies_in):
+            staged = slot.memory[: self._size(unit)].view_as(entry.shards)
+            staged.copy_(entry.shards, non_blocking=True)
+            slot.filled = entry.read = self._copies_in.record_event()
+        slot.unit = unit
+
+    def intact(self, unit: Unit) -> bool:
+        return True
+
+    def drop(self, unit: Unit) -> None:
+        """Memory of the arena stays for the unit; no copy of it stays staged."""
+        self._forget_staged(unit)
+        if self._poison and unit in self._entries:
+            self._backend.synchronize()
+            self._entries[unit].shards.fill_(0xFF)
+
+    def _forget_staged(self, unit: Unit) -> None:
+        for slot in self._staging:
+            if slot.unit is unit:
+                slot.unit, slot.free = None, slot.filled
+
+    def _take_more(self, unit: Unit) -> _Entry:
+        """Memory for a unit that was to lie elsewhere and could not."""
+        size = self._size(unit)
+        free = available_host_memory()
+        if free is not None and size > free:
+            raise TierUnavailable(f"the host has no {size / 2**20:.1f} MiB free")
+        try:
+            arena = Arena(size, self._device, poison=self._poison)
+        except RuntimeError as error:
+            raise TierUnavailable(str(error)) from error
+        self.nbytes += size
+        entry = self._entries[unit] = _Entry(self._view(arena.take(size), unit), arena)
+        return entry
+
+    def _size(self, unit: Unit) -> int:
+        return self._others * unit.shard_bytes
+
+    def _view(self, memory: torch.Tensor, unit: Unit) -> torch.Tensor:
+        return memory.view(self._others, unit.shard_bytes)
+
+    def _check_free(self) -> None:
+        """Refuse before the first step what would end in the kernel's out-of-memory killer."""
+        free = available_host_memory()
+        wanted = self.nbytes * self._ranks_per_node
+        if free is not None and wanted > free:
+            raise ValueError(
+                f"host cache: {wanted / 2**30:.1f} GiB a node "
+                f"({self._ranks_per_node} ranks × {self.nbytes / 2**30:.1f} GiB), "
+                f"but only {free / 2**30:.1f} GiB of host memory are free; use more nodes' "
+                "memory, a smaller gather dtype, a Budget with less host memory, or NoCache()"
+            )

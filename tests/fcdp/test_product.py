@@ -1,0 +1,173 @@
+"""Every policy on every topology, with random sizes, against one process without any sharding.
+
+In float64, so that the order of summation shows nowhere and any stale or misplaced byte does.
+Checksums and poison are on: an entry that is read too late or too early gives NaN or an error.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.utils.checkpoint import checkpoint
+
+import fcdp
+from fcdp.sums import SumsPlace
+from tests.fcdp.training import topology_of
+from tests.ranks import Pools
+
+STEPS = 2
+TOPOLOGIES = [(2, 1), (2, 2), (3, 1), (2, 3)]
+POLICIES = {
+    "none": fcdp.NoCache(),
+    "device": fcdp.DeviceCache(),
+    "host": fcdp.HostCache(),
+    "disk": fcdp.DiskCache(Path("/tmp")),
+    "threshold": fcdp.Threshold(0.5),
+    "budget": fcdp.Budget(device=700, host=700, disk=700, directory=Path("/tmp")),
+    "auto": fcdp.Auto(measured_gathers=2),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    tuning: str  # full, lora, head
+    accumulation: int
+    checkpointing: bool
+    seed: int
+
+    @property
+    def sums(self) -> SumsPlace:
+        return "host" if self.seed % 2 else "device"
+
+
+class Scale(nn.Module):
+    """One element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, inner: int, rank: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
+        self.scale = Scale()
+        self.adapter = nn.Sequential(nn.Linear(width, rank, bias=False), nn.Linear(rank, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale(self.down(torch.tanh(self.up(x)))) + self.adapter(x)
+
+
+class Net(nn.Module):
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        sizes = random.Random(case.seed)
+        width = sizes.randint(1, 9)
+        self.inner = nn.Linear(3, width)
+        self.blocks = nn.ModuleList(
+            Block(width, sizes.randint(1, 13), sizes.randint(1, 3))
+            for _ in range(sizes.randint(1, 3))
+        )
+        self.head = nn.Linear(width, 1)
+        self.checkpointing = case.checkpointing
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointing else block(x)
+        return self.head(x)
+
+
+def build(case: Case) -> Net:
+    torch.manual_seed(case.seed)
+    model = Net(case).double()
+    trained = {"full": "", "lora": "adapter", "head": "head"}[case.tuning]
+    for name, param in model.named_parameters():
+        param.requires_grad_(trained in name)
+    return model
+
+
+def inputs(case: Case, rank: int) -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * case.seed + rank)
+    while True:
+        yield torch.randn(2, 3, generator=generator, dtype=torch.float64)
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+
+
+def expected_params(case: Case, world_size: int) -> dict[str, torch.Tensor]:
+    model = build(case)
+    optimizer = optimizer_of(model)
+    data = [inputs(case, rank) for rank in range(world_size)]
+    for _ in range(STEPS):
+        for _, source in product(range(case.accumulation), data):
+            loss = model(next(source)).square().mean() / case.accumulation / world_size
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def worst_difference(nodes: int, ranks_per_node: int, name: str, case: Case) -> float:
+    topology = topology_of(nodes, ranks_per_node)
+    model = build(case)
+    fcdp.shard(
+        model,
+        topology,
+        units=model.blocks,
+        policy=POLICIES[name],
+        sums=case.sums,
+        verify=True,
+        poison=True,
+    )
+    optimizer = optimizer_of(model)
+    data = inputs(case, topology.rank)
+    for _ in range(STEPS):
+        for micro in range(case.accumulation):
+            with fcdp.accumulate(model, last=micro == case.accumulation - 1):
+                (model(next(data)).square().mean() / case.accumulation).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = expected_params(case, topology.world_size)
+    return max(
+        (param.full_tensor().detach() - expected[key]).abs().max().item()
+        for key, param in model.named_parameters()
+    )
+
+
+def worst_of_all(nodes: int, ranks_per_node: int, name: str, cases: list[Case]) -> list[float]:
+    return [worst_difference(nodes, ranks_per_node, name, case) for case in cases]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), TOPOLOGIES)
+def test_parameters_equal_those_of_one_process(
+    ranks: Pools, nodes: int, ranks_per_node: int, policy: str
+) -> None:
+    seeds = random.Random(f"{nodes}{ranks_per_node}{policy}")
+    cases = [
+        Case(tuning, accumulation, checkpointing, seeds.randrange(2**16))
+        for tuning, accumulation, checkpointing in product(
+            ["full", "lora", "head"], [1, 4], [False, True]
+        )
+    ]
+    world_size = nodes * ranks_per_node
+    if world_size > 4:  # than cores by far: a third of the cases
+        cases = seeds.sample(cases, len(cases) // 3)
+    results = ranks.run(world_size, worst_of_all, nodes, ranks_per_node, policy, cases)
+    for worst in results:
+        for case, difference in zip(cases, worst, strict=True):
+            assert difference < 1e-12, case
