@@ -166,10 +166,9 @@ def _on_all_ranks(what: str, topology: Topology, build: Callable[[], _T]) -> _T:
         built = build()
     except (ValueError, RuntimeError) as caught:
         error = caught
-    failed = torch.tensor([error is not None], dtype=torch.uint8)
-    any_rank(failed, topology)
+    (failed,) = any_rank([error is not None], topology)
     if error is not None:
         raise error
-    if built is None or failed.item():
+    if built is None or failed:
         raise RuntimeError(f"{what}: another rank could not set it up")
     return built

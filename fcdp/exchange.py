@@ -43,21 +43,23 @@ def swap(received: Sequence[Part], sent: Sequence[Part], group: dist.ProcessGrou
     return [*dist.batch_isend_irecv(operations)] if operations else []
 
 
-def any_rank(flags: torch.Tensor, topology: Topology) -> None:
-    """In place, set each of ``flags`` (uint8, on the host) that is set on any rank.
+def any_rank(flags: Sequence[bool], topology: Topology) -> list[bool]:
+    """Each of ``flags``, set if it is set on any rank.
 
     Two messages long, first inside the node and then across, where an all-reduce is 2·(W−1).
     """
     node, local_rank, ranks = topology.node, topology.local_rank, topology.ranks_per_node
     inside = [node * ranks + other for other in range(ranks)]
     across = [other * ranks + local_rank for other in range(topology.nodes)]
+    known = torch.tensor(flags, dtype=torch.uint8)
     for peers in (inside, across):
-        received = [(peer, torch.empty_like(flags)) for peer in peers if peer != topology.rank]
-        sent = [(peer, flags) for peer, _ in received]
+        received = [(peer, torch.empty_like(known)) for peer in peers if peer != topology.rank]
+        sent = [(peer, known) for peer, _ in received]
         for work in swap(received, sent, topology.control):
             work.wait()
         for _, other in received:
-            flags |= other
+            known |= other
+    return [bool(flag) for flag in known.tolist()]
 
 
 def all_gather(outputs: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[Pending]:

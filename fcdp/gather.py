@@ -89,9 +89,8 @@ class CachedGather(AllGather):
         held = self._cache.holds(self._unit)
         if not self._cache.fallible(self._unit):
             return held
-        lost = torch.tensor([not held], dtype=torch.uint8)
-        any_rank(lost, self._topology)
-        return not lost.item()
+        (lost,) = any_rank([not held], self._topology)
+        return not lost
 
     def _read(self, by_node: torch.Tensor, own: Sequence[torch.Tensor], phase: Phase) -> _Gathering:
         """Put the cached shards where the gather inside the node expects them; then spread them."""

@@ -67,15 +67,14 @@ class Staleness:
 
     def _agree(self) -> None:
         stamps = [unit.stamp() for unit in self._units]
-        written = torch.tensor(
+        written = any_rank(
             [
                 unit.written or stamp != unit.agreed_stamp
                 for unit, stamp in zip(self._units, stamps, strict=True)
             ],
-            dtype=torch.uint8,
+            self._topology,
         )
-        any_rank(written, self._topology)
-        for unit, stamp, stale in zip(self._units, stamps, written.tolist(), strict=True):
+        for unit, stamp, stale in zip(self._units, stamps, written, strict=True):
             unit.generation += stale
             unit.agreed_stamp = stamp
             unit.written = False

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -116,9 +117,10 @@ def _check_mesh(name: str, params: Iterable[DTensor], topology: Topology) -> Non
                 f"{mesh.ndim} dimensions {mesh.mesh_dim_names}; hybrid sharding and tensor "
                 "parallelism are not supported, shard over a 1-D mesh (Topology.mesh)"
             )
-        if mesh.mesh.tolist() != world:
+        ranks = dist.get_process_group_ranks(mesh.get_group())
+        if ranks != world:
             raise ValueError(
-                f"{name}: sharded over ranks {mesh.mesh.tolist()}; must be all ranks of the "
+                f"{name}: sharded over ranks {ranks}; must be all ranks of the "
                 f"topology in order, 0 to {topology.world_size - 1}"
             )
 

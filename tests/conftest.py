@@ -7,6 +7,10 @@ import pytest
 from tests.ranks import Pools
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--exhaustive", action="store_true", help="whole products, not samples")
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Pools]:
     """Shared rank processes: ``ranks.run(world_size, function, *args)``."""

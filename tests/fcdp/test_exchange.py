@@ -44,13 +44,9 @@ def test_gather_and_reduce_scatter_equal_the_library(
     ranks.run(world_size, gather_and_reduce, numel, dtype)
 
 
-def flags_of(nodes: int, ranks_per_node: int, setter: int) -> list[int]:
+def flags_of(nodes: int, ranks_per_node: int, setter: int) -> list[bool]:
     topology = topology_of(nodes, ranks_per_node)
-    flags = torch.zeros(3, dtype=torch.uint8)
-    if topology.rank == setter:
-        flags[1] = 1
-    any_rank(flags, topology)
-    return flags.tolist()
+    return any_rank([False, topology.rank == setter, False], topology)
 
 
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 3), (3, 1), (1, 2), (2, 2)])
@@ -58,7 +54,7 @@ def test_a_flag_of_any_rank_reaches_all(ranks: Pools, nodes: int, ranks_per_node
     world_size = nodes * ranks_per_node
     for setter in range(world_size):
         answers = ranks.run(world_size, flags_of, nodes, ranks_per_node, setter)
-        assert answers == [[0, 1, 0]] * world_size
+        assert answers == [[False, True, False]] * world_size
 
 
 def swap_alone() -> int:
