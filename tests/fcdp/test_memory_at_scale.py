@@ -108,8 +108,8 @@ def test_the_host_cache_costs_at_most_one_slice_of_device_memory(
         layers = 3
     pools = Pools()  # a process of its own: the fake group takes the place of the real one
     try:
-        # The tracker counts too much in a process's first step, whatever it is.
-        pools.run(1, peak_bytes, 1, 512, None)
+        # The tracker counts too much where it meets a shape for the first time in a process.
+        pools.run(1, peak_bytes, layers, width, None)
         (plain,) = pools.run(1, peak_bytes, layers, width, None)[0]
         cached, largest, _ = pools.run(1, peak_bytes, layers, width, fcdp.HostCache())[0]
         on_device, _, everything = pools.run(1, peak_bytes, layers, width, fcdp.DeviceCache())[0]

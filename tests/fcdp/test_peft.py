@@ -1,0 +1,140 @@
+"""What peft and users freeze, add and unfreeze trains like FSDP2 (paper: FCDP-Comm)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import fully_shard
+
+import fcdp
+from fcdp.engine import engine_of
+from tests.fcdp.training import topology_of
+from tests.ranks import Pools
+
+STEPS = 4
+
+
+def make_model(kind: str) -> tuple[nn.Module, list[nn.Module]]:
+    import peft
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model: Any = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=56,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=64,
+        )
+    )
+    blocks = list(model.model.layers)
+    if kind in ("lora", "dora", "large_lora", "mixed_dtypes"):
+        if kind == "mixed_dtypes":
+            model.to(torch.bfloat16)
+        rank = 16 if kind == "large_lora" else 2
+        config = peft.LoraConfig(
+            task_type="CAUSAL_LM",
+            r=rank,
+            target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+            use_dora=kind == "dora",
+        )
+        model = peft.get_peft_model(model, config)  # adapters of a bf16 base are fp32
+    elif kind == "prefix":
+        model = peft.get_peft_model(
+            model, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+        )
+    elif kind == "head":
+        for name, param in model.named_parameters():
+            param.requires_grad_("lm_head" in name)
+    return model, blocks
+
+
+def losses_of(kind: str, engine: str, ranks_per_node: int) -> tuple[list[float], list[str]]:
+    """Losses of four steps, and the units that were gathered across nodes in the last."""
+    topology = topology_of(2, ranks_per_node)
+    model, blocks = make_model(kind)
+    if engine == "fcdp":
+        fcdp.shard(model, topology, units=blocks)
+    else:
+        # FSDP2 wants one dtype among the trainable parameters of a group: adapters of their own.
+        if kind == "mixed_dtypes":
+            for module in model.modules():
+                if isinstance(module, nn.Linear) and module.weight.dtype == torch.float32:
+                    fully_shard(module, mesh=topology.mesh)
+        for module in [*blocks, model]:
+            fully_shard(module, mesh=topology.mesh)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    generator = torch.Generator().manual_seed(topology.rank)
+    losses = []
+    crossed: list[str] = []
+    for _ in range(STEPS):
+        before = {}
+        if engine == "fcdp":
+            before = {unit.name: unit.generation for unit in engine_of(model).units}
+        tokens = torch.randint(64, (2, 9), generator=generator)
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if engine == "fcdp":
+            units = engine_of(model).units
+            crossed = [unit.name for unit in units if unit.generation > before[unit.name]]
+    return losses, crossed
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks_per_node", "crossing"),
+    [
+        ("lora", 1, 1),  # small adapters of all blocks
+        ("large_lora", 2, 2),  # a unit a block
+        ("dora", 1, 1),
+        ("mixed_dtypes", 1, 1),
+        ("prefix", 1, 1),
+        ("head", 1, 1),
+    ],
+)
+def test_what_is_frozen_crosses_once_and_the_losses_are_fsdp2s(
+    ranks: Pools, kind: str, ranks_per_node: int, crossing: int
+) -> None:
+    world_size = 2 * ranks_per_node
+    expected = ranks.run(world_size, losses_of, kind, "fsdp2", ranks_per_node)
+    actual = ranks.run(world_size, losses_of, kind, "fcdp", ranks_per_node)
+    tolerance = 0.0 if world_size == 2 else 1e-6  # two summands have one order
+    for (wanted, _), (got, crossed) in zip(expected, actual, strict=True):
+        assert got == pytest.approx(wanted, rel=tolerance, abs=0.0)
+        assert len(set(wanted)) == STEPS
+        assert len(crossed) == crossing, crossed
+
+
+def freeze_and_unfreeze(engine: str) -> list[float]:
+    """Everything trained, then the first block frozen, then trained again."""
+    topology = topology_of(2, 1)
+    model, blocks = make_model("full")
+    if engine == "fcdp":
+        fcdp.shard(model, topology, units=blocks)
+    else:
+        for module in [*blocks, model]:
+            fully_shard(module, mesh=topology.mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    generator = torch.Generator().manual_seed(topology.rank)
+    losses = []
+    for step in range(6):
+        if step in (2, 4):
+            blocks[0].requires_grad_(step == 4)
+        tokens = torch.randint(64, (2, 9), generator=generator)
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_freezing_and_unfreezing_in_mid_training(ranks: Pools) -> None:
+    assert ranks.run(2, freeze_and_unfreeze, "fcdp") == ranks.run(2, freeze_and_unfreeze, "fsdp2")
