@@ -30,7 +30,13 @@ _DEFAULT_PREFETCH_BUCKET = 5e7
 
 def build(model: nn.Module, job: Job) -> DeepSpeedZero3:
     """Partition ``model`` over all ranks with ``deepspeed.initialize``."""
-    closed_form = zero3_bytes(model, job)
+    return initialize(model, job, configuration(model, job), zero3_bytes(model, job))
+
+
+def initialize(
+    model: nn.Module, job: Job, config: dict[str, Any], closed_form_bytes: float
+) -> DeepSpeedZero3:
+    """DeepSpeed's engine with this configuration."""
     build_operators()
     deepspeed.init_distributed(
         dist_backend="gloo" if job.topology.mesh.device_type == "cpu" else "nccl"
@@ -39,9 +45,9 @@ def build(model: nn.Module, job: Job) -> DeepSpeedZero3:
         model=model,
         model_parameters=trainable_parameters(model),
         optimizer=make_optimizer(model, job),
-        config=configuration(model, job),
+        config=config,
     )
-    return DeepSpeedZero3(engine, closed_form)
+    return DeepSpeedZero3(engine, closed_form_bytes)
 
 
 def configuration(model: nn.Module, job: Job) -> dict[str, Any]:

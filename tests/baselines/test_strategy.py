@@ -50,7 +50,9 @@ def test_every_strategy_loads(name: str) -> None:
 def test_an_unknown_strategy_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="allowed are") as caught:
         strategy.load(name)
-    assert str(caught.value) == (f"strategy = {name!r}: allowed are deepspeed-zero3, fsdp2, fcdp")
+    assert str(caught.value) == (
+        f"strategy = {name!r}: allowed are deepspeed-zero3, deepspeed-hpz, fsdp2, fcdp"
+    )
 
 
 def test_a_strategy_imports_no_other_engine() -> None:

@@ -1,0 +1,24 @@
+"""DeepSpeed ZeRO++'s hpZ: ZeRO stage 3 with a second shard inside the node, in device memory."""
+
+from __future__ import annotations
+
+import torch.nn as nn
+
+from baselines import deepspeed_zero3
+from baselines.deepspeed_zero3 import DeepSpeedZero3
+from baselines.strategy import Job, trainable_parameters
+
+
+def build(model: nn.Module, job: Job) -> DeepSpeedZero3:
+    """ZeRO-3's configuration, plus secondary shards over the ranks of a node.
+
+    A step drops the secondary shards of trained parameters only, in 0.16.2 as in 0.19.6: those of
+    frozen parameters are gathered across nodes once ever, as FCDP's are.
+    """
+    trained = sum(param.numel() for param in trainable_parameters(model))
+    nodes = job.topology.nodes
+    # Trained parameters are gathered once a step; gradients are reduced every micro-batch.
+    least = (nodes - 1) / nodes * trained * (1 + job.accumulation) * job.dtype.itemsize
+    config = deepspeed_zero3.configuration(model, job)
+    config["zero_optimization"]["zero_hpz_partition_size"] = job.topology.ranks_per_node
+    return deepspeed_zero3.initialize(model, job, config, least)
