@@ -175,5 +175,5 @@ def on_all_ranks(what: str, topology: Topology, build: Callable[[], _T]) -> _T:
     if error is not None:
         raise error
     if failed.item():
-        raise RuntimeError(f"{what}: another rank could not set it up")
+        raise RuntimeError(f"{what}: another rank failed")
     return built[0]

@@ -215,21 +215,21 @@ class Gate(FileSystemWriter):
         return Gate.write(self, *args)
 
 
-def train_during_a_save(directory: Path) -> tuple[bool, list[float], list[float]]:
+def train_during_saves(directory: Path) -> tuple[bool, list[float]]:
     run = Run()
     run.train(2)
     Gate.opened.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FileSystemWriter, "write_data", Gate.write_data)
         first = run.save(directory, asynchronous=True)
-        expected = run.train(3)
+        run.train(3)
         second = run.save(directory, asynchronous=True)
-        run.train(1)
+        losses = run.train(2)
         waited = not first.done() and not second.done() and not (directory / "state.pt").exists()
         Gate.opened.set()
         first.result()
         second.result()
-    return waited, expected, run.train(1)
+    return waited, losses
 
 
 def resume_at(position: int, directory: Path) -> list[float]:
@@ -240,12 +240,9 @@ def resume_at(position: int, directory: Path) -> list[float]:
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(ranks: Pools, tmp_path: Path) -> None:
-    """Both saves hold the values of their calls; the second one's is the one that counts."""
-    answers = ranks.run(2, train_during_a_save, tmp_path)
-    assert all(waited for waited, _, _ in answers)
-    resumed = ranks.run(2, resume_at, 5, tmp_path)
-    for (_, _, last), losses in zip(answers, resumed, strict=True):
-        assert losses[1:] == last
+    answers = ranks.run(2, train_during_saves, tmp_path)
+    assert all(waited for waited, _ in answers)
+    assert ranks.run(2, resume_at, 5, tmp_path) == [losses for _, losses in answers]
     assert len(list(tmp_path.glob("shards-*"))) == 1
 
 
@@ -285,8 +282,8 @@ def fail_on_one_rank(*args: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
-def fail_to_save(directory: Path, step: str, asynchronous: bool) -> tuple[str, list[float]]:
-    """A good save, a bad one over it; the error, and what a resumed run gets."""
+def fail_to_save(directory: Path, step: str, asynchronous: bool) -> str:
+    """A good save and a bad one over it. Returns the error."""
     run = Run()
     run.train(1)
     run.save(directory)
@@ -301,7 +298,7 @@ def fail_to_save(directory: Path, step: str, asynchronous: bool) -> tuple[str, l
     resumed = Run(seed=1)
     resumed.load(directory)
     assert resumed.train(2) == expected
-    return str(error.value), expected
+    return str(error.value)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
@@ -310,7 +307,7 @@ def test_a_failed_save_leaves_the_checkpoint_before_it(
     ranks: Pools, tmp_path: Path, step: str, asynchronous: bool
 ) -> None:
     (tmp_path / "notes").write_text("the user's")
-    for message, _ in ranks.run(2, fail_to_save, tmp_path, step, asynchronous):
+    for message in ranks.run(2, fail_to_save, tmp_path, step, asynchronous):
         assert "cannot be written: rank" in message
         assert "No space left" in message
     assert len(list(tmp_path.glob("shards-*"))) == 1
@@ -355,7 +352,8 @@ def refusals(directory: Path) -> dict[str, str]:
     messages["odd"] = errors_of(fcdp.save, run.model, odd, directory)
 
     assert_equal(run.params(), before)
-    next(directory.glob("shards-*/__1_0.distcp")).unlink(missing_ok=True)
+    if run.topology.rank == 0:
+        next(directory.glob("shards-*/__1_0.distcp")).unlink()
     messages["unreadable"] = errors_of(run.load, directory)
     return messages
 
