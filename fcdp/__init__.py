@@ -5,6 +5,7 @@ between nodes once a step and is rebuilt inside the node afterwards; frozen para
 """
 
 from fcdp.api import accumulate, cache_parameters, invalidate, ledger, shard
+from fcdp.export import export, save_adapters
 from fcdp.ledger import Ledger
 from fcdp.policy import (
     Auto,
@@ -16,6 +17,7 @@ from fcdp.policy import (
     NoCache,
     Threshold,
 )
+from fcdp.state import load, save
 from fcdp.topology import Topology
 
 __all__ = [
@@ -31,7 +33,11 @@ __all__ = [
     "Topology",
     "accumulate",
     "cache_parameters",
+    "export",
     "invalidate",
     "ledger",
+    "load",
+    "save",
+    "save_adapters",
     "shard",
 ]

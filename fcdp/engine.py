@@ -49,7 +49,7 @@ class Engine:
         self.ledger = Ledger()
         self.staleness = Staleness(self.units, topology, verify=safety.verify)
         self._reduces: list[HierarchicalReduce] = []
-        self.cache = _on_all_ranks(
+        self.cache = on_all_ranks(
             f"policy = {policy}",
             topology,
             lambda: Cache(
@@ -62,7 +62,7 @@ class Engine:
                 safety=safety,
             ),
         )
-        sums_of = _on_all_ranks(
+        sums_of = on_all_ranks(
             f"sums = {sums!r}",
             topology,
             lambda: SumsMaker(sums, self.units, topology, _device(topology), self.ledger),
@@ -159,16 +159,20 @@ def _device(topology: Topology) -> torch.device:
     return torch.device(kind, torch.accelerator.current_device_index())
 
 
-def _on_all_ranks(what: str, topology: Topology, build: Callable[[], _T]) -> _T:
-    """Build on all ranks or on none: one that fails must not leave others waiting."""
-    built, error = None, None
+def on_all_ranks(what: str, topology: Topology, build: Callable[[], _T]) -> _T:
+    """Build on all ranks or on none: one that fails must not leave others waiting.
+
+    Raises what ``build`` raised, and ``RuntimeError`` about ``what`` where only others failed.
+    """
+    built: list[_T] = []
+    error = None
     try:
-        built = build()
-    except (ValueError, RuntimeError) as caught:
+        built.append(build())
+    except Exception as caught:
         error = caught
     (failed,) = any_rank([error is not None], topology)
     if error is not None:
         raise error
-    if built is None or failed:
-        raise RuntimeError(f"{what}: another rank could not set it up")
-    return built
+    if failed:
+        raise RuntimeError(f"{what}: another rank failed")
+    return built[0]

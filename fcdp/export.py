@@ -1,0 +1,154 @@
+"""Weights for other programs: safetensors files, written by rank 0."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from fcdp.engine import engine_of, on_all_ranks
+from fcdp.topology import Topology
+
+
+def save_adapters(model: nn.Module, directory: str | os.PathLike[str]) -> None:
+    """Write the trainable parameters, and only these, as ``adapter_model.safetensors``.
+
+    Of a ``PeftModel``, PEFT picks its active adapters' from them and writes a configuration, for
+    ``PeftModel.from_pretrained``. Of any other model the file holds them by their names in the
+    model. One parameter at a time is gathered, to the host memory of rank 0. Collective: every
+    rank calls it.
+
+    Raises ``ImportError`` without safetensors, ``ValueError`` if nothing is trainable, and on
+    every rank an error if rank 0 cannot write.
+    """
+    _need_safetensors()
+    topology = engine_of(model).topology
+    trainable = {
+        name: value
+        for name, value in model.state_dict(keep_vars=True).items()
+        if isinstance(value, torch.Tensor) and value.requires_grad
+    }
+    if not trainable:
+        raise ValueError("model: no parameter has requires_grad; there are no adapters to save")
+    gathered = _gather(trainable, topology)
+    peft_model = _as_peft_model(model)
+
+    def write() -> None:
+        if peft_model is None:
+            _write_file(gathered, Path(directory) / "adapter_model.safetensors")
+        else:
+            peft_model.save_pretrained(
+                os.fspath(directory),
+                selected_adapters=list(peft_model.active_adapters),
+                state_dict=gathered,
+            )
+
+    _on_rank_0(write, directory, topology)
+
+
+def export(model: nn.Module, directory: str | os.PathLike[str]) -> None:
+    """Write the whole model as safetensors, for its ``from_pretrained`` if it has one.
+
+    A model with ``save_pretrained`` writes itself, configuration included. Of any other,
+    ``model.safetensors`` holds the parameters and buffers by name, tied ones once. Of a
+    ``PeftModel`` the base model is written, as it is without adapters: see :func:`save_adapters`.
+    One parameter at a time is gathered, to the host memory of rank 0, which must have room for
+    the model. Collective: every rank calls it.
+
+    Raises ``ImportError`` without safetensors, and on every rank an error if rank 0 cannot write.
+    """
+    _need_safetensors()
+    topology = engine_of(model).topology
+    state = model.state_dict(keep_vars=True)
+    plain: Any = model
+    if (peft_model := _as_peft_model(model)) is not None:
+        plain = peft_model.get_base_model()
+        state = _without_adapters(state, peft_model)
+    gathered = _gather(state, topology)
+
+    def write() -> None:
+        if hasattr(plain, "save_pretrained"):
+            plain.save_pretrained(directory, state_dict=gathered)
+        else:
+            _write_file(gathered, Path(directory) / "model.safetensors")
+
+    _on_rank_0(write, directory, topology)
+
+
+def _need_safetensors() -> None:
+    try:
+        import safetensors.torch  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "fcdp.export and fcdp.save_adapters write safetensors files: pip install safetensors"
+        ) from error
+
+
+def _gather(state: Mapping[str, Any], topology: Topology) -> dict[str, torch.Tensor]:
+    """The whole tensors of ``state`` on rank 0, in host memory, tied ones still tied; {} elsewhere.
+
+    Every rank sees each tensor whole, one at a time.
+    """
+    gathered: dict[str, torch.Tensor] = {}
+    firsts: dict[int, str] = {}
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        first = firsts.setdefault(id(value), name)
+        if first == name:
+            whole = value.detach()
+            if isinstance(whole, DTensor):
+                whole = whole.full_tensor()
+            if topology.rank == 0:
+                gathered[name] = whole.cpu()
+        elif topology.rank == 0:
+            gathered[name] = gathered[first]
+    return gathered
+
+
+def _on_rank_0(
+    write: Callable[[], None], directory: str | os.PathLike[str], topology: Topology
+) -> None:
+    def build() -> None:
+        if topology.rank == 0:
+            write()
+
+    on_all_ranks(f"directory = {directory}", topology, build)
+
+
+def _write_file(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Write tensors by name; of those that are one, which the format does not allow, the first."""
+    from safetensors.torch import save_file
+
+    firsts = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(
+        {name: tensors[name].contiguous() for name in sorted(firsts.values())},
+        path,
+        metadata={"format": "pt"},
+    )
+
+
+def _as_peft_model(model: nn.Module) -> Any:
+    """``model`` if it is a ``PeftModel``, else None. Only where PEFT is loaded can there be one."""
+    peft = sys.modules.get("peft")
+    return model if peft is not None and isinstance(model, peft.PeftModel) else None
+
+
+def _without_adapters(state: Mapping[str, Any], peft_model: Any) -> dict[str, Any]:
+    """The state of the base model by the names that it has before PEFT wraps its layers."""
+    base = peft_model.get_base_model()
+    root = next(name for name, module in peft_model.named_modules() if module is base)
+    added = (getattr(peft_model.base_model, "prefix", "modules_to_save"), "modules_to_save")
+    kept: dict[str, Any] = {}
+    for name, value in state.items():
+        parts = name.removeprefix(f"{root}.").split(".")
+        if name.startswith(f"{root}.") and not any(part.startswith(added) for part in parts):
+            kept[".".join(p for p in parts if p not in ("base_layer", "original_module"))] = value
+    return kept

@@ -1,0 +1,165 @@
+"""What other programs load is what the sharded model holds, to the bit."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.nn as nn
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    PretrainedConfig,
+)
+
+import fcdp
+from tests.fcdp.training import Settings, batches, loss_of, make_model, shard_with_fcdp, topology_of
+from tests.ranks import Pools
+
+ADAPTERS = Settings(2, 2, adapter_rank=3)
+
+GPT2 = GPT2Config(n_embd=12, n_layer=2, n_head=2, vocab_size=31, n_positions=16)
+LLAMA = LlamaConfig(
+    hidden_size=12,
+    intermediate_size=20,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    vocab_size=31,
+    tie_word_embeddings=False,
+)
+CONFIGS = {"tied_gpt2": GPT2, "untied_llama": LLAMA}
+
+
+def language_model(config: PretrainedConfig, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config)
+
+
+def with_lora(model: Any) -> Any:
+    config = peft.LoraConfig(r=3, target_modules=["c_attn", "q_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(model, config)
+    for name, param in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(param)  # PEFT's zeros would hide a loss of the adapters
+    return model
+
+
+def sharded(model: Any) -> Any:
+    kinds = ("GPT2Block", "LlamaDecoderLayer")
+    blocks = [module for module in model.modules() if type(module).__name__ in kinds]
+    assert len(blocks) == 2
+    return fcdp.shard(model, topology_of(2, 2), units=blocks)
+
+
+def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(actual[name], value), name
+
+
+def export_after_a_forward(config: PretrainedConfig, lora: bool, directory: Path) -> None:
+    """The forward leaves some parameters gathered, where export must find the sharded ones."""
+    model = language_model(config)
+    model = sharded(with_lora(model) if lora else model)
+    with torch.no_grad():
+        model(input_ids=torch.arange(8).view(1, 8))
+    fcdp.export(model, directory / "model")
+    if lora:
+        fcdp.save_adapters(model, directory / "adapters")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_transformers_load_an_export(ranks: Pools, tmp_path: Path, name: str) -> None:
+    original = language_model(CONFIGS[name])
+    ranks.run(4, export_after_a_forward, CONFIGS[name], False, tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert_equal(loaded.state_dict(), original.state_dict())
+    assert loaded.config.architectures == [type(original).__name__]
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    assert ("lm_head.weight" in stored) == (name == "untied_llama")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_peft_loads_adapters_over_an_export(ranks: Pools, tmp_path: Path, name: str) -> None:
+    original = language_model(CONFIGS[name])
+    base = {key: value.clone() for key, value in original.state_dict().items()}
+    original = with_lora(original)
+    ranks.run(4, export_after_a_forward, CONFIGS[name], True, tmp_path)
+    stored = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
+    assert stored
+    assert all("lora_" in key for key in stored)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert_equal(loaded.state_dict(), base)
+    loaded = peft.PeftModel.from_pretrained(loaded, str(tmp_path / "adapters"))
+    assert_equal(loaded.state_dict(), original.state_dict())
+
+
+def save_plain(directory: Path) -> tuple[dict[str, torch.Tensor], float]:
+    topology = topology_of(2, 2)
+    model = shard_with_fcdp(make_model(ADAPTERS), topology, ADAPTERS)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(1.5 if param.requires_grad else 1.0)
+    fcdp.save_adapters(model, directory)
+    fcdp.export(model, directory)
+    state = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    return state, loss_of(model, next(batches(ADAPTERS, 0))).item()
+
+
+def load_adapters(directory: Path) -> float:
+    """Into a new model, before it is sharded."""
+    model = make_model(ADAPTERS)
+    keys = model.load_state_dict(load_file(directory / "adapter_model.safetensors"), strict=False)
+    assert not keys.unexpected_keys
+    model = shard_with_fcdp(model, topology_of(2, 2), ADAPTERS)
+    return loss_of(model, next(batches(ADAPTERS, 0))).item()
+
+
+def test_a_model_of_ones_own_is_written_by_its_names(ranks: Pools, tmp_path: Path) -> None:
+    state, loss = ranks.run(4, save_plain, tmp_path)[0]
+    adapters = load_file(tmp_path / "adapter_model.safetensors")
+    trainable = [key for key in state if "first" in key or "second" in key]
+    assert_equal(adapters, {key: state[key] for key in trainable})
+    assert ranks.run(4, load_adapters, tmp_path)[0] == loss
+    del state["head.weight"]  # tied to the embedding
+    assert_equal(load_file(tmp_path / "model.safetensors"), state)
+
+
+def refusals(directory: Path) -> dict[str, str]:
+    topology = topology_of(2, 1)
+    settings = Settings(2, 1)
+    model = shard_with_fcdp(make_model(settings), topology, settings)
+    (directory / "file").write_text("in the way")
+    messages: dict[str, str] = {}
+
+    def refused(case: str, call: Callable[..., None]) -> None:
+        with pytest.raises((ValueError, RuntimeError, OSError, ImportError)) as error:
+            call(model, directory / "file")
+        messages[case] = f"{type(error.value).__name__}: {error.value}"
+
+    refused("unwritable", fcdp.export)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "safetensors.torch", None)
+        refused("export_uninstalled", fcdp.export)
+        refused("adapters_uninstalled", fcdp.save_adapters)
+    model.requires_grad_(False)
+    refused("frozen", fcdp.save_adapters)
+    return messages
+
+
+def test_what_cannot_be_written_is_refused_on_every_rank(ranks: Pools, tmp_path: Path) -> None:
+    first, second = ranks.run(2, refusals, tmp_path)
+    assert "file" in first["unwritable"]
+    assert "another rank" in second["unwritable"]
+    for messages in (first, second):
+        assert "pip install safetensors" in messages["export_uninstalled"]
+        assert "pip install safetensors" in messages["adapters_uninstalled"]
+        assert "no parameter has requires_grad" in messages["frozen"]
