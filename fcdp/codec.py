@@ -1,7 +1,8 @@
 """What travels between nodes in place of the values: blocks of small integers with a scale each.
 
 Quantised gathers of parameters and reductions of gradients, as ZeRO++ has them (qwZ and qgZ,
-arXiv 2306.10209), with any cache policy. Both are lossy.
+arXiv 2306.10209), with any cache policy. Both are lossy: what FSDP2 computes exactly,
+they round.
 """
 
 from __future__ import annotations
