@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,8 +27,8 @@ from tests.ranks import Pools
 STEPS = 20
 POLICIES = {"none": fcdp.NoCache(), "host": fcdp.HostCache(), "device": fcdp.DeviceCache()}
 CODECS = {"int8": fcdp.BlockInt8(32), "int4": fcdp.BlockInt4(16)}
-#: Of a loss that begins near 3.6 and falls, in absolute terms.
-TOLERANCES = {"int8": 0.01, "int4": 0.2}
+#: Of each step's loss, relative, while it falls from 9 to 4. Measured: 0.02 and 0.15.
+TOLERANCES = {"int8": 0.03, "int4": 0.25}
 TOPOLOGIES = [(2, 1), (2, 2), (3, 1)]
 
 
@@ -91,9 +90,9 @@ def case(request: Any) -> tuple[Settings, str]:
 
 
 @pytest.fixture(scope="module")
-def trained(ranks: Pools, case: tuple[Settings, str]) -> Iterator[dict[str, list[Trained]]]:
+def trained(ranks: Pools, case: tuple[Settings, str]) -> dict[str, list[Trained]]:
     settings, _ = case
-    yield {
+    return {
         name: ranks.run(settings.world_size, train_and_gather, replace(settings, policy=policy))
         for name, policy in POLICIES.items()
     }
@@ -131,10 +130,10 @@ def test_losses_follow_fsdp2(
     for rank, result in enumerate(expected):
         losses = torch.tensor(trained["none"][rank].losses)
         torch.testing.assert_close(
-            losses, torch.tensor(result.losses), rtol=0.0, atol=TOLERANCES[name]
+            losses, torch.tensor(result.losses), rtol=TOLERANCES[name], atol=0.0
         )
         assert losses.tolist() != result.losses, "nothing was quantised"
-        assert result.losses[0] - result.losses[-1] > 0.3, "the reference did not learn"
+        assert result.losses[-1] < result.losses[0] / 2, "the reference did not learn"
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -178,7 +177,7 @@ def test_narrow_gathers(ranks: Pools, dtype: torch.dtype) -> None:
         assert_equal(result, results[0])
         assert_equal(result, expected)
         torch.testing.assert_close(
-            torch.tensor(result.losses), torch.tensor(reference.losses), rtol=0.0, atol=0.05
+            torch.tensor(result.losses), torch.tensor(reference.losses), rtol=0.03, atol=0.0
         )
 
 
@@ -191,20 +190,18 @@ def test_micro_batches_add_no_encoded_bytes(ranks: Pools) -> None:
     assert one.ledger["inter_node"] == four.ledger["inter_node"]
 
 
-def sharded_weights(settings: Settings) -> tuple[list[torch.Tensor], float]:
-    """This rank's parts before and after a forward; and what the forward had of the codec."""
+def sharded_weights_stay(settings: Settings) -> bool:
     topology = topology_of(settings.nodes, settings.ranks_per_node)
     model = shard_with_fcdp(make_model(settings), topology, settings)
     before = [param.to_local().clone() for param in model.parameters()]
     loss_of(model, next(batches(settings, topology.rank))).backward()
     after = [param.to_local() for param in model.parameters()]
-    return [torch.stack(pair) for pair in zip(before, after, strict=True)], 0.0
+    return all(map(torch.equal, before, after))
 
 
 def test_the_sharded_parameters_stay_exact(ranks: Pools) -> None:
     settings = Settings(2, 1, gather_codec=fcdp.BlockInt4(16))
-    for pairs, _ in ranks.run(2, sharded_weights, settings):
-        assert all(torch.equal(before, after) for before, after in pairs)
+    assert all(ranks.run(2, sharded_weights_stay, settings))
 
 
 def test_on_one_node_nothing_is_rounded(ranks: Pools) -> None:
@@ -230,7 +227,6 @@ def test_error_feedback_ends_closer_to_the_exact_result(
     exact = ranks.run(settings.world_size, train, settings, "fsdp2")[0].params
     plain = distance(ranks, settings, exact)
     fed = distance(ranks, replace(settings, error_feedback=True), exact)
-    print(plain, fed)
     assert fed < 0.5 * plain
 
 
