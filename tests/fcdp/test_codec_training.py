@@ -133,7 +133,7 @@ def test_losses_follow_fsdp2(
             losses, torch.tensor(result.losses), rtol=TOLERANCES[name], atol=0.0
         )
         assert losses.tolist() != result.losses, "nothing was quantised"
-        assert result.losses[-1] < result.losses[0] / 2, "the reference did not learn"
+        assert result.losses[-1] < 0.8 * result.losses[0], "the reference did not learn"
 
 
 @pytest.mark.parametrize("policy", POLICIES)
