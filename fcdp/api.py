@@ -113,9 +113,9 @@ def cache_parameters(
     CUDA, the overlap. ``poison`` fills stale entries with NaN, for tests.
 
     ``gather_codec`` and ``reduce_codec`` (:class:`fcdp.BlockInt8`, :class:`fcdp.BlockInt4`) encode
-    what crosses nodes, in gathers of parameters and in reductions of gradients; inside a node both
-    stay exact, and with one node everything does. They are lossy: training no longer follows FSDP2
-    bit for bit. Gathered weights are rounded, alike on all nodes and whether they come from the
+    what crosses nodes, in gathers of parameters and in reductions of gradients; what stays inside
+    a node, and so a run on one node, is exact. They are lossy: training no longer follows FSDP2 bit
+    for bit. Gathered weights are rounded, alike on all nodes and whether they come from the
     cache or not; the sharded ones that the optimizer steps, and checkpoints, are not. Gradients are
     rounded once, and added up in fp32 or wider. ``error_feedback`` adds what the last reduction's
     rounding lost to the next, for (n−1)/n of 1/L of the gradients in fp32 a rank, which no

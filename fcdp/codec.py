@@ -129,11 +129,10 @@ def _scale_bytes(numel: int, block: int) -> int:
 def _quantise(values: torch.Tensor, block: int, limit: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Scales (⌈n / block⌉, fp32) and codes (n, int8, −limit to limit) of ``values`` (n)."""
     blocks = _in_blocks(values.float(), block)
-    # Below the smallest normal number a quotient is too coarse to be a scale. It also serves
-    # blocks of zeros.
+    # A quotient below the smallest normal number is rounded too far to be a scale; zero is none.
     scales = (blocks.abs().amax(1) / limit).clamp_min(torch.finfo(torch.float32).tiny)
-    # Beside a value that is not finite the scale is not either, and the codes do not matter.
-    codes = (blocks / scales[:, None]).nan_to_num_(0.0).round_().to(torch.int8)
+    # Beside a value that is not finite the scale is not either: no code makes it finite.
+    codes = (blocks / scales[:, None]).round_().to(torch.int8)
     return scales, codes.flatten()[: values.numel()]
 
 

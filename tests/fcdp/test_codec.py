@@ -101,6 +101,13 @@ def test_a_zero_in_a_block_stays_zero() -> None:
         assert coded(codec, torch.tensor([0.0, 3.0, -1.0]))[0] == 0
 
 
+def test_the_smallest_numbers_do_not_change_their_sign() -> None:
+    # A quotient of theirs would be rounded so far that the code did not fit.
+    tensor = torch.tensor([180.0, -180.0]) * torch.tensor(2.0**-149)
+    for codec in BOTH:
+        assert (coded(codec, tensor) * torch.tensor([1.0, -1.0]) >= 0).all()
+
+
 @given(
     codecs,
     st.lists(finite, min_size=1, max_size=70),
