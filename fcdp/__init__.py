@@ -5,6 +5,7 @@ between nodes once a step and is rebuilt inside the node afterwards; frozen para
 """
 
 from fcdp.api import accumulate, cache_parameters, invalidate, ledger, shard
+from fcdp.codec import BlockInt4, BlockInt8, Codec
 from fcdp.export import export, save_adapters
 from fcdp.ledger import Ledger
 from fcdp.policy import (
@@ -22,8 +23,11 @@ from fcdp.topology import Topology
 
 __all__ = [
     "Auto",
+    "BlockInt4",
+    "BlockInt8",
     "Budget",
     "CachePolicy",
+    "Codec",
     "DeviceCache",
     "DiskCache",
     "HostCache",

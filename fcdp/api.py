@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from torch.distributed.tensor import DTensor
 
 from fcdp.cache import Safety
+from fcdp.codec import Codec, Codecs
 from fcdp.engine import Engine, engine_of, has_engine
 from fcdp.ledger import Ledger
 from fcdp.partition import Split, bucket, fit_in_a_slice, split_off
@@ -33,6 +34,9 @@ def shard(
     sums: SumsPlace = "device",
     verify: bool = False,
     poison: bool = False,
+    gather_codec: Codec | None = None,
+    reduce_codec: Codec | None = None,
+    error_feedback: bool = False,
 ) -> nn.Module:
     """Shard ``model`` with FSDP2 and cache its gathered parameters, in place.
 
@@ -44,8 +48,8 @@ def shard(
     ``mp_policy``, ``offload_policy`` and ``reshard_after_forward`` mean what they mean to
     ``fully_shard``. By default adapters stay gathered from forward to backward, and those of many
     blocks share a unit of up to 25 MiB, if all of them together are no larger than the slice of one
-    block that a rank gathers across nodes. ``look_ahead``, ``sums``, ``verify`` and ``poison`` mean
-    what they mean to :func:`cache_parameters`.
+    block that a rank gathers across nodes. ``look_ahead`` and what follows it mean what they mean
+    to :func:`cache_parameters`.
 
     Raises ``ValueError`` for a model that is sharded already, parameters that are DTensors (tensor
     parallelism), a unit outside the model, or too little host memory.
@@ -69,7 +73,16 @@ def shard(
     if topology.mesh.device_type == "cpu":
         _prefetch_forward(model, blocks, splits)
     return cache_parameters(
-        model, topology, policy, look_ahead=look_ahead, sums=sums, verify=verify, poison=poison
+        model,
+        topology,
+        policy,
+        look_ahead=look_ahead,
+        sums=sums,
+        verify=verify,
+        poison=poison,
+        gather_codec=gather_codec,
+        reduce_codec=reduce_codec,
+        error_feedback=error_feedback,
     )
 
 
@@ -82,6 +95,9 @@ def cache_parameters(
     sums: SumsPlace = "device",
     verify: bool = False,
     poison: bool = False,
+    gather_codec: Codec | None = None,
+    reduce_codec: Codec | None = None,
+    error_feedback: bool = False,
 ) -> nn.Module:
     """Cache the gathered parameters of a model that ``fully_shard`` has already sharded.
 
@@ -96,8 +112,19 @@ def cache_parameters(
     ``RuntimeError`` that names unit, rank and generation; it costs a pass over each entry and, on
     CUDA, the overlap. ``poison`` fills stale entries with NaN, for tests.
 
+    ``gather_codec`` and ``reduce_codec`` (:class:`fcdp.BlockInt8`, :class:`fcdp.BlockInt4`) encode
+    what crosses nodes, in gathers of parameters and in reductions of gradients; what stays inside
+    a node, and so a run on one node, is exact. They are lossy: training no longer follows FSDP2 bit
+    for bit. Gathered weights are rounded, alike on all nodes and whether they come from the
+    cache or not; the sharded ones that the optimizer steps, and checkpoints, are not. Gradients are
+    rounded once, and added up in fp32 or wider. ``error_feedback`` adds what the last reduction's
+    rounding lost to the next, for (n−1)/n of 1/L of the gradients in fp32 a rank, which no
+    checkpoint keeps; with a loss scale that changes it is wrong by the change, once.
+
     Raises ``ValueError`` for a model not sharded by FSDP2, sharded over several dimensions, or
-    cached already, for a negative ``look_ahead``, and for too little host memory.
+    cached already, for a negative ``look_ahead``, for too little host memory, for a
+    ``gather_codec`` where one unit's parameters are not of one floating dtype, and for
+    ``error_feedback`` without a ``reduce_codec``.
     """
     if has_engine(model):
         raise ValueError("model: FCDP is set up on it already")
@@ -106,7 +133,8 @@ def cache_parameters(
     if sums not in get_args(SumsPlace):
         raise ValueError(f"sums = {sums!r}: must be one of {', '.join(get_args(SumsPlace))}")
     safety = Safety(verify, poison)
-    Engine(model, topology, policy, look_ahead=look_ahead, sums=sums, safety=safety)
+    codecs = Codecs(gather_codec, reduce_codec, error_feedback)
+    Engine(model, topology, policy, look_ahead=look_ahead, sums=sums, safety=safety, codecs=codecs)
     return model
 
 

@@ -16,6 +16,8 @@ from torch.optim.optimizer import (
 )
 
 from fcdp.cache import Cache, Safety
+from fcdp.codec import Codecs
+from fcdp.encoded import EncodedReduce, check_encodable
 from fcdp.exchange import any_rank
 from fcdp.gather import CachedGather
 from fcdp.ledger import Ledger, in_backward
@@ -43,9 +45,12 @@ class Engine:
         look_ahead: int,
         sums: SumsPlace,
         safety: Safety,
+        codecs: Codecs,
     ) -> None:
         self.topology = topology
         self.units = find_units(model, topology)
+        if codecs.gather is not None:
+            check_encodable(self.units)
         self.ledger = Ledger()
         self.staleness = Staleness(self.units, topology, verify=safety.verify)
         self._reduces: list[HierarchicalReduce] = []
@@ -68,8 +73,16 @@ class Engine:
             lambda: SumsMaker(sums, self.units, topology, _device(topology), self.ledger),
         )
         for unit in self.units:
-            gather = CachedGather(unit, topology, self.cache, self.staleness, self.ledger)
-            reduce = HierarchicalReduce(unit, topology, sums_of.of(unit), self.ledger)
+            gather = CachedGather(
+                unit, topology, self.cache, self.staleness, self.ledger, codecs.gather
+            )
+            reduce = HierarchicalReduce(
+                unit,
+                topology,
+                sums_of.of(unit),
+                self.ledger,
+                EncodedReduce.of(codecs, topology.inter),
+            )
             unit.module.set_custom_all_gather(gather)
             unit.module.set_custom_reduce_scatter(reduce)
             if topology.mesh.device_type == "cpu":

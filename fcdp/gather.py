@@ -11,6 +11,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.profiler import record_function
 
 from fcdp.cache import Cache
+from fcdp.codec import Codec
 from fcdp.exchange import Pending, all_gather, any_rank, swap
 from fcdp.ledger import Ledger, Phase, gather_phase
 from fcdp.staleness import Staleness
@@ -24,6 +25,9 @@ class CachedGather(AllGather):
     A stale unit: this rank gathers the shards of its ``local_rank`` from all nodes, 1/L of the
     unit, stores them, and each node gathers the rest inside. A fresh unit: the stored shards take
     the place of the first half (paper: FCDP-Sched; nothing crosses nodes).
+
+    With a codec, shards cross nodes encoded, and the output has every shard, this rank's own
+    included, as it decodes: all nodes compute with equal weights. The cache keeps decoded shards.
     """
 
     def __init__(
@@ -33,12 +37,14 @@ class CachedGather(AllGather):
         cache: Cache,
         staleness: Staleness,
         ledger: Ledger,
+        codec: Codec | None,
     ) -> None:
         self._unit = unit
         self._topology = topology
         self._cache = cache
         self._staleness = staleness
         self._ledger = ledger
+        self._codec = codec
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
@@ -78,11 +84,22 @@ class CachedGather(AllGather):
         phase = gather_phase()
         if topology.nodes > 1:
             self._staleness.settle(self._unit)
-            hit = self._hit()
-            gathering = self._read(by_node, own, phase) if hit else self._cross(by_node, own, phase)
+            sent = self._encode(own[topology.node])
+            if self._hit():
+                gathering = self._read(by_node, own, phase)
+            else:
+                gathering = self._cross(by_node, own, sent, phase)
             self._cache.follow(self._unit)
             return gathering
         return _Gathering(self._spread(by_node, phase))
+
+    def _encode(self, shard: torch.Tensor) -> torch.Tensor:
+        """What crosses nodes of this rank's shard, which becomes what others make of it."""
+        if self._codec is None:
+            return shard
+        encoded = self._codec.encode(shard)
+        self._codec.decode(encoded, shard)
+        return encoded
 
     def _hit(self) -> bool:
         """Whether the cache serves this gather: on all ranks or on none."""
@@ -100,23 +117,33 @@ class CachedGather(AllGather):
         return _Gathering(self._spread(by_node, phase))
 
     def _cross(
-        self, by_node: torch.Tensor, own: Sequence[torch.Tensor], phase: Phase
+        self,
+        by_node: torch.Tensor,
+        own: Sequence[torch.Tensor],
+        sent: torch.Tensor,
+        phase: Phase,
     ) -> _Gathering:
         """Gather this ``local_rank``'s shards from the other nodes; then store and spread them."""
         self._cache.poison(self._unit)
+        others = [node for node in range(len(own)) if node != self._topology.node]
+        received = {
+            node: own[node] if self._codec is None else torch.empty_like(sent) for node in others
+        }
 
         def store_and_spread() -> Sequence[Pending]:
+            if self._codec is not None:
+                for node, encoded in received.items():
+                    self._codec.decode(encoded, own[node])
             with record_function(f"fcdp::cache_store {self._unit.name}"):
                 self._cache.store(self._unit, own, phase)
             return self._spread(by_node, phase)
 
-        shard = own[self._topology.node]
-        received = [(node, other) for node, other in enumerate(own) if other is not shard]
-        sent = [(node, shard) for node, _ in received]
         with record_function(f"fcdp::gather_inter {self._unit.name}"):
-            works = swap(received, sent, self._topology.inter)
+            works = swap(
+                [*received.items()], [(node, sent) for node in others], self._topology.inter
+            )
         self._ledger.misses += 1
-        self._ledger.add("inter_node", phase, (len(own) - 1) * self._unit.shard_bytes)
+        self._ledger.add("inter_node", phase, len(others) * sent.numel() * sent.itemsize)
         return _Gathering(works, store_and_spread)
 
     def _spread(self, by_node: torch.Tensor, phase: Phase) -> Sequence[Pending]:

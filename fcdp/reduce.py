@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.profiler import record_function
 
+from fcdp.encoded import EncodedReduce
 from fcdp.exchange import reduce_scatter
 from fcdp.ledger import Ledger
 from fcdp.sums import Sums
@@ -23,14 +24,22 @@ class HierarchicalReduce(ReduceScatter):
 
     While ``deferring``, sums stay inside the node, (nodes, s) a rank, until the last micro-batch;
     they are kept in fp32 or better, as FSDP2 keeps accumulated gradients, wherever ``sums`` keeps
-    them.
+    them. What crosses nodes crosses as ``encoded`` has it, if given.
     """
 
-    def __init__(self, unit: Unit, topology: Topology, sums: Sums, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        unit: Unit,
+        topology: Topology,
+        sums: Sums,
+        ledger: Ledger,
+        encoded: EncodedReduce | None,
+    ) -> None:
         self._unit = unit
         self._topology = topology
         self._sums = sums
         self._ledger = ledger
+        self._encoded = encoded
         #: Set by ``fcdp.accumulate``: this is not the last micro-batch.
         self.deferring = False
 
@@ -89,9 +98,12 @@ class HierarchicalReduce(ReduceScatter):
         self._ledger.add("intra_node", "reduce", sent)
 
     def _reduce_across(self, output: torch.Tensor, partial: torch.Tensor, op: _Op) -> None:
-        for part in reduce_scatter([output], [partial], op, self._topology.inter):
-            part.wait()
-        sent = (self._topology.nodes - 1) * output.numel() * output.itemsize
+        if self._encoded is not None:
+            sent = self._encoded.reduce(output, partial, op)
+        else:
+            for part in reduce_scatter([output], [partial], op, self._topology.inter):
+                part.wait()
+            sent = (self._topology.nodes - 1) * output.numel() * output.itemsize
         self._ledger.add("inter_node", "reduce", sent)
 
     def _defer(self, partial: torch.Tensor) -> None:

@@ -31,6 +31,8 @@ class Unit:
     shard_bytes: int
     #: Elements of it, padding included.
     shard_numel: int
+    #: What they are gathered in; usually one dtype.
+    gather_dtypes: frozenset[torch.dtype]
     #: How often a step of one micro-batch gathers it again without it having changed.
     reuses: int = 1
     generation: int = 1
@@ -103,6 +105,7 @@ def _unit(name: str, module: FSDPModule, group: Any, topology: Topology, kept: b
         params,
         shard_bytes=sum(map(_gathered_bytes, group.fsdp_params)),
         shard_numel=sum(param._sharded_param_data.numel() for param in group.fsdp_params),
+        gather_dtypes=frozenset(map(_gather_dtype, group.fsdp_params)),
         reuses=in_backward + frozen,
     )
 
@@ -133,5 +136,9 @@ def _gathered_bytes(fsdp_param: Any) -> int:
             f"{type(local).__name__} gathers by an FSDP2 extension, which FCDP cannot cache"
         )
     data: torch.Tensor = fsdp_param._sharded_param_data
-    dtype = fsdp_param.mp_policy.param_dtype or data.dtype
-    return data.numel() * dtype.itemsize
+    return data.numel() * _gather_dtype(fsdp_param).itemsize
+
+
+def _gather_dtype(fsdp_param: Any) -> torch.dtype:
+    dtype: torch.dtype = fsdp_param.mp_policy.param_dtype or fsdp_param._sharded_param_data.dtype
+    return dtype

@@ -91,16 +91,24 @@ class Settings:
     clip: float | None = None
     optimizer: str = "adamw"
     param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
     reshard_after_forward: bool | None = None
     policy: fcdp.CachePolicy = fcdp.HostCache()
     verify: bool = False
     poison: bool = False
+    gather_codec: fcdp.Codec | None = None
+    reduce_codec: fcdp.Codec | None = None
+    error_feedback: bool = False
     #: What happens before step i: "eval", "load", "write", "write_one_rank", "freeze".
     events: dict[int, str] = field(default_factory=dict)
 
     @property
     def world_size(self) -> int:
         return self.nodes * self.ranks_per_node
+
+    @property
+    def mp_policy(self) -> MixedPrecisionPolicy:
+        return MixedPrecisionPolicy(param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype)
 
 
 @dataclass(frozen=True)
@@ -141,12 +149,11 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def shard_with_fsdp2(model: TinyLM, topology: fcdp.Topology, settings: Settings) -> TinyLM:
-    mp_policy = MixedPrecisionPolicy(param_dtype=settings.param_dtype)
     for block in [*model.blocks, model]:
         fully_shard(
             block,
             mesh=topology.mesh,
-            mp_policy=mp_policy,
+            mp_policy=settings.mp_policy,
             reshard_after_forward=settings.reshard_after_forward,
         )
     return model
@@ -158,10 +165,13 @@ def shard_with_fcdp(model: TinyLM, topology: fcdp.Topology, settings: Settings) 
         topology,
         units=model.blocks,
         policy=settings.policy,
-        mp_policy=MixedPrecisionPolicy(param_dtype=settings.param_dtype),
+        mp_policy=settings.mp_policy,
         reshard_after_forward=settings.reshard_after_forward,
         verify=settings.verify,
         poison=settings.poison,
+        gather_codec=settings.gather_codec,
+        reduce_codec=settings.reduce_codec,
+        error_feedback=settings.error_feedback,
     )
     return model
 

@@ -1,0 +1,165 @@
+"""What travels between nodes in place of the values: blocks of small integers with a scale each.
+
+Quantised gathers of parameters and reductions of gradients, as ZeRO++ has them (qwZ and qgZ,
+arXiv 2306.10209), with any cache policy. Both are lossy: what FSDP2 computes exactly,
+they round.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+
+
+@runtime_checkable
+class Codec(Protocol):
+    """Turns values into bytes and back, alike on every rank; bytes depend on nothing but values.
+
+    A value that is not finite must not decode to a finite one: gradient scalers look for it.
+    """
+
+    def encoded_bytes(self, numel: int) -> int:
+        """Bytes that ``numel`` values take, whatever their dtype."""
+        ...
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """``values`` (n), of a floating dtype, as uint8 (``encoded_bytes(n)``), contiguous."""
+        ...
+
+    def decode(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
+        """Fill ``out`` (n), of a floating dtype, from what ``encode`` made of n values.
+
+        ``encoded`` begins at a multiple of four bytes, as every tensor does that is no view.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Codecs:
+    """What the exchanges between nodes are encoded with: see ``fcdp.shard``."""
+
+    gather: Codec | None = None
+    reduce: Codec | None = None
+    error_feedback: bool = False
+
+    def __post_init__(self) -> None:
+        for name, codec in (("gather_codec", self.gather), ("reduce_codec", self.reduce)):
+            if codec is not None and not isinstance(codec, Codec):
+                raise ValueError(
+                    f"{name} = {codec!r}: must be a fcdp.Codec, such as fcdp.BlockInt8()"
+                )
+        if self.error_feedback and self.reduce is None:
+            raise ValueError(
+                "error_feedback = True: needs a reduce_codec, whose loss it feeds back"
+            )
+
+
+@dataclass(frozen=True)
+class BlockInt8:
+    """Eight bits a value, symmetric about zero, and an fp32 scale for each ``block`` values.
+
+    n values take n + 4·⌈n / block⌉ bytes: at the default about 1/4 of fp32, 1/2 of bf16. An error
+    is at most half the scale, which is the block's largest magnitude / 127; beside an infinity or
+    a NaN the whole block decodes to values that are not finite. fp64 is rounded to fp32 first.
+    Raises ``ValueError`` for a ``block`` below 1.
+    """
+
+    block: int = 256
+    #: The largest code. The smallest is its negative: −128 stays unused.
+    limit: ClassVar[int] = 127
+
+    def __post_init__(self) -> None:
+        _check_block(self.block)
+
+    def encoded_bytes(self, numel: int) -> int:
+        return _scale_bytes(numel, self.block) + numel
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        scales, codes = _quantise(values, self.block, self.limit)
+        return torch.cat([scales.view(torch.uint8), codes.view(torch.uint8)])
+
+    def decode(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
+        scales, codes = _split(encoded, out.numel(), self.block)
+        _dequantise(scales, codes.view(torch.int8), self.block, out)
+
+
+@dataclass(frozen=True)
+class BlockInt4:
+    """Four bits a value, two values a byte, and an fp32 scale for each ``block`` values.
+
+    n values take ⌈n / 2⌉ + 4·⌈n / block⌉ bytes: at the default about 1/7 of fp32. As
+    :class:`BlockInt8` otherwise, with the scale the block's largest magnitude / 7.
+    Raises ``ValueError`` for a ``block`` below 1.
+    """
+
+    block: int = 64
+    limit: ClassVar[int] = 7
+
+    def __post_init__(self) -> None:
+        _check_block(self.block)
+
+    def encoded_bytes(self, numel: int) -> int:
+        return _scale_bytes(numel, self.block) + _ceil_div(numel, 2)
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        scales, codes = _quantise(values, self.block, self.limit)
+        return torch.cat([scales.view(torch.uint8), _pack(codes)])
+
+    def decode(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
+        scales, packed = _split(encoded, out.numel(), self.block)
+        _dequantise(scales, _unpack(packed)[: out.numel()], self.block, out)
+
+
+def _check_block(block: int) -> None:
+    if block < 1:
+        raise ValueError(f"block = {block}: must be 1 value or more")
+
+
+def _ceil_div(numerator: int, denominator: int) -> int:
+    return -(-numerator // denominator)
+
+
+def _scale_bytes(numel: int, block: int) -> int:
+    return _ceil_div(numel, block) * torch.float32.itemsize
+
+
+def _quantise(values: torch.Tensor, block: int, limit: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales (⌈n / block⌉, fp32) and codes (n, int8, −limit to limit) of ``values`` (n)."""
+    blocks = _in_blocks(values.float(), block)
+    # A quotient below the smallest normal number is rounded too far to be a scale; zero is none.
+    scales = (blocks.abs().amax(1) / limit).clamp_min(torch.finfo(torch.float32).tiny)
+    # Beside a value that is not finite the scale is not either: no code makes it finite.
+    codes = (blocks / scales[:, None]).round_().to(torch.int8)
+    return scales, codes.flatten()[: values.numel()]
+
+
+def _dequantise(scales: torch.Tensor, codes: torch.Tensor, block: int, out: torch.Tensor) -> None:
+    values = _in_blocks(codes, block) * scales[:, None]
+    out.copy_(values.flatten()[: out.numel()])
+
+
+def _in_blocks(values: torch.Tensor, block: int) -> torch.Tensor:
+    """(n) as (⌈n / block⌉, block), the last filled up with zeros."""
+    return F.pad(values, (0, -values.numel() % block)).view(-1, block)
+
+
+def _split(encoded: torch.Tensor, numel: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales (fp32) and codes (uint8)."""
+    at = _scale_bytes(numel, block)
+    return encoded[:at].view(torch.float32), encoded[at:]
+
+
+def _pack(codes: torch.Tensor) -> torch.Tensor:
+    """(n, int8, −8 to 7) as (⌈n / 2⌉, uint8), the first of each two in the lower bits."""
+    low, high = F.pad(codes.view(torch.uint8) & 0xF, (0, codes.numel() % 2)).view(-1, 2).unbind(1)
+    return low | high << 4
+
+
+def _unpack(packed: torch.Tensor) -> torch.Tensor:
+    """(m, uint8) as (2·m, int8), −8 to 7."""
+    low, high = packed << 4, packed & 0xF0
+    # Shifted right as signed numbers, the upper bits keep the sign.
+    return torch.stack([low, high], 1).flatten().view(torch.int8) >> 4
