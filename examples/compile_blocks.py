@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,8 @@ def train(
         num_key_value_heads=4,
         use_cache=False,
     )
-    model = LlamaForCausalLM(config).to(topology.mesh.device_type)
+    model: Any = LlamaForCausalLM(config)
+    model.to(topology.mesh.device_type)
     if backend is not None:
         for block in model.model.layers:
             block.compile(backend=backend)

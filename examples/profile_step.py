@@ -13,6 +13,7 @@ import argparse
 import os
 import sys
 from collections import defaultdict
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ import fcdp
 from experiments.data import VOCABULARY, corpus, micro_batches
 
 
-def trace_one_step(topology: fcdp.Topology, layers: int) -> profile:
+def trace_one_step(topology: fcdp.Topology, layers: int) -> torch.profiler.profile:
     """Profile the second step: the first also sets up buffers and connections."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -34,7 +35,8 @@ def trace_one_step(topology: fcdp.Topology, layers: int) -> profile:
         num_attention_heads=4,
         num_key_value_heads=4,
     )
-    model = LlamaForCausalLM(config).to(topology.mesh.device_type)
+    model: Any = LlamaForCausalLM(config)
+    model.to(topology.mesh.device_type)
     fcdp.shard(model, topology, units=model.model.layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     data = micro_batches(corpus(), rank=topology.rank, seed=0, sequences=2, sequence_length=64)

@@ -25,7 +25,7 @@ def compare() -> dict[str, object]:
     return {
         "eager": eager,
         "compiled": compiled,
-        "frames": dict(torch._dynamo.utils.counters["frames"]),
+        "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
         "graph_breaks": dict(torch._dynamo.utils.counters["graph_break"]),
         "units": [unit.name for unit in engine_of(model).units],
         "hits": ledger.hits,
@@ -37,7 +37,7 @@ def test_compiled_blocks_train_as_eager_ones(ranks: Pools) -> None:
     for result in ranks.run(2, compare):
         assert result["compiled"] == pytest.approx(result["eager"], rel=0, abs=1e-5)
         assert result["compiled"][-1] < result["compiled"][0]
-        assert result["frames"] == {"total": LAYERS, "ok": LAYERS}, "compiled once, whole"
+        assert 1 <= result["graphs"] <= LAYERS, "compiled once: blocks alike may share a graph"
         assert result["graph_breaks"] == {}
         assert result["units"] == ["root", "model.layers.0", "model.layers.1"]
         assert (result["hits"], result["misses"]) == (LAYERS * STEPS, (LAYERS + 1) * STEPS)

@@ -47,8 +47,8 @@ def test_lora_sends_frozen_weights_once(ranks: Pools) -> None:
 
 
 def test_torchrun_starts_it(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--master-port", "0", str(ROOT / "examples/plain_loop.py")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", str(ROOT / "examples/plain_loop.py")]
     command += ["--nodes", "2", "--layers", "1", "--steps", "3", "--lr", "0.01"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -75,7 +76,7 @@ def test_a_block_is_gathered_while_the_one_before_computes(
     traced: tuple[list[str], dict[str, list[Range]]],
 ) -> None:
     _, ranges = traced
-    for block, following in zip(BLOCKS, BLOCKS[1:], strict=False):
+    for block, following in pairwise(BLOCKS):
         (gather,) = ranges[f"fcdp::gather_inter {following}"]
         # FSDP2's own ranges, before and after the block's forward.
         assert ranges[f"FSDP::pre_forward ({block})"][0].end <= gather.start
