@@ -1,0 +1,1 @@
+"""Short programs that show FCDP in other people's training loops."""

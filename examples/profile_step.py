@@ -1,0 +1,82 @@
+"""A profiler trace of one step, in which every gather and reduction carries its unit's name.
+
+    torchrun --nproc-per-node 4 examples/profile_step.py --nodes 2 --trace trace.json
+
+Open the trace in Perfetto or chrome://tracing and look for ``fcdp::``. The table that is printed
+sums up the time that this rank's host spent inside each range, which for exchanges that run in the
+background is the time to start them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections import defaultdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import fcdp
+from experiments.data import VOCABULARY, corpus, micro_batches
+
+
+def trace_one_step(topology: fcdp.Topology, layers: int) -> torch.profiler.profile:
+    """Profile the second step: the first also sets up buffers and connections."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=176,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+    )
+    model: Any = LlamaForCausalLM(config)
+    model.to(topology.mesh.device_type)
+    fcdp.shard(model, topology, units=model.model.layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    data = micro_batches(corpus(), rank=topology.rank, seed=0, sequences=2, sequence_length=64)
+
+    def step() -> None:
+        tokens = next(data).to(topology.mesh.device_type)
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    activities = [ProfilerActivity.CPU]
+    if topology.mesh.device_type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as profiler:
+        step()
+    return profiler
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--nodes", type=int, default=2, help="emulate so many on this host")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--trace", default="trace.json", help="where rank 0 writes its trace")
+    options = parser.parse_args(arguments)
+    ranks_per_node = int(os.environ["WORLD_SIZE"]) // options.nodes
+    topology = fcdp.Topology.build(options.nodes, ranks_per_node)
+    profiler = trace_one_step(topology, options.layers)
+    if topology.rank != 0:
+        return
+    profiler.export_chrome_trace(options.trace)
+    microseconds: dict[str, float] = defaultdict(float)
+    for event in profiler.events():
+        if event.name.startswith("fcdp::"):
+            microseconds[event.name.split()[0]] += event.cpu_time_total
+    for name, time in sorted(microseconds.items()):
+        print(f"{name:24}{time / 1000:8.2f} ms")
+    print(f"trace: {options.trace}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
+    dist.destroy_process_group()

@@ -1,0 +1,119 @@
+"""One line turns FCDP on under accelerate's FSDP2, and changes no loss."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("accelerate", reason="not in an environment made by `make setup`")
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+from accelerate.state import AcceleratorState, GradientState
+
+import fcdp
+from examples import accelerate_fsdp2
+from fcdp.engine import engine_of
+from tests.examples.launch import launched, printed
+from tests.ranks import Pools
+
+STEPS = 3
+OPTIONS = argparse.Namespace(cpu=True, layers=2, steps=STEPS, accumulation=2)
+
+
+@contextlib.contextmanager
+def fresh_accelerate() -> Iterator[None]:
+    """accelerate keeps its state in the process; ranks are shared with other tests.
+
+    Nor shall it import DeepSpeed, which takes each rank seconds, to see that the model is not of it.
+    """
+    try:
+        with mock.patch("accelerate.utils.other.is_deepspeed_available", return_value=False):
+            yield
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
+def train_without_the_line() -> list[float]:
+    with launched(1), fresh_accelerate(), mock.patch.object(fcdp, "cache_parameters"):
+        return accelerate_fsdp2.train(OPTIONS)[1]
+
+
+def train_with_it() -> dict[str, object]:
+    with launched(1), fresh_accelerate():
+        model, losses = accelerate_fsdp2.train(OPTIONS)
+    ledger = fcdp.ledger(model)
+    return {
+        "losses": losses,
+        "units": [unit.name for unit in engine_of(model).units],
+        "hits": ledger.hits,
+        "misses": ledger.misses,
+        "inter_node": dict(ledger.bytes["inter_node"]),
+    }
+
+
+def test_losses_are_those_of_fsdp2(ranks: Pools) -> None:
+    expected = ranks.run(2, train_without_the_line)
+    for losses, result in zip(expected, ranks.run(2, train_with_it), strict=True):
+        assert result["losses"] == losses
+        assert losses[-1] < losses[0]
+        # accelerate makes units of the embedding and of the head with the last norm.
+        units = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm"]
+        assert result["units"] == units
+        # Once a step each across nodes; from the cache in the second forward, and in both
+        # backwards but for the head, which stays gathered.
+        assert (result["hits"], result["misses"]) == ((4 + 2 * 3) * STEPS, 4 * STEPS)
+        # Gradients are reduced once a step as well: accelerate defers them without FCDP's help.
+        assert result["inter_node"]["reduce"] == result["inter_node"]["forward"] > 0
+        assert result["inter_node"].get("backward", 0) == 0
+
+
+def train_on_the_mesh_of_a_parallelism_config() -> tuple[str, int]:
+    make_accelerator = accelerate_fsdp2.make_accelerator
+
+    def with_mesh(cpu: bool, accumulation: int) -> Accelerator:
+        accelerator = make_accelerator(cpu, accumulation)
+        config = ParallelismConfig(dp_shard_size=2)
+        accelerator.state.parallelism_config = config
+        accelerator.state.device_mesh = config.get_device_mesh("cpu")
+        return accelerator
+
+    with (
+        launched(1),
+        fresh_accelerate(),
+        mock.patch.object(accelerate_fsdp2, "make_accelerator", with_mesh),
+    ):
+        model, _ = accelerate_fsdp2.train(OPTIONS)
+    (name,) = next(iter(model.parameters())).device_mesh.mesh_dim_names
+    return name, fcdp.ledger(model).hits
+
+
+def test_the_mesh_of_a_parallelism_config_is_accepted(ranks: Pools) -> None:
+    assert ranks.run(2, train_on_the_mesh_of_a_parallelism_config)[0] == ("dp_shard_cp", 10 * STEPS)
+
+
+def accelerate_refuses_cpus() -> str:
+    with launched(1), fresh_accelerate():
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+        return Accelerator(cpu=True, fsdp_plugin=plugin).distributed_type.value
+
+
+def test_accelerate_needs_the_workaround_on_cpus(ranks: Pools) -> None:
+    """Where this fails, ``_allow_fsdp2_on_cpu`` can go."""
+    assert ranks.run(2, accelerate_refuses_cpus)[0] == "MULTI_CPU"
+
+
+def run_main() -> list[str]:
+    with fresh_accelerate():
+        arguments = "--cpu --layers 1 --steps 1 --accumulation 1"
+        return printed(accelerate_fsdp2, arguments.split(), ranks_per_node=2)
+
+
+def test_nodes_come_from_the_launcher(ranks: Pools) -> None:
+    lines, *others = ranks.run(4, run_main)
+    assert others == [[], [], []]
+    assert lines[0].startswith("step 0: loss ")
+    assert lines[1:] == ["2 gathers from the cache, 3 across nodes"]

@@ -1,0 +1,94 @@
+"""The trace names every gather and reduction by unit, and shows forward prefetching."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from examples import profile_step
+from tests.examples.launch import printed
+from tests.ranks import Pools
+
+BLOCKS = ["model.layers.0", "model.layers.1", "model.layers.2"]
+
+
+@dataclass(frozen=True)
+class Range:
+    """A range of the trace: microseconds."""
+
+    start: float
+    end: float
+
+
+def write_trace(path: str) -> list[str]:
+    arguments = ["--nodes", "2", "--layers", str(len(BLOCKS)), "--trace", path]
+    return printed(profile_step, arguments, ranks_per_node=2)
+
+
+@pytest.fixture(scope="module")
+def traced(
+    ranks: Pools, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[str], dict[str, list[Range]]]:
+    """What rank 0 printed, and the ranges of its trace by name, in order of time."""
+    path = tmp_path_factory.mktemp("trace") / "trace.json"
+    lines, *_ = ranks.run(4, write_trace, str(path))
+    return lines, ranges_in(path)
+
+
+def ranges_in(path: Path) -> dict[str, list[Range]]:
+    events = json.loads(path.read_text())["traceEvents"]
+    found: dict[str, list[Range]] = {}
+    for event in sorted((e for e in events if e.get("ph") == "X"), key=lambda e: float(e["ts"])):
+        start = float(event["ts"])
+        found.setdefault(event["name"], []).append(Range(start, start + float(event["dur"])))
+    return found
+
+
+EXPECTED = {
+    "gather_inter": {"root", *BLOCKS},
+    "cache_store": {"root", *BLOCKS},
+    "gather_intra": {"root", *BLOCKS},
+    "cache_load": {*BLOCKS},  # the root stays gathered from forward to backward
+    "reduce_intra": {"root", *BLOCKS},
+    "reduce_inter": {"root", *BLOCKS},
+}
+
+
+def test_every_range_names_its_unit(traced: tuple[list[str], dict[str, list[Range]]]) -> None:
+    lines, ranges = traced
+    found: dict[str, set[str]] = {}
+    for name in ranges:
+        if name.startswith("fcdp::"):
+            kind, unit = name.removeprefix("fcdp::").split()
+            found.setdefault(kind, set()).add(unit)
+    assert found == EXPECTED
+    assert {line.split()[0] for line in lines} == {
+        *(f"fcdp::{kind}" for kind in EXPECTED),
+        "trace:",
+    }
+
+
+def test_a_block_is_gathered_while_the_one_before_computes(
+    traced: tuple[list[str], dict[str, list[Range]]],
+) -> None:
+    _, ranges = traced
+    for block, following in pairwise(BLOCKS):
+        (gather,) = ranges[f"fcdp::gather_inter {following}"]
+        # FSDP2's own ranges, before and after the block's forward.
+        assert ranges[f"FSDP::pre_forward ({block})"][0].end <= gather.start
+        assert gather.end <= ranges[f"FSDP::post_forward ({block})"][0].start
+
+
+def test_a_gather_crosses_once_and_is_stored_before_it_is_loaded(
+    traced: tuple[list[str], dict[str, list[Range]]],
+) -> None:
+    _, ranges = traced
+    for block in BLOCKS:
+        (crossing,) = ranges[f"fcdp::gather_inter {block}"]
+        (store,) = ranges[f"fcdp::cache_store {block}"]
+        (load,) = ranges[f"fcdp::cache_load {block}"]
+        assert crossing.end <= store.start <= store.end <= load.start
