@@ -1,6 +1,6 @@
 """Draws docs/figures/schedule-*.svg: what one rank does when, by the rules of docs/schedule.md.
 
-python docs/draw_schedule.py [folder]
+python -m docs.draw_schedule [folder]
 
 Durations are made up (a link between nodes that is slow, a host link that is not); the order of
 calls and what waits for what are the library's. tests/docs/test_schedule.py compares the order
