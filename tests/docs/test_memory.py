@@ -71,8 +71,6 @@ def taken(settings: Settings, look_ahead: int) -> tuple[memory.Memory, memory.Me
     disk = engine.cache._disk_tier
     size = 0
     if disk is not None:
-        for unit in engine.units:
-            disk.intact(unit)  # has been written
         disk._threads.shutdown(wait=True)
         size = os.fstat(disk._file).st_size
     allocated = memory.Memory(
