@@ -1,0 +1,359 @@
+"""Draws docs/figures/schedule-*.svg: what one rank does when, by the rules of docs/schedule.md.
+
+python -m docs.draw_schedule [folder]
+
+Durations are made up (a link between nodes that is slow, a host link that is not); the order of
+calls and what waits for what are the library's. tests/docs/test_schedule.py compares the order
+with a profile of a real step.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import pairwise
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+
+FIGURES = Path(__file__).resolve().parent / "figures"
+
+
+class Kind(Enum):
+    """What a bar is: its legend, its colour, its length."""
+
+    FLAGS = ("exchange of flags", "#000000", 1.0)
+    FORWARD = ("forward", "#9ecae1", 4.0)
+    BACKWARD = ("backward", "#6baed6", 8.0)
+    RECOMPUTE = ("recomputation", "#deebf7", 4.0)
+    OPTIMIZER = ("optimizer", "#bdbdbd", 2.0)
+    GATHER_INTER = ("gather across nodes", "#fd8d3c", 6.0)
+    GATHER_INTRA = ("gather inside the node", "#fdd0a2", 1.5)
+    STORE = ("into the cache", "#74c476", 2.0)
+    LOAD = ("out of the cache", "#c7e9c0", 2.0)
+    STAGED = ("staged copy, on the device", "#ffffcc", 0.6)
+    REDUCE_INTRA = ("reduce inside the node", "#dadaeb", 1.5)
+    REDUCE_INTER = ("reduce across nodes", "#9e9ac8", 6.0)
+
+    def __init__(self, legend: str, colour: str, length: float) -> None:
+        self.legend = legend
+        self.colour = colour
+        self.length = length
+
+
+@dataclass(frozen=True)
+class Task:
+    lane: str
+    kind: Kind
+    unit: str
+    start: float
+    end: float
+
+
+@dataclass
+class Timeline:
+    """Tasks in the order of their issue. Each lane, and each communicator, runs one at a time."""
+
+    lanes: Sequence[str]
+    tasks: list[Task] = field(default_factory=list)
+    free: dict[str, float] = field(default_factory=dict)
+    #: Times at which a micro-batch begins, with its name.
+    marks: list[tuple[float, str]] = field(default_factory=list)
+
+    def run(
+        self, lane: str, kind: Kind, unit: str, after: float, length: float | None = None
+    ) -> Task:
+        busy = [lane, *_COMMUNICATOR.get(kind, [])]
+        start = max(after, *(self.free.get(name, 0.0) for name in busy))
+        end = start + (kind.length if length is None else length)
+        self.free |= dict.fromkeys(busy, end)
+        self.tasks.append(Task(lane, kind, unit, start, end))
+        return self.tasks[-1]
+
+
+_COMMUNICATOR = {
+    Kind.GATHER_INTER: ["inter"],
+    Kind.REDUCE_INTER: ["inter"],
+    Kind.GATHER_INTRA: ["intra"],
+    Kind.REDUCE_INTRA: ["intra"],
+}
+_ROOT_COMPUTE = 1.5
+#: What adapters take.
+_SHORT = 0.7
+#: From memory to memory, on CPUs.
+_COPY = 1.0
+
+
+@dataclass(eq=False)
+class Unit:
+    """``dirty``: written since its last gather. ``reduced``: has gradients."""
+
+    name: str
+    dirty: bool = True
+    reduced: bool = True
+    landed: float = 0.0
+
+
+@dataclass
+class Cuda:
+    """One rank on CUDA, policy ``host``, ``look_ahead=1``; the host issues a block ahead."""
+
+    blocks: list[Unit]
+    root: Unit
+    adapters: Unit | None = None
+    checkpointing: bool = False
+    staged: Unit | None = None
+    staged_at: float = 0.0
+    slot_free: float = 0.0
+    issued: float = 0.0
+    reduced_at: float = 0.0
+    gathered: dict[Unit, float] = field(default_factory=dict)
+    line: Timeline = field(
+        default_factory=lambda: Timeline(
+            [
+                "host thread",
+                "compute stream",
+                "all-gather stream",
+                "copy-out stream",
+                "copy-in stream",
+                "reduce-scatter stream",
+            ]
+        )
+    )
+
+    def step(self, micro_batches: int = 1) -> Timeline:
+        for index in range(micro_batches):
+            last = index == micro_batches - 1
+            if micro_batches > 1:
+                place = "last" if last else "middle" if index else "first"
+                self.line.marks.append((self.line.free.get("compute stream", 0.0), place))
+            self._forward()
+            self._backward(last)
+        self.line.run("compute stream", Kind.OPTIMIZER, "", self.reduced_at)
+        return self.line
+
+    def _forward(self) -> None:
+        flags = self.line.run("host thread", Kind.FLAGS, "", self.issued)
+        self.issued = flags.end
+        order = [self.root, self.blocks[0]]
+        order += [self.adapters] if self.adapters else []
+        order += [*self.blocks[1:], self.blocks[-1]]
+        following = dict(pairwise(order))
+        begun = max(flags.end, self.line.free.get("compute stream", 0.0))
+        self._gather(self.root, begun, following[self.root])
+        self._compute(Kind.FORWARD, self.root, _ROOT_COMPUTE)
+        for block in self.blocks:
+            self._gather(block, self.issued, following[block])
+            if block is self.blocks[0] and self.adapters:
+                self._gather(self.adapters, self.issued, following[self.adapters])
+                self.gathered[block] = self.gathered[self.adapters]
+            self._compute(Kind.FORWARD, block)
+        self._compute(Kind.FORWARD, self.root, _ROOT_COMPUTE)
+
+    def _backward(self, last: bool) -> None:
+        resharded = next(
+            task.end
+            for task in reversed(self.line.tasks)
+            if task.unit == self.blocks[-1].name and task.lane == "compute stream"
+        )
+        self._prefetch(len(self.blocks) - 1, resharded)
+        self._compute(Kind.BACKWARD, self.root, _ROOT_COMPUTE)
+        for index, block in reversed([*enumerate(self.blocks)]):
+            begins = max(self.line.free["compute stream"], self.gathered[block])
+            self._prefetch(index - 1, begins)
+            if self.checkpointing:
+                self._compute(Kind.RECOMPUTE, block)
+            self._compute(Kind.BACKWARD, block)
+            self._reduce(block, last)
+        if self.adapters:
+            self._reduce(self.adapters, last)
+        if self.root.reduced:
+            self._compute(Kind.BACKWARD, self.root, _ROOT_COMPUTE)
+            self._reduce(self.root, last)
+        # FSDP2 ends backward by having the compute stream wait for the reductions.
+        self.line.free["compute stream"] = max(self.line.free["compute stream"], self.reduced_at)
+
+    def _prefetch(self, index: int, after: float) -> None:
+        if index >= 0:
+            following = self.blocks[index - 1] if index else None
+            self._gather(self.blocks[index], after, following)
+
+    def _gather(self, unit: Unit, after: float, following: Unit | None) -> None:
+        run, length = self.line.run, _SHORT if unit is self.adapters else None
+        if unit.dirty:
+            arrived = run("all-gather stream", Kind.GATHER_INTER, unit.name, after, length).end
+            self._look_ahead(following)
+            unit.landed = run("copy-out stream", Kind.STORE, unit.name, arrived, length).end
+            unit.dirty = False
+        else:
+            if self.staged is unit:
+                loaded = run(
+                    "all-gather stream", Kind.STAGED, unit.name, max(after, self.staged_at)
+                )
+                self.staged, self.slot_free = None, loaded.end
+            else:
+                loaded = run("all-gather stream", Kind.LOAD, unit.name, max(after, unit.landed))
+            arrived = loaded.end
+            self._look_ahead(following)
+        spread = run("all-gather stream", Kind.GATHER_INTRA, unit.name, arrived, length)
+        self.gathered[unit] = spread.end
+
+    def _look_ahead(self, unit: Unit | None) -> None:
+        if unit is None or unit.dirty or self.staged is not None:
+            return
+        after = max(unit.landed, self.slot_free, self.issued)
+        self.staged, self.staged_at = (
+            unit,
+            self.line.run("copy-in stream", Kind.LOAD, unit.name, after).end,
+        )
+
+    def _compute(self, kind: Kind, unit: Unit, length: float | None = None) -> None:
+        ready = self.gathered.get(unit, 0.0)
+        self.issued = self.line.run("compute stream", kind, unit.name, ready, length).start
+
+    def _reduce(self, unit: Unit, last: bool) -> None:
+        if not unit.reduced:
+            return
+        # One reduction in flight: the compute stream waits for the one before.
+        self.line.free["compute stream"] = max(self.line.free["compute stream"], self.reduced_at)
+        run, length = self.line.run, _SHORT if unit is self.adapters else None
+        after = self.line.free["compute stream"]
+        done = run("reduce-scatter stream", Kind.REDUCE_INTRA, unit.name, after, length)
+        if last:
+            done = run("reduce-scatter stream", Kind.REDUCE_INTER, unit.name, done.end, length)
+        self.reduced_at = done.end
+
+
+@dataclass
+class Cpu:
+    """One rank on CPUs: one thread that computes and issues, and gloo's transfers beside it."""
+
+    blocks: list[Unit]
+    root: Unit
+    now: float = 0.0
+    under_way: dict[Unit, Task] = field(default_factory=dict)
+    line: Timeline = field(default_factory=lambda: Timeline(["the rank's thread", "gloo"]))
+
+    def step(self) -> Timeline:
+        self._wait(self.line.run("gloo", Kind.FLAGS, "", self.now))
+        self._begin(self.root)
+        self._finish(self.root)
+        following = dict(pairwise([self.root, *self.blocks]))
+        self._begin(following[self.root])
+        self._thread(Kind.FORWARD, self.root, _ROOT_COMPUTE)
+        for block in self.blocks:
+            self._finish(block)
+            if block in following:
+                self._begin(following[block])
+            self._thread(Kind.FORWARD, block)
+        self._thread(Kind.FORWARD, self.root, _ROOT_COMPUTE)
+        self._begin(self.blocks[-1])
+        self._thread(Kind.BACKWARD, self.root, _ROOT_COMPUTE)
+        for index, block in reversed([*enumerate(self.blocks)]):
+            self._finish(block)
+            if index:
+                self._begin(self.blocks[index - 1])
+            self._thread(Kind.BACKWARD, block)
+            self._reduce(block)
+        self._thread(Kind.BACKWARD, self.root, _ROOT_COMPUTE)
+        self._reduce(self.root)
+        self._thread(Kind.OPTIMIZER, Unit(""))
+        return self.line
+
+    def _begin(self, unit: Unit) -> None:
+        if not unit.dirty:
+            self._thread(Kind.LOAD, unit, _COPY)
+        kind = Kind.GATHER_INTER if unit.dirty else Kind.GATHER_INTRA
+        self.under_way[unit] = self.line.run("gloo", kind, unit.name, self.now)
+
+    def _finish(self, unit: Unit) -> None:
+        self._wait(self.under_way[unit])
+        if unit.dirty:
+            self._thread(Kind.STORE, unit, _COPY)
+            self._wait(self.line.run("gloo", Kind.GATHER_INTRA, unit.name, self.now))
+            unit.dirty = False
+
+    def _reduce(self, unit: Unit) -> None:
+        for kind in (Kind.REDUCE_INTRA, Kind.REDUCE_INTER):
+            self._wait(self.line.run("gloo", kind, unit.name, self.now))
+
+    def _thread(self, kind: Kind, unit: Unit, length: float | None = None) -> None:
+        self._wait(self.line.run("the rank's thread", kind, unit.name, self.now, length))
+
+    def _wait(self, task: Task) -> None:
+        self.now = task.end
+
+
+def blocks(count: int, *, frozen: bool = False) -> list[Unit]:
+    return [Unit(str(index + 1), not frozen, not frozen) for index in range(count)]
+
+
+def schedules() -> dict[str, Timeline]:
+    """Every figure's timeline, by the figure's name."""
+    return {
+        "full": Cuda(blocks(3), Unit("R")).step(),
+        "frozen": Cuda(
+            blocks(3, frozen=True), Unit("R", dirty=False, reduced=False), Unit("A")
+        ).step(),
+        "checkpointing": Cuda(blocks(3), Unit("R"), checkpointing=True).step(),
+        "accumulation": Cuda(blocks(2), Unit("R")).step(micro_batches=3),
+        "cpu": Cpu(blocks(3), Unit("R")).step(),
+    }
+
+
+def draw(line: Timeline) -> Figure:
+    figure = Figure(figsize=(12, 0.5 * len(line.lanes) + 1.7), layout="constrained")
+    axes = figure.subplots()
+    end = max(task.end for task in line.tasks)
+    rows = {lane: row for row, lane in enumerate(line.lanes)}
+    for task in line.tasks:
+        row, length = rows[task.lane], task.end - task.start
+        axes.add_patch(
+            Rectangle(
+                (task.start, row - 0.36), length, 0.72, fc=task.kind.colour, ec="#555555", lw=0.6
+            )
+        )
+        if length > end / 100:
+            middle = (task.start + task.end) / 2
+            axes.text(middle, row, task.unit, ha="center", va="center", fontsize=10)
+    for start, name in line.marks:
+        axes.axvline(start, color="#888888", lw=0.8, ls="--")
+        axes.text(start, -0.62, f" {name} micro-batch", fontsize=10, va="bottom")
+    axes.set_xlim(0, end)
+    axes.set_ylim(len(line.lanes) - 0.5, -0.65)
+    axes.set_yticks([*rows.values()], [*rows], fontsize=11)
+    axes.set_xticks([])
+    axes.set_xlabel("time →", fontsize=11, loc="right")
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    for row in rows.values():
+        axes.axhline(row + 0.5, color="#eeeeee", lw=0.8, zorder=0)
+    used = {task.kind for task in line.tasks}
+    handles = [
+        Patch(fc=kind.colour, ec="#555555", lw=0.6, label=kind.legend)
+        for kind in Kind
+        if kind in used
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=10)
+    return figure
+
+
+def main(arguments: Sequence[str]) -> None:
+    folder = Path(arguments[0]) if arguments else FIGURES
+    folder.mkdir(parents=True, exist_ok=True)
+    # Text stays text, and the same drawing gives the same file.
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fcdp"}):
+        for name, line in schedules().items():
+            draw(line).savefig(
+                folder / f"schedule-{name}.svg",
+                facecolor="white",
+                metadata={"Date": None, "Creator": None},
+            )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,219 @@
+"""The equations of docs/memory.md, as functions; tests compare them with what fcdp allocates.
+
+python -m docs.memory            print the tables of docs/memory.md
+python -m docs.memory --write    write them into it
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fcdp
+from baselines.policies import parse
+from fcdp.arena import aligned
+
+PAGE = Path(__file__).resolve().parent / "memory.md"
+GB = 1e9
+
+
+@dataclass(eq=False)
+class Unit:
+    """What the equations need of a unit; ``fcdp.unit.Unit`` has it too."""
+
+    name: str
+    #: One rank's part of the gather, in bytes of the gather dtype.
+    shard_bytes: int
+    #: Elements of it.
+    shard_numel: int
+    trainable: bool = True
+    reuses: int = 1
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What a policy asks of a topology."""
+
+    nodes: int
+    ranks_per_node: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What the cache of one rank takes, in bytes."""
+
+    #: Entries on the device; where the policy decides by memory in use, the most there can be.
+    device: int
+    #: Staging buffers for look-ahead, on the device (CUDA only).
+    staging: int
+    #: The arena and the disk's buffers, page-locked on CUDA.
+    host: int
+    #: The file.
+    disk: int
+
+
+def cache(
+    policy: fcdp.CachePolicy, units: Sequence[Any], cluster: Any, look_ahead: int = 1
+) -> Memory:
+    """What ``policy`` takes on one rank of ``cluster``."""
+    placement = policy.place(units, cluster)
+    others = cluster.nodes - 1
+    size = {unit: others * unit.shard_bytes for unit in units if others}
+    device, host, disk = 0, [], []
+    for unit in size:
+        preference = placement.preferences[unit]
+        if "device" in preference:
+            device += size[unit]
+        if "host" in preference and (placement.guarded or "device" not in preference):
+            host.append(size[unit])
+        if "disk" in preference:
+            disk.append(aligned(size[unit]))
+    return Memory(
+        device=device,
+        staging=look_ahead * max(host, default=0),
+        host=sum(map(aligned, host)) + (look_ahead + 2) * max(disk, default=0),
+        disk=sum(disk),
+    )
+
+
+def sums(units: Sequence[Any], nodes: int, *, on_host: bool = False) -> int:
+    """Waiting gradient sums of one rank (``fcdp.accumulate``), in bytes; fp32."""
+    sizes = [4 * nodes * unit.shard_numel for unit in units if unit.trainable]
+    return sum(map(aligned, sizes)) if on_host else sum(sizes)
+
+
+def checksums(units: Sequence[Any], nodes: int) -> int:
+    """What ``verify=True`` keeps on the device, in bytes."""
+    return 8 * (nodes - 1) * len(units)
+
+
+def blocks(parameters: float, layers: int, itemsize: int, cluster: Cluster) -> list[Unit]:
+    """A model of equal blocks and nothing else."""
+    numel = int(parameters) // layers // (cluster.nodes * cluster.ranks_per_node)
+    return [Unit(str(index), itemsize * numel, numel) for index in range(layers)]
+
+
+@dataclass(frozen=True)
+class Example:
+    """bf16, AdamW in fp32, adapters of a hundredth of the model."""
+
+    name: str
+    parameters: float
+    layers: int
+    cluster: Cluster = Cluster(4, 8)
+    adapters: float = 0.01
+
+    def memory_row(self, name: str) -> str:
+        cluster, ranks = self.cluster, self.cluster.ranks_per_node
+        memory = cache(parse(name), blocks(self.parameters, self.layers, 2, cluster), cluster)
+        most = "≤ " if name.startswith(("threshold", "auto")) else ""
+        cells = [
+            f"{most}{memory.device / GB:.2f}" if memory.device else "0",
+            f"{memory.staging / GB:.3f}" if memory.staging else "0",
+            _gb(memory.host),
+            _gb(memory.host * ranks),
+            _gb(memory.disk * ranks),
+        ]
+        return f"| {self.name} | `{name}` | " + " | ".join(cells) + " |"
+
+    def traffic_row(self, tuning: str, micro_batches: int) -> str:
+        gathered = 2 * self.parameters
+        lora = tuning == "LoRA"
+        trained = self.adapters * gathered if lora else gathered
+        total = gathered + trained if lora else gathered
+        zero3, here = traffic(total, trained, self.cluster.nodes, micro_batches)
+        return (
+            f"| {self.name} | {tuning} | {micro_batches} | {zero3 / GB:,.1f} | {here / GB:,.1f} "
+            f"| {100 * here / zero3:.2g} % |"
+        )
+
+
+def traffic(
+    gathered: float, trained: float, nodes: int, micro_batches: int = 1
+) -> tuple[float, float]:
+    """Bytes that one node sends to others a step: ZeRO-3's, and this library's.
+
+    ``gathered`` and ``trained``: bytes of all parameters and of those that are trained, in the
+    dtype that gathers and reductions share.
+    """
+    share = (nodes - 1) / nodes
+    return micro_batches * share * (2 * gathered + trained), share * 2 * trained
+
+
+POLICIES = [
+    "none",
+    "device",
+    "host",
+    "disk",
+    "threshold(0.8)",
+    "budget(device=100 MiB, host=1 GiB)",
+    "auto",
+]
+EXAMPLES = [Example("10B", 10e9, 48), Example("30B", 30e9, 60)]
+
+
+def tables() -> dict[str, str]:
+    """The text of each marked place of the page, by its name."""
+    memory = [
+        "| Model | Policy | device GB a rank | staging GB a rank | host GB a rank "
+        "| host GB a node | disk GB a node |",
+        "|---|---|--:|--:|--:|--:|--:|",
+        *(example.memory_row(policy) for example in EXAMPLES for policy in POLICIES),
+    ]
+    others = [
+        "| Model | sums a rank, full | sums a rank, LoRA | `verify` keeps a rank |",
+        "|---|--:|--:|--:|",
+        *(_others_row(example) for example in EXAMPLES),
+    ]
+    sent = [
+        "| Model | Tuning | Micro-batches | ZeRO-3 GB | FCDP GB | FCDP / ZeRO-3 |",
+        "|---|---|--:|--:|--:|--:|",
+        *(
+            example.traffic_row(tuning, micro_batches)
+            for example in EXAMPLES
+            for tuning in ("full", "LoRA")
+            for micro_batches in (1, 8)
+        ),
+    ]
+    return {
+        "memory": "\n".join(memory),
+        "others": "\n".join(others),
+        "traffic": "\n".join(sent),
+    }
+
+
+def _others_row(example: Example) -> str:
+    cluster = example.cluster
+    full = blocks(example.parameters, example.layers, 2, cluster)
+    lora = blocks(example.adapters * example.parameters, example.layers, 2, cluster)
+    cells = [
+        f"{sums(full, cluster.nodes) / GB:.3g} GB",
+        f"{sums(lora, cluster.nodes) / GB:.3g} GB",
+        f"{checksums(full, cluster.nodes)} bytes",
+    ]
+    return f"| {example.name} | " + " | ".join(cells) + " |"
+
+
+def _gb(nbytes: int) -> str:
+    return f"{nbytes / GB:.2f}" if nbytes else "0"
+
+
+def rewritten(page: str) -> str:
+    """The page with each marked place filled; raises ``ValueError`` if one is missing."""
+    for name, table in tables().items():
+        place = re.compile(f"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
+        page, count = place.subn(rf"\g<1>{table}\n\g<2>", page)
+        if count != 1:
+            raise ValueError(f"memory.md: found {count} places for {name}, expected 1")
+    return page
+
+
+if __name__ == "__main__":
+    if "--write" in sys.argv:
+        PAGE.write_text(rewritten(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    else:
+        print("\n\n".join(tables().values()))

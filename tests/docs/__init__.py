@@ -1,0 +1,26 @@
+"""What the documentation says is what the code does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+DOCS = ROOT / "docs"
+
+
+def table(page: str, name: str) -> list[dict[str, str]]:
+    """Rows of the Markdown table that follows ``<!-- name -->`` in a page, by column."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    _, _, after = text.partition(f"<!-- {name} -->\n")
+    lines = after.strip().split("\n\n")[0].splitlines()
+    head, _, *rows = (
+        [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip("| "))] for line in lines
+    )
+    return [dict(zip(head, row, strict=True)) for row in rows]
+
+
+def code_blocks(page: str) -> list[str]:
+    """The Python blocks of a page."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)

@@ -1,0 +1,161 @@
+"""The equations of docs/memory.md against what real small models make fcdp allocate and send."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import fcdp
+from docs import memory
+from fcdp.engine import engine_of
+from fcdp.sums import SumsPlace
+from tests.docs import DOCS
+from tests.fcdp.training import (
+    Settings,
+    batches,
+    loss_of,
+    make_model,
+    shard_with_fcdp,
+    topology_of,
+    train,
+)
+from tests.ranks import Pools
+
+FOLDER = Path(tempfile.gettempdir())
+POLICIES = {
+    "none": fcdp.NoCache(),
+    "device": fcdp.DeviceCache(),
+    "host": fcdp.HostCache(),
+    "disk": fcdp.DiskCache(FOLDER),
+    "never full": fcdp.Threshold(1.0),
+    "always full": fcdp.Threshold(0.0),
+    "budget": fcdp.Budget(device=1500, host=1500, disk=1500, directory=FOLDER),
+    "auto": fcdp.Auto(),
+}
+
+
+def test_the_tables_of_the_page_are_up_to_date() -> None:
+    page = (DOCS / "memory.md").read_text(encoding="utf-8")
+    assert memory.rewritten(page) == page, "run python -m docs.memory --write"
+
+
+def test_the_worked_example() -> None:
+    """The page's one sum by hand: 10B in bf16 on 4 × 8."""
+    cluster = memory.Cluster(4, 8)
+    units = memory.blocks(10e9, 48, 2, cluster)
+    taken = memory.cache(fcdp.HostCache(), units, cluster)
+    by_hand = 3 / 4 * 20e9 / 8
+    assert by_hand <= taken.host < by_hand + 48 * 4096
+    assert taken.device == 0
+
+
+def taken(settings: Settings, look_ahead: int) -> tuple[memory.Memory, memory.Memory]:
+    """What one rank has allocated after two steps, and what the equations say."""
+    topology = topology_of(settings.nodes, settings.ranks_per_node)
+    model = make_model(settings)
+    fcdp.shard(model, topology, units=model.blocks, policy=settings.policy, look_ahead=look_ahead)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    data = batches(settings, topology.rank)
+    for _ in range(2):
+        loss_of(model, next(data)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine = engine_of(model)
+    disk = engine.cache._disk_tier
+    size = 0
+    if disk is not None:
+        disk._threads.shutdown(wait=True)
+        size = os.fstat(disk._file).st_size
+    allocated = memory.Memory(
+        engine.ledger.device_cache_bytes, 0, engine.ledger.host_cache_bytes, size
+    )
+    closed_form = memory.cache(settings.policy, engine.units, topology, look_ahead)
+    return allocated, replace(closed_form, staging=0)  # no staging on CPUs
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (3, 1)])
+def test_a_rank_takes_what_the_equations_say(
+    ranks: Pools, nodes: int, ranks_per_node: int, policy: str
+) -> None:
+    for adapter_rank, look_ahead in ((0, 1), (3, 2)):
+        settings = Settings(
+            nodes, ranks_per_node, adapter_rank=adapter_rank, policy=POLICIES[policy]
+        )
+        for allocated, expected in ranks.run(settings.world_size, taken, settings, look_ahead):
+            if policy in ("auto", "always full"):
+                assert allocated.device <= expected.device
+                expected = replace(expected, device=allocated.device)
+            assert allocated == expected
+            assert (expected != memory.Memory(0, 0, 0, 0)) == (policy != "none")
+
+
+def waiting(settings: Settings, sums: SumsPlace) -> list[tuple[int, int]]:
+    """Bytes of sums and of checksums on one rank, each with its equation."""
+    topology = topology_of(settings.nodes, settings.ranks_per_node)
+    model = make_model(settings)
+    fcdp.shard(
+        model,
+        topology,
+        units=model.blocks,
+        sums=sums,
+        verify=True,
+        mp_policy=MixedPrecisionPolicy(param_dtype=settings.param_dtype),
+    )
+    with fcdp.accumulate(model, last=False):
+        loss_of(model, next(batches(settings, topology.rank))).backward()
+    engine, counts = engine_of(model), fcdp.ledger(model)
+    held = counts.peak_pending_bytes if sums == "device" else counts.host_sums_bytes
+    kept = [entry.checksums for entry in engine.cache._entries.values()]
+    return [
+        (held, memory.sums(engine.units, topology.nodes, on_host=sums == "host")),
+        (
+            sum(tensor.nbytes for tensor in kept if tensor is not None),
+            memory.checksums(engine.units, topology.nodes),
+        ),
+    ]
+
+
+@pytest.mark.parametrize("sums", ["device", "host"])
+def test_sums_and_checksums(ranks: Pools, sums: SumsPlace) -> None:
+    for adapter_rank, dtype in product((0, 3), (None, torch.bfloat16)):
+        settings = Settings(adapter_rank=adapter_rank, param_dtype=dtype)
+        for pairs in ranks.run(4, waiting, settings, sums):
+            for held, closed_form in pairs:
+                assert held == closed_form > 0
+
+
+def gathered_and_trained(settings: Settings) -> tuple[int, int]:
+    topology = topology_of(settings.nodes, settings.ranks_per_node)
+    units = engine_of(shard_with_fcdp(make_model(settings), topology, settings)).units
+    sizes = [(unit.shard_bytes * settings.world_size, unit.trainable) for unit in units]
+    return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
+
+
+@pytest.mark.parametrize("adapter_rank", [0, 3])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_bytes_between_nodes(ranks: Pools, adapter_rank: int, accumulation: int) -> None:
+    """Of the second step: the first also gathers what is frozen."""
+    settings = Settings(
+        adapter_rank=adapter_rank, accumulation=accumulation, reshard_after_forward=True
+    )
+
+    def of_the_second_step(engine: str) -> float:
+        first, both = (
+            ranks.run(4, train, replace(settings, steps=steps), engine)[0].ledger["inter_node"]
+            for steps in (1, 2)
+        )
+        return settings.ranks_per_node * (sum(both.values()) - sum(first.values()))
+
+    gathered, trained = ranks.run(4, gathered_and_trained, settings)[0]
+    zero3, here = memory.traffic(gathered, trained, settings.nodes, accumulation)
+    assert of_the_second_step("fcdp") == here
+    if accumulation == 1:  # without a cache gradients still cross only once
+        assert of_the_second_step("uncached") == zero3

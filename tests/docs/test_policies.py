@@ -1,0 +1,87 @@
+"""docs/policies.md: the names are those of matrix files, and its own policy works."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fcdp
+from baselines.policies import _POLICIES, parse
+from fcdp.engine import engine_of
+from tests.docs import ROOT, code_blocks, table
+from tests.fcdp.training import Settings, batches, loss_of, make_model, topology_of
+from tests.ranks import Pools
+
+
+def test_each_name_is_the_policy_beside_it() -> None:
+    rows = table("policies.md", "names")
+    names = [row["In a matrix file"].strip("`") for row in rows]
+    assert [name.partition("(")[0] for name in names] == [*_POLICIES]
+    for name, row in zip(names, rows, strict=True):
+        directory = Path(tempfile.gettempdir())
+        made = eval(row["In Python"].strip("`"), {"fcdp": fcdp, "directory": directory})
+        assert parse(name) == made
+
+
+def run_block(index: int, **names: Any) -> dict[str, Any]:
+    """The page's block ``index``, as a program of its own; what it defines."""
+    scope = {"__name__": "example", **names}
+    exec(
+        compile(code_blocks("policies.md")[index], "policies.md", "exec", dont_inherit=True), scope
+    )
+    return scope
+
+
+def train(policy: str) -> dict[str, Any]:
+    """Two steps with adapters under the default policy, or one of the page's."""
+    settings = Settings(adapter_rank=3)
+    topology = topology_of(settings.nodes, settings.ranks_per_node)
+    model = make_model(settings)
+    if policy == "call":
+        run_block(0, fcdp=fcdp, model=model, topology=topology)
+    else:
+        own = run_block(1)["FrozenOnly"]
+        chosen = own() if policy == "class" else fcdp.HostCache()
+        fcdp.shard(model, topology, units=model.blocks, policy=chosen)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    data = batches(settings, topology.rank)
+    losses = []
+    for _ in range(2):
+        loss = loss_of(model, next(data))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    engine = engine_of(model)
+    return {
+        "losses": losses,
+        "tiers": {(unit.trainable, engine.cache.tier_of(unit)) for unit in engine.units},
+        "host bytes": engine.ledger.host_cache_bytes,
+    }
+
+
+def test_the_class_caches_frozen_units_alone_and_no_policy_changes_a_loss(ranks: Pools) -> None:
+    default, call, own = (ranks.run(4, train, policy)[0] for policy in ("host", "call", "class"))
+    assert call["losses"] == own["losses"] == default["losses"]
+    assert default["tiers"] == {(False, "host"), (True, "host")}
+    assert call["tiers"] == {(False, "device"), (True, "device")}
+    assert own["tiers"] == {(False, "host"), (True, None)}
+    assert 0 < own["host bytes"] < default["host bytes"]
+
+
+def test_the_example_is_a_policy_to_a_type_checker(tmp_path: Path) -> None:
+    example = tmp_path / "example.py"
+    example.write_text(
+        code_blocks("policies.md")[1] + "\n\npolicy: fcdp.CachePolicy = FrozenOnly()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--config-file", "", "--strict", "--follow-imports=silent",
+         str(example)],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout

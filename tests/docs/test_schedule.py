@@ -1,0 +1,135 @@
+"""The drawn schedule is the library's: order of calls, counts, and the committed figures."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import fcdp
+from docs import draw_schedule
+from docs.draw_schedule import Kind, Timeline
+from tests.docs import DOCS, table
+from tests.fcdp.training import (
+    Settings,
+    batches,
+    loss_of,
+    make_model,
+    shard_with_fcdp,
+    topology_of,
+)
+from tests.ranks import Pools
+
+#: The ranges that the library marks in a profile.
+RANGES = {
+    Kind.GATHER_INTER: "gather_inter",
+    Kind.GATHER_INTRA: "gather_intra",
+    Kind.STORE: "cache_store",
+    Kind.LOAD: "cache_load",
+    Kind.REDUCE_INTRA: "reduce_intra",
+    Kind.REDUCE_INTER: "reduce_inter",
+}
+
+
+def ranges_of_a_step() -> list[str]:
+    """What a rank does in the second step of a full fine-tuning, in the order of its start."""
+    settings = Settings()
+    model = shard_with_fcdp(make_model(settings), topology_of(2, 2), settings)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = batches(settings, 0)
+    for _ in range(2):
+        with profile(activities=[ProfilerActivity.CPU]) as prof:
+            loss_of(model, next(data)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    events = sorted(prof.events(), key=lambda event: event.time_range.start)
+    return [event.name for event in events if event.name.startswith("fcdp::")]
+
+
+def test_a_step_on_cpus_has_the_order_that_is_drawn(ranks: Pools) -> None:
+    drawn = draw_schedule.Cpu(draw_schedule.blocks(2), draw_schedule.Unit("R")).step()
+    names = {"R": "root", "1": "blocks.0", "2": "blocks.1"}
+    expected = [
+        f"fcdp::{RANGES[task.kind]} {names[task.unit]}"
+        for task in drawn.tasks
+        if task.kind in RANGES
+    ]
+    assert len(expected) == 19
+    assert ranks.run(4, ranges_of_a_step) == [expected] * 4
+
+
+@pytest.mark.parametrize(("name", "line"), draw_schedule.schedules().items())
+def test_no_stream_does_two_things_at_once(name: str, line: Timeline) -> None:
+    for lane in line.lanes:
+        tasks = [task for task in line.tasks if task.lane == lane]
+        starts, ends = [task.start for task in tasks], [task.end for task in tasks]
+        assert tasks
+        assert all(start >= end for start, end in zip(starts[1:], ends, strict=False))
+
+
+@pytest.mark.parametrize("name", draw_schedule.schedules())
+def test_the_committed_figures_are_those_that_the_script_draws(name: str, tmp_path: Path) -> None:
+    """Up to the version of matplotlib: their texts are compared, in order."""
+    draw_schedule.main([str(tmp_path)])
+    drawn, committed = (
+        re.findall(r"<text.*?>(.*?)</text>", (folder / f"schedule-{name}.svg").read_text())
+        for folder in (tmp_path, DOCS / "figures")
+    )
+    assert len(drawn) > 20
+    assert committed == drawn
+
+
+def counts(settings: Settings, skipped: int) -> dict[str, int]:
+    """Gathers and reductions of one micro-batch, after ``skipped`` others."""
+    topology = topology_of(settings.nodes, settings.ranks_per_node)
+    model = shard_with_fcdp(make_model(settings), topology, settings)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    data = batches(settings, topology.rank)
+    ledger = fcdp.ledger(model)
+    for index in range(settings.accumulation * 2):
+        if index == skipped:
+            ledger.reset()
+        elif index > skipped:
+            break
+        last = (index + 1) % settings.accumulation == 0
+        with fcdp.accumulate(model, last=last):
+            loss_of(model, next(data)).backward()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+    reduced = ledger.bytes["inter_node"]["reduce"] > 0
+    return {"misses": ledger.misses, "hits": ledger.hits, "reduced across nodes": reduced}
+
+
+FULL = Settings(accumulation=3)
+#: Adapters of rank 1 share one unit, which stays gathered.
+LORA = replace(FULL, adapter_rank=1)
+#: Row of the table → run, and the micro-batch of the second step that is looked at.
+ROWS: dict[str, tuple[Settings, int]] = {
+    "full, first": (FULL, 3),
+    "full, middle": (FULL, 4),
+    "full, last": (FULL, 5),
+    "full, first, checkpointed": (replace(FULL, checkpointing=True), 3),
+    "LoRA, first": (LORA, 3),
+    "LoRA, middle": (LORA, 4),
+    "LoRA, last": (LORA, 5),
+}
+
+
+def test_every_row_of_the_table_of_counts_is_run() -> None:
+    assert [row["micro-batch of a step"] for row in table("schedule.md", "counts")] == [*ROWS]
+
+
+@pytest.mark.parametrize(
+    "row", table("schedule.md", "counts"), ids=lambda row: next(iter(row.values()))
+)
+def test_counts_of_the_table(ranks: Pools, row: dict[str, str]) -> None:
+    settings, micro_batch = ROWS[row["micro-batch of a step"]]
+    expected: dict[str, Any] = {name: int(row[name]) for name in ("misses", "hits")}
+    expected["reduced across nodes"] = row["reduced across nodes"] == "yes"
+    assert ranks.run(4, counts, settings, micro_batch)[0] == expected
