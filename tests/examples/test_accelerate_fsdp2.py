@@ -27,7 +27,7 @@ OPTIONS = argparse.Namespace(cpu=True, layers=2, steps=STEPS, accumulation=2)
 def fresh_accelerate() -> Iterator[None]:
     """accelerate keeps its state in the process; ranks are shared with other tests.
 
-    Nor shall it import DeepSpeed, which takes each rank seconds, to see that the model is not of it.
+    Nor shall it import DeepSpeed, which takes each rank seconds, to see that the model is none.
     """
     try:
         with mock.patch("accelerate.utils.other.is_deepspeed_available", return_value=False):
