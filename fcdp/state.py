@@ -75,8 +75,13 @@ def save(
         done: Future[None] = Future()
         done.set_result(None)
         return done
-    stager = DefaultStager(StagingOptions(False, False, False, False))
-    staged = stager.stage(tensors)
+    options = StagingOptions(
+        use_pinned_memory=False,
+        use_shared_memory=False,
+        use_async_staging=False,
+        use_non_blocking_copy=False,
+    )
+    staged = DefaultStager(options).stage(tensors)
     assert isinstance(staged, dict)  # not a future: staging itself is not asynchronous
     return background.thread.submit(_write, staged, writer, background.group)
 

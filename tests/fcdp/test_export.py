@@ -20,7 +20,15 @@ from transformers import (
 )
 
 import fcdp
-from tests.fcdp.training import Settings, batches, loss_of, make_model, shard_with_fcdp, topology_of
+from tests.fcdp.training import (
+    Settings,
+    TinyLM,
+    batches,
+    loss_of,
+    make_model,
+    shard_with_fcdp,
+    topology_of,
+)
 from tests.ranks import Pools
 
 ADAPTERS = Settings(2, 2, adapter_rank=3)
@@ -96,6 +104,7 @@ def test_peft_loads_adapters_over_an_export(ranks: Pools, tmp_path: Path, name: 
     stored = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
     assert stored
     assert all("lora_" in key for key in stored)
+    assert load_file(tmp_path / "model" / "model.safetensors").keys() <= base.keys()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert_equal(loaded.state_dict(), base)
     loaded = peft.PeftModel.from_pretrained(loaded, str(tmp_path / "adapters"))
@@ -131,6 +140,31 @@ def test_a_model_of_ones_own_is_written_by_its_names(ranks: Pools, tmp_path: Pat
     assert ranks.run(4, load_adapters, tmp_path)[0] == loss
     del state["head.weight"]  # tied to the embedding
     assert_equal(load_file(tmp_path / "model.safetensors"), state)
+
+
+class SavesItself(TinyLM):
+    def save_pretrained(self, directory: Path, state_dict: dict[str, torch.Tensor]) -> None:
+        self.given = state_dict
+
+
+def export_what_saves_itself(directory: Path) -> bool:
+    """Whether rank 0, and no other, gave the model the state that its ``state_dict`` has."""
+    torch.manual_seed(0)
+    plain = SavesItself(0, twice=False, checkpointing=False)
+    state = {name: value.clone() for name, value in plain.state_dict().items()}
+    model: Any = shard_with_fcdp(plain, topology_of(2, 2), Settings(2, 2))
+    fcdp.export(model, directory)
+    if not hasattr(model, "given"):
+        return False
+    assert_equal(model.given, state)
+    assert model.given["head.weight"] is model.given["embedding.weight"]
+    return True
+
+
+def test_a_model_that_saves_itself_gets_tied_parameters_as_such(
+    ranks: Pools, tmp_path: Path
+) -> None:
+    assert ranks.run(4, export_what_saves_itself, tmp_path) == [True, False, False, False]
 
 
 def refusals(directory: Path) -> dict[str, str]:

@@ -260,6 +260,26 @@ def test_an_asynchronous_save_holds_the_values_of_the_call(ranks: Pools, tmp_pat
     assert ranks.run(2, resume_at, 2, tmp_path) == expected
 
 
+def save_and_load_at_once(directory: Path) -> tuple[int, int]:
+    run = Run()
+    first = run.save(directory, asynchronous=True)
+    other = Run(seed=1)
+    other.load(directory)
+    assert first.done()
+    assert_equal(other.params(), run.params())
+    run.train(1)
+    run.save(directory, asynchronous=True)
+    run.train(1)
+    run.save(directory)
+    other.load(directory)
+    assert_equal(other.params(), run.params())
+    return other.position, len(list(directory.glob("shards-*")))
+
+
+def test_what_follows_a_save_under_way_waits_for_it(ranks: Pools, tmp_path: Path) -> None:
+    assert ranks.run(2, save_and_load_at_once, tmp_path) == [(2, 1), (2, 1)]
+
+
 def save_beside_random_numbers(directory: Path) -> bool:
     run = Run()
     torch.manual_seed(3)
