@@ -24,7 +24,7 @@ import fcdp
 from experiments.data import VOCABULARY, corpus, micro_batches
 
 
-def trace_one_step(topology: fcdp.Topology, layers: int) -> torch.profiler.profile:
+def trace_one_step(topology: fcdp.Topology, layers: int) -> profile:
     """Profile the second step: the first also sets up buffers and connections."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -51,7 +51,8 @@ def trace_one_step(topology: fcdp.Topology, layers: int) -> torch.profiler.profi
     activities = [ProfilerActivity.CPU]
     if topology.mesh.device_type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as profiler:
+    profiler = profile(activities=activities)
+    with profiler:
         step()
     return profiler
 
