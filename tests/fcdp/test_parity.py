@@ -41,8 +41,10 @@ def sums_alike(settings: Settings) -> bool:
 def test_twenty_steps_match_fsdp2(
     ranks: Pools, nodes: int, ranks_per_node: int, adapter_rank: int, accumulation: int
 ) -> None:
+    # Six ranks on the two cores of a small machine take their time.
+    steps = 20 if nodes * ranks_per_node < 6 or accumulation == 1 else 5
     settings = Settings(
-        nodes, ranks_per_node, adapter_rank=adapter_rank, accumulation=accumulation, steps=20
+        nodes, ranks_per_node, adapter_rank=adapter_rank, accumulation=accumulation, steps=steps
     )
     # With several micro-batches FCDP adds them up before the ranks, FSDP2 after.
     exact = settings.world_size == 1 or (sums_alike(settings) and accumulation == 1)
