@@ -131,9 +131,16 @@ def test_lora_saves_fcdp_what_it_does_not_save_zero3(run: Runner) -> None:
     assert saved["deepspeed-hpz"] > 20
 
 
-@pytest.mark.parametrize("tuning", [{}, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize(
-    "policy", ["none", "device", "disk", "threshold(0.5)", "budget(device=20 KiB, host=30 KiB)"]
+    ("policy", "tuning"),
+    [
+        ("none", LORA),
+        ("device", {}),
+        ("disk", {}),
+        ("threshold(0.5)", LORA),
+        ("budget(device=20 KiB, host=30 KiB)", {}),
+        ("budget(device=20 KiB, host=30 KiB)", LORA),
+    ],
 )
 def test_every_policy_sends_what_its_closed_form_says(
     run: Runner, policy: str, tuning: dict[str, Any]
