@@ -53,6 +53,7 @@ class Engine:
             check_encodable(self.units)
         self.ledger = Ledger()
         self.staleness = Staleness(self.units, topology, verify=safety.verify)
+        self._gathers: list[CachedGather] = []
         self._reduces: list[HierarchicalReduce] = []
         self.cache = on_all_ranks(
             f"policy = {policy}",
@@ -83,6 +84,7 @@ class Engine:
                 self.ledger,
                 EncodedReduce.of(codecs, topology.inter),
             )
+            self._gathers.append(gather)
             unit.module.set_custom_all_gather(gather)
             unit.module.set_custom_reduce_scatter(reduce)
             if topology.mesh.device_type == "cpu":
@@ -132,8 +134,16 @@ class Engine:
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if not in_backward():  # a recomputation belongs to the forward that it repeats
+            self._drop_unused()
             self.staleness.ask()
             self.cache.step_begins()
+
+    def _drop_unused(self) -> None:
+        """Forget what an earlier forward prefetched and then skipped: it may be stale by now."""
+        for unit, gather in zip(self.units, self._gathers, strict=True):
+            if gather.pending:
+                unit.module.unshard()
+                unit.module.reshard()
 
     def _after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
         self.staleness.invalidate()

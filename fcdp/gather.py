@@ -44,7 +44,13 @@ class CachedGather(AllGather):
         self._cache = cache
         self._staleness = staleness
         self._ledger = ledger
+        self._latest: _Gathering | None = None
         self._codec = codec
+
+    @property
+    def pending(self) -> bool:
+        """Whether nobody has waited for the latest gather: it was prefetched and not used."""
+        return self._latest is not None and not self._latest.done
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
@@ -69,7 +75,7 @@ class CachedGather(AllGather):
         assert size == self._unit.shard_bytes, (
             f"{self._unit.name}: {size} bytes, planned {self._unit.shard_bytes}"
         )
-        work = self._start(output_tensor, input_tensor)
+        work = self._latest = self._start(output_tensor, input_tensor)
         if output_tensor.device.type == "cpu":
             return work
         work.wait()
@@ -167,6 +173,7 @@ class _Gathering(dist.Work):
         super().__init__()
         self._works = works
         self._proceed = proceed
+        self.done = False
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Order the current stream after the whole gather (block, on the CPU)."""
@@ -177,4 +184,5 @@ class _Gathering(dist.Work):
             proceed, self._proceed = self._proceed, None
             for work in proceed():
                 work.wait()
+        self.done = True
         return True

@@ -133,3 +133,43 @@ def test_a_gather_right_after_a_step_is_fresh(ranks: Pools) -> None:
     for misses, gathered, expected in ranks.run(2, unshard_before_forward):
         assert misses == 1
         torch.testing.assert_close(gathered, expected, rtol=0, atol=0)
+
+
+class Skipping(torch.nn.Module):
+    """Leaves out one of its blocks when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+        self.skipped: int | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            if index != self.skipped:
+                x = block(x)
+        return x
+
+
+def error_after_a_skipped_block() -> float:
+    """Of a forward after: a no_grad forward that skips a prefetched block, then a step."""
+    torch.manual_seed(0)
+    model = Skipping()
+    fcdp.shard(model, topology_of(2, 1), units=model.blocks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    x = torch.ones(1, 4)
+    model(x).sum().backward()
+    model.skipped = 1
+    with torch.no_grad():
+        model(x)
+    model.skipped = None
+    optimizer.step()
+    optimizer.zero_grad()
+    got, expected = model(x), x
+    for block in model.blocks:
+        weight, bias = block.weight.full_tensor(), block.bias.full_tensor()
+        expected = torch.nn.functional.linear(expected, weight, bias)
+    return float((got - expected).abs().max())
+
+
+def test_what_was_prefetched_and_skipped_is_not_used_later(ranks: Pools) -> None:
+    assert ranks.run(2, error_after_a_skipped_block) == [0.0, 0.0]
