@@ -28,6 +28,22 @@ def launched(ranks_per_node: int) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def fresh_accelerate() -> Iterator[None]:
+    """accelerate keeps its state in the process; ranks are shared with other tests.
+
+    Nor shall it import DeepSpeed, which takes seconds, to see that the model is none of its own.
+    """
+    from accelerate.state import AcceleratorState, GradientState
+
+    try:
+        with mock.patch("accelerate.utils.other.is_deepspeed_available", return_value=False):
+            yield
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
 def printed(example: ModuleType, arguments: list[str], ranks_per_node: int) -> list[str]:
     """The lines that an example's ``main`` prints on this rank."""
     output = io.StringIO()

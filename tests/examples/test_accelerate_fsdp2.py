@@ -3,38 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-from collections.abc import Iterator
 from unittest import mock
 
 import pytest
 
 pytest.importorskip("accelerate", reason="not in an environment made by `make setup`")
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
-from accelerate.state import AcceleratorState, GradientState
 
 import fcdp
 from examples import accelerate_fsdp2
 from fcdp.engine import engine_of
-from tests.examples.launch import launched, printed
+from tests.examples.launch import fresh_accelerate, launched, printed
 from tests.ranks import Pools
 
 STEPS = 3
 OPTIONS = argparse.Namespace(cpu=True, layers=2, steps=STEPS, accumulation=2)
-
-
-@contextlib.contextmanager
-def fresh_accelerate() -> Iterator[None]:
-    """accelerate keeps its state in the process; ranks are shared with other tests.
-
-    Nor shall it import DeepSpeed, which takes seconds, to see that the model is none of its own.
-    """
-    try:
-        with mock.patch("accelerate.utils.other.is_deepspeed_available", return_value=False):
-            yield
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
 
 
 def train_without_the_line() -> list[float]:
