@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import fcdp
@@ -74,7 +75,11 @@ def test_the_class_caches_frozen_units_alone_and_no_policy_changes_a_loss(ranks:
     assert 0 < own["host bytes"] < default["host bytes"]
 
 
-def test_the_example_is_a_policy_to_a_type_checker(tmp_path: Path) -> None:
+def test_the_example_is_a_policy_to_a_type_checker(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if not request.config.getoption("--exhaustive"):
+        pytest.skip("half a minute: runs with --exhaustive")
     example = tmp_path / "example.py"
     example.write_text(
         code_blocks("policies.md")[1] + "\n\npolicy: fcdp.CachePolicy = FrozenOnly()\n"
