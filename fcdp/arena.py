@@ -19,7 +19,7 @@ ALIGNMENT = 4096
 _MBIND = {"x86_64": 237, "aarch64": 235}
 _MPOL_PREFERRED = 1
 #: NaN in float16, bfloat16 and float32 alike.
-_POISON = 0xFF
+POISON = 0xFF
 
 
 class Arena:
@@ -44,7 +44,7 @@ class Arena:
                     "raise the limit (ulimit -l, docker --ulimit memlock=-1)"
                 )
         if poison:
-            self.memory.fill_(_POISON)
+            self.memory.fill_(POISON)
 
     def take(self, nbytes: int) -> torch.Tensor:
         """The next ``nbytes`` (uint8), aligned. The arena was sized to hold all that is taken."""

@@ -68,7 +68,8 @@ class Engine:
                 safety=safety,
             ),
         )
-        sums_of = on_all_ranks(
+        # Kept: host memory stays page-locked for as long as its arena lives.
+        self._sums = on_all_ranks(
             f"sums = {sums!r}",
             topology,
             lambda: SumsMaker(sums, self.units, topology, _device(topology), self.ledger),
@@ -80,7 +81,7 @@ class Engine:
             reduce = HierarchicalReduce(
                 unit,
                 topology,
-                sums_of.of(unit),
+                self._sums.of(unit),
                 self.ledger,
                 EncodedReduce.of(codecs, topology.inter),
             )

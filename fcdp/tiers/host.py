@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fcdp.arena import Arena, aligned
+from fcdp.arena import POISON, Arena, aligned
 from fcdp.memory import available_host_memory
 from fcdp.tiers.tier import TierUnavailable, others
 from fcdp.topology import Topology
@@ -63,9 +63,10 @@ class HostTier:
         self._copies_in = self._backend.Stream()
         self.nbytes = sum(aligned(self._size(unit)) for unit in planned)
         self._check_free()
-        arena = Arena(self.nbytes, device, poison=poison)
+        # Kept: memory stays page-locked for as long as its arena lives.
+        self._arena = Arena(self.nbytes, device, poison=poison)
         self._entries = {
-            unit: _Entry(self._view(arena.take(self._size(unit)), unit)) for unit in planned
+            unit: _Entry(self._view(self._arena.take(self._size(unit)), unit)) for unit in planned
         }
         self._staging: list[_Staging] = []
         if device.type != "cpu" and planned and self._others:
@@ -140,7 +141,7 @@ class HostTier:
         self._forget_staged(unit)
         if self._poison and unit in self._entries:
             self._backend.synchronize()
-            self._entries[unit].shards.fill_(0xFF)
+            self._entries[unit].shards.fill_(POISON)
 
     def _forget_staged(self, unit: Unit) -> None:
         for slot in self._staging:
