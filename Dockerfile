@@ -39,7 +39,8 @@ USER 10001
 WORKDIR /opt/fcdp
 
 # The environment comes before the code, so that a change of code does not install it again. The
-# editable install needs to find the packages; where they are is all that it keeps of them.
+# editable install needs to find the packages; where they are is all that it keeps of them. Compiled
+# here, or every container would compile again; a few files of packages are templates, not Python.
 ARG TORCH=cuda
 ENV TORCH=${TORCH} VENV=/opt/venv
 COPY --chown=fcdp:fcdp LICENSE constraints.txt pyproject.toml ./
@@ -47,7 +48,8 @@ COPY --chown=fcdp:fcdp scripts scripts
 RUN for package in fcdp baselines experiments analysis; do \
         mkdir "$package" && touch "$package/__init__.py"; \
     done \
-    && PIP_NO_CACHE_DIR=1 scripts/setup.sh
+    && PIP_NO_CACHE_DIR=1 scripts/setup.sh \
+    && { "$VENV/bin/python" -m compileall -q -j 0 "$VENV/lib" || true; }
 
 COPY --chown=fcdp:fcdp . .
 ENV PATH=/opt/venv/bin:${PATH}

@@ -13,7 +13,7 @@ quickstart: setup ## FCDP next to ZeRO-3 on this machine: table, figure, report
 	$(VENV)/bin/python -m experiments run quickstart
 
 test: lint ## linters and types, then the tests
-	$(VENV)/bin/python -m pytest -q
+	$(VENV)/bin/python -m pytest -q -n 2 --dist loadfile
 
 lint: setup ## linters and types alone
 	$(VENV)/bin/ruff check

@@ -82,7 +82,8 @@ torch_build() {
 unset PYTHONPATH PYTHONHOME PIP_CONSTRAINT PIP_REQUIREMENT PIP_TARGET PIP_PREFIX PIP_REQUIRE_HASHES
 export PIP_USER=0 PIP_NO_INPUT=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 
-pip_install() { "$VENV/bin/python" -m pip install --progress-bar off "$@"; }
+# Python compiles what it imports; compiling all that is installed would double the time.
+pip_install() { "$VENV/bin/python" -m pip install --no-compile --progress-bar off "$@"; }
 
 make_venv() {
     "$PYTHON" -m venv --clear "$VENV" &&

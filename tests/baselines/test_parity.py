@@ -119,8 +119,7 @@ def test_bfloat16_equals_fsdp2_to_the_last_bit(
     compare(ranks, Settings(family, tuning, dtype=torch.bfloat16), losses=0, trained=0)
 
 
-@pytest.mark.parametrize("tuning", ["full", "lora"])
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize(("family", "tuning"), [("gpt2", "full"), ("llama", "lora")])
 def test_accumulation_matches_fsdp2(ranks: Pools, family: Family, tuning: Tuning) -> None:
     """FCDP adds micro-batches up before the nodes, FSDP2 after: the last bits differ."""
     settings = Settings(family, tuning, accumulation=4, learning_rate=USUAL)

@@ -201,7 +201,7 @@ def test_bfloat16_halves_what_fcdp_sends(run: Runner) -> None:
     assert half.sent == pytest.approx(whole.sent / 2, rel=0.02)
 
 
-@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
+@pytest.mark.parametrize("strategy", ["fcdp", "deepspeed-zero3"])
 def test_bfloat16_learns_nearly_the_same(run: Runner, strategy: str) -> None:
     half, whole = run(strategy, BFLOAT16), run(strategy)
     assert half.measurement.losses == pytest.approx(

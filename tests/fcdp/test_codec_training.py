@@ -24,12 +24,12 @@ from tests.fcdp.training import (
 )
 from tests.ranks import Pools
 
-STEPS = 20
+STEPS = 10
 POLICIES = {"none": fcdp.NoCache(), "host": fcdp.HostCache(), "device": fcdp.DeviceCache()}
 CODECS = {"int8": fcdp.BlockInt8(32), "int4": fcdp.BlockInt4(16)}
 #: Of each step's loss, relative, while it falls from 9 to 4. Measured: 0.02 and 0.15.
 TOLERANCES = {"int8": 0.03, "int4": 0.25}
-TOPOLOGIES = [(2, 1), (2, 2), (3, 1)]
+TOPOLOGIES = [(2, 2), (3, 1)]
 
 
 @dataclass(frozen=True)

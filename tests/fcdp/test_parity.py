@@ -38,11 +38,16 @@ def sums_alike(settings: Settings) -> bool:
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("adapter_rank", [0, 3], ids=["full", "adapters"])
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), TOPOLOGIES)
-def test_twenty_steps_match_fsdp2(
-    ranks: Pools, nodes: int, ranks_per_node: int, adapter_rank: int, accumulation: int
+def test_training_matches_fsdp2(
+    ranks: Pools,
+    nodes: int,
+    ranks_per_node: int,
+    adapter_rank: int,
+    accumulation: int,
+    request: pytest.FixtureRequest,
 ) -> None:
-    # Six ranks on the two cores of a small machine take their time.
-    steps = 20 if nodes * ranks_per_node < 6 or accumulation == 1 else 5
+    """Twenty steps on the smallest cluster with both kinds of link; elsewhere as time allows."""
+    steps = 20 if request.config.getoption("--exhaustive") or nodes == ranks_per_node == 2 else 5
     settings = Settings(
         nodes, ranks_per_node, adapter_rank=adapter_rank, accumulation=accumulation, steps=steps
     )
@@ -74,10 +79,10 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 1), (2, 2)])
-def test_variants_match_fsdp2(ranks: Pools, nodes: int, ranks_per_node: int, variant: str) -> None:
-    settings = replace(Settings(nodes, ranks_per_node), **VARIANTS[variant])
-    compare(ranks, settings, exact=sums_alike(settings))
+def test_variants_match_fsdp2(ranks: Pools, variant: str) -> None:
+    """On ranks whose sums have one order; 2 × 2 follows from the next test."""
+    settings = replace(Settings(2, 1), **VARIANTS[variant])
+    compare(ranks, settings, exact=True)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

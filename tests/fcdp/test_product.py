@@ -167,7 +167,7 @@ def test_parameters_equal_those_of_one_process(
     ]
     world_size = nodes * ranks_per_node
     if not request.config.getoption("--exhaustive"):
-        cases = seeds.sample(cases, 2 if world_size > 4 else 4)
+        cases = seeds.sample(cases, 1 if world_size > 4 else 2)
     results = ranks.run(world_size, worst_of_all, nodes, ranks_per_node, policy, cases)
     for worst in results:
         for case, difference in zip(cases, worst, strict=True):

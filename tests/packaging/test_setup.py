@@ -69,7 +69,7 @@ class Machine:
     @property
     def installs(self) -> list[str]:
         """What pip was asked for, call by call."""
-        marker = "-m pip install --progress-bar off "
+        marker = "-m pip install --no-compile --progress-bar off "
         calls = self.calls_file.read_text().splitlines()
         return [call.removeprefix(marker) for call in calls if call.startswith(marker)]
 
