@@ -118,7 +118,7 @@ def test_lora_starts_from_the_model_of_full_tuning(family: Literal["gpt2", "llam
     with torch.no_grad():
         full = build(family)[0](input_ids=tokens).logits
         adapted = build(family, tuning="lora")[0](input_ids=tokens).logits
-    assert torch.equal(full, adapted)
+    torch.testing.assert_close(full, adapted)  # threads may share the work differently
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -128,4 +128,4 @@ def test_nothing_is_random_in_training_mode(family: Literal["gpt2", "llama"]) ->
     tokens = torch.arange(32).view(2, 16)
     with torch.no_grad():
         first, second = (model(input_ids=tokens).logits for _ in range(2))
-    assert torch.equal(first, second)
+    torch.testing.assert_close(first, second)
