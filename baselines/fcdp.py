@@ -6,10 +6,11 @@ import torch
 import torch.nn as nn
 
 import fcdp
+from baselines import codecs, policies
 from baselines.fsdp2 import FSDP2, mixed_precision
-from baselines.policies import parse
-from baselines.strategy import Job
+from baselines.strategy import Job, trainable_parameters
 from fcdp.engine import engine_of
+from fcdp.unit import Unit
 
 
 def build(model: nn.Module, job: Job) -> FCDP:
@@ -18,8 +19,12 @@ def build(model: nn.Module, job: Job) -> FCDP:
         model,
         job.topology,
         units=job.blocks,
-        policy=parse(job.policy),
+        policy=policies.parse(job.policy),
         mp_policy=mixed_precision(job.dtype),
+        gather_codec=codecs.parse(job.gather_codec),
+        reduce_codec=codecs.parse(job.reduce_codec),
+        error_feedback=job.error_feedback,
+        adapters=job.adapters,
     )
     return FCDP(model, job, least_bytes(model, job))
 
@@ -29,17 +34,44 @@ def least_bytes(model: nn.Module, job: Job) -> float:
 
     A cached unit crosses nodes once a step if it is trained, and not at all if it is frozen. One
     that no tier has room for crosses for each gather of each micro-batch. Gradients cross once.
+    Replicated adapters cross twice: out in parts and back as sums.
     """
     engine = engine_of(model)
-    nodes = job.topology.nodes
-    crossings = 0
+    count = 0.0
     for unit in engine.units:
-        numel = sum(param.numel() for param in unit.params)
         gathers = 1 + unit.reuses - (not unit.trainable)
         cached = bool(engine.cache.placement.preferences[unit])
-        crossings += numel * (unit.trainable if cached else gathers * job.accumulation)
-        crossings += numel * unit.trainable
-    return (nodes - 1) / nodes * crossings * job.dtype.itemsize
+        crossings = unit.trainable if cached else gathers * job.accumulation
+        count += crossings * _crossing_bytes(unit, job, codecs.parse(job.gather_codec))
+        count += unit.trainable * _crossing_bytes(unit, job, codecs.parse(job.reduce_codec))
+    nodes = job.topology.nodes
+    sharded = {id(param) for unit in engine.units for param in unit.params}
+    for param in trainable_parameters(model):
+        if id(param) not in sharded:
+            count += 2 * (nodes - 1) / nodes * param.numel() * job.dtype.itemsize
+    return count
+
+
+def _crossing_bytes(unit: Unit, job: Job, codec: fcdp.Codec | None) -> float:
+    """What one node sends where the unit crosses once. Codecs encode shards, padding included."""
+    topology = job.topology
+    if codec is not None:
+        sent = (topology.nodes - 1) * codec.encoded_bytes(unit.shard_numel)
+        return topology.ranks_per_node * sent
+    numel = sum(param.numel() for param in unit.params)
+    return (topology.nodes - 1) / topology.nodes * numel * job.dtype.itemsize
+
+
+def _describe(job: Job) -> str:
+    """The cache policy, and what else differs from the paper's FCDP."""
+    words = [job.policy]
+    if job.gather_codec != "none":
+        words.append(f"gather {job.gather_codec}")
+    if job.reduce_codec != "none":
+        words.append(f"reduce {job.reduce_codec}{' with error feedback' * job.error_feedback}")
+    if job.adapters != "sharded":
+        words.append(f"adapters {job.adapters}")
+    return ", ".join(words)
 
 
 class FCDP(FSDP2):
@@ -49,7 +81,7 @@ class FCDP(FSDP2):
 
     def __init__(self, model: nn.Module, job: Job, closed_form_bytes: float) -> None:
         super().__init__(model, job, closed_form_bytes)
-        self.policy = job.policy
+        self.policy = _describe(job)
 
     def backward(self, sequences: torch.Tensor, *, last: bool) -> torch.Tensor:
         with fcdp.accumulate(self.model, last=last):

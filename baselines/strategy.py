@@ -12,6 +12,7 @@ import torch.nn as nn
 
 from baselines.names import STRATEGY_NAMES
 from fcdp import Topology
+from fcdp.api import Adapters
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,12 @@ class Job:
     accumulation: int
     #: The cache policy of strategies that have one, as ``baselines.policies`` reads it.
     policy: str = "host"
+    #: For strategies that have them, as ``baselines.codecs`` reads them.
+    gather_codec: str = "none"
+    reduce_codec: str = "none"
+    error_feedback: bool = False
+    #: Whether trained adapters are sharded or replicated, for strategies that have the choice.
+    adapters: Adapters = "sharded"
 
 
 class Trainable(Protocol):

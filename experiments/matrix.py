@@ -250,11 +250,12 @@ class _Expansion:
                 return parse_bandwidth(item)
             except ValueError as error:
                 self._document.fail(path, str(error))
-        elif setting == "policy":
-            from baselines import policies  # imports torch, which most matrices need not wait for
+        elif setting in ("policy", "gather_codec", "reduce_codec"):
+            # These import torch, which most matrices need not wait for.
+            from baselines import codecs, policies
 
             try:
-                policies.parse(str(item))
+                (policies if setting == "policy" else codecs).parse(str(item))
             except ValueError as error:
                 self._document.fail(path, str(error))
         return item

@@ -12,7 +12,14 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 #: Parts of a cell's id, and so of its directory's name: no separators, no spaces, not too long.
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
@@ -20,6 +27,10 @@ State = Literal["ok", "oom", "failed", "timeout", "skipped"]
 Evidence = Literal["measured", "emulated", "simulated"]
 Tuning = Literal["full", "lora"]
 DType = Literal["float32", "bfloat16"]
+
+
+#: Settings that came after the first records: where they have their default, ids stay as they were.
+_CHOICES = ("policy", "gather_codec", "reduce_codec", "error_feedback", "adapters")
 
 
 class Strict(BaseModel):
@@ -75,12 +86,24 @@ class Cell(Strict):
     dtype: DType
     #: Cache policy of strategies that have one, as ``baselines.policies`` reads it.
     policy: str = "host"
+    #: What crosses nodes in gathers and reductions, as ``baselines.codecs`` reads it.
+    gather_codec: str = "none"
+    reduce_codec: str = "none"
+    error_feedback: bool = False
+    adapters: Literal["sharded", "replicated"] = "sharded"
     lora_rank: int = Field(ge=1)
     learning_rate: float = Field(gt=0)
     warmup_steps: int = Field(ge=0)
     steps: int = Field(ge=1)
     seed: int = 0
     timeout_s: float = Field(gt=0)
+
+    @field_validator("error_feedback")
+    @classmethod
+    def _feeds_back_a_loss(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("reduce_codec") == "none":
+            raise ValueError("needs a reduce_codec, whose loss it feeds back")
+        return value
 
     @property
     def id(self) -> str:
@@ -92,8 +115,9 @@ class Cell(Strict):
         bandwidth = self.inter_bandwidth_bits_per_s
         link = "unshaped" if bandwidth is None else f"{bandwidth / 1e6:g}mbit"
         exclude: dict[str, Any] = {"timeout_s": True, "cluster": {"port"}}
-        if self.policy == Cell.model_fields["policy"].default:  # as before there was a choice
-            exclude["policy"] = True
+        for name in _CHOICES:
+            if getattr(self, name) == Cell.model_fields[name].default:  # as before there was one
+                exclude[name] = True
         settings = self.model_dump_json(exclude=exclude)
         digest = hashlib.sha256(settings.encode()).hexdigest()[:8]
         return (

@@ -60,6 +60,10 @@ class _Run:
                 micro_batch=cell.micro_batch,
                 accumulation=cell.accumulation,
                 policy=cell.policy,
+                gather_codec=cell.gather_codec,
+                reduce_codec=cell.reduce_codec,
+                error_feedback=cell.error_feedback,
+                adapters=cell.adapters,
             ),
         )
         self.batches = data.micro_batches(

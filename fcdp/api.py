@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import get_args
+from typing import Literal, get_args
 
+import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -15,10 +16,13 @@ from fcdp.cache import Safety
 from fcdp.codec import Codec, Codecs
 from fcdp.engine import Engine, engine_of, has_engine
 from fcdp.ledger import Ledger
-from fcdp.partition import Split, bucket, fit_in_a_slice, split_off
+from fcdp.partition import Split, bucket, fit_in_a_slice, set_trained_apart, split_off
 from fcdp.policy import CachePolicy, HostCache
 from fcdp.sums import SumsPlace
 from fcdp.topology import Topology
+
+#: Where trained parameters of a mostly frozen model live: a part on every rank, or whole on each.
+Adapters = Literal["sharded", "replicated"]
 
 
 def shard(
@@ -37,6 +41,7 @@ def shard(
     gather_codec: Codec | None = None,
     reduce_codec: Codec | None = None,
     error_feedback: bool = False,
+    adapters: Adapters = "sharded",
 ) -> nn.Module:
     """Shard ``model`` with FSDP2 and cache its gathered parameters, in place.
 
@@ -51,12 +56,30 @@ def shard(
     block that a rank gathers across nodes. ``look_ahead`` and what follows it mean what they mean
     to :func:`cache_parameters`.
 
+    ``adapters="replicated"`` keeps trained parameters that have a unit of their own whole on every
+    rank instead, as plain tensors in their own dtype, and averages their gradients by one
+    all-reduce at the end of each backward (``reduce_codec`` does not apply to them). That sends the
+    same bytes in one exchange instead of two, for the memory of whole adapters, gradients and
+    optimizer states a rank. They start as rank 0's; load or write them on all ranks alike.
+    ``clip_grad_norm_`` takes them together with sharded parameters only group by group.
+
     Raises ``ValueError`` for a model that is sharded already, parameters that are DTensors (tensor
-    parallelism), a unit outside the model, or too little host memory.
+    parallelism), a unit outside the model, too little host memory, or ``adapters="replicated"``
+    where nothing trained has a unit of its own.
     """
+    if adapters not in get_args(Adapters):
+        raise ValueError(f"adapters = {adapters!r}: must be one of {', '.join(get_args(Adapters))}")
     blocks = list(units)
     _check_plain(model, blocks)
     splits = split_off(model, blocks)
+    replicated: list[nn.Parameter] = []
+    if adapters == "replicated":
+        splits, replicated = set_trained_apart(splits)
+        if not replicated:
+            raise ValueError(
+                "adapters = 'replicated': no trained parameter is apart from frozen ones; freeze "
+                "the base model first, or use 'sharded'"
+            )
     keep = reshard_after_forward is None and fit_in_a_slice(splits, blocks, topology.ranks_per_node)
     if keep:
         splits = bucket(splits, model)
@@ -69,20 +92,20 @@ def shard(
             mp_policy=mp_policy,
             offload_policy=offload_policy,
             reshard_after_forward=reshard,
+            ignored_params=set(replicated),
         )
     if topology.mesh.device_type == "cpu":
         _prefetch_forward(model, blocks, splits)
-    return cache_parameters(
+    return _set_up(
         model,
         topology,
         policy,
         look_ahead=look_ahead,
         sums=sums,
-        verify=verify,
-        poison=poison,
-        gather_codec=gather_codec,
-        reduce_codec=reduce_codec,
-        error_feedback=error_feedback,
+        safety=Safety(verify, poison),
+        codecs=Codecs(gather_codec, reduce_codec, error_feedback),
+        replicated=replicated,
+        reduce_dtype=mp_policy.reduce_dtype,
     )
 
 
@@ -126,16 +149,15 @@ def cache_parameters(
     ``gather_codec`` where one unit's parameters are not of one floating dtype, and for
     ``error_feedback`` without a ``reduce_codec``.
     """
-    if has_engine(model):
-        raise ValueError("model: FCDP is set up on it already")
-    if look_ahead < 0:
-        raise ValueError(f"look_ahead = {look_ahead}: must be 0 or more")
-    if sums not in get_args(SumsPlace):
-        raise ValueError(f"sums = {sums!r}: must be one of {', '.join(get_args(SumsPlace))}")
-    safety = Safety(verify, poison)
-    codecs = Codecs(gather_codec, reduce_codec, error_feedback)
-    Engine(model, topology, policy, look_ahead=look_ahead, sums=sums, safety=safety, codecs=codecs)
-    return model
+    return _set_up(
+        model,
+        topology,
+        policy,
+        look_ahead=look_ahead,
+        sums=sums,
+        safety=Safety(verify, poison),
+        codecs=Codecs(gather_codec, reduce_codec, error_feedback),
+    )
 
 
 def accumulate(model: nn.Module, *, last: bool) -> contextlib.AbstractContextManager[None]:
@@ -161,6 +183,38 @@ def invalidate(model: nn.Module) -> None:
 def ledger(model: nn.Module) -> Ledger:
     """Bytes that this rank moved, by link and phase."""
     return engine_of(model).ledger
+
+
+def _set_up(
+    model: nn.Module,
+    topology: Topology,
+    policy: CachePolicy,
+    *,
+    look_ahead: int,
+    sums: SumsPlace,
+    safety: Safety,
+    codecs: Codecs,
+    replicated: Sequence[nn.Parameter] = (),
+    reduce_dtype: torch.dtype | None = None,
+) -> nn.Module:
+    if has_engine(model):
+        raise ValueError("model: FCDP is set up on it already")
+    if look_ahead < 0:
+        raise ValueError(f"look_ahead = {look_ahead}: must be 0 or more")
+    if sums not in get_args(SumsPlace):
+        raise ValueError(f"sums = {sums!r}: must be one of {', '.join(get_args(SumsPlace))}")
+    Engine(
+        model,
+        topology,
+        policy,
+        look_ahead=look_ahead,
+        sums=sums,
+        safety=safety,
+        codecs=codecs,
+        replicated=replicated,
+        reduce_dtype=reduce_dtype,
+    )
+    return model
 
 
 def _prefetch_forward(

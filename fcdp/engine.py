@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +23,7 @@ from fcdp.gather import CachedGather
 from fcdp.ledger import Ledger, in_backward
 from fcdp.policy import CachePolicy
 from fcdp.reduce import HierarchicalReduce
+from fcdp.replicas import Replicas
 from fcdp.staleness import Staleness
 from fcdp.sums import SumsMaker, SumsPlace
 from fcdp.topology import Topology
@@ -46,6 +47,8 @@ class Engine:
         sums: SumsPlace,
         safety: Safety,
         codecs: Codecs,
+        replicated: Sequence[nn.Parameter] = (),
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self.topology = topology
         self.units = find_units(model, topology)
@@ -54,7 +57,10 @@ class Engine:
         self.ledger = Ledger()
         self.staleness = Staleness(self.units, topology, verify=safety.verify)
         self._gathers: list[CachedGather] = []
-        self._reduces: list[HierarchicalReduce] = []
+        self._replicas = Replicas(
+            replicated, topology, _device(topology), self.ledger, reduce_dtype
+        )
+        self._reduces: list[HierarchicalReduce | Replicas] = [self._replicas]
         self.cache = on_all_ranks(
             f"policy = {policy}",
             topology,
@@ -136,6 +142,7 @@ class Engine:
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if not in_backward():  # a recomputation belongs to the forward that it repeats
             self._drop_unused()
+            self._replicas.make_equal()
             self.staleness.ask()
             self.cache.step_begins()
 
@@ -153,6 +160,7 @@ class Engine:
         if not any(reduce.pending for reduce in self._reduces):
             return
         ours = {id(param) for unit in self.units for param in unit.params}
+        ours.update(map(id, self._replicas.params))
         stepped = (param for group in optimizer.param_groups for param in group["params"])
         if any(id(param) in ours for param in stepped):
             raise RuntimeError(

@@ -100,6 +100,35 @@ def reduce_scatter(
     ]
 
 
+def all_reduce(buffer: torch.Tensor, topology: Topology) -> tuple[int, int]:
+    """Sum ``buffer`` (L·n·s) over all ranks in place, in the order of the current stream.
+
+    Inside the node first, 1/L of it across nodes, and back the same way. Returns the bytes that
+    this rank sends to other nodes, 2·(n−1)·s elements, and inside its own, 2·(L−1)·n·s.
+    """
+    nodes, ranks = topology.nodes, topology.ranks_per_node
+    op = dist.ReduceOp.SUM
+    part = buffer
+    if ranks > 1:
+        part = buffer.new_empty(buffer.numel() // ranks)
+        _wait(reduce_scatter([part], [buffer], op, topology.intra))
+    if nodes > 1:
+        own = part.new_empty(part.numel() // nodes)
+        _wait(reduce_scatter([own], [part], op, topology.inter))
+        part.view(nodes, -1)[topology.node] = own
+        _wait(all_gather([part], topology.inter))
+    if ranks > 1:
+        buffer.view(ranks, -1)[topology.local_rank] = part
+        _wait(all_gather([buffer], topology.intra))
+    size = buffer.itemsize * buffer.numel() // (nodes * ranks)
+    return 2 * (nodes - 1) * size, 2 * (ranks - 1) * nodes * size
+
+
+def _wait(works: Sequence[Pending]) -> None:
+    for work in works:
+        work.wait()
+
+
 def _others(group: dist.ProcessGroup) -> list[int]:
     return [peer for peer in range(group.size()) if peer != group.rank()]
 

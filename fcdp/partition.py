@@ -30,6 +30,10 @@ class Split:
     key: _Key
 
     @property
+    def trained(self) -> bool:
+        return self.key[1]
+
+    @property
     def nbytes(self) -> int:
         return sum(map(_nbytes, self.modules))
 
@@ -37,6 +41,19 @@ class Split:
 def split_off(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Split]:
     """What must not share a block's own unit, block by block, then the model's own."""
     return [split for block in [*blocks, model] for split in _separate(block, blocks)]
+
+
+def set_trained_apart(splits: Sequence[Split]) -> tuple[list[Split], list[nn.Parameter]]:
+    """The splits of frozen parameters, and the parameters of the others."""
+    frozen = [split for split in splits if not split.trained]
+    trained = {
+        param: None
+        for split in splits
+        if split.trained
+        for module in split.modules
+        for param in module.parameters(recurse=False)
+    }
+    return frozen, [*trained]
 
 
 def fit_in_a_slice(

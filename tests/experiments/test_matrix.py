@@ -197,6 +197,10 @@ MISTAKES = [
     ("  steps: 5\n", "", 1, "steps is missing; give it in workload or in axes"),
     ("  tuning: full", "  tuning: full\n  strategy: fcdp", 17, "workload.strategy: is an axis "
      "already; keep one of the two"),
+    ("  tuning: full", "  tuning: full\n  gather_codec: int2", 17, "workload.gather_codec: codec = "
+     "'int2': allowed are none, int8, int4, int8(128) for a block"),
+    ("  tuning: full", "  tuning: full\n  error_feedback: true", 17, "workload.error_feedback: "
+     "True is not allowed: value error, needs a reduce_codec, whose loss it feeds back"),
     ("  tuning: full", "  tuning: half", 16, "workload.tuning: 'half' is not allowed: input "
      "should be 'full' or 'lora'"),
     ("width: 16, heads: 2}\naxes", "width: 16, heads: 3}\naxes", 6, "models[1]: "),

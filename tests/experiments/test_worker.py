@@ -157,6 +157,29 @@ def test_every_policy_sends_what_its_closed_form_says(
     assert finished.measurement.losses == run("fcdp", tuning).measurement.losses
 
 
+@pytest.mark.parametrize(
+    ("settings", "describes"),
+    [
+        (
+            {"gather_codec": "int8", "reduce_codec": "int4", "error_feedback": True},
+            "host, gather int8, reduce int4 with error feedback",
+        ),
+        ({"gather_codec": "int4(128)", "policy": "none"}, "none, gather int4(128)"),
+        ({"adapters": "replicated", **LORA}, "host, adapters replicated"),
+    ],
+)
+def test_codecs_and_replicas_send_what_their_closed_form_says(
+    run: Runner, settings: dict[str, Any], describes: str
+) -> None:
+    finished = run("fcdp", settings)
+    least = finished.measurement.inter_node_bytes_closed_form
+    assert least is not None
+    assert least <= finished.sent <= 1.05 * least + FIXED_BYTES
+    assert finished.measurement.policy == describes
+    plain = run("fcdp", LORA if settings.get("tuning") == "lora" else {})
+    assert finished.measurement.losses == pytest.approx(plain.measurement.losses, rel=0.05)
+
+
 def test_accumulation_costs_fcdp_no_bytes(run: Runner) -> None:
     assert run("fcdp", ACCUMULATION_4).sent == pytest.approx(run("fcdp").sent, rel=0.01)
 

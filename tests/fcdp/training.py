@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import fcdp
@@ -99,6 +100,7 @@ class Settings:
     gather_codec: fcdp.Codec | None = None
     reduce_codec: fcdp.Codec | None = None
     error_feedback: bool = False
+    adapters: Literal["sharded", "replicated"] = "sharded"
     #: What happens before step i: "eval", "load", "write", "write_one_rank", "freeze".
     events: dict[int, str] = field(default_factory=dict)
 
@@ -172,6 +174,7 @@ def shard_with_fcdp(model: TinyLM, topology: fcdp.Topology, settings: Settings) 
         gather_codec=settings.gather_codec,
         reduce_codec=settings.reduce_codec,
         error_feedback=settings.error_feedback,
+        adapters=settings.adapters,
     )
     return model
 
@@ -217,15 +220,19 @@ def train(settings: Settings, engine: str) -> Result:
             total += loss.item()
         if settings.clip is not None:
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
-            norms.append(float(norm.full_tensor()))
+            norms.append(float(whole(norm)))
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total)
-    params = {name: param.full_tensor().detach() for name, param in model.named_parameters()}
+    params = {name: whole(param).detach() for name, param in model.named_parameters()}
     if engine == "fsdp2":
         return Result(losses, norms, params, None)
     counts = fcdp.ledger(model)
     return Result(losses, norms, params, counts.snapshot(), counts.hits, counts.misses)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _event(

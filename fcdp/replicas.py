@@ -1,0 +1,105 @@
+"""Trained parameters that every rank keeps whole: one all-reduce of their gradients a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.profiler import record_function
+
+from fcdp.exchange import all_reduce
+from fcdp.ledger import Ledger
+from fcdp.topology import Topology
+
+
+class Replicas:
+    """What ``adapters="replicated"`` keeps out of FSDP2's hands.
+
+    Costs each rank parameters, gradients and optimizer state whole, where sharding costs 1/W of
+    them; saves the gather, so that a step waits for one exchange instead of two. The bytes between
+    nodes are the same: 2·(n−1)/n of them.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        topology: Topology,
+        device: torch.device,
+        ledger: Ledger,
+        reduce_dtype: torch.dtype | None,
+    ) -> None:
+        self.params = params
+        self._topology = topology
+        self._ledger = ledger
+        self._reduce_dtype = reduce_dtype
+        self._equal = False
+        self._queued = False
+        #: As of ``HierarchicalReduce``: set by ``fcdp.accumulate``, and whether sums wait.
+        self.deferring = False
+        self.pending = False
+        for param in params:
+            if not param.is_meta:
+                param.data = param.data.to(device)
+            param.register_post_accumulate_grad_hook(self._accumulated)
+
+    def make_equal(self) -> None:
+        """Before the first forward: give all ranks what rank 0 has, once, outside of the ledger."""
+        if self._equal:
+            return
+        self._equal = True
+        topology = self._topology
+        with torch.no_grad():
+            for param in self.params:
+                if topology.local_rank == 0 and topology.nodes > 1:
+                    dist.broadcast(param, group=topology.inter, group_src=0)
+                if topology.ranks_per_node > 1:
+                    dist.broadcast(param, group=topology.intra, group_src=0)
+
+    def discard(self) -> None:
+        """Forget the sums that wait, as after a failed step."""
+        if self.pending:
+            for param in self.params:
+                param.grad = None
+        self.pending = self._queued = False
+
+    def _accumulated(self, param: torch.Tensor) -> None:
+        """A gradient has landed; what follows the last of this backward is asked for once."""
+        if not self._queued:
+            self._queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
+
+    def _finish_backward(self) -> None:
+        self._queued = False
+        self.pending = self.deferring
+        if not self.deferring:
+            with record_function("fcdp::reduce_replicas"):
+                self._reduce()
+
+    def _reduce(self) -> None:
+        """Average ``.grad`` over all ranks.
+
+        What an earlier backward has averaged already is the same on all ranks, and stays so.
+        """
+        held = [param for param in self.params if param.grad is not None]
+        buffer = self._gather_up(held)
+        inter, intra = all_reduce(buffer, self._topology)
+        self._ledger.add("inter_node", "reduce", inter)
+        self._ledger.add("intra_node", "reduce", intra)
+        buffer /= self._topology.world_size
+        # Views of the buffer: no gradient is copied twice.
+        sizes = [param.numel() for param in held]
+        *means, _ = buffer.split([*sizes, buffer.numel() - sum(sizes)])
+        for param, mean in zip(held, means, strict=True):
+            param.grad = mean.view_as(param).to(param.dtype)
+
+    def _gather_up(self, held: Sequence[nn.Parameter]) -> torch.Tensor:
+        """All gradients in one buffer of the reduce dtype, filled up to a multiple of the world."""
+        grads = [param.grad.flatten() for param in held if param.grad is not None]
+        widest = reduce(torch.promote_types, (grad.dtype for grad in grads))
+        dtype = self._reduce_dtype or widest
+        numel = sum(map(torch.numel, grads))
+        padding = grads[0].new_zeros(-numel % self._topology.world_size, dtype=dtype)
+        return torch.cat([*(grad.to(dtype) for grad in grads), padding])

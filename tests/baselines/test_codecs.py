@@ -1,0 +1,27 @@
+"""Codecs by name: what matrix files may say."""
+
+from __future__ import annotations
+
+import pytest
+
+import fcdp
+from baselines.codecs import parse
+
+
+@pytest.mark.parametrize(
+    ("text", "codec"),
+    [
+        ("none", None),
+        ("int8", fcdp.BlockInt8()),
+        ("int4", fcdp.BlockInt4()),
+        ("int4(128)", fcdp.BlockInt4(128)),
+    ],
+)
+def test_names_stand_for_codecs(text: str, codec: fcdp.Codec | None) -> None:
+    assert parse(text) == codec
+
+
+@pytest.mark.parametrize("text", ["int2", "int8()", "int8(-1)", "int8(0)", ""])
+def test_anything_else_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="codec = |block = "):
+        parse(text)

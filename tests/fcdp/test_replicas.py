@@ -1,0 +1,192 @@
+"""Adapters that every rank keeps whole train like sharded ones, for one exchange a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+import fcdp
+from fcdp.engine import engine_of
+from tests.fcdp.test_parity import compare
+from tests.fcdp.training import (
+    Settings,
+    batches,
+    loss_of,
+    make_model,
+    make_optimizer,
+    shard_with_fcdp,
+    topology_of,
+    train,
+)
+from tests.ranks import Pools
+
+SETTINGS = Settings(2, 2, adapter_rank=3, adapters="replicated")
+TOPOLOGIES = [(1, 2), (2, 1), (2, 2), (3, 1)]
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), TOPOLOGIES)
+def test_they_train_as_with_fsdp2(
+    ranks: Pools, nodes: int, ranks_per_node: int, accumulation: int
+) -> None:
+    settings = replace(
+        SETTINGS, nodes=nodes, ranks_per_node=ranks_per_node, accumulation=accumulation
+    )
+    compare(ranks, settings, exact=settings.world_size == 2 and accumulation == 1)
+
+
+def test_their_gradients_are_clipped_alike(ranks: Pools) -> None:
+    compare(ranks, replace(SETTINGS, nodes=2, ranks_per_node=1, clip=0.1), exact=False)
+
+
+@pytest.mark.parametrize("variant", [{"checkpointing": True}, {"twice": True}])
+def test_recomputed_and_repeated_calls_reduce_once(ranks: Pools, variant: dict[str, Any]) -> None:
+    settings = replace(SETTINGS, nodes=2, ranks_per_node=1, **variant)
+    compare(ranks, settings, exact=True)
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_a_step_sends_what_sharded_adapters_send(ranks: Pools, accumulation: int) -> None:
+    """2·(n−1)/n of them across nodes, in the reduction alone, however many micro-batches."""
+    settings = replace(SETTINGS, accumulation=accumulation)
+    result = ranks.run(4, train, settings, "fcdp")[0]
+    adapters = sum(p.numel() for p in make_model(settings).parameters() if p.requires_grad)
+    filled_up = -(-adapters // 4) * 4
+    assert result.ledger is not None
+    node = settings.ranks_per_node * result.ledger["inter_node"]["reduce"] / settings.steps
+    assert node == 2 * 1 / 2 * 4 * filled_up
+    # What is frozen crosses in the first forward, and nothing else is gathered ever again.
+    frozen = ranks.run(4, train, replace(settings, steps=1), "fcdp")[0]
+    assert result.ledger["inter_node"]["forward"] == frozen.ledger["inter_node"]["forward"]
+
+
+def spread_of_start_values() -> float:
+    topology = topology_of(2, 2)
+    model = make_model(SETTINGS)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.requires_grad:
+                param += topology.rank
+    mine = model.blocks[0].first.down.weight.clone()
+    shard_with_fcdp(model, topology, SETTINGS)
+    loss_of(model, next(batches(SETTINGS, topology.rank)))
+    return (mine - model.blocks[0].first.down.weight).mean().item()
+
+
+def test_all_ranks_start_as_rank_0(ranks: Pools) -> None:
+    assert ranks.run(4, spread_of_start_values) == pytest.approx([0, 1, 2, 3], abs=1e-6)
+
+
+def two_backwards(accumulated: bool) -> list[float]:
+    """Gradients of a step of two micro-batches, both reduced or only the last."""
+    topology = topology_of(2, 1)
+    settings = replace(SETTINGS, ranks_per_node=1)
+    model = shard_with_fcdp(make_model(settings), topology, settings)
+    data = batches(settings, topology.rank)
+    for last in (False, True):
+        with fcdp.accumulate(model, last=last or not accumulated):
+            loss_of(model, next(data)).backward()
+    return [p.grad.abs().sum().item() for p in model.parameters() if p.grad is not None]
+
+
+def test_a_second_backward_adds_to_what_is_reduced(ranks: Pools) -> None:
+    deferred = ranks.run(2, two_backwards, True)
+    eager = ranks.run(2, two_backwards, False)
+    for one, other in zip(deferred, eager, strict=True):
+        assert one == pytest.approx(other, rel=1e-5, abs=1e-7)
+        assert one == deferred[0]
+
+
+def step_too_early() -> tuple[str, bool]:
+    topology = topology_of(2, 1)
+    settings = replace(SETTINGS, ranks_per_node=1)
+    model = shard_with_fcdp(make_model(settings), topology, settings)
+    optimizer = make_optimizer(model, settings)
+    data = batches(settings, topology.rank)
+    with fcdp.accumulate(model, last=False):
+        loss_of(model, next(data)).backward()
+    with pytest.raises(RuntimeError) as error:
+        optimizer.step()
+    with pytest.raises(KeyError), fcdp.accumulate(model, last=False):
+        raise KeyError
+    nothing_left = all(param.grad is None for param in engine_of(model)._replicas.params)
+    return str(error.value), nothing_left
+
+
+def test_sums_that_wait_stop_the_optimizer_and_go_with_a_failure(ranks: Pools) -> None:
+    for message, nothing_left in ranks.run(2, step_too_early):
+        assert "gradients wait to be reduced across nodes" in message
+        assert nothing_left
+
+
+def reduce_in(dtype: torch.dtype) -> list[torch.dtype]:
+    topology = topology_of(2, 1)
+    settings = replace(SETTINGS, ranks_per_node=1, reduce_dtype=dtype)
+    model = shard_with_fcdp(make_model(settings), topology, settings)
+    loss_of(model, next(batches(settings, topology.rank))).backward()
+    return [p.grad.dtype for p in model.parameters() if p.grad is not None]
+
+
+def test_gradients_keep_their_dtype_whatever_they_are_reduced_in(ranks: Pools) -> None:
+    assert set(ranks.run(2, reduce_in, torch.bfloat16)[0]) == {torch.float32}
+
+
+def save_and_load(directory: str) -> tuple[list[float], list[float]]:
+    topology = topology_of(2, 1)
+    settings = replace(SETTINGS, ranks_per_node=1)
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = shard_with_fcdp(make_model(settings), topology, settings)
+        return model, make_optimizer(model, settings)
+
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer, data: Any) -> list[float]:
+        losses = []
+        for _ in range(3):
+            loss = loss_of(model, next(data))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    data = batches(settings, topology.rank)
+    model, optimizer = build()
+    run(model, optimizer, data)
+    fcdp.save(model, optimizer, directory)
+    whole = run(model, optimizer, data)
+    data = batches(settings, topology.rank)
+    for _ in range(3):
+        next(data)
+    model, optimizer = build()
+    fcdp.load(model, optimizer, directory)
+    return whole, run(model, optimizer, data)
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(ranks: Pools, tmp_path: Path) -> None:
+    for whole, resumed in ranks.run(2, save_and_load, str(tmp_path / "checkpoint")):
+        assert whole == resumed
+        assert len(set(whole)) == 3
+
+
+def refusals() -> list[str]:
+    topology = topology_of(2, 1)
+    messages = []
+    for settings in (
+        Settings(2, 1, adapters="replicated"),
+        Settings(2, 1, adapter_rank=3, adapters="whole"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ValueError, match="adapters = ") as error:
+            shard_with_fcdp(make_model(settings), topology, settings)
+        messages.append(str(error.value))
+    return messages
+
+
+def test_what_cannot_be_is_refused(ranks: Pools) -> None:
+    for nothing_apart, unknown in ranks.run(2, refusals):
+        assert "freeze the base model first" in nothing_apart
+        assert "must be one of sharded, replicated" in unknown
