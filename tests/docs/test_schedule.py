@@ -72,13 +72,19 @@ def test_no_stream_does_two_things_at_once(name: str, line: Timeline) -> None:
         assert all(start >= end for start, end in zip(starts[1:], ends, strict=False))
 
 
+@pytest.fixture(scope="module")
+def drawn_anew(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("figures")
+    draw_schedule.main([str(folder)])
+    return folder
+
+
 @pytest.mark.parametrize("name", draw_schedule.schedules())
-def test_the_committed_figures_are_those_that_the_script_draws(name: str, tmp_path: Path) -> None:
+def test_the_committed_figures_are_those_that_the_script_draws(name: str, drawn_anew: Path) -> None:
     """Up to the version of matplotlib: their texts are compared, in order."""
-    draw_schedule.main([str(tmp_path)])
     drawn, committed = (
         re.findall(r"<text.*?>(.*?)</text>", (folder / f"schedule-{name}.svg").read_text())
-        for folder in (tmp_path, DOCS / "figures")
+        for folder in (drawn_anew, DOCS / "figures")
     )
     assert len(drawn) > 20
     assert committed == drawn

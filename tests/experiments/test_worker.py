@@ -143,7 +143,6 @@ def test_lora_saves_fcdp_what_it_does_not_save_zero3(run: Runner) -> None:
         ("disk", {}),
         ("threshold(0.5)", LORA),
         ("budget(device=20 KiB, host=30 KiB)", {}),
-        ("budget(device=20 KiB, host=30 KiB)", LORA),
     ],
 )
 def test_every_policy_sends_what_its_closed_form_says(
@@ -228,7 +227,7 @@ def test_bfloat16_halves_what_fcdp_sends(run: Runner) -> None:
     assert half.sent == pytest.approx(whole.sent / 2, rel=0.02)
 
 
-@pytest.mark.parametrize("strategy", ["fcdp", "deepspeed-zero3"])
+@pytest.mark.parametrize("strategy", ["fcdp", "fsdp2"])
 def test_bfloat16_learns_nearly_the_same(run: Runner, strategy: str) -> None:
     half, whole = run(strategy, BFLOAT16), run(strategy)
     assert half.measurement.losses == pytest.approx(
@@ -276,10 +275,8 @@ def test_progress_is_reported_step_by_step(run: Runner) -> None:
 @pytest.mark.parametrize(
     ("strategy", "how", "rank"),
     [
-        ("fcdp", "raise", 0),
         ("fcdp", "raise", 3),
         ("fcdp", "SIGKILL", 2),
-        ("fsdp2", "raise", 1),
         ("deepspeed-zero3", "raise", 3),
     ],
 )

@@ -270,7 +270,7 @@ def names_of(owner: int) -> list[str]:
 
 def test_ctrl_c_ends_everything_and_goes_on(parent: subprocess.Popen[str], tmp_path: Path) -> None:
     parent.send_signal(signal.SIGINT)
-    assert parent.wait(timeout=20) == -signal.SIGINT
+    assert parent.wait(timeout=60) == -signal.SIGINT
     assert not any(is_running(pid) for pid in pids_below(tmp_path))
     assert names_of(parent.pid) == []
     assert parent.stderr is not None

@@ -30,6 +30,7 @@ def read_something_else(seed: int) -> bool:
     units: list[Any] = [Entry(str(index), 4) for index in range(3)]
     stored: dict[Any, int] = {}
     wrong = []
+    streams = [Stream(), Stream()]  # FSDP2 gathers on a stream of its own, or on the current one
 
     def store(unit: Any, value: int) -> None:
         shards = [torch.zeros(1, dtype=torch.int32) for _ in range(2)]
@@ -47,16 +48,18 @@ def read_something_else(seed: int) -> bool:
         tier = HostTier(units, PLACE, DEVICE, look_ahead=chance.randint(0, 2), poison=False)
         for value in range(1, ACTIONS):
             unit = chance.choice(units)
+            stream = chance.choice(streams)
             action = chance.choice(["store", "expect", "load", "load", "drop"])
-            if action == "store" or unit not in stored:
-                store(unit, value)
-            elif action == "expect":
-                tier.expect(unit)
-            elif action == "load":
-                load(unit)
-            else:
-                tier.drop(unit)
-                del stored[unit]
+            with accelerator.stream(stream):
+                if action == "store" or unit not in stored:
+                    store(unit, value)
+                elif action == "expect":
+                    tier.expect(unit)
+                elif action == "load":
+                    load(unit)
+                else:
+                    tier.drop(unit)
+                    del stored[unit]
     accelerator.run_in_some_order(chance)
     return any(wrong)
 
