@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,10 +24,10 @@ class _Entry:
     shards: torch.Tensor
     #: Keeps memory that was taken outside of the plan.
     arena: Arena | None = None
-    #: The last copy into the entry, and the last out of it. ``None`` on the CPU, where copies
-    #: have ended when they return.
+    #: The last copy into the entry, and the last out of it on each stream. ``None`` on the CPU,
+    #: where copies have ended when they return.
     landed: Any = None
-    read: Any = None
+    reads: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -86,8 +86,10 @@ class HostTier:
         entry = self._entries.get(unit) or self._take_more(unit)
         self._forget_staged(unit)
         self._copies_out.wait_stream(self._backend.current_stream())
-        if entry.read is not None:
-            self._copies_out.wait_event(entry.read)
+        for read in entry.reads.values():
+            if read is not None:
+                self._copies_out.wait_event(read)
+        entry.reads.clear()
         with self._backend.stream(self._copies_out):
             for stored, shard in others(entry.shards, shards, self._node):
                 stored.copy_(shard, non_blocking=True)
@@ -113,7 +115,7 @@ class HostTier:
         if staging is not None:
             staging.unit, staging.free = None, event
         else:
-            entry.read = event
+            entry.reads[stream] = event
 
     def expect(self, unit: Unit) -> None:
         """Copy the entry to the device beside what runs now, if a staging buffer is free.
@@ -130,7 +132,7 @@ class HostTier:
         with self._backend.stream(self._copies_in):
             staged = slot.memory[: self._size(unit)].view_as(entry.shards)
             staged.copy_(entry.shards, non_blocking=True)
-            slot.filled = entry.read = self._copies_in.record_event()
+            slot.filled = entry.reads[self._copies_in] = self._copies_in.record_event()
         slot.unit = unit
 
     def intact(self, unit: Unit) -> bool:
