@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,8 @@ class Unit:
 
     name: str
     module: FSDPModule
-    #: Sharded parameters, as the optimizer sees them.
-    params: list[DTensor]
+    #: FSDP2's parameters of the unit.
+    fsdp_params: Sequence[Any]
     #: One rank's part of the gather, in bytes of the gather dtype, padding included.
     shard_bytes: int
     #: Elements of it, padding included.
@@ -40,6 +40,11 @@ class Unit:
     agreed_stamp: int = -1
     #: This rank knows of a write that no stamp shows.
     written: bool = True
+
+    @property
+    def params(self) -> list[DTensor]:
+        """Sharded parameters, as the optimizer sees them; FSDP2's, as a load may replace them."""
+        return [fsdp_param.sharded_param for fsdp_param in self.fsdp_params]
 
     @property
     def trainable(self) -> bool:
@@ -102,7 +107,7 @@ def _unit(name: str, module: FSDPModule, group: Any, topology: Topology, kept: b
     return Unit(
         name,
         module,
-        params,
+        group.fsdp_params,
         shard_bytes=sum(map(_gathered_bytes, group.fsdp_params)),
         shard_numel=sum(param._sharded_param_data.numel() for param in group.fsdp_params),
         gather_dtypes=frozenset(map(_gather_dtype, group.fsdp_params)),

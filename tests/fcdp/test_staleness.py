@@ -9,6 +9,7 @@ import fcdp
 from fcdp.engine import engine_of
 from tests.fcdp.training import (
     Settings,
+    TinyLM,
     batches,
     loss_of,
     make_model,
@@ -31,6 +32,8 @@ def stale_units(event: str) -> tuple[list[str], int, int]:
     optimizer = make_optimizer(model, SETTINGS)
     fused = torch.optim.AdamW(list(model.blocks[0].first.parameters()), fused=True)
     data = batches(SETTINGS, topology.rank)
+    if event == "write_after_assign":
+        assign(model)
     loss_of(model, next(data)).backward()
     generations = {unit.name: unit.generation for unit in engine.units}
     if event == "step":
@@ -39,6 +42,11 @@ def stale_units(event: str) -> tuple[list[str], int, int]:
         fused.step()
     elif event == "load":
         model.load_state_dict(model.state_dict())
+    elif event == "load_assign":
+        assign(model)
+    elif event == "write_after_assign":
+        with torch.no_grad():
+            model.blocks[1].up.weight.mul_(2)
     elif event == "write_on_rank_1":
         if topology.rank == 1:
             with torch.no_grad():
@@ -61,6 +69,12 @@ def stale_units(event: str) -> tuple[list[str], int, int]:
     return stale, len(stale), len(engine.units)
 
 
+def assign(model: TinyLM) -> None:
+    """Put new tensors in place of all parameters: no version counter grows."""
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
 def check(ranks: Pools, event: str) -> list[str]:
     first, second = ranks.run(2, stale_units, event)
     assert first == second, "ranks disagree"
@@ -78,7 +92,7 @@ def test_a_fused_step_makes_its_units_stale(ranks: Pools) -> None:
     assert check(ranks, "fused_step") == ["blocks.0.first.down"]
 
 
-@pytest.mark.parametrize("event", ["load", "data_write"])
+@pytest.mark.parametrize("event", ["load", "load_assign", "data_write"])
 def test_loads_and_declared_writes_make_everything_stale(ranks: Pools, event: str) -> None:
     _, stale, total = ranks.run(2, stale_units, event)[0]
     assert stale == total
@@ -87,6 +101,10 @@ def test_loads_and_declared_writes_make_everything_stale(ranks: Pools, event: st
 @pytest.mark.parametrize("event", ["write_on_rank_1", "write_local_on_rank_1"])
 def test_a_write_on_one_rank_makes_its_unit_stale_on_all(ranks: Pools, event: str) -> None:
     assert check(ranks, event) == ["blocks.1"]
+
+
+def test_parameters_that_a_load_put_in_place_are_watched(ranks: Pools) -> None:
+    assert check(ranks, "write_after_assign") == ["blocks.1"]
 
 
 @pytest.mark.parametrize("event", ["nothing", "forget_optimizer"])
