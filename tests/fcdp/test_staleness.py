@@ -32,7 +32,7 @@ def stale_units(event: str) -> tuple[list[str], int, int]:
     optimizer = make_optimizer(model, SETTINGS)
     fused = torch.optim.AdamW(list(model.blocks[0].first.parameters()), fused=True)
     data = batches(SETTINGS, topology.rank)
-    if event == "write_after_assign":
+    if event in ("load_assign", "write_after_assign"):
         assign(model)
     loss_of(model, next(data)).backward()
     generations = {unit.name: unit.generation for unit in engine.units}
