@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.nn as nn
 
 from baselines import deepspeed_zero3
@@ -10,7 +12,12 @@ from baselines.strategy import Job, trainable_parameters
 
 
 def build(model: nn.Module, job: Job) -> DeepSpeedZero3:
-    """ZeRO-3's configuration, plus secondary shards over the ranks of a node.
+    config, least = configuration(model, job)
+    return deepspeed_zero3.initialize(model, job, config, least)
+
+
+def configuration(model: nn.Module, job: Job) -> tuple[dict[str, Any], float]:
+    """ZeRO-3's, plus secondary shards over the ranks of a node; and the least bytes of a step.
 
     A step drops the secondary shards of trained parameters only, in 0.16.2 as in 0.19.6: those of
     frozen parameters are gathered across nodes once ever, as FCDP's are.
@@ -21,4 +28,4 @@ def build(model: nn.Module, job: Job) -> DeepSpeedZero3:
     least = (nodes - 1) / nodes * trained * (1 + job.accumulation) * job.dtype.itemsize
     config = deepspeed_zero3.configuration(model, job)
     config["zero_optimization"]["zero_hpz_partition_size"] = job.topology.ranks_per_node
-    return deepspeed_zero3.initialize(model, job, config, least)
+    return config, least

@@ -7,11 +7,12 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import deepspeed
 import torch
 import torch.nn as nn
+from deepspeed.accelerator import get_accelerator
 
 from baselines.strategy import (
     Job,
@@ -26,6 +27,7 @@ from baselines.strategy import (
 _REFERENCE_PARAMETERS = 30e9
 _DEFAULT_MAX_REUSE_DISTANCE = 1e9
 _DEFAULT_PREFETCH_BUCKET = 5e7
+_BUILDERS = {"cpu_adam": "CPUAdamBuilder", "async_io": "AsyncIOBuilder"}
 
 
 def build(model: nn.Module, job: Job) -> DeepSpeedZero3:
@@ -34,9 +36,13 @@ def build(model: nn.Module, job: Job) -> DeepSpeedZero3:
 
 
 def initialize(
-    model: nn.Module, job: Job, config: dict[str, Any], closed_form_bytes: float
+    model: nn.Module,
+    job: Job,
+    config: dict[str, Any],
+    closed_form_bytes: float,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> DeepSpeedZero3:
-    """DeepSpeed's engine with this configuration."""
+    """DeepSpeed's engine with this configuration, and an optimizer if not the usual one."""
     build_operators()
     deepspeed.init_distributed(
         dist_backend="gloo" if job.topology.mesh.device_type == "cpu" else "nccl"
@@ -44,7 +50,7 @@ def initialize(
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=trainable_parameters(model),
-        optimizer=make_optimizer(model, job),
+        optimizer=optimizer or make_optimizer(model, job),
         config=config,
     )
     return DeepSpeedZero3(engine, closed_form_bytes)
@@ -105,20 +111,21 @@ def _is_low_rank(name: str) -> bool:
     return "lora_" in name
 
 
-def build_operators() -> None:
-    """Compile DeepSpeed's shared-memory operator, one rank at a time.
+def build_operators(*more: Literal["cpu_adam", "async_io"]) -> None:
+    """Compile DeepSpeed's shared-memory operator, and ``more``, one rank at a time.
 
-    DeepSpeed compiles it when communication starts, and ranks of one host that do so together
+    DeepSpeed compiles them when they are first used, and ranks of one host that do so together
     fail now and then. The first rank compiles (half a minute, once a machine), the others load.
     """
-    if torch.accelerator.is_available():
-        return
-    from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+    builders: list[str] = [_BUILDERS[name] for name in more]
+    if not torch.accelerator.is_available():
+        builders.append("ShareMemCommBuilder")
 
     lock = Path(tempfile.gettempdir()) / f"deepspeed-build-{os.getuid()}.lock"
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        ShareMemCommBuilder().load(verbose=False)
+        for name in builders:
+            get_accelerator().create_op_builder(name).load(verbose=False)
 
 
 class DeepSpeedZero3:

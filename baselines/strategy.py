@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 import torch.nn as nn
 
-from baselines.names import STRATEGY_NAMES
+from baselines import registry
 from fcdp import Topology
 from fcdp.api import Adapters
 
@@ -76,25 +76,38 @@ def load(name: str) -> Strategy:
 
     A strategy is the module of its name; only that module, and so only its engine, is imported.
     """
-    if name not in STRATEGY_NAMES:
-        raise ValueError(f"strategy = {name!r}: allowed are {', '.join(STRATEGY_NAMES)}")
-    module = importlib.import_module("baselines." + name.replace("-", "_"))
+    module = importlib.import_module(registry.find(name).module)
     build: Strategy = module.build
     return build
 
 
-def zero3_bytes(model: nn.Module, job: Job) -> float:
+def zero3_bytes(
+    model: nn.Module, job: Job, *, gathered: float | None = None, reduced: float | None = None
+) -> float:
     """Least bytes a step that ZeRO-3's schedule must send from one node, however it is exchanged.
 
     Each micro-batch gathers every block in forward and in backward, what is outside of the blocks
-    once, and reduces the gradients: (n−1)/n of each must leave a node. Call it before sharding.
+    once, and reduces the gradients: (n−1)/n of each must leave a node. An element gathered takes
+    ``gathered`` bytes and one reduced ``reduced``, or what ``job.dtype`` takes. Call it before
+    sharding.
     """
     total = sum(param.numel() for param in model.parameters())
     again = sum(param.numel() for block in job.blocks for param in block.parameters())
     trained = sum(param.numel() for param in trainable_parameters(model))
     nodes = job.topology.nodes
-    elements = (nodes - 1) / nodes * (total + again + trained)
-    return elements * job.accumulation * job.dtype.itemsize
+    size = job.dtype.itemsize
+    moved = (total + again) * (gathered or size) + trained * (reduced or size)
+    return (nodes - 1) / nodes * moved * job.accumulation
+
+
+def replicated_bytes(model: nn.Module, job: Job) -> float:
+    """Least bytes a step that one node must send where every node holds all parameters.
+
+    Gradients cross once a step, out and back as sums. Call it before sharding.
+    """
+    trained = sum(param.numel() for param in trainable_parameters(model))
+    nodes = job.topology.nodes
+    return 2 * (nodes - 1) / nodes * trained * job.dtype.itemsize
 
 
 def causal_loss(model: nn.Module, sequences: torch.Tensor) -> torch.Tensor:

@@ -223,6 +223,23 @@ def _cluster(spec: ClusterSpec) -> Cluster:
     return EmulatedCluster(spec, preload=PRELOADED)
 
 
+@app.command()
+def strategies() -> None:
+    """List the strategies: engine, version, and why one cannot run on this machine."""
+    from rich.table import Table
+
+    from baselines import registry
+
+    table = Table("strategy", "engine", "version", "what it is", "here", box=None)
+    cuda = registry.has_cuda()
+    for entry in registry.ENTRIES:
+        reason = entry.why_not(cuda=cuda)
+        table.add_row(
+            entry.name, entry.engine, entry.engine_version or "–", entry.what, reason or "runs"
+        )
+    _console().print(table)
+
+
 def _enter_namespace() -> None:
     """Become able to build the cluster; this starts the command anew where it is not yet."""
     from experiments.clusters import privileges

@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from baselines.names import STRATEGY_NAMES
+from baselines import registry
+from baselines.registry import STRATEGY_NAMES
 from experiments.records import Cell, ClusterSpec, ModelSpec, Strict
 from experiments.yaml_lines import Document, KeyPath, load
 
@@ -165,10 +166,13 @@ class _Expansion:
         # The strategy varies fastest, whatever the order in the file.
         order = sorted(self._axes, key=lambda setting: setting == "strategy")
         planned = []
+        cuda = registry.has_cuda()
         for values in itertools.product(*(self._axes[setting] for setting in order)):
             assignment = {**self._constants, **dict(zip(order, values, strict=True))}
             reasons = (rule.reason for rule in self._skips if rule.matches(assignment))
-            planned.append(PlannedCell(self._cell(assignment), next(reasons, None)))
+            cell = self._cell(assignment)
+            cannot = registry.find(cell.strategy).why_not(cuda=cuda)
+            planned.append(PlannedCell(cell, next(reasons, None) or cannot))
         return Matrix(self._top["name"], self._top["description"], self._cluster, tuple(planned))
 
     def _cell(self, assignment: Mapping[str, _Value]) -> Cell:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baselines import strategy
-from baselines.names import STRATEGY_NAMES
+from baselines.registry import STRATEGY_NAMES
 from tests.baselines.jobs import job
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +42,8 @@ class Model(nn.Module):
 @pytest.mark.parametrize("name", STRATEGY_NAMES)
 def test_every_strategy_loads(name: str) -> None:
     build = strategy.load(name)
-    assert list(inspect.signature(build).parameters) == ["model", "job"]
+    parameters = inspect.signature(build).parameters.values()
+    assert [p.name for p in parameters if p.default is p.empty] == ["model", "job"]
     assert build.__module__ == "baselines." + name.replace("-", "_")
 
 
@@ -50,15 +51,13 @@ def test_every_strategy_loads(name: str) -> None:
 def test_an_unknown_strategy_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="allowed are") as caught:
         strategy.load(name)
-    assert str(caught.value) == (
-        f"strategy = {name!r}: allowed are deepspeed-zero3, deepspeed-hpz, fsdp2, fcdp"
-    )
+    assert str(caught.value).startswith(f"strategy = {name!r}: allowed are deepspeed-zero3, ")
 
 
 def test_a_strategy_imports_no_other_engine() -> None:
     program = (
         "import json, sys\n"
-        "from baselines import names\n"
+        "from baselines import registry\n"
         "without = 'torch' in sys.modules\n"
         "from baselines import strategy\n"
         "for name in ('fsdp2', 'fcdp'): strategy.load(name)\n"

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 from pyroute2 import netns
 
-from baselines.names import STRATEGY_NAMES
 from experiments.__main__ import PRELOADED
 from experiments.clusters import namespaces
 from experiments.clusters.emulated import EmulatedCluster
@@ -29,6 +28,7 @@ from tests.experiments.cells import NODES, RANKS_PER_NODE, Run, cell, model_spec
 
 pytestmark = pytest.mark.slow
 
+STRATEGIES = ("deepspeed-zero3", "deepspeed-hpz", "fsdp2", "fcdp")
 LORA = {"tuning": "lora"}
 LLAMA = {"model": model_spec("llama")}
 ACCUMULATION_4 = {"accumulation": 4, "steps": 2}
@@ -127,7 +127,7 @@ def test_what_is_sent_beside_the_payload_does_not_grow_with_it(run: Runner) -> N
 
 
 def test_lora_saves_fcdp_what_it_does_not_save_zero3(run: Runner) -> None:
-    saved = {name: run(name).sent / run(name, LORA).sent for name in STRATEGY_NAMES}
+    saved = {name: run(name).sent / run(name, LORA).sent for name in STRATEGIES}
     assert saved["fcdp"] > 20
     assert saved["fsdp2"] < 4
     assert saved["deepspeed-zero3"] < 4
@@ -237,7 +237,7 @@ def test_bfloat16_learns_nearly_the_same(run: Runner, strategy: str) -> None:
     assert half.sent < 0.6 * whole.sent
 
 
-@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_a_measurement_says(run: Runner, strategy: str) -> None:
     finished = run(strategy)
     measured = finished.measurement

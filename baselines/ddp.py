@@ -1,0 +1,39 @@
+"""Data parallelism without sharding: PyTorch's DistributedDataParallel."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+import torch.nn as nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from baselines.fsdp2 import FSDP2
+from baselines.strategy import Job, replicated_bytes
+
+
+def build(model: nn.Module, job: Job) -> DDP:
+    """Replicate the model; gradients are all-reduced once a step, in ``job.dtype``."""
+    closed_form = replicated_bytes(model, job)
+    device = job.topology.mesh.device_type
+    replica = DistributedDataParallel(model.to(device), gradient_as_bucket_view=True)
+    if job.dtype == torch.bfloat16:
+        replica.register_comm_hook(None, bf16_compress_hook)
+    return DDP(replica, job, closed_form)
+
+
+class DDP(FSDP2):
+    """The same loop; only the last micro-batch reduces. Weights stay as they are."""
+
+    engine = "ddp"
+
+    def backward(self, sequences: torch.Tensor, *, last: bool) -> torch.Tensor:
+        assert isinstance(self.model, DistributedDataParallel)
+        dtype = self.job.dtype
+        device = self.job.topology.mesh.device_type
+        with (
+            nullcontext() if last else self.model.no_sync(),
+            torch.autocast(device, dtype, enabled=dtype != torch.float32),
+        ):
+            return super().backward(sequences, last=last)

@@ -1,0 +1,20 @@
+"""DeepSpeed ZeRO-Infinity: parameters and optimizer states on NVMe."""
+
+from __future__ import annotations
+
+import tempfile
+
+import torch.nn as nn
+
+from baselines import deepspeed_offload, deepspeed_zero3
+from baselines.deepspeed_zero3 import DeepSpeedZero3
+from baselines.strategy import Job, zero3_bytes
+
+
+def build(model: nn.Module, job: Job) -> DeepSpeedZero3:
+    """Swap files go to the directory for temporary files (``TMPDIR``)."""
+    deepspeed_zero3.build_operators("async_io")
+    config = deepspeed_zero3.configuration(model, job)
+    least = zero3_bytes(model, job)
+    nvme = {"device": "nvme", "nvme_path": tempfile.gettempdir()}
+    return deepspeed_offload.initialize(model, job, config, least, optimizer=nvme, param=nvme)

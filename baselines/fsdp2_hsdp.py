@@ -1,0 +1,34 @@
+"""MiCS as PyTorch ships it: FSDP2's hybrid sharding, inside the node and replicated across."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from baselines.fsdp2 import FSDP2, mixed_precision
+from baselines.strategy import Job, replicated_bytes
+
+
+def build(model: nn.Module, job: Job) -> HybridShard:
+    """Gathers stay inside the node; gradients are all-reduced across nodes, once a step."""
+    closed_form = replicated_bytes(model, job)
+    topology = job.topology
+    mesh = init_device_mesh(
+        topology.mesh.device_type,
+        (topology.nodes, topology.ranks_per_node),
+        mesh_dim_names=("replicate", "shard"),
+    )
+    for module in [*job.blocks, model]:
+        fully_shard(module, mesh=mesh, mp_policy=mixed_precision(job.dtype))
+    return HybridShard(model, job, closed_form)
+
+
+class HybridShard(FSDP2):
+    """The same loop; only the last micro-batch crosses nodes (MiCS: 2-hop gradient sync)."""
+
+    def backward(self, sequences: torch.Tensor, *, last: bool) -> torch.Tensor:
+        assert isinstance(self.model, FSDPModule)
+        self.model.set_requires_all_reduce(last)
+        return super().backward(sequences, last=last)

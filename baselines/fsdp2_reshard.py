@@ -1,0 +1,55 @@
+"""hpZ as PyTorch ships it: FSDP2 that reshards over the node after forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch.nn as nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
+
+from baselines.fsdp2 import FSDP2, mixed_precision
+from baselines.strategy import Job, trainable_parameters
+
+
+def build(model: nn.Module, job: Job) -> FSDP2:
+    """Forward gathers across nodes, backward inside; each micro-batch does both."""
+    topology = job.topology
+    moved = sum(param.numel() for param in model.parameters())
+    moved += sum(param.numel() for param in trainable_parameters(model))
+    share = (topology.nodes - 1) / topology.nodes
+    closed_form = share * moved * job.accumulation * job.dtype.itemsize
+    with _one_mesh_for_all():
+        for module in [*job.blocks, model]:
+            fully_shard(
+                module,
+                mesh=topology.mesh,
+                mp_policy=mixed_precision(job.dtype),
+                reshard_after_forward=topology.ranks_per_node,
+            )
+    return FSDP2(model, job, closed_form)
+
+
+@contextmanager
+def _one_mesh_for_all() -> Iterator[None]:
+    """Have all modules share the mesh that they reshard to.
+
+    FSDP2 makes one a module, each with process groups of its own: a model of many layers runs out
+    of them.
+    """
+    make = _fsdp_init._get_post_forward_mesh_info
+    made: list[Any] = []
+
+    def once(*args: Any) -> Any:
+        if not made:
+            made.append(make(*args))
+        return made[0]
+
+    with ExitStack() as patches:
+        for module in (_fsdp_init, _fully_shard):
+            if hasattr(module, make.__name__):
+                patches.enter_context(mock.patch.object(module, make.__name__, once))
+        yield

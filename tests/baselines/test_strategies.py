@@ -1,0 +1,85 @@
+"""Every strategy that runs on CPUs trains as FSDP2 does, or as near as its codec lets it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from baselines import registry
+from baselines.strategy import Job, load
+from tests.experiments.cells import cell, model_spec
+from tests.fcdp.training import topology_of
+from tests.ranks import Pools
+
+STEPS = 4
+#: Relative, of each step's loss.
+EXACT, ROUNDED = 1e-5, 0.03
+TOLERANCES = {
+    "zero3": EXACT,
+    "hpz": EXACT,
+    "fsdp2-hsdp": EXACT,
+    "fsdp2-reshard": EXACT,
+    "fsdp2-offload": EXACT,
+    "ddp": EXACT,
+    "qwz": ROUNDED,
+    "qgz": ROUNDED,
+    "zeropp": ROUNDED,
+}
+
+
+def losses(strategy: str, tuning: str, accumulation: int) -> list[float]:
+    """Of this rank, two nodes of two."""
+    from experiments import data, models
+
+    torch.manual_seed(0)
+    spec = model_spec("gpt2", layers=2, width=32, heads=2)
+    model, blocks = models.build(cell("fcdp", model=spec, tuning=tuning, sequence_length=32))
+    topology = topology_of(2, 2)
+    trainable = load(strategy)(
+        model,
+        Job(
+            topology=topology,
+            blocks=blocks,
+            dtype=torch.float32,
+            learning_rate=1e-2,
+            micro_batch=2,
+            accumulation=accumulation,
+        ),
+    )
+    batches = data.micro_batches(
+        data.corpus(), rank=topology.rank, seed=0, sequences=2, sequence_length=32
+    )
+    return [
+        trainable.step([next(batches) for _ in range(accumulation)]).item() for _ in range(STEPS)
+    ]
+
+
+@pytest.fixture(scope="module")
+def reference(ranks: Pools) -> dict[Any, Any]:
+    return {
+        (tuning, count): ranks.run(4, losses, "fsdp2", tuning, count)
+        for tuning, count in (("full", 1), ("lora", 2))
+    }
+
+
+@pytest.mark.parametrize(("tuning", "accumulation"), [("full", 1), ("lora", 2)])
+@pytest.mark.parametrize("strategy", TOLERANCES)
+def test_losses_are_fsdp2s(
+    ranks: Pools, reference: Any, strategy: str, tuning: str, accumulation: int
+) -> None:
+    actual = ranks.run(4, losses, strategy, tuning, accumulation)
+    for mine, expected in zip(actual, reference[tuning, accumulation], strict=True):
+        assert mine == pytest.approx(expected, rel=TOLERANCES[strategy], abs=0)
+        if TOLERANCES[strategy] == ROUNDED:
+            assert mine != expected, "nothing was quantised"
+
+
+def test_all_that_need_no_cuda_and_no_vendor_are_compared() -> None:
+    names = {
+        entry.name
+        for entry in registry.ENTRIES
+        if entry.engine != "deepspeed" and entry.needs_cuda is None
+    }
+    assert names == {*TOLERANCES, "fsdp2", "fcdp"}
