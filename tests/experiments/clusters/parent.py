@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from experiments.clusters.emulated import EmulatedCluster
 from experiments.records import ClusterSpec
 
 if __name__ == "__main__":
+    # A shell that starts the tests in the background has them ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     directory = sys.argv[1]
     jobs = "tests.experiments.clusters.jobs"
     with EmulatedCluster(ClusterSpec(nodes=2, ranks_per_node=2), preload=[jobs]) as cluster:
