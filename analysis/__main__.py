@@ -67,6 +67,22 @@ def table(
     typer.echo("\n" + "\n".join(tables.notes(compared)))
 
 
+@app.command()
+def audit(records: Records) -> None:
+    """Compare every cell's bytes with its closed form and its losses with FSDP2's, as Markdown.
+
+    Exit status: 0; 1 if a strategy sent or learned what it should not have; 2 without records.
+    """
+    found = _load(records)
+    from analysis import frame
+    from analysis.audit import audit, markdown
+
+    findings = audit(frame.latest(found))
+    typer.echo(markdown(findings), nl=False)
+    if any(finding.problems for finding in findings):
+        raise typer.Exit(1)
+
+
 def _load(path: Path) -> list[Record]:
     """The records, or one message and exit status 2."""
     from analysis.frame import load

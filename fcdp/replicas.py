@@ -36,7 +36,8 @@ class Replicas:
         self._ledger = ledger
         self._reduce_dtype = reduce_dtype
         self._equal = False
-        self._queued = False
+        #: The backward that will call back at its end; one that fails does not.
+        self._followed = -1
         #: As of ``HierarchicalReduce``: set by ``fcdp.accumulate``, and whether sums wait.
         self.deferring = False
         self.pending = False
@@ -59,20 +60,19 @@ class Replicas:
                     dist.broadcast(param, group=topology.intra, group_src=0)
 
     def discard(self) -> None:
-        """Forget the sums that wait, as after a failed step."""
-        if self.pending:
-            for param in self.params:
-                param.grad = None
-        self.pending = self._queued = False
+        """Forget the sums that wait and what a failed backward has left."""
+        for param in self.params:
+            param.grad = None
+        self.pending = False
 
     def _accumulated(self, param: torch.Tensor) -> None:
         """A gradient has landed; what follows the last of this backward is asked for once."""
-        if not self._queued:
-            self._queued = True
+        backward = torch._C._current_graph_task_id()
+        if backward != self._followed:
+            self._followed = backward
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
 
     def _finish_backward(self) -> None:
-        self._queued = False
         self.pending = self.deferring
         if not self.deferring:
             with record_function("fcdp::reduce_replicas"):

@@ -6,6 +6,7 @@ python scripts/readme.py --check   fail if that would change it
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from analysis import text
+from analysis.audit import audit, markdown
 from analysis.frame import load
 from experiments.matrix import format_bandwidth
 from experiments.records import Cell, Record
@@ -29,8 +31,11 @@ _HEAD = (
 
 def tables() -> dict[str, str]:
     """The text of each marked place, by its name."""
-    return {matrix: _printed(matrix) for matrix in ("quickstart",)} | {
-        matrix: _condensed(load(_records(matrix))) for matrix in ("reference", "unshaped")
+    return {
+        "quickstart": _printed("quickstart"),
+        **{matrix: _condensed(load(_records(matrix))) for matrix in ("reference", "unshaped")},
+        "slow-link": _kept(load(_records("slow-link"))),
+        "audit": markdown(audit(load(_records("parity")))).strip("\n"),
     }
 
 
@@ -64,6 +69,32 @@ def _condensed(records: Sequence[Record]) -> str:
         if record.state != "skipped":
             comparisons.setdefault(_setting(record.cell), {})[record.cell.strategy] = record
     return "\n".join([_HEAD, *(_row(setting, by) for setting, by in comparisons.items())])
+
+
+def _kept(records: Sequence[Record]) -> str:
+    """How much of its own speed each strategy keeps on a slow link, as Markdown."""
+    links = sorted({r.cell.inter_bandwidth_bits_per_s for r in records}, key=lambda bits: bits or 0)
+    open_link, slow = links  # None, no limit, sorts first
+    by = {(r.cell.strategy, r.cell.inter_bandwidth_bits_per_s): r for r in records}
+    names = list(dict.fromkeys(r.cell.strategy for r in records))
+    lines = [
+        f"| Strategy | unshaped tokens/s | {format_bandwidth(slow)} tokens/s | keeps "
+        f"| over {names[0]} | MB/step |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    for name in names:
+        fast, limited, first = by[name, open_link], by[name, slow], by[names[0], slow]
+        rates = [record.tokens_per_s or math.nan for record in (fast, limited, first)]
+        columns = [
+            name,
+            text.number(rates[0]),
+            text.number(rates[1]),
+            f"{rates[1] / rates[0]:.1%}",
+            text.times(rates[1] / rates[2]),
+            text.number(_megabytes(limited)),
+        ]
+        lines.append(f"| {' | '.join(columns)} |")
+    return "\n".join(lines)
 
 
 def _setting(cell: Cell) -> tuple[object, ...]:

@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from baselines import registry
 from experiments import matrix, records
 from experiments.provenance import ROOT
 from experiments.run_directory import RunDirectory
@@ -44,6 +46,23 @@ def test_help_says_what_it_does() -> None:
     text = " ".join(command("run", "--help").stdout.split())
     for part in ("--resume", "--retry-failed", "--only", "moves to DIR/earlier/TIME", "130"):
         assert part in text
+
+
+def test_strategies_are_listed_with_engine_version_and_needs() -> None:
+    lines = command("strategies").stdout.splitlines()
+    by_name = {line.split()[0]: line for line in lines if line.strip()}
+    assert set(registry.STRATEGY_NAMES) <= set(by_name)
+    assert by_name["fcdp"].split()[1] == "fcdp"
+    assert by_name["fcdp"].endswith("runs")
+    assert version("deepspeed") in by_name["deepspeed-zero3"]
+
+
+def test_what_cannot_run_here_is_planned_as_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "has_cuda", lambda: False)
+    reasons = {p.cell.strategy: p.skip_reason for p in matrix.read("parity").cells}
+    assert "operator quantizer" in str(reasons["deepspeed-zeropp"])
+    assert "coalesced" in str(reasons["deepspeed-mics"])
+    assert reasons["fsdp2"] is None or "accumulation" in reasons["fsdp2"]
 
 
 def test_a_dry_run_shows_cells_and_reasons_and_starts_nothing(tmp_path: Path) -> None:

@@ -129,6 +129,32 @@ def test_sums_that_wait_stop_the_optimizer_and_go_with_a_failure(ranks: Pools) -
         assert nothing_left
 
 
+def backward_after_a_failed_one() -> list[float]:
+    topology = topology_of(2, 1)
+    settings = replace(SETTINGS, ranks_per_node=1)
+    model = shard_with_fcdp(make_model(settings), topology, settings)
+    data = batches(settings, topology.rank)
+
+    def fail(*_: object) -> None:
+        raise KeyError
+
+    loss = loss_of(model, next(data))
+    # The adapters of the last block have their gradients by then, the others have not.
+    handle = model.blocks[0].register_full_backward_pre_hook(fail)
+    with pytest.raises(KeyError):
+        loss.backward()
+    handle.remove()
+    model.zero_grad()
+    loss_of(model, next(data)).backward()
+    return [p.grad.abs().sum().item() for p in model.parameters() if p.grad is not None]
+
+
+def test_a_failed_backward_does_not_keep_the_next_from_reducing(ranks: Pools) -> None:
+    one, other = ranks.run(2, backward_after_a_failed_one)
+    assert len(one) == 8
+    assert one == other
+
+
 def reduce_in(dtype: torch.dtype) -> list[torch.dtype]:
     topology = topology_of(2, 1)
     settings = replace(SETTINGS, ranks_per_node=1, reduce_dtype=dtype)

@@ -1,0 +1,144 @@
+"""Whether each strategy did what it is compared for: its bytes, and what it learned.
+
+A baseline that sends less than its schedule must has kept parameters alive; one that sends more
+uses a wasteful backend, which is a finding only if it is known why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from analysis.text import ABSENT, number, times
+from experiments.records import Cell, Measurement, Record
+
+#: What the strategies' losses are compared with.
+REFERENCE = "fsdp2"
+#: Headers, acknowledgements, barriers and decisions: bytes a step and node, whatever is trained.
+FRAMING = 64e3
+#: Less than this share of the closed form is too little: what was counted as sent was not.
+_LEAST = 0.98
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """How many times its closed form an engine may send over gloo, and why."""
+
+    factor: float
+    why: str
+
+
+_EXACT = Allowance(1.05, "")
+_ALLOWANCES = {
+    "fsdp2": Allowance(
+        2.3,
+        "gloo's reduce-scatter is an all-reduce, and its rings cross each node's link with 3/4 "
+        "of a buffer where a hierarchy sends 1/2",
+    ),
+    "deepspeed": Allowance(
+        2.6,
+        "as FSDP2's, over gloo; parameters that stay whole on every rank are reduced like others",
+    ),
+    "ddp": Allowance(1.6, "gloo's all-reduce is one ring over all ranks, not one inside each node"),
+    "fcdp": _EXACT,
+}
+#: Relative difference of each step's loss: the summation order; a quantised exchange.
+_SAME, _ROUNDED = 1e-4, 0.05
+_QUANTISED = ("qwz", "qgz", "zeropp")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the audit says of one cell."""
+
+    cell: Cell
+    sent: float
+    least: float | None
+    #: The largest relative difference of a step's loss from the reference's; ``None`` without one.
+    loss_difference: float | None
+    problems: tuple[str, ...]
+    explanation: str
+
+    @property
+    def factor(self) -> float | None:
+        return self.sent / self.least if self.least else None
+
+
+def audit(records: Sequence[Record]) -> list[Finding]:
+    """One finding for each cell that ran, in the order of the records."""
+    measured = [(r.cell, r.measurement) for r in records if r.measurement is not None]
+    references = {_group(c): m.losses for c, m in measured if c.strategy == REFERENCE}
+    return [_find(cell, ours, references.get(_group(cell))) for cell, ours in measured]
+
+
+def markdown(findings: Sequence[Finding]) -> str:
+    """A table of the findings, and the reasons that it refers to."""
+    lines = [
+        "| Strategy | Tuning | Micro-batches | MB a step | least MB | factor | loss from "
+        f"{REFERENCE}'s | verdict |",
+        "|---|---|--:|--:|--:|--:|--:|---|",
+    ]
+    reasons: dict[str, int] = {}
+    for finding in findings:
+        note = ""
+        if finding.explanation:
+            note = f" [{reasons.setdefault(finding.explanation, len(reasons) + 1)}]"
+        cell, least = finding.cell, finding.least
+        columns = [
+            cell.strategy,
+            cell.tuning,
+            str(cell.accumulation),
+            number(finding.sent / 1e6),
+            ABSENT if least is None else number(least / 1e6),
+            times(finding.factor) + note,
+            number(finding.loss_difference, 2),
+            "; ".join(finding.problems) or "fair",
+        ]
+        lines.append(f"| {' | '.join(columns)} |")
+    lines += ["", *(f"[{index}] {reason}." for reason, index in reasons.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _find(cell: Cell, measured: Measurement, reference: list[float] | None) -> Finding:
+    sent, least = measured.inter_node_bytes_per_step, measured.inter_node_bytes_closed_form
+    allowance = _ALLOWANCES[measured.engine]
+    problems = []
+    explained = False
+    if least is not None:
+        if sent < _LEAST * least:
+            problems.append("sends less than its schedule must")
+        elif sent > allowance.factor * least + FRAMING:
+            problems.append("sends more than is explained")
+        explained = sent > _EXACT.factor * least + FRAMING and not problems
+    difference = None
+    if reference is not None:
+        pairs = zip(measured.losses, reference, strict=False)
+        difference = max(abs(ours - theirs) / theirs for ours, theirs in pairs)
+        if difference > _tolerance(cell):
+            problems.append("learns something else")
+    return Finding(
+        cell, sent, least, difference, tuple(problems), allowance.why if explained else ""
+    )
+
+
+def _tolerance(cell: Cell) -> float:
+    quantised = cell.strategy.endswith(_QUANTISED)
+    quantised |= (cell.gather_codec, cell.reduce_codec) != ("none", "none")
+    return _ROUNDED if quantised else _SAME
+
+
+def _group(cell: Cell) -> tuple[object, ...]:
+    """What cells have in common that train on the same batches."""
+    return (
+        cell.model,
+        cell.tuning,
+        cell.cluster.nodes,
+        cell.cluster.ranks_per_node,
+        cell.sequence_length,
+        cell.micro_batch,
+        cell.accumulation,
+        cell.dtype,
+        cell.lora_rank,
+        cell.learning_rate,
+        cell.seed,
+    )

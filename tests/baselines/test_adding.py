@@ -1,0 +1,47 @@
+"""The strategy that the README adds loads, trains, and keeps its entries on disk."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+import baselines
+from baselines import registry, strategy
+from tests.baselines.test_strategies import losses
+from tests.ranks import Pools
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+
+
+def block(name: str) -> str:
+    match = re.search(rf"<!-- {name} -->\n```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert match is not None
+    return match[1]
+
+
+def train_with(code: str, line: str) -> list[float]:
+    entry = eval(line, {"Entry": registry.Entry})
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "fcdp_disk.py").write_text(code)
+        with (
+            mock.patch.object(baselines, "__path__", [*baselines.__path__, folder]),
+            mock.patch.object(registry, "ENTRIES", (*registry.ENTRIES, entry)),
+        ):
+            build = strategy.load("fcdp-disk")
+            assert build.__module__ == "baselines.fcdp_disk"
+            trained = losses("fcdp-disk", "full", 1)
+        del sys.modules["baselines.fcdp_disk"]
+    return trained
+
+
+def test_the_readmes_strategy_trains(ranks: Pools) -> None:
+    added = ranks.run(4, train_with, block("strategy"), block("registry"))
+    for mine, expected in zip(added, ranks.run(4, losses, "fcdp", "full", 1), strict=True):
+        assert mine == pytest.approx(expected, rel=1e-6, abs=0)
+        assert torch.tensor(mine).isfinite().all()
