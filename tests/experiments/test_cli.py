@@ -53,16 +53,17 @@ def test_strategies_are_listed_with_engine_version_and_needs() -> None:
     by_name = {line.split()[0]: line for line in lines if line.strip()}
     assert set(registry.STRATEGY_NAMES) <= set(by_name)
     assert by_name["fcdp"].split()[1] == "fcdp"
-    assert by_name["fcdp"].endswith("runs")
+    assert " runs" in by_name["fcdp"]
     assert version("deepspeed") in by_name["deepspeed-zero3"]
 
 
 def test_what_cannot_run_here_is_planned_as_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "has_cuda", lambda: False)
-    reasons = {p.cell.strategy: p.skip_reason for p in matrix.read("parity").cells}
+    planned = [p for p in matrix.read("parity").cells if p.cell.tuning == "full"]
+    reasons = {p.cell.strategy: p.skip_reason for p in planned}
     assert "operator quantizer" in str(reasons["deepspeed-zeropp"])
     assert "coalesced" in str(reasons["deepspeed-mics"])
-    assert reasons["fsdp2"] is None or "accumulation" in reasons["fsdp2"]
+    assert reasons["fsdp2"] is None
 
 
 def test_a_dry_run_shows_cells_and_reasons_and_starts_nothing(tmp_path: Path) -> None:
@@ -96,7 +97,7 @@ def test_the_parent_stays_light() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["quikstart"], "error: MATRIX: unknown matrix 'quikstart'; allowed: quickstart, "),
+        (["quikstart"], "error: MATRIX: unknown matrix 'quikstart'; allowed: parity, "),
         (["none/at/all.yaml"], "error: MATRIX: there is no file none/at/all.yaml"),
         (["quickstart", "--only", "zero9"], "error: --only: no cell id matches 'zero9'; "),
     ],
