@@ -238,7 +238,8 @@ def _label_bar(ax: Axes, place: int, end: float, value: str) -> None:
 def draw_loss(ax: Axes, panel: pd.DataFrame, looks: Looks) -> None:
     """One line a cell."""
     finished = panel[panel["state"] == "ok"]
-    steps = finished[["cell", "strategy", "losses"]].explode("losses").astype({"losses": float})
+    steps = finished[["cell", "strategy", "losses"]].explode("losses", ignore_index=True)
+    steps["losses"] = steps["losses"].astype(float)
     steps["step"] = steps.groupby("cell").cumcount() + 1
     widths = {name: 5.2 - 4.0 * at / max(len(looks) - 1, 1) for at, name in enumerate(looks)}
     sns.lineplot(

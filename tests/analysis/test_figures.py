@@ -224,3 +224,16 @@ def test_colours_differ() -> None:
     assert len({look.colour for look in looks.values()}) == len(looks)
     assert len({look.marker for look in looks.values()}) == len(looks)
     assert all(re.fullmatch("#[0-9A-F]{6}", look.colour) for look in looks.values())
+
+
+def test_many_strategies_share_one_figure() -> None:
+    """More strategies than colours: each keeps its line."""
+    base = made_up.records()[0]
+    many = []
+    for index in range(16):
+        of = base.cell.model_copy(update={"strategy": f"strategy-{index}"})
+        many.append(base.model_copy(update={"cell": of, "cell_id": of.id}))
+    traffic, losses = figures.draw(compare(frame(many)))
+    lines = [line for ax in losses.figure.axes for line in ax.get_lines()]
+    assert len([line for line in lines if len(line.get_xdata()) > 1]) == 16
+    assert traffic.figure.axes
