@@ -6,6 +6,7 @@ nothing depends on, or changes, the caller's backend or style.
 
 from __future__ import annotations
 
+import io
 import re
 import textwrap
 from collections.abc import Iterator
@@ -127,11 +128,18 @@ def draw_losses(cells: pd.DataFrame, looks: axes.Looks, setting: str = "") -> Dr
 def save(drawing: Drawing, directory: Path) -> Saved:
     """Write the PNG and the SVG; the same records give the same bytes."""
     directory.mkdir(parents=True, exist_ok=True)
-    png, svg = (directory / f"{drawing.name}.{suffix}" for suffix in ("png", "svg"))
+    saved = Saved(drawing, *(directory / f"{drawing.name}.{end}" for end in ("png", "svg")))
+    drawing.figure.savefig(saved.png, dpi=200)
+    saved.svg.write_bytes(svg(drawing))
+    return saved
+
+
+def svg(drawing: Drawing) -> bytes:
+    """The drawing as SVG; the same records give the same bytes."""
+    content = io.BytesIO()
     with mpl.rc_context({"svg.hashsalt": drawing.name}):
-        drawing.figure.savefig(png, dpi=200)
-        drawing.figure.savefig(svg, metadata={"Date": None})
-    return Saved(drawing, png, svg)
+        drawing.figure.savefig(content, format="svg", metadata={"Date": None})
+    return content.getvalue()
 
 
 def _put_legend(figure: Figure, handles: list[Line2D]) -> None:
