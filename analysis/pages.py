@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
-from analysis import figures
+from analysis import drawings
 
 #: How large figures are shown, in CSS pixels an inch.
 SCREEN_DPI = 130
@@ -26,10 +26,10 @@ def render(template: str, **values: Any) -> str:
     return environment.get_template(template).render(**values)
 
 
-def figure(drawing: figures.Drawing) -> dict[str, Any]:
+def figure(drawing: drawings.Drawing) -> dict[str, Any]:
     """A drawing as the page's template takes it."""
     # Half of base64's size once a page is compressed, as it is text and stays so.
-    picture = quote(figures.svg(drawing), safe=" /:=;,()'+")
+    picture = quote(drawings.svg(drawing), safe=" /:=;,()'+")
     return {
         "title": drawing.title,
         "caption": drawing.caption,

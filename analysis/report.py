@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import figures, pages, provenance, strategies, tables, text
+from analysis import drawings, figures, pages, provenance, strategies, tables, text
 from analysis.comparison import Headline, compare, headlines
 from analysis.frame import frame, latest, write_parquet
 from experiments.records import Record
@@ -22,7 +22,7 @@ class Written:
     report: Path
     table: Path
     data: Path
-    figures: tuple[figures.Saved, ...]
+    figures: tuple[drawings.Saved, ...]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def write(records: Sequence[Record], directory: Path, baseline: str) -> Written:
     directory.mkdir(parents=True, exist_ok=True)
     kept = latest(records)
     compared = compare(frame(kept), baseline)
-    saved = [figures.save(drawing, directory) for drawing in figures.draw(compared)]
+    saved = [drawings.save(drawing, directory) for drawing in figures.draw(compared)]
     written = Written(
         report=directory / "report.html",
         table=directory / "comparison.md",
@@ -60,7 +60,7 @@ def markdown(compared: pd.DataFrame) -> str:
     return f"{table}\n\n{notes}\n"
 
 
-def render(compared: pd.DataFrame, saved: Sequence[figures.Saved], replaced: int = 0) -> str:
+def render(compared: pd.DataFrame, saved: Sequence[drawings.Saved], replaced: int = 0) -> str:
     """The report's HTML."""
     return pages.render(
         "report.html.j2",
