@@ -117,7 +117,7 @@ def _values(claims: Claims, of: Sequence[Run]) -> dict[str, Any]:
             }
             for name, paper in claims.papers.items()
         ],
-        "failed": [row for row in rows if row["verdict"] == "not reproduced"],
+        "failed": _failed(rows),
         "labels": LABELS,
         "evidence": {name: text.EVIDENCE[name] for name in text.EVIDENCE if name in shown},
         "matrices": [_origin_row(run) for run in of],
@@ -152,6 +152,17 @@ def _row(claims: Claims, finding: Finding, of: Mapping[str, Run]) -> dict[str, A
         row["command"] = use.command or f"python -m experiments run {check.matrix}"
         row["resources"] = run.resources if run else claim.needs or use.resources or ""
     return row
+
+
+def _failed(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What did not reproduce, a claim and reason once however many matrices say so."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in rows:
+        if row["verdict"] == "not reproduced":
+            item = found.setdefault((row["id"], row["reason"]), {**row, "ours": []})
+            ours = {"value": row["ours"], "evidence": row["evidence"], "command": row["command"]}
+            item["ours"].append(ours)
+    return list(found.values())
 
 
 def _origin_row(run: Run) -> dict[str, str]:
