@@ -14,7 +14,7 @@ from baselines import registry
 @pytest.mark.parametrize("entry", registry.ENTRIES, ids=lambda entry: entry.name)
 def test_a_strategy_is_the_module_of_its_name(entry: registry.Entry) -> None:
     assert importlib.util.find_spec(entry.module) is not None
-    assert entry.engine_version
+    assert entry.engine_version()
 
 
 def test_names_are_given_once() -> None:
