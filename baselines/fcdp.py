@@ -8,7 +8,7 @@ import torch.nn as nn
 import fcdp
 from baselines import codecs, policies
 from baselines.fsdp2 import FSDP2, mixed_precision
-from baselines.strategy import Job, trainable_parameters
+from baselines.strategy import Job, crossing_bytes, numel, trainable_parameters
 from fcdp.engine import engine_of
 from fcdp.unit import Unit
 
@@ -37,29 +37,25 @@ def least_bytes(model: nn.Module, job: Job) -> float:
     Replicated adapters cross twice: out in parts and back as sums.
     """
     engine = engine_of(model)
+    gather_codec, reduce_codec = codecs.parse(job.gather_codec), codecs.parse(job.reduce_codec)
     count = 0.0
     for unit in engine.units:
         gathers = 1 + unit.reuses - (not unit.trainable)
         cached = bool(engine.cache.placement.preferences[unit])
         crossings = unit.trainable if cached else gathers * job.accumulation
-        count += crossings * _crossing_bytes(unit, job, codecs.parse(job.gather_codec))
-        count += unit.trainable * _crossing_bytes(unit, job, codecs.parse(job.reduce_codec))
-    nodes = job.topology.nodes
+        count += crossings * _crossing_bytes(unit, job, gather_codec)
+        count += unit.trainable * _crossing_bytes(unit, job, reduce_codec)
     sharded = {id(param) for unit in engine.units for param in unit.params}
-    for param in trainable_parameters(model):
-        if id(param) not in sharded:
-            count += 2 * (nodes - 1) / nodes * param.numel() * job.dtype.itemsize
-    return count
+    replicated = [param for param in trainable_parameters(model) if id(param) not in sharded]
+    return count + 2 * crossing_bytes(numel(replicated), job)
 
 
 def _crossing_bytes(unit: Unit, job: Job, codec: fcdp.Codec | None) -> float:
     """What one node sends where the unit crosses once. Codecs encode shards, padding included."""
-    topology = job.topology
-    if codec is not None:
-        sent = (topology.nodes - 1) * codec.encoded_bytes(unit.shard_numel)
-        return topology.ranks_per_node * sent
-    numel = sum(param.numel() for param in unit.params)
-    return (topology.nodes - 1) / topology.nodes * numel * job.dtype.itemsize
+    if codec is None:
+        return crossing_bytes(numel(unit.params), job)
+    sent = (job.topology.nodes - 1) * codec.encoded_bytes(unit.shard_numel)
+    return job.topology.ranks_per_node * sent
 
 
 def _describe(job: Job) -> str:

@@ -12,7 +12,7 @@ from torch.profiler import record_function
 
 from fcdp.cache import Cache
 from fcdp.codec import Codec
-from fcdp.exchange import Pending, all_gather, any_rank, swap
+from fcdp.exchange import Pending, all_gather, any_rank, swap, wait_all
 from fcdp.ledger import Ledger, Phase, gather_phase
 from fcdp.staleness import Staleness
 from fcdp.topology import Topology
@@ -177,12 +177,10 @@ class _Gathering(dist.Work):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Order the current stream after the whole gather (block, on the CPU)."""
-        for work in self._works:
-            work.wait()
+        wait_all(self._works)
         self._works = []
         if self._proceed is not None:
             proceed, self._proceed = self._proceed, None
-            for work in proceed():
-                work.wait()
+            wait_all(proceed())
         self.done = True
         return True
