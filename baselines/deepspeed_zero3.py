@@ -13,6 +13,7 @@ import deepspeed
 import torch
 import torch.nn as nn
 from deepspeed.accelerator import get_accelerator
+from torch.utils.cpp_extension import _get_build_directory
 
 from baselines.strategy import (
     Job,
@@ -124,7 +125,11 @@ def build_operators(*more: str) -> None:
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         for name in builders:
-            get_accelerator().create_op_builder(name).load(verbose=False)
+            builder = get_accelerator().create_op_builder(name)
+            # Torch's own lock, which a process that was killed while it compiled has left behind:
+            # all later ones would wait for it for ever.
+            Path(_get_build_directory(builder.name, False), "lock").unlink(missing_ok=True)
+            builder.load(verbose=False)
 
 
 class DeepSpeedZero3:
