@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -121,14 +119,14 @@ def build_operators(*more: str) -> None:
     if not torch.accelerator.is_available():
         builders.append("ShareMemCommBuilder")
 
-    lock = Path(tempfile.gettempdir()) / f"deepspeed-build-{os.getuid()}.lock"
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        for name in builders:
-            builder = get_accelerator().create_op_builder(name)
-            # Torch's own lock, which a process that was killed while it compiled has left behind:
-            # all later ones would wait for it for ever.
-            Path(_get_build_directory(builder.name, False), "lock").unlink(missing_ok=True)
+    for name in builders:
+        builder = get_accelerator().create_op_builder(name)
+        folder = Path(_get_build_directory(builder.name, False))
+        with folder.with_suffix(".lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            # Torch's own lock stays behind where a process is killed while it compiles, and all
+            # later ones would wait for it for ever.
+            (folder / "lock").unlink(missing_ok=True)
             builder.load(verbose=False)
 
 

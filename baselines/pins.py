@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -24,8 +25,12 @@ def version(pin: Pin) -> str | None:
     """Of DeepSpeed under this pin; ``None`` if it is not installed."""
     if pin == "paper" and not (_environment() / "setup.stamp").exists():
         return None  # An installation that was cut short has no stamp.
-    path = sys.path if pin == "current" else [str(_packages())]
-    found = next(iter(metadata.distributions(name="deepspeed", path=path)), None)
+    return _version_on(*(sys.path if pin == "current" else [str(_packages())]))
+
+
+@cache
+def _version_on(*path: str) -> str | None:
+    found = next(iter(metadata.distributions(name="deepspeed", path=list(path))), None)
     return None if found is None else found.version
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
@@ -31,17 +31,19 @@ class Entry:
 
     def engine_version(self, deepspeed: Pin = "current") -> str | None:
         """Of the package that the engine is in; ``None`` if it is not installed."""
-        return pins.version(deepspeed) if self.engine == "deepspeed" else version("torch")
+        return pins.version(deepspeed) if self.engine == "deepspeed" else metadata.version("torch")
 
     def why_not(self, *, cuda: bool, deepspeed: Pin = "current") -> str | None:
         """Why it cannot run on this machine, with this pin of DeepSpeed; ``None`` if it can."""
-        if self.engine != "deepspeed" and deepspeed != "current":
-            return f"{self.name} does not use DeepSpeed, so it has one pin only"
-        engine = self.engine_version(deepspeed)
-        if engine is None:
+        if self.engine != "deepspeed":
+            if deepspeed != "current":
+                return f"{self.name} does not use DeepSpeed, so it has one pin only"
+            return None
+        version = pins.version(deepspeed)
+        if version is None:
             return f"DeepSpeed ({deepspeed}) is not installed: {pins.COMMANDS[deepspeed]}"
         if self.needs_cuda and not cuda:
-            return f"DeepSpeed {engine} {self.needs_cuda}"
+            return f"DeepSpeed {version} {self.needs_cuda}"
         if self.needs_header and not self.needs_header[0].exists():
             header, package = self.needs_header
             return f"{header} is missing: sudo apt-get install {package}"
@@ -50,7 +52,7 @@ class Entry:
 
 def has_cuda() -> bool:
     """Whether ranks here would compute on CUDA: an NVIDIA driver, and a torch that can use it."""
-    return Path("/proc/driver/nvidia/version").exists() and "+cpu" not in version("torch")
+    return Path("/proc/driver/nvidia/version").exists() and "+cpu" not in metadata.version("torch")
 
 
 _FUSED = "quantises with its CUDA operator quantizer, which has no CPU build"
