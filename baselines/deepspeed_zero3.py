@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import deepspeed
 import torch
 import torch.nn as nn
 from deepspeed.accelerator import get_accelerator
+from torch.utils.cpp_extension import _get_build_directory
 
 from baselines.strategy import (
     Job,
@@ -120,11 +119,15 @@ def build_operators(*more: str) -> None:
     if not torch.accelerator.is_available():
         builders.append("ShareMemCommBuilder")
 
-    lock = Path(tempfile.gettempdir()) / f"deepspeed-build-{os.getuid()}.lock"
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        for name in builders:
-            get_accelerator().create_op_builder(name).load(verbose=False)
+    for name in builders:
+        builder = get_accelerator().create_op_builder(name)
+        folder = Path(_get_build_directory(builder.name, False))
+        with folder.with_suffix(".lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            # Torch's own lock stays behind where a process is killed while it compiles, and all
+            # later ones would wait for it for ever.
+            (folder / "lock").unlink(missing_ok=True)
+            builder.load(verbose=False)
 
 
 class DeepSpeedZero3:

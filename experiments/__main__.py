@@ -32,7 +32,6 @@ PRELOADED = (
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
     "peft",
-    "deepspeed",
 )
 #: What the report consists of, by the endings of its files.
 _KINDS = {".html": "report", ".png": "figure", ".md": "table", ".csv": "table"}
@@ -141,7 +140,8 @@ def _run_cells(
 
     try:
         with Progress(plan, cells, finished, _console()) as progress:
-            return runner.run(cells, finished, _cluster(plan.cluster), directory, progress)
+            cluster = _cluster(plan.cluster, cells)
+            return runner.run(cells, finished, cluster, directory, progress)
     except (ClusterError, runner.RunError) as error:
         _stop(str(error))
 
@@ -217,26 +217,35 @@ def _show(plan: Matrix, cells: Sequence[PlannedCell]) -> None:
     )
 
 
-def _cluster(spec: ClusterSpec) -> Cluster:
+def _cluster(spec: ClusterSpec, cells: Sequence[PlannedCell]) -> Cluster:
+    from baselines import registry
     from experiments.clusters.emulated import EmulatedCluster
 
-    return EmulatedCluster(spec, preload=PRELOADED)
+    running = [planned.cell for planned in cells if planned.skip_reason is None]
+    pins = {c.deepspeed for c in running if registry.find(c.strategy).engine == "deepspeed"}
+    # A process has one version of it: where the cells want two, each cell's ranks import theirs.
+    preload = (*PRELOADED, "deepspeed") if pins == {"current"} else PRELOADED
+    return EmulatedCluster(spec, preload=preload)
 
 
 @app.command()
 def strategies() -> None:
-    """List the strategies: engine, version, and why one cannot run on this machine."""
+    """List the strategies: engine, versions, and why one cannot run on this machine.
+
+    DeepSpeed has two pins; a cell of a matrix chooses with `deepspeed: current` or `paper`.
+    """
     from rich.table import Table
 
-    from baselines import registry
+    from baselines import pins, registry
 
     table = Table("strategy", "engine", "version", "what it is", "here", box=None)
     cuda = registry.has_cuda()
     for entry in registry.ENTRIES:
-        reason = entry.why_not(cuda=cuda)
-        table.add_row(
-            entry.name, entry.engine, entry.engine_version or "–", entry.what, reason or "runs"
-        )
+        for pin in pins.PINS if entry.engine == "deepspeed" else pins.PINS[:1]:
+            reason = entry.why_not(cuda=cuda, deepspeed=pin)
+            engine_version = entry.engine_version(pin) or "–"
+            name, what = (entry.name, entry.what) if pin == "current" else ("", f"the {pin}'s pin")
+            table.add_row(name, entry.engine, engine_version, what, reason or "runs")
     _console().print(table)
 
 

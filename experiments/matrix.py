@@ -170,7 +170,8 @@ class _Expansion:
             assignment = {**self._constants, **dict(zip(order, values, strict=True))}
             reasons = (rule.reason for rule in self._skips if rule.matches(assignment))
             cell = self._cell(assignment)
-            cannot = registry.find(cell.strategy).why_not(cuda=cuda)
+            entry = registry.find(cell.strategy)
+            cannot = entry.why_not(cuda=cuda, deepspeed=cell.deepspeed)
             planned.append(PlannedCell(cell, next(reasons, None) or cannot))
         return Matrix(self._top["name"], self._top["description"], self._cluster, tuple(planned))
 

@@ -30,7 +30,7 @@ DType = Literal["float32", "bfloat16"]
 
 
 #: Settings that came after the first records: where they have their default, ids stay as they were.
-_CHOICES = ("policy", "gather_codec", "reduce_codec", "error_feedback", "adapters")
+_CHOICES = ("policy", "gather_codec", "reduce_codec", "error_feedback", "adapters", "deepspeed")
 
 
 class Strict(BaseModel):
@@ -91,6 +91,8 @@ class Cell(Strict):
     reduce_codec: str = "none"
     error_feedback: bool = False
     adapters: Literal["sharded", "replicated"] = "sharded"
+    #: Which of DeepSpeed's pins, as ``baselines.pins`` has them, for strategies that are its own.
+    deepspeed: Literal["current", "paper"] = "current"
     lora_rank: int = Field(ge=1)
     learning_rate: float = Field(gt=0)
     warmup_steps: int = Field(ge=0)
@@ -104,6 +106,11 @@ class Cell(Strict):
         if value and info.data.get("reduce_codec") == "none":
             raise ValueError("needs a reduce_codec, whose loss it feeds back")
         return value
+
+    @property
+    def variant(self) -> str:
+        """The strategy, and its engine's version if it is not the usual one: for comparisons."""
+        return self.strategy if self.deepspeed == "current" else f"{self.strategy}@{self.deepspeed}"
 
     @property
     def id(self) -> str:
@@ -121,7 +128,7 @@ class Cell(Strict):
         settings = self.model_dump_json(exclude=exclude)
         digest = hashlib.sha256(settings.encode()).hexdigest()[:8]
         return (
-            f"{self.strategy}-{self.tuning}-{self.model.name}-{link}-k{self.accumulation}-{digest}"
+            f"{self.variant}-{self.tuning}-{self.model.name}-{link}-k{self.accumulation}-{digest}"
         )
 
     @property

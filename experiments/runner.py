@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol
 
+from baselines import pins
 from experiments import provenance, records
 from experiments.clusters.interface import Cluster, Outcome
 from experiments.gate import Gate
@@ -123,7 +124,7 @@ class _Runner:
                     WORKER,
                     [str(cell_file), str(directory)],
                     logs=directory / "logs",
-                    environment={},
+                    environment=pins.variables(cell.deepspeed),
                     timeout_s=cell.timeout_s,
                 )
             network = gate.network
@@ -161,12 +162,17 @@ class _Runner:
             evidence=self._cluster.evidence,
             measurement=measurement,
             commit=self._origin.commit,
-            versions=self._origin.versions,
+            versions=self._versions(cell),
             hardware=self._origin.hardware,
             network=network or {},
             started_at=started_at,
             seconds=seconds,
         )
+
+    def _versions(self, cell: Cell) -> dict[str, str]:
+        """What the cell's ranks import."""
+        deepspeed = pins.version(cell.deepspeed)
+        return self._origin.versions | ({"deepspeed": deepspeed} if deepspeed else {})
 
 
 def _measurement(file: Path) -> Measurement:

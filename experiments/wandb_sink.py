@@ -147,7 +147,7 @@ def _write(record: Record, directory: Path, mode: Literal["online", "offline"]) 
         id=_run_id(record),
         name=record.cell_id,
         group=record.cell.matrix,
-        job_type=record.cell.strategy,
+        job_type=record.cell.variant,
         tags=_tags(record),
         config=record.cell.model_dump(mode="json"),
         settings=wandb.Settings(**settings),

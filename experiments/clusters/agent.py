@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
 from multiprocessing.connection import Connection
 
 from pyroute2 import netns
@@ -79,6 +82,7 @@ def _serve(node: Node, job: ranks.Job, parent: Connection) -> None:
     os.environ.clear()
     os.environ.update(node.environment)
     netns.setns(node.namespace, flags=0)
+    _search_first(node.environment.get("PYTHONPATH", "").split(os.pathsep))
     _preloaded.import_modules(list(node.preload))
     # Here rather than above: the parent imports this module, and needs no torch.
     from experiments.clusters import elastic
@@ -88,3 +92,15 @@ def _serve(node: Node, job: ranks.Job, parent: Connection) -> None:
         # Other nodes may still use the store: until the parent, who closes its end, has heard
         # from all of them.
         parent.poll(None)
+
+
+def _search_first(folders: Sequence[str]) -> None:
+    """Import from these folders before all others, as an interpreter that starts with them does.
+
+    Raises ``RuntimeError`` where a module that they have was preloaded from elsewhere.
+    """
+    new = [path for path in map(os.path.abspath, filter(None, folders)) if path not in sys.path]
+    late = [name for name in sys.modules if "." not in name and PathFinder.find_spec(name, new)]
+    if late:
+        raise RuntimeError(f"{', '.join(late)}: preloaded, so not imported from {', '.join(new)}")
+    sys.path[:0] = new

@@ -272,7 +272,7 @@ def main() -> None:
     if not arguments.pop("report", False):
         command._draw = lambda *_: True
     command._enter_namespace = lambda: None
-    command._cluster = lambda spec: StandInCluster(spec.nodes, spec.ranks_per_node, **arguments)
+    command._cluster = lambda spec, _: StandInCluster(spec.nodes, spec.ranks_per_node, **arguments)
     command.app()
 
 
