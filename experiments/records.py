@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -41,6 +41,9 @@ class Strict(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, protected_namespaces=(), ser_json_inf_nan="strings"
     )
+
+
+AnyStrict = TypeVar("AnyStrict", bound=Strict)
 
 
 class ModelSpec(Strict):
@@ -193,7 +196,7 @@ class Record(Strict):
         return None if median is None else self.cell.tokens_per_step / median
 
 
-def append(record: Record, path: Path) -> None:
+def append(record: Strict, path: Path) -> None:
     """Append one line to a JSON Lines file and flush it to the disk: all of it or nothing.
 
     A torn last line, which a killed run leaves, is cut off first. If the line cannot be written
@@ -222,13 +225,18 @@ def read(path: Path) -> list[Record]:
     A last line without its newline is what a killed run leaves; it is dropped, so that the cell
     runs again. Any other malformed line raises ``ValueError`` with its file and line number.
     """
+    return read_as(path, Record)
+
+
+def read_as(path: Path, kind: type[AnyStrict]) -> list[AnyStrict]:
+    """The same for a file of another kind of record."""
     content = path.read_bytes()
     # Not splitlines(): JSON strings may hold U+2028 and other characters that it splits at.
     lines = content[: _end_of_complete_lines(content)].split(b"\n")[:-1]
     records = []
     for number, line in enumerate(lines, start=1):
         try:
-            records.append(Record.model_validate(json.loads(line)))
+            records.append(kind.model_validate(json.loads(line)))
         except ValueError as error:
             raise ValueError(f"{path}:{number}: not a record of this version: {error}") from error
     return records
