@@ -69,9 +69,9 @@ class Allocations(TorchDispatchMode):
         return result
 
     def _count(self, result: object) -> None:
-        if isinstance(result, torch.Tensor):
-            if isinstance(result, DTensor):
-                return self._count(result._local_tensor)
+        if isinstance(result, DTensor):
+            self._count(result._local_tensor)
+        elif isinstance(result, torch.Tensor):
             storage = result.untyped_storage()
             key = storage._cdata
             if key not in self._alive:

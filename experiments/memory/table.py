@@ -84,9 +84,9 @@ def _explain(case: Case) -> str:
         "and O. The first figure is the largest micro-batch that fits: it was run, and the next "
         f"one too, which does not fit. In brackets the peak of a step at micro-batch "
         f"{PAPER_MICRO_BATCH}. GB are 10⁹ bytes.\n\n"
-        "Evidence: simulated. Forward, backward and optimizer step are the real code of PyTorch, of "
-        "the strategy and of `transformers`, on all layers; tensors have shapes but no contents, "
-        "collectives send nothing, and the device is one that PyTorch is told of. Not counted: "
+        "Evidence: simulated. Forward, backward and optimizer step are the real code of PyTorch, "
+        "of the strategy and of `transformers`, on all layers; tensors have shapes but no "
+        "contents, collectives send nothing, and the device is one that PyTorch is told of. Not counted: "
         "fragmentation, memory that a stream still holds when the program has let go of it, and "
         "what libraries take for themselves."
     )
