@@ -44,13 +44,15 @@ class Strict(BaseModel):
 
 
 class ModelSpec(Strict):
-    """A ``transformers`` configuration with random weights and a byte-level vocabulary."""
+    """A ``transformers`` configuration with random weights."""
 
     name: Name
     family: Literal["gpt2", "llama"]
     layers: int = Field(ge=1)
     width: int = Field(ge=8)
     heads: int = Field(ge=1)
+    #: Training data are bytes: a larger vocabulary costs memory and time, and learns nothing more.
+    vocabulary: int = Field(default=256, ge=256)
 
     @model_validator(mode="after")
     def _heads_divide_width(self) -> ModelSpec:
@@ -115,6 +117,8 @@ class Cell(Strict):
         bandwidth = self.inter_bandwidth_bits_per_s
         link = "unshaped" if bandwidth is None else f"{bandwidth / 1e6:g}mbit"
         exclude: dict[str, Any] = {"timeout_s": True, "cluster": {"port"}}
+        if self.model.vocabulary == ModelSpec.model_fields["vocabulary"].default:
+            exclude["model"] = {"vocabulary"}
         for name in _CHOICES:
             if getattr(self, name) == Cell.model_fields[name].default:  # as before there was one
                 exclude[name] = True
