@@ -19,8 +19,9 @@ class Traffic:
 
     #: Out of the busiest node, all its ranks together.
     inter_node_bytes: float = 0.0
-    #: From one rank to others of its node.
+    #: Inside a node, all its ranks together, and from the rank that sends most.
     intra_node_bytes: float = 0.0
+    intra_rank_bytes: float = 0.0
     inter_messages: int = 0
     intra_messages: int = 0
 
@@ -29,17 +30,9 @@ class Traffic:
         return Traffic(
             self.inter_node_bytes + other.inter_node_bytes,
             self.intra_node_bytes + other.intra_node_bytes,
+            self.intra_rank_bytes + other.intra_rank_bytes,
             self.inter_messages + other.inter_messages,
             self.intra_messages + other.intra_messages,
-        )
-
-    def times(self, factor: float) -> Traffic:
-        """The same messages with ``factor`` times the bytes."""
-        return Traffic(
-            factor * self.inter_node_bytes,
-            factor * self.intra_node_bytes,
-            self.inter_messages,
-            self.intra_messages,
         )
 
     def latency_seconds(self, hardware: Hardware) -> float:
@@ -52,7 +45,7 @@ class Traffic:
         """Alone on its links, which carry its parts at once as a pipeline does."""
         return self.latency_seconds(hardware) + max(
             self.inter_node_bytes / hardware.inter_bytes_per_s,
-            self.intra_node_bytes / hardware.intra_bytes_per_s,
+            self.intra_rank_bytes / hardware.intra_bytes_per_s,
         )
 
 
@@ -62,7 +55,8 @@ def flat(nbytes: float, nodes: int, ranks_per_node: int) -> Traffic:
     passed = (world - 1) / world * nbytes
     return Traffic(
         inter_node_bytes=passed if nodes > 1 else 0.0,
-        intra_node_bytes=passed if ranks_per_node > 1 else 0.0,
+        intra_node_bytes=passed * (ranks_per_node - (nodes > 1)),
+        intra_rank_bytes=passed if ranks_per_node > 1 else 0.0,
         # A part goes round all ranks; n of the edges that it passes lead to another node.
         inter_messages=min(nodes, world - 1) if nodes > 1 else 0,
         intra_messages=max(world - 1 - nodes, 0) if nodes > 1 else world - 1,
@@ -77,7 +71,11 @@ def across(nbytes: float, nodes: int) -> Traffic:
 def inside(nbytes: float, ranks_per_node: int) -> Traffic:
     """The half of a hierarchy inside the node, or a node's exchange of its own."""
     passed = (ranks_per_node - 1) / ranks_per_node * nbytes
-    return Traffic(intra_node_bytes=passed, intra_messages=ranks_per_node - 1)
+    return Traffic(
+        intra_node_bytes=ranks_per_node * passed,
+        intra_rank_bytes=passed,
+        intra_messages=ranks_per_node - 1,
+    )
 
 
 def hierarchical(nbytes: float, nodes: int, ranks_per_node: int) -> Traffic:

@@ -43,6 +43,8 @@ class Scheme:
     optimizer: Place = "device"
     #: Whether copies of parameters to the device stop computation.
     blocking: bool = False
+    #: Blocks' worth of matrices that it still has in backward from the end of forward.
+    kept_over_turn: float = 0.0
     #: What crosses nodes, where the strategy fixes it.
     gather_codec: str | None = None
     reduce_codec: str | None = None
@@ -51,7 +53,9 @@ class Scheme:
 _OURS = Scheme(engine="fcdp", hierarchical=True, cache="policy", defers=True, apart=True)
 _FSDP2 = Scheme(engine="fsdp2")
 # One matrix is gathered ahead: its prefetch bucket of 5e7 elements is less than one at 30B.
-_DEEPSPEED = Scheme(engine="deepspeed", unit="matrix")
+# What it fetches ahead over the turn to backward, until two blocks are alive, it has there: about
+# a block and a third, by the bytes it sent on the emulated cluster.
+_DEEPSPEED = Scheme(engine="deepspeed", unit="matrix", kept_over_turn=4 / 3)
 _DEEPSPEED_HPZ = replace(_DEEPSPEED, cache="device")
 _DEEPSPEED_OFFLOAD = replace(_DEEPSPEED, optimizer="host")
 _MICS = replace(_DEEPSPEED, shards="node", defers=True)

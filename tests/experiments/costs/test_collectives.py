@@ -77,7 +77,7 @@ def test_an_all_reduce_is_two_halves(nbytes: int, nodes: int, ranks: int) -> Non
 @given(sizes, st.floats(1e-9, 1e-3))
 def test_time_is_latency_and_the_slower_link(nbytes: int, latency: float) -> None:
     hardware = replace(paper_cluster(), inter_latency_seconds=latency)
-    traffic = Traffic(nbytes, nbytes, inter_messages=3)
+    traffic = Traffic(nbytes, intra_rank_bytes=nbytes, inter_messages=3)
     slower = min(hardware.inter_bytes_per_s, hardware.intra_bytes_per_s)
     assert traffic.seconds(hardware) == pytest.approx(3 * latency + nbytes / slower)
 
