@@ -10,6 +10,8 @@ from experiments.costs.workload import Workload
 #: As ``fcdp.partition`` has them: adapters that stay gathered share units of this size at most.
 _BUCKET_BYTES = 25 * 2**20
 _STORED_BYTES = 4
+#: Matrices whose input, in the first block, comes from the embeddings through a norm.
+_READS_EMBEDDINGS = ("attn.c_attn", "q_proj", "k_proj", "v_proj")
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,8 +34,11 @@ class Segment:
     forward_flops: float
     backward_flops: float
     units: tuple[Unit, ...]
-    #: Whether a block begins with it: where activations are recomputed, its input is kept.
+    #: Whether it is the first of its block.
     block: bool = False
+    #: Whether backward needs the units: the gradient of an input that nothing trained has made is
+    #: not computed.
+    in_backward: bool = True
 
 
 @dataclass(frozen=True)
@@ -132,8 +137,16 @@ def _by_matrix(workload: Workload, root: Unit, head: Segment) -> Layout:
             name = f"block {block} {matrix.name}"
             part = matrix.weights / weights
             unit = Unit(name, matrix.weights, matrix.weights if full else 0)
+            unneeded = block == 0 and not full and matrix.name in _READS_EMBEDDINGS
             segments.append(
-                Segment(name, part * forward, part * backward, (unit,), block=index == 0)
+                Segment(
+                    name,
+                    part * forward,
+                    part * backward,
+                    (unit,),
+                    block=index == 0,
+                    in_backward=not unneeded,
+                )
             )
     vectors = model.layers * (model.block_parameters - weights)
     adapters = model.layers * workload.block_adapters

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from experiments.costs.collectives import Traffic
 from experiments.costs.hardware import Hardware
+from experiments.costs.memory import block_activation_bytes
 from experiments.costs.strategies import Scheme
 from experiments.costs.units import Layout, Segment, Unit
 from experiments.costs.workload import Workload
@@ -31,7 +32,6 @@ class Tasks:
     """The tasks so far, and the bytes that they move: one node's, by link and phase."""
 
     hardware: Hardware
-    engine: str
     tasks: list[Task] = field(default_factory=list)
     moved_bytes: dict[str, dict[str, float]] = field(default_factory=dict)
 
@@ -57,10 +57,7 @@ class Tasks:
         sent = traffic.inter_node_bytes + traffic.intra_node_bytes
         # Ranks that share their cores share what all of them send, too.
         sharing = hardware.ranks_sharing_device / hardware.ranks_per_node
-        overheads = hardware.overheads
-        demands["compute"] = overheads.byte_seconds * sharing * sent + overheads.call_seconds.get(
-            self.engine, 0.0
-        )
+        demands["compute"] = hardware.overheads.byte_seconds * sharing * sent
         self.count("inter_node", phase, traffic.inter_node_bytes)
         self.count("intra_node", phase, traffic.intra_node_bytes)
         return self.add(name, stream, demands, after, traffic.latency_seconds(hardware))
@@ -117,7 +114,7 @@ class Step:
         placement: Placement,
         hardware: Hardware,
     ) -> None:
-        self.tasks = Tasks(hardware, plan.engine)
+        self.tasks = Tasks(hardware)
         self._workload = workload
         self._plan = plan
         self._units = units
@@ -134,8 +131,14 @@ class Step:
         #: What is gathered, and by which task; what a micro-batch's gathers wait for.
         self._gathered: dict[Unit, int | None] = {}
         self._wait_for_all: tuple[int, ...] = ()
-        block = workload.model.block_parameters
+        layers, block = workload.model.layers, workload.model.block_parameters
         self._over_turn = _over_turn(units, plan.kept_over_turn * block)
+        #: Beside matrix products, in one forward or one backward of all blocks.
+        overheads = hardware.overheads
+        kept = workload.tokens * block_activation_bytes(workload) * hardware.ranks_sharing_device
+        self._overhead_seconds = (layers / 2) * (
+            overheads.block_seconds.get(plan.engine, 0.0) + overheads.activation_byte_seconds * kept
+        )
 
     def build(self) -> Tasks:
         for index in range(self._workload.accumulation):
@@ -157,7 +160,8 @@ class Step:
         waiting = 0
         for segment in reversed(units.segments):
             flops = segment.backward_flops + self._workload.recomputed * segment.forward_flops
-            self._run(segment, segment.units, "backward", flops, first)
+            needs = segment.units if segment.in_backward else ()
+            self._run(segment, needs, "backward", flops, first)
             waiting += sum(unit.trained for unit in segment.units)
             if segment.block:  # a vendor that gathers matrices reduces them a block at a time
                 self._reduce(segment.name, self._exchanges.reduce(waiting, last=last), waiting)
@@ -180,6 +184,8 @@ class Step:
                 self._gathered[unit] = self._gather(unit, phase, first)
         arrived = [self._gathered[unit] for unit in needs]
         seconds = flops * self._workload.tokens / self._hardware.flops
+        if segment.units != (self._units.root,):
+            seconds += self._overhead_seconds / len(self._units.segments)
         after = [at for at in arrived if at is not None] + self._reduced[-2:-1]
         self._computed.append(self.tasks.compute(f"{phase} {segment.name}", seconds, after))
         for unit in needs:
