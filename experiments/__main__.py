@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from enum import Enum
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -38,6 +39,14 @@ PRELOADED = (
 _KINDS = {".html": "report", ".png": "figure", ".md": "table", ".csv": "table"}
 #: Exit status: some cells failed; the user or the machine has to change something; interrupted.
 FAILED, UNUSABLE, INTERRUPTED = 1, 2, 130
+
+
+class ClusterKind(str, Enum):
+    """The kinds of clusters that a matrix can be run on whatever its file names."""
+
+    EMULATED = "emulated"
+    RENTED = "rented"
+
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -71,6 +80,10 @@ def run(
         str | None,
         typer.Option(metavar="PATTERN", help="Only cells whose id contains or matches this."),
     ] = None,
+    cluster: Annotated[
+        ClusterKind | None,
+        typer.Option(help="Where to run: the matrix file says, unless this does."),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the cells and start nothing.")
     ] = False,
@@ -87,18 +100,20 @@ def run(
     """
     from experiments import matrix as matrices
     from experiments import runner
+    from experiments.clusters.interface import ClusterError
     from experiments.run_directory import RunDirectory
 
     try:
-        plan = matrices.read(matrix)
+        plan = matrices.read(matrix, _override(cluster))
         cells = runner.select(plan.cells, only)
-    except ValueError as error:
+    except (ValueError, ClusterError) as error:
         _stop(str(error))
     if dry_run:
         _show(plan, cells)
         return
     directory = RunDirectory(output or Path("runs") / plan.name)
-    _enter_namespace()
+    if plan.cluster.kind == "emulated":
+        _enter_namespace()
     _on_signals(_interrupt)
     # A library's forked helper that is ended by SIGTERM must not tear our cluster down.
     os.register_at_fork(after_in_child=lambda: _on_signals(signal.SIG_DFL))
@@ -217,10 +232,49 @@ def _show(plan: Matrix, cells: Sequence[PlannedCell]) -> None:
     )
 
 
+def _override(kind: ClusterKind | None) -> ClusterSpec | None:
+    """The cluster to run on in place of a matrix file's; ``None`` for that one itself."""
+    if kind is not ClusterKind.RENTED:
+        return None
+    from experiments.clusters.allocation import Allocation
+
+    return Allocation.from_env().spec
+
+
 def _cluster(spec: ClusterSpec) -> Cluster:
+    if spec.kind == "rented":
+        from experiments.clusters.allocation import Allocation
+        from experiments.clusters.rented import RentedCluster
+
+        return RentedCluster(Allocation.from_env(), spec)
     from experiments.clusters.emulated import EmulatedCluster
 
     return EmulatedCluster(spec, preload=PRELOADED)
+
+
+@app.command()
+def node(
+    number: Annotated[
+        int, typer.Option(envvar="FCDP_NODE", min=0, help="Which node this is, counted from 0.")
+    ],
+    patience: Annotated[
+        float, typer.Option(metavar="SECONDS", help="End if no runner comes for so long.")
+    ] = 120.0,
+) -> None:
+    """Be one node of a rented cluster: launch the ranks that `run --cluster rented` asks for.
+
+    Started once on every node; node 0 is the machine that `run` is called on. Reads FCDP_HEAD,
+    FCDP_TOKEN, FCDP_NODES and FCDP_RANKS_PER_NODE, as `run` does.
+    """
+    from experiments.clusters import node as nodes
+    from experiments.clusters.allocation import Allocation
+    from experiments.clusters.interface import ClusterError
+
+    try:
+        allocation = Allocation.from_env()
+        nodes.serve(allocation, number, PRELOADED, patience_s=patience, say=typer.echo)
+    except ClusterError as error:
+        _stop(str(error))
 
 
 @app.command()
