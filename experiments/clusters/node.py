@@ -186,7 +186,7 @@ class _Node:
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": interface,
             "TP_SOCKET_IFNAME": interface,
-            "NCCL_SOCKET_IFNAME": interface,
+            "NCCL_SOCKET_IFNAME": f"={interface}",
             **os.environ,
             "FCDP_INTERFACE": self._hello.network["counted_interface"],
         }
