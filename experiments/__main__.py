@@ -12,40 +12,34 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from enum import Enum
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from experiments.clusters.kinds import PRELOADED, ClusterKind
+from experiments.clusters.kinds import cluster as _cluster
+from experiments.clusters.kinds import enter_namespace as _enter_namespace
+from experiments.clusters.kinds import override as _override
+from experiments.preflight.command import preflight
+from experiments.terminal import console as _console
+from experiments.terminal import say as _say
+from experiments.terminal import say_error as _say_error
+from experiments.terminal import shown as _shown
+from experiments.terminal import stop as _stop
+
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from experiments.clusters.interface import Cluster
     from experiments.matrix import Matrix, PlannedCell
-    from experiments.records import ClusterSpec, Record
+    from experiments.records import Record
     from experiments.run_directory import RunDirectory
 
-#: Imported once by the cluster, before the first cell; the ranks of all cells start from there.
-PRELOADED = (
-    "torch",
-    "transformers.models.gpt2.modeling_gpt2",
-    "transformers.models.llama.modeling_llama",
-    "peft",
-    "deepspeed",
-)
 #: What the report consists of, by the endings of its files.
 _KINDS = {".html": "report", ".png": "figure", ".md": "table", ".csv": "table"}
-#: Exit status: some cells failed; the user or the machine has to change something; interrupted.
-FAILED, UNUSABLE, INTERRUPTED = 1, 2, 130
-
-
-class ClusterKind(str, Enum):
-    """The kinds of clusters that a matrix can be run on whatever its file names."""
-
-    EMULATED = "emulated"
-    RENTED = "rented"
+#: Exit status: some cells failed; interrupted.
+FAILED, INTERRUPTED = 1, 130
 
 
 app = typer.Typer(
@@ -54,6 +48,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
+
+
+app.command()(preflight)
 
 
 @app.callback()
@@ -232,26 +229,6 @@ def _show(plan: Matrix, cells: Sequence[PlannedCell]) -> None:
     )
 
 
-def _override(kind: ClusterKind | None) -> ClusterSpec | None:
-    """The cluster to run on in place of a matrix file's; ``None`` for that one itself."""
-    if kind is not ClusterKind.RENTED:
-        return None
-    from experiments.clusters.allocation import Allocation
-
-    return Allocation.from_env().spec
-
-
-def _cluster(spec: ClusterSpec) -> Cluster:
-    if spec.kind == "rented":
-        from experiments.clusters.allocation import Allocation
-        from experiments.clusters.rented import RentedCluster
-
-        return RentedCluster(Allocation.from_env(), spec)
-    from experiments.clusters.emulated import EmulatedCluster
-
-    return EmulatedCluster(spec, preload=PRELOADED)
-
-
 @app.command()
 def node(
     number: Annotated[
@@ -292,43 +269,6 @@ def strategies() -> None:
             entry.name, entry.engine, entry.engine_version or "–", entry.what, reason or "runs"
         )
     _console().print(table)
-
-
-def _enter_namespace() -> None:
-    """Become able to build the cluster; this starts the command anew where it is not yet."""
-    from experiments.clusters import privileges
-    from experiments.clusters.interface import ClusterError
-
-    try:
-        privileges.enter_user_namespace_if_needed()
-    except ClusterError as error:
-        _stop(str(error))
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    # A log has no width of its own; rich would take 80.
-    return Console() if sys.stdout.isatty() else Console(width=120, force_interactive=False)
-
-
-def _say(console: Console, what: str, path: Path) -> None:
-    console.print(f"{what:<8} {_shown(path)}", soft_wrap=True, highlight=False, markup=False)
-
-
-def _shown(path: Path) -> str:
-    """The path as seen from here, if it is below."""
-    path = path.absolute()
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
-
-
-def _say_error(message: str) -> None:
-    typer.secho(message, fg="red", err=True)
-
-
-def _stop(message: str) -> NoReturn:
-    _say_error(f"error: {message}")
-    raise typer.Exit(UNUSABLE)
 
 
 def _stop_interrupted(directory: RunDirectory) -> NoReturn:
