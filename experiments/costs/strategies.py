@@ -67,6 +67,10 @@ SCHEMES: Mapping[str, Scheme] = {
     "qgz": replace(_OURS, policy="none", reduce_codec="int4"),
     "zeropp": replace(_OURS, policy="device", gather_codec="int8", reduce_codec="int4"),
     "fcdp": _OURS,
+    "mics": Scheme(engine="fcdp", shards="node", hierarchical=True, defers=True),
+    "offload": replace(_OURS, policy="none", parameters="host", optimizer="host"),
+    # One all-reduce when backward has ended.
+    "replicated": Scheme(engine="fcdp", shards="rank", hierarchical=True, defers=True),
     "fsdp2": _FSDP2,
     "fsdp2-hsdp": replace(_FSDP2, shards="node", defers=True),
     "fsdp2-reshard": replace(_FSDP2, cache="device", cached_for="micro-batch"),

@@ -75,6 +75,8 @@ def layout(workload: Workload, scheme: Scheme, ranks_per_node: int) -> Layout:
     head = Segment("head", model.head_flops, (2 if full else 1) * model.head_flops, (root,))
     if scheme.unit == "matrix":
         return _by_matrix(workload, root, head)
+    if scheme.shards == "rank" and scheme.hierarchical:
+        return _whole(workload, root, head)
     apart = scheme.apart and not full
     replicated = apart and workload.adapters == "replicated"
     adapters = workload.block_adapters
@@ -99,6 +101,29 @@ def layout(workload: Workload, scheme: Scheme, ranks_per_node: int) -> Layout:
         )
     whole = model.layers * adapters if replicated else 0
     return Layout(root, tuple(segments), head, whole, whole)
+
+
+def _whole(workload: Workload, root: Unit, head: Segment) -> Layout:
+    """Nothing is gathered, and all gradients are reduced in one piece."""
+    model, lora, length = workload.model, workload.lora, workload.sequence_length
+    segments = tuple(
+        Segment(
+            f"block {block}",
+            model.block_forward_flops(length, lora),
+            model.block_backward_flops(length, lora),
+            (Unit(f"block {block}", model.block_parameters + workload.block_adapters, 0),),
+            block=True,
+        )
+        for block in range(model.layers)
+    )
+    untrained = Unit(root.name, root.parameters, 0, kept=True)
+    return Layout(
+        untrained,
+        segments,
+        Segment(head.name, head.forward_flops, head.backward_flops, (untrained,)),
+        workload.parameters,
+        workload.trained,
+    )
 
 
 def _buckets(workload: Workload, ranks_per_node: int) -> dict[int, list[Unit]]:

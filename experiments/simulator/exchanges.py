@@ -70,7 +70,8 @@ class Exchanges:
 
     def shard_bytes(self, unit: Unit) -> float:
         """One rank's part as it waits on the host or the disk; FSDP2 copies fp32 and casts then."""
-        element = _FSDP2_BYTES if self.plan.engine == "fsdp2" else self.workload.element_bytes
+        deepspeed = self.plan.engine == "deepspeed"
+        element = self.workload.element_bytes if deepspeed else _FSDP2_BYTES
         return element * unit.parameters / self.hardware.world_size
 
     def gathered_bytes(self, unit: Unit) -> float:
