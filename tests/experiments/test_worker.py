@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from pyroute2 import netns
 
-from experiments.__main__ import PRELOADED
+from experiments.clusters.kinds import PRELOADED
 from experiments.clusters import namespaces
 from experiments.clusters.emulated import EmulatedCluster
 from experiments.clusters.privileges import missing_capabilities
@@ -64,7 +64,7 @@ def cluster(fork_server: None) -> Iterator[EmulatedCluster]:
     # DeepSpeed compiles an operator at its first use: no cell's time limit is to pay for it.
     subprocess.run([sys.executable, "-m", "baselines.deepspeed_zero3"], check=True)
     spec = ClusterSpec(nodes=NODES, ranks_per_node=RANKS_PER_NODE)
-    with EmulatedCluster(spec, preload=[*PRELOADED, "experiments.worker"]) as built:
+    with EmulatedCluster(spec, preload=[*PRELOADED, "deepspeed", "experiments.worker"]) as built:
         yield built
 
 
