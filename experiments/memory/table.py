@@ -87,8 +87,8 @@ def _explain(case: Case) -> str:
         "Evidence: simulated. Forward, backward and optimizer step are the real code of PyTorch, "
         "of the strategy and of `transformers`, on all layers; tensors have shapes but no "
         "contents, collectives send nothing, and the device is one that PyTorch is told of. Not "
-        "counted: fragmentation, memory that a stream still holds when the program has let go of it, and "
-        "what libraries take for themselves."
+        "counted: fragmentation, memory that a stream still holds when the program has let go of "
+        "it, and what libraries take for themselves."
     )
 
 
