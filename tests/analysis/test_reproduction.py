@@ -84,6 +84,13 @@ def test_without_records_there_is_one_message(
     assert "no records of any matrix" in result.stderr
 
 
+def test_options_need_records() -> None:
+    result = CliRunner().invoke(app, ["report", "--output", "elsewhere"])
+
+    assert result.exit_code == 2
+    assert result.stderr == "error: --output and --baseline need RECORDS\n"
+
+
 def test_the_command_writes_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = tmp_path / "results"
     (results / "parity").mkdir(parents=True)
