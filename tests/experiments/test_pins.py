@@ -7,9 +7,6 @@ secondary shards of trained parameters after a step, so it sends next to nothing
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -21,7 +18,7 @@ from experiments.__main__ import PRELOADED
 from experiments.clusters.emulated import EmulatedCluster
 from experiments.clusters.privileges import missing_capabilities
 from experiments.records import ClusterSpec
-from tests.experiments import cells
+from tests.experiments import cells, operators
 from tests.experiments.cells import NODES, RANKS_PER_NODE, Run, cell
 
 pytestmark = pytest.mark.slow
@@ -53,11 +50,7 @@ def runs(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Runs:
     pin: Pin = request.param
-    if pins.version(pin) is None:
-        pytest.skip(f"DeepSpeed ({pin}) is not installed: {pins.COMMANDS[pin]}")
-    # It compiles an operator at its first use: no cell's time limit is to pay for it.
-    environment = {**os.environ, **pins.variables(pin)}
-    subprocess.run([sys.executable, "-m", "baselines.deepspeed_zero3"], env=environment, check=True)
+    operators.build(pin)
     directory = tmp_path_factory.mktemp(pin)
 
     def run(strategy: str) -> Run:
