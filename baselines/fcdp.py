@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn as nn
+from torch.distributed.fsdp import OffloadPolicy
 
 import fcdp
 from baselines import codecs, policies
@@ -13,7 +14,7 @@ from fcdp.engine import engine_of
 from fcdp.unit import Unit
 
 
-def build(model: nn.Module, job: Job) -> FCDP:
+def build(model: nn.Module, job: Job, offload_policy: OffloadPolicy = OffloadPolicy()) -> FCDP:
     """Shard every block and the root, frozen and trainable parameters apart, and cache them."""
     fcdp.shard(
         model,
@@ -21,6 +22,7 @@ def build(model: nn.Module, job: Job) -> FCDP:
         units=job.blocks,
         policy=policies.parse(job.policy),
         mp_policy=mixed_precision(job.dtype),
+        offload_policy=offload_policy,
         gather_codec=codecs.parse(job.gather_codec),
         reduce_codec=codecs.parse(job.reduce_codec),
         error_feedback=job.error_feedback,
@@ -70,6 +72,16 @@ def _describe(job: Job) -> str:
     return ", ".join(words)
 
 
+def node_bytes(ledger: fcdp.Ledger, topology: fcdp.Topology) -> dict[str, dict[str, float]]:
+    """Take one node's bytes: by symmetry each of its ranks moves as much as this one."""
+    counts = {
+        link: {phase: float(topology.ranks_per_node * count) for phase, count in phases.items()}
+        for link, phases in ledger.snapshot().items()
+    }
+    ledger.reset()
+    return counts
+
+
 class FCDP(FSDP2):
     """The same loop; only the last micro-batch reduces across nodes."""
 
@@ -84,15 +96,7 @@ class FCDP(FSDP2):
             return super().backward(sequences, last=last)
 
     def take_ledger(self) -> dict[str, dict[str, float]]:
-        """One node's bytes: by symmetry each of its ranks moves as much as this one."""
-        ledger = fcdp.ledger(self.model)
-        ranks = self.job.topology.ranks_per_node
-        counts = {
-            link: {phase: float(ranks * count) for phase, count in phases.items()}
-            for link, phases in ledger.snapshot().items()
-        }
-        ledger.reset()
-        return counts
+        return node_bytes(fcdp.ledger(self.model), self.job.topology)
 
     @property
     def host_cache_bytes(self) -> int:

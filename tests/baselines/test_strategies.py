@@ -15,6 +15,9 @@ EXACT, ROUNDED = 1e-5, 0.03
 TOLERANCES = {
     "zero3": EXACT,
     "hpz": EXACT,
+    "mics": EXACT,
+    "offload": EXACT,
+    "replicated": EXACT,
     "fsdp2-hsdp": EXACT,
     "fsdp2-reshard": EXACT,
     "fsdp2-offload": EXACT,
