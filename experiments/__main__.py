@@ -197,7 +197,7 @@ def _draw(console: Console, directory: RunDirectory) -> bool:
 def _export(console: Console, records: Sequence[Record], directory: RunDirectory) -> None:
     from experiments import wandb_sink
 
-    export = wandb_sink.export(records, directory.path)
+    export = wandb_sink.export(records, directory.path, directory.report)
     for warning in export.warnings:
         console.print(f"W&B: {warning}", style="yellow", soft_wrap=True, markup=False)
     if export.mode == "disabled":

@@ -1,7 +1,9 @@
 """Weights & Biases, fed from the records once all cells are finished.
 
-The records are the store; this is a copy of them in another form, one run a cell. It comes after
-the last cell, so that it never runs beside a measurement, and a failure in it is a warning.
+The records are the store; this is a copy of them in another form, one run a cell, and one for the
+tables and figures. It comes after the last cell, so that it never runs beside a measurement, and a
+failure in it is a warning. Cut short, it goes on with the next export: a run that is not complete
+is written again under the same id, which online resumes it.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ import hashlib
 import netrc
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -46,6 +49,8 @@ _SETTINGS: dict[str, Any] = {
     "init_timeout": 20,
 }
 _TAG_LENGTH = 64
+#: In the folder of a run: everything of it has been written.
+_COMPLETE = "complete"
 
 
 @dataclass(frozen=True)
@@ -57,37 +62,121 @@ class Export:
     warnings: tuple[str, ...]
 
 
-def export(records: Sequence[Record], directory: Path) -> Export:
-    """Write one W&B run for each cell that ran and has none yet below ``directory``/wandb."""
+def export(
+    records: Sequence[Record],
+    directory: Path,
+    report: Path | None = None,
+    sweep_run: str | None = None,
+) -> Export:
+    """Write the runs that are not below ``directory``/wandb yet: one for each cell that ran.
+
+    ``report`` is a folder with tables and figures; they become an artifact, of a run of its own,
+    together with the records. ``sweep_run`` is the id that a W&B agent has given to the run of a
+    single record.
+    """
     mode, warnings = _mode()
-    new = [r for r in records if r.state != "skipped" and not _runs(directory, r)]
+    ran = [record for record in records if record.state != "skipped"]
+    jobs = [_cell_job(record, sweep_run or _run_id(record)) for record in ran]
+    if report is not None and ran and report.is_dir():
+        jobs.append(_report_job(ran, directory, report))
+    new = [job for job in jobs if not _is_complete(directory, job)]
     if mode == "disabled" or not new:
         return Export(mode, 0, tuple(warnings))
     written = 0
     try:
-        for record in new:
-            if mode == "online" and not _try_online(record, directory, warnings):
+        for job in new:
+            _remove(directory, job)
+            if mode == "online" and not _try_online(job, directory, warnings):
                 mode = "offline"
             if mode == "offline":
-                _write(record, directory, "offline")
+                _write(job, directory, "offline")
             written += 1
     except Exception as error:
-        warnings.append(f"W&B runs of {len(new) - written} cells not written: {_brief(error)}")
+        warnings.append(f"{len(new) - written} W&B runs not written: {_brief(error)}")
     return Export(mode, written, tuple(warnings))
 
 
-def _try_online(record: Record, directory: Path, warnings: list[str]) -> bool:
+@dataclass(frozen=True)
+class _Job:
+    """One W&B run that is to be written."""
+
+    id: str
+    name: str
+    group: str
+    job_type: str
+    tags: list[str]
+    config: dict[str, Any]
+    fill: Callable[[Any], None]
+    exit_code: int = 0
+
+
+def _cell_job(record: Record, run_id: str) -> _Job:
+    def fill(run: Any) -> None:
+        if record.measurement is not None:
+            for step, point in enumerate(_history(record.measurement)):
+                # With its number, a point that a resumed run has already is not added again.
+                run.log(point, step=step)
+        run.summary.update(_summary(record))
+
+    return _Job(
+        id=run_id,
+        name=record.cell_id,
+        group=record.cell.matrix,
+        job_type=record.cell.strategy,
+        tags=_tags(record),
+        config=record.cell.model_dump(mode="json"),
+        fill=fill,
+        exit_code=0 if record.state == "ok" else 1,
+    )
+
+
+def _report_job(records: Sequence[Record], directory: Path, report: Path) -> _Job:
+    matrix = records[0].cell.matrix
+
+    def fill(run: Any) -> None:
+        import wandb
+
+        artifact = wandb.Artifact(f"{matrix}-report", type="report")
+        with _staging(directory / "wandb" / "data"):
+            artifact.add_file(str(directory / "records.jsonl"), skip_cache=True)
+            for file in sorted(path for path in report.rglob("*") if path.is_file()):
+                artifact.add_file(str(file), str(file.relative_to(report)), skip_cache=True)
+            run.log_artifact(artifact)
+
+    return _Job(
+        id=_digest("report", *sorted(map(_run_id, records))),
+        name=f"{matrix}-report",
+        group=matrix,
+        job_type="report",
+        tags=sorted({record.evidence for record in records}),
+        config={"matrix": matrix},
+        fill=fill,
+    )
+
+
+@contextmanager
+def _staging(directory: Path) -> Iterator[None]:
+    """Have an artifact's files wait for `wandb sync` with the runs, unless the user says where."""
+    given = os.environ.get("WANDB_DATA_DIR")
+    os.environ["WANDB_DATA_DIR"] = given or str(directory.absolute())
+    try:
+        yield
+    finally:
+        if given is None:
+            del os.environ["WANDB_DATA_DIR"]
+
+
+def _try_online(job: _Job, directory: Path, warnings: list[str]) -> bool:
     """Write the run online, or leave nothing of it and say why not."""
     try:
-        _write(record, directory, "online")
+        _write(job, directory, "online")
     except Exception as error:
         import wandb
 
         warnings.append(f"W&B cannot be reached, writing offline: {_brief(error)}")
         # Its service process holds the id of the run that failed.
         wandb.teardown()
-        for left in _runs(directory, record):
-            shutil.rmtree(left, ignore_errors=True)
+        _remove(directory, job)
         return False
     return True
 
@@ -117,16 +206,29 @@ def _has_key() -> bool:
         return False
 
 
-def _runs(directory: Path, record: Record) -> list[Path]:
-    return list(directory.glob(f"wandb/*run-*-{_run_id(record)}"))
+def _runs(directory: Path, job: _Job) -> list[Path]:
+    return list(directory.glob(f"wandb/*run-*-{job.id}"))
+
+
+def _is_complete(directory: Path, job: _Job) -> bool:
+    return any((run / _COMPLETE).exists() for run in _runs(directory, job))
+
+
+def _remove(directory: Path, job: _Job) -> None:
+    for left in _runs(directory, job):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def _run_id(record: Record) -> str:
     """The same for the same record, so that a resumed matrix adds only its new cells."""
-    return hashlib.sha256(f"{record.cell_id} {record.started_at}".encode()).hexdigest()[:12]
+    return _digest(record.cell_id, record.started_at)
 
 
-def _write(record: Record, directory: Path, mode: Literal["online", "offline"]) -> None:
+def _digest(*parts: str) -> str:
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:12]
+
+
+def _write(job: _Job, directory: Path, mode: Literal["online", "offline"]) -> None:
     # Imported here, because it takes a second and most commands do not need it.
     import wandb
 
@@ -136,21 +238,22 @@ def _write(record: Record, directory: Path, mode: Literal["online", "offline"]) 
         mode=mode,
         dir=str(directory),
         project=os.environ.get("WANDB_PROJECT") or "fcdp",
-        id=_run_id(record),
-        name=record.cell_id,
-        group=record.cell.matrix,
-        job_type=record.cell.strategy,
-        tags=_tags(record),
-        config=record.cell.model_dump(mode="json"),
+        id=job.id,
+        resume="allow",
+        name=job.name,
+        group=job.group,
+        job_type=job.job_type,
+        tags=job.tags,
+        config=job.config,
         settings=wandb.Settings(**settings),
     )
     try:
-        if record.measurement is not None:
-            for point in _history(record.measurement):
-                run.log(point)
-        run.summary.update(_summary(record))
-    finally:
-        run.finish(exit_code=0 if record.state == "ok" else 1)
+        job.fill(run)
+    except BaseException:
+        run.finish(exit_code=1)
+        raise
+    run.finish(exit_code=job.exit_code)
+    (Path(run.settings.sync_dir) / _COMPLETE).touch()
 
 
 def _tags(record: Record) -> list[str]:
