@@ -82,7 +82,7 @@ def export(
     new = [job for job in jobs if not _is_complete(directory, job)]
     if mode == "disabled" or not new:
         return Export(mode, 0, tuple(warnings))
-    written = 0
+    written: list[_Job] = []
     try:
         for job in new:
             _remove(directory, job)
@@ -90,10 +90,11 @@ def export(
                 mode = "offline"
             if mode == "offline":
                 _write(job, directory, "offline")
-            written += 1
+            written.append(job)
+        _complete(written, directory)
     except Exception as error:
-        warnings.append(f"{len(new) - written} W&B runs not written: {_brief(error)}")
-    return Export(mode, written, tuple(warnings))
+        warnings.append(f"{len(new) - len(written)} W&B runs not written: {_brief(error)}")
+    return Export(mode, len(written), tuple(warnings))
 
 
 @dataclass(frozen=True)
@@ -210,6 +211,16 @@ def _runs(directory: Path, job: _Job) -> list[Path]:
     return list(directory.glob(f"wandb/*run-*-{job.id}"))
 
 
+def _complete(jobs: Sequence[_Job], directory: Path) -> None:
+    import wandb
+
+    # Its service process writes files when it pleases, and all of them before it ends.
+    wandb.teardown()
+    for job in jobs:
+        for run in _runs(directory, job):
+            (run / _COMPLETE).touch()
+
+
 def _is_complete(directory: Path, job: _Job) -> bool:
     return any((run / _COMPLETE).exists() for run in _runs(directory, job))
 
@@ -253,7 +264,6 @@ def _write(job: _Job, directory: Path, mode: Literal["online", "offline"]) -> No
         run.finish(exit_code=1)
         raise
     run.finish(exit_code=job.exit_code)
-    (Path(run.settings.sync_dir) / _COMPLETE).touch()
 
 
 def _tags(record: Record) -> list[str]:

@@ -77,7 +77,7 @@ def test_a_run_that_was_cut_short_is_written_again(
         with pytest.raises(KeyboardInterrupt):
             export([record(cell(seed=5))], tmp_path)
     assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 1
-    wandb.teardown()  # as the end of the process does: one service takes a run's id once
+    wandb.teardown()  # as the end of the process does
     assert export([record(cell(seed=5))], tmp_path).runs == 1
     assert export([record(cell(seed=5))], tmp_path).runs == 0
     (stored,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
