@@ -8,19 +8,18 @@ is written again under the same id, which online resumes it.
 
 from __future__ import annotations
 
-import hashlib
 import netrc
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from experiments.provenance import scrub
-from experiments.records import Measurement, Record
+from experiments.records import Record
+from experiments.wandb_runs import Job, cell_job, report_job
 
 #: What ``WANDB_MODE`` may say, and what W&B's own aliases mean.
 _MODES = {
@@ -48,7 +47,6 @@ _SETTINGS: dict[str, Any] = {
     "program": "",
     "init_timeout": 20,
 }
-_TAG_LENGTH = 64
 #: In the folder of a run: everything of it has been written.
 _COMPLETE = "complete"
 
@@ -76,13 +74,13 @@ def export(
     """
     mode, warnings = _mode()
     ran = [record for record in records if record.state != "skipped"]
-    jobs = [_cell_job(record, sweep_run or _run_id(record)) for record in ran]
+    jobs = [cell_job(record, sweep_run) for record in ran]
     if report is not None and ran and report.is_dir():
-        jobs.append(_report_job(ran, directory, report))
+        jobs.append(report_job(ran, directory, report))
     new = [job for job in jobs if not _is_complete(directory, job)]
     if mode == "disabled" or not new:
         return Export(mode, 0, tuple(warnings))
-    written: list[_Job] = []
+    written: list[Job] = []
     try:
         for job in new:
             _remove(directory, job)
@@ -97,77 +95,7 @@ def export(
     return Export(mode, len(written), tuple(warnings))
 
 
-@dataclass(frozen=True)
-class _Job:
-    """One W&B run that is to be written."""
-
-    id: str
-    name: str
-    group: str
-    job_type: str
-    tags: list[str]
-    config: dict[str, Any]
-    fill: Callable[[Any], None]
-    exit_code: int = 0
-
-
-def _cell_job(record: Record, run_id: str) -> _Job:
-    def fill(run: Any) -> None:
-        if record.measurement is not None:
-            for step, point in enumerate(_history(record.measurement)):
-                # With its number, a point that a resumed run has already is not added again.
-                run.log(point, step=step)
-        run.summary.update(_summary(record))
-
-    return _Job(
-        id=run_id,
-        name=record.cell_id,
-        group=record.cell.matrix,
-        job_type=record.cell.strategy,
-        tags=_tags(record),
-        config=record.cell.model_dump(mode="json"),
-        fill=fill,
-        exit_code=0 if record.state == "ok" else 1,
-    )
-
-
-def _report_job(records: Sequence[Record], directory: Path, report: Path) -> _Job:
-    matrix = records[0].cell.matrix
-
-    def fill(run: Any) -> None:
-        import wandb
-
-        artifact = wandb.Artifact(f"{matrix}-report", type="report")
-        with _staging(directory / "wandb" / "data"):
-            artifact.add_file(str(directory / "records.jsonl"), skip_cache=True)
-            for file in sorted(path for path in report.rglob("*") if path.is_file()):
-                artifact.add_file(str(file), str(file.relative_to(report)), skip_cache=True)
-            run.log_artifact(artifact)
-
-    return _Job(
-        id=_digest("report", *sorted(map(_run_id, records))),
-        name=f"{matrix}-report",
-        group=matrix,
-        job_type="report",
-        tags=sorted({record.evidence for record in records}),
-        config={"matrix": matrix},
-        fill=fill,
-    )
-
-
-@contextmanager
-def _staging(directory: Path) -> Iterator[None]:
-    """Have an artifact's files wait for `wandb sync` with the runs, unless the user says where."""
-    given = os.environ.get("WANDB_DATA_DIR")
-    os.environ["WANDB_DATA_DIR"] = given or str(directory.absolute())
-    try:
-        yield
-    finally:
-        if given is None:
-            del os.environ["WANDB_DATA_DIR"]
-
-
-def _try_online(job: _Job, directory: Path, warnings: list[str]) -> bool:
+def _try_online(job: Job, directory: Path, warnings: list[str]) -> bool:
     """Write the run online, or leave nothing of it and say why not."""
     try:
         _write(job, directory, "online")
@@ -207,11 +135,11 @@ def _has_key() -> bool:
         return False
 
 
-def _runs(directory: Path, job: _Job) -> list[Path]:
+def _runs(directory: Path, job: Job) -> list[Path]:
     return list(directory.glob(f"wandb/*run-*-{job.id}"))
 
 
-def _complete(jobs: Sequence[_Job], directory: Path) -> None:
+def _complete(jobs: Sequence[Job], directory: Path) -> None:
     import wandb
 
     # Its service process writes files when it pleases, and all of them before it ends.
@@ -221,25 +149,16 @@ def _complete(jobs: Sequence[_Job], directory: Path) -> None:
             (run / _COMPLETE).touch()
 
 
-def _is_complete(directory: Path, job: _Job) -> bool:
+def _is_complete(directory: Path, job: Job) -> bool:
     return any((run / _COMPLETE).exists() for run in _runs(directory, job))
 
 
-def _remove(directory: Path, job: _Job) -> None:
+def _remove(directory: Path, job: Job) -> None:
     for left in _runs(directory, job):
         shutil.rmtree(left, ignore_errors=True)
 
 
-def _run_id(record: Record) -> str:
-    """The same for the same record, so that a resumed matrix adds only its new cells."""
-    return _digest(record.cell_id, record.started_at)
-
-
-def _digest(*parts: str) -> str:
-    return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:12]
-
-
-def _write(job: _Job, directory: Path, mode: Literal["online", "offline"]) -> None:
+def _write(job: Job, directory: Path, mode: Literal["online", "offline"]) -> None:
     # Imported here, because it takes a second and most commands do not need it.
     import wandb
 
@@ -264,43 +183,6 @@ def _write(job: _Job, directory: Path, mode: Literal["online", "offline"]) -> No
         run.finish(exit_code=1)
         raise
     run.finish(exit_code=job.exit_code)
-
-
-def _tags(record: Record) -> list[str]:
-    cluster = record.cell.cluster
-    shape = f"{cluster.nodes} nodes x {cluster.ranks_per_node} ranks"
-    tags = [record.evidence, cluster.kind, shape, str(record.hardware.get("cpu", ""))]
-    return list(dict.fromkeys(tag[:_TAG_LENGTH] for tag in tags if tag))
-
-
-def _history(measurement: Measurement) -> list[dict[str, float]]:
-    """One point a step; the warm-up steps, which come first, have a loss and no time."""
-    warmup = len(measurement.losses) - len(measurement.step_seconds)
-    points = []
-    for step, loss in enumerate(measurement.losses):
-        point = {"step": float(step + 1), "loss": loss}
-        if step >= warmup:
-            point["step_seconds"] = measurement.step_seconds[step - warmup]
-        points.append(point)
-    return points
-
-
-def _summary(record: Record) -> dict[str, Any]:
-    figures: dict[str, Any] = {
-        "state": record.state,
-        "evidence": record.evidence,
-        "error": record.error,
-        "seconds": record.seconds,
-        "commit": record.commit,
-        "tokens_per_s": record.tokens_per_s,
-        "step_seconds_median": record.step_seconds_median,
-    }
-    figures |= {f"versions/{name}": version for name, version in record.versions.items()}
-    figures |= {f"hardware/{name}": value for name, value in record.hardware.items()}
-    figures |= {f"network/{name}": value for name, value in record.network.items()}
-    if record.measurement is not None:
-        figures |= record.measurement.model_dump(exclude={"losses", "step_seconds"})
-    return {name: value for name, value in figures.items() if value is not None}
 
 
 def _brief(error: Exception) -> str:

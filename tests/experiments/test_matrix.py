@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from baselines.registry import STRATEGY_NAMES
 from experiments import matrix
 from experiments.matrix import format_bandwidth, parse_bandwidth
+from experiments.records import ClusterSpec
 from experiments.yaml_lines import load
 
 FILE = """\
@@ -74,6 +75,16 @@ def test_skip_rules_and_overrides_apply_to_their_cells_only(tmp_path: Path) -> N
         skipped = cell.accumulation == 4 and unshaped
         assert planned.skip_reason == ("not interesting" if skipped else None)
         assert cell.steps == (2 if not unshaped and cell.strategy != "deepspeed-zero3" else 5)
+
+
+def test_another_cluster_takes_the_place_of_the_files(tmp_path: Path) -> None:
+    rented = ClusterSpec(kind="rented", nodes=4, ranks_per_node=8)
+    own, plan = matrix.read(written(tmp_path)), matrix.read(written(tmp_path), rented)
+    assert plan.cluster == rented
+    assert {planned.cell.cluster for planned in plan.cells} == {rented}
+    assert not {p.cell.id for p in own.cells} & {p.cell.id for p in plan.cells}
+    reasons = {p.cell.inter_bandwidth_bits_per_s: p.skip_reason for p in plan.cells}
+    assert "nothing limits them to a bandwidth" in str(reasons[10_000_000])
 
 
 @pytest.mark.parametrize("name", matrix.available())
