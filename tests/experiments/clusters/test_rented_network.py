@@ -7,6 +7,7 @@ real ones: agents that connect to the runner at its address.
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -40,22 +41,23 @@ def network(privileged: None) -> Iterator[Network]:
         yield built
 
 
-@pytest.fixture
-def cluster(network: Network, monkeypatch: pytest.MonkeyPatch) -> Iterator[RentedCluster]:
+@pytest.fixture(scope="module")
+def cluster(network: Network) -> Iterator[RentedCluster]:
     """The runner is on node 0; it notices a silent node in seconds."""
     quick = {
-        (wire.socket.IPPROTO_TCP, wire.socket.TCP_KEEPIDLE): 1,
-        (wire.socket.IPPROTO_TCP, wire.socket.TCP_KEEPINTVL): 1,
-        (wire.socket.IPPROTO_TCP, wire.socket.TCP_KEEPCNT): 2,
-        (wire.socket.IPPROTO_TCP, wire.socket.TCP_USER_TIMEOUT): 2000,
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE): 1,
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL): 1,
+        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT): 2,
+        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT): 2000,
     }
-    monkeypatch.setattr(wire, "_KEEP_ALIVE", wire._KEEP_ALIVE | quick)
     allocation = Allocation((network.addresses[0], 29400), TOKEN, 2, RANKS)
     rented = RentedCluster(allocation, allocation.spec)
     with ExitStack() as stack:
         for number, name in enumerate(network.nodes):
             inside = ("nsenter", f"--net=/run/netns/{name}")
             stack.callback(end, start(allocation, number, *inside))
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(wire, "_KEEP_ALIVE", wire._KEEP_ALIVE | quick)
         namespaces.call_in(network.nodes[0], rented.__enter__)
         stack.callback(rented.__exit__, None, None, None)
         yield rented
