@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from experiments.clusters.kinds import PRELOADED, ClusterKind
+from experiments.clusters.kinds import ClusterKind
 from experiments.clusters.kinds import cluster as _cluster
 from experiments.clusters.kinds import enter_namespace as _enter_namespace
 from experiments.clusters.kinds import override as _override
 from experiments.clusters.kinds import preloaded as _preloaded
 from experiments.clusters.kinds import simulates as _simulates
+from experiments.clusters.node_command import node
 from experiments.preflight.command import preflight
 from experiments.terminal import console as _console
 from experiments.terminal import say as _say
@@ -52,6 +53,7 @@ app = typer.Typer(
 )
 
 
+app.command()(node)
 app.command()(preflight)
 
 
@@ -117,17 +119,61 @@ def run(
     directory = RunDirectory(
         output or Path("runs") / (f"{plan.name}-simulated" if apart else plan.name)
     )
-    if not simulated and plan.cluster.kind == "emulated":
+    with (
+        _running(plan, directory, simulated),
+        _prepared(directory, plan, resume or retry_failed, retry_failed) as finished,
+    ):
+        records = _run_cells(plan, cells, finished, directory, simulated)
+        drawn = _finish(records, directory, wandb=not no_wandb)
+    _exit_if_failed(records, drawn)
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def sweep_cell(
+    matrix: Annotated[str, typer.Argument(metavar="MATRIX", help="As for `run`.")],
+    settings: Annotated[
+        list[str], typer.Argument(metavar="--SETTING=VALUE...", help="Which of its cells to run.")
+    ],
+) -> None:
+    """Run one cell of a matrix for a W&B sweep, as `run MATRIX --resume` would, and write its run.
+
+    Sweeps are in experiments/sweeps; W&B's agent calls this. Exit status: as for `run`.
+    """
+    from experiments import matrix as matrices
+    from experiments import sweep
+    from experiments.run_directory import RunDirectory
+
+    try:
+        plan = matrices.read(matrix)
+        cell = sweep.pick(plan, settings)
+    except ValueError as error:
+        _stop(str(error))
+    directory = RunDirectory(Path("runs") / plan.name)
+    simulated = _simulates(None, plan.cluster)
+    with (
+        _running(plan, directory, simulated),
+        _prepared(directory, plan, resume=True, retry_failed=False) as finished,
+    ):
+        records = _run_cells(plan, [cell], finished, directory, simulated)
+        _export(_console(), records, directory, sweep.run_id())
+    _exit_if_failed(records)
+
+
+@contextmanager
+def _running(plan: Matrix, directory: RunDirectory, simulated: bool) -> Iterator[None]:
+    """Around a run: the rights it needs, and what to say if it is interrupted."""
+    if plan.cluster.kind == "emulated" and not simulated:
         _enter_namespace()
     _on_signals(_interrupt)
     # A library's forked helper that is ended by SIGTERM must not tear our cluster down.
     os.register_at_fork(after_in_child=lambda: _on_signals(signal.SIG_DFL))
     try:
-        with _prepared(directory, plan, resume or retry_failed, retry_failed) as finished:
-            records = _run_cells(plan, cells, finished, directory, simulated)
-            drawn = _finish(records, directory, wandb=not no_wandb)
+        yield
     except KeyboardInterrupt:
         _stop_interrupted(directory)
+
+
+def _exit_if_failed(records: Sequence[Record], drawn: bool = True) -> None:
     if not drawn or any(record.state in ("failed", "timeout") for record in records):
         raise typer.Exit(FAILED)
 
@@ -205,10 +251,16 @@ def _draw(console: Console, directory: RunDirectory) -> bool:
     return True
 
 
-def _export(console: Console, records: Sequence[Record], directory: RunDirectory) -> None:
+def _export(
+    console: Console,
+    records: Sequence[Record],
+    directory: RunDirectory,
+    sweep_run: str | None = None,
+) -> None:
     from experiments import wandb_sink
 
-    export = wandb_sink.export(records, directory.path)
+    report = None if sweep_run else directory.report
+    export = wandb_sink.export(records, directory.path, report, sweep_run)
     for warning in export.warnings:
         console.print(f"W&B: {warning}", style="yellow", soft_wrap=True, markup=False)
     if export.mode == "disabled":
@@ -238,31 +290,6 @@ def _show(plan: Matrix, cells: Sequence[PlannedCell]) -> None:
         style="bold",
         highlight=False,
     )
-
-
-@app.command()
-def node(
-    number: Annotated[
-        int, typer.Option(envvar="FCDP_NODE", min=0, help="Which node this is, counted from 0.")
-    ],
-    patience: Annotated[
-        float, typer.Option(metavar="SECONDS", help="End if no runner comes for so long.")
-    ] = 120.0,
-) -> None:
-    """Be one node of a rented cluster: launch the ranks that `run --cluster rented` asks for.
-
-    Started once on every node; node 0 is the machine that `run` is called on. Reads FCDP_HEAD,
-    FCDP_TOKEN, FCDP_NODES and FCDP_RANKS_PER_NODE, as `run` does.
-    """
-    from experiments.clusters import node as nodes
-    from experiments.clusters.allocation import Allocation
-    from experiments.clusters.interface import ClusterError
-
-    try:
-        allocation = Allocation.from_env()
-        nodes.serve(allocation, number, PRELOADED, patience_s=patience, say=typer.echo)
-    except ClusterError as error:
-        _stop(str(error))
 
 
 @app.command()

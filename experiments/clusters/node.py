@@ -190,10 +190,8 @@ class _Node:
             **os.environ,
             "FCDP_INTERFACE": self._hello.network["counted_interface"],
         }
-        # Ranks need neither.
-        for secret in ("FCDP_TOKEN", "WANDB_API_KEY"):
-            variables.pop(secret, None)
-        return variables
+        # Ranks need none of them.
+        return {k: v for k, v in variables.items() if k not in provenance.SECRETS}
 
 
 _APART = (

@@ -25,7 +25,8 @@ from experiments.runner import WORKER
 
 #: What each rank runs; it imports nothing of ours, so that a rank costs milliseconds.
 _RANK = """
-import json, os, pathlib, sys, time
+import ctypes, json, os, pathlib, sys, time
+ctypes.CDLL(None).prctl(1, 9)  # as every rank it dies with who started it
 cell_file, output, behaviour = sys.argv[1:]
 output = pathlib.Path(output)
 cell = json.loads(pathlib.Path(cell_file).read_text())

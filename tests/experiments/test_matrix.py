@@ -16,6 +16,7 @@ from baselines import pins
 from baselines.registry import STRATEGY_NAMES
 from experiments import matrix
 from experiments.matrix import format_bandwidth, parse_bandwidth
+from experiments.records import ClusterSpec
 from experiments.yaml_lines import load
 
 FILE = """\
@@ -87,6 +88,16 @@ def test_a_pin_that_is_not_installed_is_planned_as_skipped(
     assert zero3.skip_reason == "DeepSpeed (paper) is not installed: make baselines"
     assert zero3.cell.variant == "deepspeed-zero3@paper"
     assert "has one pin only" in str(planned["fcdp"].skip_reason)
+
+
+def test_another_cluster_takes_the_place_of_the_files(tmp_path: Path) -> None:
+    rented = ClusterSpec(kind="rented", nodes=4, ranks_per_node=8)
+    own, plan = matrix.read(written(tmp_path)), matrix.read(written(tmp_path), rented)
+    assert plan.cluster == rented
+    assert {planned.cell.cluster for planned in plan.cells} == {rented}
+    assert not {p.cell.id for p in own.cells} & {p.cell.id for p in plan.cells}
+    reasons = {p.cell.inter_bandwidth_bits_per_s: p.skip_reason for p in plan.cells}
+    assert "nothing limits them to a bandwidth" in str(reasons[10_000_000])
 
 
 @pytest.mark.parametrize("name", matrix.available())
