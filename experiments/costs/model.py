@@ -7,7 +7,7 @@ do: every token attends to the whole sequence (PaLM's 12·L·H·Q·T for forward
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -55,9 +55,14 @@ class Matrix:
     def weights(self) -> int:
         return self.inputs * self.outputs
 
-    @property
-    def parameters(self) -> int:
-        return self.weights + self.bias * self.outputs
+
+#: A parameter's first dimension, which is what is sharded, and the elements of a row of it.
+Rows = tuple[int, int]
+
+
+def padded_numel(parameters: Iterable[Rows], sharers: int) -> int:
+    """Elements of the parameters where each has its rows filled up to a multiple of the ranks."""
+    return sum(-(-rows // sharers) * sharers * row for rows, row in parameters)
 
 
 @dataclass(frozen=True)
@@ -144,34 +149,51 @@ class Transformer:
         )
 
     @property
+    def block_rows(self) -> list[Rows]:
+        """The parameters of one block without adapters: matrices, biases, two norms.
+
+        GPT-2 keeps its matrices as (inputs, outputs), Llama as (outputs, inputs).
+        """
+        gpt2 = self.family == "gpt2"
+        matrices = [(m.inputs, m.outputs) if gpt2 else (m.outputs, m.inputs) for m in self.matrices]
+        biases = [(matrix.outputs, 1) for matrix in self.matrices if matrix.bias]
+        return [*matrices, *biases, *[(self.width, 1)] * (4 if gpt2 else 2)]
+
+    @property
+    def root_rows(self) -> list[Rows]:
+        """The parameters outside of the blocks: embeddings, output layer, last norm."""
+        tables = [self.vocabulary, self.positions, 0 if self.tied else self.vocabulary]
+        norms = 2 if self.family == "gpt2" else 1
+        return [*((rows, self.width) for rows in tables if rows), *[(self.width, 1)] * norms]
+
+    def adapter_rows(self, lora: Lora) -> list[Rows]:
+        """The adapters of one block. Raises ``ValueError`` for a target that it does not have."""
+        names = [matrix.name for matrix in self.matrices]
+        for target in lora.targets:
+            if target not in names:
+                raise ValueError(f"lora targets = {target!r}: allowed are {', '.join(names)}")
+        adapted = [matrix for matrix in self.matrices if matrix.name in lora.targets]
+        return [
+            rows
+            for matrix in adapted
+            for rows in ((lora.rank, matrix.inputs), (matrix.outputs, lora.rank))
+        ]
+
+    @property
     def block_parameters(self) -> int:
-        """Of one block without adapters: matrices, biases, two norms."""
-        norms = 4 * self.width if self.family == "gpt2" else 2 * self.width
-        return sum(matrix.parameters for matrix in self.matrices) + norms
+        return padded_numel(self.block_rows, 1)
 
     @property
     def root_parameters(self) -> int:
-        """What is outside of the blocks: embeddings, output layer, last norm."""
-        embeddings = (self.vocabulary + self.positions) * self.width
-        head = 0 if self.tied else self.vocabulary * self.width
-        norm = 2 * self.width if self.family == "gpt2" else self.width
-        return embeddings + head + norm
+        return padded_numel(self.root_rows, 1)
 
     @property
     def parameters(self) -> int:
         return self.layers * self.block_parameters + self.root_parameters
 
     def adapter_parameters(self, lora: Lora) -> int:
-        """Of one block. Raises ``ValueError`` for a target that a block does not have."""
-        names = [matrix.name for matrix in self.matrices]
-        for target in lora.targets:
-            if target not in names:
-                raise ValueError(f"lora targets = {target!r}: allowed are {', '.join(names)}")
-        return sum(
-            lora.rank * (matrix.inputs + matrix.outputs)
-            for matrix in self.matrices
-            if matrix.name in lora.targets
-        )
+        """Of one block; raises as ``adapter_rows``."""
+        return padded_numel(self.adapter_rows(lora), 1)
 
     def attention_lora(self, rank: int) -> Lora:
         """The paper's adapters: Q, K, V and O."""

@@ -39,9 +39,18 @@ class Tasks:
         return self.add(name, COMPUTE, {"compute": seconds}, after)
 
     def exchange(
-        self, name: str, stream: str, traffic: Traffic, phase: str, after: Sequence[int]
+        self,
+        name: str,
+        stream: str,
+        traffic: Traffic,
+        phase: str,
+        after: Sequence[int],
+        gathered_bytes: float = 0.0,
     ) -> int:
-        """What ranks send one another, with what that takes of PCIe and of the host's cores."""
+        """What ranks send one another, with what that takes of PCIe and of the host's cores.
+
+        ``gathered_bytes``: what each rank has at the end of it that it had not.
+        """
         hardware = self.hardware
         demands = {
             "inter_node": traffic.inter_node_bytes / hardware.inter_bytes_per_s,
@@ -58,6 +67,8 @@ class Tasks:
         # Ranks that share their cores share what all of them send, too.
         sharing = hardware.ranks_sharing_device / hardware.ranks_per_node
         demands["compute"] = hardware.overheads.byte_seconds * sharing * sent
+        arrived = gathered_bytes * hardware.ranks_sharing_device
+        demands["compute"] += hardware.overheads.gathered_byte_seconds * arrived
         self.count("inter_node", phase, traffic.inter_node_bytes)
         self.count("intra_node", phase, traffic.intra_node_bytes)
         return self.add(name, stream, demands, after, traffic.latency_seconds(hardware))
@@ -225,7 +236,9 @@ class Step:
         at = None
         for number, traffic in enumerate(exchanges):
             stream = self._gather_stream(number)
-            at = self.tasks.exchange(name, stream, traffic, phase, start)
+            last = number == len(exchanges) - 1
+            size = self._exchanges.gathered_bytes(unit) if last else 0.0
+            at = self.tasks.exchange(name, stream, traffic, phase, start, size)
             start = (at,)
             if number == 0 and unit in self._tiers:
                 self._store(unit, phase, at)
@@ -247,7 +260,8 @@ class Step:
             start = (*after, self._copy_in(f"{name} copy in", size, phase, begin))
         at = None
         for traffic in self._exchanges.spread(unit):
-            at = self.tasks.exchange(name, self._gather_stream(0), traffic, phase, start)
+            size = self._exchanges.gathered_bytes(unit)
+            at = self.tasks.exchange(name, self._gather_stream(0), traffic, phase, start, size)
         return at
 
     def _stored_tasks(self, unit: Unit) -> tuple[int, ...]:
