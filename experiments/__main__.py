@@ -22,6 +22,7 @@ from experiments.clusters.kinds import PRELOADED, ClusterKind
 from experiments.clusters.kinds import cluster as _cluster
 from experiments.clusters.kinds import enter_namespace as _enter_namespace
 from experiments.clusters.kinds import override as _override
+from experiments.clusters.kinds import simulated_cluster as _simulated_cluster
 from experiments.clusters.kinds import simulates as _simulates
 from experiments.preflight.command import preflight
 from experiments.terminal import console as _console
@@ -161,8 +162,8 @@ def _run_cells(
 
     try:
         with Progress(plan, cells, finished, _console()) as progress:
-            built = _cluster(plan.cluster, simulated=simulated)
-            return runner.run(cells, finished, built, directory, progress)
+            build = _simulated_cluster if simulated else _cluster
+            return runner.run(cells, finished, build(plan.cluster), directory, progress)
     except (ClusterError, runner.RunError) as error:
         _stop(str(error))
 
