@@ -86,9 +86,9 @@ def _explain(case: Case) -> str:
         f"{PAPER_MICRO_BATCH}. GB are 10⁹ bytes.\n\n"
         "Evidence: simulated. Forward, backward and optimizer step are the real code of PyTorch, "
         "of the strategy and of `transformers`, on all layers; tensors have shapes but no "
-        "contents, collectives send nothing, and the device is one that PyTorch is told of. Not counted: "
-        "fragmentation, memory that a stream still holds when the program has let go of it, and "
-        "what libraries take for themselves."
+        "contents, collectives send nothing, and the device is one that PyTorch is told of. Not "
+        "counted: fragmentation, memory that a stream still holds when the program has let go of "
+        "it, and what libraries take for themselves."
     )
 
 
