@@ -86,6 +86,11 @@ def sums(units: Sequence[Any], nodes: int, *, on_host: bool = False) -> int:
     return sum(map(aligned, sizes)) if on_host else sum(sizes)
 
 
+def residuals(units: Sequence[Any], nodes: int) -> int:
+    """What error feedback keeps on one rank's device, in bytes; fp32."""
+    return sum(4 * (nodes - 1) * unit.shard_numel for unit in units if unit.trainable)
+
+
 def checksums(units: Sequence[Any], nodes: int) -> int:
     """What ``verify=True`` keeps on the device, in bytes."""
     return 8 * (nodes - 1) * len(units)

@@ -337,10 +337,14 @@ def memory(
     """
     from experiments.memory import command
 
+    _on_signals(_interrupt)
     try:
         settled = command.run(model or [], strategy or [], output, jobs, _console())
     except ValueError as error:
         _stop(str(error))
+    except KeyboardInterrupt:
+        _say_error("interrupted: finished cases are kept; the same command goes on")
+        raise typer.Exit(INTERRUPTED) from None
     _say(_console(), "records", output / "memory.jsonl")
     if any(record.state == "failed" for record in settled):
         raise typer.Exit(FAILED)

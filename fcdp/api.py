@@ -142,7 +142,8 @@ def cache_parameters(
     cache or not; the sharded ones that the optimizer steps, and checkpoints, are not. Gradients are
     rounded once, and added up in fp32 or wider. ``error_feedback`` adds what the last reduction's
     rounding lost to the next, for (n−1)/n of 1/L of the gradients in fp32 a rank, which no
-    checkpoint keeps; with a loss scale that changes it is wrong by the change, once.
+    checkpoint keeps and ``load_state_dict`` drops; with a loss scale that changes it is wrong by
+    the change, once.
 
     Raises ``ValueError`` for a model not sharded by FSDP2, sharded over several dimensions, or
     cached already, for a negative ``look_ahead``, for too little host memory, for a

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from fcdp.codec import Codec, Codecs
 from fcdp.exchange import swap, wait_all
+from fcdp.ledger import Ledger
 from fcdp.unit import Unit
 
 
@@ -19,18 +20,21 @@ class EncodedReduce:
     (g−1) · s elements in fp32 for a group of g, from the first reduction on.
     """
 
-    def __init__(self, codec: Codec, group: dist.ProcessGroup, *, error_feedback: bool) -> None:
+    def __init__(
+        self, codec: Codec, group: dist.ProcessGroup, ledger: Ledger, *, error_feedback: bool
+    ) -> None:
         self._codec = codec
         self._group = group
+        self._ledger = ledger
         self._error_feedback = error_feedback
         #: By the group's rank: what its parts have lost so far.
         self._residuals: dict[int, torch.Tensor] = {}
 
     @classmethod
-    def of(cls, codecs: Codecs, group: dist.ProcessGroup) -> EncodedReduce | None:
+    def of(cls, codecs: Codecs, group: dist.ProcessGroup, ledger: Ledger) -> EncodedReduce | None:
         if codecs.reduce is None:
             return None
-        return cls(codecs.reduce, group, error_feedback=codecs.error_feedback)
+        return cls(codecs.reduce, group, ledger, error_feedback=codecs.error_feedback)
 
     def reduce(
         self,
@@ -66,6 +70,19 @@ class EncodedReduce:
         output.copy_(total)
         return sum(encoded.numel() for encoded in sent.values())
 
+    def forget(self) -> None:
+        """Drop what was lost: it belongs to parameters that are no more."""
+        for peer in [*self._residuals]:
+            self._keep(peer, None)
+
+    def _keep(self, peer: int, lost: torch.Tensor | None) -> None:
+        before = self._residuals.pop(peer, None)
+        if before is not None:
+            self._ledger.residual_bytes -= before.nbytes
+        if lost is not None:
+            self._ledger.residual_bytes += lost.nbytes
+            self._residuals[peer] = lost
+
     def _encode(self, peer: int, values: torch.Tensor) -> torch.Tensor:
         if not self._error_feedback:
             return self._codec.encode(values)
@@ -77,8 +94,7 @@ class EncodedReduce:
         decoded = torch.empty_like(values)
         self._codec.decode(encoded, decoded)
         # What overflowed is skipped by the gradient scaler; it must not stay here.
-        lost = (values - decoded).float().nan_to_num_(0.0, 0.0, 0.0)
-        self._residuals[peer] = lost
+        self._keep(peer, (values - decoded).float().nan_to_num_(0.0, 0.0, 0.0))
         return encoded
 
 

@@ -63,6 +63,7 @@ class Engine:
         self.ledger = Ledger()
         self.staleness = Staleness(self.units, topology, verify=safety.verify)
         self._gathers: list[CachedGather] = []
+        self._encoded: list[EncodedReduce] = []
         self._replicas = Replicas(
             replicated, topology, _device(topology), self.ledger, reduce_dtype
         )
@@ -87,6 +88,9 @@ class Engine:
             lambda: SumsMaker(sums, self.units, topology, _device(topology), self.ledger),
         )
         for unit in self.units:
+            encoded = EncodedReduce.of(codecs, topology.inter, self.ledger)
+            if encoded is not None:
+                self._encoded.append(encoded)
             gather = CachedGather(
                 unit, topology, self.cache, self.staleness, self.ledger, codecs.gather
             )
@@ -95,7 +99,7 @@ class Engine:
                 topology,
                 self._sums.of(unit),
                 self.ledger,
-                EncodedReduce.of(codecs, topology.inter),
+                encoded,
             )
             self._gathers.append(gather)
             unit.module.set_custom_all_gather(gather)
@@ -161,6 +165,8 @@ class Engine:
 
     def _after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
         self.staleness.invalidate()
+        for encoded in self._encoded:
+            encoded.forget()
 
     def _before_step(self, optimizer: Optimizer) -> None:
         if not any(reduce.pending for reduce in self._reduces):

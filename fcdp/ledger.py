@@ -39,6 +39,8 @@ class Ledger:
     #: memory, and their peak.
     pending_bytes: int = 0
     peak_pending_bytes: int = 0
+    #: What error feedback keeps of reductions for the next ones, in bytes of device memory.
+    residual_bytes: int = 0
 
     def add(self, link: Link, phase: Phase, count: int) -> None:
         self.bytes[link][phase] += count

@@ -52,7 +52,8 @@ def save(
     is replaced at once when the new one is complete, and stays if the save fails; other files in
     it are left alone. ``extra`` is whatever else a resumed run needs, such as the scheduler's
     state and the position in the data: tensors, numbers, strings, None, and lists, tuples and
-    dicts of these. Rank 0's is kept. Save between steps: gradients are not kept.
+    dicts of these. Rank 0's is kept. Save between steps: gradients are not kept, nor is what
+    ``error_feedback`` has held back: with it, a resumed run is not the same bit for bit.
 
     The returned future is done already, unless ``asynchronous``: then training may go on while a
     thread writes a copy of the state as it is now, made in host memory. Saves are written one

@@ -40,11 +40,12 @@ def run(
                 highlight=False,
             )
             progress.advance(bar)
-    settled = [known[case] for case in cases]
-    for part in table.tables(settled):
+    for part in table.tables(known[case] for case in cases):
         console.print(_rich(part))
-    (output / "memory.md").write_text(table.markdown(settled), encoding="utf-8")
-    return settled
+    # Of all that the file holds, in one order, whatever was asked for this time.
+    everything = sorted(known.values(), key=study.place)
+    (output / "memory.md").write_text(table.markdown(everything), encoding="utf-8")
+    return [known[case] for case in cases]
 
 
 def _rich(part: table.Table) -> Table:

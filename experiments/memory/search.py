@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 
 #: The micro-batch of the paper's first protocol: always run.
 PAPER_MICRO_BATCH = 8
+#: Points up to which lines are tried: where they bend often, halving is sooner there.
+_LINES = 5
 
 
 def largest_fitting(peak: Callable[[int], int], usable: int, about_one: int) -> int:
@@ -30,6 +32,8 @@ def largest_fitting(peak: Callable[[int], int], usable: int, about_one: int) -> 
 
 def _guess(known: Mapping[int, int], usable: int, fits: int, exceeds: int | None) -> int:
     """Between what fits and what does not; with no end known, up to sixteen times what fits."""
+    if exceeds is not None and len(known) > _LINES:
+        return (fits + exceeds) // 2
     most = 16 * fits if exceeds is None else exceeds - 1
     (x, y), (x_next, y_next) = sorted(sorted(known.items(), key=lambda p: abs(p[1] - usable))[:2])
     meets = most if y_next <= y else x + (usable - y) * (x_next - x) // (y_next - y)

@@ -79,6 +79,12 @@ def cases(
     ]
 
 
+def place(record: MemoryRecord) -> tuple[int, str]:
+    """Sorts records as the tables have them."""
+    case = record.case
+    return [*STRATEGIES].index((case.strategy, case.policy)), case.model_dump_json()
+
+
 def settle(pending: Iterable[Case], jobs: int) -> Iterator[MemoryRecord]:
     """The records of all cases, as they are finished, by ``jobs`` processes."""
     origin = provenance.gather()

@@ -132,6 +132,28 @@ def test_sums_and_checksums(ranks: Pools, sums: SumsPlace) -> None:
                 assert held == closed_form > 0
 
 
+def kept_back(settings: Settings) -> tuple[int, int, int]:
+    """Bytes that error feedback keeps after a step, their equation, and what a load leaves."""
+    topology = topology_of(settings.nodes, settings.ranks_per_node)
+    model = shard_with_fcdp(make_model(settings), topology, settings)
+    for _ in range(2):
+        loss_of(model, next(batches(settings, topology.rank))).backward()
+    held = fcdp.ledger(model).residual_bytes
+    model.load_state_dict(model.state_dict())
+    closed_form = memory.residuals(engine_of(model).units, topology.nodes)
+    return held, closed_form, fcdp.ledger(model).residual_bytes
+
+
+@pytest.mark.parametrize("adapter_rank", [0, 3])
+def test_residuals(ranks: Pools, adapter_rank: int) -> None:
+    settings = Settings(
+        adapter_rank=adapter_rank, reduce_codec=fcdp.BlockInt8(16), error_feedback=True
+    )
+    for held, closed_form, left in ranks.run(4, kept_back, settings):
+        assert held == closed_form > 0
+        assert left == 0
+
+
 def gathered_and_trained(settings: Settings) -> tuple[int, int]:
     topology = topology_of(settings.nodes, settings.ranks_per_node)
     units = engine_of(shard_with_fcdp(make_model(settings), topology, settings)).units

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import fcdp
 from fcdp.encoded import EncodedReduce
+from fcdp.ledger import Ledger
 from tests.fcdp.training import topology_of
 from tests.ranks import Pools
 
@@ -17,7 +18,7 @@ NUMEL = 10
 
 def reducer(world_size: int, *, error_feedback: bool = False) -> EncodedReduce:
     group = topology_of(world_size, 1).inter
-    return EncodedReduce(CODEC, group, error_feedback=error_feedback)
+    return EncodedReduce(CODEC, group, Ledger(), error_feedback=error_feedback)
 
 
 def partial_of(rank: int, world_size: int, dtype: torch.dtype, numel: int = NUMEL) -> torch.Tensor:
