@@ -18,26 +18,29 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from experiments.clusters.kinds import PRELOADED, ClusterKind
+from experiments.clusters.kinds import cluster as _cluster
+from experiments.clusters.kinds import enter_namespace as _enter_namespace
+from experiments.clusters.kinds import override as _override
+from experiments.preflight.command import preflight
+from experiments.terminal import console as _console
+from experiments.terminal import say as _say
+from experiments.terminal import say_error as _say_error
+from experiments.terminal import shown as _shown
+from experiments.terminal import stop as _stop
+
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from experiments.clusters.interface import Cluster
     from experiments.matrix import Matrix, PlannedCell
-    from experiments.records import ClusterSpec, Record
+    from experiments.records import Record
     from experiments.run_directory import RunDirectory
 
-#: Imported once by the cluster, before the first cell; the ranks of all cells start from there.
-PRELOADED = (
-    "torch",
-    "transformers.models.gpt2.modeling_gpt2",
-    "transformers.models.llama.modeling_llama",
-    "peft",
-    "deepspeed",
-)
 #: What the report consists of, by the endings of its files.
 _KINDS = {".html": "report", ".png": "figure", ".md": "table", ".csv": "table"}
-#: Exit status: some cells failed; the user or the machine has to change something; interrupted.
-FAILED, UNUSABLE, INTERRUPTED = 1, 2, 130
+#: Exit status: some cells failed; interrupted.
+FAILED, INTERRUPTED = 1, 130
+
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -45,6 +48,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
+
+
+app.command()(preflight)
 
 
 @app.callback()
@@ -71,6 +77,10 @@ def run(
         str | None,
         typer.Option(metavar="PATTERN", help="Only cells whose id contains or matches this."),
     ] = None,
+    cluster: Annotated[
+        ClusterKind | None,
+        typer.Option(help="Where to run: the matrix file says, unless this does."),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the cells and start nothing.")
     ] = False,
@@ -87,18 +97,20 @@ def run(
     """
     from experiments import matrix as matrices
     from experiments import runner
+    from experiments.clusters.interface import ClusterError
     from experiments.run_directory import RunDirectory
 
     try:
-        plan = matrices.read(matrix)
+        plan = matrices.read(matrix, _override(cluster))
         cells = runner.select(plan.cells, only)
-    except ValueError as error:
+    except (ValueError, ClusterError) as error:
         _stop(str(error))
     if dry_run:
         _show(plan, cells)
         return
     directory = RunDirectory(output or Path("runs") / plan.name)
-    _enter_namespace()
+    if plan.cluster.kind == "emulated":
+        _enter_namespace()
     _on_signals(_interrupt)
     # A library's forked helper that is ended by SIGTERM must not tear our cluster down.
     os.register_at_fork(after_in_child=lambda: _on_signals(signal.SIG_DFL))
@@ -217,10 +229,29 @@ def _show(plan: Matrix, cells: Sequence[PlannedCell]) -> None:
     )
 
 
-def _cluster(spec: ClusterSpec) -> Cluster:
-    from experiments.clusters.emulated import EmulatedCluster
+@app.command()
+def node(
+    number: Annotated[
+        int, typer.Option(envvar="FCDP_NODE", min=0, help="Which node this is, counted from 0.")
+    ],
+    patience: Annotated[
+        float, typer.Option(metavar="SECONDS", help="End if no runner comes for so long.")
+    ] = 120.0,
+) -> None:
+    """Be one node of a rented cluster: launch the ranks that `run --cluster rented` asks for.
 
-    return EmulatedCluster(spec, preload=PRELOADED)
+    Started once on every node; node 0 is the machine that `run` is called on. Reads FCDP_HEAD,
+    FCDP_TOKEN, FCDP_NODES and FCDP_RANKS_PER_NODE, as `run` does.
+    """
+    from experiments.clusters import node as nodes
+    from experiments.clusters.allocation import Allocation
+    from experiments.clusters.interface import ClusterError
+
+    try:
+        allocation = Allocation.from_env()
+        nodes.serve(allocation, number, PRELOADED, patience_s=patience, say=typer.echo)
+    except ClusterError as error:
+        _stop(str(error))
 
 
 @app.command()
@@ -238,43 +269,6 @@ def strategies() -> None:
             entry.name, entry.engine, entry.engine_version or "–", entry.what, reason or "runs"
         )
     _console().print(table)
-
-
-def _enter_namespace() -> None:
-    """Become able to build the cluster; this starts the command anew where it is not yet."""
-    from experiments.clusters import privileges
-    from experiments.clusters.interface import ClusterError
-
-    try:
-        privileges.enter_user_namespace_if_needed()
-    except ClusterError as error:
-        _stop(str(error))
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    # A log has no width of its own; rich would take 80.
-    return Console() if sys.stdout.isatty() else Console(width=120, force_interactive=False)
-
-
-def _say(console: Console, what: str, path: Path) -> None:
-    console.print(f"{what:<8} {_shown(path)}", soft_wrap=True, highlight=False, markup=False)
-
-
-def _shown(path: Path) -> str:
-    """The path as seen from here, if it is below."""
-    path = path.absolute()
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
-
-
-def _say_error(message: str) -> None:
-    typer.secho(message, fg="red", err=True)
-
-
-def _stop(message: str) -> NoReturn:
-    _say_error(f"error: {message}")
-    raise typer.Exit(UNUSABLE)
 
 
 def _stop_interrupted(directory: RunDirectory) -> NoReturn:

@@ -98,14 +98,14 @@ def find(name_or_path: str) -> Path:
     return MATRICES / f"{name_or_path}.yaml"
 
 
-def read(name_or_path: str) -> Matrix:
-    """Read a matrix file and expand it to its cells.
+def read(name_or_path: str, cluster: ClusterSpec | None = None) -> Matrix:
+    """Read a matrix file and expand it to its cells, for another cluster than its own if given.
 
     Cells that differ only in their strategy follow one another, so that a drift of the machine
     meets all strategies of a comparison alike.
     """
     document = load(find(name_or_path))
-    return _Expansion(document).matrix()
+    return _Expansion(document, cluster).matrix()
 
 
 def parse_bandwidth(text: object) -> int | None:
@@ -138,7 +138,7 @@ def format_bandwidth(bits_per_s: int | None) -> str:
 class _Expansion:
     """Checks a matrix file and multiplies its axes."""
 
-    def __init__(self, document: Document) -> None:
+    def __init__(self, document: Document, cluster: ClusterSpec | None) -> None:
         self._document = document
         self._top = self._section(
             (),
@@ -148,7 +148,8 @@ class _Expansion:
         for key in ("name", "description"):
             if not isinstance(self._top[key], str):
                 document.fail((key,), f"{self._top[key]!r} is not text")
-        self._cluster = self._spec(ClusterSpec, ("cluster",))
+        own_cluster = self._spec(ClusterSpec, ("cluster",))
+        self._cluster = cluster or own_cluster
         self._models = self._model_specs()
         self._axes = self._axis_values()
         self._constants = self._constant_values()
@@ -171,7 +172,7 @@ class _Expansion:
             assignment = {**self._constants, **dict(zip(order, values, strict=True))}
             reasons = (rule.reason for rule in self._skips if rule.matches(assignment))
             cell = self._cell(assignment)
-            cannot = registry.find(cell.strategy).why_not(cuda=cuda)
+            cannot = registry.find(cell.strategy).why_not(cuda=cuda) or _why_not_there(cell)
             planned.append(PlannedCell(cell, next(reasons, None) or cannot))
         return Matrix(self._top["name"], self._top["description"], self._cluster, tuple(planned))
 
@@ -347,6 +348,13 @@ class _Expansion:
         for part in path:
             value = value[part]
         return value
+
+
+def _why_not_there(cell: Cell) -> str | None:
+    """Why the cell's cluster cannot run it; ``None`` if it can."""
+    if cell.cluster.kind == "rented" and cell.inter_bandwidth_bits_per_s is not None:
+        return "the links of rented nodes are what they are: nothing limits them to a bandwidth"
+    return None
 
 
 def _choose(item: object, allowed: Iterable[str]) -> str:

@@ -64,7 +64,7 @@ class ModelSpec(Strict):
 class ClusterSpec(Strict):
     """The cluster a cell runs on: ``nodes`` × ``ranks_per_node`` processes."""
 
-    kind: Literal["emulated"] = "emulated"
+    kind: Literal["emulated", "rented"] = "emulated"
     nodes: int = Field(ge=1)
     ranks_per_node: int = Field(ge=1)
     port: int = Field(default=29500, ge=1024, le=65535)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from experiments import provenance, records
-from experiments.clusters.interface import Cluster, Outcome
+from experiments.clusters.interface import Cluster, LostNodeError, Outcome
 from experiments.gate import Gate
 from experiments.matrix import PlannedCell
 from experiments.provenance import Provenance
@@ -129,6 +129,11 @@ class _Runner:
             network = gate.network
             if outcome.state == "ok":
                 measurement = _measurement(directory / "measurement.json")
+        except LostNodeError as error:
+            raise RunError(
+                f"{cell.id}: {error}; this cell has no record, all before it are kept in "
+                f"{self._directory.records.name}, go on with --resume"
+            ) from error
         except Exception:
             # Whatever goes wrong in one cell, the others are still worth running.
             outcome = Outcome("failed", error=traceback.format_exc())
