@@ -22,6 +22,7 @@ from experiments.clusters.kinds import PRELOADED, ClusterKind
 from experiments.clusters.kinds import cluster as _cluster
 from experiments.clusters.kinds import enter_namespace as _enter_namespace
 from experiments.clusters.kinds import override as _override
+from experiments.planner.command import plan
 from experiments.preflight.command import preflight
 from experiments.terminal import console as _console
 from experiments.terminal import say as _say
@@ -51,6 +52,7 @@ app = typer.Typer(
 
 
 app.command()(preflight)
+app.command(no_args_is_help=True)(plan)
 
 
 @app.callback()
