@@ -75,6 +75,12 @@ class Option:
     def tokens_per_s(self) -> float:
         return self.speed.tokens_per_s
 
+    @property
+    def sent_bytes_per_token(self) -> float:
+        """What one node sends to others, by tokens of the whole cluster: steps differ in length."""
+        tokens = self.speed.tokens_per_s * self.speed.step_seconds
+        return self.speed.inter_node_bytes / tokens
+
 
 def needs(workload: Workload, hardware: Hardware) -> Footprint:
     """The peak of a step, with cache entries where the strategy's policy puts them."""

@@ -130,8 +130,10 @@ def _against(strategy: str, chosen: Option, found: dict[str, Option]) -> str:
         return f"{strategy} waits for {waits_for(chosen)} in {share} of its step"
     times = chosen.tokens_per_s / base.tokens_per_s
     text = f"{strategy} trains {times:.3g} times as many tokens a second as fsdp2"
-    sent, least = base.speed.inter_node_bytes / 1e9, chosen.speed.inter_node_bytes / 1e9
-    return f"{text}: a node sends {least:.3g} GB a step, not {sent:.3g}" if least < sent else text
+    sent, least = base.sent_bytes_per_token, chosen.sent_bytes_per_token
+    if least >= sent:
+        return text
+    return f"{text}: a node sends {least / 1e3:.3g} GB a million tokens, not {sent / 1e3:.3g}"
 
 
 def _about_fcdp(chosen: Option, tied: bool, verdict: Verdict) -> str:

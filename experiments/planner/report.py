@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 EVIDENCE = "simulated"
 
 
-def title(request: Request) -> str:
-    """The request in one line."""
+def titles(request: Request) -> tuple[str, str]:
+    """What is trained, and on what, in a line each."""
     hardware = request.hardware
     tuning = "full" if request.lora_rank is None else f"LoRA {request.lora_rank}"
     lengths = ", ".join(map(str, request.sequence_lengths))
     return (
-        f"{request.model} · {tuning} · {lengths} tokens a sequence · {hardware.nodes} nodes × "
-        f"{hardware.ranks_per_node} {hardware.device.name} · "
+        f"{request.model} · {tuning} · {lengths} tokens a sequence",
+        f"{hardware.nodes} nodes × {hardware.ranks_per_node} {hardware.device.name} · "
         f"{8 * hardware.inter_bytes_per_s / 1e9:.3g} Gbit/s reached between nodes · "
-        f"{hardware.host_memory_bytes / 1e9:.4g} GB host · {EVIDENCE}"
+        f"{hardware.host_memory_bytes / 1e9:.4g} GB host memory a node · {EVIDENCE}",
     )
 
 
@@ -50,7 +50,8 @@ def table(plan: Plan) -> RenderableType:
         if verdict.best is None
     ]
     advice = Text.assemble(("take ", "bold"), (plan.strategy, "bold green"), f": {plan.reason}")
-    return Group(Text(title(plan.request), style="bold cyan"), grid, *notes, Text(), advice)
+    head = (Text(line, style="bold cyan") for line in titles(plan.request))
+    return Group(*head, Text(), grid, *notes, Text(), advice)
 
 
 def document(plan: Plan) -> dict[str, Any]:
@@ -90,7 +91,7 @@ def _header(request: Request) -> Table:
         "recom-\nputed",
         "device\nGB",
         "host\nGB/node",
-        "sent\nGB/step",
+        "sent GB/\nM tokens",
         "tokens/s\n",
         "MFU\n",
         "HFU\n",
@@ -126,7 +127,7 @@ def _columns(plan: Plan, verdict: Verdict, option: Option) -> list[str]:
         f"{workload.recomputed:.0%}",
         f"{option.footprint.device_bytes / 1e9:.1f}",
         f"{option.footprint.host_bytes / 1e9:.1f}",
-        f"{speed.inter_node_bytes / 1e9:.2f}",
+        f"{option.sent_bytes_per_token / 1e3:.3g}",
         f"{speed.tokens_per_s:,.0f}",
         f"{speed.mfu:.1%}",
         f"{speed.hfu:.1%}",

@@ -63,6 +63,7 @@ class Request:
                     f"micro_batch = {size}: must divide the {whole} sequences of a rank "
                     f"(global_batch = {self.global_batch}, {ranks} ranks)"
                 )
+        self.workloads()  # raises for what the model or a workload cannot be
 
     @property
     def sequences_a_rank(self) -> int | None:
