@@ -22,6 +22,8 @@ from experiments.clusters.kinds import PRELOADED, ClusterKind
 from experiments.clusters.kinds import cluster as _cluster
 from experiments.clusters.kinds import enter_namespace as _enter_namespace
 from experiments.clusters.kinds import override as _override
+from experiments.clusters.kinds import simulated_cluster as _simulated_cluster
+from experiments.clusters.kinds import simulates as _simulates
 from experiments.planner.command import plan
 from experiments.preflight.command import preflight
 from experiments.terminal import console as _console
@@ -103,22 +105,28 @@ def run(
     from experiments.run_directory import RunDirectory
 
     try:
-        plan = matrices.read(matrix, _override(cluster))
+        simulated = cluster is ClusterKind.SIMULATED
+        plan = matrices.read(matrix, _override(cluster), simulated=simulated)
         cells = runner.select(plan.cells, only)
     except (ValueError, ClusterError) as error:
         _stop(str(error))
     if dry_run:
         _show(plan, cells)
         return
-    directory = RunDirectory(output or Path("runs") / plan.name)
-    if plan.cluster.kind == "emulated":
+    simulated = _simulates(cluster, plan.cluster)
+    # Records of one kind of evidence a directory: cells are the same, whoever answers for them.
+    apart = simulated and plan.cluster.kind != "simulated"
+    directory = RunDirectory(
+        output or Path("runs") / (f"{plan.name}-simulated" if apart else plan.name)
+    )
+    if not simulated and plan.cluster.kind == "emulated":
         _enter_namespace()
     _on_signals(_interrupt)
     # A library's forked helper that is ended by SIGTERM must not tear our cluster down.
     os.register_at_fork(after_in_child=lambda: _on_signals(signal.SIG_DFL))
     try:
         with _prepared(directory, plan, resume or retry_failed, retry_failed) as finished:
-            records = _run_cells(plan, cells, finished, directory)
+            records = _run_cells(plan, cells, finished, directory, simulated)
             drawn = _finish(records, directory, wandb=not no_wandb)
     except KeyboardInterrupt:
         _stop_interrupted(directory)
@@ -148,6 +156,7 @@ def _run_cells(
     cells: Sequence[PlannedCell],
     finished: Sequence[Record],
     directory: RunDirectory,
+    simulated: bool,
 ) -> list[Record]:
     from experiments import runner
     from experiments.clusters.interface import ClusterError
@@ -155,7 +164,8 @@ def _run_cells(
 
     try:
         with Progress(plan, cells, finished, _console()) as progress:
-            return runner.run(cells, finished, _cluster(plan.cluster), directory, progress)
+            build = _simulated_cluster if simulated else _cluster
+            return runner.run(cells, finished, build(plan.cluster), directory, progress)
     except (ClusterError, runner.RunError) as error:
         _stop(str(error))
 

@@ -19,8 +19,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from baselines import registry
-from baselines.registry import STRATEGY_NAMES
-from experiments.records import Cell, ClusterSpec, ModelSpec, Strict
+from experiments.records import AnyCluster, Cell, ClusterSpec, ModelSpec, SimulatedSpec, Strict
 from experiments.yaml_lines import Document, KeyPath, load
 
 MATRICES = Path(__file__).parent / "matrices"
@@ -55,7 +54,7 @@ class Matrix:
 
     name: str
     description: str
-    cluster: ClusterSpec
+    cluster: AnyCluster
     cells: tuple[PlannedCell, ...]
 
 
@@ -98,14 +97,19 @@ def find(name_or_path: str) -> Path:
     return MATRICES / f"{name_or_path}.yaml"
 
 
-def read(name_or_path: str, cluster: ClusterSpec | None = None) -> Matrix:
+def read(
+    name_or_path: str, cluster: ClusterSpec | None = None, *, simulated: bool = False
+) -> Matrix:
     """Read a matrix file and expand it to its cells, for another cluster than its own if given.
+
+    With ``simulated`` the cells of whatever cluster are simulated: what this machine lacks is then
+    no reason to skip one.
 
     Cells that differ only in their strategy follow one another, so that a drift of the machine
     meets all strategies of a comparison alike.
     """
     document = load(find(name_or_path))
-    return _Expansion(document, cluster).matrix()
+    return _Expansion(document, cluster, simulated).matrix()
 
 
 def parse_bandwidth(text: object) -> int | None:
@@ -138,7 +142,9 @@ def format_bandwidth(bits_per_s: int | None) -> str:
 class _Expansion:
     """Checks a matrix file and multiplies its axes."""
 
-    def __init__(self, document: Document, cluster: ClusterSpec | None) -> None:
+    def __init__(
+        self, document: Document, cluster: ClusterSpec | None, simulated: bool = False
+    ) -> None:
         self._document = document
         self._top = self._section(
             (),
@@ -148,8 +154,9 @@ class _Expansion:
         for key in ("name", "description"):
             if not isinstance(self._top[key], str):
                 document.fail((key,), f"{self._top[key]!r} is not text")
-        own_cluster = self._spec(ClusterSpec, ("cluster",))
+        own_cluster = self._cluster_spec()
         self._cluster = cluster or own_cluster
+        self._simulated = simulated or self._cluster.kind == "simulated"
         self._models = self._model_specs()
         self._axes = self._axis_values()
         self._constants = self._constant_values()
@@ -172,7 +179,9 @@ class _Expansion:
             assignment = {**self._constants, **dict(zip(order, values, strict=True))}
             reasons = (rule.reason for rule in self._skips if rule.matches(assignment))
             cell = self._cell(assignment)
-            cannot = registry.find(cell.strategy).why_not(cuda=cuda) or _why_not_there(cell)
+            cannot = None
+            if not self._simulated:
+                cannot = registry.find(cell.strategy).why_not(cuda=cuda) or _why_not_there(cell)
             planned.append(PlannedCell(cell, next(reasons, None) or cannot))
         return Matrix(self._top["name"], self._top["description"], self._cluster, tuple(planned))
 
@@ -198,6 +207,12 @@ class _Expansion:
             setting = _FILE_NAMES.get(field, field)
             path = settings[setting].path if setting in settings else (setting,)
             self._document.fail(path, _explain(first["input"], first["msg"]))
+
+    def _cluster_spec(self) -> AnyCluster:
+        section = self._at(("cluster",))
+        if isinstance(section, dict) and section.get("kind") == "simulated":
+            return self._spec(SimulatedSpec, ("cluster",))
+        return self._spec(ClusterSpec, ("cluster",))
 
     def _model_specs(self) -> dict[str, ModelSpec]:
         specs: dict[str, ModelSpec] = {}
@@ -247,22 +262,19 @@ class _Expansion:
     def _value(self, setting: str, item: Any, path: KeyPath) -> Any:
         """The value as a cell holds it; its type is checked when the cells are made."""
         if setting == "strategy":
-            self._one_of(item, STRATEGY_NAMES, path, "unknown strategy")
+            self._one_of(item, registry.STRATEGY_NAMES, path, "unknown strategy")
         elif setting == "model":
             self._one_of(item, self._models, path, "unknown model")
-        elif setting == "inter_bandwidth":
-            try:
+        try:
+            if setting == "inter_bandwidth":
                 return parse_bandwidth(item)
-            except ValueError as error:
-                self._document.fail(path, str(error))
-        elif setting in ("policy", "gather_codec", "reduce_codec"):
-            # These import torch, which most matrices need not wait for.
-            from baselines import codecs, policies
+            if setting in ("policy", "gather_codec", "reduce_codec"):
+                # These import torch, which most matrices need not wait for.
+                from baselines import codecs, policies
 
-            try:
                 (policies if setting == "policy" else codecs).parse(str(item))
-            except ValueError as error:
-                self._document.fail(path, str(error))
+        except ValueError as error:
+            self._document.fail(path, str(error))
         return item
 
     def _rules(self, section: str, says: str) -> list[KeyPath]:

@@ -30,7 +30,7 @@ DType = Literal["float32", "bfloat16"]
 
 
 #: Settings that came after the first records: where they have their default, ids stay as they were.
-_CHOICES = ("policy", "gather_codec", "reduce_codec", "error_feedback", "adapters")
+_CHOICES = ("policy", "gather_codec", "reduce_codec", "error_feedback", "adapters", "recomputed")
 
 
 class Strict(BaseModel):
@@ -70,6 +70,33 @@ class ClusterSpec(Strict):
     port: int = Field(default=29500, ge=1024, le=65535)
 
 
+class SimulatedSpec(Strict):
+    """A cluster that need not exist: nodes of one kind of GPU, simulated; see ``costs.hardware``.
+
+    The link between nodes is the cell's bandwidth, of which ``link_efficiency`` is reached.
+    """
+
+    kind: Literal["simulated"]
+    nodes: int = Field(ge=1)
+    ranks_per_node: int = Field(ge=1)
+    gpu: str
+    host_memory_gb: float = Field(default=512, gt=0)
+    #: Shares of the data sheets' peaks that matrix products and links reach.
+    matmul_efficiency: float = Field(default=0.5, gt=0, le=1)
+    link_efficiency: float = Field(default=0.8, gt=0, le=1)
+    inter_latency_us: float = Field(default=15.0, ge=0)
+
+    @field_validator("gpu")
+    @classmethod
+    def _is_known(cls, value: str) -> str:
+        from experiments.costs.hardware import gpu  # only those who simulate need it
+
+        return gpu(value).name
+
+
+AnyCluster = Annotated[ClusterSpec | SimulatedSpec, Field(discriminator="kind")]
+
+
 class Cell(Strict):
     """One point of a matrix: everything a worker needs to know."""
 
@@ -77,7 +104,7 @@ class Cell(Strict):
     strategy: Name
     model: ModelSpec
     tuning: Tuning
-    cluster: ClusterSpec
+    cluster: AnyCluster
     #: Egress limit of each node in bits a second; ``None`` leaves the link unshaped.
     inter_bandwidth_bits_per_s: int | None = Field(gt=0)
     sequence_length: int = Field(ge=2)
@@ -93,6 +120,8 @@ class Cell(Strict):
     reduce_codec: str = "none"
     error_feedback: bool = False
     adapters: Literal["sharded", "replicated"] = "sharded"
+    #: Share of the blocks whose activations are recomputed in backward; simulated clusters only.
+    recomputed: float = Field(default=0.0, ge=0, le=1)
     lora_rank: int = Field(ge=1)
     learning_rate: float = Field(gt=0)
     warmup_steps: int = Field(ge=0)
@@ -106,6 +135,15 @@ class Cell(Strict):
         if value and info.data.get("reduce_codec") == "none":
             raise ValueError("needs a reduce_codec, whose loss it feeds back")
         return value
+
+    @model_validator(mode="after")
+    def _recomputes_in_simulations(self) -> Cell:
+        if self.recomputed and self.cluster.kind != "simulated":
+            raise ValueError(
+                f"recomputed {self.recomputed:g} is for clusters of kind simulated, "
+                f"not {self.cluster.kind}: the worker recomputes nothing"
+            )
+        return self
 
     @property
     def id(self) -> str:
@@ -135,6 +173,22 @@ class Cell(Strict):
         return ranks * self.micro_batch * self.accumulation * self.sequence_length
 
 
+class Simulation(Strict):
+    """Where a simulated step's time and memory go."""
+
+    #: Model FLOPS utilisation (a frozen weight counts 4, a trained one 6), and with recomputation.
+    mfu: float
+    hfu: float
+    #: The resource in use most, and the share of the step that each is in full use.
+    bottleneck: str
+    busy: dict[str, float]
+    #: Seconds of the tasks that follow one another without a gap, by stream.
+    critical_seconds: dict[str, float]
+    #: By part: one rank's device, one node's host.
+    device_bytes: dict[str, float]
+    host_bytes: dict[str, float]
+
+
 class Measurement(Strict):
     """What the ranks of one cell measured over the steps after warm-up; rank 0 writes it."""
 
@@ -158,6 +212,8 @@ class Measurement(Strict):
     #: Host cache of one rank, in bytes; page-locked on CUDA.
     host_cache_bytes: int | None
     peak_device_bytes: int | None
+    #: What only a simulation knows.
+    simulation: Simulation | None = None
 
 
 class Record(Strict):

@@ -10,6 +10,7 @@ import hashlib
 import netrc
 import os
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +74,7 @@ def export(records: Sequence[Record], directory: Path) -> Export:
             written += 1
     except Exception as error:
         warnings.append(f"W&B runs of {len(new) - written} cells not written: {_brief(error)}")
+    _flush()
     return Export(mode, written, tuple(warnings))
 
 
@@ -90,6 +92,12 @@ def _try_online(record: Record, directory: Path, warnings: list[str]) -> bool:
             shutil.rmtree(left, ignore_errors=True)
         return False
     return True
+
+
+def _flush() -> None:
+    """End W&B's service process, which writes the last lines of a finished run when it likes."""
+    if (wandb := sys.modules.get("wandb")) is not None:
+        wandb.teardown()
 
 
 def _mode() -> tuple[str, list[str]]:

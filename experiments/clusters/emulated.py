@@ -40,7 +40,7 @@ class EmulatedCluster:
     calling script needs the ``if __name__ == "__main__"`` guard of ``multiprocessing``.
     """
 
-    evidence: Literal["measured", "emulated"] = "emulated"
+    evidence: Literal["measured", "emulated", "simulated"] = "emulated"
 
     def __init__(self, spec: ClusterSpec, preload: Sequence[str] = ("torch",)) -> None:
         self.nodes = spec.nodes

@@ -33,7 +33,7 @@ class Cluster(Protocol):
     A context manager: ``__enter__`` builds it, ``__exit__`` leaves nothing behind.
     """
 
-    evidence: Literal["measured", "emulated"]
+    evidence: Literal["measured", "emulated", "simulated"]
     nodes: int
     ranks_per_node: int
 

@@ -10,7 +10,7 @@ from experiments import terminal
 
 if TYPE_CHECKING:
     from experiments.clusters.interface import Cluster
-    from experiments.records import ClusterSpec
+    from experiments.records import AnyCluster, ClusterSpec
 
 #: Imported once by the cluster, before the first cell; the ranks of all cells start from there.
 PRELOADED = (
@@ -27,6 +27,7 @@ class ClusterKind(str, Enum):
 
     EMULATED = "emulated"
     RENTED = "rented"
+    SIMULATED = "simulated"
 
 
 def override(kind: ClusterKind | None) -> ClusterSpec | None:
@@ -38,8 +39,22 @@ def override(kind: ClusterKind | None) -> ClusterSpec | None:
     return Allocation.from_env().spec
 
 
-def cluster(spec: ClusterSpec, preload: Sequence[str] = PRELOADED) -> Cluster:
+def simulates(kind: ClusterKind | None, spec: AnyCluster) -> bool:
+    """Whether cells of ``spec`` are to be simulated: by what is asked for, or by their own kind."""
+    return kind is ClusterKind.SIMULATED or spec.kind == "simulated"
+
+
+def simulated_cluster(spec: AnyCluster) -> Cluster:
+    """The cluster that ``spec`` describes, as the simulator sees it."""
+    from experiments.clusters.simulated import SimulatedCluster
+
+    return SimulatedCluster(spec)
+
+
+def cluster(spec: AnyCluster, preload: Sequence[str] = PRELOADED) -> Cluster:
     """The cluster that ``spec`` describes, not yet built, for jobs that need these modules."""
+    if spec.kind == "simulated":
+        return simulated_cluster(spec)
     if spec.kind == "rented":
         from experiments.clusters.allocation import Allocation
         from experiments.clusters.rented import RentedCluster

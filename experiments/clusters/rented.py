@@ -44,7 +44,7 @@ class RentedCluster:
     one cannot take part.
     """
 
-    evidence: Literal["measured", "emulated"] = "measured"
+    evidence: Literal["measured", "emulated", "simulated"] = "measured"
 
     def __init__(
         self, allocation: Allocation, spec: ClusterSpec, gathering_s: float = _GATHERING_S

@@ -96,15 +96,19 @@ def gpu(name: str) -> Gpu:
 
 @dataclass(frozen=True)
 class Overheads:
-    """What a host with few cores spends beside the arithmetic, in seconds of all its cores.
+    """What a host with few cores spends beside matrix products, in seconds of all its cores.
 
-    All zero where a GPU computes: its host runs ahead.
+    All zero where a GPU computes: its host runs ahead, and ``matmul_efficiency`` has the rest.
     """
 
-    #: By engine: each gather or reduction of a unit, ...
-    call_seconds: Mapping[str, float] = field(default_factory=dict)
-    #: ... and each byte that a rank sends to another, through the kernel.
+    #: By engine: hooks and calls of all ranks for one block in one micro-batch.
+    block_seconds: Mapping[str, float] = field(default_factory=dict)
+    #: Each byte that a rank sends to another, through the kernel.
     byte_seconds: float = 0.0
+    #: Each byte that a rank has gathered: its memory is taken, filled and copied.
+    gathered_byte_seconds: float = 0.0
+    #: Each byte that is kept for backward, for what is no matrix product.
+    activation_byte_seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

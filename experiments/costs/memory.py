@@ -79,7 +79,7 @@ def peak(workload: Workload, hardware: Hardware) -> Footprint:
     looks at memory in use is applied by the simulator, which calls ``footprint``.
     """
     plan = scheme(workload.strategy)
-    units = layout(workload, plan, hardware.ranks_per_node)
+    units = layout(workload, plan, hardware.nodes, hardware.ranks_per_node)
     policy = plan.policy or workload.policy
     entries = entry_bytes(workload, plan, hardware)
     place = policy if plan.cache == "policy" else plan.cache
@@ -131,7 +131,7 @@ def footprint(
         # Autocast's bf16 copies of all weights, and DDP's buckets, which are the gradients.
         device["gathered"] = element * workload.parameters if element < _MASTER_BYTES else 0
     device["reductions"] = _reductions(workload, plan, units)
-    if plan.engine == "fcdp" and workload.accumulation > 1:
+    if plan.shards == "world" and plan.defers and workload.accumulation > 1:
         device["gradient sums"] = _MASTER_BYTES * workload.trained / ranks
     largest_slice = (nodes - 1) / nodes * element * units.largest / ranks
     if cache.host and plan.engine == "fcdp":

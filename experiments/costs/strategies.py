@@ -53,9 +53,9 @@ class Scheme:
 _OURS = Scheme(engine="fcdp", hierarchical=True, cache="policy", defers=True, apart=True)
 _FSDP2 = Scheme(engine="fsdp2")
 # One matrix is gathered ahead: its prefetch bucket of 5e7 elements is less than one at 30B.
-# What it fetches ahead over the turn to backward, until two blocks are alive, it has there: about
-# a block and a third, by the bytes it sent on the emulated cluster.
-_DEEPSPEED = Scheme(engine="deepspeed", unit="matrix", kept_over_turn=4 / 3)
+# What it fetches ahead over the turn to backward, until two blocks are alive, it has there: between
+# 1 and 1.8 blocks, by the bytes that it sent on the emulated cluster, most often over 5/3.
+_DEEPSPEED = Scheme(engine="deepspeed", unit="matrix", kept_over_turn=1.7)
 _DEEPSPEED_HPZ = replace(_DEEPSPEED, cache="device")
 _DEEPSPEED_OFFLOAD = replace(_DEEPSPEED, optimizer="host")
 _MICS = replace(_DEEPSPEED, shards="node", defers=True)
@@ -67,6 +67,10 @@ SCHEMES: Mapping[str, Scheme] = {
     "qgz": replace(_OURS, policy="none", reduce_codec="int4"),
     "zeropp": replace(_OURS, policy="device", gather_codec="int8", reduce_codec="int4"),
     "fcdp": _OURS,
+    "mics": Scheme(engine="fcdp", shards="node", hierarchical=True, defers=True),
+    "offload": replace(_OURS, policy="none", parameters="host", optimizer="host"),
+    # One all-reduce when backward has ended.
+    "replicated": Scheme(engine="fcdp", shards="rank", hierarchical=True, defers=True),
     "fsdp2": _FSDP2,
     "fsdp2-hsdp": replace(_FSDP2, shards="node", defers=True),
     "fsdp2-reshard": replace(_FSDP2, cache="device", cached_for="micro-batch"),

@@ -61,6 +61,7 @@ class Workload:
             gather_codec=cell.gather_codec,
             reduce_codec=cell.reduce_codec,
             adapters=cell.adapters,
+            recomputed=cell.recomputed,
         )
 
     @property
