@@ -12,7 +12,8 @@ from experiments import terminal
 
 if TYPE_CHECKING:
     from experiments.costs.hardware import Hardware
-    from experiments.preflight.schema import Preflight
+
+_HOST_MEMORY = "512GB"
 
 
 def plan(
@@ -23,13 +24,15 @@ def plan(
             "the hub whose configuration is cached."
         ),
     ],
-    gpu: Annotated[str, typer.Option(help="By its data sheet, such as a40.")],
-    nodes: Annotated[str | None, typer.Option(help="As the preflight, if not given.")] = None,
-    gpus: Annotated[str | None, typer.Option(help="A node; as the preflight.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="By its data sheet, such as a40.")] = None,
+    nodes: Annotated[str | None, typer.Option(help="How many.")] = None,
+    gpus: Annotated[str | None, typer.Option(help="A node.")] = None,
     inter_node: Annotated[
         str | None, typer.Option(help="A node's nominal bandwidth, such as 100Gbps.")
     ] = None,
-    host_memory: Annotated[str, typer.Option(help="A node's, such as 512GB.")] = "512GB",
+    host_memory: Annotated[
+        str | None, typer.Option(help=f"A node's ({_HOST_MEMORY}, or what preflight found free).")
+    ] = None,
     peft: Annotated[str | None, typer.Option(help="lora:RANK; without it all is trained.")] = None,
     sequence_length: Annotated[str, typer.Option(help="One, or several with commas.")] = "512",
     micro_batch: Annotated[
@@ -53,7 +56,7 @@ def plan(
     ] = None,
     preflight: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="What `preflight` measured, in place of data sheets."),
+        typer.Option(metavar="FILE", help="What `preflight` measured: instead of data sheets."),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="All of the grid, as JSON.")
@@ -70,7 +73,10 @@ def plan(
     from experiments.planner.request import Request
 
     try:
-        hardware = _hardware(gpu, nodes, gpus, inter_node, host_memory, preflight)
+        if preflight is None:
+            hardware = _nominal(gpu, nodes, gpus, inter_node, host_memory or _HOST_MEMORY)
+        else:
+            hardware = _measured(preflight, gpu, nodes, gpus, host_memory)
         price = price_per_gpu_hour
         request = Request(
             model=model,
@@ -101,47 +107,48 @@ def plan(
         terminal.say(console, "plan", output)
 
 
-def _hardware(
-    gpu: str,
-    nodes: str | None,
-    gpus: str | None,
-    inter_node: str | None,
-    host_memory: str,
-    preflight: Path | None,
+def _nominal(
+    gpu: str | None, nodes: str | None, gpus: str | None, inter_node: str | None, host_memory: str
 ) -> Hardware:
-    """By the data sheets, or by what was measured where there is a preflight."""
+    """By the data sheets."""
     from experiments.costs.hardware import cluster
     from experiments.planner import quantities as q
-    from experiments.planner.measured import measured
 
-    found = None if preflight is None else _read(preflight)
-    if found is not None:
-        nodes = str(found.nodes) if nodes is None else nodes
-        gpus = str(found.ranks_per_node) if gpus is None else gpus
-    for option, value in (("--nodes", nodes), ("--gpus", gpus)):
-        if value is None:
-            raise ValueError(f"{option} is missing: allowed: a whole number, or --preflight FILE")
-    assert nodes is not None
-    assert gpus is not None
-    across = None if found is None else found.links.inter_node_all_gather
-    if inter_node is None and across is None and q.whole("--nodes", nodes) > 1:
-        raise ValueError("--inter-node is missing: allowed: such as 100Gbps, or --preflight FILE")
-    hardware = cluster(
-        gpu,
-        nodes=q.whole("--nodes", nodes),
-        ranks_per_node=q.whole("--gpus", gpus),
-        inter_bits_per_s=float("inf")
-        if inter_node is None
-        else q.bits_per_s("--inter-node", inter_node),
+    def given(option: str, text: str | None) -> str:
+        if text is None:
+            raise ValueError(f"{option} is missing: give it, or what was measured (--preflight)")
+        return text
+
+    count = q.whole("--nodes", given("--nodes", nodes))
+    return cluster(
+        given("--gpu", gpu),
+        nodes=count,
+        ranks_per_node=q.whole("--gpus", given("--gpus", gpus)),
+        inter_bits_per_s=q.bits_per_s("--inter-node", given("--inter-node", inter_node)),
         host_memory_bytes=q.size_bytes("--host-memory", host_memory),
     )
-    return hardware if found is None else measured(hardware, found)
 
 
-def _read(path: Path) -> Preflight:
+def _measured(
+    file: Path, gpu: str | None, nodes: str | None, gpus: str | None, host_memory: str | None
+) -> Hardware:
+    """As preflight found the cluster, with as many nodes and as much memory as are given."""
+    from dataclasses import replace
+
+    from experiments.costs import hardware
+    from experiments.planner import quantities as q
+    from experiments.preflight.hardware import hardware_of
     from experiments.preflight.schema import Preflight
 
-    return Preflight.read(path)
+    found = hardware_of(Preflight.read(file), None if gpu is None else hardware.gpu(gpu))
+    if nodes is not None:
+        found = replace(found, nodes=q.whole("--nodes", nodes))
+    if gpus is not None:
+        found = replace(found, ranks_per_node=q.whole("--gpus", gpus))
+    if host_memory is not None:
+        nbytes = q.size_bytes("--host-memory", host_memory)
+        found = replace(found, host_memory_bytes=nbytes)
+    return found
 
 
 def _names(text: str) -> dict[str, tuple[str, ...]]:

@@ -82,17 +82,11 @@ class Option:
         return self.speed.inter_node_bytes / tokens
 
 
-def needs(workload: Workload, hardware: Hardware) -> Footprint:
-    """The peak of a step, with cache entries where the strategy's policy puts them."""
-    plan = scheme(workload.strategy)
-    units = layout(workload, plan, hardware.ranks_per_node)
-    placement = place(workload, plan, units, hardware)
-    return footprint(workload, plan, units, hardware, placement.cache)
-
-
 def shortfall(workload: Workload, hardware: Hardware) -> Shortfall:
-    """What the workload lacks on this hardware."""
-    peak = needs(workload, hardware)
+    """What the workload lacks on this hardware, with its cache where the policy puts it."""
+    plan = scheme(workload.strategy)
+    units = layout(workload, plan, hardware.nodes, hardware.ranks_per_node)
+    peak = footprint(workload, plan, units, hardware, place(workload, plan, units, hardware).cache)
     return Shortfall(
         max(0.0, peak.device_bytes - hardware.usable_device_bytes),
         max(0.0, peak.host_bytes - hardware.host_memory_bytes),
@@ -114,8 +108,8 @@ def simulated(workload: Workload, hardware: Hardware) -> Option:
     three do and the difference between three and two for each one more.
     """
     count = workload.accumulation
-    last = _measures(predict(replace(workload, accumulation=min(count, _SIMULATED)), hardware))
-    totals = last
+    prediction = predict(replace(workload, accumulation=min(count, _SIMULATED)), hardware)
+    last = totals = _measures(prediction)
     if count > _SIMULATED:
         fewer = _measures(predict(replace(workload, accumulation=_SIMULATED - 1), hardware))
         more = count - _SIMULATED
@@ -139,7 +133,7 @@ def simulated(workload: Workload, hardware: Hardware) -> Option:
         busy_seconds=_part(totals, "busy"),
         inter_node_bytes=totals["sent", ""],
     )
-    return Option(workload, needs(workload, hardware), speed)
+    return Option(workload, prediction.footprint, speed)
 
 
 def _measures(prediction: Prediction) -> dict[tuple[str, str], float]:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from experiments.costs import checks
 from experiments.costs.hardware import Hardware
-from experiments.costs.model import Transformer, from_config
+from experiments.costs.hugging_face import from_config
+from experiments.costs.model import Transformer
 from experiments.costs.strategies import SCHEMES, scheme
 from experiments.costs.workload import Workload
 from experiments.paper_models import PAPER_MODELS, SEQUENCE_LENGTH
@@ -89,6 +90,7 @@ class Request:
                             micro_batch=1,
                             recomputed=recomputed,
                             policy=policy,
+                            element_bytes=2 if self.hardware.backend == "nccl" else 4,
                         )
                     )
         return found

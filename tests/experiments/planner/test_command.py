@@ -10,6 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from experiments.__main__ import app
+from experiments.planner.request import shape
+from experiments.preflight.schema import Compute
 from tests.experiments.planner.made_up import config_file
 from tests.experiments.preflight.made_up import preflight
 
@@ -66,11 +68,36 @@ def test_several_lengths_and_steps_of_many_micro_batches(tmp_path: Path) -> None
 
 def test_a_preflight_stands_for_the_cluster(tmp_path: Path) -> None:
     file = tmp_path / "preflight.json"
-    file.write_text(preflight(across=2.5e9).model_dump_json())
-    options = {"nodes": None, "gpus": None, "inter_node": None, "strategies": "fsdp2"}
-    result = command(str(config_file(tmp_path)), "--preflight", str(file), **options)
+    file.write_text(preflight(across=2.5e9, free=10**11).model_dump_json())
+    bare = {"nodes": None, "gpus": None, "inter_node": None, "strategies": "fsdp2"}
+    result = command(str(config_file(tmp_path)), "--preflight", str(file), **bare)
     assert result.exit_code == 0, result.output
-    assert "2 nodes × 8 a40 · 20 Gbit/s reached between nodes" in result.stdout
+    measured = "8 a40 · 20 Gbit/s reached between nodes · 100 GB host memory"
+    assert f"2 nodes × {measured}" in result.stdout
+    result = command("gpt-10b", "--preflight", str(file), **bare | {"nodes": "4"})
+    assert f"4 nodes × {measured}" in result.stdout
+    result = command("gpt-10b", "--preflight", str(file), **bare | {"gpu": None})
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: gpu: is missing; a GPU was measured")
+
+
+def test_a_cluster_of_cpus_is_planned_in_fp32(tmp_path: Path) -> None:
+    cpu = Compute(
+        device="cpu",
+        matmul_flops_per_s={"float32": 1e10},
+        alone_matmul_flops_per_s={"float32": 2e10},
+        memory_bytes=None,
+    )
+    measured, plan = tmp_path / "preflight.json", tmp_path / "plan.json"
+    measured.write_text(preflight(across=1e6, backend="gloo", compute=cpu).model_dump_json())
+    bare = {"nodes": None, "gpus": None, "gpu": None, "inter_node": None, "strategies": "fcdp"}
+    model = str(config_file(tmp_path, num_hidden_layers=1, hidden_size=64, vocab_size=256))
+    files = ("--preflight", str(measured), "--json", str(plan))
+    result = command(model, *files, **bare, micro_batch="1")
+    assert result.exit_code == 0, result.output
+    best = json.loads(plan.read_text())["strategies"][0]["best"]
+    parameters = shape(model, 512).parameters
+    assert best["host_bytes"]["cache"] == pytest.approx(parameters * 4 / 2, rel=1e-3)
 
 
 def test_nothing_fits() -> None:
@@ -87,8 +114,8 @@ def test_nothing_fits() -> None:
         ({"gpu": "a41"}, "gpu = 'a41': allowed are a40, "),
         ({"inter_node": "-1Gbps"}, "--inter-node = '-1Gbps': allowed: a number above 0 and a unit"),
         ({"inter_node": "0 Gbit/s"}, "--inter-node = '0 Gbit/s': allowed: "),
-        ({"inter_node": None}, "--inter-node is missing: allowed: such as 100Gbps"),
-        ({"nodes": None}, "--nodes is missing: allowed: a whole number"),
+        ({"inter_node": None}, "--inter-node is missing: give it, or what was measured"),
+        ({"nodes": None}, "--nodes is missing: give it, or what was measured (--preflight)"),
         ({"nodes": "0"}, "--nodes = '0': allowed: whole numbers, 1 or more"),
         ({"gpus": "eight"}, "--gpus = 'eight': allowed: whole numbers, 1 or more"),
         ({"host_memory": "512"}, "--host-memory = '512': allowed: a number above 0 and a unit"),
