@@ -26,6 +26,7 @@ from experiments.clusters.kinds import preloaded as _preloaded
 from experiments.clusters.kinds import simulated_cluster as _simulated_cluster
 from experiments.clusters.kinds import simulates as _simulates
 from experiments.clusters.node_command import node
+from experiments.planner.command import plan
 from experiments.preflight.command import preflight
 from experiments.terminal import console as _console
 from experiments.terminal import say as _say
@@ -56,6 +57,7 @@ app = typer.Typer(
 
 app.command()(node)
 app.command()(preflight)
+app.command(no_args_is_help=True)(plan)
 
 
 @app.callback()
