@@ -40,7 +40,7 @@ class FSDP2:
         self.optimizer = make_optimizer(model, job)
 
     def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
-        total = torch.zeros(())
+        total = torch.zeros((), device=micro_batches[0].device)
         for index, sequences in enumerate(micro_batches):
             total += self.backward(sequences, last=index == len(micro_batches) - 1)
         self.optimizer.step()

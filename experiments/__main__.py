@@ -240,6 +240,39 @@ def strategies() -> None:
     _console().print(table)
 
 
+@app.command()
+def memory(
+    model: Annotated[
+        list[str] | None, typer.Option(help="Only this model of the paper's (repeatable).")
+    ] = None,
+    strategy: Annotated[
+        list[str] | None, typer.Option(help="Only this strategy (repeatable).")
+    ] = None,
+    output: Annotated[
+        Path, typer.Option(metavar="DIR", help="Where memory.jsonl and memory.md go.")
+    ] = Path("runs/memory"),
+    jobs: Annotated[int, typer.Option(min=1, help="Cases at a time; each takes a core.")] = 2,
+) -> None:
+    """Find the largest micro-batch of the paper's models, by strategy, without a GPU.
+
+    The real training step of one of 32 ranks runs on tensors without contents. Cases that
+    DIR/memory.jsonl has already are not run again. Exit status: 1 if a case failed.
+    """
+    from experiments.memory import command
+
+    _on_signals(_interrupt)
+    try:
+        settled = command.run(model or [], strategy or [], output, jobs, _console())
+    except ValueError as error:
+        _stop(str(error))
+    except KeyboardInterrupt:
+        _say_error("interrupted: finished cases are kept; the same command goes on")
+        raise typer.Exit(INTERRUPTED) from None
+    _say(_console(), "records", output / "memory.jsonl")
+    if any(record.state == "failed" for record in settled):
+        raise typer.Exit(FAILED)
+
+
 def _enter_namespace() -> None:
     """Become able to build the cluster; this starts the command anew where it is not yet."""
     from experiments.clusters import privileges

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from experiments.data import VOCABULARY
 from experiments.records import Cell, ModelSpec
 
 #: The attention projections of each family: where LoRA goes in the paper (Q, K, V and O).
@@ -33,7 +32,7 @@ def _gpt2(spec: ModelSpec, sequence_length: int) -> nn.Module:
 
     return GPT2LMHeadModel(
         GPT2Config(
-            vocab_size=VOCABULARY,
+            vocab_size=spec.vocabulary,
             n_positions=sequence_length,
             n_embd=spec.width,
             n_layer=spec.layers,
@@ -51,7 +50,7 @@ def _llama(spec: ModelSpec, sequence_length: int) -> nn.Module:
 
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=VOCABULARY,
+            vocab_size=spec.vocabulary,
             max_position_embeddings=sequence_length,
             hidden_size=spec.width,
             # Llama's own ratio, rounded up to a multiple of 8.

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -43,14 +43,19 @@ class Strict(BaseModel):
     )
 
 
+AnyStrict = TypeVar("AnyStrict", bound=Strict)
+
+
 class ModelSpec(Strict):
-    """A ``transformers`` configuration with random weights and a byte-level vocabulary."""
+    """A ``transformers`` configuration with random weights."""
 
     name: Name
     family: Literal["gpt2", "llama"]
     layers: int = Field(ge=1)
     width: int = Field(ge=8)
     heads: int = Field(ge=1)
+    #: Training data are bytes: a larger vocabulary costs memory and time, and learns nothing more.
+    vocabulary: int = Field(default=256, ge=256)
 
     @model_validator(mode="after")
     def _heads_divide_width(self) -> ModelSpec:
@@ -115,6 +120,8 @@ class Cell(Strict):
         bandwidth = self.inter_bandwidth_bits_per_s
         link = "unshaped" if bandwidth is None else f"{bandwidth / 1e6:g}mbit"
         exclude: dict[str, Any] = {"timeout_s": True, "cluster": {"port"}}
+        if self.model.vocabulary == ModelSpec.model_fields["vocabulary"].default:
+            exclude["model"] = {"vocabulary"}
         for name in _CHOICES:
             if getattr(self, name) == Cell.model_fields[name].default:  # as before there was one
                 exclude[name] = True
@@ -189,7 +196,7 @@ class Record(Strict):
         return None if median is None else self.cell.tokens_per_step / median
 
 
-def append(record: Record, path: Path) -> None:
+def append(record: Strict, path: Path) -> None:
     """Append one line to a JSON Lines file and flush it to the disk: all of it or nothing.
 
     A torn last line, which a killed run leaves, is cut off first. If the line cannot be written
@@ -218,13 +225,18 @@ def read(path: Path) -> list[Record]:
     A last line without its newline is what a killed run leaves; it is dropped, so that the cell
     runs again. Any other malformed line raises ``ValueError`` with its file and line number.
     """
+    return read_as(path, Record)
+
+
+def read_as(path: Path, kind: type[AnyStrict]) -> list[AnyStrict]:
+    """The same for a file of another kind of record."""
     content = path.read_bytes()
     # Not splitlines(): JSON strings may hold U+2028 and other characters that it splits at.
     lines = content[: _end_of_complete_lines(content)].split(b"\n")[:-1]
     records = []
     for number, line in enumerate(lines, start=1):
         try:
-            records.append(Record.model_validate(json.loads(line)))
+            records.append(kind.model_validate(json.loads(line)))
         except ValueError as error:
             raise ValueError(f"{path}:{number}: not a record of this version: {error}") from error
     return records

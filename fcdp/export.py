@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ def save_adapters(model: nn.Module, directory: str | os.PathLike[str]) -> None:
 
     Of a ``PeftModel``, PEFT picks its active adapters' from them and writes a configuration, for
     ``PeftModel.from_pretrained``. Of any other model the file holds them by their names in the
-    model. One parameter at a time is gathered, to the host memory of rank 0. Collective: every
-    rank calls it.
+    model. One parameter at a time is gathered, to the host memory of rank 0. Files that are there
+    already are replaced, each at once, when all new ones are on disk. Collective: every rank calls
+    it.
 
     Raises ``ImportError`` without safetensors, ``ValueError`` if nothing is trainable, and on
     every rank an error if rank 0 cannot write.
@@ -39,12 +41,12 @@ def save_adapters(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     gathered = _gather(trainable, topology)
     peft_model = _as_peft_model(model)
 
-    def write() -> None:
+    def write(folder: Path) -> None:
         if peft_model is None:
-            _write_file(gathered, Path(directory) / "adapter_model.safetensors")
+            _write_file(gathered, folder / "adapter_model.safetensors")
         else:
             peft_model.save_pretrained(
-                os.fspath(directory),
+                os.fspath(folder),
                 selected_adapters=list(peft_model.active_adapters),
                 state_dict=gathered,
             )
@@ -59,7 +61,8 @@ def export(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     ``model.safetensors`` holds the parameters and buffers by name, tied ones once. Of a
     ``PeftModel`` the base model is written, as it is without adapters: see :func:`save_adapters`.
     One parameter at a time is gathered, to the host memory of rank 0, which must have room for
-    the model. Collective: every rank calls it.
+    the model. Files that are there already are replaced, each at once, when all new ones are on
+    disk. Collective: every rank calls it.
 
     Raises ``ImportError`` without safetensors, and on every rank an error if rank 0 cannot write.
     """
@@ -72,13 +75,13 @@ def export(model: nn.Module, directory: str | os.PathLike[str]) -> None:
         state = _without_adapters(state, peft_model)
     gathered = _gather(state, topology)
 
-    def write() -> None:
+    def write(folder: Path) -> None:
         if hasattr(plain, "save_pretrained"):
-            plain.save_pretrained(directory, state_dict=gathered)
+            plain.save_pretrained(folder, state_dict=gathered)
         else:
-            _write_file(gathered, Path(directory) / "model.safetensors")
+            _write_file(gathered, folder / "model.safetensors")
 
-    _on_rank_0(write, directory, topology)
+    _on_rank_0(write, directory, topology, instead_of="model*.safetensors*")
 
 
 def _need_safetensors() -> None:
@@ -113,13 +116,49 @@ def _gather(state: Mapping[str, Any], topology: Topology) -> dict[str, torch.Ten
 
 
 def _on_rank_0(
-    write: Callable[[], None], directory: str | os.PathLike[str], topology: Topology
+    write: Callable[[Path], None],
+    directory: str | os.PathLike[str],
+    topology: Topology,
+    instead_of: str | None = None,
 ) -> None:
     def build() -> None:
         if topology.rank == 0:
-            write()
+            _put_in_place(write, Path(directory), instead_of)
 
     on_all_ranks(f"directory = {directory}", topology, build)
+
+
+def _put_in_place(write: Callable[[Path], None], directory: Path, instead_of: str | None) -> None:
+    """Have ``write`` fill a folder inside ``directory``; move its files out once all are on disk.
+
+    Each file is then replaced at once, and stays as it was if writing fails. Other files
+    that match ``instead_of`` go: those of a model in other parts would be loaded in its place.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".unfinished-", dir=directory) as temporary:
+        folder = Path(temporary)
+        write(folder)
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        for path in files:
+            _flush(path)
+        for path in files:
+            target = directory / path.relative_to(folder)
+            target.parent.mkdir(exist_ok=True)
+            os.replace(path, target)
+        new = {directory / path.relative_to(folder) for path in files}
+        if instead_of is not None:
+            for old in set(directory.glob(instead_of)) - new:
+                old.unlink()
+        for parent in {path.parent for path in new}:
+            _flush(parent)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _write_file(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
@@ -127,7 +166,6 @@ def _write_file(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     from safetensors.torch import save_file
 
     firsts = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
-    path.parent.mkdir(parents=True, exist_ok=True)
     save_file(
         {name: tensors[name].contiguous() for name in sorted(firsts.values())},
         path,

@@ -93,6 +93,19 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     assert [r.cell.seed for r in records.read(file)] == [1, 2]
 
 
+def test_committed_cells_keep_their_ids() -> None:
+    files = sorted((Path(__file__).parents[2] / "results").glob("*/records.jsonl"))
+    cells = [each for file in files for each in records.read(file)]
+    assert cells
+    assert all(each.cell.id == each.cell_id for each in cells)
+
+
+def test_a_vocabulary_is_part_of_the_id_where_it_is_not_the_usual_one() -> None:
+    spec = cell().model
+    assert cell(model=spec.model_copy(update={"vocabulary": 256})).id == cell().id
+    assert cell(model=spec.model_copy(update={"vocabulary": 257})).id != cell().id
+
+
 def test_figures_come_from_the_median_step() -> None:
     odd = record(cell(), step_seconds=[0.9, 0.1, 0.5])
     even = record(cell(), step_seconds=[0.1, 0.9, 0.4, 0.6])

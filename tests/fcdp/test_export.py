@@ -87,7 +87,12 @@ def export_after_a_forward(config: PretrainedConfig, lora: bool, directory: Path
 @pytest.mark.parametrize("name", CONFIGS)
 def test_transformers_load_an_export(ranks: Pools, tmp_path: Path, name: str) -> None:
     original = language_model(CONFIGS[name])
+    (tmp_path / "model").mkdir()
+    # A model in parts, which stood here before: transformers would take it for the new one's.
+    (tmp_path / "model" / "model-00001-of-00002.safetensors").write_text("stale")
     ranks.run(4, export_after_a_forward, CONFIGS[name], False, tmp_path)
+    assert {path.suffix for path in (tmp_path / "model").iterdir()} == {".json", ".safetensors"}
+    assert [*(tmp_path / "model").glob("*.safetensors")] == [tmp_path / "model/model.safetensors"]
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert_equal(loaded.state_dict(), original.state_dict())
     assert loaded.config.architectures == [type(original).__name__]
@@ -140,6 +145,36 @@ def test_a_model_of_ones_own_is_written_by_its_names(ranks: Pools, tmp_path: Pat
     assert ranks.run(4, load_adapters, tmp_path)[0] == loss
     del state["head.weight"]  # tied to the embedding
     assert_equal(load_file(tmp_path / "model.safetensors"), state)
+
+
+def save_again_on_a_full_disk(directory: Path) -> list[str]:
+    """What both functions raise when the disk fills up in the middle of a file."""
+    topology = topology_of(2, 1)
+    settings = Settings(2, 1, adapter_rank=3)
+    model = shard_with_fcdp(make_model(settings), topology, settings)
+    messages = []
+
+    def half(tensors: dict[str, torch.Tensor], path: Path, **others: Any) -> None:
+        path.write_bytes(b"half a file")
+        raise OSError("no space left")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("safetensors.torch.save_file", half)
+        for save in (fcdp.export, fcdp.save_adapters):
+            with pytest.raises((OSError, RuntimeError)) as error:
+                save(model, directory)
+            messages.append(str(error.value))
+    return messages
+
+
+def test_a_write_that_fails_midway_leaves_the_old_files(ranks: Pools, tmp_path: Path) -> None:
+    ranks.run(4, save_plain, tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert set(before) == {"adapter_model.safetensors", "model.safetensors"}
+    first, second = ranks.run(2, save_again_on_a_full_disk, tmp_path)
+    assert first == ["no space left"] * 2
+    assert all("another rank" in message for message in second)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 class SavesItself(TinyLM):
