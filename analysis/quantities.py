@@ -35,6 +35,8 @@ class Selection(Strict):
     micro_batch: int | None = Field(default=None, ge=1)
     accumulation: int | None = Field(default=None, ge=1)
     policy: str | None = None
+    #: Of a study of memory: whether blocks are computed again in backward.
+    checkpointing: bool | None = None
 
     @field_validator("link")
     @classmethod
@@ -170,9 +172,9 @@ def taken(samples: Sequence[Sample], take: Take | Literal["mean"]) -> float:
 def _pairs(rows: Sequence[Row], of: Selection, over: Selection) -> Iterator[tuple[Row, Row]]:
     """Cells of ``of``, each with the one that differs in the settings of ``over`` alone.
 
-    Evidence is never mixed; cells that did not end well have no part in a comparison.
+    Evidence is never mixed; cells that left no figures have no part in a comparison.
     """
-    finished = [row for row in rows if row.state == "ok"]
+    finished = [row for row in rows if row.quantities]
     others = {_rest(row, over): row for row in finished if over.matches(row)}
     for row in finished:
         partner = others.get(_rest(row, over))

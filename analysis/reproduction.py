@@ -11,6 +11,7 @@ from typing import Any, get_args
 from analysis import claims as papers
 from analysis import pages, runs, text
 from analysis.claims import LABELS, Claims
+from analysis.memory import MemoryStudy
 from analysis.runs import Run
 from analysis.tables import escaped
 from analysis.verdicts import Finding, Summary, asked, judge, quoted, rounded, summarise
@@ -36,18 +37,18 @@ def write(results: Path) -> Written:
     return where
 
 
-def markdown(claims: Claims, of: Sequence[Run]) -> str:
+def markdown(claims: Claims, of: Sequence[Run | MemoryStudy]) -> str:
     """The document; it depends on the claims and the records alone."""
     return pages.render("reproduction.md.j2", **_values(claims, of), cell=escaped)
 
 
-def page(claims: Claims, of: Sequence[Run]) -> str:
+def page(claims: Claims, of: Sequence[Run | MemoryStudy]) -> str:
     """The self-contained HTML page, which has the figures of every run too."""
     figures = {run.matrix: run.figures() for run in of}
     return pages.render("reproduction.html.j2", **_values(claims, of), figures=figures)
 
 
-def _values(claims: Claims, of: Sequence[Run]) -> dict[str, Any]:
+def _values(claims: Claims, of: Sequence[Run | MemoryStudy]) -> dict[str, Any]:
     """What both documents show."""
     by_matrix = {run.matrix: run for run in of}
     findings = judge(claims, {run.matrix: run.rows for run in of})
@@ -73,7 +74,7 @@ def _values(claims: Claims, of: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def _line(claims: Claims, finding: Finding, of: Mapping[str, Run]) -> dict[str, Any]:
+def _line(claims: Claims, finding: Finding, of: Mapping[str, Run | MemoryStudy]) -> dict[str, Any]:
     """A finding's figures as text."""
     claim, check = finding.claim, finding.check
     line = {

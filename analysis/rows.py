@@ -14,7 +14,7 @@ from experiments.records import Cell, Evidence, Measurement, Record, State
 Quantity = Literal[
     "tokens_per_s", "inter_node_bytes", "inter_node_bytes_over_least", "all_nodes_bytes",
     "gather_bytes", "backward_gather_bytes", "all_nodes_forward_bytes", "all_nodes_backward_bytes",
-    "peak_device_bytes", "host_cache_share",
+    "peak_device_bytes", "host_cache_share", "largest_micro_batch",
 ]  # fmt: skip
 
 #: What may differ between cells that are compared: none of it changes what a step is.

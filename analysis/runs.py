@@ -9,13 +9,17 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import pages, provenance, text
+from analysis import memory, pages, provenance, text
 from analysis.claims import matrix_files
 from analysis.comparison import compare
 from analysis.figures import draw
 from analysis.frame import frame, latest
+from analysis.memory import MemoryStudy
 from analysis.rows import Row, row
 from experiments.records import Record, read
+
+#: Where the records of the study of memory are, relative to the folder of results.
+MEMORY = "memory/memory.jsonl"
 
 
 @dataclass(frozen=True)
@@ -66,17 +70,19 @@ class Run:
         return frame(self.records)
 
 
-def load(results: Path) -> list[Run]:
-    """The committed runs of this repository's matrices, by name.
+def load(results: Path) -> list[Run | MemoryStudy]:
+    """The committed runs of this repository's matrices, by name, and the study of memory.
 
     Raises ``ValueError`` if there are none or one holds a malformed record.
     """
     names = ((name, f"{name}/records.jsonl") for name in matrix_files())
-    found = [
+    found: list[Run | MemoryStudy] = [
         Run(name, file, latest(read(results / file)))
         for name, file in names
         if (results / file).exists()
     ]
+    if (results / MEMORY).exists():
+        found.append(MemoryStudy("memory", MEMORY, memory.load(results / MEMORY)))
     if not found:
         allowed = ", ".join(matrix_files())
         raise ValueError(f"{results}: no records of any matrix; there are {allowed}")

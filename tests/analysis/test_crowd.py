@@ -20,6 +20,8 @@ from experiments.records import Record
 from tests.analysis import made_up
 
 GPT2, _ = made_up.MODELS
+#: The records, and the drawings by what they show.
+Drawn = tuple[list[Record], dict[str, Drawing]]
 ENGINES = {
     "DeepSpeed": [f"deepspeed-{name}" for name in ("zero3", "hpz", "hpz-offload", "offload")],
     "PyTorch": ["fsdp2", "fsdp2-hsdp", "fsdp2-reshard", "fsdp2-offload", "ddp"],
@@ -41,7 +43,7 @@ def made(link: int | None, tuning: str, at: int) -> Record:
     return base.model_copy(update={"cell": cell, "cell_id": cell.id, "measurement": measured})
 
 
-def drawn(*links: int | None) -> tuple[list[Record], dict[str, Drawing]]:
+def drawn(*links: int | None) -> Drawn:
     records = [
         made(link, tuning, at)
         for link in links
@@ -53,8 +55,13 @@ def drawn(*links: int | None) -> tuple[list[Record], dict[str, Drawing]]:
 
 
 @pytest.fixture(scope="module")
-def many() -> tuple[list[Record], dict[str, Drawing]]:
+def many() -> Drawn:
     return drawn(*made_up.LINKS)
+
+
+@pytest.fixture(scope="module")
+def bars() -> Drawn:
+    return drawn(None)
 
 
 def shown(figure: Figure) -> Any:
@@ -69,13 +76,13 @@ def names_of(ax: Axes) -> list[Text]:
 
 
 def test_throughput_bytes_and_losses_are_figures_of_their_own(
-    many: tuple[list[Record], dict[str, Drawing]],
+    many: Drawn,
 ) -> None:
     assert list(many[1]) == ["throughput", "traffic", "losses"]
 
 
 def test_a_column_has_its_engine_and_what_all_are_compared_with(
-    many: tuple[list[Record], dict[str, Drawing]],
+    many: Drawn,
 ) -> None:
     records, drawings = many
     looks = strategies.styles(NAMES)
@@ -100,7 +107,7 @@ def test_a_column_has_its_engine_and_what_all_are_compared_with(
 
 
 def test_the_legend_has_a_column_an_engine(
-    many: tuple[list[Record], dict[str, Drawing]],
+    many: Drawn,
 ) -> None:
     (legend,) = many[1]["throughput"].figure.legends
     labels = [label.get_text().strip() for label in legend.get_texts()]
@@ -113,8 +120,8 @@ def test_the_legend_has_a_column_an_engine(
 
 
 @pytest.mark.parametrize("what", ["throughput", "traffic"])
-def test_names_of_bars_do_not_touch_and_lie_inside_the_picture(what: str) -> None:
-    figure = drawn(None)[1][what].figure
+def test_names_of_bars_do_not_touch_and_lie_inside_the_picture(what: str, bars: Drawn) -> None:
+    figure = bars[1][what].figure
     renderer = shown(figure)
     labels = names_of(figure.axes[0])
     boxes = [label.get_window_extent(renderer) for label in labels]
@@ -127,9 +134,7 @@ def test_names_of_bars_do_not_touch_and_lie_inside_the_picture(what: str) -> Non
 
 
 @pytest.mark.parametrize("what", ["throughput", "losses"])
-def test_the_legend_lies_inside_the_picture_and_above_the_axes(
-    what: str, many: tuple[list[Record], dict[str, Drawing]]
-) -> None:
+def test_the_legend_lies_inside_the_picture_and_above_the_axes(what: str, many: Drawn) -> None:
     figure = many[1][what].figure
     renderer = shown(figure)
     (legend,) = figure.legends
@@ -141,8 +146,8 @@ def test_the_legend_lies_inside_the_picture_and_above_the_axes(
     assert all(ax.get_window_extent(renderer).y1 <= box.y0 for ax in figure.axes)
 
 
-def test_bytes_drawn_are_the_records() -> None:
-    records, drawings = drawn(None)
+def test_bytes_drawn_are_the_records(bars: Drawn) -> None:
+    records, drawings = bars
     expected: dict[str, float] = {
         record.cell.strategy: record.measurement.inter_node_bytes_per_step / 1e6
         for record in records
@@ -150,12 +155,12 @@ def test_bytes_drawn_are_the_records() -> None:
     }
     ax = drawings["traffic"].figure.axes[0]
 
-    bars: list[Any] = list(ax.patches)
-    assert sorted(bar.get_width() for bar in bars) == pytest.approx(sorted(expected.values()))
+    patches: list[Any] = list(ax.patches)
+    assert sorted(bar.get_width() for bar in patches) == pytest.approx(sorted(expected.values()))
 
 
 def test_a_line_of_losses_for_each_strategy_in_its_column(
-    many: tuple[list[Record], dict[str, Drawing]],
+    many: Drawn,
 ) -> None:
     counts = [len(ax.lines) for ax in many[1]["losses"].figure.axes[: len(ENGINES)]]
     cells = len(made_up.LINKS)
