@@ -24,7 +24,6 @@ from experiments.clusters.kinds import enter_namespace as _enter_namespace
 from experiments.clusters.kinds import override as _override
 from experiments.clusters.kinds import preloaded as _preloaded
 from experiments.clusters.kinds import simulated_cluster as _simulated_cluster
-from experiments.clusters.kinds import simulates as _simulates
 from experiments.clusters.node_command import node
 from experiments.planner.command import plan
 from experiments.preflight.command import preflight
@@ -116,17 +115,14 @@ def run(
     if dry_run:
         _show(plan, cells)
         return
-    simulated = _simulates(cluster, plan.cluster)
     # Records of one kind of evidence a directory: cells are the same, whoever answers for them.
-    apart = simulated and plan.cluster.kind != "simulated"
-    directory = RunDirectory(
-        output or Path("runs") / (f"{plan.name}-simulated" if apart else plan.name)
-    )
+    apart = "-simulated" * (plan.simulated and plan.cluster.kind != "simulated")
+    directory = RunDirectory(output or Path("runs") / f"{plan.name}{apart}")
     with (
-        _running(plan, directory, simulated),
+        _running(plan, directory),
         _prepared(directory, plan, resume or retry_failed, retry_failed) as finished,
     ):
-        records = _run_cells(plan, cells, finished, directory, simulated)
+        records = _run_cells(plan, cells, finished, directory)
         drawn = _finish(records, directory, wandb=not no_wandb)
     _exit_if_failed(records, drawn)
 
@@ -152,20 +148,19 @@ def sweep_cell(
     except ValueError as error:
         _stop(str(error))
     directory = RunDirectory(Path("runs") / plan.name)
-    simulated = _simulates(None, plan.cluster)
     with (
-        _running(plan, directory, simulated),
+        _running(plan, directory),
         _prepared(directory, plan, resume=True, retry_failed=False) as finished,
     ):
-        records = _run_cells(plan, [cell], finished, directory, simulated)
+        records = _run_cells(plan, [cell], finished, directory)
         _export(_console(), records, directory, sweep.run_id())
     _exit_if_failed(records)
 
 
 @contextmanager
-def _running(plan: Matrix, directory: RunDirectory, simulated: bool) -> Iterator[None]:
+def _running(plan: Matrix, directory: RunDirectory) -> Iterator[None]:
     """Around a run: the rights it needs, and what to say if it is interrupted."""
-    if plan.cluster.kind == "emulated" and not simulated:
+    if plan.cluster.kind == "emulated" and not plan.simulated:
         _enter_namespace()
     _on_signals(_interrupt)
     # A library's forked helper that is ended by SIGTERM must not tear our cluster down.
@@ -203,7 +198,6 @@ def _run_cells(
     cells: Sequence[PlannedCell],
     finished: Sequence[Record],
     directory: RunDirectory,
-    simulated: bool,
 ) -> list[Record]:
     from experiments import runner
     from experiments.clusters.interface import ClusterError
@@ -211,7 +205,7 @@ def _run_cells(
 
     try:
         with Progress(plan, cells, finished, _console()) as progress:
-            if simulated:
+            if plan.simulated:
                 built = _simulated_cluster(plan.cluster)
             else:
                 running = [planned.cell for planned in cells if planned.skip_reason is None]
