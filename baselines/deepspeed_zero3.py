@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import deepspeed
 import torch
@@ -27,7 +27,6 @@ from baselines.strategy import (
 _REFERENCE_PARAMETERS = 30e9
 _DEFAULT_MAX_REUSE_DISTANCE = 1e9
 _DEFAULT_PREFETCH_BUCKET = 5e7
-_BUILDERS = {"cpu_adam": "CPUAdamBuilder", "async_io": "AsyncIOBuilder"}
 
 
 def build(model: nn.Module, job: Job) -> DeepSpeedZero3:
@@ -111,13 +110,13 @@ def _is_low_rank(name: str) -> bool:
     return "lora_" in name
 
 
-def build_operators(*more: Literal["cpu_adam", "async_io"]) -> None:
-    """Compile DeepSpeed's shared-memory operator, and ``more``, one rank at a time.
+def build_operators(*more: str) -> None:
+    """Compile DeepSpeed's shared-memory operator, and those of the builders ``more``, one by one.
 
     DeepSpeed compiles them when they are first used, and ranks of one host that do so together
     fail now and then. The first rank compiles (half a minute, once a machine), the others load.
     """
-    builders: list[str] = [_BUILDERS[name] for name in more]
+    builders = list(more)
     if not torch.accelerator.is_available():
         builders.append("ShareMemCommBuilder")
 

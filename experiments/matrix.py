@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from baselines import registry
-from baselines.registry import STRATEGY_NAMES
 from experiments.records import Cell, ClusterSpec, ModelSpec, Strict
 from experiments.yaml_lines import Document, KeyPath, load
 
@@ -247,22 +246,19 @@ class _Expansion:
     def _value(self, setting: str, item: Any, path: KeyPath) -> Any:
         """The value as a cell holds it; its type is checked when the cells are made."""
         if setting == "strategy":
-            self._one_of(item, STRATEGY_NAMES, path, "unknown strategy")
+            self._one_of(item, registry.STRATEGY_NAMES, path, "unknown strategy")
         elif setting == "model":
             self._one_of(item, self._models, path, "unknown model")
-        elif setting == "inter_bandwidth":
-            try:
+        try:
+            if setting == "inter_bandwidth":
                 return parse_bandwidth(item)
-            except ValueError as error:
-                self._document.fail(path, str(error))
-        elif setting in ("policy", "gather_codec", "reduce_codec"):
-            # These import torch, which most matrices need not wait for.
-            from baselines import codecs, policies
+            if setting in ("policy", "gather_codec", "reduce_codec"):
+                # These import torch, which most matrices need not wait for.
+                from baselines import codecs, policies
 
-            try:
                 (policies if setting == "policy" else codecs).parse(str(item))
-            except ValueError as error:
-                self._document.fail(path, str(error))
+        except ValueError as error:
+            self._document.fail(path, str(error))
         return item
 
     def _rules(self, section: str, says: str) -> list[KeyPath]:
