@@ -89,9 +89,9 @@ def export(
             if mode == "offline":
                 _write(job, directory, "offline")
             written.append(job)
-        _complete(written, directory)
     except Exception as error:
         warnings.append(f"{len(new) - len(written)} W&B runs not written: {_brief(error)}")
+    _complete(written, directory)
     return Export(mode, len(written), tuple(warnings))
 
 
@@ -140,10 +140,9 @@ def _runs(directory: Path, job: Job) -> list[Path]:
 
 
 def _complete(jobs: Sequence[Job], directory: Path) -> None:
-    import wandb
-
     # Its service process writes files when it pleases, and all of them before it ends.
-    wandb.teardown()
+    if (wandb := sys.modules.get("wandb")) is not None:
+        wandb.teardown()
     for job in jobs:
         for run in _runs(directory, job):
             (run / _COMPLETE).touch()

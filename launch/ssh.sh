@@ -23,7 +23,7 @@ trap 'kill "${agents[@]}" 2>/dev/null || true' EXIT
 for number in "${!hosts[@]}"; do
     # The token goes by standard input; read by bash, it is on no command line.
     command="cd $(printf %q "$PWD") && read -r FCDP_TOKEN && export FCDP_TOKEN && "
-    command+="env $settings FCDP_NODE=$number launch/node.sh$(printf ' %q' "$@")"
+    command+="exec env $settings FCDP_NODE=$number launch/node.sh$(printf ' %q' "$@")"
     if [[ $number == 0 ]]; then
         first=$command
     else

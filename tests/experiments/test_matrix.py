@@ -106,7 +106,8 @@ def test_matrices_of_the_repository(name: str) -> None:
     assert plan.name == name
     strategies = {planned.cell.strategy for planned in plan.cells if planned.skip_reason is None}
     assert "fcdp" in strategies
-    assert len(strategies) > 1
+    # Strategies are compared, or one strategy's policies.
+    assert len(strategies) * len({planned.cell.policy for planned in plan.cells}) > 1
 
 
 def test_reference_accumulates_at_100_mbit_only() -> None:
