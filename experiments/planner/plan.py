@@ -12,6 +12,8 @@ from experiments.planner.search import Verdict, search
 
 #: Throughputs this close are taken to be the same: the simulator is no more exact.
 TIE = 0.05
+#: Of the strategies that are as fast, so many are named.
+_LISTED = 4
 _WAITS = {
     "compute": "computation",
     "inter_node": "the link between nodes",
@@ -114,9 +116,9 @@ def _reason(
 ) -> str:
     chosen = found[strategy]
     parts = [_against(strategy, chosen, found)]
-    others = [name for name in ties if name != strategy and name != "fcdp"]
+    others = [name for name in ties if name not in (strategy, "fcdp")]
     if others:
-        parts.append(f"as fast within {TIE:.0%} are {_listed(others)}, which are less plain")
+        parts.append(f"as fast, within {TIE:.0%}: {_listed(others)}")
     if strategy != "fcdp" and "fcdp" in verdicts:
         parts.append(_about_fcdp(chosen, "fcdp" in ties, verdicts["fcdp"]))
     return "; ".join(parts)
@@ -148,4 +150,5 @@ def _about_fcdp(chosen: Option, tied: bool, verdict: Verdict) -> str:
 
 
 def _listed(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    more = len(names) - _LISTED
+    return ", ".join(names[:_LISTED]) + (f" and {more} more" if more > 0 else "")

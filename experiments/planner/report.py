@@ -90,11 +90,10 @@ def _header(request: Request) -> Table:
         "batch\nused",
         "recom-\nputed",
         "device\nGB",
-        "host\nGB/node",
+        "host\nGB",
         "sent GB/\nM tokens",
         "tokens/s\n",
-        "MFU\n",
-        "HFU\n",
+        "MFU/HFU\n%",
     ]
     for name in titles:
         grid.add_column(name, justify="right", no_wrap=True)
@@ -106,10 +105,14 @@ def _header(request: Request) -> Table:
 
 
 def _name(option: Option) -> str:
-    """The strategy, and its policy where that is not what it would be anyway."""
+    """The strategy, with choices of its own that are not the usual ones."""
     workload = option.workload
-    usual = workload.policy == "host" or scheme(workload.strategy).cache != "policy"
-    return workload.strategy if usual else f"{workload.strategy} {workload.policy}"
+    parts = [workload.strategy]
+    if workload.policy != "host":
+        parts.append(workload.policy)
+    if workload.adapters != "sharded":
+        parts.append(workload.adapters)
+    return ", ".join(parts)
 
 
 def _columns(plan: Plan, verdict: Verdict, option: Option) -> list[str]:
@@ -129,8 +132,7 @@ def _columns(plan: Plan, verdict: Verdict, option: Option) -> list[str]:
         f"{option.footprint.host_bytes / 1e9:.1f}",
         f"{option.sent_bytes_per_token / 1e3:.3g}",
         f"{speed.tokens_per_s:,.0f}",
-        f"{speed.mfu:.1%}",
-        f"{speed.hfu:.1%}",
+        f"{100 * speed.mfu:.0f}/{100 * speed.hfu:.0f}",
         f"{speed.bottleneck} {speed.bottleneck_share:.0%}",
         f"{plan.hours(option):,.0f}",
         *([] if cost is None else [f"{cost:,.0f}"]),
@@ -156,6 +158,7 @@ def _option(plan: Plan, option: Option) -> dict[str, Any]:
     workload, speed = option.workload, option.speed
     return {
         "policy": workload.policy,
+        "adapters": workload.adapters,
         "sequence_length": workload.sequence_length,
         "micro_batch": workload.micro_batch,
         "accumulation": workload.accumulation,

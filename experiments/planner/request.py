@@ -16,6 +16,8 @@ from experiments.paper_models import PAPER_MODELS, SEQUENCE_LENGTH
 
 #: Shares of the blocks whose activations are recomputed: all that a grid needs to be close.
 RECOMPUTED = (0.0, 0.25, 0.5, 0.75, 1.0)
+#: What our engine does with adapters: a gather and a reduction a step, or one all-reduce.
+_ADAPTERS = ("sharded", "replicated")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,26 +76,31 @@ class Request:
     def workloads(self) -> list[Workload]:
         """The grid but for the micro-batch, which is 1 here. What is simplest comes first."""
         shapes = {length: shape(self.model, length) for length in self.sequence_lengths}
-        found = []
-        for strategy, length in product(self.strategies, self.sequence_lengths):
-            plan, model = scheme(strategy), shapes[length]
-            lora = None if self.lora_rank is None else model.attention_lora(self.lora_rank)
-            chooses = plan.cache == "policy" and plan.policy is None
-            for policy in self.policies if chooses else ("host",):
-                for recomputed in sorted(self.recomputed):
-                    found.append(
-                        Workload(
-                            strategy=strategy,
-                            model=model,
-                            lora=lora,
-                            sequence_length=length,
-                            micro_batch=1,
-                            recomputed=recomputed,
-                            policy=policy,
-                            element_bytes=2 if self.hardware.backend == "nccl" else 4,
-                        )
-                    )
-        return found
+        return [
+            Workload(
+                strategy=strategy,
+                model=shapes[length],
+                lora=None
+                if self.lora_rank is None
+                else shapes[length].attention_lora(self.lora_rank),
+                sequence_length=length,
+                micro_batch=1,
+                recomputed=recomputed,
+                element_bytes=2 if self.hardware.backend == "nccl" else 4,
+                policy=policy,
+                adapters=adapters,
+            )
+            for strategy, length in product(self.strategies, self.sequence_lengths)
+            for policy, adapters in self._choices(strategy)
+            for recomputed in sorted(self.recomputed)
+        ]
+
+    def _choices(self, strategy: str) -> list[tuple[str, str]]:
+        """Policies, and whether adapters are sharded, of a strategy that has the choice."""
+        plan = scheme(strategy)
+        if plan.cache != "policy" or plan.policy is not None:
+            return [("host", "sharded")]
+        return list(product(self.policies, _ADAPTERS[: 1 if self.lora_rank is None else 2]))
 
 
 def shape(model: str, sequence_length: int) -> Transformer:

@@ -72,11 +72,13 @@ def test_what_cannot_be_names_field_and_value(settings: dict[str, Any], message:
         request(**settings)
 
 
-def test_the_grid_is_the_product_with_policies_for_fcdp_only() -> None:
-    asked = request(
-        strategies=("fsdp2", "fcdp"), sequence_lengths=(256, 512), policies=("host", "auto")
-    )
-    points = asked.workloads()
+def test_the_grid_is_the_product_with_choices_for_fcdp_only() -> None:
+    axes = {"strategies": ("fsdp2", "fcdp"), "sequence_lengths": (256, 512)}
+    points = request(**axes, policies=("host", "auto")).workloads()
     assert len(points) == 2 * 2 * (1 + 2)
     assert {p.policy for p in points if p.strategy == "fsdp2"} == {"host"}
     assert {p.policy for p in points if p.strategy == "fcdp"} == {"host", "auto"}
+    assert {p.adapters for p in points} == {"sharded"}
+    points = request(**axes, lora_rank=8).workloads()
+    assert {p.adapters for p in points if p.strategy == "fcdp"} == {"sharded", "replicated"}
+    assert {p.adapters for p in points if p.strategy == "fsdp2"} == {"sharded"}
