@@ -11,6 +11,7 @@ from __future__ import annotations
 import netrc
 import os
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
