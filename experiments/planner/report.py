@@ -49,7 +49,9 @@ def table(plan: Plan) -> RenderableType:
         for verdict in plan.verdicts
         if verdict.best is None
     ]
-    advice = Text.assemble(("take ", "bold"), (plan.strategy, "bold green"), f": {plan.reason}")
+    advice = Text.assemble(
+        ("take ", "bold"), (_name(plan.option), "bold green"), f": {plan.reason}"
+    )
     head = (Text(line, style="bold cyan") for line in titles(plan.request))
     return Group(*head, Text(), grid, *notes, Text(), advice)
 

@@ -70,6 +70,14 @@ def test_the_choice_is_among_the_fastest_and_rows_are_in_order() -> None:
     assert fits == sorted(fits, reverse=True)
 
 
+def test_device_caches_shrink_the_batch_of_30b_and_hybrid_sharding_does_not_fit() -> None:
+    """papers.md 0.1 and 0.4, as far as the model agrees: hpZ fits, with a smaller batch."""
+    by_name = {verdict.strategy: verdict for verdict in found(gbit_s=100).verdicts}
+    assert 0 < by_name["hpz"].largest_micro_batch < by_name["fcdp"].largest_micro_batch
+    assert by_name["fsdp2"].largest_micro_batch - by_name["fcdp"].largest_micro_batch in (0, 1)
+    assert by_name["fsdp2-hsdp"].best is None
+
+
 def test_hours_and_cost_follow_from_the_throughput() -> None:
     made = found(tokens=1e9, price_per_gpu_hour=0.5, strategies=("fcdp",))
     hours = made.hours(made.option)
