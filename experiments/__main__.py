@@ -23,7 +23,6 @@ from experiments.clusters.kinds import cluster as _cluster
 from experiments.clusters.kinds import enter_namespace as _enter_namespace
 from experiments.clusters.kinds import override as _override
 from experiments.clusters.kinds import simulated_cluster as _simulated_cluster
-from experiments.clusters.kinds import simulates as _simulates
 from experiments.planner.command import plan
 from experiments.preflight.command import preflight
 from experiments.terminal import console as _console
@@ -113,20 +112,17 @@ def run(
     if dry_run:
         _show(plan, cells)
         return
-    simulated = _simulates(cluster, plan.cluster)
     # Records of one kind of evidence a directory: cells are the same, whoever answers for them.
-    apart = simulated and plan.cluster.kind != "simulated"
-    directory = RunDirectory(
-        output or Path("runs") / (f"{plan.name}-simulated" if apart else plan.name)
-    )
-    if not simulated and plan.cluster.kind == "emulated":
+    apart = "-simulated" * (plan.simulated and plan.cluster.kind != "simulated")
+    directory = RunDirectory(output or Path("runs") / f"{plan.name}{apart}")
+    if plan.cluster.kind == "emulated" and not plan.simulated:
         _enter_namespace()
     _on_signals(_interrupt)
     # A library's forked helper that is ended by SIGTERM must not tear our cluster down.
     os.register_at_fork(after_in_child=lambda: _on_signals(signal.SIG_DFL))
     try:
         with _prepared(directory, plan, resume or retry_failed, retry_failed) as finished:
-            records = _run_cells(plan, cells, finished, directory, simulated)
+            records = _run_cells(plan, cells, finished, directory)
             drawn = _finish(records, directory, wandb=not no_wandb)
     except KeyboardInterrupt:
         _stop_interrupted(directory)
@@ -156,7 +152,6 @@ def _run_cells(
     cells: Sequence[PlannedCell],
     finished: Sequence[Record],
     directory: RunDirectory,
-    simulated: bool,
 ) -> list[Record]:
     from experiments import runner
     from experiments.clusters.interface import ClusterError
@@ -164,7 +159,7 @@ def _run_cells(
 
     try:
         with Progress(plan, cells, finished, _console()) as progress:
-            build = _simulated_cluster if simulated else _cluster
+            build = _simulated_cluster if plan.simulated else _cluster
             return runner.run(cells, finished, build(plan.cluster), directory, progress)
     except (ClusterError, runner.RunError) as error:
         _stop(str(error))

@@ -39,11 +39,6 @@ def override(kind: ClusterKind | None) -> ClusterSpec | None:
     return Allocation.from_env().spec
 
 
-def simulates(kind: ClusterKind | None, spec: AnyCluster) -> bool:
-    """Whether cells of ``spec`` are to be simulated: by what is asked for, or by their own kind."""
-    return kind is ClusterKind.SIMULATED or spec.kind == "simulated"
-
-
 def simulated_cluster(spec: AnyCluster) -> Cluster:
     """The cluster that ``spec`` describes, as the simulator sees it."""
     from experiments.clusters.simulated import SimulatedCluster
