@@ -42,6 +42,7 @@ def tables() -> dict[str, str]:
         "plan": _answered(_PLAN),
         **{matrix: _condensed(load(_records(matrix))) for matrix in ("reference", "unshaped")},
         "slow-link": _kept(load(_records("slow-link"))),
+        "baselines": _speeds(load(_records("baselines"))),
         "audit": markdown(audit(load(_records("parity")))).strip("\n"),
     }
 
@@ -117,6 +118,25 @@ def _trained_share(records: Sequence[Record]) -> str:
     counts = {(m.trainable_parameters, m.parameters) for r in records if (m := r.measurement)}
     ((trained, total),) = counts
     return f"Trained: {trained:,} of {total:,} parameters, {trained / total:.2%}."
+
+
+def _speeds(records: Sequence[Record]) -> str:
+    """Tokens a second of each strategy, one column a setting, as Markdown."""
+    ran = [record for record in records if record.state != "skipped"]
+    settings = sorted({_setting(record.cell)[1:] for record in ran}, key=str)
+    names = [f"{tuning}, {link}, k = {count}" for tuning, link, count in settings]
+    lines = [f"| Strategy | {' | '.join(names)} |", f"|---|{'--:|' * len(settings)}"]
+    by = {(r.cell.strategy, *_setting(r.cell)[1:]): r for r in ran}
+    for strategy in dict.fromkeys(record.cell.strategy for record in ran):
+        rates = [_rate(by.get((strategy, *setting))) for setting in settings]
+        lines.append(f"| {strategy} | {' | '.join(rates)} |")
+    return "\n".join(lines)
+
+
+def _rate(record: Record | None) -> str:
+    if record is None or record.tokens_per_s is None:
+        return "–" if record is None else record.state
+    return text.number(record.tokens_per_s)
 
 
 def _setting(cell: Cell) -> tuple[object, ...]:
