@@ -47,6 +47,8 @@ def report(
     the committed records say of it.
     """
     if records is None:
+        if output is not None or baseline != strategies.BASELINE:
+            _fail("--output and --baseline need RECORDS")
         _reproduce()
         return
     found = _load(records)

@@ -46,6 +46,8 @@ class MatrixUse(Strict):
     #: Why there are no records yet; a matrix without a file must say so.
     planned: str | None = None
     resources: str | None = None
+    #: What its records must not be used for.
+    caveat: str | None = None
 
 
 class Tolerance(Strict):

@@ -75,12 +75,12 @@ NO_RECORDS = {"cells", "earlier", "report", "wandb"}
 
 
 def load(path: Path) -> list[Record]:
-    """Records of a file, or of every ``*.jsonl`` below a directory of runs.
+    """Records of a file, or of every ``records.jsonl`` below a directory of runs.
 
     Raises ``FileNotFoundError`` if there is no such file, ``ValueError`` for a malformed one.
     """
     if path.is_dir():
-        found = sorted(path.rglob("*.jsonl"))
+        found = sorted(path.rglob("records.jsonl"))
         files = [file for file in found if not NO_RECORDS & set(file.relative_to(path).parts)]
     elif path.exists():
         files = [path]

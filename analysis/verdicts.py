@@ -8,9 +8,9 @@ from typing import Literal
 
 from analysis import text
 from analysis.claims import Check, Claim, Claims
-from analysis.frame import latest
 from analysis.quantities import SCALES, Sample, Unit, taken
-from experiments.records import Evidence, Record
+from analysis.rows import Row
+from experiments.records import Evidence
 
 Verdict = Literal["reproduced", "not reproduced", "not run"]
 #: A claim whose checks do not agree.
@@ -34,19 +34,18 @@ class Finding:
     reason: str
 
 
-def judge(claims: Claims, records: Mapping[str, Sequence[Record]]) -> list[Finding]:
+def judge(claims: Claims, rows: Mapping[str, Sequence[Row]]) -> list[Finding]:
     """One finding for each check, or for each claim without one, in the order of the file.
 
-    ``records`` are those of each matrix that has been run.
+    ``rows`` are the cells of each matrix that has been run.
     """
-    kept = {matrix: latest(of) for matrix, of in records.items()}
     found = []
     for claim in claims.claims:
         if not claim.checks:
             reason = claim.untested or claims.papers[claim.paper].untested
             assert reason is not None, "checked when the file was read"
             found.append(Finding(claim, None, "not run", None, None, "", reason))
-        found += [_check(claims, claim, check, kept.get(check.matrix)) for check in claim.checks]
+        found += [_check(claims, claim, check, rows.get(check.matrix)) for check in claim.checks]
     return found
 
 
@@ -64,18 +63,18 @@ def _summary(verdicts: set[Verdict]) -> Summary:
     return verdicts.pop() if len(verdicts) == 1 else "reproduced in part"
 
 
-def _check(claims: Claims, claim: Claim, check: Check, records: Sequence[Record] | None) -> Finding:
-    """One check against the records of its matrix, if there are any."""
-    if records is None:
+def _check(claims: Claims, claim: Claim, check: Check, rows: Sequence[Row] | None) -> Finding:
+    """One check against the cells of its matrix, if there are any."""
+    if rows is None:
         reason = claims.matrices[check.matrix].planned or "There are no records of its matrix."
         return Finding(claim, check, "not run", None, None, "", reason)
-    samples = check.compute.samples(records)
+    samples = check.compute.samples(rows)
     if not samples:
         reason = f"No cell of {check.matrix} has a result with which to compare."
         return Finding(claim, check, "not run", None, None, "", reason)
     # A matrix that was run in several ways is judged by what was really measured, if it was.
-    evidence = min({sample.evidence for sample in samples}, key=list(text.EVIDENCE).index)
-    samples = [sample for sample in samples if sample.evidence == evidence]
+    evidence = min({sample.row.evidence for sample in samples}, key=list(text.EVIDENCE).index)
+    samples = [sample for sample in samples if sample.row.evidence == evidence]
     assert claim.unit is not None, "checked when the claim was read"
     ours = taken(samples, check.compute.take) * SCALES[claim.unit]
     reproduced = check.tolerance.admits(ours, claim.number)
@@ -89,11 +88,10 @@ def _check(claims: Claims, claim: Claim, check: Check, records: Sequence[Record]
 
 def _cells(samples: Sequence[Sample], take: str) -> str:
     """The one cell, or what was taken of how many, and between which values."""
+    models = ", ".join(sorted({str(sample.row.settings["model"]) for sample in samples}))
     if len(samples) == 1:
-        cell = samples[0].cell
-        return f"{cell.model.name}, {text.link(cell.inter_bandwidth_bits_per_s)}"
-    models = sorted({sample.cell.model.name for sample in samples})
-    return f"{take} of {len(samples)} cells ({', '.join(models)})"
+        return f"{models}, {samples[0].row.settings['link']}"
+    return f"{take} of {len(samples)} cells ({models})"
 
 
 def quoted(value: float | None, unit: Unit | None) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from analysis import claims, reproduction
+from analysis import claims, reproduction, runs
 from analysis.__main__ import RESULTS, app
 from tests.analysis import made_up
 from tests.analysis.conftest import write_records
@@ -34,7 +34,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_the_committed_document_is_up_to_date() -> None:
-    document = reproduction.markdown(claims.load(), reproduction.runs(RESULTS))
+    document = reproduction.markdown(claims.load(), runs.load(RESULTS))
 
     assert (ROOT / "REPRODUCTION.md").read_text("utf-8") == document, (
         "REPRODUCTION.md differs from the records: run python -m analysis report"
@@ -42,7 +42,7 @@ def test_the_committed_document_is_up_to_date() -> None:
 
 
 def test_every_claim_is_in_the_document_with_its_verdict() -> None:
-    document = reproduction.markdown(claims.load(), reproduction.runs(RESULTS))
+    document = reproduction.markdown(claims.load(), runs.load(RESULTS))
 
     for claim in claims.load().claims:
         lines = [line for line in document.splitlines() if line.startswith(f"| {claim.claim} |")]
@@ -53,7 +53,7 @@ def test_every_claim_is_in_the_document_with_its_verdict() -> None:
 
 
 def test_the_finding_about_hpz_is_stated_where_the_51_times_are() -> None:
-    document = reproduction.markdown(claims.load(), reproduction.runs(RESULTS))
+    document = reproduction.markdown(claims.load(), runs.load(RESULTS))
     failed = document.split("## What did not reproduce")[1].split("\n## ")[0]
 
     (finding,) = [line for line in failed.splitlines() if "51 times" in line]
@@ -82,6 +82,13 @@ def test_without_records_there_is_one_message(
 
     assert result.exit_code == 2
     assert "no records of any matrix" in result.stderr
+
+
+def test_options_need_records() -> None:
+    result = CliRunner().invoke(app, ["report", "--output", "elsewhere"])
+
+    assert result.exit_code == 2
+    assert result.stderr == "error: --output and --baseline need RECORDS\n"
 
 
 def test_the_command_writes_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

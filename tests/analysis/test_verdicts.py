@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from analysis.claims import Claims
+from analysis.rows import Row, row
 from analysis.verdicts import Finding, asked, judge, quoted, rounded, summarise
-from experiments.records import Record
 from tests.analysis import made_up
 
 GPT2, _ = made_up.MODELS
@@ -43,13 +43,13 @@ def check(**changes: Any) -> dict[str, Any]:
     return {"matrix": "parity", "compute": RATIO, "tolerance": {"relative": 0.1}, **changes}
 
 
-def records(evidence: Any = "emulated") -> list[Record]:
+def rows(evidence: Any = "emulated") -> list[Row]:
     cells = [made_up.cell(name, GPT2, "full", SLOW) for name in ("fsdp2", "fcdp")]
-    return [made_up.record(cell, evidence=evidence) for cell in cells]
+    return [row(made_up.record(cell, evidence=evidence)) for cell in cells]
 
 
 def found(of: Claims, **changes: Any) -> Finding:
-    (finding,) = judge(of, {"parity": records(), **changes})
+    (finding,) = judge(of, {"parity": rows(), **changes})
     return finding
 
 
@@ -91,9 +91,7 @@ def test_what_was_not_run_says_why() -> None:
 
 
 def test_kinds_of_evidence_are_not_mixed_and_measured_goes_first() -> None:
-    measured = [record.model_copy(update={"evidence": "measured"}) for record in records()]
-
-    finding = found(claims(check()), parity=[*records("simulated"), *measured])
+    finding = found(claims(check()), parity=[*rows("simulated"), *rows("measured")])
 
     assert finding.evidence == "measured"
     assert finding.cells == "gpt2-4x128, 10 Mbit/s"
@@ -116,7 +114,7 @@ def test_a_claim_is_summarised_over_the_checks_that_were_run(
         for matrix, tolerance in zip(matrices, tolerances, strict=True)
     ]
 
-    assert summarise(judge(claims(*checks), {"parity": records()})) == {"bytes": summary}
+    assert summarise(judge(claims(*checks), {"parity": rows()})) == {"bytes": summary}
 
 
 def test_numbers_are_written_as_the_paper_has_them_and_ours_with_three_digits() -> None:
