@@ -23,6 +23,7 @@ from experiments.clusters.kinds import cluster as _cluster
 from experiments.clusters.kinds import enter_namespace as _enter_namespace
 from experiments.clusters.kinds import override as _override
 from experiments.clusters.kinds import preloaded as _preloaded
+from experiments.clusters.kinds import simulated_cluster as _simulated_cluster
 from experiments.clusters.kinds import simulates as _simulates
 from experiments.preflight.command import preflight
 from experiments.terminal import console as _console
@@ -162,8 +163,11 @@ def _run_cells(
 
     try:
         with Progress(plan, cells, finished, _console()) as progress:
-            preload = _preloaded([planned.cell for planned in cells if planned.skip_reason is None])
-            built = _cluster(plan.cluster, preload, simulated=simulated)
+            if simulated:
+                built = _simulated_cluster(plan.cluster)
+            else:
+                wanted = [planned.cell for planned in cells if planned.skip_reason is None]
+                built = _cluster(plan.cluster, _preloaded(wanted))
             return runner.run(cells, finished, built, directory, progress)
     except (ClusterError, runner.RunError) as error:
         _stop(str(error))

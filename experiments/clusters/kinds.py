@@ -54,14 +54,17 @@ def preloaded(cells: Iterable[Cell]) -> tuple[str, ...]:
     return (*PRELOADED, "deepspeed") if pins == {"current"} else PRELOADED
 
 
-def cluster(
-    spec: AnyCluster, preload: Sequence[str] = PRELOADED, *, simulated: bool = False
-) -> Cluster:
-    """The cluster that ``spec`` describes, not yet built, for jobs that need these modules."""
-    if simulated or spec.kind == "simulated":
-        from experiments.clusters.simulated import SimulatedCluster
+def simulated_cluster(spec: AnyCluster) -> Cluster:
+    """The cluster that ``spec`` describes, as the simulator sees it."""
+    from experiments.clusters.simulated import SimulatedCluster
 
-        return SimulatedCluster(spec)
+    return SimulatedCluster(spec)
+
+
+def cluster(spec: AnyCluster, preload: Sequence[str] = PRELOADED) -> Cluster:
+    """The cluster that ``spec`` describes, not yet built, for jobs that need these modules."""
+    if spec.kind == "simulated":
+        return simulated_cluster(spec)
     if spec.kind == "rented":
         from experiments.clusters.allocation import Allocation
         from experiments.clusters.rented import RentedCluster

@@ -22,19 +22,22 @@ _COPY_BYTES_PER_S = 10 * GB
 class Constants:
     """One host, all cores together."""
 
+    #: Matrix products in fp32.
     flops: float
-    activation_byte_seconds: float
-    byte_seconds: float
-    #: By engine.
+    #: As in ``Overheads``.
     block_seconds: Mapping[str, float]
+    byte_seconds: float
+    gathered_byte_seconds: float
+    activation_byte_seconds: float
 
 
 #: Intel Xeon at 2.5 GHz, two cores, torch 2.13, gloo; fp32.
 TWO_CORES = Constants(
-    flops=244.4e9,
-    activation_byte_seconds=0.826e-9,
-    byte_seconds=0.2953e-9,
-    block_seconds={"deepspeed": 0.1004, "fcdp": 0.04144, "fsdp2": 0.04201, "ddp": 0.03},
+    flops=244.5e9,
+    block_seconds={"deepspeed": 0.0879, "fcdp": 0.02477, "fsdp2": 0.02562, "ddp": 0.02099},
+    byte_seconds=0.2605e-9,
+    gathered_byte_seconds=0.6355e-9,
+    activation_byte_seconds=0.8196e-9,
 )
 
 
@@ -73,7 +76,10 @@ def emulated(
         backend="gloo",
         ranks_sharing_device=nodes * ranks_per_node,
         overheads=Overheads(
-            constants.block_seconds, constants.byte_seconds, constants.activation_byte_seconds
+            constants.block_seconds,
+            constants.byte_seconds,
+            constants.gathered_byte_seconds,
+            constants.activation_byte_seconds,
         ),
     )
     if inter_bits_per_s is None:

@@ -105,6 +105,8 @@ class Overheads:
     block_seconds: Mapping[str, float] = field(default_factory=dict)
     #: Each byte that a rank sends to another, through the kernel.
     byte_seconds: float = 0.0
+    #: Each byte that a rank has gathered: its memory is taken, filled and copied.
+    gathered_byte_seconds: float = 0.0
     #: Each byte that is kept for backward, for what is no matrix product.
     activation_byte_seconds: float = 0.0
 

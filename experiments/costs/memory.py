@@ -79,7 +79,7 @@ def peak(workload: Workload, hardware: Hardware) -> Footprint:
     looks at memory in use is applied by the simulator, which calls ``footprint``.
     """
     plan = scheme(workload.strategy)
-    units = layout(workload, plan, hardware.ranks_per_node)
+    units = layout(workload, plan, hardware.nodes, hardware.ranks_per_node)
     policy = plan.policy or workload.policy
     entries = entry_bytes(workload, plan, hardware)
     place = policy if plan.cache == "policy" else plan.cache

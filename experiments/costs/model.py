@@ -6,11 +6,9 @@ do: every token attends to the whole sequence (PaLM's 12·L·H·Q·T for forward
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from experiments.costs import checks
 from experiments.records import ModelSpec
@@ -20,25 +18,6 @@ Family = Literal["gpt2", "llama"]
 ATTENTION: Mapping[Family, tuple[str, ...]] = {
     "gpt2": ("attn.c_attn", "attn.c_proj"),
     "llama": ("q_proj", "k_proj", "v_proj", "o_proj"),
-}
-#: The keys of a Hugging Face configuration, by ``model_type``.
-_KEYS: Mapping[str, Mapping[str, str]] = {
-    "gpt2": {
-        "layers": "n_layer",
-        "width": "n_embd",
-        "heads": "n_head",
-        "mlp_width": "n_inner",
-        "vocabulary": "vocab_size",
-        "positions": "n_positions",
-    },
-    "llama": {
-        "layers": "num_hidden_layers",
-        "width": "hidden_size",
-        "heads": "num_attention_heads",
-        "key_value_heads": "num_key_value_heads",
-        "mlp_width": "intermediate_size",
-        "vocabulary": "vocab_size",
-    },
 }
 
 
@@ -55,9 +34,14 @@ class Matrix:
     def weights(self) -> int:
         return self.inputs * self.outputs
 
-    @property
-    def parameters(self) -> int:
-        return self.weights + self.bias * self.outputs
+
+#: A parameter's first dimension, which is what is sharded, and the elements of a row of it.
+Rows = tuple[int, int]
+
+
+def padded_numel(parameters: Iterable[Rows], sharers: int) -> int:
+    """Elements of the parameters where each has its rows filled up to a multiple of the ranks."""
+    return sum(-(-rows // sharers) * sharers * row for rows, row in parameters)
 
 
 @dataclass(frozen=True)
@@ -144,34 +128,51 @@ class Transformer:
         )
 
     @property
+    def block_rows(self) -> list[Rows]:
+        """The parameters of one block without adapters: matrices, biases, two norms.
+
+        GPT-2 keeps its matrices as (inputs, outputs), Llama as (outputs, inputs).
+        """
+        gpt2 = self.family == "gpt2"
+        matrices = [(m.inputs, m.outputs) if gpt2 else (m.outputs, m.inputs) for m in self.matrices]
+        biases = [(matrix.outputs, 1) for matrix in self.matrices if matrix.bias]
+        return [*matrices, *biases, *[(self.width, 1)] * (4 if gpt2 else 2)]
+
+    @property
+    def root_rows(self) -> list[Rows]:
+        """The parameters outside of the blocks: embeddings, output layer, last norm."""
+        tables = [self.vocabulary, self.positions, 0 if self.tied else self.vocabulary]
+        norms = 2 if self.family == "gpt2" else 1
+        return [*((rows, self.width) for rows in tables if rows), *[(self.width, 1)] * norms]
+
+    def adapter_rows(self, lora: Lora) -> list[Rows]:
+        """The adapters of one block. Raises ``ValueError`` for a target that it does not have."""
+        names = [matrix.name for matrix in self.matrices]
+        for target in lora.targets:
+            if target not in names:
+                raise ValueError(f"lora targets = {target!r}: allowed are {', '.join(names)}")
+        adapted = [matrix for matrix in self.matrices if matrix.name in lora.targets]
+        return [
+            rows
+            for matrix in adapted
+            for rows in ((lora.rank, matrix.inputs), (matrix.outputs, lora.rank))
+        ]
+
+    @property
     def block_parameters(self) -> int:
-        """Of one block without adapters: matrices, biases, two norms."""
-        norms = 4 * self.width if self.family == "gpt2" else 2 * self.width
-        return sum(matrix.parameters for matrix in self.matrices) + norms
+        return padded_numel(self.block_rows, 1)
 
     @property
     def root_parameters(self) -> int:
-        """What is outside of the blocks: embeddings, output layer, last norm."""
-        embeddings = (self.vocabulary + self.positions) * self.width
-        head = 0 if self.tied else self.vocabulary * self.width
-        norm = 2 * self.width if self.family == "gpt2" else self.width
-        return embeddings + head + norm
+        return padded_numel(self.root_rows, 1)
 
     @property
     def parameters(self) -> int:
         return self.layers * self.block_parameters + self.root_parameters
 
     def adapter_parameters(self, lora: Lora) -> int:
-        """Of one block. Raises ``ValueError`` for a target that a block does not have."""
-        names = [matrix.name for matrix in self.matrices]
-        for target in lora.targets:
-            if target not in names:
-                raise ValueError(f"lora targets = {target!r}: allowed are {', '.join(names)}")
-        return sum(
-            lora.rank * (matrix.inputs + matrix.outputs)
-            for matrix in self.matrices
-            if matrix.name in lora.targets
-        )
+        """Of one block; raises as ``adapter_rows``."""
+        return padded_numel(self.adapter_rows(lora), 1)
 
     def attention_lora(self, rank: int) -> Lora:
         """The paper's adapters: Q, K, V and O."""
@@ -238,68 +239,3 @@ def utilisation(flops_per_token: float, tokens_per_gpu_s: float, peak_flops: flo
     """MFU of ``model_flops``, HFU of ``hardware_flops``: a share of the GPU's peak."""
     checks.positive(peak_flops=peak_flops)
     return flops_per_token * tokens_per_gpu_s / peak_flops
-
-
-def from_config(source: Mapping[str, Any] | str | Path, sequence_length: int) -> Transformer:
-    """The shape that a Hugging Face configuration describes.
-
-    ``source`` is a mapping (``LlamaConfig(...).to_dict()``), the path of a ``config.json`` or of
-    the directory that has it, or a name on the hub whose configuration is cached or can be
-    fetched. Raises ``ValueError`` for a model type or a value that is not known.
-    """
-    name, config = _read(source)
-    kind: Any = config.get("model_type")
-    if kind not in _KEYS:
-        raise ValueError(f"model_type = {kind!r} of {name}: allowed are {', '.join(_KEYS)}")
-    keys = _KEYS[kind]
-    missing = [
-        key
-        for field, key in keys.items()
-        if config.get(key) is None and field not in ("mlp_width", "key_value_heads")
-    ]
-    if missing:
-        raise ValueError(f"{missing[0]} of {name}: is missing from the configuration")
-    shape: dict[str, Any] = {field: config.get(key) for field, key in keys.items()}
-    if kind == "gpt2":
-        shape["mlp_width"] = shape["mlp_width"] or 4 * shape["width"]
-    elif shape["mlp_width"] is None:
-        raise ValueError(f"{keys['mlp_width']} of {name}: is missing from the configuration")
-    shape["key_value_heads"] = shape.get("key_value_heads") or shape["heads"]
-    tied = bool(config.get("tie_word_embeddings", kind == "gpt2"))
-    longest = config.get(keys.get("positions", "max_position_embeddings"))
-    if longest is not None and sequence_length > longest:
-        raise ValueError(f"sequence_length = {sequence_length}: {name} allows up to {longest}")
-    return Transformer(name=name, family=kind, tied=tied, **shape)
-
-
-def _read(source: Mapping[str, Any] | str | Path) -> tuple[str, Mapping[str, Any]]:
-    if isinstance(source, Mapping):
-        return str(source.get("_name_or_path") or source.get("model_type") or "model"), source
-    path = Path(source)
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        file = _from_hub(str(source))
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"model = {str(source)!r}: {file} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"model = {str(source)!r}: {file} holds no configuration")
-    return path.stem if path.exists() else str(source), config
-
-
-def _from_hub(name: str) -> Path:
-    """The configuration of a model on the hub, from the local cache if it is there."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return Path(hf_hub_download(name, "config.json", etag_timeout=10))
-    except HFValidationError:
-        reason = "is no path that exists and no name on the hub"
-    except Exception as error:
-        reason = f"is no path, and could not be had from the hub ({type(error).__name__})"
-    raise ValueError(
-        f"model = {name!r}: {reason}; give the path of its config.json, or a name whose "
-        "configuration is cached or can be fetched"
-    )

@@ -59,6 +59,10 @@ def preflight(
     given = {name: value for name, value in asked.items() if value is not None}
     try:
         advice.Workload(**{"parameters": 1, "layers": 1, "tokens": 1, **given})
+        if cluster is ClusterKind.SIMULATED:
+            raise ValueError(
+                "--cluster simulated: has nothing to measure; allowed: emulated, rented"
+            )
         limit = parse_bandwidth(bandwidth)
         spec = kinds.override(cluster) or ClusterSpec(nodes=nodes, ranks_per_node=ranks)
         if spec.kind == "emulated":

@@ -31,8 +31,8 @@ class Exchanges:
         if self.plan.shards == "node" or nodes == 1:
             return self.spread(unit)
         if self.plan.hierarchical:
-            return [self._across(unit.parameters, self._gather_codec), *self.spread(unit)]
-        encoded = self._sent_bytes(unit.parameters, self._gather_codec)
+            return [self._across(unit.gathered, self._gather_codec), *self.spread(unit)]
+        encoded = self._sent_bytes(unit.gathered, self._gather_codec)
         return [collectives.flat(encoded, nodes, ranks)]
 
     def spread(self, unit: Unit) -> list[Traffic]:
@@ -75,7 +75,7 @@ class Exchanges:
         return element * unit.parameters / self.hardware.world_size
 
     def gathered_bytes(self, unit: Unit) -> float:
-        return float(unit.parameters * self.workload.element_bytes)
+        return float(unit.gathered * self.workload.element_bytes)
 
     @property
     def _nodes(self) -> int:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from experiments.costs import collectives
 from experiments.costs.strategies import Scheme
 from experiments.costs.units import Layout
 from experiments.costs.workload import Workload
-
-if TYPE_CHECKING:
-    from experiments.simulator.step import Tasks
+from experiments.simulator.tasks import COMPUTE, Tasks
 
 #: AdamW in fp32: parameter, gradient and two moments are read, all but the gradient written.
 _ADAM_BYTES = 28
@@ -53,4 +50,4 @@ def optimizer_tasks(
             traffic = collectives.inside(nbytes, hardware.ranks_per_node)
         else:
             traffic = collectives.flat(nbytes, hardware.nodes, hardware.ranks_per_node)
-        tasks.exchange("gather what stays whole", "compute", traffic, "optimizer", (at,))
+        tasks.exchange("gather what stays whole", COMPUTE, traffic, "optimizer", (at,))

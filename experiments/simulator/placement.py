@@ -61,7 +61,7 @@ def _by_policy(
 
     seen: dict[Unit, Any] = {}
     for unit in units.units:
-        numel = shard_numel(unit.parameters, hardware.world_size)
+        numel = shard_numel(unit.gathered, hardware.world_size)
         frozen = unit.trained == 0
         seen[unit] = _PolicyUnit(
             unit.name, workload.element_bytes * numel, numel, not frozen, (not unit.kept) + frozen

@@ -65,7 +65,7 @@ def predict(workload: Workload, hardware: Hardware) -> Prediction:
             "dtype = 'float32': a simulated GPU computes in bfloat16; allowed: bfloat16"
         )
     plan = scheme(workload.strategy)
-    units = layout(workload, plan, hardware.ranks_per_node)
+    units = layout(workload, plan, hardware.nodes, hardware.ranks_per_node)
     placement = place(workload, plan, units, hardware)
     needs = footprint(workload, plan, units, hardware, placement.cache)
     tasks = Step(workload, plan, units, placement, hardware).build()
