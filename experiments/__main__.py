@@ -64,7 +64,10 @@ def main() -> None:
 @app.command(no_args_is_help=True)
 def run(
     matrix: Annotated[
-        str, typer.Argument(metavar="MATRIX", help="A name in experiments/matrices, or a path.")
+        str,
+        typer.Argument(
+            metavar="MATRIX", help="A name in experiments/matrices, of a folder there, or a path."
+        ),
     ],
     output: Annotated[
         Path | None,
@@ -94,43 +97,61 @@ def run(
 ) -> None:
     """Run a matrix: every cell in fresh processes, then table, figures, report and W&B runs.
 
+    A folder of matrices is a suite, such as `paper`: they run one after another, each into DIR/NAME.
+
     Without --resume the matrix starts afresh, and what an earlier run left in DIR moves to
     DIR/earlier/TIME. Exit status: 0; 1 if a cell failed or timed out or the report could not be
     drawn; 2 if the run cannot start or go on; 130 if interrupted (go on with --resume).
     """
     from experiments import matrix as matrices
-    from experiments import runner
+    from experiments import matrix_files
     from experiments.clusters.interface import ClusterError
     from experiments.run_directory import RunDirectory
 
     try:
-        simulated = cluster is ClusterKind.SIMULATED
-        plan = matrices.read(matrix, _override(cluster), simulated=simulated)
-        cells = runner.select(plan.cells, only)
+        where, simulated = _override(cluster), cluster is ClusterKind.SIMULATED
+        names = matrix_files.members(matrix)
+        plans = [matrices.read(name, where, simulated=simulated) for name in names]
+        chosen = _select(plans, only)
     except (ValueError, ClusterError) as error:
         _stop(str(error))
     if dry_run:
-        _show(plan, cells)
+        for plan, cells in chosen:
+            _show(plan, cells)
         return
-    simulated = _simulates(cluster, plan.cluster)
-    # Records of one kind of evidence a directory: cells are the same, whoever answers for them.
-    apart = simulated and plan.cluster.kind != "simulated"
-    directory = RunDirectory(
-        output or Path("runs") / (f"{plan.name}-simulated" if apart else plan.name)
-    )
-    if not simulated and plan.cluster.kind == "emulated":
+    if any(plan.cluster.kind == "emulated" and not simulated for plan, _ in chosen):
         _enter_namespace()
     _on_signals(_interrupt)
     # A library's forked helper that is ended by SIGTERM must not tear our cluster down.
     os.register_at_fork(after_in_child=lambda: _on_signals(signal.SIG_DFL))
-    try:
-        with _prepared(directory, plan, resume or retry_failed, retry_failed) as finished:
-            records = _run_cells(plan, cells, finished, directory, simulated)
-            drawn = _finish(records, directory, wandb=not no_wandb)
-    except KeyboardInterrupt:
-        _stop_interrupted(directory)
-    if not drawn or any(record.state in ("failed", "timeout") for record in records):
+    well = True
+    for plan, cells in chosen:
+        simulated = _simulates(cluster, plan.cluster)
+        # Records of one kind of evidence a directory: cells are the same, whoever answers for them.
+        apart = simulated and plan.cluster.kind != "simulated"
+        path = Path("runs") / (f"{plan.name}-simulated" if apart else plan.name)
+        if output is not None:
+            path = output / Path(plan.name).name if len(names) > 1 else output
+        directory = RunDirectory(path)
+        try:
+            with _prepared(directory, plan, resume or retry_failed, retry_failed) as finished:
+                records = _run_cells(plan, cells, finished, directory, simulated)
+                drawn = _finish(records, directory, wandb=not no_wandb)
+        except KeyboardInterrupt:
+            _stop_interrupted(directory)
+        well &= drawn and all(record.state not in ("failed", "timeout") for record in records)
+    if not well:
         raise typer.Exit(FAILED)
+
+
+def _select(plans: Sequence[Matrix], only: str | None) -> list[tuple[Matrix, list[PlannedCell]]]:
+    """The matrices with the cells asked for; one without any is left out."""
+    from experiments import runner
+
+    every = [planned for plan in plans for planned in plan.cells]
+    wanted = {planned.cell.id for planned in runner.select(every, only)}
+    found = [(plan, [p for p in plan.cells if p.cell.id in wanted]) for plan in plans]
+    return [(plan, cells) for plan, cells in found if cells]
 
 
 @contextmanager
