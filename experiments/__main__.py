@@ -97,7 +97,7 @@ def run(
 ) -> None:
     """Run a matrix: every cell in fresh processes, then table, figures, report and W&B runs.
 
-    A folder of matrices is a suite, such as `paper`: they run one after another, each into DIR/NAME.
+    A folder of matrices is a suite, such as `paper`: they run one after another, into DIR/NAME.
 
     Without --resume the matrix starts afresh, and what an earlier run left in DIR moves to
     DIR/earlier/TIME. Exit status: 0; 1 if a cell failed or timed out or the report could not be

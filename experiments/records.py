@@ -168,6 +168,21 @@ class Cell(Strict):
         return self.strategy if self.deepspeed == "current" else f"{self.strategy}@{self.deepspeed}"
 
     @property
+    def choices(self) -> tuple[str, ...]:
+        """What it chooses for its strategy other than the defaults, in words, for comparisons."""
+        words = {
+            "policy": self.policy,
+            "gather_codec": f"gather {self.gather_codec}",
+            "reduce_codec": f"reduce {self.reduce_codec}",
+            "error_feedback": "error feedback",
+            "adapters": f"{self.adapters} adapters",
+        }
+        fields = Cell.model_fields
+        return tuple(
+            word for name, word in words.items() if getattr(self, name) != fields[name].default
+        )
+
+    @property
     def id(self) -> str:
         """Readable and stable: the same settings give the same id on every machine.
 
