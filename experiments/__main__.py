@@ -24,7 +24,6 @@ from experiments.clusters.kinds import enter_namespace as _enter_namespace
 from experiments.clusters.kinds import override as _override
 from experiments.clusters.kinds import preloaded as _preloaded
 from experiments.clusters.kinds import simulated_cluster as _simulated_cluster
-from experiments.clusters.kinds import simulates as _simulates
 from experiments.preflight.command import preflight
 from experiments.terminal import console as _console
 from experiments.terminal import say as _say
@@ -119,23 +118,17 @@ def run(
         for plan, cells in chosen:
             _show(plan, cells)
         return
-    if any(plan.cluster.kind == "emulated" and not simulated for plan, _ in chosen):
+    if any(plan.cluster.kind == "emulated" and not plan.simulated for plan, _ in chosen):
         _enter_namespace()
     _on_signals(_interrupt)
     # A library's forked helper that is ended by SIGTERM must not tear our cluster down.
     os.register_at_fork(after_in_child=lambda: _on_signals(signal.SIG_DFL))
     well = True
     for plan, cells in chosen:
-        simulated = _simulates(cluster, plan.cluster)
-        # Records of one kind of evidence a directory: cells are the same, whoever answers for them.
-        apart = simulated and plan.cluster.kind != "simulated"
-        path = Path("runs") / (f"{plan.name}-simulated" if apart else plan.name)
-        if output is not None:
-            path = output / Path(plan.name).name if len(names) > 1 else output
-        directory = RunDirectory(path)
+        directory = RunDirectory(_path(plan, output, suite=len(plans) > 1))
         try:
             with _prepared(directory, plan, resume or retry_failed, retry_failed) as finished:
-                records = _run_cells(plan, cells, finished, directory, simulated)
+                records = _run_cells(plan, cells, finished, directory)
                 drawn = _finish(records, directory, wandb=not no_wandb)
         except KeyboardInterrupt:
             _stop_interrupted(directory)
@@ -152,6 +145,15 @@ def _select(plans: Sequence[Matrix], only: str | None) -> list[tuple[Matrix, lis
     wanted = {planned.cell.id for planned in runner.select(every, only)}
     found = [(plan, [p for p in plan.cells if p.cell.id in wanted]) for plan in plans]
     return [(plan, cells) for plan, cells in found if cells]
+
+
+def _path(plan: Matrix, output: Path | None, *, suite: bool) -> Path:
+    """Where a matrix's records, logs and report go."""
+    if output is not None:
+        return output / Path(plan.name).name if suite else output
+    # Records of one kind of evidence a directory: cells are the same, whoever answers for them.
+    apart = "-simulated" * (plan.simulated and plan.cluster.kind != "simulated")
+    return Path("runs") / f"{plan.name}{apart}"
 
 
 @contextmanager
@@ -176,7 +178,6 @@ def _run_cells(
     cells: Sequence[PlannedCell],
     finished: Sequence[Record],
     directory: RunDirectory,
-    simulated: bool,
 ) -> list[Record]:
     from experiments import runner
     from experiments.clusters.interface import ClusterError
@@ -184,7 +185,7 @@ def _run_cells(
 
     try:
         with Progress(plan, cells, finished, _console()) as progress:
-            if simulated:
+            if plan.simulated:
                 built = _simulated_cluster(plan.cluster)
             else:
                 wanted = [planned.cell for planned in cells if planned.skip_reason is None]

@@ -60,6 +60,8 @@ class Matrix:
     description: str
     cluster: AnyCluster
     cells: tuple[PlannedCell, ...]
+    #: Whether they are simulated, on whatever cluster they are.
+    simulated: bool = False
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,8 @@ class _Expansion:
                 entry = registry.find(cell.strategy)
                 cannot = entry.why_not(cuda=cuda, deepspeed=cell.deepspeed) or _why_not_there(cell)
             planned.append(PlannedCell(cell, next(reasons, None) or cannot))
-        return Matrix(self._top["name"], self._top["description"], self._cluster, tuple(planned))
+        name, description = self._top["name"], self._top["description"]
+        return Matrix(name, description, self._cluster, tuple(planned), self._simulated)
 
     def _cell(self, assignment: Mapping[str, _Value]) -> Cell:
         settings = dict(assignment)

@@ -38,11 +38,6 @@ def override(kind: ClusterKind | None) -> ClusterSpec | None:
     return Allocation.from_env().spec
 
 
-def simulates(kind: ClusterKind | None, spec: AnyCluster) -> bool:
-    """Whether cells of ``spec`` are to be simulated: by what is asked for, or by their own kind."""
-    return kind is ClusterKind.SIMULATED or spec.kind == "simulated"
-
-
 def preloaded(cells: Iterable[Cell]) -> tuple[str, ...]:
     """What ranks of these cells start with.
 

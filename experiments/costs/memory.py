@@ -17,10 +17,10 @@ from experiments.costs.workload import Workload
 
 _MASTER_BYTES = 4
 _MOMENTS_BYTES = 8
-#: Of a token in the output layer, beside the logits: fp32 logits, their log-softmax and gradient.
-_LOSS_BYTES = 12
-#: Gathered units other than the root's: one in use, one on its way, and its copy out.
-_GATHERED_UNITS = 3
+#: Of a token in the output layer, beside the logits: their log-softmax and its gradient in fp32.
+_LOSS_BYTES = 8
+#: Gathered units other than the root's: one in use, one on its way.
+_GATHERED_UNITS = 2
 _LOOK_AHEAD = 1
 
 
@@ -51,10 +51,6 @@ class Footprint:
     @property
     def host_bytes(self) -> float:
         return sum(self.host.values())
-
-    @property
-    def disk_bytes(self) -> float:
-        return sum(self.disk.values())
 
     def shortage(self, hardware: Hardware) -> str | None:
         """What does not fit, with what it needs and has; ``None`` if all fits."""
@@ -114,7 +110,7 @@ def footprint(
     parameters = stored * workload.parameters / sharers
     gradients = _MASTER_BYTES * workload.trained / sharers
     states = (_MOMENTS_BYTES + master) * workload.trained / sharers
-    device: dict[str, float] = {"activations": _activations(workload)}
+    device: dict[str, float] = {}
     host: dict[str, float] = {}
     disk: dict[str, float] = {}
     places = {"device": device, "host": host, "disk": disk}
@@ -130,7 +126,7 @@ def footprint(
     if plan.shards == "rank":
         # Autocast's bf16 copies of all weights, and DDP's buckets, which are the gradients.
         device["gathered"] = element * workload.parameters if element < _MASTER_BYTES else 0
-    device["reductions"] = _reductions(workload, plan, units)
+    device |= _fullest_moment(workload, plan, units, device.pop("gradients", 0.0))
     if plan.shards == "world" and plan.defers and workload.accumulation > 1:
         device["gradient sums"] = _MASTER_BYTES * workload.trained / ranks
     largest_slice = (nodes - 1) / nodes * element * units.largest / ranks
@@ -173,40 +169,48 @@ def block_activation_bytes(workload: Workload) -> float:
     """Of one token in one block, kept from forward to backward where nothing is recomputed.
 
     GPT-2: norms' and matrices' inputs, Q, K, V, attention's output, and five tensors of the MLP's
-    width that its approximate GELU keeps; two dropout masks. Llama: norms work in fp32. What is
+    width, as its approximate GELU is written out. Llama: norms work in fp32. What is
     frozen does not keep its input unless adapters need it.
     """
     model, lora = workload.model, workload.lora
     width, inner, element = model.width, model.mlp_width, workload.element_bytes
     if model.family == "gpt2":
         if lora is None:
-            return element * (9 * width + 5 * inner) + 2 * width
-        return element * (8 * width + 4 * inner) + 2 * width
+            return element * (8 * width + 5 * inner)
+        return element * (7 * width + 4 * inner)
     narrow = width * model.key_value_heads // model.heads
     norms = 2 * _MASTER_BYTES * width
-    attention = element * (4 * width + 2 * narrow)
+    attention = element * (3 * width + 2 * narrow)
     if lora is None:
         return norms + attention + element * (3 * width + 4 * inner)
     return norms + attention + element * 3 * inner
 
 
-def _activations(workload: Workload) -> float:
-    """All blocks' and the output layer's, when backward begins."""
-    model, tokens = workload.model, workload.tokens
-    block = block_activation_bytes(workload)
-    entry = workload.element_bytes * model.width
+def _fullest_moment(
+    workload: Workload, plan: Scheme, units: Layout, gradients: float
+) -> dict[str, float]:
+    """Activations, reductions and gradients of a backward, when they take most together.
+
+    They make room for one another: activations are most at the output layer, gradients when the
+    first block has run, unless earlier micro-batches have left theirs.
+    """
+    model, tokens, element = workload.model, workload.tokens, workload.element_bytes
+    block = tokens * block_activation_bytes(workload)
+    entry = tokens * element * model.width
     kept = model.layers * (workload.recomputed * entry + (1 - workload.recomputed) * block)
-    # While the output layer runs backward no block is recomputed, and the other way round.
-    loss = (workload.element_bytes + _LOSS_BYTES) * model.vocabulary
-    return tokens * (kept + max(loss, block if workload.recomputed else 0.0))
-
-
-def _reductions(workload: Workload, plan: Scheme, units: Layout) -> float:
-    """Gradients that are not reduced yet: the root's, and two buffers of one unit's."""
+    again = block if workload.recomputed else 0.0
+    loss = tokens * (element + _LOSS_BYTES) * model.vocabulary
+    unit = max((unit.trained for unit in units.units if unit is not units.root), default=0)
+    reductions = float(element * (units.root.trained + units.whole_trained + 2 * unit))
     if plan.shards == "rank":
-        return 0.0
-    trained = max((unit.trained for unit in units.units if unit is not units.root), default=0)
-    return workload.element_bytes * (units.root.trained + units.whole_trained + 2 * trained)
+        reductions = 0.0
+    left = gradients if workload.accumulation > 1 or plan.shards == "rank" else 0.0
+    moments = (
+        {"activations": kept + loss, "reductions": 0.0, "gradients": left},
+        {"activations": kept + again, "reductions": reductions, "gradients": left},
+        {"activations": block, "reductions": reductions, "gradients": gradients},
+    )
+    return max(moments, key=lambda moment: sum(moment.values()))
 
 
 def _positive(parts: Mapping[str, float]) -> dict[str, float]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from baselines import pins
 from baselines.registry import STRATEGY_NAMES
-from experiments import matrix
+from experiments import matrix, matrix_files
 from experiments.matrix import format_bandwidth, parse_bandwidth
 from experiments.yaml_lines import load
 
@@ -89,7 +89,7 @@ def test_a_pin_that_is_not_installed_is_planned_as_skipped(
     assert "has one pin only" in str(planned["fcdp"].skip_reason)
 
 
-@pytest.mark.parametrize("name", matrix.available())
+@pytest.mark.parametrize("name", matrix_files.available())
 def test_matrices_of_the_repository(name: str) -> None:
     plan = matrix.read(name)
     assert plan.name == name

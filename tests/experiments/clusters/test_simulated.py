@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from typer.testing import CliRunner
 
 from experiments import matrix, records, runner
 from experiments.clusters.interface import ClusterError
@@ -114,6 +115,26 @@ def test_only_simulations_recompute() -> None:
     assert simulated("fcdp", recomputed=1.0).id != simulated("fcdp").id
     with pytest.raises(ValidationError, match="recomputed 1 is for clusters of kind simulated"):
         cell("fcdp", recomputed=1.0)
+
+
+def test_the_command_simulates_a_matrix_of_another_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No privileges, no namespaces; records apart from those of the cells that really ran."""
+    from experiments import __main__ as command
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "_enter_namespace", lambda: pytest.fail("is not needed"))
+    monkeypatch.setattr(command, "_on_signals", lambda action: None)
+    monkeypatch.setattr(command, "_finish", lambda *arguments, **options: True)
+    result = CliRunner().invoke(
+        command.app, ["run", "parity", "--cluster", "simulated", "--only", "mics-full"]
+    )
+    assert result.exit_code == 0, result.output
+    found = records.read(tmp_path / "runs" / "parity-simulated" / "records.jsonl")
+    # Also what this machine could not run.
+    assert {"mics", "deepspeed-mics"} <= {record.cell.strategy for record in found}
+    assert {(record.state, record.evidence) for record in found} == {("ok", "simulated")}
 
 
 FILE = """

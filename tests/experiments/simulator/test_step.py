@@ -92,10 +92,10 @@ def test_a_threshold_divides_between_device_and_host() -> None:
     """Never on the device at 0; all of it at 1; in between, what comes first in forward."""
     on = hardware()
     copied = [
-        predict(workload("fcdp", large=True, recomputed=1.0, policy=f"threshold({tau})"), on)
+        predict(workload("fcdp", large=True, micro_batch=4, policy=f"threshold({tau})"), on)
         .moved_bytes.get("host_to_device", {})
         .get("backward", 0.0)
-        for tau in (0.0, 0.35, 1.0)
+        for tau in (0.0, 0.5, 1.0)
     ]
     assert copied[0] > copied[1] > copied[2] == 0
 
