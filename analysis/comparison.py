@@ -78,12 +78,12 @@ def compare(table: pd.DataFrame, baseline: str = strategies.BASELINE) -> pd.Data
 def settings(matrix: pd.DataFrame) -> list[str]:
     """The settings in which cells of this matrix must agree to be compared.
 
-    Not the micro-batch, where each strategy has one of its own: the largest that fits.
+    Not the micro-batch where each strategy has its own: in simulations, the largest that fits.
     """
     ran = matrix[matrix["state"] != "skipped"]
     others = [name for name in SETTINGS if name != "micro_batch"]
-    differ = ran["micro_batch"].nunique() > 1
-    return others if differ and not ran.duplicated([*others, "strategy"]).any() else SETTINGS
+    own = not ran.duplicated([*others, "strategy"]).any() and ran["micro_batch"].nunique() > 1
+    return others if own and (ran["evidence"] == "simulated").all() else SETTINGS
 
 
 def headlines(compared: pd.DataFrame, subject: str = strategies.SUBJECT) -> list[Headline]:

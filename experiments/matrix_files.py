@@ -37,8 +37,8 @@ def find(name_or_path: str) -> Path:
     close = get_close_matches(name_or_path, allowed, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     raise ValueError(
-        f"MATRIX: unknown matrix {name_or_path!r}; allowed: {', '.join(allowed)}{hint}, "
-        "or the path of a file"
+        f"MATRIX: unknown matrix {name_or_path!r}; allowed: {', '.join(allowed)}, "
+        f"or the path of a file{hint}"
     )
 
 

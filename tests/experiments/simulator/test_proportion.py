@@ -1,4 +1,4 @@
-"""The emulated matrix of the paper has the large cluster's ratio of communication to computation."""
+"""The emulated matrix of the paper communicates for as long as the large cluster does."""
 
 from __future__ import annotations
 
