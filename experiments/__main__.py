@@ -30,6 +30,7 @@ from experiments.terminal import say as _say
 from experiments.terminal import say_error as _say_error
 from experiments.terminal import shown as _shown
 from experiments.terminal import stop as _stop
+from experiments.validate import validate
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,6 +54,7 @@ app = typer.Typer(
 
 
 app.command()(preflight)
+app.command()(validate)
 
 
 @app.callback()
