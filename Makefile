@@ -6,11 +6,25 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= auto
 
+# What `make reproduce` runs on the emulated cluster; a cell that fails is a result too.
+EMULATED := quickstart reference unshaped slow-link parity volume baselines paper-emulated
+
 .DEFAULT_GOAL := help
-.PHONY: quickstart test lint setup baselines pins clean help
+.PHONY: quickstart reproduce test lint setup baselines pins clean help
 
 quickstart: setup ## FCDP next to ZeRO-3 on this machine: table, figure, report
 	$(VENV)/bin/python -m experiments run quickstart
+
+reproduce: setup ## all of results anew, then REPRODUCTION.md and its page (hours; goes on where it was stopped)
+	for matrix in $(EMULATED); do \
+		$(VENV)/bin/python -m experiments run $$matrix --resume || [ $$? -eq 1 ] || exit; \
+	done
+	$(VENV)/bin/python -m experiments run paper --cluster simulated
+	cd runs && for file in $(EMULATED:%=%/records.jsonl) paper/*/records.jsonl; do \
+		mkdir -p ../results/$${file%/*} && cp $$file ../results/$$file || exit; \
+	done
+	$(VENV)/bin/python -m experiments validate
+	$(VENV)/bin/python -m analysis report
 
 test: lint ## linters and types, then the tests
 	$(VENV)/bin/python -m pytest -q -n 2 --dist loadfile

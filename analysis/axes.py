@@ -178,7 +178,8 @@ def draw_throughput_of_one_link(ax: Axes, panel: pd.DataFrame, looks: Looks) -> 
         speed_up = float(annotated(cells)["speed_up"].median())
         gain = "" if math.isnan(speed_up) else f"  {text.times(speed_up)}"
         _label_bar(ax, place, value, f"{text.number(value)}{gain}")
-    ax.set_xlim(0, float(finished["tokens_per_s"].max()) * 1.75)
+    if len(finished):
+        ax.set_xlim(0, float(finished["tokens_per_s"].max()) * 1.75)
     ax.xaxis.set_major_locator(MaxNLocator(nbins=3, prune="upper"))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
 
@@ -204,7 +205,9 @@ def draw_bytes(ax: Axes, panel: pd.DataFrame, looks: Looks) -> None:
             )
         end = max(sent, 0.0 if math.isnan(least) else least)
         _label_bar(ax, place, end, text.number(sent, 3 if sent >= 1 else 2))
-    ax.set_xlim(0, float(drawn[["sent", "least"]].max().max()) * 1.28)
+    longest = float(drawn[["sent", "least"]].max().max())
+    if longest > 0:  # on one node nothing is sent
+        ax.set_xlim(0, longest * 1.28)
     ax.xaxis.set_major_locator(MaxNLocator(nbins=4, prune="upper"))
 
 

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.resources import files
+from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Literal
 
@@ -15,7 +15,7 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from analysis.quantities import SCALES, Computation, Unit
-from experiments.records import Name, Strict
+from experiments.records import MatrixName, Name, Strict
 
 CLAIMS = Path(__file__).with_name("claims.yaml")
 
@@ -77,7 +77,7 @@ class Tolerance(Strict):
 class Check(Strict):
     """How a matrix's records are compared with a claim."""
 
-    matrix: Name
+    matrix: MatrixName
     compute: Computation
     tolerance: Tolerance
     #: What to know of the comparison, whatever it says.
@@ -122,7 +122,7 @@ class Claims(Strict):
     """The file."""
 
     papers: dict[Name, Paper]
-    matrices: dict[Name, MatrixUse]
+    matrices: dict[MatrixName, MatrixUse]
     claims: tuple[Claim, ...]
 
 
@@ -145,10 +145,10 @@ def load(path: Path = CLAIMS) -> Claims:
 
 
 def matrix_files() -> list[str]:
-    """Names of the matrices that come with the repository."""
-    folder = files("experiments") / "matrices"
-    names = (file.name for file in folder.iterdir())
-    return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
+    """Names of the matrices that come with the repository; those of a suite with its name."""
+    with as_file(files("experiments") / "matrices") as folder:
+        found = [file.relative_to(folder).with_suffix("") for file in folder.rglob("*.yaml")]
+    return sorted(name.as_posix() for name in found)
 
 
 def _mistakes(claims: Claims) -> list[tuple[tuple[str | int, ...], str]]:

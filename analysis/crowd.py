@@ -36,15 +36,6 @@ PITCH = 0.19
 ABREAST = 3
 
 
-def draw(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> list[Drawing]:
-    """Throughput, bytes between nodes, and losses."""
-    return [
-        draw_throughput(cells, looks, setting),
-        draw_bytes(cells, looks, setting),
-        draw_losses(cells, looks, setting),
-    ]
-
-
 def draw_throughput(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> Drawing:
     """Lines over the links, or bars where there is but one."""
     links = cells["inter_bandwidth_bits_per_s"].unique()

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from analysis import axes, captions, crowd, strategies, text
-from analysis.comparison import PANEL, SETTINGS
+from analysis.comparison import PANEL, settings
 from analysis.drawings import (
     Drawing,
     drawing,
@@ -25,8 +25,8 @@ from analysis.drawings import (
 )
 from analysis.tables import OPTIONAL, varying
 
-#: A figure shows the cells that agree in all settings but those of its panels, link and seed.
-FIGURE = [name for name in SETTINGS if name not in (*PANEL, "inter_bandwidth_bits_per_s", "seed")]
+#: Settings in which the cells of one figure may differ, beside those of its panels.
+_WITHIN = ("inter_bandwidth_bits_per_s", "seed")
 #: Up to this many panels stand side by side; more are stacked.
 WIDEST = 4
 #: More strategies than this are drawn in small multiples, an engine a column.
@@ -41,26 +41,39 @@ def draw(compared: pd.DataFrame) -> list[Drawing]:
     ran = compared[compared["state"] != "skipped"]
     looks = strategies.styles(ran["strategy"])
     drawings = []
-    for _, cells in ran.groupby(FIGURE, dropna=False, sort=False):
-        if (cells["state"] != "ok").all():
-            continue
-        present = {name: look for name, look in looks.items() if name in set(cells["strategy"])}
-        setting = _setting(cells, ran[ran["matrix"] == cells["matrix"].iloc[0]])
-        if len(present) > CROWD:
-            drawings += crowd.draw(cells, present, setting)
-        else:
-            drawings += [
-                draw_traffic(cells, present, setting),
-                draw_losses(cells, present, setting),
-            ]
+    for _, matrix in ran.groupby("matrix", sort=False):
+        apart = [name for name in settings(matrix) if name not in (*PANEL, *_WITHIN)]
+        for _, cells in matrix.groupby(apart, dropna=False, sort=False):
+            if (cells["state"] != "ok").all():
+                continue
+            present = {name: look for name, look in looks.items() if name in set(cells["strategy"])}
+            drawings += _draw(cells, present, _setting(cells, matrix, apart))
     return drawings
 
 
-def _setting(cells: pd.DataFrame, matrix: pd.DataFrame) -> str:
+def _draw(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> list[Drawing]:
+    if len(looks) > CROWD:
+        drawn = [
+            crowd.draw_throughput(cells, looks, setting),
+            crowd.draw_bytes(cells, looks, setting),
+        ]
+        draw_loss = crowd.draw_losses
+    else:
+        drawn, draw_loss = [draw_traffic(cells, looks, setting)], draw_losses
+    # A simulation has no losses.
+    finished = cells[cells["state"] == "ok"]
+    return (
+        [*drawn, draw_loss(cells, looks, setting)] if finished["losses"].str.len().any() else drawn
+    )
+
+
+def _setting(cells: pd.DataFrame, matrix: pd.DataFrame, apart: list[str]) -> str:
     """What sets this figure apart from the others of its matrix, such as ``accumulation 4``."""
     first = cells.iloc[0]
-    apart = [name for name in varying(matrix) if name in FIGURE]
-    return ", ".join(f"{OPTIONAL[name].lower()} {first[name]}" for name in apart)
+    differ = varying(matrix)
+    words = [f"{OPTIONAL[name].lower()} {first[name]}" for name in differ if name in apart]
+    own = ["each at its own micro-batch"] if "micro_batch" in {*differ} - {*apart} else []
+    return ", ".join(words + own)
 
 
 def draw_traffic(cells: pd.DataFrame, looks: axes.Looks, setting: str = "") -> Drawing:

@@ -123,7 +123,7 @@ def _row(record: Record) -> dict[str, Any]:
     settings = {
         "matrix": cell.matrix,
         "cell": record.cell_id,
-        "strategy": cell.variant,
+        "strategy": " ".join([cell.variant, *cell.choices]),
         "model": cell.model.name,
         "family": cell.model.family,
         "layers": cell.model.layers,

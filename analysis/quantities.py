@@ -32,7 +32,8 @@ class Selection(Strict):
     #: As tables write it, such as ``8.5 Mbit/s`` or ``unshaped``.
     link: str | None = None
     nodes: int | None = Field(default=None, ge=1)
-    micro_batch: int | None = Field(default=None, ge=1)
+    #: ``any`` in ``over``: whichever it is, where each strategy has one of its own.
+    micro_batch: Annotated[int, Field(ge=1)] | Literal["any"] | None = None
     accumulation: int | None = Field(default=None, ge=1)
     policy: str | None = None
     #: Of a study of memory: whether blocks are computed again in backward.
@@ -60,7 +61,9 @@ class Selection(Strict):
 
     def matches(self, row: Row) -> bool:
         """Whether the cell has all that is asked for."""
-        return all(row.settings.get(name) == value for name, value in self.settings.items())
+        return all(
+            value in ("any", row.settings.get(name)) for name, value in self.settings.items()
+        )
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+import pandas as pd
+
 from analysis import claims as papers
-from analysis import pages, runs, text
-from analysis.claims import LABELS, Claims
+from analysis import pages, runs, text, validation
+from analysis.claims import LABELS, Claims, MatrixUse
 from analysis.memory import MemoryStudy
 from analysis.runs import Run
 from analysis.tables import escaped
@@ -45,7 +47,11 @@ def markdown(claims: Claims, of: Sequence[Run | MemoryStudy]) -> str:
 def page(claims: Claims, of: Sequence[Run | MemoryStudy]) -> str:
     """The self-contained HTML page, which has the figures of every run too."""
     figures = {run.matrix: run.figures() for run in of}
-    return pages.render("reproduction.html.j2", **_values(claims, of), figures=figures)
+    pairs = _predicted(claims, of)
+    validated = [] if pairs.empty else [pages.figure(validation.draw(pairs))]
+    return pages.render(
+        "reproduction.html.j2", **_values(claims, of), figures=figures, validated=validated
+    )
 
 
 def _values(claims: Claims, of: Sequence[Run | MemoryStudy]) -> dict[str, Any]:
@@ -70,8 +76,20 @@ def _values(claims: Claims, of: Sequence[Run | MemoryStudy]) -> dict[str, Any]:
         "labels": LABELS,
         "evidence": {name: text.EVIDENCE[name] for name in text.EVIDENCE if name in evidence},
         "runs": of,
+        "validation": validation.rows(pairs) if len(pairs := _predicted(claims, of)) else [],
         "caveats": {name: use.caveat for name, use in claims.matrices.items() if use.caveat},
     }
+
+
+def _predicted(claims: Claims, of: Sequence[Run | MemoryStudy]) -> pd.DataFrame:
+    """Cells that were predicted too, of matrices whose times may be read."""
+    read = [
+        run
+        for run in of
+        if isinstance(run, Run) and not claims.matrices.get(run.matrix, MatrixUse()).caveat
+    ]
+    pairs = [validation.joined(run.matrix, run.records, run.predictions) for run in read]
+    return pd.DataFrame([pair for found in pairs for pair in found])
 
 
 def _line(claims: Claims, finding: Finding, of: Mapping[str, Run | MemoryStudy]) -> dict[str, Any]:

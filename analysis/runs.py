@@ -30,6 +30,8 @@ class Run:
     #: Relative to the folder of results.
     file: str
     records: list[Record]
+    #: What the simulator says of the same cells; see ``python -m experiments validate``.
+    predictions: list[Record]
 
     @property
     def rows(self) -> list[Row]:
@@ -77,7 +79,7 @@ def load(results: Path) -> list[Run | MemoryStudy]:
     """
     names = ((name, f"{name}/records.jsonl") for name in matrix_files())
     found: list[Run | MemoryStudy] = [
-        Run(name, file, latest(read(results / file)))
+        Run(name, file, latest(read(results / file)), _predictions(results / name))
         for name, file in names
         if (results / file).exists()
     ]
@@ -87,3 +89,8 @@ def load(results: Path) -> list[Run | MemoryStudy]:
         allowed = ", ".join(matrix_files())
         raise ValueError(f"{results}: no records of any matrix; there are {allowed}")
     return found
+
+
+def _predictions(folder: Path) -> list[Record]:
+    file = folder / "predicted.jsonl"
+    return read(file) if file.exists() else []

@@ -54,6 +54,7 @@ _LOOKS = {
     "qwz": ("#AA4499", "v"),
     "qgz": ("#5B3F8C", "<"),
     "zeropp": ("#9C86CF", "P"),
+    "fcdp-sched": ("#7B4173", "^"),
     "fcdp": ("#009E73", "o"),
 }
 _SPARE = (

@@ -101,6 +101,7 @@ ENTRIES: tuple[Entry, ...] = (
     Entry("qwz", "fcdp", "ZeRO++ qwZ over this engine: int8 gathers"),
     Entry("qgz", "fcdp", "ZeRO++ qgZ over this engine: int4 reductions"),
     Entry("zeropp", "fcdp", "ZeRO++ over this engine: hpZ, qwZ and qgZ"),
+    Entry("fcdp-sched", "fcdp", "FCDP without FCDP-Comm: frozen parameters cross each step"),
     Entry("fcdp", "fcdp", "cached in host memory, or as the cell's policy says"),
 )
 

@@ -13,16 +13,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from baselines import registry
+from experiments.matrix_files import find
 from experiments.records import AnyCluster, Cell, ClusterSpec, ModelSpec, SimulatedSpec, Strict
 from experiments.yaml_lines import Document, KeyPath, load
-
-MATRICES = Path(__file__).parent / "matrices"
 
 _UNITS = {"bit/s": 1, "kbit/s": 10**3, "Mbit/s": 10**6, "Gbit/s": 10**9}
 _BANDWIDTH = re.compile(r"(\d+(?:\.\d+)?) ?(bit/s|kbit/s|Mbit/s|Gbit/s)")
@@ -31,11 +29,17 @@ _BANDWIDTH = re.compile(r"(\d+(?:\.\d+)?) ?(bit/s|kbit/s|Mbit/s|Gbit/s)")
 _FILE_NAMES = {"inter_bandwidth_bits_per_s": "inter_bandwidth", "matrix": "name"}
 _FIELD_NAMES = {file: field for field, file in _FILE_NAMES.items()}
 #: What a file may set a cell by cell; the matrix and the cluster are the same for all of them.
-_SETTINGS = tuple(
-    _FILE_NAMES.get(field, field)
-    for field in Cell.model_fields
-    if field not in ("matrix", "cluster")
+_SETTINGS = (
+    # Of a simulated cluster, which has as many as a cell wants.
+    "nodes",
+    *(
+        _FILE_NAMES.get(field, field)
+        for field in Cell.model_fields
+        if field not in ("matrix", "cluster")
+    ),
 )
+#: A micro-batch: the largest that the simulator finds to fit, or 1 if none does.
+_LARGEST = "max"
 
 AnySpec = TypeVar("AnySpec", bound=Strict)
 
@@ -78,25 +82,6 @@ class _Rule:
 
     def matches(self, assignment: Mapping[str, _Value]) -> bool:
         return all(assignment[setting].value in values for setting, values in self.when.items())
-
-
-def available() -> list[str]:
-    """Names of the matrices that come with the repository."""
-    return sorted(file.stem for file in MATRICES.glob("*.yaml"))
-
-
-def find(name_or_path: str) -> Path:
-    """The file of a matrix given by its name or by a path."""
-    path = Path(name_or_path)
-    if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
-        if not path.is_file():
-            raise ValueError(f"MATRIX: there is no file {name_or_path}")
-        return path
-    if name_or_path not in available():
-        raise ValueError(
-            f"MATRIX: unknown matrix {_choose(name_or_path, available())}, or the path of a file"
-        )
-    return MATRICES / f"{name_or_path}.yaml"
 
 
 def read(
@@ -195,22 +180,30 @@ class _Expansion:
             if rule.matches(assignment):
                 settings.update(rule.change)
         fields = {_FIELD_NAMES.get(name, name): given.value for name, given in settings.items()}
+        largest = fields["micro_batch"] == _LARGEST
+        if largest:
+            fields["micro_batch"] = 1
+        cluster: dict[str, Any] = self._cluster.model_dump()
+        if "nodes" in fields:
+            cluster["nodes"] = fields.pop("nodes")
         try:
-            return Cell.model_validate(
+            cell = Cell.model_validate(
                 {
                     **fields,
                     "matrix": self._top["name"],
-                    "cluster": self._cluster,
+                    "cluster": cluster,
                     "model": self._models[fields["model"]],
                 },
                 strict=True,
             )
         except ValidationError as error:
             first = error.errors()[0]
-            field = str(first["loc"][0])
+            # A cluster's field follows its kind.
+            field = str(first["loc"][-1 if first["loc"][0] == "cluster" else 0])
             setting = _FILE_NAMES.get(field, field)
             path = settings[setting].path if setting in settings else (setting,)
             self._document.fail(path, _explain(first["input"], first["msg"]))
+        return _with_largest_micro_batch(cell) if largest else cell
 
     def _cluster_spec(self) -> AnyCluster:
         section = self._at(("cluster",))
@@ -272,6 +265,8 @@ class _Expansion:
         try:
             if setting == "inter_bandwidth":
                 return parse_bandwidth(item)
+            if self._cluster.kind != "simulated" and _simulated_only(setting, item):
+                raise ValueError(f"is for clusters of kind simulated, not {self._cluster.kind}")
             if setting in ("policy", "gather_codec", "reduce_codec"):
                 # These import torch, which most matrices need not wait for.
                 from baselines import codecs, policies
@@ -364,6 +359,16 @@ class _Expansion:
         for part in path:
             value = value[part]
         return value
+
+
+def _simulated_only(setting: str, item: object) -> bool:
+    return setting == "nodes" or (setting == "micro_batch" and item == _LARGEST)
+
+
+def _with_largest_micro_batch(cell: Cell) -> Cell:
+    from experiments.clusters.simulated import largest_micro_batch
+
+    return cell.model_copy(update={"micro_batch": max(1, largest_micro_batch(cell))})
 
 
 def _why_not_there(cell: Cell) -> str | None:

@@ -23,6 +23,10 @@ from pydantic import (
 
 #: Parts of a cell's id, and so of its directory's name: no separators, no spaces, not too long.
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
+#: A matrix's: that of its suite, if it is in one, a slash, and its own.
+MatrixName = Annotated[
+    str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*/)?[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)
+]
 State = Literal["ok", "oom", "failed", "timeout", "skipped"]
 Evidence = Literal["measured", "emulated", "simulated"]
 Tuning = Literal["full", "lora"]
@@ -111,7 +115,7 @@ AnyCluster = Annotated[ClusterSpec | SimulatedSpec, Field(discriminator="kind")]
 class Cell(Strict):
     """One point of a matrix: everything a worker needs to know."""
 
-    matrix: Name
+    matrix: MatrixName
     strategy: Name
     model: ModelSpec
     tuning: Tuning
@@ -162,6 +166,21 @@ class Cell(Strict):
     def variant(self) -> str:
         """The strategy, and its engine's version if it is not the usual one: for comparisons."""
         return self.strategy if self.deepspeed == "current" else f"{self.strategy}@{self.deepspeed}"
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """What it chooses for its strategy other than the defaults, in words, for comparisons."""
+        words = {
+            "policy": self.policy,
+            "gather_codec": f"gather {self.gather_codec}",
+            "reduce_codec": f"reduce {self.reduce_codec}",
+            "error_feedback": "error feedback",
+            "adapters": f"{self.adapters} adapters",
+        }
+        fields = Cell.model_fields
+        return tuple(
+            word for name, word in words.items() if getattr(self, name) != fields[name].default
+        )
 
     @property
     def id(self) -> str:

@@ -11,12 +11,13 @@ from typing import Any, Literal
 from baselines import registry
 from experiments import gate
 from experiments.clusters.interface import ClusterError, Outcome
+from experiments.costs import memory
 from experiments.costs.emulated import emulated
 from experiments.costs.hardware import GB, Hardware
 from experiments.costs.hardware import cluster as gpu_cluster
 from experiments.costs.workload import Workload
 from experiments.records import AnyCluster, Cell, Measurement, Simulation
-from experiments.simulator.prediction import Prediction, predict
+from experiments.simulator.prediction import Prediction, fits, predict
 
 #: Bits a second for a cell without a limit: no link between nodes is faster today.
 _UNLIMITED = 1e15
@@ -71,6 +72,7 @@ class SimulatedCluster:
         """Predict the cell of the worker's arguments, whatever the worker; see ``Cluster.run``."""
         cell_file, output = map(Path, arguments)
         cell = Cell.model_validate_json(cell_file.read_bytes())
+        self._spec = cell.cluster  # of as many nodes as the cell wants
         gate.pass_through(output)
         hardware = hardware_of(self._spec, cell.inter_bandwidth_bits_per_s)
         workload = Workload.of(cell)
@@ -82,6 +84,13 @@ class SimulatedCluster:
             measurement.model_dump_json(indent=1), encoding="utf-8"
         )
         return Outcome("ok")
+
+
+def largest_micro_batch(cell: Cell) -> int:
+    """Most sequences a rank and micro-batch with which the cell fits; 0 if not even one does."""
+    hardware = hardware_of(cell.cluster, cell.inter_bandwidth_bits_per_s)
+    workload = Workload.of(cell)
+    return memory.largest_micro_batch(workload, hardware, lambda tried: fits(tried, hardware))
 
 
 def hardware_of(spec: AnyCluster, inter_bits_per_s: float | None) -> Hardware:

@@ -30,8 +30,9 @@ class Scheme:
     cache: Place | Literal["policy"] | None = None
     #: The policy of a strategy that fixes it.
     policy: str | None = None
-    #: How long that lasts: the micro-batch, or until the parameters change (frozen ones: forever).
-    cached_for: Literal["micro-batch", "change"] = "change"
+    #: How long that lasts: the micro-batch, the step, or until the parameters change (frozen ones:
+    #: forever).
+    cached_for: Literal["micro-batch", "step", "change"] = "change"
     #: Whether only the last micro-batch reduces across nodes.
     defers: bool = False
     #: Whether frozen and trained parameters of a block have units of their own.
@@ -66,6 +67,7 @@ SCHEMES: Mapping[str, Scheme] = {
     "qwz": replace(_OURS, policy="none", gather_codec="int8"),
     "qgz": replace(_OURS, policy="none", reduce_codec="int4"),
     "zeropp": replace(_OURS, policy="device", gather_codec="int8", reduce_codec="int4"),
+    "fcdp-sched": replace(_OURS, cached_for="step"),
     "fcdp": _OURS,
     "mics": Scheme(engine="fcdp", shards="node", hierarchical=True, defers=True),
     "offload": replace(_OURS, policy="none", parameters="host", optimizer="host"),

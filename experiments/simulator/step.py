@@ -132,7 +132,8 @@ class Step:
     def _is_stale(self, unit: Unit, phase: str, first: bool) -> bool:
         if self._plan.cached_for == "micro-batch":
             return phase == "forward"
-        return bool(unit.trained) and first and phase == "forward"
+        outlived = unit.trained == 0 and self._plan.cached_for == "change"
+        return first and phase == "forward" and not outlived
 
     def _gather_anew(self, unit: Unit, name: str, phase: str, after: tuple[int, ...]) -> int | None:
         exchanges = self._exchanges.gather(unit)

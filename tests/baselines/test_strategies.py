@@ -18,6 +18,7 @@ TOLERANCES = {
     "mics": EXACT,
     "offload": EXACT,
     "replicated": EXACT,
+    "fcdp-sched": EXACT,
     "fsdp2-hsdp": EXACT,
     "fsdp2-reshard": EXACT,
     "fsdp2-offload": EXACT,

@@ -274,14 +274,16 @@ def main() -> None:
 
     ``STAND_IN`` holds the cluster's arguments as JSON, and ``report: false`` to draw nothing.
     """
-    from experiments import __main__ as command
+    from experiments import session
+    from experiments.__main__ import app
+    from experiments.clusters import kinds
 
     arguments = json.loads(os.environ.get("STAND_IN", "{}"))
     if not arguments.pop("report", False):
-        command._draw = lambda *_: True
-    command._enter_namespace = lambda: None
-    command._cluster = lambda spec, _: StandInCluster(spec.nodes, spec.ranks_per_node, **arguments)
-    command.app()
+        session.draw = lambda *_: True
+    kinds.enter_namespace = lambda: None
+    kinds.cluster = lambda spec, _: StandInCluster(spec.nodes, spec.ranks_per_node, **arguments)  # type: ignore[assignment]
+    app()
 
 
 if __name__ == "__main__":

@@ -121,14 +121,16 @@ def test_the_command_simulates_a_matrix_of_another_cluster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No privileges, no namespaces; records apart from those of the cells that really ran."""
-    from experiments import __main__ as command
+    from experiments import interrupts, session
+    from experiments.__main__ import app
+    from experiments.clusters import kinds
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command, "_enter_namespace", lambda: pytest.fail("is not needed"))
-    monkeypatch.setattr(command, "_on_signals", lambda action: None)
-    monkeypatch.setattr(command, "_finish", lambda *arguments, **options: True)
+    monkeypatch.setattr(kinds, "enter_namespace", lambda: pytest.fail("is not needed"))
+    monkeypatch.setattr(interrupts, "raise_them", lambda: None)
+    monkeypatch.setattr(session, "finish", lambda *arguments, **options: True)
     result = CliRunner().invoke(
-        command.app, ["run", "parity", "--cluster", "simulated", "--only", "mics-full"]
+        app, ["run", "parity", "--cluster", "simulated", "--only", "mics-full"]
     )
     assert result.exit_code == 0, result.output
     found = records.read(tmp_path / "runs" / "parity-simulated" / "records.jsonl")

@@ -1,0 +1,141 @@
+"""What the simulator predicts next to what was run: the same cells, joined by their ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+import pandas as pd
+import seaborn as sns
+from matplotlib.figure import Figure
+
+from analysis import strategies, text
+from analysis.audit import FRAMING
+from analysis.drawings import Drawing, style
+from experiments.records import Record
+
+#: Of predicted bytes, beside ``FRAMING``: headers and acknowledgements.
+_FRAMING_SHARE = 0.05
+#: How near the figure's band is, as a share.
+_BAND = 0.1
+_LINKS = {True: "limited", False: "unshaped"}
+#: One each for what is predicted, and what the constants of the simulator were fitted to.
+_MARKERS = {"limited": "o", "unshaped": "s"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """How near the predictions of one matrix are, its links limited or not."""
+
+    matrix: str
+    link: str
+    cells: int
+    median_error: str
+    largest_error: str
+    #: Cells whose bytes between nodes are the predicted ones, within framing.
+    bytes_agree: int
+
+
+def joined(
+    matrix: str, records: Sequence[Record], predictions: Sequence[Record]
+) -> list[dict[str, object]]:
+    """Each cell that ran and was predicted: its settings, seconds and bytes of both."""
+    by_id = {prediction.cell_id: prediction for prediction in predictions}
+    found: list[dict[str, object]] = []
+    for record in records:
+        prediction = by_id.get(record.cell_id)
+        if record.measurement is None or prediction is None or prediction.measurement is None:
+            continue
+        found.append(
+            {
+                "matrix": matrix,
+                "engine": strategies.engine(record.cell.strategy),
+                "link": _LINKS[record.cell.inter_bandwidth_bits_per_s is not None],
+                "timed": record.step_seconds_median,
+                "predicted": prediction.step_seconds_median,
+                "counted_bytes": record.measurement.inter_node_bytes_per_step,
+                "predicted_bytes": prediction.measurement.inter_node_bytes_per_step,
+            }
+        )
+    return found
+
+
+def rows(pairs: pd.DataFrame) -> list[Row]:
+    """One for each matrix and kind of link."""
+    found = []
+    for (matrix, link), cells in pairs.groupby(["matrix", "link"], sort=True):
+        errors = _errors(cells)
+        apart = (cells["predicted_bytes"] - cells["counted_bytes"]).abs()
+        agree = apart <= _FRAMING_SHARE * cells["predicted_bytes"] + FRAMING
+        largest = max(errors, key=abs)
+        found.append(
+            Row(
+                matrix=str(matrix),
+                link=str(link),
+                cells=len(cells),
+                median_error=text.percent(median_error(cells)),
+                largest_error=f"{100 * largest:+.0f} %",
+                bytes_agree=int(agree.sum()),
+            )
+        )
+    return found
+
+
+def median_error(cells: pd.DataFrame) -> float:
+    """Median of the absolute errors of the steps' times, as a share; there must be a cell."""
+    return median(abs(error) for error in _errors(cells))
+
+
+def draw(pairs: pd.DataFrame) -> Drawing:
+    """Predicted against timed seconds a step, both on logarithmic axes."""
+    looks = {
+        "DeepSpeed": strategies.BASELINE,
+        "PyTorch": "fsdp2",
+        "This engine": strategies.SUBJECT,
+    }
+    styles = strategies.styles(looks.values())
+    ends = [pairs[["timed", "predicted"]].min().min() / 1.5]
+    ends.append(pairs[["timed", "predicted"]].max().max() * 1.5)
+    with style():
+        figure = Figure(figsize=(4.6, 4.2), layout="constrained")
+        ax = figure.subplots()
+        line = np.array(ends)
+        ax.fill_between(line, line * (1 - _BAND), line * (1 + _BAND), color="#E6E6E6", linewidth=0)
+        ax.plot(line, line, color="#888888", linewidth=0.8)
+        sns.scatterplot(
+            pairs,
+            x="timed",
+            y="predicted",
+            hue="engine",
+            palette={engine: styles[name].colour for engine, name in looks.items()},
+            hue_order=[engine for engine in looks if engine in set(pairs["engine"])],
+            style="link",
+            markers=_MARKERS,
+            alpha=0.8,
+            s=26,
+            ax=ax,
+        )
+        ax.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+        ax.set(xlabel="s/step, emulated (timed)", ylabel="s/step, simulated (predicted)")
+        ax.legend(frameon=False)
+    return Drawing("validation", "Simulated against emulated steps", _caption(pairs), figure)
+
+
+def _caption(pairs: pd.DataFrame) -> str:
+    parts = [
+        f"{link} links: {text.percent(median_error(cells))} median absolute error of "
+        f"{len(cells)} cells"
+        for link, cells in pairs.groupby("link")
+    ]
+    return (
+        f"Seconds a step of each cell, predicted against timed; {'; '.join(parts)}. The band is "
+        f"±{100 * _BAND:g} %. The simulator's constants of this host are fitted to cells whose "
+        "links are unshaped; of limited links it knows the limit alone."
+    )
+
+
+def _errors(cells: pd.DataFrame) -> list[float]:
+    """Relative; above 0 where the prediction is too slow."""
+    return list(cells["predicted"] / cells["timed"] - 1)

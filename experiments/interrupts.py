@@ -1,0 +1,29 @@
+"""Ctrl-C and SIGTERM end a command alike, and not in the middle of its tidying up."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from types import FrameType
+from typing import NoReturn
+
+#: Exit status of a command that was interrupted.
+INTERRUPTED = 130
+
+
+def raise_them() -> None:
+    """Have the first one raise ``KeyboardInterrupt``, and ignore what follows."""
+    _on_signals(_interrupt)
+    # A library's forked helper that is ended by SIGTERM must not tear our cluster down.
+    os.register_at_fork(after_in_child=lambda: _on_signals(signal.SIG_DFL))
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    _on_signals(signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def _on_signals(action: Callable[[int, FrameType | None], NoReturn] | signal.Handlers) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, action)

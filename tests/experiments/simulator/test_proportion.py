@@ -1,0 +1,41 @@
+"""The emulated matrix of the paper communicates for as long as the large cluster does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from experiments import matrix
+from experiments.clusters.simulated import hardware_of
+from experiments.costs.emulated import emulated
+from experiments.costs.workload import Workload
+from experiments.records import Cell
+from experiments.simulator.proportion import communication_to_computation, link_bits_per_s
+
+
+def zero3(name: str, model: str) -> Iterator[Cell]:
+    for planned in matrix.read(name).cells:
+        if (planned.cell.strategy, planned.cell.model.name) == ("deepspeed-zero3", model):
+            yield planned.cell
+
+
+def ratio(cell: Cell) -> float:
+    hardware = hardware_of(cell.cluster, cell.inter_bandwidth_bits_per_s)
+    return communication_to_computation(Workload.of(cell), hardware)
+
+
+def test_links_are_those_of_the_same_ratio() -> None:
+    large = list(zero3("paper/bandwidth", "gpt-30b"))
+    small = list(zero3("paper-emulated", "gpt2-4x768"))
+    assert len(large) == len(small) == 4
+    for one, other in zip(large, small, strict=True):
+        assert ratio(other) == pytest.approx(ratio(one), rel=0.05)
+        unlimited = emulated(other.cluster.nodes, other.cluster.ranks_per_node, None)
+        link = link_bits_per_s(ratio(one), Workload.of(other), unlimited)
+        assert other.inter_bandwidth_bits_per_s == pytest.approx(link, rel=0.05)
+
+
+def test_the_comment_says_the_ratios() -> None:
+    ratios = [ratio(cell) for cell in zero3("paper/bandwidth", "gpt-30b")]
+    assert [float(f"{value:.2g}") for value in ratios] == [1.1, 4.4, 11, 110]
