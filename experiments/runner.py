@@ -163,7 +163,8 @@ class _Runner:
         """
         entry = registry.find(cell.strategy)
         needed = (entry.operators, cell.deepspeed)
-        if entry.engine != "deepspeed" or needed in self._compiled:
+        simulated = self._cluster.evidence == "simulated"
+        if simulated or entry.engine != "deepspeed" or needed in self._compiled:
             return Outcome("ok")
         outcome = self._cluster.run(
             OPERATORS,
