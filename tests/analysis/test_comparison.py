@@ -192,3 +192,21 @@ def test_links_run_from_slow_to_unshaped_and_strategies_in_their_order(
     assert links[:2] == [10e6, 100e6]
     assert math.isnan(links[2])
     assert first["strategy"].tolist() == ["deepspeed-zero3", "fsdp2", "fcdp"] * 3
+
+
+def test_simulations_may_compare_each_at_its_own_micro_batch() -> None:
+    cells = [
+        made_up.cell(name, GPT2, "full", SLOW, micro_batch=size)
+        for name, size in (("deepspeed-zero3", 4), ("fcdp", 8))
+    ]
+    found = row(compare(frame([made_up.record(c, evidence="simulated") for c in cells])), "fcdp")
+    assert found["baseline"] == "deepspeed-zero3"
+    sizes = {cell.strategy: made_up.record(cell).tokens_per_s for cell in cells}
+    assert found["speed_up"] == pytest.approx(sizes["fcdp"] / sizes["deepspeed-zero3"])
+
+
+def test_policies_and_codecs_are_variants() -> None:
+    choices: list[dict[str, object]] = [{}, {"policy": "auto"}, {"gather_codec": "int8"}]
+    cells = [made_up.cell("fcdp", GPT2, "full", SLOW, **choice) for choice in choices]
+    compared = compare(frame([made_up.record(cell) for cell in cells]))
+    assert list(compared["strategy"]) == ["fcdp", "fcdp auto", "fcdp gather int8"]

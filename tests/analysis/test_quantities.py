@@ -141,3 +141,15 @@ def test_one_number_is_taken_of_several() -> None:
     values = sorted(sample.value for sample in samples)
 
     assert [taken(samples, take) for take in ("min", "median", "max")] == values
+
+
+def test_each_at_its_own_micro_batch() -> None:
+    rows = [made("fsdp2", micro_batch=7), made("fcdp", micro_batch=9)]
+    for micro_batch, partners in (("any", 1), (7, 1), (9, 0), (None, 0)):
+        ratio = Ratio(
+            kind="ratio",
+            quantity="tokens_per_s",
+            of=select(strategy="fcdp"),
+            over=select(strategy="fsdp2", micro_batch=micro_batch),
+        )
+        assert len(ratio.samples(rows)) == partners

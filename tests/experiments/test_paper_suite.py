@@ -11,10 +11,11 @@ from experiments import matrix, matrix_files, paper_models
 from experiments.clusters.simulated import hardware_of
 from experiments.costs.hardware import paper_cluster
 from experiments.costs.workload import Workload
-from experiments.records import Cell, SimulatedSpec
-from experiments.simulator.prediction import fits
+from experiments.records import Cell, SimulatedSpec, read
+from experiments.simulator.prediction import fits, predict
 from tests.experiments.test_matrix import FILE, written
 
+RESULTS = Path(__file__).parents[2] / "results"
 SUITE = matrix_files.members("paper")
 SIMULATED = FILE.replace(
     "cluster: {nodes: 2, ranks_per_node: 2}",
@@ -99,3 +100,21 @@ def test_impossible_settings_are_errors_of_their_lines(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         matrix.read(written(tmp_path, SIMULATED.replace(old, new)))
+
+
+@pytest.mark.parametrize("name", SUITE)
+def test_committed_records_are_of_these_cells(name: str) -> None:
+    ids = [record.cell_id for record in read(RESULTS / name / "records.jsonl")]
+    assert ids == [cell.id for cell in cells(name)]
+
+
+@pytest.mark.parametrize("name", ["paper/volume", "paper/full"])
+def test_committed_records_are_what_the_simulator_says(name: str) -> None:
+    for record in read(RESULTS / name / "records.jsonl"):
+        hardware = hardware_of(record.cell.cluster, record.cell.inter_bandwidth_bits_per_s)
+        prediction = predict(Workload.of(record.cell), hardware)
+        assert record.state == prediction.state
+        if record.measurement is not None:
+            assert record.measurement.step_seconds == [pytest.approx(prediction.step_seconds)]
+            sent = record.measurement.inter_node_bytes_per_step
+            assert sent == pytest.approx(prediction.inter_node_bytes)
