@@ -33,7 +33,7 @@ RUN apt-get update \
 
 # Root may use the repository too (for the emulated cluster), and git is to trust its owner.
 RUN useradd --create-home --uid 10001 fcdp \
-    && install --directory --owner fcdp --group fcdp /opt/fcdp /opt/venv \
+    && install --directory --owner fcdp --group fcdp /opt/fcdp /opt/venv /opt/venv-paper \
     && git config --system safe.directory /opt/fcdp
 USER 10001
 WORKDIR /opt/fcdp
@@ -43,13 +43,13 @@ WORKDIR /opt/fcdp
 # here, or every container would compile again; a few files of packages are templates, not Python.
 ARG TORCH=cuda
 ENV TORCH=${TORCH} VENV=/opt/venv
-COPY --chown=fcdp:fcdp LICENSE constraints.txt pyproject.toml ./
+COPY --chown=fcdp:fcdp LICENSE constraints.txt constraints-paper.txt pyproject.toml ./
 COPY --chown=fcdp:fcdp scripts scripts
 RUN for package in fcdp baselines experiments analysis; do \
         mkdir "$package" && touch "$package/__init__.py"; \
     done \
-    && PIP_NO_CACHE_DIR=1 scripts/setup.sh \
-    && { "$VENV/bin/python" -m compileall -q -j 0 "$VENV/lib" || true; }
+    && PIP_NO_CACHE_DIR=1 scripts/setup.sh --pins \
+    && { "$VENV/bin/python" -m compileall -q -j 0 "$VENV/lib" "$VENV-paper/lib" || true; }
 
 COPY --chown=fcdp:fcdp . .
 ENV PATH=/opt/venv/bin:${PATH}

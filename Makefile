@@ -7,7 +7,7 @@ VENV ?= .venv
 TORCH ?= auto
 
 .DEFAULT_GOAL := help
-.PHONY: quickstart test lint setup pins clean help
+.PHONY: quickstart test lint setup baselines pins clean help
 
 quickstart: setup ## FCDP next to ZeRO-3 on this machine: table, figure, report
 	$(VENV)/bin/python -m experiments run quickstart
@@ -23,11 +23,14 @@ lint: setup ## linters and types alone
 setup: ## make the virtual environment with everything in it
 	@PYTHON='$(PYTHON)' VENV='$(VENV)' TORCH='$(TORCH)' scripts/setup.sh
 
+baselines: ## setup, and beside it an environment with the DeepSpeed of the paper
+	@PYTHON='$(PYTHON)' VENV='$(VENV)' TORCH='$(TORCH)' scripts/setup.sh --pins
+
 pins: ## write constraints.txt anew (PINS=--upgrade for newer versions)
 	PYTHON='$(PYTHON)' scripts/pins.sh $(PINS)
 
-clean: ## remove the virtual environment and all caches; results stay
-	rm -rf '$(VENV)' build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+clean: ## remove the virtual environments and all caches; results stay
+	rm -rf '$(VENV)' '$(VENV)-paper' build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help: ## this list

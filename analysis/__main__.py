@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 # machine, which neither --help nor a wrong path should cost.
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 
+#: The committed runs.
+RESULTS = Path(__file__).resolve().parent.parent / "results"
+
 Records = Annotated[
     Path, typer.Argument(metavar="RECORDS", help="A JSON Lines file, or a directory of runs.")
 ]
@@ -24,14 +27,30 @@ Baseline = Annotated[str, typer.Option(help="The strategy that speed-ups are tak
 
 @app.command()
 def report(
-    records: Records,
+    records: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[RECORDS]",
+            help="A JSON Lines file, or a directory of runs; by default all committed results.",
+            show_default=False,
+        ),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option(help="Where to write; by default report/ beside the records."),
     ] = None,
     baseline: Baseline = strategies.BASELINE,
 ) -> None:
-    """Write figures, the comparison table, Parquet and one self-contained HTML report."""
+    """Write figures, the comparison table, Parquet and one self-contained HTML report.
+
+    Without RECORDS: REPRODUCTION.md and results/report.html, each claim of the papers next to what
+    the committed records say of it.
+    """
+    if records is None:
+        if output is not None or baseline != strategies.BASELINE:
+            _fail("--output and --baseline need RECORDS")
+        _reproduce()
+        return
     found = _load(records)
     from analysis.report import write
 
@@ -81,6 +100,17 @@ def audit(records: Records) -> None:
     typer.echo(markdown(findings), nl=False)
     if any(finding.problems for finding in findings):
         raise typer.Exit(1)
+
+
+def _reproduce() -> None:
+    """Write the claims next to the committed records."""
+    from analysis import reproduction
+
+    try:
+        written = reproduction.write(RESULTS)
+    except (OSError, ValueError) as error:
+        _fail(str(error))
+    typer.echo(f"claims  {written.document}\nreport  {written.page}")
 
 
 def _load(path: Path) -> list[Record]:

@@ -84,7 +84,7 @@ def markdown(findings: Sequence[Finding]) -> str:
             note = f" [{reasons.setdefault(finding.explanation, len(reasons) + 1)}]"
         cell, least = finding.cell, finding.least
         columns = [
-            cell.strategy,
+            cell.variant,
             cell.tuning,
             str(cell.accumulation),
             number(finding.sent / 1e6),

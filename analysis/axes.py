@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pandas as pd
@@ -16,6 +17,8 @@ from analysis.comparison import annotated
 
 #: Each strategy's style, in the order of drawing.
 Looks = dict[str, strategies.Style]
+#: Draws one panel's cells.
+Draw = Callable[[Axes, pd.DataFrame, Looks], None]
 #: A spread of the steps below this share of their median would hide behind the marker.
 OUTGROWS_MARKER = 0.15
 #: Thickness of a bar; bars stand 1 apart.
@@ -43,7 +46,7 @@ def draw_throughput(ax: Axes, panel: pd.DataFrame, looks: Looks) -> None:
             style="strategy",
             style_order=list(looks),
             markers={name: look.marker for name, look in looks.items()},
-            dashes=False,
+            dashes={name: look.dashes[1] for name, look in looks.items()},
             estimator="median",
             errorbar=None,
             legend=False,
@@ -192,10 +195,17 @@ def draw_bytes(ax: Axes, panel: pd.DataFrame, looks: Looks) -> None:
         cells = drawn[drawn["strategy"] == strategy]
         sent, least = float(cells["sent"].median()), float(cells["least"].median())
         if not math.isnan(least):
-            ax.plot([least] * 2, [place - BAR / 2, place + BAR / 2], color=INK, linewidth=1.6)
+            ax.plot(
+                [least] * 2,
+                [place - BAR / 2, place + BAR / 2],
+                color=INK,
+                linewidth=1.6,
+                path_effects=[withStroke(linewidth=3.2, foreground="white")],  # for dark bars
+            )
         end = max(sent, 0.0 if math.isnan(least) else least)
         _label_bar(ax, place, end, text.number(sent, 3 if sent >= 1 else 2))
     ax.set_xlim(0, float(drawn[["sent", "least"]].max().max()) * 1.28)
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=4, prune="upper"))
 
 
 def _draw_bars(ax: Axes, cells: pd.DataFrame, column: str, looks: Looks) -> None:

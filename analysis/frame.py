@@ -75,12 +75,12 @@ NO_RECORDS = {"cells", "earlier", "report", "wandb"}
 
 
 def load(path: Path) -> list[Record]:
-    """Records of a file, or of every ``*.jsonl`` below a directory of runs.
+    """Records of a file, or of every ``records.jsonl`` below a directory of runs.
 
     Raises ``FileNotFoundError`` if there is no such file, ``ValueError`` for a malformed one.
     """
     if path.is_dir():
-        found = sorted(path.rglob("*.jsonl"))
+        found = sorted(path.rglob("records.jsonl"))
         files = [file for file in found if not NO_RECORDS & set(file.relative_to(path).parts)]
     elif path.exists():
         files = [path]
@@ -123,7 +123,7 @@ def _row(record: Record) -> dict[str, Any]:
     settings = {
         "matrix": cell.matrix,
         "cell": record.cell_id,
-        "strategy": cell.strategy,
+        "strategy": cell.variant,
         "model": cell.model.name,
         "family": cell.model.family,
         "layers": cell.model.layers,

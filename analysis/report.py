@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
-from analysis import figures, provenance, strategies, tables, text
+from analysis import drawings, figures, pages, provenance, strategies, tables, text
 from analysis.comparison import Headline, compare, headlines
 from analysis.frame import frame, latest, write_parquet
 from experiments.records import Record
-
-#: How large figures are shown, in CSS pixels an inch.
-SCREEN_DPI = 130
 
 
 @dataclass(frozen=True)
@@ -27,7 +22,7 @@ class Written:
     report: Path
     table: Path
     data: Path
-    figures: tuple[figures.Saved, ...]
+    figures: tuple[drawings.Saved, ...]
 
 
 @dataclass(frozen=True)
@@ -44,7 +39,7 @@ def write(records: Sequence[Record], directory: Path, baseline: str) -> Written:
     directory.mkdir(parents=True, exist_ok=True)
     kept = latest(records)
     compared = compare(frame(kept), baseline)
-    saved = [figures.save(drawing, directory) for drawing in figures.draw(compared)]
+    saved = [drawings.save(drawing, directory) for drawing in figures.draw(compared)]
     written = Written(
         report=directory / "report.html",
         table=directory / "comparison.md",
@@ -65,29 +60,14 @@ def markdown(compared: pd.DataFrame) -> str:
     return f"{table}\n\n{notes}\n"
 
 
-def render(compared: pd.DataFrame, saved: Sequence[figures.Saved], replaced: int = 0) -> str:
+def render(compared: pd.DataFrame, saved: Sequence[drawings.Saved], replaced: int = 0) -> str:
     """The report's HTML."""
-    environment = Environment(
-        loader=PackageLoader("analysis"),
-        autoescape=select_autoescape(["html", "j2"]),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("report.html.j2").render(
+    return pages.render(
+        "report.html.j2",
         matrices=sorted(compared["matrix"].unique()),
         summary=provenance.provenance(compared),
         headlines=[_headline(item, compared) for item in headlines(compared)],
-        figures=[
-            {
-                "title": item.drawing.title,
-                "caption": item.drawing.caption,
-                "source": _data_uri(item.svg),
-                # Small figures are not blown up to the page's width.
-                "width_px": round(SCREEN_DPI * item.drawing.figure.get_figwidth()),
-            }
-            for item in saved
-        ],
+        figures=[pages.figure(item.drawing) for item in saved],
         sections=_sections(compared),
         words=tables.WORDS,
         notes=tables.notes(compared),
@@ -198,8 +178,3 @@ def _above_closed_form(compared: pd.DataFrame) -> list[tuple[str, str]]:
         )
         for name in strategies.ordered(finished["strategy"])
     ]
-
-
-def _data_uri(path: Path) -> str:
-    """The picture itself, so that the page loads nothing."""
-    return f"data:image/svg+xml;base64,{base64.b64encode(path.read_bytes()).decode()}"

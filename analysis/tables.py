@@ -80,7 +80,7 @@ def markdown(table: pd.DataFrame) -> str:
     """A Markdown table; words flush left, numbers flush right."""
     header = [str(name) for name in table.columns]
     rule = ["---" if name in WORDS else "--:" for name in header]
-    rows = [[_escaped(value) for value in row] for row in table.itertuples(index=False)]
+    rows = [[escaped(value) for value in row] for row in table.itertuples(index=False)]
     return "\n".join(f"| {' | '.join(row)} |" for row in [header, rule, *rows])
 
 
@@ -126,6 +126,6 @@ def _baselines(compared: pd.DataFrame) -> list[str]:
     ]
 
 
-def _escaped(value: object) -> str:
+def escaped(value: object) -> str:
     """A cell's text that cannot break the table's row."""
     return " ".join(str(value).split()).replace("|", "\\|")

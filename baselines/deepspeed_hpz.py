@@ -8,7 +8,7 @@ import torch.nn as nn
 
 from baselines import deepspeed_zero3
 from baselines.deepspeed_zero3 import DeepSpeedZero3
-from baselines.strategy import Job, trainable_parameters
+from baselines.strategy import Job, crossing_bytes, trained_numel
 
 
 def build(model: nn.Module, job: Job) -> DeepSpeedZero3:
@@ -22,10 +22,8 @@ def configuration(model: nn.Module, job: Job) -> tuple[dict[str, Any], float]:
     A step drops the secondary shards of trained parameters only, in 0.16.2 as in 0.19.6: those of
     frozen parameters are gathered across nodes once ever, as FCDP's are.
     """
-    trained = sum(param.numel() for param in trainable_parameters(model))
-    nodes = job.topology.nodes
     # Trained parameters are gathered once a step; gradients are reduced every micro-batch.
-    least = (nodes - 1) / nodes * trained * (1 + job.accumulation) * job.dtype.itemsize
+    least = crossing_bytes(trained_numel(model), job) * (1 + job.accumulation)
     config = deepspeed_zero3.configuration(model, job)
     config["zero_optimization"]["zero_hpz_partition_size"] = job.topology.ranks_per_node
     return config, least

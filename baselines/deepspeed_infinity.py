@@ -13,7 +13,7 @@ from baselines.strategy import Job, zero3_bytes
 
 def build(model: nn.Module, job: Job) -> DeepSpeedZero3:
     """Swap files go to the directory for temporary files (``TMPDIR``)."""
-    deepspeed_zero3.build_operators("async_io")
+    deepspeed_zero3.build_operators("AsyncIOBuilder")
     config = deepspeed_zero3.configuration(model, job)
     least = zero3_bytes(model, job)
     nvme = {"device": "nvme", "nvme_path": tempfile.gettempdir()}

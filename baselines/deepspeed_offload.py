@@ -37,6 +37,6 @@ def initialize(
     steps = None
     if optimizer is not None:
         config["zero_optimization"]["offload_optimizer"] = {**optimizer, **pinned}
-        deepspeed_zero3.build_operators("cpu_adam")
+        deepspeed_zero3.build_operators("CPUAdamBuilder")
         steps = DeepSpeedCPUAdam(trainable_parameters(model), lr=job.learning_rate)
     return deepspeed_zero3.initialize(model, job, config, closed_form_bytes, steps)

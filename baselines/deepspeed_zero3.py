@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import fcntl
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import deepspeed
 import torch
 import torch.nn as nn
 from deepspeed.accelerator import get_accelerator
+from torch.utils.cpp_extension import _get_build_directory
 
 from baselines.strategy import (
     Job,
@@ -27,7 +26,6 @@ from baselines.strategy import (
 _REFERENCE_PARAMETERS = 30e9
 _DEFAULT_MAX_REUSE_DISTANCE = 1e9
 _DEFAULT_PREFETCH_BUCKET = 5e7
-_BUILDERS = {"cpu_adam": "CPUAdamBuilder", "async_io": "AsyncIOBuilder"}
 
 
 def build(model: nn.Module, job: Job) -> DeepSpeedZero3:
@@ -111,21 +109,25 @@ def _is_low_rank(name: str) -> bool:
     return "lora_" in name
 
 
-def build_operators(*more: Literal["cpu_adam", "async_io"]) -> None:
-    """Compile DeepSpeed's shared-memory operator, and ``more``, one rank at a time.
+def build_operators(*more: str) -> None:
+    """Compile DeepSpeed's shared-memory operator, and those of the builders ``more``, one by one.
 
     DeepSpeed compiles them when they are first used, and ranks of one host that do so together
     fail now and then. The first rank compiles (half a minute, once a machine), the others load.
     """
-    builders: list[str] = [_BUILDERS[name] for name in more]
+    builders = list(more)
     if not torch.accelerator.is_available():
         builders.append("ShareMemCommBuilder")
 
-    lock = Path(tempfile.gettempdir()) / f"deepspeed-build-{os.getuid()}.lock"
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        for name in builders:
-            get_accelerator().create_op_builder(name).load(verbose=False)
+    for name in builders:
+        builder = get_accelerator().create_op_builder(name)
+        folder = Path(_get_build_directory(builder.name, False))
+        with folder.with_suffix(".lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            # Torch's own lock stays behind where a process is killed while it compiles, and all
+            # later ones would wait for it for ever.
+            (folder / "lock").unlink(missing_ok=True)
+            builder.load(verbose=False)
 
 
 class DeepSpeedZero3:

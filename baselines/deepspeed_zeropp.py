@@ -6,7 +6,7 @@ import torch.nn as nn
 
 from baselines import deepspeed_hpz, deepspeed_zero3
 from baselines.deepspeed_zero3 import DeepSpeedZero3
-from baselines.strategy import Job, trainable_parameters
+from baselines.strategy import Job, crossing_bytes, trained_numel
 
 
 def build(model: nn.Module, job: Job) -> DeepSpeedZero3:
@@ -14,7 +14,5 @@ def build(model: nn.Module, job: Job) -> DeepSpeedZero3:
     config, _ = deepspeed_hpz.configuration(model, job)
     config["zero_optimization"]["zero_quantized_weights"] = True
     config["zero_optimization"]["zero_quantized_gradients"] = True
-    trained = sum(param.numel() for param in trainable_parameters(model))
-    nodes = job.topology.nodes
-    least = (nodes - 1) / nodes * trained * (1 + 0.5 * job.accumulation)
+    least = crossing_bytes(trained_numel(model), job, 1 + 0.5 * job.accumulation)
     return deepspeed_zero3.initialize(model, job, config, least)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import torch
 import torch.nn as nn
+from torch.distributed.fsdp import OffloadPolicy
 
 import fcdp
 from baselines import codecs, policies
 from baselines.fsdp2 import FSDP2, mixed_precision
-from baselines.strategy import Job, trainable_parameters
+from baselines.strategy import Job, crossing_bytes, numel, trainable_parameters
 from fcdp.engine import engine_of
 from fcdp.unit import Unit
 
 
-def build(model: nn.Module, job: Job) -> FCDP:
+def build(model: nn.Module, job: Job, offload_policy: OffloadPolicy = OffloadPolicy()) -> FCDP:
     """Shard every block and the root, frozen and trainable parameters apart, and cache them."""
     fcdp.shard(
         model,
@@ -21,6 +22,7 @@ def build(model: nn.Module, job: Job) -> FCDP:
         units=job.blocks,
         policy=policies.parse(job.policy),
         mp_policy=mixed_precision(job.dtype),
+        offload_policy=offload_policy,
         gather_codec=codecs.parse(job.gather_codec),
         reduce_codec=codecs.parse(job.reduce_codec),
         error_feedback=job.error_feedback,
@@ -37,29 +39,25 @@ def least_bytes(model: nn.Module, job: Job) -> float:
     Replicated adapters cross twice: out in parts and back as sums.
     """
     engine = engine_of(model)
+    gather_codec, reduce_codec = codecs.parse(job.gather_codec), codecs.parse(job.reduce_codec)
     count = 0.0
     for unit in engine.units:
         gathers = 1 + unit.reuses - (not unit.trainable)
         cached = bool(engine.cache.placement.preferences[unit])
         crossings = unit.trainable if cached else gathers * job.accumulation
-        count += crossings * _crossing_bytes(unit, job, codecs.parse(job.gather_codec))
-        count += unit.trainable * _crossing_bytes(unit, job, codecs.parse(job.reduce_codec))
-    nodes = job.topology.nodes
+        count += crossings * _crossing_bytes(unit, job, gather_codec)
+        count += unit.trainable * _crossing_bytes(unit, job, reduce_codec)
     sharded = {id(param) for unit in engine.units for param in unit.params}
-    for param in trainable_parameters(model):
-        if id(param) not in sharded:
-            count += 2 * (nodes - 1) / nodes * param.numel() * job.dtype.itemsize
-    return count
+    replicated = [param for param in trainable_parameters(model) if id(param) not in sharded]
+    return count + 2 * crossing_bytes(numel(replicated), job)
 
 
 def _crossing_bytes(unit: Unit, job: Job, codec: fcdp.Codec | None) -> float:
     """What one node sends where the unit crosses once. Codecs encode shards, padding included."""
-    topology = job.topology
-    if codec is not None:
-        sent = (topology.nodes - 1) * codec.encoded_bytes(unit.shard_numel)
-        return topology.ranks_per_node * sent
-    numel = sum(param.numel() for param in unit.params)
-    return (topology.nodes - 1) / topology.nodes * numel * job.dtype.itemsize
+    if codec is None:
+        return crossing_bytes(numel(unit.params), job)
+    sent = (job.topology.nodes - 1) * codec.encoded_bytes(unit.shard_numel)
+    return job.topology.ranks_per_node * sent
 
 
 def _describe(job: Job) -> str:
@@ -72,6 +70,16 @@ def _describe(job: Job) -> str:
     if job.adapters != "sharded":
         words.append(f"adapters {job.adapters}")
     return ", ".join(words)
+
+
+def node_bytes(ledger: fcdp.Ledger, topology: fcdp.Topology) -> dict[str, dict[str, float]]:
+    """Take one node's bytes: by symmetry each of its ranks moves as much as this one."""
+    counts = {
+        link: {phase: float(topology.ranks_per_node * count) for phase, count in phases.items()}
+        for link, phases in ledger.snapshot().items()
+    }
+    ledger.reset()
+    return counts
 
 
 class FCDP(FSDP2):
@@ -88,15 +96,7 @@ class FCDP(FSDP2):
             return super().backward(sequences, last=last)
 
     def take_ledger(self) -> dict[str, dict[str, float]]:
-        """One node's bytes: by symmetry each of its ranks moves as much as this one."""
-        ledger = fcdp.ledger(self.model)
-        ranks = self.job.topology.ranks_per_node
-        counts = {
-            link: {phase: float(ranks * count) for phase, count in phases.items()}
-            for link, phases in ledger.snapshot().items()
-        }
-        ledger.reset()
-        return counts
+        return node_bytes(fcdp.ledger(self.model), self.job.topology)
 
     @property
     def host_cache_bytes(self) -> int:

@@ -13,6 +13,11 @@ from baselines.strategy import Job, replicated_bytes
 
 def build(model: nn.Module, job: Job) -> HybridShard:
     """Gathers stay inside the node; gradients are all-reduced across nodes, once a step."""
+    return HybridShard(*shard(model, job))
+
+
+def shard(model: nn.Module, job: Job) -> tuple[nn.Module, Job, float]:
+    """Shard every block and the root inside the node; and the least bytes of a step."""
     closed_form = replicated_bytes(model, job)
     topology = job.topology
     mesh = init_device_mesh(
@@ -22,7 +27,7 @@ def build(model: nn.Module, job: Job) -> HybridShard:
     )
     for module in [*job.blocks, model]:
         fully_shard(module, mesh=mesh, mp_policy=mixed_precision(job.dtype))
-    return HybridShard(model, job, closed_form)
+    return model, job, closed_form
 
 
 class HybridShard(FSDP2):

@@ -12,16 +12,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
 
 from baselines.fsdp2 import FSDP2, mixed_precision
-from baselines.strategy import Job, trainable_parameters
+from baselines.strategy import Job, crossing_bytes, numel, trained_numel
 
 
 def build(model: nn.Module, job: Job) -> FSDP2:
     """Forward gathers across nodes, backward inside; each micro-batch does both."""
     topology = job.topology
-    moved = sum(param.numel() for param in model.parameters())
-    moved += sum(param.numel() for param in trainable_parameters(model))
-    share = (topology.nodes - 1) / topology.nodes
-    closed_form = share * moved * job.accumulation * job.dtype.itemsize
+    moved = numel(model.parameters()) + trained_numel(model)
+    closed_form = crossing_bytes(moved, job) * job.accumulation
     with _one_mesh_for_all():
         for module in [*job.blocks, model]:
             fully_shard(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib import metadata
 from pathlib import Path
 from typing import Literal
+
+from baselines import pins
+from baselines.pins import Pin
 
 Engine = Literal["fcdp", "fsdp2", "ddp", "deepspeed"]
 
@@ -17,7 +20,7 @@ class Entry:
     name: str
     engine: Engine
     what: str
-    #: Why it needs CUDA and NCCL; ``None`` if a CPU over gloo will do.
+    #: What its engine does that needs CUDA and NCCL; ``None`` if a CPU over gloo will do.
     needs_cuda: str | None = None
     #: A header that an operator of its engine is compiled with, and the package that has it.
     needs_header: tuple[Path, str] | None = None
@@ -26,19 +29,21 @@ class Entry:
     def module(self) -> str:
         return "baselines." + self.name.replace("-", "_")
 
-    @property
-    def engine_version(self) -> str | None:
+    def engine_version(self, deepspeed: Pin = "current") -> str | None:
         """Of the package that the engine is in; ``None`` if it is not installed."""
-        package = "deepspeed" if self.engine == "deepspeed" else "torch"
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            return None
+        return pins.version(deepspeed) if self.engine == "deepspeed" else metadata.version("torch")
 
-    def why_not(self, *, cuda: bool) -> str | None:
-        """Why it cannot run on this machine; ``None`` if it can."""
+    def why_not(self, *, cuda: bool, deepspeed: Pin = "current") -> str | None:
+        """Why it cannot run on this machine, with this pin of DeepSpeed; ``None`` if it can."""
+        if self.engine != "deepspeed":
+            if deepspeed != "current":
+                return f"{self.name} does not use DeepSpeed, so it has one pin only"
+            return None
+        version = pins.version(deepspeed)
+        if version is None:
+            return f"DeepSpeed ({deepspeed}) is not installed: {pins.COMMANDS[deepspeed]}"
         if self.needs_cuda and not cuda:
-            return self.needs_cuda
+            return f"DeepSpeed {version} {self.needs_cuda}"
         if self.needs_header and not self.needs_header[0].exists():
             header, package = self.needs_header
             return f"{header} is missing: sudo apt-get install {package}"
@@ -47,11 +52,11 @@ class Entry:
 
 def has_cuda() -> bool:
     """Whether ranks here would compute on CUDA: an NVIDIA driver, and a torch that can use it."""
-    return Path("/proc/driver/nvidia/version").exists() and "+cpu" not in version("torch")
+    return Path("/proc/driver/nvidia/version").exists() and "+cpu" not in metadata.version("torch")
 
 
-_FUSED = "DeepSpeed 0.19.6 quantises with its CUDA operator quantizer, which has no CPU build"
-_COALESCED = "DeepSpeed 0.19.6 MiCS gathers by NCCL's coalesced all-gather, which gloo has not"
+_FUSED = "quantises with its CUDA operator quantizer, which has no CPU build"
+_COALESCED = "gathers MiCS's shards by NCCL's coalesced all-gather, which gloo has not"
 
 ENTRIES: tuple[Entry, ...] = (
     Entry("deepspeed-zero3", "deepspeed", "ZeRO stage 3"),
@@ -77,6 +82,9 @@ ENTRIES: tuple[Entry, ...] = (
     Entry("ddp", "ddp", "replicated on every rank"),
     Entry("zero3", "fcdp", "ZeRO-3 over this engine: nothing is cached"),
     Entry("hpz", "fcdp", "ZeRO++ hpZ over this engine: cached on the device"),
+    Entry("mics", "fcdp", "MiCS over this engine: sharded inside the node"),
+    Entry("offload", "fcdp", "ZeRO-Offload over this engine: parts and optimizer on the CPU"),
+    Entry("replicated", "fcdp", "data parallel over this engine: one all-reduce a step"),
     Entry("qwz", "fcdp", "ZeRO++ qwZ over this engine: int8 gathers"),
     Entry("qgz", "fcdp", "ZeRO++ qgZ over this engine: int4 reductions"),
     Entry("zeropp", "fcdp", "ZeRO++ over this engine: hpZ, qwZ and qgZ"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -81,23 +81,30 @@ def load(name: str) -> Strategy:
     return build
 
 
+def crossing_bytes(elements: int, job: Job, size: float | None = None) -> float:
+    """Least bytes that one node sends where so many elements cross nodes once.
+
+    Of every node's part (n−1) copies leave it. An element takes ``size`` bytes, or what
+    ``job.dtype`` takes.
+    """
+    nodes = job.topology.nodes
+    return (nodes - 1) / nodes * elements * (size or job.dtype.itemsize)
+
+
 def zero3_bytes(
     model: nn.Module, job: Job, *, gathered: float | None = None, reduced: float | None = None
 ) -> float:
     """Least bytes a step that ZeRO-3's schedule must send from one node, however it is exchanged.
 
     Each micro-batch gathers every block in forward and in backward, what is outside of the blocks
-    once, and reduces the gradients: (n−1)/n of each must leave a node. An element gathered takes
+    once, and reduces the gradients. An element gathered takes
     ``gathered`` bytes and one reduced ``reduced``, or what ``job.dtype`` takes. Call it before
     sharding.
     """
-    total = sum(param.numel() for param in model.parameters())
-    again = sum(param.numel() for block in job.blocks for param in block.parameters())
-    trained = sum(param.numel() for param in trainable_parameters(model))
-    nodes = job.topology.nodes
-    size = job.dtype.itemsize
-    moved = (total + again) * (gathered or size) + trained * (reduced or size)
-    return (nodes - 1) / nodes * moved * job.accumulation
+    twice = sum(numel(block.parameters()) for block in job.blocks)
+    gathers = crossing_bytes(numel(model.parameters()) + twice, job, gathered)
+    reductions = crossing_bytes(trained_numel(model), job, reduced)
+    return (gathers + reductions) * job.accumulation
 
 
 def replicated_bytes(model: nn.Module, job: Job) -> float:
@@ -105,9 +112,7 @@ def replicated_bytes(model: nn.Module, job: Job) -> float:
 
     Gradients cross once a step, out and back as sums. Call it before sharding.
     """
-    trained = sum(param.numel() for param in trainable_parameters(model))
-    nodes = job.topology.nodes
-    return 2 * (nodes - 1) / nodes * trained * job.dtype.itemsize
+    return 2 * crossing_bytes(trained_numel(model), job)
 
 
 def causal_loss(model: nn.Module, sequences: torch.Tensor) -> torch.Tensor:
@@ -118,6 +123,14 @@ def causal_loss(model: nn.Module, sequences: torch.Tensor) -> torch.Tensor:
 
 def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [param for param in model.parameters() if param.requires_grad]
+
+
+def numel(params: Iterable[torch.Tensor]) -> int:
+    return sum(param.numel() for param in params)
+
+
+def trained_numel(model: nn.Module) -> int:
+    return numel(trainable_parameters(model))
 
 
 def make_optimizer(model: nn.Module, job: Job) -> torch.optim.AdamW:

@@ -20,10 +20,10 @@ import torch
 import torch.nn as nn
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils import DistributedType
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import fcdp
-from experiments.data import VOCABULARY, corpus, micro_batches
+from experiments.data import corpus, micro_batches
+from experiments.models import small_llama
 
 
 def make_accelerator(cpu: bool, accumulation: int) -> Accelerator:
@@ -49,15 +49,7 @@ def train(arguments: argparse.Namespace) -> tuple[nn.Module, list[float]]:
     """The trained model, and this rank's loss of each step."""
     accelerator = make_accelerator(arguments.cpu, arguments.accumulation)
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=176,
-        num_hidden_layers=arguments.layers,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-    )
-    model = LlamaForCausalLM(config)
+    model = small_llama(arguments.layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = accelerator.prepare(model, optimizer)
     fcdp.cache_parameters(model, fcdp.Topology.from_env(accelerator.device.type))

@@ -10,15 +10,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import fcdp
-from experiments.data import VOCABULARY, corpus, micro_batches
+from experiments.data import corpus, micro_batches
+from experiments.models import small_llama
 
 
 def train(
@@ -26,16 +25,7 @@ def train(
 ) -> tuple[nn.Module, list[float]]:
     """The trained model and this rank's losses; ``backend=None`` compiles nothing."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=176,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        use_cache=False,
-    )
-    model: Any = LlamaForCausalLM(config)
+    model = small_llama(layers)
     model.to(topology.mesh.device_type)
     if backend is not None:
         for block in model.model.layers:
@@ -46,7 +36,7 @@ def train(
     losses = []
     for step in range(steps):
         tokens = next(data).to(topology.mesh.device_type)
-        loss = model(input_ids=tokens, labels=tokens).loss
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -17,24 +17,16 @@ import torch.distributed as dist
 import torch.nn as nn
 from peft import LoraConfig, get_peft_model
 from torch.nn.utils import clip_grad_norm_
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import fcdp
-from experiments.data import VOCABULARY, corpus, micro_batches
+from experiments.data import corpus, micro_batches
+from experiments.models import small_llama
 
 
 def make_model(layers: int, lora_rank: int) -> tuple[nn.Module, Sequence[nn.Module]]:
     """A model with equal weights on every rank, and its blocks."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=176,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-    )
-    model: Any = LlamaForCausalLM(config)
+    model = small_llama(layers)
     blocks: Sequence[nn.Module] = model.model.layers
     if lora_rank:
         lora = LoraConfig(r=lora_rank, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])

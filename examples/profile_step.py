@@ -13,29 +13,20 @@ import argparse
 import os
 import sys
 from collections import defaultdict
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import fcdp
-from experiments.data import VOCABULARY, corpus, micro_batches
+from experiments.data import corpus, micro_batches
+from experiments.models import small_llama
 
 
 def trace_one_step(topology: fcdp.Topology, layers: int) -> profile:
     """Profile the second step: the first also sets up buffers and connections."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=176,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-    )
-    model: Any = LlamaForCausalLM(config)
+    model = small_llama(layers)
     model.to(topology.mesh.device_type)
     fcdp.shard(model, topology, units=model.model.layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -21,10 +21,11 @@ import torch.distributed as dist
 import torch.nn as nn
 from accelerate import FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils import DistributedType
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import fcdp
-from experiments.data import VOCABULARY, corpus
+from experiments.data import corpus
+from experiments.models import small_llama
 
 
 class CacheParameters(TrainerCallback):
@@ -44,14 +45,6 @@ def _allow_fsdp2_on_cpu(trainer: Any) -> None:
 def train(arguments: argparse.Namespace, output: str) -> tuple[nn.Module, list[float]]:
     """The trained model, and the loss of each step over all ranks."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=176,
-        num_hidden_layers=arguments.layers,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-    )
     settings = TrainingArguments(
         output_dir=output,
         use_cpu=arguments.cpu,
@@ -70,7 +63,7 @@ def train(arguments: argparse.Namespace, output: str) -> tuple[nn.Module, list[f
     windows = corpus()[: 2**16].view(-1, 64).long()
     data = [{"input_ids": window, "labels": window} for window in windows]
     trainer: Any = Trainer(
-        LlamaForCausalLM(config), settings, train_dataset=data, callbacks=[CacheParameters()]
+        small_llama(arguments.layers), settings, train_dataset=data, callbacks=[CacheParameters()]
     )
     if arguments.cpu:
         _allow_fsdp2_on_cpu(trainer)

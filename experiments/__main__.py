@@ -18,26 +18,33 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from experiments.clusters.kinds import ClusterKind
+from experiments.clusters.kinds import cluster as _cluster
+from experiments.clusters.kinds import enter_namespace as _enter_namespace
+from experiments.clusters.kinds import override as _override
+from experiments.clusters.kinds import preloaded as _preloaded
+from experiments.clusters.kinds import simulated_cluster as _simulated_cluster
+from experiments.clusters.node_command import node
+from experiments.planner.command import plan
+from experiments.preflight.command import preflight
+from experiments.terminal import console as _console
+from experiments.terminal import say as _say
+from experiments.terminal import say_error as _say_error
+from experiments.terminal import shown as _shown
+from experiments.terminal import stop as _stop
+
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from experiments.clusters.interface import Cluster
     from experiments.matrix import Matrix, PlannedCell
-    from experiments.records import ClusterSpec, Record
+    from experiments.records import Record
     from experiments.run_directory import RunDirectory
 
-#: Imported once by the cluster, before the first cell; the ranks of all cells start from there.
-PRELOADED = (
-    "torch",
-    "transformers.models.gpt2.modeling_gpt2",
-    "transformers.models.llama.modeling_llama",
-    "peft",
-    "deepspeed",
-)
 #: What the report consists of, by the endings of its files.
 _KINDS = {".html": "report", ".png": "figure", ".md": "table", ".csv": "table"}
-#: Exit status: some cells failed; the user or the machine has to change something; interrupted.
-FAILED, UNUSABLE, INTERRUPTED = 1, 2, 130
+#: Exit status: some cells failed; interrupted.
+FAILED, INTERRUPTED = 1, 130
+
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -45,6 +52,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
+
+
+app.command()(node)
+app.command()(preflight)
+app.command(no_args_is_help=True)(plan)
 
 
 @app.callback()
@@ -71,6 +83,10 @@ def run(
         str | None,
         typer.Option(metavar="PATTERN", help="Only cells whose id contains or matches this."),
     ] = None,
+    cluster: Annotated[
+        ClusterKind | None,
+        typer.Option(help="Where to run: the matrix file says, unless this does."),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the cells and start nothing.")
     ] = False,
@@ -87,27 +103,75 @@ def run(
     """
     from experiments import matrix as matrices
     from experiments import runner
+    from experiments.clusters.interface import ClusterError
     from experiments.run_directory import RunDirectory
 
     try:
-        plan = matrices.read(matrix)
+        simulated = cluster is ClusterKind.SIMULATED
+        plan = matrices.read(matrix, _override(cluster), simulated=simulated)
         cells = runner.select(plan.cells, only)
-    except ValueError as error:
+    except (ValueError, ClusterError) as error:
         _stop(str(error))
     if dry_run:
         _show(plan, cells)
         return
-    directory = RunDirectory(output or Path("runs") / plan.name)
-    _enter_namespace()
+    # Records of one kind of evidence a directory: cells are the same, whoever answers for them.
+    apart = "-simulated" * (plan.simulated and plan.cluster.kind != "simulated")
+    directory = RunDirectory(output or Path("runs") / f"{plan.name}{apart}")
+    with (
+        _running(plan, directory),
+        _prepared(directory, plan, resume or retry_failed, retry_failed) as finished,
+    ):
+        records = _run_cells(plan, cells, finished, directory)
+        drawn = _finish(records, directory, wandb=not no_wandb)
+    _exit_if_failed(records, drawn)
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def sweep_cell(
+    matrix: Annotated[str, typer.Argument(metavar="MATRIX", help="As for `run`.")],
+    settings: Annotated[
+        list[str], typer.Argument(metavar="--SETTING=VALUE...", help="Which of its cells to run.")
+    ],
+) -> None:
+    """Run one cell of a matrix for a W&B sweep, as `run MATRIX --resume` would, and write its run.
+
+    Sweeps are in experiments/sweeps; W&B's agent calls this. Exit status: as for `run`.
+    """
+    from experiments import matrix as matrices
+    from experiments import sweep
+    from experiments.run_directory import RunDirectory
+
+    try:
+        plan = matrices.read(matrix)
+        cell = sweep.pick(plan, settings)
+    except ValueError as error:
+        _stop(str(error))
+    directory = RunDirectory(Path("runs") / plan.name)
+    with (
+        _running(plan, directory),
+        _prepared(directory, plan, resume=True, retry_failed=False) as finished,
+    ):
+        records = _run_cells(plan, [cell], finished, directory)
+        _export(_console(), records, directory, sweep.run_id())
+    _exit_if_failed(records)
+
+
+@contextmanager
+def _running(plan: Matrix, directory: RunDirectory) -> Iterator[None]:
+    """Around a run: the rights it needs, and what to say if it is interrupted."""
+    if plan.cluster.kind == "emulated" and not plan.simulated:
+        _enter_namespace()
     _on_signals(_interrupt)
     # A library's forked helper that is ended by SIGTERM must not tear our cluster down.
     os.register_at_fork(after_in_child=lambda: _on_signals(signal.SIG_DFL))
     try:
-        with _prepared(directory, plan, resume or retry_failed, retry_failed) as finished:
-            records = _run_cells(plan, cells, finished, directory)
-            drawn = _finish(records, directory, wandb=not no_wandb)
+        yield
     except KeyboardInterrupt:
         _stop_interrupted(directory)
+
+
+def _exit_if_failed(records: Sequence[Record], drawn: bool = True) -> None:
     if not drawn or any(record.state in ("failed", "timeout") for record in records):
         raise typer.Exit(FAILED)
 
@@ -141,7 +205,12 @@ def _run_cells(
 
     try:
         with Progress(plan, cells, finished, _console()) as progress:
-            return runner.run(cells, finished, _cluster(plan.cluster), directory, progress)
+            if plan.simulated:
+                built = _simulated_cluster(plan.cluster)
+            else:
+                running = [planned.cell for planned in cells if planned.skip_reason is None]
+                built = _cluster(plan.cluster, _preloaded(running))
+            return runner.run(cells, finished, built, directory, progress)
     except (ClusterError, runner.RunError) as error:
         _stop(str(error))
 
@@ -182,10 +251,16 @@ def _draw(console: Console, directory: RunDirectory) -> bool:
     return True
 
 
-def _export(console: Console, records: Sequence[Record], directory: RunDirectory) -> None:
+def _export(
+    console: Console,
+    records: Sequence[Record],
+    directory: RunDirectory,
+    sweep_run: str | None = None,
+) -> None:
     from experiments import wandb_sink
 
-    export = wandb_sink.export(records, directory.path)
+    report = None if sweep_run else directory.report
+    export = wandb_sink.export(records, directory.path, report, sweep_run)
     for warning in export.warnings:
         console.print(f"W&B: {warning}", style="yellow", soft_wrap=True, markup=False)
     if export.mode == "disabled":
@@ -217,26 +292,24 @@ def _show(plan: Matrix, cells: Sequence[PlannedCell]) -> None:
     )
 
 
-def _cluster(spec: ClusterSpec) -> Cluster:
-    from experiments.clusters.emulated import EmulatedCluster
-
-    return EmulatedCluster(spec, preload=PRELOADED)
-
-
 @app.command()
 def strategies() -> None:
-    """List the strategies: engine, version, and why one cannot run on this machine."""
+    """List the strategies: engine, versions, and why one cannot run on this machine.
+
+    DeepSpeed has two pins; a cell of a matrix chooses with `deepspeed: current` or `paper`.
+    """
     from rich.table import Table
 
-    from baselines import registry
+    from baselines import pins, registry
 
     table = Table("strategy", "engine", "version", "what it is", "here", box=None)
     cuda = registry.has_cuda()
     for entry in registry.ENTRIES:
-        reason = entry.why_not(cuda=cuda)
-        table.add_row(
-            entry.name, entry.engine, entry.engine_version or "–", entry.what, reason or "runs"
-        )
+        for pin in pins.PINS if entry.engine == "deepspeed" else pins.PINS[:1]:
+            reason = entry.why_not(cuda=cuda, deepspeed=pin)
+            engine_version = entry.engine_version(pin) or "–"
+            name, what = (entry.name, entry.what) if pin == "current" else ("", f"the {pin}'s pin")
+            table.add_row(name, entry.engine, engine_version, what, reason or "runs")
     _console().print(table)
 
 
@@ -271,43 +344,6 @@ def memory(
     _say(_console(), "records", output / "memory.jsonl")
     if any(record.state == "failed" for record in settled):
         raise typer.Exit(FAILED)
-
-
-def _enter_namespace() -> None:
-    """Become able to build the cluster; this starts the command anew where it is not yet."""
-    from experiments.clusters import privileges
-    from experiments.clusters.interface import ClusterError
-
-    try:
-        privileges.enter_user_namespace_if_needed()
-    except ClusterError as error:
-        _stop(str(error))
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    # A log has no width of its own; rich would take 80.
-    return Console() if sys.stdout.isatty() else Console(width=120, force_interactive=False)
-
-
-def _say(console: Console, what: str, path: Path) -> None:
-    console.print(f"{what:<8} {_shown(path)}", soft_wrap=True, highlight=False, markup=False)
-
-
-def _shown(path: Path) -> str:
-    """The path as seen from here, if it is below."""
-    path = path.absolute()
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
-
-
-def _say_error(message: str) -> None:
-    typer.secho(message, fg="red", err=True)
-
-
-def _stop(message: str) -> NoReturn:
-    _say_error(f"error: {message}")
-    raise typer.Exit(UNUSABLE)
 
 
 def _stop_interrupted(directory: RunDirectory) -> NoReturn:

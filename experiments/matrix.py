@@ -19,8 +19,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from baselines import registry
-from baselines.registry import STRATEGY_NAMES
-from experiments.records import Cell, ClusterSpec, ModelSpec, Strict
+from experiments.records import AnyCluster, Cell, ClusterSpec, ModelSpec, SimulatedSpec, Strict
 from experiments.yaml_lines import Document, KeyPath, load
 
 MATRICES = Path(__file__).parent / "matrices"
@@ -55,8 +54,10 @@ class Matrix:
 
     name: str
     description: str
-    cluster: ClusterSpec
+    cluster: AnyCluster
     cells: tuple[PlannedCell, ...]
+    #: Whether they are simulated, on whatever cluster they are.
+    simulated: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,14 +99,19 @@ def find(name_or_path: str) -> Path:
     return MATRICES / f"{name_or_path}.yaml"
 
 
-def read(name_or_path: str) -> Matrix:
-    """Read a matrix file and expand it to its cells.
+def read(
+    name_or_path: str, cluster: ClusterSpec | None = None, *, simulated: bool = False
+) -> Matrix:
+    """Read a matrix file and expand it to its cells, for another cluster than its own if given.
+
+    With ``simulated`` the cells of whatever cluster are simulated: what this machine lacks is then
+    no reason to skip one.
 
     Cells that differ only in their strategy follow one another, so that a drift of the machine
     meets all strategies of a comparison alike.
     """
     document = load(find(name_or_path))
-    return _Expansion(document).matrix()
+    return _Expansion(document, cluster, simulated).matrix()
 
 
 def parse_bandwidth(text: object) -> int | None:
@@ -138,7 +144,9 @@ def format_bandwidth(bits_per_s: int | None) -> str:
 class _Expansion:
     """Checks a matrix file and multiplies its axes."""
 
-    def __init__(self, document: Document) -> None:
+    def __init__(
+        self, document: Document, cluster: ClusterSpec | None, simulated: bool = False
+    ) -> None:
         self._document = document
         self._top = self._section(
             (),
@@ -148,7 +156,9 @@ class _Expansion:
         for key in ("name", "description"):
             if not isinstance(self._top[key], str):
                 document.fail((key,), f"{self._top[key]!r} is not text")
-        self._cluster = self._spec(ClusterSpec, ("cluster",))
+        own_cluster = self._cluster_spec()
+        self._cluster = cluster or own_cluster
+        self._simulated = simulated or self._cluster.kind == "simulated"
         self._models = self._model_specs()
         self._axes = self._axis_values()
         self._constants = self._constant_values()
@@ -171,9 +181,13 @@ class _Expansion:
             assignment = {**self._constants, **dict(zip(order, values, strict=True))}
             reasons = (rule.reason for rule in self._skips if rule.matches(assignment))
             cell = self._cell(assignment)
-            cannot = registry.find(cell.strategy).why_not(cuda=cuda)
+            cannot = None
+            if not self._simulated:
+                entry = registry.find(cell.strategy)
+                cannot = entry.why_not(cuda=cuda, deepspeed=cell.deepspeed) or _why_not_there(cell)
             planned.append(PlannedCell(cell, next(reasons, None) or cannot))
-        return Matrix(self._top["name"], self._top["description"], self._cluster, tuple(planned))
+        name, description = self._top["name"], self._top["description"]
+        return Matrix(name, description, self._cluster, tuple(planned), self._simulated)
 
     def _cell(self, assignment: Mapping[str, _Value]) -> Cell:
         settings = dict(assignment)
@@ -197,6 +211,12 @@ class _Expansion:
             setting = _FILE_NAMES.get(field, field)
             path = settings[setting].path if setting in settings else (setting,)
             self._document.fail(path, _explain(first["input"], first["msg"]))
+
+    def _cluster_spec(self) -> AnyCluster:
+        section = self._at(("cluster",))
+        if isinstance(section, dict) and section.get("kind") == "simulated":
+            return self._spec(SimulatedSpec, ("cluster",))
+        return self._spec(ClusterSpec, ("cluster",))
 
     def _model_specs(self) -> dict[str, ModelSpec]:
         specs: dict[str, ModelSpec] = {}
@@ -246,22 +266,19 @@ class _Expansion:
     def _value(self, setting: str, item: Any, path: KeyPath) -> Any:
         """The value as a cell holds it; its type is checked when the cells are made."""
         if setting == "strategy":
-            self._one_of(item, STRATEGY_NAMES, path, "unknown strategy")
+            self._one_of(item, registry.STRATEGY_NAMES, path, "unknown strategy")
         elif setting == "model":
             self._one_of(item, self._models, path, "unknown model")
-        elif setting == "inter_bandwidth":
-            try:
+        try:
+            if setting == "inter_bandwidth":
                 return parse_bandwidth(item)
-            except ValueError as error:
-                self._document.fail(path, str(error))
-        elif setting in ("policy", "gather_codec", "reduce_codec"):
-            # These import torch, which most matrices need not wait for.
-            from baselines import codecs, policies
+            if setting in ("policy", "gather_codec", "reduce_codec"):
+                # These import torch, which most matrices need not wait for.
+                from baselines import codecs, policies
 
-            try:
                 (policies if setting == "policy" else codecs).parse(str(item))
-            except ValueError as error:
-                self._document.fail(path, str(error))
+        except ValueError as error:
+            self._document.fail(path, str(error))
         return item
 
     def _rules(self, section: str, says: str) -> list[KeyPath]:
@@ -347,6 +364,13 @@ class _Expansion:
         for part in path:
             value = value[part]
         return value
+
+
+def _why_not_there(cell: Cell) -> str | None:
+    """Why the cell's cluster cannot run it; ``None`` if it can."""
+    if cell.cluster.kind == "rented" and cell.inter_bandwidth_bits_per_s is not None:
+        return "the links of rented nodes are what they are: nothing limits them to a bandwidth"
+    return None
 
 
 def _choose(item: object, allowed: Iterable[str]) -> str:

@@ -27,6 +27,11 @@ def build(cell: Cell) -> tuple[nn.Module, Sequence[nn.Module]]:
     return model, list(blocks)
 
 
+def small_llama(layers: int) -> Any:
+    """The Llama of the examples, of width 64: random weights, and no wait for them."""
+    return _llama(ModelSpec(name="small", family="llama", layers=layers, width=64, heads=4), 64)
+
+
 def _gpt2(spec: ModelSpec, sequence_length: int) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 

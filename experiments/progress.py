@@ -216,7 +216,7 @@ class _CellLines:
     def _settings(self, cell: Cell) -> list[str]:
         link = format_bandwidth(cell.inter_bandwidth_bits_per_s)
         extra = [str(getattr(cell, name)) for name in self._extra]
-        return [cell.strategy, cell.tuning, cell.model.name, link, *extra]
+        return [cell.variant, cell.tuning, cell.model.name, link, *extra]
 
 
 def seconds_left(
@@ -251,7 +251,7 @@ def clock(seconds: float) -> str:
 
 
 def _cell_status(cell: Cell, step: Step | None, elapsed: float) -> Table:
-    name = Text(cell.strategy, style="bold")
+    name = Text(cell.variant, style="bold")
     name.append(f" · {cell.tuning} · {cell.model.name} · ", style="not bold")
     name.append(format_bandwidth(cell.inter_bandwidth_bits_per_s), style="not bold")
     if step is None:

@@ -18,7 +18,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+#: Variables whose values are in no record, no log and no rank's environment.
+SECRETS = ("WANDB_API_KEY", "FCDP_TOKEN")
 _PACKAGES = ("torch", "deepspeed", "transformers", "peft")
+_NVIDIA = Path("/proc/driver/nvidia")
 #: An error text keeps its beginning, where the rank is named, and its end, where the cause is.
 _LONGEST_ERROR = 12_000
 
@@ -38,10 +41,11 @@ def gather() -> Provenance:
 
 
 def scrub(text: str) -> str:
-    """The text without this machine's paths and names and without W&B's key, and not too long."""
-    key = os.environ.get("WANDB_API_KEY")
-    if key:
-        text = text.replace(key, "<WANDB_API_KEY>")
+    """The text without this machine's paths and names and without secrets, and not too long."""
+    for name in SECRETS:
+        secret = os.environ.get(name)
+        if secret:
+            text = text.replace(secret, f"<{name}>")
     replacements = {f"{ROOT}{os.sep}": "", f"{sys.prefix}{os.sep}": "<python>/"}
     for home in (os.environ.get("HOME"), str(Path.home())):
         if home and home != os.sep:
@@ -92,7 +96,19 @@ def _hardware() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": _memory_bytes(),
         "kernel": platform.release(),
+        **_gpus(),
     }
+
+
+def _gpus() -> dict[str, Any]:
+    """Names of the GPUs, as the driver's files give them; nothing where there is none."""
+    files = sorted(_NVIDIA.glob("gpus/*/information"))
+    models = re.findall(r"^Model:\s*(.+?)\s*$", "\n".join(map(_read, files)), re.MULTILINE)
+    return {"gpu": ", ".join(sorted(set(models))), "gpus": len(models)} if models else {}
+
+
+def _read(file: Path) -> str:
+    return file.read_text(encoding="utf-8", errors="replace")
 
 
 def _cpu_model() -> str:

@@ -30,7 +30,15 @@ DType = Literal["float32", "bfloat16"]
 
 
 #: Settings that came after the first records: where they have their default, ids stay as they were.
-_CHOICES = ("policy", "gather_codec", "reduce_codec", "error_feedback", "adapters")
+_CHOICES = (
+    "policy",
+    "gather_codec",
+    "reduce_codec",
+    "error_feedback",
+    "adapters",
+    "deepspeed",
+    "recomputed",
+)
 
 
 class Strict(BaseModel):
@@ -67,10 +75,37 @@ class ModelSpec(Strict):
 class ClusterSpec(Strict):
     """The cluster a cell runs on: ``nodes`` × ``ranks_per_node`` processes."""
 
-    kind: Literal["emulated"] = "emulated"
+    kind: Literal["emulated", "rented"] = "emulated"
     nodes: int = Field(ge=1)
     ranks_per_node: int = Field(ge=1)
     port: int = Field(default=29500, ge=1024, le=65535)
+
+
+class SimulatedSpec(Strict):
+    """A cluster that need not exist: nodes of one kind of GPU, simulated; see ``costs.hardware``.
+
+    The link between nodes is the cell's bandwidth, of which ``link_efficiency`` is reached.
+    """
+
+    kind: Literal["simulated"]
+    nodes: int = Field(ge=1)
+    ranks_per_node: int = Field(ge=1)
+    gpu: str
+    host_memory_gb: float = Field(default=512, gt=0)
+    #: Shares of the data sheets' peaks that matrix products and links reach.
+    matmul_efficiency: float = Field(default=0.5, gt=0, le=1)
+    link_efficiency: float = Field(default=0.8, gt=0, le=1)
+    inter_latency_us: float = Field(default=15.0, ge=0)
+
+    @field_validator("gpu")
+    @classmethod
+    def _is_known(cls, value: str) -> str:
+        from experiments.costs.hardware import gpu  # only those who simulate need it
+
+        return gpu(value).name
+
+
+AnyCluster = Annotated[ClusterSpec | SimulatedSpec, Field(discriminator="kind")]
 
 
 class Cell(Strict):
@@ -80,7 +115,7 @@ class Cell(Strict):
     strategy: Name
     model: ModelSpec
     tuning: Tuning
-    cluster: ClusterSpec
+    cluster: AnyCluster
     #: Egress limit of each node in bits a second; ``None`` leaves the link unshaped.
     inter_bandwidth_bits_per_s: int | None = Field(gt=0)
     sequence_length: int = Field(ge=2)
@@ -96,6 +131,10 @@ class Cell(Strict):
     reduce_codec: str = "none"
     error_feedback: bool = False
     adapters: Literal["sharded", "replicated"] = "sharded"
+    #: Which of DeepSpeed's pins, as ``baselines.pins`` has them, for strategies that are its own.
+    deepspeed: Literal["current", "paper"] = "current"
+    #: Share of the blocks whose activations are recomputed in backward; simulated clusters only.
+    recomputed: float = Field(default=0.0, ge=0, le=1)
     lora_rank: int = Field(ge=1)
     learning_rate: float = Field(gt=0)
     warmup_steps: int = Field(ge=0)
@@ -109,6 +148,20 @@ class Cell(Strict):
         if value and info.data.get("reduce_codec") == "none":
             raise ValueError("needs a reduce_codec, whose loss it feeds back")
         return value
+
+    @model_validator(mode="after")
+    def _recomputes_in_simulations(self) -> Cell:
+        if self.recomputed and self.cluster.kind != "simulated":
+            raise ValueError(
+                f"recomputed {self.recomputed:g} is for clusters of kind simulated, "
+                f"not {self.cluster.kind}: the worker recomputes nothing"
+            )
+        return self
+
+    @property
+    def variant(self) -> str:
+        """The strategy, and its engine's version if it is not the usual one: for comparisons."""
+        return self.strategy if self.deepspeed == "current" else f"{self.strategy}@{self.deepspeed}"
 
     @property
     def id(self) -> str:
@@ -128,7 +181,7 @@ class Cell(Strict):
         settings = self.model_dump_json(exclude=exclude)
         digest = hashlib.sha256(settings.encode()).hexdigest()[:8]
         return (
-            f"{self.strategy}-{self.tuning}-{self.model.name}-{link}-k{self.accumulation}-{digest}"
+            f"{self.variant}-{self.tuning}-{self.model.name}-{link}-k{self.accumulation}-{digest}"
         )
 
     @property
@@ -136,6 +189,22 @@ class Cell(Strict):
         """Tokens that all ranks together train on between two optimizer steps."""
         ranks = self.cluster.nodes * self.cluster.ranks_per_node
         return ranks * self.micro_batch * self.accumulation * self.sequence_length
+
+
+class Simulation(Strict):
+    """Where a simulated step's time and memory go."""
+
+    #: Model FLOPS utilisation (a frozen weight counts 4, a trained one 6), and with recomputation.
+    mfu: float
+    hfu: float
+    #: The resource in use most, and the share of the step that each is in full use.
+    bottleneck: str
+    busy: dict[str, float]
+    #: Seconds of the tasks that follow one another without a gap, by stream.
+    critical_seconds: dict[str, float]
+    #: By part: one rank's device, one node's host.
+    device_bytes: dict[str, float]
+    host_bytes: dict[str, float]
 
 
 class Measurement(Strict):
@@ -161,6 +230,8 @@ class Measurement(Strict):
     #: Host cache of one rank, in bytes; page-locked on CUDA.
     host_cache_bytes: int | None
     peak_device_bytes: int | None
+    #: What only a simulation knows.
+    simulation: Simulation | None = None
 
 
 class Record(Strict):

@@ -14,8 +14,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol
 
+from baselines import pins
 from experiments import provenance, records
-from experiments.clusters.interface import Cluster, Outcome
+from experiments.clusters.interface import Cluster, LostNodeError, Outcome
 from experiments.gate import Gate
 from experiments.matrix import PlannedCell
 from experiments.provenance import Provenance
@@ -123,12 +124,17 @@ class _Runner:
                     WORKER,
                     [str(cell_file), str(directory)],
                     logs=directory / "logs",
-                    environment={},
+                    environment=pins.variables(cell.deepspeed),
                     timeout_s=cell.timeout_s,
                 )
             network = gate.network
             if outcome.state == "ok":
                 measurement = _measurement(directory / "measurement.json")
+        except LostNodeError as error:
+            raise RunError(
+                f"{cell.id}: {error}; this cell has no record, all before it are kept in "
+                f"{self._directory.records.name}, go on with --resume"
+            ) from error
         except Exception:
             # Whatever goes wrong in one cell, the others are still worth running.
             outcome = Outcome("failed", error=traceback.format_exc())
@@ -161,12 +167,17 @@ class _Runner:
             evidence=self._cluster.evidence,
             measurement=measurement,
             commit=self._origin.commit,
-            versions=self._origin.versions,
+            versions=self._versions(cell),
             hardware=self._origin.hardware,
             network=network or {},
             started_at=started_at,
             seconds=seconds,
         )
+
+    def _versions(self, cell: Cell) -> dict[str, str]:
+        """What the cell's ranks import."""
+        deepspeed = pins.version(cell.deepspeed)
+        return self._origin.versions | ({"deepspeed": deepspeed} if deepspeed else {})
 
 
 def _measurement(file: Path) -> Measurement:

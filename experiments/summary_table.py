@@ -25,7 +25,7 @@ _LISTED = 3
 _ABSENT = Text("–", style="dim")
 
 #: Settings in which the cells of one comparison may differ: what is compared, and how long it ran.
-_WITHIN = ("strategy", "timeout_s", "warmup_steps", "steps")
+_WITHIN = ("strategy", "deepspeed", "timeout_s", "warmup_steps", "steps")
 #: Settings that every heading shows, or that no matrix varies.
 _ALWAYS = ("model", "tuning", "inter_bandwidth_bits_per_s", "matrix", "cluster")
 
@@ -41,7 +41,7 @@ def summary(records: Sequence[Record]) -> RenderableType:
         settings = record.cell.model_dump_json(exclude=set(_WITHIN))
         groups.setdefault(settings, []).append(record)
     # The first column fits every strategy, so that the tables line up under one header.
-    longest = max(len(record.cell.strategy) for record in ran)
+    longest = max(len(record.cell.variant) for record in ran)
     parts: list[RenderableType] = [_header(longest)]
     for group in groups.values():
         parts.append(_heading(group[0].cell, extra))
@@ -66,7 +66,7 @@ class _Column:
 
 
 def _strategy(record: Record, _: Record | None) -> Text:
-    return Text(record.cell.strategy, style="bold" if record.cell.strategy == "fcdp" else "")
+    return Text(record.cell.variant, style="bold" if record.cell.strategy == "fcdp" else "")
 
 
 def _state(record: Record, _: Record | None) -> Text:
@@ -157,7 +157,7 @@ def _header(longest_strategy: int) -> Table:
 
 
 def _rows(group: Sequence[Record], longest_strategy: int) -> Table:
-    baseline = next((record for record in group if record.cell.strategy == BASELINE), None)
+    baseline = next((record for record in group if record.cell.variant == BASELINE), None)
     table = _grid(longest_strategy)
     for record in group:
         figures = (column.show(record, baseline) for column in _COLUMNS)

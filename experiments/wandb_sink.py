@@ -1,15 +1,17 @@
 """Weights & Biases, fed from the records once all cells are finished.
 
-The records are the store; this is a copy of them in another form, one run a cell. It comes after
-the last cell, so that it never runs beside a measurement, and a failure in it is a warning.
+The records are the store; this is a copy of them in another form, one run a cell, and one for the
+tables and figures. It comes after the last cell, so that it never runs beside a measurement, and a
+failure in it is a warning. Cut short, it goes on with the next export: a run that is not complete
+is written again under the same id, which online resumes it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import netrc
 import os
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +19,8 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from experiments.provenance import scrub
-from experiments.records import Measurement, Record
+from experiments.records import Record
+from experiments.wandb_runs import Job, cell_job, report_job
 
 #: What ``WANDB_MODE`` may say, and what W&B's own aliases mean.
 _MODES = {
@@ -45,7 +48,8 @@ _SETTINGS: dict[str, Any] = {
     "program": "",
     "init_timeout": 20,
 }
-_TAG_LENGTH = 64
+#: In the folder of a run: everything of it has been written.
+_COMPLETE = "complete"
 
 
 @dataclass(frozen=True)
@@ -57,37 +61,52 @@ class Export:
     warnings: tuple[str, ...]
 
 
-def export(records: Sequence[Record], directory: Path) -> Export:
-    """Write one W&B run for each cell that ran and has none yet below ``directory``/wandb."""
+def export(
+    records: Sequence[Record],
+    directory: Path,
+    report: Path | None = None,
+    sweep_run: str | None = None,
+) -> Export:
+    """Write the runs that are not below ``directory``/wandb yet: one for each cell that ran.
+
+    ``report`` is a folder with tables and figures; they become an artifact, of a run of its own,
+    together with the records. ``sweep_run`` is the id that a W&B agent has given to the run of a
+    single record.
+    """
     mode, warnings = _mode()
-    new = [r for r in records if r.state != "skipped" and not _runs(directory, r)]
+    ran = [record for record in records if record.state != "skipped"]
+    jobs = [cell_job(record, sweep_run) for record in ran]
+    if report is not None and ran and report.is_dir():
+        jobs.append(report_job(ran, directory, report))
+    new = [job for job in jobs if not _is_complete(directory, job)]
     if mode == "disabled" or not new:
         return Export(mode, 0, tuple(warnings))
-    written = 0
+    written: list[Job] = []
     try:
-        for record in new:
-            if mode == "online" and not _try_online(record, directory, warnings):
+        for job in new:
+            _remove(directory, job)
+            if mode == "online" and not _try_online(job, directory, warnings):
                 mode = "offline"
             if mode == "offline":
-                _write(record, directory, "offline")
-            written += 1
+                _write(job, directory, "offline")
+            written.append(job)
     except Exception as error:
-        warnings.append(f"W&B runs of {len(new) - written} cells not written: {_brief(error)}")
-    return Export(mode, written, tuple(warnings))
+        warnings.append(f"{len(new) - len(written)} W&B runs not written: {_brief(error)}")
+    _complete(written, directory)
+    return Export(mode, len(written), tuple(warnings))
 
 
-def _try_online(record: Record, directory: Path, warnings: list[str]) -> bool:
+def _try_online(job: Job, directory: Path, warnings: list[str]) -> bool:
     """Write the run online, or leave nothing of it and say why not."""
     try:
-        _write(record, directory, "online")
+        _write(job, directory, "online")
     except Exception as error:
         import wandb
 
         warnings.append(f"W&B cannot be reached, writing offline: {_brief(error)}")
         # Its service process holds the id of the run that failed.
         wandb.teardown()
-        for left in _runs(directory, record):
-            shutil.rmtree(left, ignore_errors=True)
+        _remove(directory, job)
         return False
     return True
 
@@ -117,16 +136,29 @@ def _has_key() -> bool:
         return False
 
 
-def _runs(directory: Path, record: Record) -> list[Path]:
-    return list(directory.glob(f"wandb/*run-*-{_run_id(record)}"))
+def _runs(directory: Path, job: Job) -> list[Path]:
+    return list(directory.glob(f"wandb/*run-*-{job.id}"))
 
 
-def _run_id(record: Record) -> str:
-    """The same for the same record, so that a resumed matrix adds only its new cells."""
-    return hashlib.sha256(f"{record.cell_id} {record.started_at}".encode()).hexdigest()[:12]
+def _complete(jobs: Sequence[Job], directory: Path) -> None:
+    # Its service process writes files when it pleases, and all of them before it ends.
+    if (wandb := sys.modules.get("wandb")) is not None:
+        wandb.teardown()
+    for job in jobs:
+        for run in _runs(directory, job):
+            (run / _COMPLETE).touch()
 
 
-def _write(record: Record, directory: Path, mode: Literal["online", "offline"]) -> None:
+def _is_complete(directory: Path, job: Job) -> bool:
+    return any((run / _COMPLETE).exists() for run in _runs(directory, job))
+
+
+def _remove(directory: Path, job: Job) -> None:
+    for left in _runs(directory, job):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _write(job: Job, directory: Path, mode: Literal["online", "offline"]) -> None:
     # Imported here, because it takes a second and most commands do not need it.
     import wandb
 
@@ -136,58 +168,21 @@ def _write(record: Record, directory: Path, mode: Literal["online", "offline"]) 
         mode=mode,
         dir=str(directory),
         project=os.environ.get("WANDB_PROJECT") or "fcdp",
-        id=_run_id(record),
-        name=record.cell_id,
-        group=record.cell.matrix,
-        job_type=record.cell.strategy,
-        tags=_tags(record),
-        config=record.cell.model_dump(mode="json"),
+        id=job.id,
+        resume="allow",
+        name=job.name,
+        group=job.group,
+        job_type=job.job_type,
+        tags=job.tags,
+        config=job.config,
         settings=wandb.Settings(**settings),
     )
     try:
-        if record.measurement is not None:
-            for point in _history(record.measurement):
-                run.log(point)
-        run.summary.update(_summary(record))
-    finally:
-        run.finish(exit_code=0 if record.state == "ok" else 1)
-
-
-def _tags(record: Record) -> list[str]:
-    cluster = record.cell.cluster
-    shape = f"{cluster.nodes} nodes x {cluster.ranks_per_node} ranks"
-    tags = [record.evidence, cluster.kind, shape, str(record.hardware.get("cpu", ""))]
-    return list(dict.fromkeys(tag[:_TAG_LENGTH] for tag in tags if tag))
-
-
-def _history(measurement: Measurement) -> list[dict[str, float]]:
-    """One point a step; the warm-up steps, which come first, have a loss and no time."""
-    warmup = len(measurement.losses) - len(measurement.step_seconds)
-    points = []
-    for step, loss in enumerate(measurement.losses):
-        point = {"step": float(step + 1), "loss": loss}
-        if step >= warmup:
-            point["step_seconds"] = measurement.step_seconds[step - warmup]
-        points.append(point)
-    return points
-
-
-def _summary(record: Record) -> dict[str, Any]:
-    figures: dict[str, Any] = {
-        "state": record.state,
-        "evidence": record.evidence,
-        "error": record.error,
-        "seconds": record.seconds,
-        "commit": record.commit,
-        "tokens_per_s": record.tokens_per_s,
-        "step_seconds_median": record.step_seconds_median,
-    }
-    figures |= {f"versions/{name}": version for name, version in record.versions.items()}
-    figures |= {f"hardware/{name}": value for name, value in record.hardware.items()}
-    figures |= {f"network/{name}": value for name, value in record.network.items()}
-    if record.measurement is not None:
-        figures |= record.measurement.model_dump(exclude={"losses", "step_seconds"})
-    return {name: value for name, value in figures.items() if value is not None}
+        job.fill(run)
+    except BaseException:
+        run.finish(exit_code=1)
+        raise
+    run.finish(exit_code=job.exit_code)
 
 
 def _brief(error: Exception) -> str:

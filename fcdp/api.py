@@ -7,14 +7,13 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Literal, get_args
 
-import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from fcdp.cache import Safety
 from fcdp.codec import Codec, Codecs
-from fcdp.engine import Engine, engine_of, has_engine
+from fcdp.engine import Engine, engine_of
 from fcdp.ledger import Ledger
 from fcdp.partition import Split, bucket, fit_in_a_slice, set_trained_apart, split_off
 from fcdp.policy import CachePolicy, HostCache
@@ -96,7 +95,7 @@ def shard(
         )
     if topology.mesh.device_type == "cpu":
         _prefetch_forward(model, blocks, splits)
-    return _set_up(
+    Engine(
         model,
         topology,
         policy,
@@ -107,6 +106,7 @@ def shard(
         replicated=replicated,
         reduce_dtype=mp_policy.reduce_dtype,
     )
+    return model
 
 
 def cache_parameters(
@@ -150,7 +150,7 @@ def cache_parameters(
     ``gather_codec`` where one unit's parameters are not of one floating dtype, and for
     ``error_feedback`` without a ``reduce_codec``.
     """
-    return _set_up(
+    Engine(
         model,
         topology,
         policy,
@@ -159,6 +159,7 @@ def cache_parameters(
         safety=Safety(verify, poison),
         codecs=Codecs(gather_codec, reduce_codec, error_feedback),
     )
+    return model
 
 
 def accumulate(model: nn.Module, *, last: bool) -> contextlib.AbstractContextManager[None]:
@@ -184,38 +185,6 @@ def invalidate(model: nn.Module) -> None:
 def ledger(model: nn.Module) -> Ledger:
     """Bytes that this rank moved, by link and phase."""
     return engine_of(model).ledger
-
-
-def _set_up(
-    model: nn.Module,
-    topology: Topology,
-    policy: CachePolicy,
-    *,
-    look_ahead: int,
-    sums: SumsPlace,
-    safety: Safety,
-    codecs: Codecs,
-    replicated: Sequence[nn.Parameter] = (),
-    reduce_dtype: torch.dtype | None = None,
-) -> nn.Module:
-    if has_engine(model):
-        raise ValueError("model: FCDP is set up on it already")
-    if look_ahead < 0:
-        raise ValueError(f"look_ahead = {look_ahead}: must be 0 or more")
-    if sums not in get_args(SumsPlace):
-        raise ValueError(f"sums = {sums!r}: must be one of {', '.join(get_args(SumsPlace))}")
-    Engine(
-        model,
-        topology,
-        policy,
-        look_ahead=look_ahead,
-        sums=sums,
-        safety=safety,
-        codecs=codecs,
-        replicated=replicated,
-        reduce_dtype=reduce_dtype,
-    )
-    return model
 
 
 def _prefetch_forward(

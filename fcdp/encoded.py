@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fcdp.codec import Codec, Codecs
-from fcdp.exchange import swap
+from fcdp.exchange import swap, wait_all
 from fcdp.ledger import Ledger
 from fcdp.unit import Unit
 
@@ -56,8 +56,7 @@ class EncodedReduce:
             if peer != rank
         }
         received = {peer: torch.empty_like(encoded) for peer, encoded in sent.items()}
-        for work in swap([*received.items()], [*sent.items()], self._group):
-            work.wait()
+        wait_all(swap([*received.items()], [*sent.items()], self._group))
         total = torch.zeros_like(output, dtype=wide)
         summand = torch.empty_like(total)
         for peer in range(size):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import torch
 import torch.nn as nn
@@ -50,6 +50,12 @@ class Engine:
         replicated: Sequence[nn.Parameter] = (),
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
+        if has_engine(model):
+            raise ValueError("model: FCDP is set up on it already")
+        if look_ahead < 0:
+            raise ValueError(f"look_ahead = {look_ahead}: must be 0 or more")
+        if sums not in get_args(SumsPlace):
+            raise ValueError(f"sums = {sums!r}: must be one of {', '.join(get_args(SumsPlace))}")
         self.topology = topology
         self.units = find_units(model, topology)
         if codecs.gather is not None:

@@ -20,6 +20,11 @@ class Pending(Protocol):
     def wait(self) -> object: ...
 
 
+def wait_all(works: Sequence[Pending]) -> None:
+    for work in works:
+        work.wait()
+
+
 #: A rank of the group, and the tensor that goes to it or comes from it.
 Part = tuple[int, torch.Tensor]
 
@@ -55,8 +60,7 @@ def any_rank(flags: Sequence[bool], topology: Topology) -> list[bool]:
     for peers in (inside, across):
         received = [(peer, torch.empty_like(known)) for peer in peers if peer != topology.rank]
         sent = [(peer, known) for peer, _ in received]
-        for work in swap(received, sent, topology.control):
-            work.wait()
+        wait_all(swap(received, sent, topology.control))
         for _, other in received:
             known |= other
     return [bool(flag) for flag in known.tolist()]
@@ -111,22 +115,17 @@ def all_reduce(buffer: torch.Tensor, topology: Topology) -> tuple[int, int]:
     part = buffer
     if ranks > 1:
         part = buffer.new_empty(buffer.numel() // ranks)
-        _wait(reduce_scatter([part], [buffer], op, topology.intra))
+        wait_all(reduce_scatter([part], [buffer], op, topology.intra))
     if nodes > 1:
         own = part.new_empty(part.numel() // nodes)
-        _wait(reduce_scatter([own], [part], op, topology.inter))
+        wait_all(reduce_scatter([own], [part], op, topology.inter))
         part.view(nodes, -1)[topology.node] = own
-        _wait(all_gather([part], topology.inter))
+        wait_all(all_gather([part], topology.inter))
     if ranks > 1:
         buffer.view(ranks, -1)[topology.local_rank] = part
-        _wait(all_gather([buffer], topology.intra))
+        wait_all(all_gather([buffer], topology.intra))
     size = buffer.itemsize * buffer.numel() // (nodes * ranks)
     return 2 * (nodes - 1) * size, 2 * (ranks - 1) * nodes * size
-
-
-def _wait(works: Sequence[Pending]) -> None:
-    for work in works:
-        work.wait()
 
 
 def _others(group: dist.ProcessGroup) -> list[int]:
@@ -161,8 +160,7 @@ class _SwapAndAdd:
         )
 
     def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+        wait_all(self._works)
         for output, (first, second, *more) in zip(self._outputs, self._summands, strict=True):
             torch.add(first, second, out=output)
             for summand in more:

@@ -12,7 +12,7 @@ from torch.profiler import record_function
 
 from fcdp.cache import Cache
 from fcdp.codec import Codec
-from fcdp.exchange import Pending, all_gather, any_rank, swap
+from fcdp.exchange import Pending, all_gather, any_rank, swap, wait_all
 from fcdp.ledger import Ledger, Phase, gather_phase
 from fcdp.staleness import Staleness
 from fcdp.topology import Topology
@@ -44,7 +44,7 @@ class CachedGather(AllGather):
         self._cache = cache
         self._staleness = staleness
         self._ledger = ledger
-        self._latest: _Gathering | None = None
+        self._latest: Gathering | None = None
         self._codec = codec
 
     @property
@@ -81,7 +81,7 @@ class CachedGather(AllGather):
         work.wait()
         return None
 
-    def _start(self, output: torch.Tensor, shard: torch.Tensor) -> _Gathering:
+    def _start(self, output: torch.Tensor, shard: torch.Tensor) -> Gathering:
         topology = self._topology
         by_node = output.view(topology.nodes, topology.ranks_per_node, -1)
         own = by_node[:, topology.local_rank].unbind()
@@ -97,7 +97,7 @@ class CachedGather(AllGather):
                 gathering = self._cross(by_node, own, sent, phase)
             self._cache.follow(self._unit)
             return gathering
-        return _Gathering(self._spread(by_node, phase))
+        return Gathering(self._spread(by_node, phase))
 
     def _encode(self, shard: torch.Tensor) -> torch.Tensor:
         """What crosses nodes of this rank's shard, which becomes what others make of it."""
@@ -115,12 +115,12 @@ class CachedGather(AllGather):
         (lost,) = any_rank([not held], self._topology)
         return not lost
 
-    def _read(self, by_node: torch.Tensor, own: Sequence[torch.Tensor], phase: Phase) -> _Gathering:
+    def _read(self, by_node: torch.Tensor, own: Sequence[torch.Tensor], phase: Phase) -> Gathering:
         """Put the cached shards where the gather inside the node expects them; then spread them."""
         with record_function(f"fcdp::cache_load {self._unit.name}"):
             self._cache.load(self._unit, own, phase)
         self._ledger.hits += 1
-        return _Gathering(self._spread(by_node, phase))
+        return Gathering(self._spread(by_node, phase))
 
     def _cross(
         self,
@@ -128,7 +128,7 @@ class CachedGather(AllGather):
         own: Sequence[torch.Tensor],
         sent: torch.Tensor,
         phase: Phase,
-    ) -> _Gathering:
+    ) -> Gathering:
         """Gather this ``local_rank``'s shards from the other nodes; then store and spread them."""
         self._cache.poison(self._unit)
         others = [node for node in range(len(own)) if node != self._topology.node]
@@ -150,7 +150,7 @@ class CachedGather(AllGather):
             )
         self._ledger.misses += 1
         self._ledger.add("inter_node", phase, len(others) * sent.numel() * sent.itemsize)
-        return _Gathering(works, store_and_spread)
+        return Gathering(works, store_and_spread)
 
     def _spread(self, by_node: torch.Tensor, phase: Phase) -> Sequence[Pending]:
         """Gather inside the node, once for each node's part: no part has to move afterwards."""
@@ -162,7 +162,7 @@ class CachedGather(AllGather):
             return all_gather([part.view(-1) for part in by_node.unbind()], self._topology.intra)
 
 
-class _Gathering(dist.Work):
+class Gathering(dist.Work):
     """Exchanges under way, and what follows them."""
 
     def __init__(
@@ -177,12 +177,10 @@ class _Gathering(dist.Work):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Order the current stream after the whole gather (block, on the CPU)."""
-        for work in self._works:
-            work.wait()
+        wait_all(self._works)
         self._works = []
         if self._proceed is not None:
             proceed, self._proceed = self._proceed, None
-            for work in proceed():
-                work.wait()
+            wait_all(proceed())
         self.done = True
         return True

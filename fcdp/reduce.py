@@ -10,7 +10,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.profiler import record_function
 
 from fcdp.encoded import EncodedReduce
-from fcdp.exchange import reduce_scatter
+from fcdp.exchange import reduce_scatter, wait_all
 from fcdp.ledger import Ledger
 from fcdp.sums import Sums
 from fcdp.topology import Topology
@@ -92,8 +92,7 @@ class HierarchicalReduce(ReduceScatter):
         """Reduce (nodes, L, s) to (nodes, s), once for each node's part: no part moves twice."""
         nodes = self._topology.nodes
         outputs, buffers = partial.view(nodes, -1).unbind(), gradients.view(nodes, -1).unbind()
-        for part in reduce_scatter(outputs, buffers, op, self._topology.intra):
-            part.wait()
+        wait_all(reduce_scatter(outputs, buffers, op, self._topology.intra))
         sent = (self._topology.ranks_per_node - 1) * partial.numel() * partial.itemsize
         self._ledger.add("intra_node", "reduce", sent)
 
@@ -101,8 +100,7 @@ class HierarchicalReduce(ReduceScatter):
         if self._encoded is not None:
             sent = self._encoded.reduce(output, partial, op)
         else:
-            for part in reduce_scatter([output], [partial], op, self._topology.inter):
-                part.wait()
+            wait_all(reduce_scatter([output], [partial], op, self._topology.inter))
             sent = (self._topology.nodes - 1) * output.numel() * output.itemsize
         self._ledger.add("inter_node", "reduce", sent)
 

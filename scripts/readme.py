@@ -94,7 +94,13 @@ def _kept(records: Sequence[Record]) -> str:
             text.number(_megabytes(limited)),
         ]
         lines.append(f"| {' | '.join(columns)} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", _trained_share(records)])
+
+
+def _trained_share(records: Sequence[Record]) -> str:
+    counts = {(m.trainable_parameters, m.parameters) for r in records if (m := r.measurement)}
+    ((trained, total),) = counts
+    return f"Trained: {trained:,} of {total:,} parameters, {trained / total:.2%}."
 
 
 def _setting(cell: Cell) -> tuple[object, ...]:

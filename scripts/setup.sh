@@ -3,6 +3,7 @@
 # constraints.txt. Used by make and by the Dockerfile; there is no second list.
 #
 #   scripts/setup.sh           set up; nothing is done where it is done already
+#   scripts/setup.sh --pins    the same, and beside it VENV-paper, with the DeepSpeed of the paper
 #   scripts/setup.sh --check   say what would be done, and fail where a system package is missing
 #
 #   PYTHON=python3.12          the interpreter (default: python3)
@@ -105,21 +106,92 @@ install_torch() {
     step "installing torch $version (CUDA)" pip_install --no-deps "torch==$version"
 }
 
+install_project() {
+    pip_install --constraint constraints.txt --no-build-isolation \
+        --editable '.[experiments,analysis,tests]'
+}
+
 # DeepSpeed is compiled from source, in this environment and not in one of pip's, with none of its
 # operators built ahead. With the CPU named as its accelerator the build does not look for nvcc; it
-# leaves no trace in what is installed.
-install_project() {
+# leaves no trace in what is installed. It comes last, so that all else works if it cannot be had.
+install_current() {
     DS_BUILD_OPS=0 DS_ACCELERATOR=cpu \
         pip_install --constraint constraints.txt --no-build-isolation --editable '.[all]'
+}
+
+# The paper's DeepSpeed, in an environment that sees all of the first one's packages behind its own:
+# torch and the rest must be the same files for a comparison, and are too large to have twice.
+install_paper() {
+    "$PYTHON" -m venv --clear --without-pip "$paper" &&
+        "$paper/bin/python" -c 'import pathlib, sys, sysconfig
+own = pathlib.Path(sysconfig.get_path("purelib"))
+shared = str(pathlib.Path(sys.argv[1]).absolute() / own.relative_to(sys.prefix))
+(own / "shared.pth").write_text(f"import site; site.addsitedir({shared!r})\n")' "$VENV" &&
+        sed '/^deepspeed==/d' constraints.txt >"$paper/constraints.txt" &&
+        cat constraints-paper.txt >>"$paper/constraints.txt" &&
+        DS_BUILD_OPS=0 DS_ACCELERATOR=cpu VENV=$paper \
+            pip_install --constraint "$paper/constraints.txt" --no-build-isolation deepspeed &&
+        "$paper/bin/python" -c 'import deepspeed'
+}
+
+pin_of() { sed -n 's/^deepspeed==\([^ ;]*\).*/\1/p' "$1"; }
+
+# ---------------------------------------------------------------- the environments
+
+set_up() {
+    if [[ -n $(ls -A "$VENV" 2>/dev/null) && ! -e $VENV/pyvenv.cfg ]]; then
+        die "$VENV is there and is not a virtual environment: remove it, or name another with VENV="
+    fi
+    require_system_packages yes
+    step "making $VENV with $("$PYTHON" -V)" make_venv || exit
+    install_torch || exit
+    step "installing the rest of constraints.txt and this project" install_project || exit
+    step "importing torch" "$VENV/bin/python" -c 'import torch, fcdp' || exit
+    step "installing DeepSpeed $(pin_of constraints.txt)" install_current || fail \
+        "DeepSpeed $(pin_of constraints.txt) is missing in $VENV, for the reason above" \
+        "all else works there, and cells that need it are skipped; try again: make setup"
+}
+
+set_up_paper() {
+    step "installing DeepSpeed $(pin_of constraints-paper.txt) in $paper" install_paper || fail \
+        "DeepSpeed $(pin_of constraints-paper.txt) is missing, for the reason above" \
+        "$VENV works without it, and cells that need it are skipped; try again: make baselines"
+}
+
+fail() {
+    printf 'setup: %s\n' "$@" >&2
+    return 1
+}
+
+# What an environment depends on. Its stamp is written last, so an interrupted set-up has none.
+key() { # key FILE...
+    {
+        cat "$@" pyproject.toml scripts/setup.sh
+        echo "$PWD" "$VENV" "$build"
+        "$PYTHON" -VV
+    } | sha256sum
+}
+
+is_up_to_date() { # is_up_to_date ENVIRONMENT KEY
+    [[ -x $1/bin/python && $(cat "$1/setup.stamp" 2>/dev/null) == "$2" ]] && say "$1 is up to date"
+}
+
+bring_up_to_date() { # bring_up_to_date ENVIRONMENT COMMAND FILE...
+    local key started=$SECONDS
+    key=$(key "${@:3}")
+    is_up_to_date "$1" "$key" && return
+    "$2" || return
+    echo "$key" >"$1/setup.stamp"
+    say "$1: done in $((SECONDS - started)) s"
 }
 
 # ---------------------------------------------------------------- main
 
 case ${1:-} in
-"") may_install=yes ;;
---check) may_install=no ;;
-*) die "usage: scripts/setup.sh [--check]" ;;
+"" | --pins | --check) ;;
+*) die "usage: scripts/setup.sh [--pins | --check]" ;;
 esac
+paper=$VENV-paper
 
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
@@ -127,6 +199,8 @@ trap 'rm -f "$log"' EXIT
 # One set-up at a time in this directory.
 exec 9<. && flock 9
 
+may_install=yes
+[[ ${1:-} == --check ]] && may_install=no
 command -v "$PYTHON" >/dev/null || require_system_packages "$may_install"
 # Inside an active .venv, python3 is the one about to be replaced: take what it is based on.
 PYTHON=$("$PYTHON" -c 'import sys; print(getattr(sys, "_base_executable", sys.executable))')
@@ -134,33 +208,15 @@ PYTHON=$("$PYTHON" -c 'import sys; print(getattr(sys, "_base_executable", sys.ex
     die "$("$PYTHON" -V) is too old: Python 3.10 or newer is needed (make ... PYTHON=python3.12)"
 build=$(torch_build)
 
-# What the environment depends on. Its stamp is written last, so an interrupted set-up has none.
-key=$({
-    cat constraints.txt pyproject.toml scripts/setup.sh
-    echo "$PWD" "$VENV" "$build"
-    "$PYTHON" -VV
-} | sha256sum)
-stamp=$VENV/setup.stamp
-if [[ -x $VENV/bin/python && $(cat "$stamp" 2>/dev/null) == "$key" ]]; then
-    say "$VENV is up to date"
-    exit
-fi
-
 if [[ $may_install == no ]]; then
+    is_up_to_date "$VENV" "$(key constraints.txt)" && exit
     say "would make $VENV with $PYTHON and torch's $build build"
     require_system_packages no
     exit
 fi
-
-if [[ -n $(ls -A "$VENV" 2>/dev/null) && ! -e $VENV/pyvenv.cfg ]]; then
-    die "$VENV is there and is not a virtual environment: remove it, or name another with VENV="
+status=0
+bring_up_to_date "$VENV" set_up constraints.txt || status=1
+if [[ ${1:-} == --pins ]]; then
+    bring_up_to_date "$paper" set_up_paper constraints.txt constraints-paper.txt || status=1
 fi
-started=$SECONDS
-
-require_system_packages "$may_install"
-step "making $VENV with $("$PYTHON" -V)" make_venv
-install_torch
-step "installing the rest of constraints.txt and this project" install_project
-step "importing torch" "$VENV/bin/python" -c 'import torch, fcdp'
-echo "$key" >"$stamp"
-say "done in $((SECONDS - started)) s"
+exit "$status"

@@ -1,11 +1,15 @@
-"""The agent of one node: enters its namespace and launches the node's ranks."""
+"""The agent of one node: enters its namespace, if it has one, and launches the node's ranks."""
 
 from __future__ import annotations
 
 import os
+import signal
+import sys
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
 from multiprocessing.connection import Connection
 
 from pyroute2 import netns
@@ -20,7 +24,8 @@ class Node:
     node: int
     nodes: int
     ranks_per_node: int
-    namespace: str
+    #: The network namespace that is the node; ``None`` where the node is this machine.
+    namespace: str | None
     #: Addresses of this node and of node 0, where the ranks meet.
     address: str
     master_address: str
@@ -64,8 +69,7 @@ def serve(node: Node, job: ranks.Job, parent: Connection) -> None:
     # A group of its own: the terminal's Ctrl-C reaches the parent only, which ends the job.
     os.setsid()
     lifelines.die_with(_preloaded.SERVER)
-    itself = frozenset({os.getpid()})
-    lifelines.die_with_launcher(lambda: namespaces.end_processes(node.namespace, spare=itself))
+    lifelines.die_with_launcher(lambda: _end_others(node.namespace))
     ranks.write_to(job.logs / f"node{node.node}.log")
     with suppress(BrokenPipeError):  # the parent has given up meanwhile
         try:
@@ -78,7 +82,9 @@ def serve(node: Node, job: ranks.Job, parent: Connection) -> None:
 def _serve(node: Node, job: ranks.Job, parent: Connection) -> None:
     os.environ.clear()
     os.environ.update(node.environment)
-    netns.setns(node.namespace, flags=0)
+    if node.namespace is not None:
+        netns.setns(node.namespace, flags=0)
+    _search_first(node.environment.get("PYTHONPATH", "").split(os.pathsep))
     _preloaded.import_modules(list(node.preload))
     # Here rather than above: the parent imports this module, and needs no torch.
     from experiments.clusters import elastic
@@ -88,3 +94,22 @@ def _serve(node: Node, job: ranks.Job, parent: Connection) -> None:
         # Other nodes may still use the store: until the parent, who closes its end, has heard
         # from all of them.
         parent.poll(None)
+
+
+def _search_first(folders: Sequence[str]) -> None:
+    """Import from these folders before all others, as an interpreter that starts with them does.
+
+    Raises ``RuntimeError`` where a module that they have was preloaded from elsewhere.
+    """
+    new = [path for path in map(os.path.abspath, filter(None, folders)) if path not in sys.path]
+    late = [name for name in sys.modules if "." not in name and PathFinder.find_spec(name, new)]
+    if late:
+        raise RuntimeError(f"{', '.join(late)}: preloaded, so not imported from {', '.join(new)}")
+    sys.path[:0] = new
+
+
+def _end_others(namespace: str | None) -> None:
+    if namespace is None:
+        os.killpg(os.getpid(), signal.SIGKILL)
+    else:
+        namespaces.end_processes(namespace, spare=frozenset({os.getpid()}))

@@ -1,17 +1,25 @@
-"""The kernel's byte counters of the network interfaces that the calling process sees."""
+"""The kernel's counters: bytes that this machine has sent, processes that it killed for memory."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 _TRANSMITTED = 8
+_INFINIBAND = Path("/sys/class/infiniband")
+#: What an InfiniBand port counts in: 32-bit words, on all of its lanes together.
+_WORD_BYTES = 4
 
 
 def transmitted_bytes(interface: str) -> int:
     """Bytes that an interface of the caller's network namespace has sent since it exists.
 
-    Ethernet headers are included. Raises ``ValueError`` if there is no such interface.
+    Ethernet headers are included. An InfiniBand or RoCE adapter (``mlx5_0``) has counters of its
+    own, because what it sends by RDMA passes by the kernel's network interfaces. Raises
+    ``ValueError`` if there is no such interface or adapter.
     """
+    ports = sorted(_INFINIBAND.glob(f"{interface}/ports/*/counters/port_xmit_data"))
+    if ports:
+        return sum(int(port.read_text()) for port in ports) * _WORD_BYTES
     # "self" would be the main thread, which may be in another namespace than the caller.
     _, _, *lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
     counters = {}
@@ -19,5 +27,15 @@ def transmitted_bytes(interface: str) -> int:
         name, _, values = line.partition(":")
         counters[name.strip()] = values.split()
     if interface not in counters:
-        raise ValueError(f"interface = {interface!r}: allowed are {', '.join(sorted(counters))}")
+        allowed = sorted(counters) + sorted(path.name for path in _INFINIBAND.glob("*"))
+        raise ValueError(f"interface = {interface!r}: allowed are {', '.join(allowed)}")
     return int(counters[interface][_TRANSMITTED])
+
+
+def out_of_memory_kills() -> int:
+    """How many processes the kernel has killed since it booted because memory ran out."""
+    for line in Path("/proc/vmstat").read_text().splitlines():
+        name, value = line.split()
+        if name == "oom_kill":
+            return int(value)
+    return 0

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     Worker,
@@ -18,7 +21,8 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
+from torch.distributed.elastic.rendezvous import RendezvousInfo
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from experiments.clusters import ranks
 from experiments.clusters.agent import Exit, Node, NodeResult
@@ -75,6 +79,38 @@ class _Agent(LocalElasticAgent):
         super()._shutdown(signal.SIGKILL, _END_TIMEOUT_S)
 
 
+class _Meeting(StaticTCPRendezvous):
+    """Torchelastic's meeting of known nodes, but it listens at node 0's address only.
+
+    Otherwise the store, which asks nobody who they are, is open on every interface of the node.
+    """
+
+    def __init__(self, node: Node) -> None:
+        super().__init__(
+            master_addr=node.master_address,
+            master_port=node.port,
+            rank=node.node,
+            world_size=node.nodes,
+            run_id="fcdp",
+            timeout=_MEETING_TIMEOUT_S,
+        )
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        if self.rank == 0 and self._store is None:
+            listener = socket.create_server((self.master_addr, self.master_port))
+            self._store = dist.TCPStore(  # type: ignore[attr-defined]
+                self.master_addr,
+                self.master_port,
+                self.world_size,
+                is_master=True,
+                timeout=timedelta(seconds=_MEETING_TIMEOUT_S),
+                multi_tenant=True,
+                master_listen_fd=listener.detach(),
+            )
+        info: RendezvousInfo = super().next_rendezvous()
+        return info
+
+
 @contextmanager
 def launched(node: Node, job: ranks.Job) -> Iterator[NodeResult]:
     """Launch the ranks of one node, as torchrun would, and wait for them; yield how they ended.
@@ -83,20 +119,10 @@ def launched(node: Node, job: ranks.Job) -> Iterator[NodeResult]:
     Not through ``launch_agent``: it asks CUDA for its devices, after which no forked rank could
     use them, and it hides the agent.
     """
-    meeting = RendezvousParameters(
-        backend="static",
-        endpoint=f"{node.master_address}:{node.port}",
-        run_id="fcdp",
-        min_nodes=node.nodes,
-        max_nodes=node.nodes,
-        local_addr=node.address,
-        rank=node.node,
-        timeout=_MEETING_TIMEOUT_S,
-    )
     spec = WorkerSpec(
         role="rank",
         local_world_size=node.ranks_per_node,
-        rdzv_handler=registry.get_rendezvous_handler(meeting),
+        rdzv_handler=_Meeting(node),
         # As one object: torchelastic replaces "$" in arguments that are strings.
         entrypoint=ranks.run,
         args=(job, os.getpid()),

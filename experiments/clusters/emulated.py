@@ -8,25 +8,24 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 from experiments.clusters import agent, causes, namespaces, preload, privileges, ranks
 from experiments.clusters.board import Board
+from experiments.clusters.counters import out_of_memory_kills
 from experiments.clusters.interface import ClusterError, Outcome
+from experiments.clusters.launch import ALWAYS_PRELOADED, NodeProcess
 from experiments.clusters.network import INTERFACE, Network
 from experiments.records import ClusterSpec
 
 #: Seconds that the other ranks have to end by themselves after the first failure, ...
 _GRACE_S = 2.0
-#: ... between two looks at the ranks, and until an agent whose ranks were killed has ended.
+#: ... and between two looks at the ranks.
 _WATCH_INTERVAL_S = 0.1
-_AGENT_END_S = 2.0
-
-_ALWAYS_PRELOADED = ("experiments.clusters.agent", "experiments.clusters.elastic")
 
 
 class EmulatedCluster:
@@ -41,13 +40,13 @@ class EmulatedCluster:
     calling script needs the ``if __name__ == "__main__"`` guard of ``multiprocessing``.
     """
 
-    evidence: Literal["measured", "emulated"] = "emulated"
+    evidence: Literal["measured", "emulated", "simulated"] = "emulated"
 
     def __init__(self, spec: ClusterSpec, preload: Sequence[str] = ("torch",)) -> None:
         self.nodes = spec.nodes
         self.ranks_per_node = spec.ranks_per_node
         self._port = spec.port
-        self._preload = (*_ALWAYS_PRELOADED, *preload)
+        self._preload = (*ALWAYS_PRELOADED, *preload)
         self._network: Network | None = None
         self._context: ForkServerContext | None = None
 
@@ -109,7 +108,7 @@ class EmulatedCluster:
             agents = []
             for number in range(self.nodes):
                 node = self._node(network, number, environment, scratch, timeout_s)
-                agents.append(_Agent(context, node, job))
+                agents.append(NodeProcess(context, node, job))
                 stack.callback(agents[-1].end)
             return _watch(agents, board, timeout_s)
 
@@ -167,50 +166,10 @@ class EmulatedCluster:
         )
 
 
-class _Agent:
-    """The parent's side of one node's agent process."""
-
-    def __init__(self, context: ForkServerContext, node: agent.Node, job: ranks.Job) -> None:
-        self.node = node
-        #: How the node's ranks ended, once the agent has said so.
-        self.result: agent.NodeResult | None = None
-        self.connection: Connection
-        self.connection, other_end = context.Pipe()
-        self._process: ForkServerProcess = context.Process(
-            target=agent.serve, args=(node, job, other_end), name=f"node{node.node}"
-        )
-        with other_end:
-            self._process.start()
-
-    def collect(self) -> None:
-        """Take the agent's result, if it has sent one or has ended without."""
-        if not self.connection.poll():
-            return
-        try:
-            self.result = self.connection.recv()
-        except EOFError:
-            self._process.join()
-            self.result = agent.NodeResult(
-                error=f"the agent of node {self.node.node} ended with exit code "
-                f"{self._process.exitcode} (negative: a signal)"
-            )
-
-    def end(self) -> None:
-        """Kill the node's processes, the ranks first, so that their agent can reap them."""
-        spare = frozenset() if self._process.pid is None else frozenset({self._process.pid})
-        self.connection.close()
-        namespaces.end_processes(self.node.namespace, spare=spare)
-        self._process.join(_AGENT_END_S)
-        self._process.kill()
-        namespaces.end_processes(self.node.namespace)
-        self._process.join()
-        self._process.close()
-
-
-def _watch(agents: Sequence[_Agent], board: Board, timeout_s: float) -> Outcome:
+def _watch(agents: Sequence[NodeProcess], board: Board, timeout_s: float) -> Outcome:
     """Wait until all nodes are done, one has failed, or the time is over; say what happened."""
     deadline = time.monotonic() + timeout_s
-    kills_before = _out_of_memory_kills()
+    kills_before = out_of_memory_kills()
     while running := [each for each in agents if each.result is None]:
         wait([each.connection for each in running], timeout=_WATCH_INTERVAL_S)
         for each in running:
@@ -222,17 +181,8 @@ def _watch(agents: Sequence[_Agent], board: Board, timeout_s: float) -> Outcome:
             break
     results = {each.node.node: each.result for each in agents if each.result is not None}
     reports = board.reports()
-    kills = _out_of_memory_kills() - kills_before
+    kills = out_of_memory_kills() - kills_before
     ended = causes.outcome(results, reports, out_of_memory_kills=kills)
     if ended.state == "ok" and len(results) < len(agents):
         return Outcome("timeout", None, f"did not end within {timeout_s:g} s")
     return ended
-
-
-def _out_of_memory_kills() -> int:
-    """How many processes the kernel has killed since it booted because memory ran out."""
-    for line in Path("/proc/vmstat").read_text().splitlines():
-        name, value = line.split()
-        if name == "oom_kill":
-            return int(value)
-    return 0

@@ -13,6 +13,10 @@ class ClusterError(RuntimeError):
     """The cluster cannot be built or used; the message says what is missing and what to do."""
 
 
+class LostNodeError(ClusterError):
+    """A node is gone, preempted or broken, and the cluster with it; no fault of the job."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How the ranks of one job ended."""
@@ -29,7 +33,7 @@ class Cluster(Protocol):
     A context manager: ``__enter__`` builds it, ``__exit__`` leaves nothing behind.
     """
 
-    evidence: Literal["measured", "emulated"]
+    evidence: Literal["measured", "emulated", "simulated"]
     nodes: int
     ranks_per_node: int
 

@@ -12,7 +12,9 @@ from matplotlib.colors import to_hex
 
 from analysis import figures, strategies
 from analysis.comparison import compare
+from analysis.drawings import Drawing, save
 from analysis.frame import frame
+from baselines.registry import STRATEGY_NAMES
 from experiments.records import Record
 from tests.analysis import made_up
 
@@ -20,7 +22,7 @@ LINKS = [link for link in made_up.LINKS if link is not None]
 
 
 @pytest.fixture(scope="module")
-def drawings(compared: pd.DataFrame) -> list[figures.Drawing]:
+def drawings(compared: pd.DataFrame) -> list[Drawing]:
     return figures.draw(compared)
 
 
@@ -50,9 +52,7 @@ def widths(ax: Axes, colour: str | None = None) -> list[float]:
     ]
 
 
-def test_throughput_drawn_is_the_records(
-    records: list[Record], drawings: list[figures.Drawing]
-) -> None:
+def test_throughput_drawn_is_the_records(records: list[Record], drawings: list[Drawing]) -> None:
     axes = {ax.get_title(): ax for ax in drawings[0].figure.axes if ax.get_title()}
     assert len(axes) == 4
     expected: dict[tuple[str, str], set[tuple[float, float]]] = defaultdict(set)
@@ -69,15 +69,13 @@ def test_throughput_drawn_is_the_records(
         assert points(axes[title], look.colour) == wanted
 
 
-def test_an_unshaped_link_has_a_name_and_no_number(drawings: list[figures.Drawing]) -> None:
+def test_an_unshaped_link_has_a_name_and_no_number(drawings: list[Drawing]) -> None:
     ax = drawings[0].figure.axes[0]
 
     assert [label.get_text() for label in ax.get_xticklabels()] == ["10", "100", "unshaped"]
 
 
-def test_bytes_drawn_are_the_records(
-    records: list[Record], drawings: list[figures.Drawing]
-) -> None:
+def test_bytes_drawn_are_the_records(records: list[Record], drawings: list[Drawing]) -> None:
     columns = len(drawings[0].figure.axes) // 2
     for at in range(columns):
         upper, lower = (drawings[0].figure.axes[at + row * columns] for row in (0, 1))
@@ -97,7 +95,7 @@ def test_bytes_drawn_are_the_records(
 
 
 def test_speed_ups_drawn_are_the_comparisons(
-    compared: pd.DataFrame, drawings: list[figures.Drawing]
+    compared: pd.DataFrame, drawings: list[Drawing]
 ) -> None:
     drawn = [
         item.get_text()
@@ -113,9 +111,7 @@ def test_speed_ups_drawn_are_the_comparisons(
     assert "28×" in drawn
 
 
-def test_losses_drawn_are_the_records(
-    records: list[Record], drawings: list[figures.Drawing]
-) -> None:
+def test_losses_drawn_are_the_records(records: list[Record], drawings: list[Drawing]) -> None:
     ax = drawings[1].figure.axes[0]
     cells = [
         record.measurement.losses
@@ -131,8 +127,7 @@ def test_files_are_written_and_the_same_every_time(records: list[Record], tmp_pa
     few = compare(frame(records[:3]))
 
     first, again = (
-        [figures.save(drawing, tmp_path / name) for drawing in figures.draw(few)]
-        for name in ("a", "b")
+        [save(drawing, tmp_path / name) for drawing in figures.draw(few)] for name in ("a", "b")
     )
 
     for one, other in zip(first, again, strict=True):
@@ -141,7 +136,7 @@ def test_files_are_written_and_the_same_every_time(records: list[Record], tmp_pa
         assert one.svg.read_bytes() == other.svg.read_bytes()
 
 
-def test_the_caption_says_where_the_numbers_come_from(drawings: list[figures.Drawing]) -> None:
+def test_the_caption_says_where_the_numbers_come_from(drawings: list[Drawing]) -> None:
     caption = drawings[0].caption
 
     for part in (
@@ -218,22 +213,14 @@ def test_no_figure_without_a_result() -> None:
     assert figures.draw(compare(frame([oom]))) == []
 
 
-def test_colours_differ() -> None:
-    looks = strategies.styles([*made_up.TRAFFIC, "a", "b", "c"])
+def test_looks_differ() -> None:
+    names = [*STRATEGY_NAMES, "a", "b", "c"]
+    looks = strategies.styles(names)
 
+    assert list(looks) == strategies.ordered(names)
     assert len({look.colour for look in looks.values()}) == len(looks)
-    assert len({look.marker for look in looks.values()}) == len(looks)
     assert all(re.fullmatch("#[0-9A-F]{6}", look.colour) for look in looks.values())
-
-
-def test_many_strategies_share_one_figure() -> None:
-    """More strategies than colours: each keeps its line."""
-    base = made_up.records()[0]
-    many = []
-    for index in range(16):
-        of = base.cell.model_copy(update={"strategy": f"strategy-{index}"})
-        many.append(base.model_copy(update={"cell": of, "cell_id": of.id}))
-    traffic, losses = figures.draw(compare(frame(many)))
-    lines = [line for ax in losses.figure.axes for line in ax.get_lines()]
-    assert len([line for line in lines if len(line.get_xdata()) > 1]) == 16
-    assert traffic.figure.axes
+    for engine in ("DeepSpeed", "PyTorch", "This engine"):
+        own = [look for name, look in looks.items() if strategies.engine(name) == engine]
+        assert len({look.marker for look in own}) == len(own)
+        assert len({look.dashes for look in own}) == 1

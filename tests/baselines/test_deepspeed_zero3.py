@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import importlib
-import os
-import tempfile
 import threading
 from functools import lru_cache
 from pathlib import Path
@@ -171,6 +169,8 @@ def test_a_model_of_30b_gets_nearly_the_defaults() -> None:
 class Operator:
     """Stands in for DeepSpeed's builder of an operator; sees whether the lock is held."""
 
+    name = "operator"
+
     def __init__(self, lock: Path) -> None:
         self.lock = lock
         self.loads = 0
@@ -203,9 +203,9 @@ def is_locked(path: Path) -> bool:
 def operator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Operator:
     from deepspeed.ops.op_builder import cpu
 
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "operators"))
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    operator = Operator(tmp_path / f"deepspeed-build-{os.getuid()}.lock")
+    operator = Operator(tmp_path / "operators" / "operator.lock")
     monkeypatch.setattr(cpu, "ShareMemCommBuilder", operator)
     return operator
 
@@ -223,6 +223,7 @@ def test_the_operator_is_built_by_one_rank_at_a_time(operator: Operator) -> None
 
 def test_a_rank_waits_for_the_one_that_builds(operator: Operator) -> None:
     waiting = threading.Thread(target=strategy().build_operators, daemon=True)
+    operator.lock.parent.mkdir()
     with operator.lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         waiting.start()
@@ -243,6 +244,15 @@ def test_a_build_that_fails_frees_the_lock(
     with pytest.raises(RuntimeError, match="no compiler"):
         strategy().build_operators()
     assert not is_locked(operator.lock)
+
+
+def test_the_lock_of_a_build_that_was_killed_is_removed(operator: Operator, tmp_path: Path) -> None:
+    left = tmp_path / "operators" / operator.name / "lock"
+    left.parent.mkdir(parents=True)
+    left.touch()
+    strategy().build_operators()
+    assert operator.loads == 1
+    assert not left.exists()
 
 
 def test_nothing_is_built_where_there_is_an_accelerator(

@@ -3,37 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import islice
-from typing import Literal
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from tests.baselines.training import USUAL, Family, Settings, Tuning, train
 from tests.ranks import Pools
 
 #: Two nodes of one rank: two summands have one order, so that sums are equal to the last bit.
 NODES = 2
-SEQUENCE_LENGTH = 32
-#: The learning rate of the matrices, and one that makes a stale parameter show at once.
-USUAL, LARGE = 1e-3, 1e-2
-
-Family = Literal["gpt2", "llama"]
-Tuning = Literal["full", "lora"]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """One training run; picklable, so that it can be sent to ranks."""
-
-    family: Family
-    tuning: Tuning
-    accumulation: int = 1
-    steps: int = 20
-    learning_rate: float = LARGE
-    #: Of the parameters; where they are float32, the gather and the reduction may be narrower.
-    weights: torch.dtype = torch.float32
-    dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True)
@@ -44,37 +23,9 @@ class Result:
     frozen: dict[str, torch.Tensor]
 
 
-def train(strategy: str, settings: Settings) -> Result:
-    """Train on this rank."""
-    from baselines.strategy import Job, load
-    from experiments import data, models
-    from tests.experiments.cells import cell, model_spec
-    from tests.fcdp.training import topology_of
-
-    spec = model_spec(settings.family, layers=2, width=32, heads=2)
-    model, blocks = models.build(
-        cell(strategy, model=spec, tuning=settings.tuning, sequence_length=SEQUENCE_LENGTH)
-    )
-    model.to(settings.weights)
-    topology = topology_of(NODES, 1)
-    trainable = load(strategy)(
-        model,
-        Job(
-            topology=topology,
-            blocks=blocks,
-            dtype=settings.dtype,
-            learning_rate=settings.learning_rate,
-            micro_batch=2,
-            accumulation=settings.accumulation,
-        ),
-    )
-    batches = data.micro_batches(
-        data.corpus(), rank=topology.rank, seed=0, sequences=2, sequence_length=SEQUENCE_LENGTH
-    )
-    losses = [
-        trainable.step(list(islice(batches, settings.accumulation))).item()
-        for _ in range(settings.steps)
-    ]
+def train_and_gather(strategy: str, settings: Settings) -> Result:
+    """Train on this rank; the parameters of all."""
+    model, losses = train(strategy, settings)
     whole = []
     for name, param in model.named_parameters():
         assert isinstance(param, DTensor)
@@ -88,8 +39,8 @@ def train(strategy: str, settings: Settings) -> Result:
 
 def compare(ranks: Pools, settings: Settings, *, losses: float, trained: float) -> None:
     """Train with both; losses may differ by that share, what is trained by that much."""
-    expected = ranks.run(NODES, train, "fsdp2", settings)
-    actual = ranks.run(NODES, train, "fcdp", settings)
+    expected = ranks.run(NODES, train_and_gather, "fsdp2", settings)
+    actual = ranks.run(NODES, train_and_gather, "fcdp", settings)
     for wanted, got in zip(expected, actual, strict=True):
         assert len(got.losses) == settings.steps
         assert got.losses == pytest.approx(wanted.losses, rel=losses, abs=0)

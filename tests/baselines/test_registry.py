@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from baselines import registry
+from baselines import pins, registry
+from baselines.pins import Pin
 
 
 @pytest.mark.parametrize("entry", registry.ENTRIES, ids=lambda entry: entry.name)
 def test_a_strategy_is_the_module_of_its_name(entry: registry.Entry) -> None:
     assert importlib.util.find_spec(entry.module) is not None
-    assert entry.engine_version
+    assert entry.engine_version()
 
 
 def test_names_are_given_once() -> None:
@@ -31,6 +32,30 @@ def test_what_needs_cuda_says_which_operator_where_there_is_none() -> None:
     assert entry.why_not(cuda=True) is None
     assert "operator quantizer" in str(entry.why_not(cuda=False))
     assert registry.find("fcdp").why_not(cuda=False) is None
+
+
+@pytest.mark.parametrize("pin", pins.PINS)
+def test_a_pin_that_is_not_installed_is_named_with_its_command(
+    monkeypatch: pytest.MonkeyPatch, pin: Pin
+) -> None:
+    entry = registry.find("deepspeed-hpz")
+    monkeypatch.setattr(pins, "version", {"current": None, "paper": None}.get)
+    command = {"current": "make setup", "paper": "make baselines"}[pin]
+    expected = f"DeepSpeed ({pin}) is not installed: {command}"
+    assert entry.why_not(cuda=True, deepspeed=pin) == expected
+
+
+def test_what_a_pin_cannot_do_names_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pins, "version", {"current": "0.19.6", "paper": "0.16.2"}.get)
+    for name in ("deepspeed-qwz", "deepspeed-qgz", "deepspeed-zeropp", "deepspeed-mics"):
+        for pin in pins.PINS:
+            reason = registry.find(name).why_not(cuda=False, deepspeed=pin)
+            assert str(reason).startswith(f"DeepSpeed {pins.version(pin)} ")
+
+
+def test_only_deepspeeds_strategies_have_two_pins() -> None:
+    reason = registry.find("fsdp2").why_not(cuda=True, deepspeed="paper")
+    assert reason == "fsdp2 does not use DeepSpeed, so it has one pin only"
 
 
 def test_a_missing_header_is_named_with_its_package(tmp_path: Path) -> None:

@@ -5,20 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from baselines import registry
-from baselines.strategy import Job, load
-from tests.experiments.cells import cell, model_spec
-from tests.fcdp.training import topology_of
+from tests.baselines.training import Settings, Tuning, train
 from tests.ranks import Pools
 
-STEPS = 4
 #: Relative, of each step's loss.
 EXACT, ROUNDED = 1e-5, 0.03
 TOLERANCES = {
     "zero3": EXACT,
     "hpz": EXACT,
+    "mics": EXACT,
+    "offload": EXACT,
+    "replicated": EXACT,
     "fsdp2-hsdp": EXACT,
     "fsdp2-reshard": EXACT,
     "fsdp2-offload": EXACT,
@@ -29,31 +28,12 @@ TOLERANCES = {
 }
 
 
-def losses(strategy: str, tuning: str, accumulation: int) -> list[float]:
+def losses(strategy: str, tuning: Tuning, accumulation: int) -> list[float]:
     """Of this rank, two nodes of two."""
-    from experiments import data, models
-
-    torch.manual_seed(0)
-    spec = model_spec("gpt2", layers=2, width=32, heads=2)
-    model, blocks = models.build(cell("fcdp", model=spec, tuning=tuning, sequence_length=32))
-    topology = topology_of(2, 2)
-    trainable = load(strategy)(
-        model,
-        Job(
-            topology=topology,
-            blocks=blocks,
-            dtype=torch.float32,
-            learning_rate=1e-2,
-            micro_batch=2,
-            accumulation=accumulation,
-        ),
+    _, losses = train(
+        strategy, Settings("gpt2", tuning, ranks_per_node=2, accumulation=accumulation, steps=4)
     )
-    batches = data.micro_batches(
-        data.corpus(), rank=topology.rank, seed=0, sequences=2, sequence_length=32
-    )
-    return [
-        trainable.step([next(batches) for _ in range(accumulation)]).item() for _ in range(STEPS)
-    ]
+    return losses
 
 
 @pytest.fixture(scope="module")

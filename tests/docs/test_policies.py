@@ -15,7 +15,7 @@ import fcdp
 from baselines.policies import _POLICIES, parse
 from fcdp.engine import engine_of
 from tests.docs import ROOT, code_blocks, table
-from tests.fcdp.training import Settings, batches, loss_of, make_model, topology_of
+from tests.fcdp.training import Settings, batches, loss_of, make_model, take_step, topology_of
 from tests.ranks import Pools
 
 
@@ -53,11 +53,7 @@ def train(policy: str) -> dict[str, Any]:
     data = batches(settings, topology.rank)
     losses = []
     for _ in range(2):
-        loss = loss_of(model, next(data))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(take_step(loss_of(model, next(data)), optimizer))
     engine = engine_of(model)
     return {
         "losses": losses,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
 import time
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from baselines import pins
 from experiments.clusters.emulated import EmulatedCluster
 from experiments.clusters.interface import Outcome
 from experiments.gate import Gate
@@ -84,7 +86,7 @@ def run(
             entry,
             [str(file), str(directory), *arguments],
             logs=directory / "logs",
-            environment={},
+            environment=pins.variables(cell.deepspeed),
             timeout_s=cell.timeout_s,
         )
     return Run(cell, directory, outcome, time.monotonic() - started)
@@ -113,6 +115,57 @@ def fail_in_mid_step(cell_file: str, output_directory: str, how: str, failing: s
     if os.environ["RANK"] == failing:
         models.build = build_and_hook
     worker.main(cell_file, output_directory)
+
+
+WATCHING_WORKER = f"{__name__}:watch_secondary_shards"
+
+
+def watch_secondary_shards(cell_file: str, output_directory: str) -> None:
+    """The worker; rank 0 also writes which of DeepSpeed's secondary shards outlive a step."""
+    from baselines.deepspeed_zero3 import DeepSpeedZero3
+    from experiments import worker
+
+    step = DeepSpeedZero3.step
+
+    def step_and_look(self: Any, micro_batches: Any) -> Any:
+        loss = step(self, micro_batches)
+        kept = [
+            {"trained": param.requires_grad, "kept": param.ds_secondary_tensor is not None}
+            for param in self._engine.module.parameters()
+            if not param.ds_persist  # whole on every rank: nothing to gather
+        ]
+        Path(output_directory, f"secondary{os.environ['RANK']}.json").write_text(json.dumps(kept))
+        return loss
+
+    DeepSpeedZero3.step = step_and_look
+    worker.main(cell_file, output_directory)
+
+
+MEASURED_WORKER = f"{__name__}:train_as_measured"
+
+
+def train_as_measured(cell_file: str, output_directory: str) -> None:
+    """The worker, set up as the project's first measurements were: see test_volume.py."""
+    from unittest import mock
+
+    from baselines import deepspeed_zero3
+    from experiments import models, worker
+
+    configuration = deepspeed_zero3.configuration
+
+    def nothing_kept_alive(*arguments: Any) -> dict[str, Any]:
+        made = configuration(*arguments)
+        for limit in ("max_live_parameters", "max_reuse_distance", "param_persistence_threshold"):
+            made["zero_optimization"][f"stage3_{limit}"] = 0
+        made["zero_optimization"]["stage3_prefetch_bucket_size"] = 0
+        return made
+
+    with (
+        mock.patch.object(models, "VOCABULARY", 1008),
+        mock.patch.dict(models._LORA_TARGETS, gpt2=["attn.c_attn"]),
+        mock.patch.object(deepspeed_zero3, "configuration", nothing_kept_alive),
+    ):
+        worker.main(cell_file, output_directory)
 
 
 def _go(how: str) -> None:

@@ -25,7 +25,8 @@ from experiments.runner import WORKER
 
 #: What each rank runs; it imports nothing of ours, so that a rank costs milliseconds.
 _RANK = """
-import json, os, pathlib, sys, time
+import ctypes, json, os, pathlib, sys, time
+ctypes.CDLL(None).prctl(1, 9)  # as every rank it dies with who started it
 cell_file, output, behaviour = sys.argv[1:]
 output = pathlib.Path(output)
 cell = json.loads(pathlib.Path(cell_file).read_text())
@@ -272,7 +273,7 @@ def main() -> None:
     if not arguments.pop("report", False):
         command._draw = lambda *_: True
     command._enter_namespace = lambda: None
-    command._cluster = lambda spec: StandInCluster(spec.nodes, spec.ranks_per_node, **arguments)
+    command._cluster = lambda spec, _: StandInCluster(spec.nodes, spec.ranks_per_node, **arguments)
     command.app()
 
 

@@ -18,7 +18,7 @@ def test_it_names_versions_and_machine() -> None:
     origin = gather()
     assert origin.versions["python"] == ".".join(map(str, sys.version_info[:3]))
     assert "torch" in origin.versions
-    assert set(origin.hardware) == {"cpu", "cores", "memory_bytes", "kernel"}
+    assert set(origin.hardware) - {"gpu", "gpus"} == {"cpu", "cores", "memory_bytes", "kernel"}
     assert origin.hardware["cores"] >= 1
     assert origin.hardware["memory_bytes"] > 2**28
 
@@ -40,6 +40,25 @@ def test_it_names_no_path_and_nothing_of_the_environment(monkeypatch: pytest.Mon
     assert "marker" not in text
     assert str(ROOT) not in text
     assert str(Path.home()) not in text
+
+
+def test_gpus_are_named_by_the_drivers_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(provenance, "_NVIDIA", tmp_path)
+    assert "gpu" not in gather().hardware
+    for bus in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / "gpus" / bus).mkdir(parents=True)
+        information = "Model: \t\t NVIDIA A40\nGPU UUID: \t marker\n"
+        (tmp_path / "gpus" / bus / "information").write_text(information)
+    hardware = gather().hardware
+    assert (hardware["gpu"], hardware["gpus"]) == ("NVIDIA A40", 2)
+
+
+@pytest.mark.parametrize("name", provenance.SECRETS)
+def test_secrets_are_taken_out_of_texts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "a-secret-value")
+    assert scrub("it was a-secret-value") == f"it was <{name}>"
 
 
 def test_a_changed_tree_is_dirty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import resource
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from experiments import matrix, records, runner
-from experiments.clusters.interface import ClusterError, Outcome
+from experiments.clusters.interface import ClusterError, LostNodeError, Outcome
 from experiments.matrix import Matrix
 from experiments.provenance import ROOT
 from experiments.records import Cell, Record
 from experiments.run_directory import RunDirectory
-from tests.experiments.stand_in import StandInCluster, matrix_file, record
+from tests.experiments.stand_in import StandInCluster, cell, matrix_file, record
 
 
 class Silent:
@@ -143,6 +145,23 @@ def test_an_interrupt_tears_the_cluster_down_and_keeps_what_is_finished(
     assert not cluster.entered
     finished = directory.resume("small", retry_failed=False)
     assert [r.cell_id for r in finished] == [p.cell.id for p in plan.cells[:2]]
+
+
+def test_a_lost_node_ends_the_run_and_its_cell_has_no_record(
+    plan: Matrix, directory: RunDirectory
+) -> None:
+    class Preempted(StandInCluster):
+        def run(self, *arguments: Any, **options: Any) -> Outcome:
+            if len(self.started) == 2:
+                raise LostNodeError("node 1 is lost")
+            return super().run(*arguments, **options)
+
+    with pytest.raises(runner.RunError, match=r"fcdp.*: node 1 is lost; .*go on with --resume"):
+        run(plan, directory, Preempted())
+    finished = directory.resume("small", retry_failed=False)
+    assert [r.cell_id for r in finished] == [p.cell.id for p in plan.cells[:2]]
+    result = run(plan, directory, StandInCluster(), finished)
+    assert [r.state for r in result] == ["ok"] * 6
 
 
 @given(finished=st.sets(st.integers(0, 5)), torn=st.integers(0, 500), retry=st.booleans())
@@ -287,6 +306,48 @@ def test_a_killed_runner_resumes_where_it_was(tmp_path: Path) -> None:
     ids = [planned.cell.id for planned in matrix.read(str(file)).cells]
     assert [r.cell_id for r in after] == ids
     assert all(r.state == "ok" for r in after)
+
+
+@pytest.mark.slow
+def test_killed_anywhere_and_resumed_it_has_the_records_of_an_undisturbed_run(
+    tmp_path: Path,
+) -> None:
+    """kill -9 at moments spread over the whole command, start and end included."""
+    file = matrix_file(tmp_path, steps=1)
+    undisturbed, disturbed = RunDirectory(tmp_path / "one"), RunDirectory(tmp_path / "other")
+    cluster = {"step_seconds": 0.05, "behaviours": {"fcdp-full-tiny-10mbit": "raise"}}
+    began = time.monotonic()
+    start(file, undisturbed.path, **cluster).communicate()
+    whole = time.monotonic() - began
+    chance = random.Random(0)
+    for _ in range(10):
+        # Now and then from the beginning, which puts what there is aside.
+        options = ["--resume"] if chance.random() < 0.8 else []
+        process = start(file, disturbed.path, *options, **cluster)
+        with suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=chance.uniform(0, whole))
+        process.kill()
+        process.communicate()
+        _tear(disturbed.records, chance.randrange(3))
+    process = start(file, disturbed.path, "--resume", **cluster)
+    process.communicate()
+    assert _told(disturbed.records) == _told(undisturbed.records)
+    assert process.returncode == 1  # for the cell that fails
+
+
+def _tear(file: Path, how: int) -> None:
+    """What the kernel may make of a line that was being written: nothing, a part, or no newline."""
+    if not file.exists() or how == 0:
+        return
+    line = record(cell(seed=7)).model_dump_json()
+    with file.open("a") as text:
+        text.write(line[: len(line) // 2] if how == 1 else line)
+
+
+def _told(file: Path) -> list[dict[str, Any]]:
+    """The records, without what says when they were made."""
+    when = {"started_at", "seconds"}
+    return [record.model_dump(exclude=when) for record in records.read(file)]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

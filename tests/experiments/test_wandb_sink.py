@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
+import wandb
 
-from experiments import wandb_sink
+from experiments import wandb_runs, wandb_sink
 from experiments.provenance import ROOT
 from experiments.wandb_sink import export
 from tests.experiments.stand_in import cell, record
@@ -19,7 +20,10 @@ KEY = "markermarkermarkermarkermarkermarkermark"
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_PROJECT"):
+    for name in (
+        *("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_PROJECT"),
+        *("WANDB_RUN_ID", "WANDB_SWEEP_ID", "WANDB_DATA_DIR"),
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
 
@@ -42,6 +46,44 @@ def test_a_run_a_cell_that_ran_and_no_second_one(tmp_path: Path) -> None:
     assert export([*records, record(cell(seed=4))], tmp_path).runs == 1
 
 
+def test_tables_and_figures_become_an_artifact_once(tmp_path: Path) -> None:
+    ran = [record(cell(seed=1)), record(cell(seed=2))]
+    report = tmp_path / "report"
+    assert export(ran, tmp_path, report).runs == 2  # it could not be drawn
+    report.mkdir()
+    (tmp_path / "records.jsonl").write_text("the records")
+    (report / "comparison.md").write_text("the table")
+    (report / "losses.png").write_bytes(b"the figure")
+    assert export(ran, tmp_path, report).runs == 1
+    assert export(ran, tmp_path, report).runs == 0
+    stored = [run.read_bytes() for run in (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")]
+    (content,) = [content for content in stored if b"small-report" in content]
+    for name in (b"comparison.md", b"losses.png", b"records.jsonl", b"report"):
+        assert name in content
+    staged = [path.read_bytes() for path in (tmp_path / "wandb/data").rglob("*") if path.is_file()]
+    assert {b"the table", b"the figure", b"the records"} <= set(staged)
+    # A resumed matrix has another report.
+    assert export([*ran, record(cell(seed=3))], tmp_path, report).runs == 2
+
+
+def test_a_run_that_was_cut_short_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(wandb_runs, "_summary", die)
+        with pytest.raises(KeyboardInterrupt):
+            export([record(cell(seed=5))], tmp_path)
+    assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 1
+    wandb.teardown()  # as the end of the process does
+    assert export([record(cell(seed=5))], tmp_path).runs == 1
+    assert export([record(cell(seed=5))], tmp_path).runs == 0
+    (stored,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    assert b"step_seconds_median" in stored.read_bytes()
+
+
 def test_what_a_run_holds(tmp_path: Path) -> None:
     export([record(cell())], tmp_path)
     (stored,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
@@ -60,7 +102,7 @@ def test_what_a_run_holds(tmp_path: Path) -> None:
 def test_history_is_a_point_a_step_with_times_after_warm_up() -> None:
     measured = record(cell()).measurement
     assert measured is not None
-    assert wandb_sink._history(measured) == [
+    assert wandb_runs._history(measured) == [
         {"step": 1, "loss": 5.6},
         {"step": 2, "loss": 5.5, "step_seconds": 0.4},
         {"step": 3, "loss": 5.4, "step_seconds": 0.5},
@@ -138,4 +180,4 @@ def test_a_failure_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(wandb_sink, "_write", fail)
     result = export([record(cell())], tmp_path)
-    assert result.warnings == ("W&B runs of 1 cells not written: no space left",)
+    assert result.warnings == ("1 W&B runs not written: no space left",)

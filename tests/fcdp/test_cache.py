@@ -24,6 +24,7 @@ from tests.fcdp.training import (
     make_model,
     make_optimizer,
     shard_with_fcdp,
+    take_step,
     topology_of,
 )
 from tests.ranks import Pools
@@ -160,11 +161,7 @@ def lose_the_disk(directory: str, rank: int) -> tuple[list[float], int, int]:
     for step in range(4):
         broken_now = step in (1, 2) and topology.rank == rank
         os.pwritev, os.preadv = (broken, broken) if broken_now else (write, read)  # type: ignore[assignment]
-        loss = loss_of(model, next(data))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(take_step(loss_of(model, next(data)), optimizer))
     counts = fcdp.ledger(model)
     return losses, counts.hits, counts.misses
 
@@ -175,11 +172,7 @@ def train_on_host() -> list[float]:
     optimizer = make_optimizer(model, settings)
     losses = []
     for _ in range(4):
-        loss = loss_of(model, next(data))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(take_step(loss_of(model, next(data)), optimizer))
     return losses
 
 

@@ -19,6 +19,7 @@ from tests.fcdp.training import (
     make_model,
     make_optimizer,
     shard_with_fcdp,
+    take_step,
     topology_of,
     train,
 )
@@ -53,11 +54,7 @@ def train_and_gather(settings: Settings) -> Trained:
     data = batches(settings, topology.rank)
     losses = []
     for _ in range(settings.steps):
-        loss = loss_of(model, next(data))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(take_step(loss_of(model, next(data)), optimizer))
     counts = fcdp.ledger(model)
     ledger, hits = counts.snapshot(), counts.hits
     with torch.no_grad():

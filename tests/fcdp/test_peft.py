@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 import fcdp
 from fcdp.engine import engine_of
-from tests.fcdp.training import topology_of
+from tests.fcdp.training import take_step, topology_of
 from tests.ranks import Pools
 
 STEPS = 4
@@ -77,11 +77,9 @@ def losses_of(kind: str, engine: str, ranks_per_node: int) -> tuple[list[float],
         if engine == "fcdp":
             before = {unit.name: unit.generation for unit in engine_of(model).units}
         tokens = torch.randint(64, (2, 9), generator=generator)
-        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(
+            take_step(model(input_ids=tokens, labels=tokens, use_cache=False).loss, optimizer)
+        )
         if engine == "fcdp":
             units = engine_of(model).units
             crossed = [unit.name for unit in units if unit.generation > before[unit.name]]
@@ -128,11 +126,9 @@ def freeze_and_unfreeze(engine: str) -> list[float]:
         if step in (2, 4):
             blocks[0].requires_grad_(step == 4)
         tokens = torch.randint(64, (2, 9), generator=generator)
-        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(
+            take_step(model(input_ids=tokens, labels=tokens, use_cache=False).loss, optimizer)
+        )
     return losses
 
 

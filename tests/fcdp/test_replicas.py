@@ -20,6 +20,7 @@ from tests.fcdp.training import (
     make_model,
     make_optimizer,
     shard_with_fcdp,
+    take_step,
     topology_of,
     train,
 )
@@ -178,11 +179,7 @@ def save_and_load(directory: str) -> tuple[list[float], list[float]]:
     def run(model: nn.Module, optimizer: torch.optim.Optimizer, data: Any) -> list[float]:
         losses = []
         for _ in range(3):
-            loss = loss_of(model, next(data))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
+            losses.append(take_step(loss_of(model, next(data)), optimizer))
         return losses
 
     data = batches(settings, topology.rank)

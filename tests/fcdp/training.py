@@ -193,6 +193,14 @@ def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimize
     return torch.optim.AdamW(params, lr=0.03, eps=1e-3, fused=fused)
 
 
+def take_step(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> float:
+    """One step on this loss; returns its value."""
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
 def train(settings: Settings, engine: str) -> Result:
     """Train on this rank with ``engine``: "fsdp2", "fcdp", "uncached"."""
     topology = topology_of(settings.nodes, settings.ranks_per_node)

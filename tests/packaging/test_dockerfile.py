@@ -46,7 +46,9 @@ def test_python_packages_come_from_the_set_up_script_and_its_pins_only() -> None
     runs = arguments("RUN")
     assert not any(re.search(r"\b(pip3?|uv|conda)\s+(pip\s+)?install\b", run) for run in runs)
     assert sum("scripts/setup.sh" in run for run in runs) == 1
-    assert position("COPY", "constraints.txt pyproject.toml") < position("RUN", "scripts/setup.sh")
+    assert position("COPY", "constraints.txt constraints-paper.txt pyproject.toml") < position(
+        "RUN", "scripts/setup.sh"
+    )
 
 
 def test_the_code_does_not_invalidate_the_environment() -> None:
@@ -101,7 +103,7 @@ def test_its_set_up_step_runs_on_what_was_copied(tmp_path: Path, torch: str) -> 
     (step,) = [run for run in arguments("RUN") if "scripts/setup.sh" in run]
     assert ("ARG", "TORCH=cuda") in instructions()
     done = subprocess.run(
-        ["bash", "-c", step.replace("scripts/setup.sh", "scripts/setup.sh --check")],
+        ["bash", "-c", step.replace("setup.sh --pins", "setup.sh --check")],
         cwd=tmp_path,
         env={**os.environ, "TORCH": torch, "VENV": str(tmp_path / "venv")},
         capture_output=True,

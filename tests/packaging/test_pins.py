@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from importlib import metadata
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from baselines import pins
 from tests.packaging import ROOT
 
 pytest.importorskip("packaging", reason="not in an environment made by `make setup`")
@@ -49,12 +51,12 @@ def holds(requirement: Requirement, env: dict[str, str], extra: str = "") -> boo
 
 def pins_for(env: dict[str, str]) -> dict[str, Version]:
     """The pin of each package; two that hold at once would be an error of pip's."""
-    pins: dict[str, Version] = {}
+    found: dict[str, Version] = {}
     for pin in (pin for pin in PINS if holds(pin, env)):
         name = canonicalize_name(pin.name)
-        assert name not in pins, f"{name} is pinned twice for Python {env['python_version']}"
-        pins[name] = Version(str(pin.specifier).removeprefix("=="))
-    return pins
+        assert name not in found, f"{name} is pinned twice for Python {env['python_version']}"
+        found[name] = Version(str(pin.specifier).removeprefix("=="))
+    return found
 
 
 def test_every_pin_is_exact() -> None:
@@ -65,18 +67,18 @@ def test_every_pin_is_exact() -> None:
 @pytest.mark.parametrize("python", PYTHONS)
 def test_every_requirement_has_a_pin_that_satisfies_it(python: str, machine: str) -> None:
     env = environment(python, machine)
-    pins = pins_for(env)
+    pinned = pins_for(env)
     listed = [*PROJECT["dependencies"], *(line for lines in EXTRAS.values() for line in lines)]
     for requirement in map(Requirement, listed):
         if requirement.name != PROJECT["name"] and holds(requirement, env):
-            assert pins[canonicalize_name(requirement.name)] in requirement.specifier
-    assert {"pip", "setuptools", "wheel"} <= pins.keys()
+            assert pinned[canonicalize_name(requirement.name)] in requirement.specifier
+    assert {"pip", "setuptools", "wheel"} <= pinned.keys()
 
 
 def test_what_is_required_indirectly_is_pinned_and_installed_so() -> None:
     """Follows the requirements of what is installed here to the end."""
     env = {key: str(value) for key, value in default_environment().items()}
-    pins = pins_for(env)
+    pinned = pins_for(env)
     listed = [*PROJECT["dependencies"], *(line for lines in EXTRAS.values() for line in lines)]
     queue = [requirement for requirement in map(Requirement, listed) if holds(requirement, env)]
     seen: set[tuple[str, str]] = set()
@@ -89,12 +91,28 @@ def test_what_is_required_indirectly_is_pinned_and_installed_so() -> None:
             installed = metadata.distribution(name)
         except metadata.PackageNotFoundError:
             pytest.skip(f"{name} is not in this environment: `make setup` did not make it")
-        assert name in pins, f"{name} is not pinned"
-        assert Version(Version(installed.version).public) == pins[name]
+        assert name in pinned, f"{name} is not pinned"
+        assert Version(Version(installed.version).public) == pinned[name]
         for extra in {"", *requirement.extras} - {e for n, e in seen if n == name}:
             seen.add((name, extra))
             needed = map(Requirement, installed.requires or [])
             queue += [other for other in needed if holds(other, env, extra)]
+
+
+def test_the_papers_deepspeed_finds_what_it_needs_among_the_pins() -> None:
+    """Its environment shares all packages but itself."""
+    if pins.version("paper") is None:
+        pytest.skip(f"the paper's DeepSpeed is not installed: {pins.COMMANDS['paper']}")
+    path = pins.variables("paper")["PYTHONPATH"].partition(os.pathsep)[0]
+    own = {canonicalize_name(found.name): found for found in metadata.distributions(path=[path])}
+    (paper,) = (ROOT / "constraints-paper.txt").read_text().splitlines()[1:]
+    assert own.keys() == {"deepspeed"}
+    assert f"deepspeed=={own['deepspeed'].version}" == paper
+    env = {key: str(value) for key, value in default_environment().items()}
+    pinned = pins_for(env)
+    for needed in map(Requirement, own["deepspeed"].requires or []):
+        if holds(needed, env):
+            assert pinned[canonicalize_name(needed.name)] in needed.specifier
 
 
 def test_the_extra_all_has_every_other() -> None:

@@ -15,7 +15,7 @@ import yaml
 from tests.packaging import ROOT
 
 PACKAGES = ("fcdp", "baselines", "experiments", "analysis")
-TARGETS = ("quickstart", "test", "lint", "setup", "pins", "clean", "help")
+TARGETS = ("quickstart", "test", "lint", "setup", "baselines", "pins", "clean", "help")
 
 
 def make(*arguments: str) -> subprocess.CompletedProcess[str]:

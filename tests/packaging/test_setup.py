@@ -15,16 +15,26 @@ from tests.packaging import ROOT
 TOOLS = "bash cat cp dirname flock ls mkdir mktemp rm sed sha256sum tail touch"
 
 #: Notes how it was called, fails where FAIL says so, and makes a virtual environment of itself.
+#: Which environment's it is, is in front of its calls.
 PYTHON = """#!/bin/bash
+[[ $0 == */bin/python ]] && where=${0%/bin/python} && echo -n "${where##*/}: " >>"$CALLS"
 echo "$*" >>"$CALLS"
 [[ -n $FAIL && $* == *"$FAIL"* ]] && { echo "this is the reason"; exit 1; }
 case $* in
 *_base_executable*) echo "$0" ;;
 -V*) echo "Python 3.12.3" ;;
-"-m venv"*) mkdir -p "$4/bin" && cp "$0" "$4/bin/python" && touch "$4/pyvenv.cfg" ;;
+"-m venv"*)
+    venv=${!#}
+    rm -rf "$venv" && mkdir -p "$venv/bin" && cp "$0" "$venv/bin/python" && touch "$venv/pyvenv.cfg"
+    ;;
 esac
 exit 0
 """
+
+
+#: Calls of pip that a set-up consists of: tools, torch, the project, DeepSpeed.
+INSTALLS = 4
+FILES = ("constraints.txt", "constraints-paper.txt", "pyproject.toml", "scripts/setup.sh")
 
 
 class Machine:
@@ -35,7 +45,7 @@ class Machine:
         self.calls_file = root / "calls"
         for directory in ("bin", "scripts"):
             (root / directory).mkdir(parents=True)
-        for name in ("constraints.txt", "pyproject.toml", "scripts/setup.sh"):
+        for name in FILES:
             shutil.copy(ROOT / name, root / name)
         for tool in TOOLS.split():
             (root / "bin" / tool).symlink_to(shutil.which(tool) or tool)
@@ -68,8 +78,11 @@ class Machine:
 
     @property
     def installs(self) -> list[str]:
-        """What pip was asked for, call by call."""
-        marker = "-m pip install --no-compile --progress-bar off "
+        """What pip was asked for in .venv, call by call."""
+        return self.installs_in(".venv")
+
+    def installs_in(self, environment: str) -> list[str]:
+        marker = f"{environment}: -m pip install --no-compile --progress-bar off "
         calls = self.calls_file.read_text().splitlines()
         return [call.removeprefix(marker) for call in calls if call.startswith(marker)]
 
@@ -79,32 +92,34 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path / "check out")  # a space in the path is allowed
 
 
-def torch_pin() -> str:
-    pins = (ROOT / "constraints.txt").read_text().splitlines()
-    return next(line for line in pins if line.startswith("torch=="))
+def pin(package: str, file: str = "constraints.txt") -> str:
+    pins = (ROOT / file).read_text().splitlines()
+    return next(line for line in pins if line.startswith(f"{package}=="))
 
 
 def test_the_cpu_build_of_torch_comes_first_and_alone(machine: Machine) -> None:
     done = machine.setup()
     assert done.returncode == 0, done.stderr
-    tools, torch, rest = machine.installs
+    tools, torch, rest, deepspeed = machine.installs
     assert tools == "--constraint constraints.txt pip setuptools wheel"
     assert torch.startswith("--no-deps")
-    assert torch.endswith(f"https://download.pytorch.org/whl/cpu {torch_pin()}+cpu")
-    assert rest == "--constraint constraints.txt --no-build-isolation --editable .[all]"
+    assert torch.endswith(f"https://download.pytorch.org/whl/cpu {pin('torch')}+cpu")
+    project = "--constraint constraints.txt --no-build-isolation --editable"
+    assert rest == f"{project} .[experiments,analysis,tests]"
+    assert deepspeed == f"{project} .[all]"
 
 
 def test_a_gpu_machine_takes_torch_from_pypi(machine: Machine) -> None:
     machine.has("nvidia-smi", "#!/bin/bash\n")
     assert machine.setup(TORCH="auto").returncode == 0
-    assert machine.installs[1] == f"--no-deps {torch_pin()}"
+    assert machine.installs[1] == f"--no-deps {pin('torch')}"
 
 
 def test_without_a_cpu_build_the_other_is_taken_and_said_to_be(machine: Machine) -> None:
     done = machine.setup(FAIL="+cpu")
     assert done.returncode == 0
     assert "taking the CUDA build from PyPI" in done.stdout
-    assert machine.installs[2] == f"--no-deps {torch_pin()}"
+    assert machine.installs[2] == f"--no-deps {pin('torch')}"
 
 
 def test_a_second_call_does_nothing(machine: Machine) -> None:
@@ -120,22 +135,71 @@ def test_a_change_of_what_it_depends_on_sets_up_anew(machine: Machine, name: str
     with (machine.root / name).open("a") as file:
         file.write("\n# changed\n")
     assert machine.setup().returncode == 0
-    assert len(machine.installs) == 3
+    assert len(machine.installs) == INSTALLS
 
 
 def test_another_build_of_torch_sets_up_anew(machine: Machine) -> None:
     assert machine.setup().returncode == 0
     assert machine.setup(TORCH="cuda").returncode == 0
-    assert len(machine.installs) == 3
+    assert len(machine.installs) == INSTALLS
 
 
-@pytest.mark.parametrize("step", ["-m venv", "pip setuptools wheel", "--editable", "import torch"])
+@pytest.mark.parametrize(
+    "step", ["-m venv", "pip setuptools wheel", "--editable", ".[all]", "import torch"]
+)
 def test_a_failed_set_up_says_why_and_is_redone(machine: Machine, step: str) -> None:
     failed = machine.setup(FAIL=step)
     assert failed.returncode != 0
     assert "this is the reason" in failed.stderr
     assert machine.setup().returncode == 0
-    assert len(machine.installs) == 3
+    assert len(machine.installs) == INSTALLS
+
+
+def test_both_pins_come_from_nothing_in_one_call(machine: Machine) -> None:
+    done = machine.setup("--pins")
+    assert done.returncode == 0, done.stderr
+    assert len(machine.installs) == INSTALLS
+    (paper,) = machine.installs_in(".venv-paper")
+    assert paper == "--constraint .venv-paper/constraints.txt --no-build-isolation deepspeed"
+    constraints = (machine.root / ".venv-paper/constraints.txt").read_text().splitlines()
+    assert pin("deepspeed", "constraints-paper.txt") in constraints
+    assert pin("torch") in constraints
+    assert pin("deepspeed") not in constraints
+
+
+def test_the_other_pin_comes_on_demand_and_once(machine: Machine) -> None:
+    assert machine.setup().returncode == 0
+    assert not (machine.root / ".venv-paper").exists()
+    assert machine.setup("--pins").returncode == 0
+    assert machine.installs == []
+    done = machine.setup("--pins")
+    assert done.stdout == "setup: .venv is up to date\nsetup: .venv-paper is up to date\n"
+    with (machine.root / "constraints-paper.txt").open("a") as file:
+        file.write("# changed\n")
+    assert machine.setup("--pins").returncode == 0
+    assert machine.installs == []
+    assert len(machine.installs_in(".venv-paper")) == 1
+
+
+def test_without_the_papers_pin_the_usual_one_is_complete(machine: Machine) -> None:
+    failed = machine.setup("--pins", FAIL=".venv-paper/constraints.txt")
+    assert failed.returncode == 1
+    assert "this is the reason" in failed.stderr
+    assert "DeepSpeed 0.16.2 is missing" in failed.stderr
+    assert "try again: make baselines" in failed.stderr
+    assert not (machine.root / ".venv-paper/setup.stamp").exists()
+    assert machine.setup().stdout == "setup: .venv is up to date\n"
+    assert machine.setup("--pins").returncode == 0
+    assert len(machine.installs_in(".venv-paper")) == 1
+
+
+def test_without_the_usual_pin_the_papers_is_complete(machine: Machine) -> None:
+    failed = machine.setup("--pins", FAIL=".[all]")
+    assert failed.returncode == 1
+    assert f"DeepSpeed {pin('deepspeed').removeprefix('deepspeed==')} is missing" in failed.stderr
+    assert "try again: make setup" in failed.stderr
+    assert not (machine.root / ".venv/setup.stamp").exists()
+    assert (machine.root / ".venv-paper/setup.stamp").exists()
 
 
 @pytest.mark.parametrize("arguments", [[], ["--check"]])

@@ -41,6 +41,11 @@ def describe(directory: str) -> None:
     Path(directory, f"{rank}.json").write_text(json.dumps(seen))
 
 
+def show_file(path: str) -> None:
+    """Print a file."""
+    print(Path(path).read_text())
+
+
 def send(megabytes: str, directory: str) -> None:
     """Move bytes from rank 0 to the last rank and write down the counters around it."""
     dist.init_process_group("gloo")

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from experiments.clusters import namespaces
+from experiments.clusters import counters, namespaces
 from experiments.clusters.counters import transmitted_bytes
 from experiments.clusters.network import INTERFACE, Network
 
@@ -40,3 +41,16 @@ def test_counts_what_leaves_the_callers_node(network: Network) -> None:
 def test_an_interface_that_is_not_there_is_refused() -> None:
     with pytest.raises(ValueError, match=r"interface = 'nowhere0': allowed are .*lo"):
         transmitted_bytes("nowhere0")
+
+
+def test_an_infiniband_adapter_counts_words_on_all_of_its_ports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for port, words in (("1", 250), ("2", 50)):
+        folder = tmp_path / "mlx5_0/ports" / port / "counters"
+        folder.mkdir(parents=True)
+        (folder / "port_xmit_data").write_text(f"{words}\n")
+    monkeypatch.setattr(counters, "_INFINIBAND", tmp_path)
+    assert transmitted_bytes("mlx5_0") == 4 * 300
+    with pytest.raises(ValueError, match=r"interface = 'mlx5_1': allowed are .*mlx5_0"):
+        transmitted_bytes("mlx5_1")

@@ -110,6 +110,39 @@ def test_what_a_rank_sees(cluster: EmulatedCluster, tmp_path: Path) -> None:
     assert len({each["pid"] for each in seen}) == 4
 
 
+def test_ranks_import_from_the_pythonpath_they_are_given(
+    cluster: EmulatedCluster, tmp_path: Path
+) -> None:
+    (tmp_path / "only_here.py").write_text(
+        f"def main():\n    open({str(tmp_path / 'called')!r}, 'a').write('x')\n"
+    )
+    outcome = cluster.run(
+        "only_here:main",
+        [],
+        logs=tmp_path / "logs",
+        environment={"PYTHONPATH": str(tmp_path)},
+        timeout_s=60,
+    )
+    assert outcome == Outcome("ok")
+    assert (tmp_path / "called").read_text() == "xxxx"
+
+
+def test_a_module_that_was_preloaded_from_elsewhere_is_an_error(
+    cluster: EmulatedCluster, tmp_path: Path
+) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").touch()
+    outcome = cluster.run(
+        f"{JOBS}:add_up",
+        [],
+        logs=tmp_path / "logs",
+        environment={"PYTHONPATH": str(tmp_path)},
+        timeout_s=60,
+    )
+    assert outcome.state == "failed"
+    assert f"torch: preloaded, so not imported from {tmp_path}" in str(outcome.error)
+
+
 def test_bytes_between_nodes_are_counted_and_limited(
     cluster: EmulatedCluster, tmp_path: Path
 ) -> None:

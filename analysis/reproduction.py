@@ -1,0 +1,112 @@
+"""REPRODUCTION.md and its page: each claim of the papers next to what the committed records say."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from analysis import claims as papers
+from analysis import pages, runs, text
+from analysis.claims import LABELS, Claims
+from analysis.memory import MemoryStudy
+from analysis.runs import Run
+from analysis.tables import escaped
+from analysis.verdicts import Finding, Summary, asked, judge, quoted, rounded, summarise
+
+
+@dataclass(frozen=True)
+class Written:
+    """Where the document and its page are."""
+
+    document: Path
+    page: Path
+
+
+def write(results: Path) -> Written:
+    """Write REPRODUCTION.md beside the folder of results, and the page into it.
+
+    Raises ``ValueError`` for malformed claims or records, or without any.
+    """
+    claims, of = papers.load(), runs.load(results)
+    where = Written(results.resolve().parent / "REPRODUCTION.md", results / "report.html")
+    where.document.write_text(markdown(claims, of), encoding="utf-8")
+    where.page.write_text(page(claims, of), encoding="utf-8")
+    return where
+
+
+def markdown(claims: Claims, of: Sequence[Run | MemoryStudy]) -> str:
+    """The document; it depends on the claims and the records alone."""
+    return pages.render("reproduction.md.j2", **_values(claims, of), cell=escaped)
+
+
+def page(claims: Claims, of: Sequence[Run | MemoryStudy]) -> str:
+    """The self-contained HTML page, which has the figures of every run too."""
+    figures = {run.matrix: run.figures() for run in of}
+    return pages.render("reproduction.html.j2", **_values(claims, of), figures=figures)
+
+
+def _values(claims: Claims, of: Sequence[Run | MemoryStudy]) -> dict[str, Any]:
+    """What both documents show."""
+    by_matrix = {run.matrix: run for run in of}
+    findings = judge(claims, {run.matrix: run.rows for run in of})
+    lines = [_line(claims, finding, by_matrix) for finding in findings]
+    verdicts = Counter(summarise(findings).values())
+    evidence = {finding.evidence for finding in findings}
+    return {
+        "counts": [(verdict, verdicts[verdict]) for verdict in get_args(Summary)],
+        "claims": len(claims.claims),
+        "papers": [
+            {
+                **paper.model_dump(),
+                "checked": [line for line in lines if line["of"] == name and line["asked"]],
+                "unchecked": [line for line in lines if line["of"] == name and not line["asked"]],
+            }
+            for name, paper in claims.papers.items()
+        ],
+        "failed": _failed(lines),
+        "labels": LABELS,
+        "evidence": {name: text.EVIDENCE[name] for name in text.EVIDENCE if name in evidence},
+        "runs": of,
+        "caveats": {name: use.caveat for name, use in claims.matrices.items() if use.caveat},
+    }
+
+
+def _line(claims: Claims, finding: Finding, of: Mapping[str, Run | MemoryStudy]) -> dict[str, Any]:
+    """A finding's figures as text."""
+    claim, check = finding.claim, finding.check
+    line = {
+        "id": claim.id,
+        "of": claim.paper,
+        "claim": claim.claim,
+        "where": claim.where,
+        "label": claim.label,
+        "paper": quoted(claim.number, claim.unit),
+        "ours": rounded(finding.ours, claim.unit),
+        "asked": "",
+        "evidence": finding.evidence or text.ABSENT,
+        "verdict": finding.verdict,
+        "cells": finding.cells,
+        "reason": finding.reason,
+        "command": "",
+        "resources": claim.needs or "",
+    }
+    if check is not None:
+        use, run = claims.matrices[check.matrix], of.get(check.matrix)
+        line["asked"] = asked(check, claim.unit)
+        line["command"] = use.command or f"python -m experiments run {check.matrix}"
+        line["resources"] = run.resources if run else claim.needs or use.resources or ""
+    return line
+
+
+def _failed(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What did not reproduce, a claim and reason once however many matrices say so."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for line in lines:
+        if line["verdict"] == "not reproduced":
+            item = found.setdefault((line["id"], line["reason"]), {**line, "ours": []})
+            ours = {"value": line["ours"], "evidence": line["evidence"], "command": line["command"]}
+            item["ours"].append(ours)
+    return list(found.values())

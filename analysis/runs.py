@@ -1,0 +1,89 @@
+"""The committed runs: a folder of results for each matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from analysis import memory, pages, provenance, text
+from analysis.claims import matrix_files
+from analysis.comparison import compare
+from analysis.figures import draw
+from analysis.frame import frame, latest
+from analysis.memory import MemoryStudy
+from analysis.rows import Row, row
+from experiments.records import Record, read
+
+#: Where the records of the study of memory are, relative to the folder of results.
+MEMORY = "memory/memory.jsonl"
+
+
+@dataclass(frozen=True)
+class Run:
+    """The records of one matrix, one a cell."""
+
+    matrix: str
+    #: Relative to the folder of results.
+    file: str
+    records: list[Record]
+
+    @property
+    def rows(self) -> list[Row]:
+        """What claims are compared with."""
+        return [row(record) for record in self.records]
+
+    @property
+    def resources(self) -> str:
+        """What the run took: cells, time, processors."""
+        ran = [record for record in self.records if record.state != "skipped"]
+        minutes = sum(record.seconds for record in ran) / 60
+        cores = sorted({record.hardware["cores"] for record in ran if "cores" in record.hardware})
+        parts = [f"{len(ran)} cells", f"{text.number(minutes, 2)} min"]
+        return ", ".join(parts + [f"{count} cores" for count in cores])
+
+    @property
+    def summary(self) -> str:
+        """Where the records come from, in a sentence."""
+        return provenance.provenance(self._table)
+
+    @property
+    def origin(self) -> list[tuple[str, str]]:
+        """The same in full: what, and its value."""
+        commits = ", ".join(provenance.commits(self._table)) or "unknown"
+        found = [("Commit", commits)]
+        for column in ("versions", "hardware"):
+            for item in provenance.distinct(self._table, column):
+                words = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in item.items())
+                found.append((column.capitalize(), words))
+        return found
+
+    def figures(self) -> list[dict[str, Any]]:
+        """Its figures as a page takes them."""
+        return [pages.figure(drawing) for drawing in draw(compare(self._table))]
+
+    @cached_property
+    def _table(self) -> pd.DataFrame:
+        return frame(self.records)
+
+
+def load(results: Path) -> list[Run | MemoryStudy]:
+    """The committed runs of this repository's matrices, by name, and the study of memory.
+
+    Raises ``ValueError`` if there are none or one holds a malformed record.
+    """
+    names = ((name, f"{name}/records.jsonl") for name in matrix_files())
+    found: list[Run | MemoryStudy] = [
+        Run(name, file, latest(read(results / file)))
+        for name, file in names
+        if (results / file).exists()
+    ]
+    if (results / MEMORY).exists():
+        found.append(MemoryStudy("memory", MEMORY, memory.load(results / MEMORY)))
+    if not found:
+        allowed = ", ".join(matrix_files())
+        raise ValueError(f"{results}: no records of any matrix; there are {allowed}")
+    return found

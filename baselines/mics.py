@@ -1,0 +1,69 @@
+"""MiCS over this repository's exchanges: sharded inside the node, replicated across."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from baselines import fsdp2_hsdp
+from baselines.strategy import Job
+from fcdp import exchange
+from fcdp.gather import Gathering
+
+
+def build(model: nn.Module, job: Job) -> MiCS:
+    """Gathers and reductions inside the node are those of ``fcdp``; sums cross once a step."""
+    trainable = MiCS(*fsdp2_hsdp.shard(model, job))
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(_NodeGather())
+            module.set_custom_reduce_scatter(_NodeReduce())
+            if job.topology.mesh.device_type == "cpu":
+                module.set_force_sum_reduction_for_comms(True)
+    return trainable
+
+
+class MiCS(fsdp2_hsdp.HybridShard):
+    engine = "fcdp"
+
+
+class _Buffers:
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _NodeGather(_Buffers, AllGather):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        own = output_tensor.view(group.size(), -1)[group.rank()]
+        if own.data_ptr() != input_tensor.data_ptr():
+            own.copy_(input_tensor)
+        gathering = Gathering(exchange.all_gather([output_tensor], group))
+        if output_tensor.device.type == "cpu":
+            return gathering  # FSDP2 waits for it where it needs the parameters
+        gathering.wait()
+        return None
+
+
+class _NodeReduce(_Buffers, ReduceScatter):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> None:
+        exchange.wait_all(exchange.reduce_scatter([output_tensor], [input_tensor], op, group))

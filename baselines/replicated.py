@@ -1,0 +1,43 @@
+"""Data parallelism over this repository's exchanges: whole on every rank, one all-reduce a step."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn as nn
+
+from baselines.fcdp import node_bytes
+from baselines.fsdp2 import FSDP2
+from baselines.strategy import Job, replicated_bytes, trainable_parameters
+from fcdp.ledger import Ledger
+from fcdp.replicas import Replicas
+
+
+def build(model: nn.Module, job: Job) -> Replicated:
+    """Gradients are all-reduced in ``job.dtype``, first inside the node; weights stay."""
+    device = torch.device(job.topology.mesh.device_type)
+    model.to(device)
+    return Replicated(model, job, replicated_bytes(model, job))
+
+
+class Replicated(FSDP2):
+    """The same loop; only the last micro-batch reduces."""
+
+    engine = "fcdp"
+
+    def __init__(self, model: nn.Module, job: Job, closed_form_bytes: float) -> None:
+        super().__init__(model, job, closed_form_bytes)
+        self._ledger = Ledger()
+        device = torch.device(job.topology.mesh.device_type)
+        self._replicas = Replicas(
+            trainable_parameters(model), job.topology, device, self._ledger, job.dtype
+        )
+        self._replicas.make_equal()
+
+    def backward(self, sequences: torch.Tensor, *, last: bool) -> torch.Tensor:
+        self._replicas.deferring = not last
+        dtype = self.job.dtype
+        with torch.autocast(sequences.device.type, dtype, enabled=dtype != torch.float32):
+            return super().backward(sequences, last=last)
+
+    def take_ledger(self) -> dict[str, dict[str, float]]:
+        return node_bytes(self._ledger, self.job.topology)

@@ -1,0 +1,139 @@
+"""A cluster that need not exist: cells are answered by the schedule simulator, in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from baselines import registry
+from experiments import gate
+from experiments.clusters.interface import ClusterError, Outcome
+from experiments.costs.emulated import emulated
+from experiments.costs.hardware import GB, Hardware
+from experiments.costs.hardware import cluster as gpu_cluster
+from experiments.costs.workload import Workload
+from experiments.records import AnyCluster, Cell, Measurement, Simulation
+from experiments.simulator.prediction import Prediction, predict
+
+#: Bits a second for a cell without a limit: no link between nodes is faster today.
+_UNLIMITED = 1e15
+
+
+class SimulatedCluster:
+    """Implements ``experiments.clusters.interface.Cluster`` without processes.
+
+    A cluster of kind ``emulated`` is simulated as the host that the committed records were
+    measured on. Raises ``ClusterError`` for one of rented nodes, of which nothing is known.
+    """
+
+    evidence: Literal["measured", "emulated", "simulated"] = "simulated"
+
+    def __init__(self, spec: AnyCluster) -> None:
+        if spec.kind == "rented":
+            raise ClusterError(
+                "cluster.kind = 'rented': is not simulated, because its hardware is not described; "
+                "allowed are emulated and simulated"
+            )
+        self.nodes = spec.nodes
+        self.ranks_per_node = spec.ranks_per_node
+        self._spec = spec
+
+    def __enter__(self) -> SimulatedCluster:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        return None
+
+    def shape(self, bits_per_s: int | None) -> dict[str, Any]:
+        """Returns all that the simulation assumes of the cluster."""
+        assumed = asdict(hardware_of(self._spec, bits_per_s))
+        if bits_per_s is None:
+            assumed["inter_bytes_per_s"] = None
+        return {name: value for name, value in assumed.items() if value != float("inf")}
+
+    def run(
+        self,
+        entry: str,
+        arguments: Sequence[str],
+        *,
+        logs: Path,
+        environment: Mapping[str, str],
+        timeout_s: float,
+    ) -> Outcome:
+        """Predict the cell of the worker's arguments, whatever the worker; see ``Cluster.run``."""
+        cell_file, output = map(Path, arguments)
+        cell = Cell.model_validate_json(cell_file.read_bytes())
+        gate.pass_through(output)
+        hardware = hardware_of(self._spec, cell.inter_bandwidth_bits_per_s)
+        workload = Workload.of(cell)
+        prediction = predict(workload, hardware)
+        if prediction.state == "oom":
+            return Outcome("oom", error=prediction.error)
+        measurement = measured(workload, hardware, prediction)
+        (output / "measurement.json").write_text(
+            measurement.model_dump_json(indent=1), encoding="utf-8"
+        )
+        return Outcome("ok")
+
+
+def hardware_of(spec: AnyCluster, inter_bits_per_s: float | None) -> Hardware:
+    """What the simulation assumes of a cluster whose nodes send this many bits a second."""
+    if spec.kind != "simulated":
+        return emulated(spec.nodes, spec.ranks_per_node, inter_bits_per_s)
+    return gpu_cluster(
+        spec.gpu,
+        nodes=spec.nodes,
+        ranks_per_node=spec.ranks_per_node,
+        inter_bits_per_s=_UNLIMITED if inter_bits_per_s is None else inter_bits_per_s,
+        host_memory_bytes=spec.host_memory_gb * GB,
+        matmul_efficiency=spec.matmul_efficiency,
+        link_efficiency=spec.link_efficiency,
+        inter_latency_seconds=spec.inter_latency_us / 1e6,
+    )
+
+
+def measured(workload: Workload, hardware: Hardware, prediction: Prediction) -> Measurement:
+    """The prediction in the terms of a record: one step, and no losses."""
+    entry = registry.find(workload.strategy)
+    needs, ranks = prediction.footprint, hardware.ranks_per_node
+    critical: dict[str, float] = {}
+    run = prediction.run
+    for index in run.critical_path():
+        stream, span = run.tasks[index].stream, run.spans[index]
+        critical[stream] = critical.get(stream, 0.0) + span.end - span.start
+    cached = entry.name == "fcdp" or "cache" in needs.host
+    on_gpu = hardware.backend == "nccl"
+    return Measurement(
+        engine=entry.engine,
+        engine_version=entry.engine_version() or "not installed",
+        policy=workload.policy if entry.name == "fcdp" else None,
+        parameters=workload.parameters,
+        trainable_parameters=workload.trained,
+        step_seconds=[prediction.step_seconds],
+        losses=[],
+        inter_node_bytes_per_step=prediction.inter_node_bytes,
+        inter_node_bytes_closed_form=None,
+        ledger_bytes_per_step={
+            link: dict(phases) for link, phases in prediction.moved_bytes.items()
+        },
+        peak_host_bytes=round(needs.host_bytes / ranks),
+        host_cache_bytes=round(needs.host.get("cache", 0.0) / ranks) if cached else None,
+        peak_device_bytes=round(needs.device_bytes) if on_gpu else None,
+        simulation=Simulation(
+            mfu=prediction.mfu,
+            hfu=prediction.hfu,
+            bottleneck=prediction.bottleneck,
+            busy=dict(prediction.busy),
+            critical_seconds=critical,
+            device_bytes=dict(needs.device),
+            host_bytes=dict(needs.host),
+        ),
+    )

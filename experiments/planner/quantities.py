@@ -1,0 +1,108 @@
+"""Quantities as people write them on a command line; each error names option, value, allowed."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+_NUMBER = re.compile(r"([+-]?[\d_]*\.?\d+(?:[eE][+-]?\d+)?)\s*(.*)", re.DOTALL)
+_DECIMAL = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_BINARY = {"ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
+#: Prefixes of any case; a bit is b or bit, a byte is B.
+_RATE = re.compile(r"([kmgtKMGT]?)(bps|bits?/s|b/s|Bps|B/s)")
+_SIZE = re.compile(r"([kmgtKMGT]i?|)B")
+_COUNTS = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+_LORA = re.compile(r"lora:(\d+)")
+#: Not inside of brackets.
+_COMMA = re.compile(r",(?![^(]*\))")
+
+_T = TypeVar("_T")
+
+
+def bits_per_s(option: str, text: str) -> float:
+    """A bandwidth: ``100Gbps``, ``100 Gbit/s``, ``12.5 GB/s``."""
+    allowed = "a number above 0 and a unit, such as 100Gbps, '100 Gbit/s' or 12.5GB/s"
+    number, unit = _split(option, text, allowed)
+    match = _RATE.fullmatch(unit)
+    if match is None:
+        raise _mistake(option, text, allowed)
+    return number * _DECIMAL[match[1].lower()] * (8 if match[2].startswith("B") else 1)
+
+
+def size_bytes(option: str, text: str) -> float:
+    """A size of memory: ``512GB``, ``512 GiB``, ``1TB``."""
+    allowed = "a number above 0 and a unit, such as 512GB, '512 GiB' or 1TB"
+    number, unit = _split(option, text, allowed)
+    match = _SIZE.fullmatch(unit)
+    if match is None:
+        raise _mistake(option, text, allowed)
+    return number * (_DECIMAL | _BINARY)[match[1].lower()]
+
+
+def count(option: str, text: str) -> float:
+    """A large number: ``1e9``, ``1B``, ``300M``."""
+    allowed = "a number above 0, such as 1e9, 1B or 300M"
+    number, unit = _split(option, text, allowed)
+    return number * _found(_COUNTS, unit, option, text, allowed)
+
+
+def whole(option: str, text: str) -> int:
+    """A whole number, 1 or more."""
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise _mistake(option, text, "whole numbers, 1 or more")
+    return int(text)
+
+
+def share(option: str, text: str) -> float:
+    """A number from 0 to 1."""
+    allowed = "numbers from 0 to 1"
+    try:
+        value = float(text)
+    except ValueError:
+        raise _mistake(option, text, allowed) from None
+    if not 0 <= value <= 1:
+        raise _mistake(option, text, allowed)
+    return value
+
+
+def lora_rank(option: str, text: str) -> int:
+    """``lora:RANK``."""
+    match = _LORA.fullmatch(text.strip())
+    if match is None or int(match[1]) < 1:
+        raise _mistake(option, text, "lora:RANK, such as lora:8")
+    return int(match[1])
+
+
+def each(option: str, text: str, parse: Callable[[str, str], _T]) -> tuple[_T, ...]:
+    """All of a list with commas, each once."""
+    parts = _COMMA.split(text)
+    return tuple(dict.fromkeys(parse(option, part) for part in parts))
+
+
+def name(option: str, text: str) -> str:
+    """A name in a list; whether it exists is somebody else's to say."""
+    if not text.strip():
+        raise _mistake(option, text, "names with commas between them")
+    return text.strip()
+
+
+def _split(option: str, text: str, allowed: str) -> tuple[float, str]:
+    match = _NUMBER.fullmatch(text.strip())
+    if match is None:
+        raise _mistake(option, text, allowed)
+    number = float(match[1])
+    if not 0 < number < math.inf:
+        raise _mistake(option, text, allowed)
+    return number, match[2]
+
+
+def _found(units: Mapping[str, float], unit: str, option: str, text: str, allowed: str) -> float:
+    if unit not in units:
+        raise _mistake(option, text, allowed)
+    return units[unit]
+
+
+def _mistake(option: str, text: str, allowed: str) -> ValueError:
+    return ValueError(f"{option} = {text!r}: allowed: {allowed}")

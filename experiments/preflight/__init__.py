@@ -1,0 +1,1 @@
+"""Measures a cluster's links, copies and compute, and says whether FCDP will help there."""

@@ -1,0 +1,151 @@
+"""``python -m experiments preflight``: the command, its table and its advice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from experiments import terminal
+from experiments.clusters import kinds
+from experiments.clusters.kinds import ClusterKind
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from experiments.preflight.advice import Advice
+    from experiments.preflight.schema import Link, Preflight
+    from experiments.records import ClusterSpec
+
+
+def preflight(
+    cluster: Annotated[
+        ClusterKind, typer.Option(help="What to measure; rented nodes need their agents.")
+    ] = ClusterKind.EMULATED,
+    nodes: Annotated[int, typer.Option(min=1, help="Of an emulated cluster.")] = 2,
+    ranks: Annotated[int, typer.Option(min=1, help="A node, of an emulated cluster.")] = 2,
+    bandwidth: Annotated[
+        str, typer.Option(help="Between emulated nodes, such as '10 Mbit/s'.")
+    ] = "unshaped",
+    parameters: Annotated[
+        float | None, typer.Option(help="Of the model to be judged (7e9, on CPUs 3.4e6).")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="Of that model (32, on CPUs 4).")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="A rank and micro-batch (4096, on CPUs 128).")
+    ] = None,
+    accumulation: Annotated[int | None, typer.Option(help="Micro-batches a step (1).")] = None,
+    output: Annotated[
+        Path, typer.Option(metavar="FILE", help="Where the figures go, as JSON.")
+    ] = Path("runs/preflight/preflight.json"),
+) -> None:
+    """Measure a cluster's links, copies and compute; say whether FCDP will help there, and why.
+
+    The planner and the simulator read FILE. Exit status: 0; 2 if nothing could be measured.
+    """
+    from experiments.clusters.interface import ClusterError
+    from experiments.matrix import parse_bandwidth
+    from experiments.preflight import advice, run
+    from experiments.records import ClusterSpec
+
+    asked: dict[str, Any] = {
+        "parameters": parameters,
+        "layers": layers,
+        "tokens": tokens,
+        "accumulation": accumulation,
+    }
+    given = {name: value for name, value in asked.items() if value is not None}
+    try:
+        advice.Workload(**{"parameters": 1, "layers": 1, "tokens": 1, **given})
+        if cluster is ClusterKind.SIMULATED:
+            raise ValueError(
+                "--cluster simulated: has nothing to measure; allowed: emulated, rented"
+            )
+        limit = parse_bandwidth(bandwidth)
+        spec = kinds.override(cluster) or ClusterSpec(nodes=nodes, ranks_per_node=ranks)
+        if spec.kind == "emulated":
+            kinds.enter_namespace()
+        measured = _measured(spec, limit, output)
+    except (ValueError, ClusterError, run.PreflightError) as error:
+        terminal.stop(str(error))
+    work = replace(advice.Workload.typical(measured.compute.device), **given)
+    console = terminal.console()
+    console.print(_table(measured))
+    console.print(
+        f"{work.parameters:.3g} parameters in {work.layers} layers, {work.tokens} tokens a rank "
+        f"and micro-batch, {work.accumulation} a step (estimates):",
+        highlight=False,
+    )
+    for tuning in ("full", "lora"):
+        console.print(_sentence(advice.advise(measured, work, tuning)), highlight=False)
+    terminal.say(console, "figures", output)
+
+
+def _measured(spec: ClusterSpec, limit: int | None, output: Path) -> Preflight:
+    from experiments.preflight import run
+
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with kinds.cluster(spec, preload=["torch"]) as cluster:
+        measured = run.measure(cluster, limit, output.parent / "preflight-logs")
+    output.write_text(measured.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    return measured
+
+
+def _table(measured: Preflight) -> Table:
+    from rich.table import Table
+
+    table = Table("", "latency", "bandwidth", "sizes", box=None, title_justify="left")
+    table.title = (
+        f"{measured.nodes} nodes × {measured.ranks_per_node} ranks, {measured.compute.device}, "
+        f"{measured.backend}: {measured.evidence}"
+    )
+    links = measured.links
+    for name, link in (
+        ("between nodes, two ranks", links.inter_node_point_to_point),
+        ("between nodes, gather, a node sends", links.inter_node_all_gather),
+        ("inside a node, two ranks", links.intra_node_point_to_point),
+        ("inside a node, gather, a rank sends", links.intra_node_all_gather),
+    ):
+        table.add_row(name, *_columns(link))
+    host = measured.host
+    for name, rate in (
+        ("host memory, a rank copies", host.copy_bytes_per_s),
+        ("host → device", host.to_device_bytes_per_s),
+        ("device → host", host.from_device_bytes_per_s),
+    ):
+        table.add_row(name, "", "–" if rate is None else _bandwidth(rate), "")
+    for dtype, rate in measured.compute.matmul_flops_per_s.items():
+        alone = measured.compute.alone_matmul_flops_per_s[dtype]
+        text = f"{rate / 1e9:,.1f} GFLOP/s"
+        table.add_row(f"matrix product, {dtype}", "", text, f"{alone / 1e9:,.1f} alone")
+    table.add_row("free host memory", "", f"{host.free_bytes / 1e9:,.1f} GB", "")
+    return table
+
+
+def _columns(link: Link | None) -> tuple[str, str, str]:
+    if link is None:
+        return "–", "–", ""
+    sizes = f"{link.samples[0].bytes:,} to {link.samples[-1].bytes:,} bytes"
+    return f"{link.latency_s * 1e6:,.0f} µs", _bandwidth(link.bytes_per_s), sizes
+
+
+def _bandwidth(bytes_per_s: float) -> str:
+    size, prefix = (1e9, "G") if bytes_per_s >= 1e9 else (1e6, "M")
+    return f"{bytes_per_s / size:,.3g} {prefix}B/s ({8 * bytes_per_s / size:,.3g} {prefix}bit/s)"
+
+
+def _sentence(advice: Advice) -> str:
+    verdict = "FCDP helps" if advice.helps else "FCDP does not help"
+    return (
+        f"  {advice.tuning}: {verdict}: {advice.why}. A layer takes "
+        f"{_time(advice.gather_across_s)} across nodes, "
+        f"{_time(advice.gather_from_host_s)} from host memory; a step "
+        f"{_time(advice.zero3_s)} with ZeRO-3, {_time(advice.fcdp_s)} with FCDP "
+        f"({advice.speed_up:.2f}×), of which compute alone {_time(advice.compute_s)}"
+    )
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:,.3g} s" if seconds >= 1 else f"{seconds * 1e3:,.3g} ms"

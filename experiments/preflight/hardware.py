@@ -1,0 +1,82 @@
+"""A cluster as the cost model sees it, from what preflight measured there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from experiments.costs.emulated import emulated
+from experiments.costs.hardware import Gpu, Hardware, cluster
+from experiments.preflight.schema import Link, Preflight
+
+
+def hardware_of(measured: Preflight, device: Gpu | None = None) -> Hardware:
+    """Measured links, copies and matrix products; the rest is the data sheet of ``device``.
+
+    On CPUs, where there is no data sheet, the rest is what was fitted to this project's emulated
+    clusters. Raises ``ValueError`` if GPUs were measured and ``device`` is not given.
+    """
+    if measured.compute.memory_bytes is None:
+        return _of_host(measured)
+    if device is None:
+        raise ValueError(
+            f"gpu: is missing; {measured.compute.device} was measured, say which data sheet it has"
+        )
+    rates = measured.compute.matmul_flops_per_s
+    host = measured.host
+    assert host.to_device_bytes_per_s is not None
+    assert host.from_device_bytes_per_s is not None
+    nominal = cluster(
+        device.name,
+        nodes=measured.nodes,
+        ranks_per_node=measured.ranks_per_node,
+        inter_bits_per_s=1e15,  # replaced below, or not there
+        host_memory_bytes=float(host.free_bytes),
+        matmul_efficiency=min(1.0, rates["bfloat16"] / device.peak_flops),
+    )
+    found = replace(
+        nominal,
+        name=f"{nominal.name}-measured",
+        device=replace(device, memory_bytes=float(measured.compute.memory_bytes)),
+        host_to_device_bytes_per_s=host.to_device_bytes_per_s,
+        device_to_host_bytes_per_s=host.from_device_bytes_per_s,
+    )
+    return _with_links(found, measured)
+
+
+def _of_host(measured: Preflight) -> Hardware:
+    world = measured.nodes * measured.ranks_per_node
+    found = emulated(
+        measured.nodes,
+        measured.ranks_per_node,
+        measured.inter_bandwidth_bits_per_s,
+        memory_bytes=float(measured.host.free_bytes),
+    )
+    # Measured while all ranks computed: together they have what one device would.
+    rate = world * measured.compute.matmul_flops_per_s["float32"]
+    copies = measured.host.copy_bytes_per_s
+    return replace(
+        found,
+        name=f"{found.name}-measured",
+        device=replace(found.device, peak_flops=rate),
+        host_to_device_bytes_per_s=copies,
+        device_to_host_bytes_per_s=copies,
+    )
+
+
+def _with_links(found: Hardware, measured: Preflight) -> Hardware:
+    links = measured.links
+    inter: Link | None = links.inter_node_all_gather
+    intra: Link | None = links.intra_node_all_gather
+    if inter is not None:
+        found = replace(
+            found,
+            inter_bytes_per_s=inter.bytes_per_s,
+            inter_latency_seconds=inter.latency_s / max(1, measured.nodes - 1),
+        )
+    if intra is not None:
+        found = replace(
+            found,
+            intra_bytes_per_s=intra.bytes_per_s,
+            intra_latency_seconds=intra.latency_s / max(1, measured.ranks_per_node - 1),
+        )
+    return found

@@ -1,0 +1,213 @@
+"""What every rank of a preflight runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from experiments import gate
+from experiments.preflight.schema import Compute, Host, Link, Links, Probed, Sample
+from experiments.records import DType
+from fcdp import Topology, exchange
+
+#: Message sizes of one rank, from a flag to a transformer block, in bytes, ...
+_GROWTH = 4
+_SIZES = [_GROWTH**power for power in range(5, 14)]
+#: ... as long as the next is expected to take no longer than this.
+_LONGEST_S = 2.0
+#: Exchanges of a size: more where they are short.
+_REPEATS, _REPEATS_OF_SHORT, _SHORT_S = 3, 9, 0.02
+#: Bytes of a copy, and seconds that a rate is measured for.
+_COPY_BYTES = 64 * 2**20
+_RATE_S = 0.3
+#: Rows of the square matrices that are multiplied: enough to keep the device busy.
+_ROWS = {"cpu": 512}
+_ROWS_ON_ACCELERATOR = 4096
+_DTYPES: tuple[DType, ...] = ("float32", "bfloat16")
+
+
+def main(output_directory: str) -> None:
+    """Measure on this rank; rank 0 writes ``probed.json``. Expects torchrun's environment."""
+    output = Path(output_directory)
+    topology = Topology.from_env()
+    try:
+        dist.barrier(group=topology.control)
+        if topology.rank == 0:
+            gate.pass_through(output)
+        probed = _Probe(topology).measure()
+        if topology.rank == 0:
+            text = probed.model_dump_json(indent=1)
+            (output / "probed.json").write_text(text, encoding="utf-8")
+    finally:
+        dist.destroy_process_group()
+
+
+class _Probe:
+    """One rank's part of all measurements; every method is called by all ranks."""
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+        self._device = torch.device(topology.mesh.device_type)
+
+    def measure(self) -> Probed:
+        return Probed(
+            backend=dist.get_backend(self._topology.mesh.get_group()),
+            links=self._links(),
+            host=self._host(),
+            compute=self._compute(),
+        )
+
+    def _links(self) -> Links:
+        topology = self._topology
+        nodes, ranks = topology.nodes, topology.ranks_per_node
+        return Links(
+            inter_node_point_to_point=None if nodes == 1 else self._point_to_point(ranks),
+            inter_node_all_gather=None
+            if nodes == 1
+            else self._all_gather(topology.inter, senders=ranks),
+            intra_node_point_to_point=None if ranks == 1 else self._point_to_point(1),
+            intra_node_all_gather=None
+            if ranks == 1
+            else self._all_gather(topology.intra, senders=1),
+        )
+
+    def _point_to_point(self, other: int) -> Link:
+        """Rank 0 to ``other`` and back, halved."""
+        group = self._topology.mesh.get_group()
+        peer = {0: other, other: 0}.get(self._topology.rank)
+
+        def exchange_of(size: int) -> Callable[[], None]:
+            buffer = torch.zeros(size, dtype=torch.uint8, device=self._device)
+
+            def there_and_back() -> None:
+                if peer is None:
+                    return
+                for sending in (peer != 0, peer == 0):
+                    part = [(peer, buffer)]
+                    received, sent = ([], part) if sending else (part, [])
+                    _wait(exchange.swap(received, sent, group))
+                    self._synchronise()
+
+            return there_and_back
+
+        samples = self._samples(exchange_of)
+        return Link.of(2, [Sample(bytes=size, seconds=s / 2) for size, s in samples])
+
+    def _all_gather(self, group: dist.ProcessGroup, senders: int) -> Link:
+        """Each rank sends its part to the others; ``senders`` ranks share the link."""
+        others = group.size() - 1
+
+        def exchange_of(size: int) -> Callable[[], None]:
+            gathered = torch.zeros(group.size() * size, dtype=torch.uint8, device=self._device)
+
+            def gather() -> None:
+                _wait(exchange.all_gather([gathered], group))
+                self._synchronise()
+
+            return gather
+
+        return Link.of(
+            group.size(),
+            [
+                Sample(bytes=size * others * senders, seconds=seconds)
+                for size, seconds in self._samples(exchange_of)
+            ],
+        )
+
+    def _samples(self, exchange_of: Callable[[int], Callable[[], None]]) -> list[tuple[int, float]]:
+        """Sizes and the seconds of each, as far as the link is quick enough."""
+        samples: list[tuple[int, float]] = []
+        for size in _SIZES:
+            call = exchange_of(size)
+            first = self._slowest(call)  # makes connections and buffers, too
+            repeats = _REPEATS_OF_SHORT if first < _SHORT_S else _REPEATS
+            samples.append((size, median(self._slowest(call) for _ in range(repeats))))
+            if len(samples) > 1 and _GROWTH * samples[-1][1] > _LONGEST_S:
+                break
+        return samples
+
+    def _slowest(self, call: Callable[[], None]) -> float:
+        """Seconds of a call that all ranks begin together, the slowest rank's."""
+        dist.barrier(group=self._topology.control)
+        begin = time.perf_counter()
+        call()
+        seconds: float = max(self._of_all(time.perf_counter() - begin))
+        return seconds
+
+    def _host(self) -> Host:
+        source = torch.ones(_COPY_BYTES, dtype=torch.uint8)
+        target = torch.zeros_like(source)
+        to_device = from_device = None
+        if self._device.type != "cpu":
+            pinned = source.pin_memory()
+            there = torch.zeros_like(source, device=self._device)
+            to_device = self._rate(lambda: there.copy_(pinned), _COPY_BYTES)
+            from_device = self._rate(lambda: pinned.copy_(there), _COPY_BYTES)
+        return Host(
+            copy_bytes_per_s=self._rate(lambda: target.copy_(source), _COPY_BYTES),
+            to_device_bytes_per_s=to_device,
+            from_device_bytes_per_s=from_device,
+            free_bytes=min(self._of_all(psutil.virtual_memory().available)),
+        )
+
+    def _compute(self) -> Compute:
+        together, alone = {}, {}
+        rows = _ROWS.get(self._device.type, _ROWS_ON_ACCELERATOR)
+        for name in _DTYPES:
+            matrix = torch.randn(rows, rows, device=self._device).to(getattr(torch, name))
+            product = torch.empty_like(matrix)
+
+            def multiply(matrix: torch.Tensor = matrix, product: torch.Tensor = product) -> object:
+                return torch.mm(matrix, matrix, out=product)
+
+            together[name] = self._rate(multiply, 2 * rows**3)
+            alone[name] = self._rate(multiply, 2 * rows**3, of=[0])
+        on_cpu = self._device.type == "cpu"
+        properties: Any = None if on_cpu else torch.cuda.get_device_properties(self._device)
+        return Compute(
+            device="cpu" if on_cpu else properties.name,
+            matmul_flops_per_s=together,
+            alone_matmul_flops_per_s=alone,
+            memory_bytes=None if on_cpu else properties.total_memory,
+        )
+
+    def _rate(
+        self, call: Callable[[], object], amount: float, of: Sequence[int] | None = None
+    ) -> float:
+        """``amount`` of a call, a second: the slowest of all ranks, or of some, working at once."""
+        takes_part = of is None or self._topology.rank in of
+        if takes_part:
+            call()
+            self._synchronise()
+        dist.barrier(group=self._topology.control)
+        rate = float("inf")
+        if takes_part:
+            begin, calls = time.perf_counter(), 0
+            while (elapsed := time.perf_counter() - begin) < _RATE_S:
+                call()
+                self._synchronise()
+                calls += 1
+            rate = calls * amount / elapsed
+        slowest: float = min(self._of_all(rate))
+        return slowest
+
+    def _of_all(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self._topology.world_size
+        dist.all_gather_object(values, value, group=self._topology.control)
+        return values
+
+    def _synchronise(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize()
+
+
+def _wait(pending: Sequence[exchange.Pending]) -> None:
+    for each in pending:
+        each.wait()

@@ -1,0 +1,121 @@
+"""What a preflight measures: the file that the planner and the simulator read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from experiments.records import DType, Evidence, Strict
+
+
+class Sample(Strict):
+    """One message size."""
+
+    #: What one node sends, if the link is between nodes; what one rank sends, inside a node.
+    bytes: int = Field(ge=1)
+    #: Median of several exchanges, the slowest rank's.
+    seconds: float = Field(gt=0)
+
+
+class Link(Strict):
+    """An exchange at several sizes, and the line through them: latency + bytes / bandwidth."""
+
+    ranks: int = Field(ge=2)
+    samples: list[Sample] = Field(min_length=2)
+    latency_s: float = Field(ge=0)
+    bytes_per_s: float = Field(gt=0)
+
+    @classmethod
+    def of(cls, ranks: int, samples: Sequence[Sample]) -> Link:
+        """Fit the line: bandwidth from the largest messages, latency from the smallest.
+
+        The slope is that of least squares through the largest three, as links that are limited by
+        a token bucket let small messages pass at full speed.
+        """
+        ordered = sorted(samples, key=lambda sample: sample.bytes)
+        largest = ordered[-3:]
+        mean_bytes = sum(sample.bytes for sample in largest) / len(largest)
+        mean_seconds = sum(sample.seconds for sample in largest) / len(largest)
+        spread = sum((sample.bytes - mean_bytes) ** 2 for sample in largest)
+        slope = sum((s.bytes - mean_bytes) * (s.seconds - mean_seconds) for s in largest) / spread
+        if slope <= 0:  # noise: the largest message still says how fast it was
+            slope = ordered[-1].seconds / ordered[-1].bytes
+        latency = max(0.0, ordered[0].seconds - ordered[0].bytes * slope)
+        return cls(ranks=ranks, samples=ordered, latency_s=latency, bytes_per_s=1 / slope)
+
+    def seconds(self, bytes: float) -> float:
+        """How long an exchange of so many bytes takes, by the line."""
+        return self.latency_s + bytes / self.bytes_per_s
+
+
+class Links(Strict):
+    """``None``: there is one node only, or one rank a node."""
+
+    #: Rank 0 and the first rank of another node, alone, there and back.
+    inter_node_point_to_point: Link | None
+    #: All ranks at once gather from the ranks of equal local rank: the first hop of FCDP's gather.
+    inter_node_all_gather: Link | None
+    #: Ranks 0 and 1, alone, there and back.
+    intra_node_point_to_point: Link | None
+    #: All nodes at once gather inside the node: the second hop.
+    intra_node_all_gather: Link | None
+
+
+class Host(Strict):
+    """A rank's copies while all ranks copy, in bytes a second, each byte counted once."""
+
+    copy_bytes_per_s: float = Field(gt=0)
+    #: From and to page-locked memory; ``None`` without an accelerator.
+    to_device_bytes_per_s: float | None = Field(gt=0)
+    from_device_bytes_per_s: float | None = Field(gt=0)
+    #: Host memory that is free on the node that has least.
+    free_bytes: int = Field(ge=0)
+
+
+class Compute(Strict):
+    """Matrix products of a rank, in floating-point operations a second."""
+
+    device: str
+    #: Of the slowest rank while all compute, and of rank 0 while the others wait: emulated nodes
+    #: share their cores.
+    matmul_flops_per_s: dict[DType, float]
+    alone_matmul_flops_per_s: dict[DType, float]
+    #: Device memory of a rank; ``None`` without an accelerator.
+    memory_bytes: int | None
+
+
+class Probed(Strict):
+    """What the ranks measure; rank 0 writes it."""
+
+    backend: str
+    links: Links
+    host: Host
+    compute: Compute
+
+
+class Preflight(Probed):
+    """One cluster, measured."""
+
+    version: Literal[1] = 1
+    evidence: Evidence
+    nodes: int = Field(ge=1)
+    ranks_per_node: int = Field(ge=1)
+    #: The limit of the emulated link; ``None`` where there is none.
+    inter_bandwidth_bits_per_s: int | None
+    network: dict[str, Any]
+    versions: dict[str, str]
+    hardware: dict[str, Any]
+    commit: str | None
+    started_at: str
+    seconds: float
+
+    @classmethod
+    def read(cls, path: Path) -> Preflight:
+        """Raises ``ValueError`` with the file's name if it is not of this form."""
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except ValidationError as error:
+            raise ValueError(f"{path}: not a preflight of this version: {error}") from error

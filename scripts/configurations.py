@@ -1,0 +1,77 @@
+"""Write baselines/configurations: what DeepSpeed is given for the model of the matrix ``volume``.
+
+Thresholds follow the model, so the code makes them; these files show what it makes.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any, cast
+from unittest import mock
+
+import torch
+
+from baselines import deepspeed_zero3, registry, strategy
+from baselines.strategy import Job
+from experiments import matrix, models
+from experiments.records import Cell
+from fcdp import Topology
+
+FOLDER = Path(__file__).resolve().parents[1] / "baselines/configurations"
+
+
+def configurations() -> dict[str, dict[str, Any]]:
+    """By strategy, on CPUs, for full fine-tuning; DeepSpeed itself is not started."""
+    cells = [planned.cell for planned in matrix.read("volume").cells]
+    cell = next(each for each in cells if each.tuning == "full")
+    names = [entry.name for entry in registry.ENTRIES if entry.engine == "deepspeed"]
+    return {name: _configuration(cell, name) for name in names}
+
+
+def _configuration(cell: Cell, name: str) -> dict[str, Any]:
+    with torch.device("meta"):
+        model, blocks = models.build(cell)
+    with (
+        mock.patch.object(deepspeed_zero3, "initialize") as initialize,
+        mock.patch.object(deepspeed_zero3, "build_operators"),
+        mock.patch("deepspeed.ops.adam.DeepSpeedCPUAdam"),
+        mock.patch.object(torch.accelerator, "is_available", return_value=False),
+        mock.patch.object(tempfile, "gettempdir", return_value="TMPDIR"),
+    ):
+        strategy.load(name)(model, _job(cell, blocks))
+    configuration: dict[str, Any] = initialize.call_args.args[2]
+    return configuration
+
+
+def _job(cell: Cell, blocks: Any) -> Job:
+    groups = cast(Any, None)  # no rank is started
+    spec = cell.cluster
+    return Job(
+        topology=Topology(
+            spec.nodes,
+            spec.ranks_per_node,
+            0,
+            mesh=groups,
+            intra=groups,
+            inter=groups,
+            control=groups,
+        ),
+        blocks=blocks,
+        dtype=getattr(torch, cell.dtype),
+        learning_rate=cell.learning_rate,
+        micro_batch=cell.micro_batch,
+        accumulation=cell.accumulation,
+    )
+
+
+def main() -> None:
+    FOLDER.mkdir(exist_ok=True)
+    for name, configuration in configurations().items():
+        text = json.dumps(configuration, indent=2)
+        (FOLDER / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Where DeepSpeed's other pin is looked for, and with what a process imports it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from baselines import pins
+
+
+@pytest.fixture
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A made-up one beside a made-up environment of this process; returns its packages."""
+    packages = Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path / ".venv" / packages))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
+    package = tmp_path / ".venv-paper" / packages / "deepspeed"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text('__version__ = "0.16.2"\n')
+    described = package.parent / "deepspeed-0.16.2.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.16.2\n")
+    return package.parent
+
+
+def test_an_installation_that_was_cut_short_is_none(environment: Path, tmp_path: Path) -> None:
+    assert pins.version("paper") is None
+    (tmp_path / ".venv-paper/setup.stamp").touch()
+    assert pins.version("paper") == "0.16.2"
+
+
+def test_the_usual_pin_is_this_environments() -> None:
+    assert pins.version("current") == metadata.version("deepspeed")
+    assert pins.variables("current") == {}
+
+
+def test_a_process_with_its_variables_imports_it(
+    environment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/somewhere/else")
+    variables = pins.variables("paper")
+    assert variables["PYTHONPATH"].split(os.pathsep) == [str(environment), "/somewhere/else"]
+    done = subprocess.run(
+        [sys.executable, "-c", "import deepspeed; print(deepspeed.__version__)"],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "0.16.2\n"
+
+
+def test_operators_of_one_version_are_not_the_others(environment: Path) -> None:
+    folder = Path(pins.variables("paper")["TORCH_EXTENSIONS_DIR"])
+    assert folder.is_relative_to(f"{sys.prefix}-paper")

@@ -1,0 +1,68 @@
+"""A real model, small, under any strategy: what the tests of all strategies train."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn as nn
+
+from baselines.strategy import Job, Trainable, load
+from experiments import data, models
+from tests.experiments.cells import cell, model_spec
+from tests.fcdp.training import topology_of
+
+SEQUENCE_LENGTH = 32
+#: The learning rate of the matrices, and one that makes a stale parameter show at once.
+USUAL, LARGE = 1e-3, 1e-2
+
+Family = Literal["gpt2", "llama"]
+Tuning = Literal["full", "lora"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One training run; picklable, so that it can be sent to ranks."""
+
+    family: Family
+    tuning: Tuning
+    nodes: int = 2
+    ranks_per_node: int = 1
+    accumulation: int = 1
+    steps: int = 20
+    learning_rate: float = LARGE
+    #: Of the parameters; where they are float32, the gather and the reduction may be narrower.
+    weights: torch.dtype = torch.float32
+    dtype: torch.dtype = torch.float32
+
+
+def train(strategy: str, settings: Settings) -> tuple[nn.Module, list[float]]:
+    """The trained model, and this rank's loss of each step."""
+    spec = model_spec(settings.family, layers=2, width=32, heads=2)
+    model, blocks = models.build(
+        cell(strategy, model=spec, tuning=settings.tuning, sequence_length=SEQUENCE_LENGTH)
+    )
+    model.to(settings.weights)
+    topology = topology_of(settings.nodes, settings.ranks_per_node)
+    trainable = load(strategy)(
+        model,
+        Job(
+            topology=topology,
+            blocks=blocks,
+            dtype=settings.dtype,
+            learning_rate=settings.learning_rate,
+            micro_batch=2,
+            accumulation=settings.accumulation,
+        ),
+    )
+    batches = data.micro_batches(
+        data.corpus(), rank=topology.rank, seed=0, sequences=2, sequence_length=SEQUENCE_LENGTH
+    )
+    losses = [_step(trainable, batches, settings.accumulation) for _ in range(settings.steps)]
+    return model, losses
+
+
+def _step(trainable: Trainable, batches: Iterator[torch.Tensor], accumulation: int) -> float:
+    return trainable.step([next(batches) for _ in range(accumulation)]).item()

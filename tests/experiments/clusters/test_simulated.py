@@ -1,0 +1,187 @@
+"""The cluster kind ``simulated``: matrices whose cells the simulator answers."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from typer.testing import CliRunner
+
+from experiments import matrix, records, runner
+from experiments.clusters.interface import ClusterError
+from experiments.clusters.simulated import SimulatedCluster, hardware_of
+from experiments.costs.hardware import paper_cluster
+from experiments.matrix import PlannedCell
+from experiments.records import Cell, ClusterSpec, Record, SimulatedSpec
+from experiments.run_directory import RunDirectory
+from tests.experiments.cells import cell, model_spec
+
+SPEC = SimulatedSpec(kind="simulated", nodes=2, ranks_per_node=8, gpu="a40")
+
+
+class Nobody:
+    def cell_started(self, cell: Cell, directory: Path) -> None:
+        return None
+
+    def cell_finished(self, record: Record) -> None:
+        return None
+
+
+def simulated(strategy: str, **settings: Any) -> Cell:
+    return cell(strategy, **{"cluster": SPEC, "dtype": "bfloat16", **settings})
+
+
+def run(cells: list[Cell], directory: Path) -> list[Record]:
+    planned = [PlannedCell(given, None) for given in cells]
+    cluster = SimulatedCluster(cells[0].cluster)
+    return runner.run(planned, [], cluster, RunDirectory(directory), Nobody())
+
+
+def test_a_cell_has_a_record_without_any_process(tmp_path: Path) -> None:
+    given = simulated("fcdp", inter_bandwidth_bits_per_s=10**9, tuning="lora")
+    (record,) = run([given], tmp_path)
+    assert (record.state, record.evidence, record.error) == ("ok", "simulated", None)
+    assert records.read(tmp_path / "records.jsonl") == [record]
+    measurement = record.measurement
+    assert measurement is not None
+    assert measurement.simulation is not None
+    assert len(measurement.step_seconds) == 1
+    assert measurement.losses == []
+    assert record.tokens_per_s == given.tokens_per_step / measurement.step_seconds[0]
+    assert measurement.ledger_bytes_per_step is not None
+    sent = sum(measurement.ledger_bytes_per_step["inter_node"].values())
+    assert sent == measurement.inter_node_bytes_per_step
+    assert sum(measurement.simulation.critical_seconds.values()) == pytest.approx(
+        measurement.step_seconds[0]
+    )
+    # What was assumed of the cluster is in the record.
+    assert record.network["device"]["name"] == "a40"
+    assert record.network["inter_bytes_per_s"] == 0.8 * 10**9 / 8
+
+
+def test_what_does_not_fit_is_oom(tmp_path: Path) -> None:
+    wide = model_spec("gpt2", layers=40, width=8192, heads=64)
+    (record,) = run([simulated("ddp", model=wide)], tmp_path)
+    assert record.state == "oom"
+    assert record.error is not None
+    assert "a device needs" in record.error
+    assert record.measurement is None
+
+
+def test_what_cannot_be_simulated_fails_alone(tmp_path: Path) -> None:
+    first, second = run([simulated("fcdp", dtype="float32"), simulated("fcdp")], tmp_path)
+    assert first.state == "failed"
+    assert first.error is not None
+    assert "allowed: bfloat16" in first.error
+    assert second.state == "ok"
+
+
+def test_emulated_cells_are_simulated_as_the_host_they_ran_on(tmp_path: Path) -> None:
+    given = cell("fcdp", inter_bandwidth_bits_per_s=10**8)
+    (record,) = run([given], tmp_path)
+    assert record.cell_id == given.id
+    assert record.network["backend"] == "gloo"
+    assert record.network["ranks_sharing_device"] == 4
+
+
+def test_rented_nodes_are_not_known() -> None:
+    with pytest.raises(ClusterError, match=r"cluster\.kind = 'rented': is not simulated"):
+        SimulatedCluster(ClusterSpec(kind="rented", nodes=2, ranks_per_node=8))
+
+
+def test_the_papers_cluster_can_be_written_in_a_matrix_file() -> None:
+    paper = hardware_of(SPEC.model_copy(update={"nodes": 4}), 10**11)
+    assert paper == paper_cluster()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("gpu", "a41", "gpu = 'a41': allowed are a40, a100-40gb"),
+        ("nodes", 0, "greater than or equal to 1"),
+        ("link_efficiency", 1.5, "less than or equal to 1"),
+        ("host_memory_gb", -1, "greater than 0"),
+    ],
+)
+def test_an_impossible_cluster_is_an_error(field: str, value: object, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        SimulatedSpec.model_validate({**SPEC.model_dump(), field: value})
+
+
+def test_only_simulations_recompute() -> None:
+    assert simulated("fcdp", recomputed=1.0).id != simulated("fcdp").id
+    with pytest.raises(ValidationError, match="recomputed 1 is for clusters of kind simulated"):
+        cell("fcdp", recomputed=1.0)
+
+
+def test_the_command_simulates_a_matrix_of_another_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No privileges, no namespaces; records apart from those of the cells that really ran."""
+    from experiments import __main__ as command
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "_enter_namespace", lambda: pytest.fail("is not needed"))
+    monkeypatch.setattr(command, "_on_signals", lambda action: None)
+    monkeypatch.setattr(command, "_finish", lambda *arguments, **options: True)
+    result = CliRunner().invoke(
+        command.app, ["run", "parity", "--cluster", "simulated", "--only", "mics-full"]
+    )
+    assert result.exit_code == 0, result.output
+    found = records.read(tmp_path / "runs" / "parity-simulated" / "records.jsonl")
+    # Also what this machine could not run.
+    assert {"mics", "deepspeed-mics"} <= {record.cell.strategy for record in found}
+    assert {(record.state, record.evidence) for record in found} == {("ok", "simulated")}
+
+
+FILE = """
+    name: test
+    description: one cell a strategy
+    cluster: {kind: simulated, nodes: 2, ranks_per_node: 8, gpu: GPU}
+    models:
+      - {name: gpt2-2x128, family: gpt2, layers: 2, width: 128, heads: 4}
+    axes:
+      strategy: [deepspeed-mics, fcdp]
+    workload:
+      model: gpt2-2x128
+      tuning: full
+      inter_bandwidth: 10 Gbit/s
+      sequence_length: 64
+      micro_batch: 1
+      accumulation: 1
+      dtype: bfloat16
+      lora_rank: 8
+      learning_rate: 0.001
+      warmup_steps: 1
+      steps: 1
+      timeout_s: 60
+"""
+
+
+def written(directory: Path, text: str) -> str:
+    file = directory / "test.yaml"
+    file.write_text(textwrap.dedent(text), encoding="utf-8")
+    return str(file)
+
+
+def test_a_matrix_file_names_the_gpu(tmp_path: Path) -> None:
+    plan = matrix.read(written(tmp_path, FILE.replace("GPU", "h100-sxm")))
+    assert isinstance(plan.cluster, SimulatedSpec)
+    assert plan.cluster.gpu == "h100-sxm"
+    # NCCL's collectives, which this machine has not, are no matter.
+    assert [planned.skip_reason for planned in plan.cells] == [None, None]
+
+
+def test_an_unknown_gpu_is_an_error_of_its_line(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"test\.yaml:4: cluster\.gpu: .*allowed are a40"):
+        matrix.read(written(tmp_path, FILE.replace("GPU", "h1000")))
+
+
+def test_cells_of_any_matrix_keep_their_ids_when_they_are_simulated() -> None:
+    here, there = matrix.read("parity"), matrix.read("parity", simulated=True)
+    assert [planned.cell.id for planned in here.cells] == [p.cell.id for p in there.cells]
+    skipped = [planned.skip_reason for planned in there.cells if planned.skip_reason]
+    assert set(skipped) == {"accumulation is compared on full fine-tuning only"}

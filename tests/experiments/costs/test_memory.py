@@ -1,0 +1,160 @@
+"""Activations against real modules; what strategies hold where; the largest micro-batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experiments import models
+from experiments.costs import memory
+from experiments.costs.hardware import paper_cluster
+from experiments.costs.strategies import SCHEMES
+from experiments.costs.workload import Workload
+from experiments.paper_models import PAPER_MODELS
+from tests.experiments.cells import cell, model_spec
+
+HARDWARE = paper_cluster()
+
+
+def workload(strategy: str, model: str = "gpt-10b", **more: Any) -> Workload:
+    given_cell = cell(strategy, model=PAPER_MODELS[model], dtype="bfloat16", sequence_length=512)
+    return replace(Workload.of(given_cell), micro_batch=more.pop("micro_batch", 8), **more)
+
+
+@pytest.mark.parametrize("tuning", ["full", "lora"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_activations_are_what_real_blocks_keep(
+    family: Literal["gpt2", "llama"], tuning: str
+) -> None:
+    length, layers = 64, 3
+    spec = model_spec(family, layers=layers, width=128)
+    given_cell = cell(
+        "fcdp",
+        model=spec,
+        sequence_length=length,
+        tuning=tuning,
+        micro_batch=2,
+        dtype="bfloat16",
+        lora_rank=1,
+    )
+    model, blocks = models.build(given_cell)
+    model.to(torch.bfloat16)
+    weights = {param.untyped_storage().data_ptr() for param in model.parameters()}
+    weights |= {buffer.untyped_storage().data_ptr() for buffer in model.buffers()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    held: list[torch.Tensor] = []  # so that no address is used twice
+    inside = torch.randn(2, length, 128, dtype=torch.bfloat16, requires_grad=True)
+    position = torch.arange(length)[None]
+    arguments: dict[str, Any] = {}
+    if family == "llama":
+        arguments["position_embeddings"] = model.get_submodule(
+            "base_model.model.model.rotary_emb" if tuning == "lora" else "model.rotary_emb"
+        )(inside, position)
+        held += arguments["position_embeddings"]
+        weights |= {tensor.untyped_storage().data_ptr() for tensor in held}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = inside
+        for block in blocks:
+            output = block(output, **arguments)
+            output = output[0] if isinstance(output, tuple) else output
+            held.append(output)
+    expected = layers * given_cell.micro_batch * length
+    expected *= memory.block_activation_bytes(Workload.of(given_cell))
+    assert sum(kept.values()) == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize("strategy", SCHEMES)
+def test_memory_is_affine_in_the_micro_batch(strategy: str) -> None:
+    """From where activations, and not gradients, make a step's fullest moment."""
+    first, second, third = (
+        memory.peak(workload(strategy, micro_batch=size), HARDWARE).device_bytes
+        for size in (16, 17, 18)
+    )
+    assert third - second == pytest.approx(second - first)
+    assert second > first
+
+
+def test_states_take_sixteen_bytes_a_parameter_over_all_ranks() -> None:
+    """papers.md 5.2: 8φQ, where Q is 2."""
+    for strategy, sharers in (("fsdp2", 32), ("fsdp2-hsdp", 8), ("ddp", 1), ("fcdp", 32)):
+        given_workload = workload(strategy, accumulation=2)
+        parts = memory.peak(given_workload, HARDWARE).device
+        states = sum(parts[name] for name in ("parameters", "gradients", "optimizer states"))
+        assert states == pytest.approx(16 * given_workload.parameters / sharers)
+
+
+def test_what_caches_take() -> None:
+    """docs/memory.md: (n−1)/n · P / L a rank on the device, (n−1)/n · P a node on the host."""
+    gathered = 2 * workload("fcdp").parameters
+    host = memory.peak(workload("fcdp"), HARDWARE)
+    assert host.host["cache"] == pytest.approx(3 / 4 * gathered)
+    assert "cache" not in host.device
+    device = memory.peak(workload("hpz"), HARDWARE)
+    assert device.device["cache"] == pytest.approx(3 / 4 * gathered / 8)
+    assert not device.host
+    disk = memory.peak(workload("fcdp", policy="disk"), HARDWARE)
+    assert disk.disk["cache"] == pytest.approx(3 / 4 * gathered)
+    # The vendor keeps a second shard that is whole: 2W/L.
+    vendor = memory.peak(workload("deepspeed-hpz"), HARDWARE)
+    assert vendor.device["cache"] == pytest.approx(gathered / 8)
+
+
+def test_offload_moves_states_to_the_host() -> None:
+    device = memory.peak(workload("fsdp2", accumulation=2), HARDWARE)
+    host = memory.peak(workload("fsdp2-offload", accumulation=2), HARDWARE)
+    moved = ("parameters", "gradients", "optimizer states")
+    for part in moved:
+        assert host.host[part] == pytest.approx(8 * device.device[part])
+        assert part not in host.device
+    disk = memory.peak(workload("deepspeed-infinity"), HARDWARE)
+    assert set(disk.disk) == {"parameters", "optimizer states"}
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fcdp", "hpz", "fsdp2-offload"])
+@pytest.mark.parametrize("recomputed", [0.0, 1.0])
+def test_the_largest_micro_batch_fits_and_the_next_does_not(
+    strategy: str, recomputed: float
+) -> None:
+    given_workload = workload(strategy, recomputed=recomputed)
+    largest = memory.largest_micro_batch(given_workload, HARDWARE)
+    assert largest > 0
+    for size, fits in ((largest, True), (largest + 1, False)):
+        shortage = memory.peak(replace(given_workload, micro_batch=size), HARDWARE).shortage(
+            HARDWARE
+        )
+        assert (shortage is None) == fits
+
+
+def test_what_never_fits() -> None:
+    given_workload = workload("ddp", "gpt-30b", micro_batch=1)
+    assert memory.largest_micro_batch(given_workload, HARDWARE) == 0
+    shortage = memory.peak(given_workload, HARDWARE).shortage(HARDWARE)
+    assert shortage is not None
+    assert "a device needs" in shortage
+    small = replace(HARDWARE, host_memory_bytes=1e9)
+    shortage = memory.peak(workload("fcdp", micro_batch=1), small).shortage(small)
+    assert shortage is not None
+    assert "a node's host needs 14.8 GB, has 1.0" in shortage
+
+
+@settings(max_examples=30)
+@given(st.floats(0, 1), st.floats(0, 1))
+def test_recomputing_more_never_takes_more_once_a_block_is(less: float, more: float) -> None:
+    less, more = sorted((max(less, 1e-6), max(more, 1e-6)))
+    needed = [
+        memory.peak(workload("fsdp2", recomputed=share), HARDWARE).device_bytes
+        for share in (less, more)
+    ]
+    assert needed[1] <= needed[0] * (1 + 1e-9)

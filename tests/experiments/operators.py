@@ -1,0 +1,22 @@
+"""DeepSpeed's operators, compiled before a cell's time limit would have to pay for it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+
+from baselines import pins
+from baselines.pins import Pin
+
+
+@cache
+def build(pin: Pin) -> None:
+    """Compile what every strategy uses; skips the test where this DeepSpeed is not installed."""
+    if pins.version(pin) is None:
+        pytest.skip(f"DeepSpeed ({pin}) is not installed: {pins.COMMANDS[pin]}")
+    environment = {**os.environ, **pins.variables(pin)}
+    subprocess.run([sys.executable, "-m", "baselines.deepspeed_zero3"], env=environment, check=True)

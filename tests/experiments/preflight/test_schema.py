@@ -1,0 +1,50 @@
+"""The line through the samples of a link, and the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from experiments.preflight.schema import Link, Preflight, Sample
+from tests.experiments.preflight.made_up import preflight
+
+SIZES = [4**power for power in range(5, 14)]
+
+
+@given(
+    latency=st.floats(0, 1e-2),
+    bytes_per_s=st.floats(1e5, 1e11),
+    sizes=st.lists(st.sampled_from(SIZES), min_size=2, unique=True),
+)
+def test_a_line_is_found_again(latency: float, bytes_per_s: float, sizes: list[int]) -> None:
+    samples = [Sample(bytes=size, seconds=latency + size / bytes_per_s) for size in sizes]
+    link = Link.of(2, samples)
+    for sample in samples:
+        assert link.seconds(sample.bytes) == pytest.approx(sample.seconds, rel=1e-3)
+
+
+def test_a_burst_that_passes_at_full_speed_does_not_raise_the_bandwidth() -> None:
+    bucket, rate = 36_000, 1.25e6
+    samples = [
+        Sample(bytes=size, seconds=1e-4 + max(0, size - bucket) / rate) for size in SIZES[:6]
+    ]
+    assert Link.of(2, samples).bytes_per_s == pytest.approx(rate, rel=0.02)
+
+
+def test_noise_gives_no_negative_bandwidth() -> None:
+    samples = [Sample(bytes=1024, seconds=0.2), Sample(bytes=4096, seconds=0.1)]
+    link = Link.of(2, samples)
+    assert link.bytes_per_s == pytest.approx(40960)
+    assert link.latency_s >= 0
+
+
+def test_the_file_is_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "preflight.json"
+    file.write_text(preflight().model_dump_json())
+    assert Preflight.read(file) == preflight()
+    file.write_text(preflight().model_dump_json().replace('"nodes"', '"knots"'))
+    with pytest.raises(ValueError, match="preflight.json: not a preflight of this version"):
+        Preflight.read(file)

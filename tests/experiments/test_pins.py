@@ -1,0 +1,87 @@
+"""Both pins of DeepSpeed train, and under both hpZ keeps what does not change.
+
+The paper's table gives ZeRO++ half of ZeRO-3's bytes with LoRA. DeepSpeed's hpZ drops only the
+secondary shards of trained parameters after a step, so it sends next to nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from baselines import pins
+from baselines.pins import Pin
+from experiments.__main__ import PRELOADED
+from experiments.clusters.emulated import EmulatedCluster
+from experiments.clusters.privileges import missing_capabilities
+from experiments.records import ClusterSpec
+from tests.experiments import cells, operators
+from tests.experiments.cells import NODES, RANKS_PER_NODE, Run, cell
+
+pytestmark = pytest.mark.slow
+
+
+@dataclass(frozen=True)
+class Runs:
+    """LoRA under one pin."""
+
+    pin: Pin
+    zero3: Run
+    hpz: Run
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[EmulatedCluster]:
+    if missing := missing_capabilities():
+        pytest.skip(f"needs {' and '.join(missing)}: run as root")
+    spec = ClusterSpec(nodes=NODES, ranks_per_node=RANKS_PER_NODE)
+    # Without DeepSpeed: each pin's ranks import their own.
+    with EmulatedCluster(spec, preload=PRELOADED) as built:
+        yield built
+
+
+@pytest.fixture(scope="module", params=pins.PINS)
+def runs(
+    request: pytest.FixtureRequest,
+    cluster: EmulatedCluster,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Runs:
+    pin: Pin = request.param
+    operators.build(pin)
+    directory = tmp_path_factory.mktemp(pin)
+
+    def run(strategy: str) -> Run:
+        lora = cell(strategy, tuning="lora", deepspeed=pin)
+        return cells.run(cluster, lora, directory / strategy, cells.WATCHING_WORKER)
+
+    return Runs(pin, run("deepspeed-zero3"), run("deepspeed-hpz"))
+
+
+def test_the_version_is_the_pins(runs: Runs) -> None:
+    assert runs.zero3.measurement.engine_version == pins.version(runs.pin)
+    assert runs.hpz.measurement.engine_version == pins.version(runs.pin)
+
+
+def test_both_learn_the_same(runs: Runs) -> None:
+    losses = runs.zero3.measurement.losses
+    assert losses[-1] < losses[0]
+    assert runs.hpz.measurement.losses == pytest.approx(losses, rel=1e-5)
+
+
+def test_secondary_shards_of_frozen_parameters_outlive_the_step(runs: Runs) -> None:
+    for rank in range(NODES * RANKS_PER_NODE):
+        file = runs.hpz.directory / f"secondary{rank}.json"
+        shards = json.loads(file.read_text(encoding="utf-8"))
+        assert {shard["kept"] for shard in shards if not shard["trained"]} == {True}
+        assert True not in {shard["kept"] for shard in shards if shard["trained"]}
+
+
+def test_with_lora_hpz_sends_next_to_nothing(runs: Runs) -> None:
+    least = runs.zero3.measurement.inter_node_bytes_closed_form
+    assert least is not None
+    assert runs.zero3.sent > least
+    # Half, as the paper's table has it, would be at least this.
+    assert runs.hpz.sent < 0.25 * least
