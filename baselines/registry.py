@@ -22,6 +22,8 @@ class Entry:
     what: str
     #: What its engine does that needs CUDA and NCCL; ``None`` if a CPU over gloo will do.
     needs_cuda: str | None = None
+    #: Builders of operators that its engine compiles at their first use, beside those of all.
+    operators: tuple[str, ...] = ()
     #: A header that an operator of its engine is compiled with, and the package that has it.
     needs_header: tuple[Path, str] | None = None
 
@@ -66,12 +68,23 @@ ENTRIES: tuple[Entry, ...] = (
     Entry("deepspeed-zeropp", "deepspeed", "ZeRO++: hpZ, qwZ and qgZ", _FUSED),
     Entry("deepspeed-mics", "deepspeed", "MiCS: sharded inside the node", _COALESCED),
     Entry("deepspeed-mics-hierarchical", "deepspeed", "MiCS, gathers in two hops", _COALESCED),
-    Entry("deepspeed-offload", "deepspeed", "ZeRO-Offload: optimizer on the CPU"),
-    Entry("deepspeed-offload-param", "deepspeed", "ZeRO-Offload: parameters on the CPU too"),
+    Entry(
+        "deepspeed-offload",
+        "deepspeed",
+        "ZeRO-Offload: optimizer on the CPU",
+        operators=("CPUAdamBuilder",),
+    ),
+    Entry(
+        "deepspeed-offload-param",
+        "deepspeed",
+        "ZeRO-Offload: parameters on the CPU too",
+        operators=("CPUAdamBuilder",),
+    ),
     Entry(
         "deepspeed-infinity",
         "deepspeed",
         "ZeRO-Infinity: parameters and optimizer on NVMe",
+        operators=("AsyncIOBuilder", "CPUAdamBuilder"),
         needs_header=(Path("/usr/include/libaio.h"), "libaio-dev"),
     ),
     Entry("deepspeed-hpz-offload", "deepspeed", "hpZ, with parameters on the CPU"),

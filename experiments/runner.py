@@ -14,7 +14,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol
 
-from baselines import pins
+from baselines import pins, registry
+from baselines.pins import Pin
 from experiments import provenance, records
 from experiments.clusters.interface import Cluster, LostNodeError, Outcome
 from experiments.gate import Gate
@@ -24,6 +25,9 @@ from experiments.records import Cell, Measurement, Record, State
 from experiments.run_directory import RunDirectory
 
 WORKER = "experiments.worker:main"
+OPERATORS = "baselines.deepspeed_zero3:build_operators"
+#: A dozen files of C++ on two busy cores.
+_COMPILE_TIMEOUT_S = 1800.0
 
 
 class RunError(RuntimeError):
@@ -88,6 +92,7 @@ class _Runner:
         self._directory = directory
         self._observer = observer
         self._origin = origin
+        self._compiled: set[tuple[tuple[str, ...], Pin]] = set()
 
     def finish(self, planned: PlannedCell) -> Record:
         """Run the cell, or skip it, and put its record on the disk."""
@@ -119,15 +124,18 @@ class _Runner:
         bandwidth = cell.inter_bandwidth_bits_per_s
         try:
             self._cluster.shape(None)
-            with Gate(directory, lambda: self._cluster.shape(bandwidth)) as gate:
-                outcome = self._cluster.run(
-                    WORKER,
-                    [str(cell_file), str(directory)],
-                    logs=directory / "logs",
-                    environment=pins.variables(cell.deepspeed),
-                    timeout_s=cell.timeout_s,
-                )
-            network = gate.network
+            outcome = self._compile(cell, directory)
+            started_at, started = _now(), time.monotonic()
+            if outcome.state == "ok":
+                with Gate(directory, lambda: self._cluster.shape(bandwidth)) as gate:
+                    outcome = self._cluster.run(
+                        WORKER,
+                        [str(cell_file), str(directory)],
+                        logs=directory / "logs",
+                        environment=pins.variables(cell.deepspeed),
+                        timeout_s=cell.timeout_s,
+                    )
+                network = gate.network
             if outcome.state == "ok":
                 measurement = _measurement(directory / "measurement.json")
         except LostNodeError as error:
@@ -147,6 +155,26 @@ class _Runner:
             started_at=started_at,
             seconds=time.monotonic() - started,
         )
+
+    def _compile(self, cell: Cell, directory: Path) -> Outcome:
+        """Have the operators ready that the cell's engine compiles at their first use.
+
+        That takes minutes, once a machine: no cell's time limit is to pay for it.
+        """
+        entry = registry.find(cell.strategy)
+        needed = (entry.operators, cell.deepspeed)
+        if entry.engine != "deepspeed" or needed in self._compiled:
+            return Outcome("ok")
+        outcome = self._cluster.run(
+            OPERATORS,
+            entry.operators,
+            logs=directory / "operators",
+            environment=pins.variables(cell.deepspeed),
+            timeout_s=_COMPILE_TIMEOUT_S,
+        )
+        if outcome.state == "ok":
+            self._compiled.add(needed)
+        return outcome
 
     def _record(
         self,

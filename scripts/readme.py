@@ -1,4 +1,4 @@
-"""Writes the README's tables from the committed records.
+"""Writes the README's tables from the committed records, and its plan by the real command.
 
 python scripts/readme.py           rewrite the README
 python scripts/readme.py --check   fail if that would change it
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +24,10 @@ from experiments.records import Cell, Record
 from experiments.summary_table import summary
 
 ROOT = Path(__file__).resolve().parent.parent
+_PLAN = (
+    "plan --model gpt-30b --nodes 4 --gpus 8 --gpu a40 --inter-node 1Gbps --peft lora:8 "
+    "--price-per-gpu-hour 0.5 --strategies fsdp2,fsdp2-hsdp,ddp,hpz,deepspeed-zero3,fcdp"
+)
 _HEAD = (
     "| Model | Tuning | Link | Micro-batches | ZeRO-3, DeepSpeed s/step | ZeRO-3, FSDP2 s/step "
     "| FCDP s/step | speed-up | over FSDP2 | ZeRO-3 MB/step | FCDP MB/step | FCDP minimum |\n"
@@ -33,6 +39,7 @@ def tables() -> dict[str, str]:
     """The text of each marked place, by its name."""
     return {
         "quickstart": _printed("quickstart"),
+        "plan": _answered(_PLAN),
         **{matrix: _condensed(load(_records(matrix))) for matrix in ("reference", "unshaped")},
         "slow-link": _kept(load(_records("slow-link"))),
         "audit": markdown(audit(load(_records("parity")))).strip("\n"),
@@ -60,6 +67,15 @@ def _printed(matrix: str) -> str:
     console.print(summary(load(_records(matrix))))
     lines = (line.rstrip() for line in console.export_text().strip("\n").splitlines())
     return "```\n" + "\n".join(lines) + "\n```"
+
+
+def _answered(command: str) -> str:
+    """The command and what it prints."""
+    arguments = [sys.executable, "-m", "experiments", *shlex.split(command)]
+    result = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=True)
+    shown = command.replace(" --peft", " \\\n    --peft").replace(" --strat", " \\\n    --strat")
+    lines = (line.rstrip() for line in result.stdout.strip("\n").splitlines())
+    return f"```\n$ python -m experiments {shown}\n" + "\n".join(lines) + "\n```"
 
 
 def _condensed(records: Sequence[Record]) -> str:

@@ -146,7 +146,7 @@ class Hardware:
     #: Adam on a node's CPUs, bound by memory: 28 bytes an element at about 110 GB/s: ours.
     cpu_adam_elements_per_s: float = 4e9
     #: Of each device, for the CUDA context, NCCL's buffers and fragmentation: ours.
-    device_reserve_bytes: float = 2 * GB
+    device_reserve_bytes: float = 4 * GB
     #: Gloo's reduce-scatter is an all-reduce, and one thread computes and waits.
     backend: Backend = "nccl"
     #: Ranks whose ``device`` is one and the same, as on an emulated cluster.

@@ -52,10 +52,6 @@ class Footprint:
     def host_bytes(self) -> float:
         return sum(self.host.values())
 
-    @property
-    def disk_bytes(self) -> float:
-        return sum(self.disk.values())
-
     def shortage(self, hardware: Hardware) -> str | None:
         """What does not fit, with what it needs and has; ``None`` if all fits."""
         if self.device_bytes > hardware.usable_device_bytes:

@@ -120,11 +120,15 @@ def _nominal(
         return text
 
     count = q.whole("--nodes", given("--nodes", nodes))
+    if count == 1 and inter_node is None:
+        bandwidth = float("inf")  # nothing crosses it
+    else:
+        bandwidth = q.bits_per_s("--inter-node", given("--inter-node", inter_node))
     return cluster(
         given("--gpu", gpu),
         nodes=count,
         ranks_per_node=q.whole("--gpus", given("--gpus", gpus)),
-        inter_bits_per_s=q.bits_per_s("--inter-node", given("--inter-node", inter_node)),
+        inter_bits_per_s=bandwidth,
         host_memory_bytes=q.size_bytes("--host-memory", host_memory),
     )
 

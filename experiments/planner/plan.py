@@ -144,7 +144,8 @@ def _about_fcdp(chosen: Option, tied: bool, verdict: Verdict) -> str:
         return f"FCDP does not fit: it lacks {lacking(verdict.shortfall)}"
     host = best.footprint.host.get("cache", 0.0) / 1e9
     if tied:
-        return f"FCDP is not worth its {host:.1f} GB of host memory a node here: it is as fast"
+        price = f" for its {host:.1f} GB of host memory a node" if host else ""
+        return f"FCDP gains nothing here{price}"
     share = best.tokens_per_s / chosen.tokens_per_s
     return f"FCDP is not the best here: it reaches {share:.0%} of that, for {waits_for(best)}"
 

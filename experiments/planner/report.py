@@ -23,35 +23,36 @@ def titles(request: Request) -> tuple[str, str]:
     hardware = request.hardware
     tuning = "full" if request.lora_rank is None else f"LoRA {request.lora_rank}"
     lengths = ", ".join(map(str, request.sequence_lengths))
+    link = f"{8 * hardware.inter_bytes_per_s / 1e9:.3g} Gbit/s reached between nodes"
+    nodes = f"{hardware.nodes} nodes" if hardware.nodes > 1 else "1 node"
     return (
         f"{request.model} · {tuning} · {lengths} tokens a sequence",
-        f"{hardware.nodes} nodes × {hardware.ranks_per_node} {hardware.device.name} · "
-        f"{8 * hardware.inter_bytes_per_s / 1e9:.3g} Gbit/s reached between nodes · "
-        f"{hardware.host_memory_bytes / 1e9:.4g} GB host memory a node · {EVIDENCE}",
+        f"{nodes} × {hardware.ranks_per_node} {hardware.device.name} · "
+        + (f"{link} · " if hardware.nodes > 1 else "")
+        + f"{hardware.host_memory_bytes / 1e9:.4g} GB host memory a node · {EVIDENCE}",
     )
 
 
 def table(plan: Plan) -> RenderableType:
-    """Strategies, fastest first; below them the recommendation."""
+    """Strategies that fit, fastest first; those that do not; the recommendation."""
     from rich.console import Group
     from rich.text import Text
 
     grid = _header(plan.request)
+    notes = []
     for verdict in plan.verdicts:
         option = verdict.best
-        style = "bold" if verdict.strategy == plan.strategy else ""
         if option is None:
-            grid.add_row(verdict.strategy, "no", style="dim")
+            lack = lacking(verdict.shortfall)
+            notes.append(Text(f"{verdict.strategy} does not fit: it lacks {lack}", style="dim"))
             continue
+        style = "bold" if verdict.strategy == plan.strategy else ""
         grid.add_row(_name(option), *_columns(plan, verdict, option), style=style)
-    notes = [
-        Text(f"{verdict.strategy} does not fit: it lacks {lacking(verdict.shortfall)}", style="dim")
-        for verdict in plan.verdicts
-        if verdict.best is None
-    ]
-    advice = Text.assemble(("take ", "bold"), (plan.strategy, "bold green"), f": {plan.reason}")
+    advice = Text.assemble(
+        ("take ", "bold"), (_name(plan.option), "bold green"), f": {plan.reason}"
+    )
     head = (Text(line, style="bold cyan") for line in titles(plan.request))
-    return Group(*head, Text(), grid, *notes, Text(), advice)
+    return Group(*head, Text(), grid, Text(), *notes, advice)
 
 
 def document(plan: Plan) -> dict[str, Any]:
@@ -82,7 +83,6 @@ def _header(request: Request) -> Table:
 
     grid = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     grid.add_column("strategy\n", no_wrap=True)
-    grid.add_column("fits\n", no_wrap=True)
     several = len(request.sequence_lengths) > 1
     titles = [
         "largest\nbatch",
@@ -123,7 +123,6 @@ def _columns(plan: Plan, verdict: Verdict, option: Option) -> list[str]:
     cost = plan.cost(option)
     several = len(plan.request.sequence_lengths) > 1
     return [
-        "yes",
         str(verdict.largest_micro_batch),
         *([str(workload.sequence_length)] if several else []),
         batch,

@@ -18,7 +18,7 @@ from experiments.planner.option import (
 from experiments.planner.request import Request
 
 #: Options of one strategy this close are the same; the simplest, which comes first, is taken.
-_SAME = 0.01
+SAME = 0.01
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Verdict:
             return None
         fastest = max(option.tokens_per_s for option in self.options)
         return next(
-            option for option in self.options if option.tokens_per_s >= (1 - _SAME) * fastest
+            option for option in self.options if option.tokens_per_s >= (1 - SAME) * fastest
         )
 
 
@@ -73,7 +73,7 @@ def _verdict(strategy: str, points: list[Workload], request: Request) -> Verdict
         lacking += [shortfall(tried, hardware) for tried in _tried(point, request)]
         bound = most_tokens_per_s(point, hardware)
         for workload in fitting:
-            if any(option.tokens_per_s >= (1 - _SAME) * bound for option in options):
+            if any(option.tokens_per_s >= (1 - SAME) * bound for option in options):
                 break  # one that is as good comes earlier
             options.append(simulated(workload, hardware))
     least = min(lacking, key=lambda lack: lack.of_node(hardware.ranks_per_node))

@@ -132,8 +132,12 @@ def _columns(link: Link | None) -> tuple[str, str, str]:
 
 
 def _bandwidth(bytes_per_s: float) -> str:
-    size, prefix = (1e9, "G") if bytes_per_s >= 1e9 else (1e6, "M")
-    return f"{bytes_per_s / size:,.3g} {prefix}B/s ({8 * bytes_per_s / size:,.3g} {prefix}bit/s)"
+    return f"{_scaled(bytes_per_s)}B/s ({_scaled(8 * bytes_per_s)}bit/s)"
+
+
+def _scaled(rate: float) -> str:
+    size, prefix = (1e9, "G") if rate >= 1e9 else (1e6, "M")
+    return f"{rate / size:,.3g} {prefix}"
 
 
 def _sentence(advice: Advice) -> str:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from experiments.clusters.interface import ClusterError, Outcome
 from experiments.records import Cell, ClusterSpec, Measurement, ModelSpec, Record, State
-from experiments.runner import WORKER
+from experiments.runner import OPERATORS, WORKER
 
 #: What each rank runs; it imports nothing of ours, so that a rank costs milliseconds.
 _RANK = """
@@ -76,6 +76,8 @@ class StandInCluster:
         self.shapes: list[int | None] = []
         #: Ids of the cells whose ranks were started, in order.
         self.started: list[str] = []
+        #: What was compiled, in order.
+        self.compiled: list[tuple[str, ...]] = []
 
     def __enter__(self) -> StandInCluster:
         self.entered = True
@@ -103,6 +105,11 @@ class StandInCluster:
         timeout_s: float,
     ) -> Outcome:
         assert self.entered
+        if entry == OPERATORS:
+            self.compiled.append(tuple(arguments))
+            if "compiler" in self.behaviours:
+                return Outcome("failed", 0, self.behaviours["compiler"])
+            return Outcome("ok")
         assert entry == WORKER
         cell_file, _ = arguments
         cell = Cell.model_validate_json(Path(cell_file).read_bytes())

@@ -116,6 +116,31 @@ def test_a_failing_cell_does_not_end_the_matrix(tmp_path: Path, directory: RunDi
     assert records.read(directory.records) == result
 
 
+def test_operators_are_compiled_once_and_before_the_cells_that_need_them(
+    tmp_path: Path, directory: RunDirectory
+) -> None:
+    file = matrix_file(tmp_path)
+    file.write_text(file.read_text().replace("fsdp2, fcdp]", "deepspeed-hpz, deepspeed-offload]"))
+    plan = matrix.read(str(file))
+    cluster = StandInCluster()
+    result = run(plan, directory, cluster)
+    assert {r.state for r in result} == {"ok"}
+    assert cluster.compiled == [(), ("CPUAdamBuilder",)]
+
+
+def test_cells_whose_operators_cannot_be_compiled_fail_and_no_others(
+    plan: Matrix, directory: RunDirectory
+) -> None:
+    cluster = StandInCluster(behaviours={"compiler": "no g++"})
+    result = run(plan, directory, cluster)
+    assert {(r.cell.strategy, r.state) for r in result} == {
+        ("deepspeed-zero3", "failed"),
+        ("fsdp2", "ok"),
+        ("fcdp", "ok"),
+    }
+    assert result[0].error == "rank 0: no g++"
+
+
 def test_a_cluster_is_built_only_if_there_is_something_to_run(
     plan: Matrix, directory: RunDirectory
 ) -> None:

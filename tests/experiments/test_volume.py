@@ -15,8 +15,8 @@ import pytest
 
 from baselines import pins
 from baselines.pins import Pin
-from experiments.__main__ import PRELOADED
 from experiments.clusters.emulated import EmulatedCluster
+from experiments.clusters.kinds import PRELOADED
 from experiments.clusters.privileges import missing_capabilities
 from experiments.records import ClusterSpec, Tuning
 from tests.experiments import cells, operators
