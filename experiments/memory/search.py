@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 #: The micro-batch of the paper's first protocol: always run.
 PAPER_MICRO_BATCH = 8
 #: Points up to which lines are tried: where they bend often, halving is sooner there.
-_LINES = 5
+_LINES = 7
 
 
 def largest_fitting(peak: Callable[[int], int], usable: int, about_one: int) -> int:
@@ -35,6 +35,7 @@ def _guess(known: Mapping[int, int], usable: int, fits: int, exceeds: int | None
     if exceeds is not None and len(known) > _LINES:
         return (fits + exceeds) // 2
     most = 16 * fits if exceeds is None else exceeds - 1
-    (x, y), (x_next, y_next) = sorted(sorted(known.items(), key=lambda p: abs(p[1] - usable))[:2])
+    x, x_next = sorted(known)[-2:] if exceeds is None else (fits or 1, exceeds)
+    y, y_next = known[x], known[x_next]
     meets = most if y_next <= y else x + (usable - y) * (x_next - x) // (y_next - y)
     return max(fits + 1, min(meets, most))

@@ -45,6 +45,14 @@ STRATEGIES = (
     ("deepspeed-hpz", "host"),
 )
 
+#: By engine, why its step does not run on the imitated accelerator: what was raised when tried.
+_REASONS = {
+    "ddp": "not run: DDP's reducer is C++ that reads tensors' contents, and fake ones have none",
+    "deepspeed": "not run: DeepSpeed chooses its device itself, here the CPU, and moves parameters "
+    "there by assigning param.data, which PyTorch refuses between these tensors (incompatible "
+    "tensor type)",
+}
+
 
 def cases(
     models: Sequence[ModelSpec] = tuple(PAPER_MODELS.values()),
@@ -125,10 +133,7 @@ def _settle(case: Case, origin: Provenance) -> MemoryRecord:
 
 
 def _why_not(case: Case) -> str | None:
-    return {
-        "ddp": "not run: its reducer is C++ that reads tensors' contents, and fake ones have none",
-        "deepspeed": "not run: DeepSpeed reads tensors' addresses, and fake ones have none",
-    }.get(registry.find(case.strategy).engine)
+    return _REASONS.get(registry.find(case.strategy).engine)
 
 
 def _least_bytes(case: Case) -> int:

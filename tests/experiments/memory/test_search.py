@@ -40,5 +40,16 @@ def test_on_one_line_it_takes_three_steps() -> None:
     assert asked == [8, 100, 101]
 
 
+def test_where_the_line_bends_it_is_still_near_soon() -> None:
+    asked = []
+
+    def peak(micro_batch: int) -> int:  # the optimizer's peak at first, then the activations'
+        asked.append(micro_batch)
+        return max(20_000 + 10 * micro_batch, 16_000 + 670 * micro_batch)
+
+    assert largest_fitting(peak, 44_000, about_one=20_010) == 41
+    assert len(asked) <= 6
+
+
 def test_none_may_fit() -> None:
     assert largest_fitting(lambda micro_batch: 100 * micro_batch, 99, about_one=100) == 0
