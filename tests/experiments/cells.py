@@ -161,7 +161,6 @@ def train_as_measured(cell_file: str, output_directory: str) -> None:
         return made
 
     with (
-        mock.patch.object(models, "VOCABULARY", 1008),
         mock.patch.dict(models._LORA_TARGETS, gpt2=["attn.c_attn"]),
         mock.patch.object(deepspeed_zero3, "configuration", nothing_kept_alive),
     ):

@@ -30,11 +30,13 @@ MEASURED: dict[tuple[str, Tuning], float] = {
     ("deepspeed-hpz", "lora"): 0.17,
     ("fcdp", "lora"): 0.077,
 }
-MODEL = model_spec("gpt2", layers=4, width=256)
+MODEL = model_spec("gpt2", layers=4, width=256).model_copy(update={"vocabulary": 1008})
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[EmulatedCluster]:
+def cluster(request: pytest.FixtureRequest) -> Iterator[EmulatedCluster]:
+    if not request.config.getoption("--exhaustive"):
+        pytest.skip("half a minute a cell: runs with --exhaustive; results/volume has the records")
     if missing := missing_capabilities():
         pytest.skip(f"needs {' and '.join(missing)}: run as root")
     with EmulatedCluster(

@@ -60,7 +60,7 @@ def test_several_lengths_and_steps_of_many_micro_batches(tmp_path: Path) -> None
         model, strategies="fcdp", sequence_length="1024,2048", micro_batch="2", global_batch="256"
     )
     assert result.exit_code == 0, result.output
-    assert "1024, 2048 tokens a sequence" in result.stdout
+    assert "1024, 2048 tokens a sequence" in " ".join(result.stdout.split())
     (row,) = (line.split() for line in result.stdout.splitlines() if line.startswith("fcdp "))
     assert row[1:4] == ["2", "2048", "2×4"]  # a slow link favours long steps
 
