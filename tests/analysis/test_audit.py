@@ -64,6 +64,12 @@ def test_a_wasteful_backend_is_explained() -> None:
     assert table.endswith("over that ring).\n")
 
 
+def test_parameters_kept_over_the_turn_are_explained() -> None:
+    _, finding = audit([REFERENCE, made("deepspeed-zero3", "deepspeed", 0.92 * LEAST, LOSSES)])
+    assert finding.problems == ()
+    assert "what it still holds from the end of forward" in finding.explanation
+
+
 def test_losses_are_compared_among_equal_settings_only() -> None:
     other = made("fcdp", "fcdp", LEAST, [1.0], accumulation=4)
     assert audit([REFERENCE, other])[1].loss_difference is None
