@@ -9,9 +9,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from experiments.__main__ import UNUSABLE, app
+from experiments.__main__ import app
 from experiments.memory import command, study
 from experiments.memory.records import read
+from experiments.terminal import UNUSABLE
 
 
 def test_finished_cases_are_kept_and_not_run_again(
