@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from examples import plain_loop
 from tests.examples.launch import printed
 from tests.ranks import Pools
@@ -46,7 +48,9 @@ def test_lora_sends_frozen_weights_once(ranks: Pools) -> None:
     }
 
 
-def test_torchrun_starts_it(tmp_path: Path) -> None:
+def test_torchrun_starts_it(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    if not request.config.getoption("--exhaustive"):
+        pytest.skip("imports everything once a rank: runs with --exhaustive")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", str(ROOT / "examples/plain_loop.py")]
     command += ["--nodes", "2", "--layers", "1", "--steps", "3", "--lr", "0.01"]
