@@ -28,7 +28,11 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_it_measures_an_emulated_cluster_and_gives_its_reason(tmp_path: Path) -> None:
+def test_it_measures_an_emulated_cluster_and_gives_its_reason(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    if not request.config.getoption("--exhaustive"):
+        pytest.skip("half a minute: runs with --exhaustive")
     if missing := missing_capabilities():
         pytest.skip(f"needs {' and '.join(missing)}: run as root")
     file = tmp_path / "preflight.json"
