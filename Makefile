@@ -5,6 +5,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= auto
+# Some container images set it. Each process would compile all that it imports: seconds a rank.
+unexport PYTHONDONTWRITEBYTECODE
 
 # What `make reproduce` runs on the emulated cluster; a cell that fails is a result too.
 EMULATED := quickstart reference unshaped slow-link parity volume baselines paper-emulated

@@ -80,7 +80,7 @@ torch_build() {
 # ---------------------------------------------------------------- installing
 
 # Container images and users set some of these; none is meant for this environment.
-unset PYTHONPATH PYTHONHOME PIP_CONSTRAINT PIP_REQUIREMENT PIP_TARGET PIP_PREFIX PIP_REQUIRE_HASHES
+unset PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME PIP_CONSTRAINT PIP_REQUIREMENT PIP_TARGET PIP_PREFIX PIP_REQUIRE_HASHES
 export PIP_USER=0 PIP_NO_INPUT=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 
 # Python compiles what it imports; compiling all that is installed would double the time.
