@@ -10,12 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from analysis.text import ABSENT, number, times
-from experiments.records import Cell, Measurement, Record
+from experiments.records import FRAMING_BYTES, Cell, Measurement, Record
 
 #: What the strategies' losses are compared with.
 REFERENCE = "fsdp2"
-#: Headers, acknowledgements, barriers and decisions: bytes a step and node, whatever is trained.
-FRAMING = 100e3
 
 
 @dataclass(frozen=True)
@@ -111,9 +109,9 @@ def _find(cell: Cell, measured: Measurement, reference: list[float] | None) -> F
     if least is not None:
         if sent < allowance.least * least:
             problems.append("sends less than its schedule must")
-        elif sent > allowance.factor * least + FRAMING:
+        elif sent > allowance.factor * least + FRAMING_BYTES:
             problems.append("sends more than is explained")
-        elif sent > _EXACT.factor * least + FRAMING:
+        elif sent > _EXACT.factor * least + FRAMING_BYTES:
             explanation = allowance.why
         elif sent < _EXACT.least * least:
             explanation = allowance.why_less

@@ -12,12 +12,9 @@ import seaborn as sns
 from matplotlib.figure import Figure
 
 from analysis import strategies, text
-from analysis.audit import FRAMING
 from analysis.drawings import Drawing, style
-from experiments.records import Record
+from experiments.records import FRAMING_BYTES, FRAMING_SHARE, Record
 
-#: Of predicted bytes, beside ``FRAMING``: headers and acknowledgements.
-_FRAMING_SHARE = 0.05
 #: How near the figure's band is, as a share.
 _BAND = 0.1
 _LINKS = {True: "limited", False: "unshaped"}
@@ -68,7 +65,7 @@ def rows(pairs: pd.DataFrame) -> list[Row]:
     for (matrix, link), cells in pairs.groupby(["matrix", "link"], sort=True):
         errors = _errors(cells)
         apart = (cells["predicted_bytes"] - cells["counted_bytes"]).abs()
-        agree = apart <= _FRAMING_SHARE * cells["predicted_bytes"] + FRAMING
+        agree = apart <= FRAMING_SHARE * cells["predicted_bytes"] + FRAMING_BYTES
         largest = max(errors, key=abs)
         found.append(
             Row(

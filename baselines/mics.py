@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -32,14 +30,7 @@ class MiCS(fsdp2_hsdp.HybridShard):
     engine = "fcdp"
 
 
-class _Buffers:
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class _NodeGather(_Buffers, AllGather):
+class _NodeGather(exchange.Buffers, AllGather):
     def __call__(
         self,
         output_tensor: torch.Tensor,
@@ -57,7 +48,7 @@ class _NodeGather(_Buffers, AllGather):
         return None
 
 
-class _NodeReduce(_Buffers, ReduceScatter):
+class _NodeReduce(exchange.Buffers, ReduceScatter):
     def __call__(
         self,
         output_tensor: torch.Tensor,

@@ -1,4 +1,4 @@
-"""The commands of ``python -m experiments`` that have no package of their own.
+"""The commands of ``python -m experiments`` that need no file of their own.
 
 Only what the command line itself needs is imported here: the rest waits until it is used, so that
 help and mistakes are answered at once.

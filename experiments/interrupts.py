@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from collections.abc import Callable
@@ -15,7 +16,12 @@ INTERRUPTED = 130
 def raise_them() -> None:
     """Have the first one raise ``KeyboardInterrupt``, and ignore what follows."""
     _on_signals(_interrupt)
-    # A library's forked helper that is ended by SIGTERM must not tear our cluster down.
+    _spare_forks()
+
+
+@functools.cache
+def _spare_forks() -> None:
+    """A library's forked helper that is ended by SIGTERM must not tear our cluster down."""
     os.register_at_fork(after_in_child=lambda: _on_signals(signal.SIG_DFL))
 
 

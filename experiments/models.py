@@ -8,13 +8,8 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from experiments.costs.model import ATTENTION, Transformer
 from experiments.records import Cell, ModelSpec
-
-#: The attention projections of each family: where LoRA goes in the paper (Q, K, V and O).
-_LORA_TARGETS = {
-    "gpt2": ["attn.c_attn", "attn.c_proj"],
-    "llama": ["q_proj", "k_proj", "v_proj", "o_proj"],
-}
 
 
 def build(cell: Cell) -> tuple[nn.Module, Sequence[nn.Module]]:
@@ -58,8 +53,7 @@ def _llama(spec: ModelSpec, sequence_length: int) -> nn.Module:
             vocab_size=spec.vocabulary,
             max_position_embeddings=sequence_length,
             hidden_size=spec.width,
-            # Llama's own ratio, rounded up to a multiple of 8.
-            intermediate_size=-(-spec.width * 8 // 3 // 8) * 8,
+            intermediate_size=Transformer.of(spec, sequence_length).mlp_width,
             num_hidden_layers=spec.layers,
             num_attention_heads=spec.heads,
             num_key_value_heads=spec.heads,
@@ -80,7 +74,7 @@ def _add_adapters(model: Any, cell: Cell) -> nn.Module:
             task_type="CAUSAL_LM",
             r=cell.lora_rank,
             lora_alpha=2 * cell.lora_rank,
-            target_modules=_LORA_TARGETS[cell.model.family],
+            target_modules=list(ATTENTION[cell.model.family]),
             fan_in_fan_out=cell.model.family == "gpt2",  # GPT-2 stores its matrices transposed
         ),
     )

@@ -33,6 +33,11 @@ Tuning = Literal["full", "lora"]
 DType = Literal["float32", "bfloat16"]
 
 
+#: What a node may send in a step beside the payload: headers and acknowledgements are a share of
+#: it; barriers, decisions and announcements are bytes, whatever is trained.
+FRAMING_BYTES = 100e3
+FRAMING_SHARE = 0.05
+
 #: Settings that came after the first records: where they have their default, ids stay as they were.
 _CHOICES = (
     "policy",

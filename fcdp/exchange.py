@@ -25,6 +25,15 @@ def wait_all(works: Sequence[Pending]) -> None:
         work.wait()
 
 
+class Buffers:
+    """Where FSDP2's collectives exchange: buffers of the default allocator."""
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
 #: A rank of the group, and the tensor that goes to it or comes from it.
 Part = tuple[int, torch.Tensor]
 

@@ -12,14 +12,14 @@ from torch.profiler import record_function
 
 from fcdp.cache import Cache
 from fcdp.codec import Codec
-from fcdp.exchange import Pending, all_gather, any_rank, swap, wait_all
+from fcdp.exchange import Buffers, Pending, all_gather, any_rank, swap, wait_all
 from fcdp.ledger import Ledger, Phase, gather_phase
 from fcdp.staleness import Staleness
 from fcdp.topology import Topology
 from fcdp.unit import Unit
 
 
-class CachedGather(AllGather):
+class CachedGather(Buffers, AllGather):
     """FSDP2's all-gather of one unit, rank order kept: output is (nodes, L, shard numel).
 
     A stale unit: this rank gathers the shards of its ``local_rank`` from all nodes, 1/L of the
@@ -51,11 +51,6 @@ class CachedGather(AllGather):
     def pending(self) -> bool:
         """Whether nobody has waited for the latest gather: it was prefetched and not used."""
         return self._latest is not None and not self._latest.done
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.profiler import record_function
 
 from fcdp.encoded import EncodedReduce
-from fcdp.exchange import reduce_scatter, wait_all
+from fcdp.exchange import Buffers, reduce_scatter, wait_all
 from fcdp.ledger import Ledger
 from fcdp.sums import Sums
 from fcdp.topology import Topology
@@ -19,7 +17,7 @@ from fcdp.unit import Unit
 _Op = dist.ReduceOp | dist.ReduceOp.RedOpType
 
 
-class HierarchicalReduce(ReduceScatter):
+class HierarchicalReduce(Buffers, ReduceScatter):
     """FSDP2's gradient reduce-scatter of one unit, rank order kept: input is (nodes, L, s).
 
     While ``deferring``, sums stay inside the node, (nodes, s) a rank, until the last micro-batch;
@@ -47,11 +45,6 @@ class HierarchicalReduce(ReduceScatter):
     def pending(self) -> bool:
         """Whether sums wait that have not crossed nodes."""
         return self._sums.numel > 0
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from experiments.clusters.privileges import missing_capabilities
 from tests.ranks import Pools
 
 
@@ -17,3 +18,10 @@ def ranks() -> Iterator[Pools]:
     pools = Pools()
     yield pools
     pools.close()
+
+
+@pytest.fixture(scope="session")
+def privileged() -> None:
+    """Skip where network namespaces cannot be made directly."""
+    if missing := missing_capabilities():
+        pytest.skip(f"needs {' and '.join(missing)}: run as root")

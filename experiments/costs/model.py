@@ -14,7 +14,7 @@ from experiments.costs import checks
 from experiments.records import ModelSpec
 
 Family = Literal["gpt2", "llama"]
-#: Matrices of a block that LoRA adapts where nothing else is said: Q, K, V and O.
+#: Matrices of a block that LoRA adapts where nothing else is said: Q, K, V and O, as in the paper.
 ATTENTION: Mapping[Family, tuple[str, ...]] = {
     "gpt2": ("attn.c_attn", "attn.c_proj"),
     "llama": ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -92,6 +92,7 @@ class Transformer:
     def of(cls, spec: ModelSpec, sequence_length: int) -> Transformer:
         """The model that ``experiments.models`` builds of a matrix file's."""
         gpt2 = spec.family == "gpt2"
+        llama_mlp_width = -(-spec.width * 8 // 3 // 8) * 8  # its own ratio, in multiples of 8
         return cls(
             name=spec.name,
             family=spec.family,
@@ -100,7 +101,7 @@ class Transformer:
             heads=spec.heads,
             vocabulary=spec.vocabulary,
             positions=sequence_length if gpt2 else 0,
-            mlp_width=4 * spec.width if gpt2 else -(-spec.width * 8 // 3 // 8) * 8,
+            mlp_width=4 * spec.width if gpt2 else llama_mlp_width,
             key_value_heads=spec.heads,
             tied=gpt2,
         )

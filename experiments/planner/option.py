@@ -7,12 +7,10 @@ from dataclasses import dataclass, replace
 
 from experiments.costs import model as shapes
 from experiments.costs.hardware import Hardware
-from experiments.costs.memory import Footprint, footprint
-from experiments.costs.strategies import scheme
-from experiments.costs.units import layout
+from experiments.costs.memory import Footprint
 from experiments.costs.workload import Workload
 from experiments.simulator import Prediction, predict
-from experiments.simulator.placement import place
+from experiments.simulator.prediction import needed
 
 #: Micro-batches of a step that are simulated; each one more is like the last of them.
 _SIMULATED = 3
@@ -84,9 +82,7 @@ class Option:
 
 def shortfall(workload: Workload, hardware: Hardware) -> Shortfall:
     """What the workload lacks on this hardware, with its cache where the policy puts it."""
-    plan = scheme(workload.strategy)
-    units = layout(workload, plan, hardware.nodes, hardware.ranks_per_node)
-    peak = footprint(workload, plan, units, hardware, place(workload, plan, units, hardware).cache)
+    peak = needed(workload, hardware)
     return Shortfall(
         max(0.0, peak.device_bytes - hardware.usable_device_bytes),
         max(0.0, peak.host_bytes - hardware.host_memory_bytes),

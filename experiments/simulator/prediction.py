@@ -54,12 +54,17 @@ class Prediction:
         return max(self.busy, key=lambda resource: self.busy[resource])
 
 
-def fits(workload: Workload, hardware: Hardware) -> bool:
-    """Whether the workload's device and host memory suffice; raises as ``predict``."""
+def needed(workload: Workload, hardware: Hardware) -> Footprint:
+    """Device and host memory, with the cache where the policy puts it; raises as ``predict``."""
     plan = scheme(workload.strategy)
     units = layout(workload, plan, hardware.nodes, hardware.ranks_per_node)
     cache = place(workload, plan, units, hardware).cache
-    return footprint(workload, plan, units, hardware, cache).shortage(hardware) is None
+    return footprint(workload, plan, units, hardware, cache)
+
+
+def fits(workload: Workload, hardware: Hardware) -> bool:
+    """Whether the workload's device and host memory suffice; raises as ``predict``."""
+    return needed(workload, hardware).shortage(hardware) is None
 
 
 def predict(workload: Workload, hardware: Hardware) -> Prediction:

@@ -9,12 +9,8 @@ from statistics import median
 from experiments.costs.emulated import emulated
 from experiments.costs.hardware import Hardware
 from experiments.costs.workload import Workload
-from experiments.records import Cell, Record
+from experiments.records import FRAMING_BYTES, FRAMING_SHARE, Cell, Record
 from experiments.simulator.prediction import Prediction, predict
-
-#: Headers, acknowledgements, barriers and decisions, as ``analysis.audit`` allows for them.
-FRAMING_BYTES = 100e3
-FRAMING_SHARE = 0.05
 
 
 @dataclass(frozen=True)

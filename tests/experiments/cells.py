@@ -149,7 +149,8 @@ def train_as_measured(cell_file: str, output_directory: str) -> None:
     from unittest import mock
 
     from baselines import deepspeed_zero3
-    from experiments import models, worker
+    from experiments import worker
+    from experiments.costs.model import ATTENTION
 
     configuration = deepspeed_zero3.configuration
 
@@ -161,7 +162,7 @@ def train_as_measured(cell_file: str, output_directory: str) -> None:
         return made
 
     with (
-        mock.patch.dict(models._LORA_TARGETS, gpt2=["attn.c_attn"]),
+        mock.patch.dict(ATTENTION, gpt2=["attn.c_attn"]),
         mock.patch.object(deepspeed_zero3, "configuration", nothing_kept_alive),
     ):
         worker.main(cell_file, output_directory)

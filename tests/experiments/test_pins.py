@@ -16,7 +16,6 @@ from baselines import pins
 from baselines.pins import Pin
 from experiments.clusters.emulated import EmulatedCluster
 from experiments.clusters.kinds import PRELOADED
-from experiments.clusters.privileges import missing_capabilities
 from experiments.records import ClusterSpec
 from tests.experiments import cells, operators
 from tests.experiments.cells import NODES, RANKS_PER_NODE, Run, cell
@@ -34,9 +33,7 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[EmulatedCluster]:
-    if missing := missing_capabilities():
-        pytest.skip(f"needs {' and '.join(missing)}: run as root")
+def cluster(privileged: None) -> Iterator[EmulatedCluster]:
     if pins.version("paper") is None:
         pytest.skip(f"compares two pins, and one is not installed: {pins.COMMANDS['paper']}")
     spec = ClusterSpec(nodes=NODES, ranks_per_node=RANKS_PER_NODE)

@@ -27,6 +27,7 @@ from experiments.provenance import ROOT
 from experiments.records import Cell, Record
 from experiments.run_directory import RunDirectory
 from tests.experiments.stand_in import StandInCluster, cell, matrix_file, record
+from tests.experiments.waiting import wait_until
 
 
 class Silent:
@@ -294,10 +295,7 @@ def start(file: Path, output: Path, *options: str, **cluster: Any) -> subprocess
 
 
 def wait_for_records(file: Path, count: int) -> None:
-    deadline = time.monotonic() + 30
-    while not file.exists() or file.read_bytes().count(b"\n") < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: file.exists() and file.read_bytes().count(b"\n") >= count, within_s=30)
 
 
 def test_a_killed_runner_resumes_where_it_was(tmp_path: Path) -> None:

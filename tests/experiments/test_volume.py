@@ -17,7 +17,6 @@ from baselines import pins
 from baselines.pins import Pin
 from experiments.clusters.emulated import EmulatedCluster
 from experiments.clusters.kinds import PRELOADED
-from experiments.clusters.privileges import missing_capabilities
 from experiments.records import ClusterSpec, Tuning
 from tests.experiments import cells, operators
 from tests.experiments.cells import NODES, RANKS_PER_NODE, cell, model_spec
@@ -34,11 +33,9 @@ MODEL = model_spec("gpt2", layers=4, width=256).model_copy(update={"vocabulary":
 
 
 @pytest.fixture(scope="module")
-def cluster(request: pytest.FixtureRequest) -> Iterator[EmulatedCluster]:
+def cluster(request: pytest.FixtureRequest, privileged: None) -> Iterator[EmulatedCluster]:
     if not request.config.getoption("--exhaustive"):
         pytest.skip("half a minute a cell: runs with --exhaustive; results/volume has the records")
-    if missing := missing_capabilities():
-        pytest.skip(f"needs {' and '.join(missing)}: run as root")
     with EmulatedCluster(
         ClusterSpec(nodes=NODES, ranks_per_node=RANKS_PER_NODE), preload=PRELOADED
     ) as built:

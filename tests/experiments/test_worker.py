@@ -21,7 +21,6 @@ from pyroute2 import netns
 from experiments.clusters import namespaces
 from experiments.clusters.emulated import EmulatedCluster
 from experiments.clusters.kinds import PRELOADED
-from experiments.clusters.privileges import missing_capabilities
 from experiments.records import ClusterSpec
 from tests.experiments import cells
 from tests.experiments.cells import NODES, RANKS_PER_NODE, Run, cell, model_spec
@@ -58,9 +57,7 @@ def fork_server() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def cluster(fork_server: None) -> Iterator[EmulatedCluster]:
-    if missing := missing_capabilities():
-        pytest.skip(f"needs {' and '.join(missing)}: run as root")
+def cluster(privileged: None, fork_server: None) -> Iterator[EmulatedCluster]:
     # DeepSpeed compiles an operator at its first use: no cell's time limit is to pay for it.
     subprocess.run([sys.executable, "-m", "baselines.deepspeed_zero3"], check=True)
     spec = ClusterSpec(nodes=NODES, ranks_per_node=RANKS_PER_NODE)
@@ -122,7 +119,8 @@ def test_what_is_sent_beside_the_payload_does_not_grow_with_it(run: Runner) -> N
     small, large = (run("fcdp", {**LORA, "lora_rank": rank}) for rank in (8, 32))
     assert payload(large) == 4 * payload(small)
     growth = (large.sent - small.sent) / (payload(large) - payload(small))
-    assert 1 <= growth <= 1.1  # a busy machine sends shorter segments, with a header each
+    # Headers add some; a busy machine acknowledges in more packets, in either of the two runs.
+    assert 0.99 <= growth <= 1.1
     assert 0 < small.sent - growth * payload(small) <= FIXED_BYTES
 
 

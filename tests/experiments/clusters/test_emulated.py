@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from experiments.clusters import namespaces
 from experiments.clusters.emulated import EmulatedCluster
 from experiments.clusters.interface import ClusterError, Outcome
 from experiments.records import ClusterSpec
+from tests.experiments.waiting import is_running, wait_until, wait_until_ended
 
 pytestmark = pytest.mark.usefixtures("privileged")
 
@@ -46,21 +47,6 @@ def run(
     return cluster.run(
         f"{JOBS}:{function}", arguments, logs=logs, environment=environment, timeout_s=timeout_s
     )
-
-
-def wait_until(condition: Callable[[], bool], within_s: float = 60) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, "nothing happened in time"
-        time.sleep(0.02)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return status.rpartition(")")[2].split()[0] != "Z"
 
 
 def test_ranks_meet_and_a_further_run_has_no_cold_start(
@@ -316,7 +302,7 @@ def test_everything_ends_by_itself_when_the_parent_is_killed(
     assert len(names_of(parent.pid)) == 3
     parent.kill()
     parent.wait()
-    wait_until(lambda: not any(is_running(pid) for pid in pids_below(tmp_path)), within_s=10)
+    wait_until_ended(pids_below(tmp_path))
     assert len(names_of(parent.pid)) == 3
     namespaces.remove_stale()
     assert names_of(parent.pid) == []
@@ -326,4 +312,4 @@ def test_the_ranks_die_with_their_agent(parent: subprocess.Popen[str], tmp_path:
     pids = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.pids")}
     rank, agent, _ = pids["0"]
     os.kill(agent, signal.SIGKILL)
-    wait_until(lambda: not is_running(rank) and not is_running(pids["1"][0]), within_s=10)
+    wait_until_ended([rank, pids["1"][0]])

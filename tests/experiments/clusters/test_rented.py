@@ -20,10 +20,10 @@ from experiments import provenance
 from experiments.clusters import wire
 from experiments.clusters.allocation import Allocation
 from experiments.clusters.interface import ClusterError, LostNodeError, Outcome
-from experiments.clusters.privileges import missing_capabilities
 from experiments.clusters.rented import RentedCluster, _Reception
 from experiments.provenance import ROOT
 from tests.experiments.clusters.rented_node import JOBS
+from tests.experiments.waiting import wait_until, wait_until_ended
 
 TOKEN = b"a token that only these tests know"
 RANKS = 2
@@ -86,21 +86,6 @@ def run(
     return cluster.run(
         f"{JOBS}:{function}", arguments, logs=logs, environment={}, timeout_s=timeout_s
     )
-
-
-def is_running(pid: int) -> bool:
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return status.rpartition(")")[2].split()[0] != "Z"
-
-
-def wait_until_ended(pids: list[int]) -> None:
-    deadline = time.monotonic() + 10
-    while any(map(is_running, pids)):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def pids_below(directory: Path) -> list[int]:
@@ -197,14 +182,12 @@ def test_a_lost_node_ends_the_run_and_another_one_takes_its_place(tmp_path: Path
 
 
 def _kill_when_ranks_run(node: subprocess.Popen[str], directory: Path) -> None:
-    while len(list(directory.glob("*.pids"))) < 4:
-        time.sleep(0.01)
+    wait_until(lambda: len(list(directory.glob("*.pids"))) == 4)
     node.kill()
 
 
+@pytest.mark.usefixtures("privileged")  # to hide a folder from one node
 def test_a_node_that_does_not_see_the_run_gets_its_cell_and_sends_its_logs(tmp_path: Path) -> None:
-    if missing := missing_capabilities():
-        pytest.skip(f"needs {' and '.join(missing)} to hide a folder from one node: run as root")
     hidden = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs fcdp "$0" && exec "$@"')
     folders = [tmp_path / "hidden from 0", tmp_path / "hidden from 1"]
     rented = allocation()

@@ -29,8 +29,8 @@ from tests.experiments.clusters.test_rented import (
     pids_below,
     run,
     start,
-    wait_until_ended,
 )
+from tests.experiments.waiting import wait_until_ended
 
 pytestmark = pytest.mark.usefixtures("privileged")
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from experiments.clusters.interface import Outcome
-from experiments.clusters.privileges import missing_capabilities
 from experiments.preflight import run
 from experiments.preflight.schema import Preflight
 from experiments.provenance import ROOT
@@ -28,13 +27,12 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("privileged")
 def test_it_measures_an_emulated_cluster_and_gives_its_reason(
     request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     if not request.config.getoption("--exhaustive"):
         pytest.skip("half a minute: runs with --exhaustive")
-    if missing := missing_capabilities():
-        pytest.skip(f"needs {' and '.join(missing)}: run as root")
     file = tmp_path / "preflight.json"
     done = command("--bandwidth", "100 Mbit/s", "--ranks", "1", "--output", str(file))
     assert done.returncode == 0, done.stderr

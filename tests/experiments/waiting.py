@@ -1,0 +1,27 @@
+"""Waiting for what other processes do, in bounded time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+
+def wait_until(condition: Callable[[], bool], within_s: float = 60) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened in time"
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process that is not a zombie."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_until_ended(pids: Sequence[int]) -> None:
+    wait_until(lambda: not any(map(is_running, pids)), within_s=10)
