@@ -44,8 +44,10 @@ class Scheme:
     optimizer: Place = "device"
     #: Whether copies of parameters to the device stop computation.
     blocking: bool = False
-    #: Blocks' worth of matrices that it still has in backward from the end of forward.
-    kept_over_turn: float = 0.0
+    #: How far it gathers ahead, in blocks: over all that it has come through, and at most. What it
+    #: has ahead at the end of forward it does not gather again in backward.
+    lead_per_block: float = 0.0
+    most_lead: float = 0.0
     #: What crosses nodes, where the strategy fixes it.
     gather_codec: str | None = None
     reduce_codec: str | None = None
@@ -53,10 +55,11 @@ class Scheme:
 
 _OURS = Scheme(engine="fcdp", hierarchical=True, cache="policy", defers=True, apart=True)
 _FSDP2 = Scheme(engine="fsdp2")
-# One matrix is gathered ahead: its prefetch bucket of 5e7 elements is less than one at 30B.
-# What it fetches ahead over the turn to backward, until two blocks are alive, it has there: between
-# 1 and 1.8 blocks, by the bytes that it sent on the emulated cluster, most often over 5/3.
-_DEEPSPEED = Scheme(engine="deepspeed", unit="matrix", kept_over_turn=1.7)
+# One matrix is gathered ahead: its prefetch bucket of 5e7 elements is less than one at 30B. But each
+# module that holds others gathers one ahead too, so that the lead grows until two blocks are alive.
+# By the bytes that it sent on the emulated cluster: 1.2 to 1.4 blocks on a model of two, on one of
+# four between 1 and 1.8, most often over 5/3.
+_DEEPSPEED = Scheme(engine="deepspeed", unit="matrix", lead_per_block=0.7, most_lead=1.7)
 _DEEPSPEED_HPZ = replace(_DEEPSPEED, cache="device")
 _DEEPSPEED_OFFLOAD = replace(_DEEPSPEED, optimizer="host")
 _MICS = replace(_DEEPSPEED, shards="node", defers=True)

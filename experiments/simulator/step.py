@@ -53,7 +53,8 @@ class Step:
         self._gathered: dict[Unit, int | None] = {}
         self._wait_for_all: tuple[int, ...] = ()
         layers, block = workload.model.layers, workload.model.block_parameters
-        self._over_turn = _over_turn(units, plan.kept_over_turn * block)
+        lead = min(plan.lead_per_block * layers, plan.most_lead)
+        self._over_turn = _over_turn(units, lead * block)
         #: Beside matrix products, in one forward or one backward of all blocks.
         overheads = hardware.overheads
         kept = workload.tokens * block_activation_bytes(workload) * hardware.ranks_sharing_device
