@@ -5,6 +5,7 @@ multiprocessing skips a preloaded module that does not import; here the reason i
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -21,12 +22,18 @@ FAILURES: dict[str, str] = {}
 
 
 def import_modules(modules: list[str]) -> None:
-    """Import modules; the reasons of those that fail are in ``FAILURES``."""
+    """Import modules; the reasons of those that fail are in ``FAILURES``.
+
+    The garbage collector of processes forked from this one leaves what is there now alone: it
+    would write to every page of it, and each write copies the page.
+    """
     for module in modules:
         try:
             importlib.import_module(module)
         except Exception:
             FAILURES[module] = traceback.format_exc()
+    gc.collect()
+    gc.freeze()
 
 
 import_modules(json.loads(os.environ.get(MODULES_VARIABLE, "[]")))

@@ -38,7 +38,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def model_spec(
-    family: Literal["gpt2", "llama"], *, layers: int = 4, width: int = 128, heads: int = 4
+    family: Literal["gpt2", "llama"], *, layers: int = 2, width: int = 128, heads: int = 4
 ) -> ModelSpec:
     return ModelSpec(
         name=f"{family}-{layers}x{width}", family=family, layers=layers, width=width, heads=heads

@@ -35,7 +35,7 @@ BFLOAT16 = {"dtype": "bfloat16", "steps": 2}
 
 #: What FCDP sends a step and node beside its payload, whatever the size of what is trained: the
 #: ranks' decision which units are stale, acknowledgements, headers, and the two barriers around
-#: the measured steps. Measured on 4 blocks: 8 to 11 kB a step.
+#: the measured steps. Measured on four blocks: 8 to 11 kB a step.
 FIXED_BYTES = 16_000
 
 Runner = Callable[..., Run]
