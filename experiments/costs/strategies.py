@@ -55,8 +55,8 @@ class Scheme:
 
 _OURS = Scheme(engine="fcdp", hierarchical=True, cache="policy", defers=True, apart=True)
 _FSDP2 = Scheme(engine="fsdp2")
-# One matrix is gathered ahead: its prefetch bucket of 5e7 elements is less than one at 30B. But each
-# module that holds others gathers one ahead too, so that the lead grows until two blocks are alive.
+# One matrix is gathered ahead: its prefetch bucket of 5e7 elements is less than one at 30B. But
+# modules that hold others gather one ahead too, so that the lead grows until two blocks are alive.
 # By the bytes that it sent on the emulated cluster: 1.2 to 1.4 blocks on a model of two, on one of
 # four between 1 and 1.8, most often over 5/3.
 _DEEPSPEED = Scheme(engine="deepspeed", unit="matrix", lead_per_block=0.7, most_lead=1.7)
