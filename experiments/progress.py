@@ -22,7 +22,7 @@ from rich.text import Text
 
 from experiments.matrix import Matrix, PlannedCell, format_bandwidth
 from experiments.records import Cell, Record
-from experiments.summary_table import STATE_STYLES, varying_settings
+from experiments.summary_table import STATE_STYLES, megabytes, varying_settings
 
 #: Redraws a second: enough to follow steps, and no load on cores that the ranks compute on.
 _REDRAWS = 2
@@ -266,9 +266,9 @@ def _cell_status(cell: Cell, step: Step | None, elapsed: float) -> Table:
 def _figures(record: Record) -> list[Text]:
     if record.measurement is None:
         return [Text("–".rjust(width), style="dim") for width in (9, 8, 8)]
-    sent = record.measurement.inter_node_bytes_per_step / 1e6
+    sent = megabytes(record.measurement.inter_node_bytes_per_step)
     return [
         Text(f"{record.tokens_per_s:>9,.0f}"),
         Text(f"{record.step_seconds_median:>8.3f}"),
-        Text(f"{sent:>8.2f}"),
+        Text(f"{sent:>8}"),
     ]

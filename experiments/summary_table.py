@@ -125,7 +125,12 @@ def _evidence(record: Record, _: Record | None) -> Text:
 
 
 def _megabytes(count: float | None) -> Text:
-    return _ABSENT if count is None else Text(f"{count / 1e6:.2f}")
+    return _ABSENT if count is None else Text(megabytes(count))
+
+
+def megabytes(count: float) -> str:
+    """Bytes in 10⁶, no more than seven characters below a terabyte."""
+    return f"{count / 1e6:.2f}" if count < 1e9 else f"{count / 1e6:,.0f}"
 
 
 _COLUMNS = (

@@ -58,7 +58,8 @@ def report_job(records: Sequence[Record], directory: Path, report: Path) -> Job:
     def fill(run: Any) -> None:
         import wandb
 
-        artifact = wandb.Artifact(f"{matrix}-report", type="report")
+        # A suite's matrix has a slash in its name, which an artifact's may not.
+        artifact = wandb.Artifact(f"{matrix.replace('/', '-')}-report", type="report")
         with _staging(directory / "wandb" / "data"):
             artifact.add_file(str(directory / "records.jsonl"), skip_cache=True)
             for file in sorted(path for path in report.rglob("*") if path.is_file()):

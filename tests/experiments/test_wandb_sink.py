@@ -47,7 +47,7 @@ def test_a_run_a_cell_that_ran_and_no_second_one(tmp_path: Path) -> None:
 
 
 def test_tables_and_figures_become_an_artifact_once(tmp_path: Path) -> None:
-    ran = [record(cell(seed=1)), record(cell(seed=2))]
+    ran = [record(cell(seed=seed, matrix="suite/small")) for seed in (1, 2)]
     report = tmp_path / "report"
     assert export(ran, tmp_path, report).runs == 2  # it could not be drawn
     report.mkdir()
@@ -57,13 +57,13 @@ def test_tables_and_figures_become_an_artifact_once(tmp_path: Path) -> None:
     assert export(ran, tmp_path, report).runs == 1
     assert export(ran, tmp_path, report).runs == 0
     stored = [run.read_bytes() for run in (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")]
-    (content,) = [content for content in stored if b"small-report" in content]
+    (content,) = [content for content in stored if b"suite-small-report" in content]
     for name in (b"comparison.md", b"losses.png", b"records.jsonl", b"report"):
         assert name in content
     staged = [path.read_bytes() for path in (tmp_path / "wandb/data").rglob("*") if path.is_file()]
     assert {b"the table", b"the figure", b"the records"} <= set(staged)
     # A resumed matrix has another report.
-    assert export([*ran, record(cell(seed=3))], tmp_path, report).runs == 2
+    assert export([*ran, record(cell(seed=3, matrix="suite/small"))], tmp_path, report).runs == 2
 
 
 def test_a_run_that_was_cut_short_is_written_again(
