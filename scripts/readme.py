@@ -42,7 +42,7 @@ def tables() -> dict[str, str]:
         "plan": _answered(_PLAN),
         **{matrix: _condensed(load(_records(matrix))) for matrix in ("reference", "unshaped")},
         "slow-link": _kept(load(_records("slow-link"))),
-        "baselines": _speeds(load(_records("baselines"))),
+        **{matrix: _speeds(load(_records(matrix))) for matrix in ("paper-emulated", "baselines")},
         "audit": markdown(audit(load(_records("parity")))).strip("\n"),
     }
 
@@ -123,7 +123,7 @@ def _trained_share(records: Sequence[Record]) -> str:
 def _speeds(records: Sequence[Record]) -> str:
     """Tokens a second of each strategy, one column a setting, as Markdown."""
     ran = [record for record in records if record.state != "skipped"]
-    settings = sorted({_setting(record.cell)[1:] for record in ran}, key=str)
+    settings = list(dict.fromkeys(_setting(record.cell)[1:] for record in ran))
     names = [f"{tuning}, {link}, k = {count}" for tuning, link, count in settings]
     lines = [f"| Strategy | {' | '.join(names)} |", f"|---|{'--:|' * len(settings)}"]
     by = {(r.cell.strategy, *_setting(r.cell)[1:]): r for r in ran}
