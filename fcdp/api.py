@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Literal, get_args
@@ -15,7 +16,14 @@ from fcdp.cache import Safety
 from fcdp.codec import Codec, Codecs
 from fcdp.engine import Engine, engine_of
 from fcdp.ledger import Ledger
-from fcdp.partition import Split, bucket, fit_in_a_slice, set_trained_apart, split_off
+from fcdp.partition import (
+    Split,
+    bucket,
+    fit_in_a_slice,
+    placement,
+    set_trained_apart,
+    split_off,
+)
 from fcdp.policy import CachePolicy, HostCache
 from fcdp.sums import SumsPlace
 from fcdp.topology import Topology
@@ -48,6 +56,9 @@ def shard(
     parameters that differ in dtype or in ``requires_grad`` get units of their own: the adapters of
     a block gather together, apart from its frozen weights (paper: FCDP-Comm). Freeze and add
     adapters before. Make the optimizer after.
+
+    Matrices of fewer rows than ranks, as low-rank factors are, are sharded along a dimension that
+    the ranks divide evenly, if there is one: by rows, most of what is gathered would be padding.
 
     ``mp_policy``, ``offload_policy`` and ``reshard_after_forward`` mean what they mean to
     ``fully_shard``. By default adapters stay gathered from forward to backward, and those of many
@@ -92,6 +103,7 @@ def shard(
             offload_policy=offload_policy,
             reshard_after_forward=reshard,
             ignored_params=set(replicated),
+            shard_placement_fn=functools.partial(placement, world_size=topology.world_size),
         )
     if topology.mesh.device_type == "cpu":
         _prefetch_forward(model, blocks, splits)

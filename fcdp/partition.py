@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
+from torch.distributed.tensor import Shard
 
 #: What may share a unit: one dtype, and either all frozen or all trainable.
 _Key = tuple[torch.dtype, bool]
@@ -54,6 +55,18 @@ def set_trained_apart(splits: Sequence[Split]) -> tuple[list[Split], list[nn.Par
         for param in module.parameters(recurse=False)
     }
     return frozen, [*trained]
+
+
+def placement(param: nn.Parameter, world_size: int) -> Shard | None:
+    """Where to cut a parameter; ``None``: by rows, as FSDP2 does, filled up to a row for each rank.
+
+    Of a low-rank factor with fewer rows than ranks most would be filling. It is cut along another
+    dimension if one divides evenly (FSDP2 asks for that), at the price of a copy on each side.
+    """
+    if param.ndim < 2 or param.shape[0] >= world_size:
+        return None
+    even = (dim for dim in range(1, param.ndim) if param.shape[dim] % world_size == 0)
+    return next(map(Shard, even), None)
 
 
 def fit_in_a_slice(

@@ -39,9 +39,18 @@ class Matrix:
 Rows = tuple[int, int]
 
 
-def padded_numel(parameters: Iterable[Rows], sharers: int) -> int:
-    """Elements of the parameters where each has its rows filled up to a multiple of the ranks."""
-    return sum(-(-rows // sharers) * sharers * row for rows, row in parameters)
+def padded_numel(parameters: Iterable[Rows], sharers: int, *, cut_rows: bool = False) -> int:
+    """Elements of the parameters where each has its rows filled up to a multiple of the ranks.
+
+    With ``cut_rows`` those of fewer rows than ranks are cut within rows, if that is even: see
+    ``fcdp.partition.placement``.
+    """
+    return sum(
+        rows * row
+        if cut_rows and rows < sharers and row % sharers == 0
+        else -(-rows // sharers) * sharers * row
+        for rows, row in parameters
+    )
 
 
 @dataclass(frozen=True)

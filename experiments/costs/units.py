@@ -86,6 +86,7 @@ class _Model:
         pads = scheme.engine in ("fcdp", "fsdp2")
         sharers = {"world": nodes * ranks_per_node, "node": ranks_per_node, "rank": 1}
         self._sharers = sharers[scheme.shards] if pads else 1
+        self._cut_rows = scheme.engine == "fcdp" and scheme.shards == "world"
 
     def layout(self) -> Layout:
         if self._scheme.unit == "matrix":
@@ -112,14 +113,16 @@ class _Model:
         model, lora = self._workload.model, self._workload.lora
         if adapters is None:
             adapters = [] if lora is None else model.adapter_rows(lora)
-        base = padded_numel(rows, self._sharers)
-        more = padded_numel(adapters, self._sharers)
+        base, more = self._gathered(rows), self._gathered(adapters)
         parameters = padded_numel([*rows, *adapters], 1)
         return Unit(name, parameters, base + more, base + more if self._full else more)
 
+    def _gathered(self, rows: list[Rows]) -> int:
+        return padded_numel(rows, self._sharers, cut_rows=self._cut_rows)
+
     def _root(self) -> Unit:
         rows = self._workload.model.root_rows
-        gathered = padded_numel(rows, self._sharers)
+        gathered = self._gathered(rows)
         trained = gathered if self._full else 0
         return Unit("root", padded_numel(rows, 1), gathered, trained, kept=True)
 
@@ -145,7 +148,7 @@ class _Model:
         lora = self._workload.lora
         assert lora is not None
         layers, adapters = self._workload.model.layers, self._workload.block_adapters
-        gathered = padded_numel(self._workload.model.adapter_rows(lora), self._sharers)
+        gathered = self._gathered(self._workload.model.adapter_rows(lora))
         block = self._workload.model.block_parameters + adapters
         kept = layers * adapters <= block / self._ranks_per_node
         count = max(1, _BUCKET_BYTES // (_STORED_BYTES * adapters)) if kept else 1

@@ -85,7 +85,8 @@ VARIANTS = {
 def test_variants_match_fsdp2(ranks: Pools, variant: str) -> None:
     """On ranks whose sums have one order; 2 × 2 follows from the next test."""
     settings = replace(Settings(2, 1), **VARIANTS[variant])
-    compare(ranks, settings, exact=True)
+    # Factors of one row are cut within it, and their norms add up in another order.
+    compare(ranks, settings, exact=variant != "small_adapters_clipped")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fcdp import partition
-from fcdp.partition import Split, bucket
+from fcdp.partition import Split, bucket, placement
 
 TRAINED = (torch.float32, True)
 FROZEN = (torch.bfloat16, False)
@@ -43,3 +43,18 @@ def test_buckets_hold_everything_once_in_order_by_kind_and_below_the_limit(
 def test_neighbours_are_joined_until_a_bucket_is_full() -> None:
     model, splits = make_splits([(2**20, True)] * 14)  # 4 MiB each; six fit
     assert [len(split.modules) for split in bucket(splits, model)] == [6, 6, 1, 1]
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    st.integers(1, 16),
+)
+def test_nothing_is_padded_where_a_dimension_is_even(shape: list[int], world_size: int) -> None:
+    param = nn.Parameter(torch.empty(shape, device="meta"))
+    found = placement(param, world_size)
+    if found is None:
+        rows, others = shape[0], shape[1:]
+        assert rows >= world_size or not any(size % world_size == 0 for size in others)
+    else:
+        assert shape[0] < world_size
+        assert shape[found.dim] % world_size == 0

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import fcdp
 from tests.fcdp.training import (
+    WIDTH,
     Settings,
     batches,
     loss_of,
@@ -350,8 +351,8 @@ def refusals(directory: Path) -> dict[str, str]:
     messages["keys"] = errors_of(other.load, directory)
 
     wider = make_model(PLAIN)
-    wider.blocks[1].up = nn.Linear(10, 14)
-    wider.blocks[1].down = nn.Linear(14, 10)
+    wider.blocks[1].up = nn.Linear(WIDTH, 14)
+    wider.blocks[1].down = nn.Linear(14, WIDTH)
     shard_with_fcdp(wider, run.topology, PLAIN)
     messages["shapes"] = errors_of(fcdp.load, wider, make_optimizer(wider, PLAIN), directory)
 
@@ -383,7 +384,7 @@ def test_what_does_not_fit_is_refused_on_every_rank(ranks: Pools, tmp_path: Path
     for case, words in {
         "missing": "missing: holds no complete checkpoint",
         "keys": "lacks blocks.0.first.down.weight",
-        "shapes": "blocks.1.up.weight: has shape (13, 10) in the checkpoint; must be (14, 10)",
+        "shapes": "blocks.1.up.weight: has shape (13, 12) in the checkpoint; must be (14, 12)",
         "groups": "has 1 parameter groups; must be 2",
         "params": "has embedding.weight, norm.bias, norm.weight besides",
         "foreign": "not the model's",

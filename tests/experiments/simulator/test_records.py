@@ -39,8 +39,11 @@ def test_every_ledger_is_predicted_byte_by_byte(name: str) -> None:
         if ledger is None:
             continue
         counted += 1
+        # Offloaded parameters are copied by FSDP2, where our ledger does not see it.
+        unseen = comparison.prediction.moved_bytes.keys() - ledger.keys()
+        assert not unseen or comparison.record.cell.strategy == "offload"
         predicted = comparison.prediction.moved_bytes
-        assert {link: dict(phases) for link, phases in predicted.items()} == {
+        assert {link: dict(predicted[link]) for link in predicted.keys() - unseen} == {
             link: pytest.approx(phases, rel=1e-9) for link, phases in ledger.items()
         }, comparison.record.cell_id
     assert counted > 0
