@@ -17,7 +17,7 @@ EMULATED := quickstart reference unshaped slow-link parity volume baselines pape
 quickstart: setup ## FCDP next to ZeRO-3 on this machine: table, figure, report
 	$(VENV)/bin/python -m experiments run quickstart
 
-reproduce: setup ## all of results anew, then REPRODUCTION.md and its page (hours; resumes)
+reproduce: setup ## all matrices of results anew, then REPRODUCTION.md and its page (hours; resumes)
 	for matrix in $(EMULATED); do \
 		$(VENV)/bin/python -m experiments run $$matrix --resume || [ $$? -eq 1 ] || exit; \
 	done
