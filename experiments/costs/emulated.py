@@ -33,11 +33,11 @@ class Constants:
 
 #: Intel Xeon at 2.5 GHz, two cores, torch 2.13, gloo; fp32.
 TWO_CORES = Constants(
-    flops=244.4e9,
-    block_seconds={"deepspeed": 0.08807, "fcdp": 0.02482, "fsdp2": 0.02578, "ddp": 0.021},
-    byte_seconds=0.2486e-9,
-    gathered_byte_seconds=0.6427e-9,
-    activation_byte_seconds=0.8662e-9,
+    flops=244.57e9,
+    block_seconds={"deepspeed": 0.08267, "fcdp": 0.03056, "fsdp2": 0.03144, "ddp": 0.00983},
+    byte_seconds=0.3887e-9,
+    gathered_byte_seconds=0.2736e-9,
+    activation_byte_seconds=0.8753e-9,
 )
 
 

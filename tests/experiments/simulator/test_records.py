@@ -13,9 +13,9 @@ from experiments.simulator.calibration import calibrate
 from experiments.simulator.validation import Comparison, compare, median_absolute_error
 
 RESULTS = Path(__file__).parents[3] / "results"
-RUNS = ["quickstart", "reference", "unshaped", "slow-link", "parity"]
-#: While parity was measured the host had other work: equal cells differ by a factor of two.
-QUIET = [name for name in RUNS if name != "parity"]
+RUNS = ["quickstart", "reference", "unshaped", "slow-link", "parity", "paper-emulated"]
+#: Parity's steps last a few tenths of a second, of which a tenth is little on a shared machine.
+STEADY = [name for name in RUNS if name != "parity"]
 
 
 @cache
@@ -61,14 +61,16 @@ def test_bytes_between_nodes_are_the_kernels_within_framing(name: str) -> None:
             assert comparison.bytes_agree, (cell.id, comparison.bytes_error)
 
 
-@pytest.mark.parametrize("name", QUIET)
+@pytest.mark.parametrize("name", STEADY)
 def test_step_times_are_within_a_tenth(name: str) -> None:
     assert median_absolute_error(compared(name)) < 0.10
 
 
 def test_the_constants_are_what_the_records_give() -> None:
     fitted = [record for name in ("unshaped", "reference", "slow-link") for record in records(name)]
-    fitted += [record for record in records("parity") if record.cell.strategy == "ddp"]
+    # Small models, which the engines' own seconds show in; one strategy of each engine.
+    engines = ("ddp", "deepspeed-zero3", "fcdp", "fsdp2")
+    fitted += [record for record in records("parity") if record.cell.strategy in engines]
     found = calibrate(fitted)
     assert found.flops == pytest.approx(TWO_CORES.flops, rel=1e-3)
     assert found.byte_seconds == pytest.approx(TWO_CORES.byte_seconds, rel=1e-3)
