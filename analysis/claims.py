@@ -43,7 +43,7 @@ class MatrixUse(Strict):
     """A matrix that tests claims: how to run it, and what that takes where no record says it."""
 
     command: str | None = None
-    #: Why there are no records yet; a matrix without a file must say so.
+    #: Why there are no records yet; a matrix without a file or a command must say so.
     planned: str | None = None
     resources: str | None = None
     #: What its records must not be used for.
@@ -157,8 +157,9 @@ def _mistakes(claims: Claims) -> list[tuple[tuple[str | int, ...], str]]:
     seen: set[str] = set()
     existing = matrix_files()
     for name, use in claims.matrices.items():
-        if name not in existing and use.planned is None:
-            problem = f"no such matrix, and not planned; there are {', '.join(existing)}"
+        if name not in existing and use.planned is None and use.command is None:
+            there = ", ".join(existing)
+            problem = f"no such matrix, not planned, and without a command; there are {there}"
             found.append((("matrices", name), problem))
     for at, claim in enumerate(claims.claims):
         place = ("claims", at)

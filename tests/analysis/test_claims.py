@@ -119,9 +119,8 @@ def test_a_matrix_must_exist_or_be_planned(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"claims.yaml:\d+: matrices.soon: no such matrix"):
         claims.load(path)
 
-    claims.load(
-        written(content(matrices={"parity": {}, "soon": {"planned": "Not yet."}}), tmp_path)
-    )
+    use = {"parity": {}, "study": {"command": "run"}, "soon": {"planned": "Not yet."}}
+    claims.load(written(content(matrices=use), tmp_path))
 
 
 def test_ids_are_unique(tmp_path: Path) -> None:
