@@ -36,7 +36,7 @@ def test_a_plan_for_adapters() -> None:
     assert lines[1].endswith("simulated")
     assert [line.split()[0].strip(",") for line in lines[5:7]] == ["fcdp", "fsdp2"]
     assert any(line.startswith("ddp does not fit: it lacks ") for line in lines)
-    assert any(line.startswith("take fcdp, replicated: fcdp trains ") for line in lines)
+    assert any(line.startswith("take fcdp: fcdp trains ") for line in lines)
 
 
 def test_the_json_has_the_grid_and_says_how_it_was_obtained(tmp_path: Path) -> None:
