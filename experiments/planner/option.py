@@ -10,7 +10,7 @@ from experiments.costs.hardware import Hardware
 from experiments.costs.memory import Footprint
 from experiments.costs.workload import Workload
 from experiments.simulator import Prediction, predict
-from experiments.simulator.prediction import needed
+from experiments.simulator.prediction import needed, utilisations
 
 #: Micro-batches of a step that are simulated; each one more is like the last of them.
 _SIMULATED = 3
@@ -113,18 +113,12 @@ def simulated(workload: Workload, hardware: Hardware) -> Option:
     seconds = totals["step", ""]
     tokens = workload.tokens * count
     per_gpu = tokens / seconds
-    length, lora, peak_flops = (
-        workload.sequence_length,
-        workload.lora,
-        hardware.device.peak_flops,
-    )
-    needed = shapes.model_flops(workload.model, length, lora)
-    computed = shapes.hardware_flops(workload.model, length, lora, workload.recomputed)
+    mfu, hfu = utilisations(workload, hardware, per_gpu)
     speed = Speed(
         step_seconds=seconds,
         tokens_per_s=per_gpu * hardware.world_size,
-        mfu=shapes.utilisation(needed, per_gpu, peak_flops),
-        hfu=shapes.utilisation(computed, per_gpu, peak_flops),
+        mfu=mfu,
+        hfu=hfu,
         waits_seconds=_part(totals, "waits"),
         busy_seconds=_part(totals, "busy"),
         inter_node_bytes=totals["sent", ""],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TypeVar
 
 _NUMBER = re.compile(r"([+-]?[\d_]*\.?\d+(?:[eE][+-]?\d+)?)\s*(.*)", re.DOTALL)
@@ -13,6 +13,7 @@ _BINARY = {"ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
 #: Prefixes of any case; a bit is b or bit, a byte is B.
 _RATE = re.compile(r"([kmgtKMGT]?)(bps|bits?/s|b/s|Bps|B/s)")
 _SIZE = re.compile(r"([kmgtKMGT]i?|)B")
+_COUNT = re.compile(r"[kMBT]?")
 _COUNTS = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _LORA = re.compile(r"lora:(\d+)")
 #: Not inside of brackets.
@@ -24,28 +25,22 @@ _T = TypeVar("_T")
 def bits_per_s(option: str, text: str) -> float:
     """A bandwidth: ``100Gbps``, ``100 Gbit/s``, ``12.5 GB/s``."""
     allowed = "a number above 0 and a unit, such as 100Gbps, '100 Gbit/s' or 12.5GB/s"
-    number, unit = _split(option, text, allowed)
-    match = _RATE.fullmatch(unit)
-    if match is None:
-        raise _mistake(option, text, allowed)
-    return number * _DECIMAL[match[1].lower()] * (8 if match[2].startswith("B") else 1)
+    number, unit = _split(option, text, _RATE, allowed)
+    return number * _DECIMAL[unit[1].lower()] * (8 if unit[2].startswith("B") else 1)
 
 
 def size_bytes(option: str, text: str) -> float:
     """A size of memory: ``512GB``, ``512 GiB``, ``1TB``."""
     allowed = "a number above 0 and a unit, such as 512GB, '512 GiB' or 1TB"
-    number, unit = _split(option, text, allowed)
-    match = _SIZE.fullmatch(unit)
-    if match is None:
-        raise _mistake(option, text, allowed)
-    return number * (_DECIMAL | _BINARY)[match[1].lower()]
+    number, unit = _split(option, text, _SIZE, allowed)
+    return number * (_DECIMAL | _BINARY)[unit[1].lower()]
 
 
 def count(option: str, text: str) -> float:
     """A large number: ``1e9``, ``1B``, ``300M``."""
     allowed = "a number above 0, such as 1e9, 1B or 300M"
-    number, unit = _split(option, text, allowed)
-    return number * _found(_COUNTS, unit, option, text, allowed)
+    number, unit = _split(option, text, _COUNT, allowed)
+    return number * _COUNTS[unit[0]]
 
 
 def whole(option: str, text: str) -> int:
@@ -88,20 +83,15 @@ def name(option: str, text: str) -> str:
     return text.strip()
 
 
-def _split(option: str, text: str, allowed: str) -> tuple[float, str]:
+def _split(
+    option: str, text: str, units: re.Pattern[str], allowed: str
+) -> tuple[float, re.Match[str]]:
+    """A finite number above 0, and the match of its unit."""
     match = _NUMBER.fullmatch(text.strip())
-    if match is None:
+    unit = match and units.fullmatch(match[2])
+    if not match or not unit or not 0 < float(match[1]) < math.inf:
         raise _mistake(option, text, allowed)
-    number = float(match[1])
-    if not 0 < number < math.inf:
-        raise _mistake(option, text, allowed)
-    return number, match[2]
-
-
-def _found(units: Mapping[str, float], unit: str, option: str, text: str, allowed: str) -> float:
-    if unit not in units:
-        raise _mistake(option, text, allowed)
-    return units[unit]
+    return float(match[1]), unit
 
 
 def _mistake(option: str, text: str, allowed: str) -> ValueError:

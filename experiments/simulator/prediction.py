@@ -67,6 +67,19 @@ def fits(workload: Workload, hardware: Hardware) -> bool:
     return needed(workload, hardware).shortage(hardware) is None
 
 
+def utilisations(
+    workload: Workload, hardware: Hardware, tokens_per_gpu_s: float
+) -> tuple[float, float]:
+    """Of the device's peak: by the model's operations (MFU), and with recomputation (HFU)."""
+    length, lora, peak = workload.sequence_length, workload.lora, hardware.device.peak_flops
+    model_flops = shapes.model_flops(workload.model, length, lora)
+    all_flops = shapes.hardware_flops(workload.model, length, lora, workload.recomputed)
+    return (
+        shapes.utilisation(model_flops, tokens_per_gpu_s, peak),
+        shapes.utilisation(all_flops, tokens_per_gpu_s, peak),
+    )
+
+
 def predict(workload: Workload, hardware: Hardware) -> Prediction:
     """Simulate one steady step.
 
@@ -86,17 +99,14 @@ def predict(workload: Workload, hardware: Hardware) -> Prediction:
     shortage = needs.shortage(hardware)
     tokens = workload.tokens * workload.accumulation
     per_gpu = tokens / run.seconds
-    length, lora = workload.sequence_length, workload.lora
-    model_flops = shapes.model_flops(workload.model, length, lora)
-    all_flops = shapes.hardware_flops(workload.model, length, lora, workload.recomputed)
-    peak_flops = hardware.device.peak_flops
+    mfu, hfu = utilisations(workload, hardware, per_gpu)
     return Prediction(
         state="ok" if shortage is None else "oom",
         error=shortage,
         step_seconds=run.seconds,
         tokens_per_s=per_gpu * hardware.world_size,
-        mfu=shapes.utilisation(model_flops, per_gpu, peak_flops),
-        hfu=shapes.utilisation(all_flops, per_gpu, peak_flops),
+        mfu=mfu,
+        hfu=hfu,
         critical_path=tuple(run.tasks[index].name for index in run.critical_path()),
         busy={name: used / run.seconds for name, used in sorted(run.busy_seconds().items())},
         moved_bytes=tasks.moved_bytes,
