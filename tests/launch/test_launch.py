@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,13 @@ with open({file!r}, "a") as file:
     file.write(line + "\\n")
 """
 
-#: Node 0's commands end once its agent has spoken: its end is theirs.
-_AFTER_THE_AGENT = """\
+#: Node 0's commands, whose end is that of every agent, end once all agents have spoken.
+_AFTER_THE_AGENTS = """\
 import time
-deadline = time.monotonic() + 20
+deadline = time.monotonic() + 60
 while sys.argv[-1] != "node" and time.monotonic() < deadline:
     calls = [json.loads(line) for line in open({file!r})]
-    if any(c["arguments"][-1] == "node" and c["settings"]["FCDP_NODE"] == "0" for c in calls):
+    if sum(c["arguments"][-1] == "node" for c in calls) == int(settings["FCDP_NODES"]):
         break
     time.sleep(0.01)
 """
@@ -69,7 +70,7 @@ def python(tmp_path: Path) -> Path:
     (tmp_path / "venv/bin").mkdir(parents=True)
     file = str(tmp_path / "python.jsonl")
     tell = _TELL.format(python=sys.executable, name="python", file=file)
-    _program(tmp_path / "venv/bin/python", tell + _AFTER_THE_AGENT.format(file=file))
+    _program(tmp_path / "venv/bin/python", tell + _AFTER_THE_AGENTS.format(file=file))
     return tmp_path / "venv"
 
 
@@ -153,8 +154,9 @@ def test_skypilot_starts_every_node(tmp_path: Path, stand_ins: Path, python: Pat
     allowed = {"name", "workdir", "num_nodes", "resources", "envs", "secrets", "setup", "run"}
     assert set(task) == allowed
     assert task["secrets"] == {"FCDP_TOKEN": None}
-    for rank in range(2):
-        done = start(
+
+    def start_node(rank: int) -> subprocess.CompletedProcess[str]:
+        return start(
             ["bash", "-c", task["run"]],
             stand_ins,
             VENV=str(python),
@@ -164,7 +166,10 @@ def test_skypilot_starts_every_node(tmp_path: Path, stand_ins: Path, python: Pat
             SKYPILOT_NUM_NODES="2",
             SKYPILOT_NODE_RANK=str(rank),
         )
-        assert done.returncode == 0, done.stderr
+
+    with ThreadPoolExecutor() as executor:
+        for done in executor.map(start_node, range(2)):
+            assert done.returncode == 0, done.stderr
     calls = check_calls(tmp_path)
     assert calls[0]["settings"]["FCDP_HEAD"] == "10.0.0.1:29400"
 
