@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -14,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from experiments.clusters import agent, causes, namespaces, preload, privileges, ranks
+from experiments.clusters import agent, causes, namespaces, preload, privileges, ranks, scratch
 from experiments.clusters.board import Board
 from experiments.clusters.counters import out_of_memory_kills
 from experiments.clusters.interface import ClusterError, Outcome
@@ -101,13 +100,13 @@ class EmulatedCluster:
         logs = logs.absolute()
         logs.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
-            scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="fcdp-"))
-            board = Board(Path(scratch), self.nodes * self.ranks_per_node)
+            folder = stack.enter_context(scratch.folder())
+            board = Board(folder, self.nodes * self.ranks_per_node)
             board.create()
             job = ranks.Job(entry, tuple(arguments), logs, board)
             agents = []
             for number in range(self.nodes):
-                node = self._node(network, number, environment, scratch, timeout_s)
+                node = self._node(network, number, environment, folder, timeout_s)
                 agents.append(NodeProcess(context, node, job))
                 stack.callback(agents[-1].end)
             return _watch(agents, board, timeout_s)
@@ -139,7 +138,7 @@ class EmulatedCluster:
         network: Network,
         number: int,
         environment: Mapping[str, str],
-        scratch: str,
+        folder: Path,
         timeout_s: float,
     ) -> agent.Node:
         variables = {
@@ -161,7 +160,7 @@ class EmulatedCluster:
             port=self._port,
             environment=variables,
             preload=self._preload,
-            scratch=f"{scratch}/node{number}",
+            scratch=str(folder / f"node{number}"),
             timeout_s=timeout_s,
         )
 

@@ -1,51 +1,21 @@
-"""Network namespaces that say by their name which process owns them.
-
-A cluster's namespaces outlive a parent that was killed with SIGKILL. Their names carry the
-parent's pid, start time and pid namespace, so that the next start can tell the ones nobody owns
-any more from those of a parent that still runs.
-"""
+"""Network namespaces: made, entered, and removed with whatever runs inside."""
 
 from __future__ import annotations
 
-import itertools
 import os
-import re
 import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import TypeVar
 
 from pyroute2 import netns
 
+from experiments.clusters import owners
 from experiments.clusters.interface import ClusterError
 
 _Value = TypeVar("_Value")
-
-_NAME = re.compile(r"fcdp-(?P<scope>\d+)-(?P<pid>\d+)-(?P<started>\d+)-\d+-(switch|node\d+)")
-_clusters = itertools.count()
-
-
-def started_at(pid: int) -> int | None:
-    """Start time of a process in clock ticks since boot; ``None`` if there is no such process."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    # The second field is the program's name in parentheses and may itself contain any character.
-    return int(text.rpartition(")")[2].split()[19])
-
-
-def _pid_scope() -> int:
-    """Inode of this process's pid namespace: pids of another one say nothing about ours."""
-    return os.stat("/proc/self/ns/pid").st_ino
-
-
-def new_prefix() -> str:
-    """A name prefix for one cluster of this process: no other cluster, past or present, has it."""
-    return f"fcdp-{_pid_scope()}-{os.getpid()}-{started_at(os.getpid())}-{next(_clusters)}"
 
 
 def create(name: str) -> None:
@@ -69,18 +39,10 @@ def remove(name: str) -> None:
 
 def remove_stale() -> list[str]:
     """Remove the namespaces whose owner no longer runs; return their names."""
-    stale = [name for name in netns.listnetns() if _is_stale(name)]
+    stale = [name for name in netns.listnetns() if owners.is_orphan(name)]
     for name in stale:
         remove(name)
     return stale
-
-
-def _is_stale(name: str) -> bool:
-    match = _NAME.fullmatch(name)
-    if match is None or int(match["scope"]) != _pid_scope():
-        return False
-    # Another start time: the pid belongs to another process by now.
-    return started_at(int(match["pid"])) != int(match["started"])
 
 
 def call_in(name: str, function: Callable[[], _Value]) -> _Value:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import wait
@@ -14,7 +13,7 @@ from typing import Any
 import psutil
 
 from experiments import provenance
-from experiments.clusters import agent, preload, ranks, wire
+from experiments.clusters import agent, preload, ranks, scratch, wire
 from experiments.clusters.allocation import Allocation
 from experiments.clusters.board import Board
 from experiments.clusters.counters import out_of_memory_kills, transmitted_bytes
@@ -136,24 +135,24 @@ class _Node:
         """Run one task after another. Raises ``Lost`` when the runner is gone."""
         while True:
             task = channel.expect(wire.Task)
-            with tempfile.TemporaryDirectory(prefix="fcdp-") as scratch:
-                channel.send(self._run(task, Path(scratch), channel))
+            with scratch.folder() as folder:
+                channel.send(self._run(task, folder, channel))
 
-    def _run(self, task: wire.Task, scratch: Path, channel: Channel) -> wire.Idle:
+    def _run(self, task: wire.Task, folder: Path, channel: Channel) -> wire.Idle:
         kills_before = out_of_memory_kills()
         logs = Path(task.logs)
         shared = (logs / task.marker).exists()
         if not shared:
-            logs = scratch / "logs"
+            logs = folder / "logs"
             logs.mkdir()
-        board = Board(scratch, task.nodes * self._hello.ranks)
+        board = Board(folder, task.nodes * self._hello.ranks)
         board.create()
         if self._hello.node == 0 and not shared:
             channel.send(wire.Ended(exits=[], error=f"node 0 does not see {task.logs}: {_APART}"))
             channel.expect(wire.Finish)
         else:
-            job = ranks.Job(task.entry, _arguments(task, scratch), logs, board)
-            process = NodeProcess(self._context, self._described(task, scratch), job)
+            job = ranks.Job(task.entry, _arguments(task, folder), logs, board)
+            process = NodeProcess(self._context, self._described(task, folder), job)
             try:
                 _follow(process, channel)
             finally:
@@ -164,7 +163,7 @@ class _Node:
             out_of_memory_kills=out_of_memory_kills() - kills_before,
         )
 
-    def _described(self, task: wire.Task, scratch: Path) -> agent.Node:
+    def _described(self, task: wire.Task, folder: Path) -> agent.Node:
         hello = self._hello
         return agent.Node(
             node=hello.node,
@@ -176,7 +175,7 @@ class _Node:
             port=task.port,
             environment=self._environment() | task.environment,
             preload=self._modules,
-            scratch=str(scratch / "elastic"),
+            scratch=str(folder / "elastic"),
             timeout_s=task.timeout_s,
         )
 
@@ -239,12 +238,12 @@ def _reports(board: Board) -> list[wire.RankReport]:
     ]
 
 
-def _arguments(task: wire.Task, scratch: Path) -> tuple[str, ...]:
-    """The arguments, with files that this node does not see written to ``scratch``."""
+def _arguments(task: wire.Task, folder: Path) -> tuple[str, ...]:
+    """The arguments, with files that this node does not see written to ``folder``."""
     arguments = []
     for i, argument in enumerate(task.arguments):
         if argument in task.files and not Path(argument).exists():
-            copy = scratch / f"argument{i}"
+            copy = folder / f"argument{i}"
             copy.write_text(task.files[argument], encoding="utf-8")
             argument = str(copy)
         arguments.append(argument)

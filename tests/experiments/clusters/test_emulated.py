@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 from pyroute2 import netns
 
-from experiments.clusters import namespaces
+from experiments.clusters import namespaces, scratch
 from experiments.clusters.emulated import EmulatedCluster
 from experiments.clusters.interface import ClusterError, Outcome
 from experiments.records import ClusterSpec
@@ -287,11 +288,16 @@ def names_of(owner: int) -> list[str]:
     return [name for name in netns.listnetns() if f"-{owner}-" in name]
 
 
+def folders_of(owner: int) -> list[Path]:
+    return [path for path in Path(tempfile.gettempdir()).iterdir() if f"-{owner}-" in path.name]
+
+
 def test_ctrl_c_ends_everything_and_goes_on(parent: subprocess.Popen[str], tmp_path: Path) -> None:
     parent.send_signal(signal.SIGINT)
     assert parent.wait(timeout=60) == -signal.SIGINT
     assert not any(is_running(pid) for pid in pids_below(tmp_path))
     assert names_of(parent.pid) == []
+    assert folders_of(parent.pid) == []
     assert parent.stderr is not None
     assert "KeyboardInterrupt" in parent.stderr.read()
 
@@ -300,12 +306,16 @@ def test_everything_ends_by_itself_when_the_parent_is_killed(
     parent: subprocess.Popen[str], tmp_path: Path
 ) -> None:
     assert len(names_of(parent.pid)) == 3
+    assert len(folders_of(parent.pid)) == 1
     parent.kill()
     parent.wait()
     wait_until_ended(pids_below(tmp_path))
     assert len(names_of(parent.pid)) == 3
+    assert len(folders_of(parent.pid)) == 1
     namespaces.remove_stale()
     assert names_of(parent.pid) == []
+    with scratch.folder():
+        assert folders_of(parent.pid) == []
 
 
 def test_the_ranks_die_with_their_agent(parent: subprocess.Popen[str], tmp_path: Path) -> None:
