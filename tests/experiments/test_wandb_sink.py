@@ -113,7 +113,7 @@ def test_history_is_a_point_a_step_with_times_after_warm_up() -> None:
 def test_twenty_four_cells_are_quick(tmp_path: Path) -> None:
     started = time.monotonic()
     assert export([record(cell(seed=seed)) for seed in range(24)], tmp_path).runs == 24
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 120
 
 
 def test_the_key_is_nowhere(tmp_path: Path) -> None:

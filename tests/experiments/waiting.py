@@ -24,4 +24,4 @@ def is_running(pid: int) -> bool:
 
 
 def wait_until_ended(pids: Sequence[int]) -> None:
-    wait_until(lambda: not any(map(is_running, pids)), within_s=10)
+    wait_until(lambda: not any(map(is_running, pids)))

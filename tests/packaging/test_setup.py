@@ -73,7 +73,7 @@ class Machine:
             env={**fixed, **env},
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=120,
         )
 
     @property

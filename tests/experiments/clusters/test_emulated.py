@@ -169,7 +169,7 @@ def test_the_rank_that_failed_first_is_named(
     assert (outcome.state, outcome.rank) == (state, rank), outcome.error
     assert outcome.error is not None
     assert error in outcome.error
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 50
 
 
 @pytest.fixture
@@ -210,12 +210,12 @@ def test_ranks_that_wait_in_vain_are_ended_after_a_failure(
     started = time.monotonic()
     outcome = run(cluster, tmp_path, "fail_while_others_linger", str(tmp_path))
     assert (outcome.state, outcome.rank) == ("failed", 0)
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 50
 
 
 def test_a_job_that_does_not_end_is_ended(cluster: EmulatedCluster, tmp_path: Path) -> None:
-    outcome = run(cluster, tmp_path, "linger", str(tmp_path), timeout_s=3)
-    assert outcome == Outcome("timeout", None, "did not end within 3 s")
+    outcome = run(cluster, tmp_path, "linger", str(tmp_path), timeout_s=5)
+    assert outcome == Outcome("timeout", None, "did not end within 5 s")
     pids = [pid for path in tmp_path.glob("*.pids") for pid in json.loads(path.read_text())]
     assert len(pids) == 4 * 3
     assert not any(is_running(pid) for pid in pids)

@@ -248,7 +248,7 @@ def test_a_node_that_does_not_fit_is_refused(changes: dict[str, object], message
 
 
 def _connect(rented: Allocation) -> wire.Channel:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while True:
         try:
             return wire.connect(rented.head, rented.token)
@@ -257,7 +257,8 @@ def _connect(rented: Allocation) -> wire.Channel:
             time.sleep(0.01)
 
 
-def test_strangers_are_not_let_in_and_hold_nobody_up() -> None:
+def test_strangers_are_not_let_in_and_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "_ANSWER_S", 90)
     rented = allocation(nodes=1)
     stranger = Allocation(rented.head, b"another token of the same length..", 1, RANKS)
 
@@ -275,7 +276,7 @@ def test_strangers_are_not_let_in_and_hold_nobody_up() -> None:
     thread.start()
     started = time.monotonic()
     with cluster_of(rented):
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 60
         # Nobody listens any more once all nodes are here.
         with pytest.raises(ConnectionRefusedError):
             wire.connect(rented.head, rented.token)

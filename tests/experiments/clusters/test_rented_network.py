@@ -88,7 +88,7 @@ def test_a_node_that_falls_silent_is_lost(
     threading.Thread(target=unplug).start()
     with pytest.raises(LostNodeError, match=r"node 1 at 198\.18\.0\.2 is lost"):
         run(cluster, tmp_path, "linger", str(tmp_path))
-    assert time.monotonic() - moments[0] < 15
+    assert time.monotonic() - moments[0] < 50
     cluster.__exit__(None, None, None)
     on_node_0 = [json.loads((tmp_path / f"{rank}.pids").read_text())[0] for rank in range(RANKS)]
     wait_until_ended(on_node_0)
