@@ -44,8 +44,9 @@ def summary(records: Sequence[Record]) -> RenderableType:
     longest = max(len(record.cell.variant) for record in ran)
     parts: list[RenderableType] = [_header(longest)]
     for group in groups.values():
-        parts.append(_heading(group[0].cell, extra))
-        parts.append(_rows(group, longest))
+        comparison = _Comparison.of(group)
+        parts.append(_heading(group[0].cell, extra, comparison))
+        parts.append(_rows(group, comparison, longest))
     return Group(*parts, *_notes(records))
 
 
@@ -56,31 +57,49 @@ def varying_settings(cells: Sequence[Cell]) -> list[str]:
 
 
 @dataclass(frozen=True)
+class _Comparison:
+    """What the figures of one group refer to."""
+
+    #: ZeRO-3 in the same settings, if it is there.
+    baseline: Record | None
+    #: The last step that every cell with losses has trained; 0 if there are none.
+    step: int
+    #: Whether some cell went on after it.
+    is_cut: bool
+
+    @classmethod
+    def of(cls, group: Sequence[Record]) -> _Comparison:
+        baseline = next((record for record in group if record.cell.variant == BASELINE), None)
+        steps = {len(r.measurement.losses) for r in group if r.measurement} - {0}
+        return cls(baseline, min(steps, default=0), len(steps) > 1)
+
+
+@dataclass(frozen=True)
 class _Column:
     title: str
     unit: str
     width: int
     justify: JustifyMethod
-    #: The figure of a record, given the record of the baseline in the same comparison.
-    show: Callable[[Record, Record | None], Text]
+    show: Callable[[Record, _Comparison], Text]
 
 
-def _strategy(record: Record, _: Record | None) -> Text:
+def _strategy(record: Record) -> Text:
     return Text(record.cell.variant, style="bold" if record.cell.strategy == "fcdp" else "")
 
 
-def _state(record: Record, _: Record | None) -> Text:
+def _state(record: Record, _: _Comparison) -> Text:
     return Text(record.state, style=STATE_STYLES[record.state])
 
 
-def _tokens(record: Record, _: Record | None) -> Text:
+def _tokens(record: Record, _: _Comparison) -> Text:
     speed = record.tokens_per_s
     if speed is None:
         return _ABSENT
     return Text(f"{speed:,.1f}" if speed < 100 else f"{speed:,.0f}")
 
 
-def _speed_up(record: Record, baseline: Record | None) -> Text:
+def _speed_up(record: Record, comparison: _Comparison) -> Text:
+    baseline = comparison.baseline
     own, other = record.tokens_per_s, baseline and baseline.tokens_per_s
     if not own or not other:
         return _ABSENT
@@ -90,12 +109,13 @@ def _speed_up(record: Record, baseline: Record | None) -> Text:
     return Text(f"{ratio:.2f}×", style=style)
 
 
-def _sent(record: Record, _: Record | None) -> Text:
+def _sent(record: Record, _: _Comparison) -> Text:
     measured = record.measurement
     return _megabytes(measured.inter_node_bytes_per_step if measured else None)
 
 
-def _sent_ratio(record: Record, baseline: Record | None) -> Text:
+def _sent_ratio(record: Record, comparison: _Comparison) -> Text:
+    baseline = comparison.baseline
     if record.measurement is None or baseline is None or baseline.measurement is None:
         return _ABSENT
     other = baseline.measurement.inter_node_bytes_per_step
@@ -104,23 +124,23 @@ def _sent_ratio(record: Record, baseline: Record | None) -> Text:
     )
 
 
-def _least(record: Record, _: Record | None) -> Text:
+def _least(record: Record, _: _Comparison) -> Text:
     measured = record.measurement
     return _megabytes(measured.inter_node_bytes_closed_form if measured else None)
 
 
-def _loss(record: Record, _: Record | None) -> Text:
+def _loss(record: Record, comparison: _Comparison) -> Text:
     if record.measurement is None or not record.measurement.losses:
         return _ABSENT
-    return Text(f"{record.measurement.losses[-1]:.4f}")
+    return Text(f"{record.measurement.losses[comparison.step - 1]:.4f}")
 
 
-def _step(record: Record, _: Record | None) -> Text:
+def _step(record: Record, _: _Comparison) -> Text:
     seconds = record.step_seconds_median
     return _ABSENT if seconds is None else Text(f"{seconds:.{2 if seconds >= 100 else 3}f}")
 
 
-def _evidence(record: Record, _: Record | None) -> Text:
+def _evidence(record: Record, _: _Comparison) -> Text:
     return Text(f" {record.evidence}", style="dim")
 
 
@@ -140,7 +160,7 @@ _COLUMNS = (
     _Column("sent", "MB/step", 8, "right", _sent),
     _Column("sent", "vs ZeRO-3", 9, "right", _sent_ratio),
     _Column("minimum", "MB/step", 8, "right", _least),
-    _Column("loss", "final", 7, "right", _loss),
+    _Column("loss", "", 7, "right", _loss),
     _Column("step", "s", 7, "right", _step),
     _Column(" evidence", "", 10, "left", _evidence),
 )
@@ -161,18 +181,20 @@ def _header(longest_strategy: int) -> Table:
     return table
 
 
-def _rows(group: Sequence[Record], longest_strategy: int) -> Table:
-    baseline = next((record for record in group if record.cell.variant == BASELINE), None)
+def _rows(group: Sequence[Record], comparison: _Comparison, longest_strategy: int) -> Table:
     table = _grid(longest_strategy)
     for record in group:
-        figures = (column.show(record, baseline) for column in _COLUMNS)
-        table.add_row(_strategy(record, baseline), *figures)
+        figures = (column.show(record, comparison) for column in _COLUMNS)
+        table.add_row(_strategy(record), *figures)
     return table
 
 
-def _heading(cell: Cell, extra: Sequence[str]) -> Text:
+def _heading(cell: Cell, extra: Sequence[str], comparison: _Comparison) -> Text:
     parts = [cell.model.name, cell.tuning, format_bandwidth(cell.inter_bandwidth_bits_per_s)]
     parts += [f"{name.replace('_', ' ')} {getattr(cell, name)}" for name in extra]
+    if comparison.is_cut:
+        # Losses of different steps would look like different results.
+        parts.append(f"loss of step {comparison.step}")
     return Text("\n" + " · ".join(parts), style="bold cyan")
 
 

@@ -40,7 +40,7 @@ def test_the_table_compares_with_zero3_on_the_same_model_and_link() -> None:
     assert lines[:7] == [
         "strategy        state      speed  speed-up     sent      sent  minimum    loss    step"
         "  evidence",
-        "                        tokens/s vs ZeRO-3  MB/step vs ZeRO-3  MB/step   final       s",
+        "                        tokens/s vs ZeRO-3  MB/step vs ZeRO-3  MB/step               s",
         "",
         "llama-4x128 · full · 100 Mbit/s",
         "deepspeed-zero3 ok         1,024     1.00×     6.30     1.00×        –  5.3000   0.500"
@@ -76,6 +76,14 @@ def test_other_settings_that_vary_are_in_the_heading_and_separate_groups() -> No
     ]
     # Another number of steps is still the same comparison.
     assert [line.split()[3] for line in lines if line.startswith("fcdp")] == ["1.00×", "1.00×"]
+
+
+def test_losses_are_those_of_one_step() -> None:
+    slow = record(cell(strategy="deepspeed-zero3", steps=2), losses=[5.6, 5.5])
+    quick = record(cell(steps=3), losses=[5.6, 5.5, 5.4])
+    lines = rendered(summary([slow, quick]))
+    assert "llama-4x128 · full · 100 Mbit/s · loss of step 2" in lines
+    assert [line.split()[7] for line in lines[-2:]] == ["5.5000", "5.5000"]
 
 
 def test_cells_that_ended_alike_are_told_once() -> None:
