@@ -98,6 +98,11 @@ def notes(compared: pd.DataFrame) -> list[str]:
             "ledger off by: the payload that the strategy counted itself against the kernel's "
             "counters, which include the transport's framing and control messages."
         )
+    if compared["loss_difference"].notna().any() and compared["steps"].nunique() > 1:
+        found.append(
+            "final loss: after each cell's own last step; loss difference: after the last step "
+            "that both cells trained."
+        )
     found += [f"{name}: {text.EVIDENCE[name]}." for name in sorted(compared["evidence"].unique())]
     states = compared["state"].value_counts()
     lacking = [f"{count} {state}" for state, count in states.items() if state != "ok"]

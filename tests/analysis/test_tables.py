@@ -55,6 +55,16 @@ def test_notes_name_every_baseline_and_why_cells_were_skipped(compared: pd.DataF
     assert "1 failed" in notes
 
 
+def test_notes_say_of_which_steps_losses_are_where_cells_differ_in_them() -> None:
+    cells = [
+        made_up.cell(strategy, made_up.MODELS[0], "full", None, steps=steps)
+        for strategy, steps in (("deepspeed-zero3", 2), ("fcdp", 3))
+    ]
+    both = compare(frame([made_up.record(cell) for cell in cells]))
+    assert "that both cells trained" in "\n".join(tables.notes(both))
+    assert "both cells" not in "\n".join(tables.notes(both[:1]))
+
+
 @pytest.mark.parametrize(
     ("value", "shown"),
     [
