@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 
 from analysis import text
-from analysis.audit import audit, markdown
+from analysis.audit import Finding, audit
 from analysis.frame import load
 from experiments.matrix import format_bandwidth
 from experiments.records import Cell, Record
@@ -43,7 +43,7 @@ def tables() -> dict[str, str]:
         **{matrix: _condensed(load(_records(matrix))) for matrix in ("reference", "unshaped")},
         "slow-link": _kept(load(_records("slow-link"))),
         **{matrix: _speeds(load(_records(matrix))) for matrix in ("paper-emulated", "baselines")},
-        "audit": markdown(audit(load(_records("parity")))).strip("\n"),
+        "audit": _audited(audit(load(_records("parity")))),
     }
 
 
@@ -131,6 +131,30 @@ def _speeds(records: Sequence[Record]) -> str:
         rates = [_rate(by.get((strategy, *setting))) for setting in settings]
         lines.append(f"| {strategy} | {' | '.join(rates)} |")
     return "\n".join(lines)
+
+
+def _audited(findings: Sequence[Finding]) -> str:
+    """How much more than its least each strategy sends, one column a setting, as Markdown."""
+    settings = list(dict.fromkeys((f.cell.tuning, f.cell.accumulation) for f in findings))
+    names = [f"{tuning}, k = {count}" for tuning, count in settings]
+    lines = [
+        f"| Strategy | {' | '.join(names)} | loss from fsdp2's, at most | verdict |",
+        f"|---|{'--:|' * (len(settings) + 1)}---|",
+    ]
+    by: dict[str, list[Finding]] = {}
+    for finding in findings:
+        by.setdefault(finding.cell.variant, []).append(finding)
+    for strategy, own in by.items():
+        factors = {(f.cell.tuning, f.cell.accumulation): text.times(f.factor) for f in own}
+        columns = [
+            strategy,
+            *(factors.get(setting, text.ABSENT) for setting in settings),
+            text.number(max(f.loss_difference or 0.0 for f in own), 2),
+            "; ".join(dict.fromkeys(p for f in own for p in f.problems)) or "fair",
+        ]
+        lines.append(f"| {' | '.join(columns)} |")
+    reasons = dict.fromkeys(f.explanation for f in findings if f.explanation)
+    return "\n".join([*lines, "", *(f"- {reason}." for reason in reasons)])
 
 
 def _rate(record: Record | None) -> str:
