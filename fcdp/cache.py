@@ -61,6 +61,10 @@ class Cache:
         self._safety = safety
         self._schedule = Schedule()
         self._entries: dict[Unit, _Entry] = {}
+        #: The generation that each unit was last given to store: alike on every rank.
+        self._offered: dict[Unit, int] = {}
+        #: Units that every rank holds, in memory that stays theirs.
+        self._settled: set[Unit] = set()
         self._fallen: set[TierName] = set()
         self.placement = policy.place(units, topology)
         # Nothing ever crosses nodes in a cluster of one.
@@ -83,9 +87,23 @@ class Cache:
         """A new forward of the model: the order of gathers starts again."""
         self._schedule.begin()
 
+    def stale(self, unit: Unit) -> bool:
+        """Whether no rank can hold the unit's present generation; the same on every rank."""
+        return self._offered.get(unit) != unit.generation or not self.placement.preferences[unit]
+
     def fallible(self, unit: Unit) -> bool:
-        """Whether a tier may lose this unit's entry; the same on every rank."""
-        return "disk" in self.placement.preferences[unit]
+        """Whether a rank may lack the entry that others hold; the same on every rank.
+
+        A disk may fail at any time. Memory that was not planned may be refused to some ranks.
+        """
+        if "disk" in self.placement.preferences[unit]:
+            return True
+        return self._first_planned(unit) != "host" and unit not in self._settled
+
+    def settle(self, unit: Unit) -> None:
+        """Every rank holds the unit. Memory once taken stays, unless a policy may give it back."""
+        if not self.placement.guarded:
+            self._settled.add(unit)
 
     def holds(self, unit: Unit) -> bool:
         """Whether this rank can load the unit's present generation. May wait for a disk."""
@@ -98,7 +116,10 @@ class Cache:
 
     def store(self, unit: Unit, shards: Sequence[torch.Tensor], phase: Phase) -> None:
         """Keep the shards of the other nodes (given one a node, own included)."""
-        self._forget(unit)
+        self._offered[unit] = unit.generation
+        if self.placement.guarded:
+            # What is admitted depends on memory without the entry that is to be replaced.
+            self._forget(unit)
         self._put(unit, shards, phase, self._wanted(unit))
 
     def load(self, unit: Unit, shards: Sequence[torch.Tensor], phase: Phase) -> None:
@@ -131,6 +152,7 @@ class Cache:
         """The unit has changed: with ``poison``, a late read of the old entry gives NaN."""
         if self._safety.poison:
             self._forget(unit)
+            self._settled.discard(unit)
 
     def tier_of(self, unit: Unit) -> TierName | None:
         entry = self._entries.get(unit)
@@ -159,6 +181,7 @@ class Cache:
         phase: Phase,
         preference: Sequence[TierName],
     ) -> None:
+        before = self._entries.pop(unit, None)
         for tier in preference:
             try:
                 self._tiers[tier].store(unit, shards)
@@ -169,6 +192,8 @@ class Cache:
             self._entries[unit] = _Entry(tier, unit.generation, checksums)
             self._count(unit, tier, phase, inward=True)
             break
+        if before is not None and before.tier != self.tier_of(unit):
+            self._tiers[before.tier].drop(unit)
         self._account()
 
     def _forget(self, unit: Unit) -> None:

@@ -104,10 +104,14 @@ class CachedGather(Buffers, AllGather):
 
     def _hit(self) -> bool:
         """Whether the cache serves this gather: on all ranks or on none."""
+        if self._cache.stale(self._unit):
+            return False
         held = self._cache.holds(self._unit)
         if not self._cache.fallible(self._unit):
             return held
         (lost,) = any_rank([not held], self._topology)
+        if not lost:
+            self._cache.settle(self._unit)
         return not lost
 
     def _read(self, by_node: torch.Tensor, own: Sequence[torch.Tensor], phase: Phase) -> Gathering:

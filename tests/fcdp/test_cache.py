@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,8 +15,11 @@ import torch
 
 import fcdp
 from fcdp.engine import engine_of
+from fcdp.exchange import any_rank
 from fcdp.memory import Usage
 from fcdp.tiers.device import DeviceTier
+from fcdp.tiers.host import HostTier
+from fcdp.tiers.tier import TierUnavailable
 from tests.fcdp.training import (
     Settings,
     TinyLM,
@@ -109,6 +113,67 @@ def test_what_the_device_cannot_take_goes_to_the_host_and_is_said_once(ranks: Po
         "device cache: the device has no 0.0 MiB free for blocks.0; "
         "using the next tier for what does not fit"
     ]
+
+
+def no_memory_on_rank_1(policy: fcdp.CachePolicy) -> tuple[list[float], int, int]:
+    """Neither its device nor its host takes an entry that was meant for the device."""
+    settings = Settings(2, 1, adapter_rank=3, reshard_after_forward=True, policy=policy)
+    model, data = make(settings)
+    optimizer = make_optimizer(model, settings)
+    takes = ((DeviceTier, "_allocate"), (HostTier, "_take_more"))
+    with ExitStack() as stack:
+        for tier, method in takes if topology_of(2, 1).rank == 1 else ():
+            refuse = mock.patch.object(tier, method, side_effect=TierUnavailable("is full"))
+            stack.enter_context(refuse)
+        losses = [take_step(loss_of(model, next(data)), optimizer) for _ in range(4)]
+    counts = fcdp.ledger(model)
+    return losses, counts.hits, counts.misses
+
+
+@pytest.mark.parametrize("policy", [fcdp.DeviceCache(), fcdp.Budget(device=10**9)])
+def test_what_one_rank_can_keep_nowhere_is_gathered_by_all(
+    ranks: Pools, policy: fcdp.CachePolicy
+) -> None:
+    short = ranks.run(2, no_memory_on_rank_1, policy)
+    assert [losses for losses, _, _ in short] == ranks.run(2, train_on_host)
+    assert short[0][1:] == short[1][1:], "ranks disagree about hits"
+    assert short[0][1] == 0
+
+
+def count_questions() -> list[int]:
+    """How often the ranks ask each other whether all hold an entry, step by step."""
+    settings = Settings(2, 1, adapter_rank=3, reshard_after_forward=True, policy=fcdp.DeviceCache())
+    model, data = make(settings)
+    optimizer = make_optimizer(model, settings)
+    asked = []
+    with mock.patch("fcdp.gather.any_rank", wraps=any_rank) as question:
+        for _ in range(3):
+            take_step(loss_of(model, next(data)), optimizer)
+            asked.append(question.call_count)
+    return asked
+
+
+def test_ranks_ask_once_whether_all_keep_a_unit_on_the_device(ranks: Pools) -> None:
+    first, second, third = ranks.run(2, count_questions)[0]
+    assert first > 0
+    assert second == third
+
+
+def keep_on_the_device() -> int:
+    """How many entries were allocated in three steps of full fine-tuning."""
+    settings = Settings(2, 1, reshard_after_forward=True, policy=fcdp.DeviceCache())
+    model, data = make(settings)
+    optimizer = make_optimizer(model, settings)
+    with mock.patch.object(
+        DeviceTier, "_allocate", autospec=True, side_effect=DeviceTier._allocate
+    ) as allocate:
+        for _ in range(3):
+            take_step(loss_of(model, next(data)), optimizer)
+    return allocate.call_count
+
+
+def test_a_device_entry_is_overwritten_in_place(ranks: Pools) -> None:
+    assert ranks.run(2, keep_on_the_device)[0] == 3
 
 
 def threshold_in_mid_forward() -> dict[str, str | None]:
