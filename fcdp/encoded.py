@@ -36,14 +36,9 @@ class EncodedReduce:
             return None
         return cls(codecs.reduce, group, ledger, error_feedback=codecs.error_feedback)
 
-    def reduce(
-        self,
-        output: torch.Tensor,
-        partial: torch.Tensor,
-        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-    ) -> int:
-        """Sum or average ``partial`` (g·s) over the group's g ranks; this rank's part (s) goes to
-        ``output``. Returns the bytes sent.
+    def reduce(self, output: torch.Tensor, partial: torch.Tensor) -> int:
+        """Sum ``partial`` (g·s) over the group's g ranks; this rank's part (s) goes to ``output``.
+        Returns the bytes sent.
 
         This rank's own part is not rounded. Parts are added in rank order, in fp32 or wider.
         """
@@ -65,8 +60,6 @@ class EncodedReduce:
             else:
                 self._codec.decode(received[peer], summand)
                 total += summand
-        if op == dist.ReduceOp.AVG:
-            total /= size
         output.copy_(total)
         return sum(encoded.numel() for encoded in sent.values())
 

@@ -104,8 +104,9 @@ class Engine:
             self._gathers.append(gather)
             unit.module.set_custom_all_gather(gather)
             unit.module.set_custom_reduce_scatter(reduce)
-            if topology.mesh.device_type == "cpu":
-                # Gloo cannot average. FSDP2 then divides the sum, once and after the reduction.
+            if topology.mesh.device_type == "cpu" or encoded is not None:
+                # Gloo and the codecs' sums know no factor that comes before them. FSDP2 then
+                # divides the sum, once and after the reduction.
                 unit.module.set_force_sum_reduction_for_comms(True)
             self._reduces.append(reduce)
         self._follow(model)

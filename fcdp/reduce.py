@@ -73,8 +73,9 @@ class HierarchicalReduce(Buffers, ReduceScatter):
             output_tensor.zero_()
             return
         with record_function(f"fcdp::reduce_inter {self._unit.name}"):
-            # PREMUL_SUM has scaled its input once already.
-            across = op if op == dist.ReduceOp.AVG else dist.ReduceOp.SUM
+            # PREMUL_SUM scales its input: where the node has reduced with it, once already.
+            scaled = topology.ranks_per_node > 1 and op != dist.ReduceOp.AVG
+            across = dist.ReduceOp.SUM if scaled else op
             self._reduce_across(output_tensor, self._release(partial), across)
 
     def discard(self) -> None:
@@ -91,7 +92,8 @@ class HierarchicalReduce(Buffers, ReduceScatter):
 
     def _reduce_across(self, output: torch.Tensor, partial: torch.Tensor, op: _Op) -> None:
         if self._encoded is not None:
-            sent = self._encoded.reduce(output, partial, op)
+            assert op == dist.ReduceOp.SUM, f"{op}: the engine asks FSDP2 for sums"
+            sent = self._encoded.reduce(output, partial)
         else:
             wait_all(reduce_scatter([output], [partial], op, self._topology.inter))
             sent = (self._topology.nodes - 1) * output.numel() * output.itemsize

@@ -13,6 +13,9 @@ class Place:
     nodes: int
     node: int
     ranks_per_node: int = 1
+    #: What process groups would be.
+    intra: str = "intra"
+    inter: str = "inter"
 
 
 @dataclass(eq=False)

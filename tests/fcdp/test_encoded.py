@@ -32,30 +32,26 @@ def rounded(part: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def reduced(world_size: int, dtype: torch.dtype, average: bool) -> tuple[bool, int]:
+def reduced(world_size: int, dtype: torch.dtype) -> tuple[bool, int]:
     """Whether the result is, bit for bit, what the definition says; and bytes sent."""
     topology = topology_of(world_size, 1)
     output = torch.empty(NUMEL, dtype=dtype)
     partial = partial_of(topology.rank, world_size, dtype)
-    op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-    sent = reducer(world_size).reduce(output, partial, op)
+    sent = reducer(world_size).reduce(output, partial)
     wide = torch.promote_types(dtype, torch.float32)
     expected = torch.zeros(NUMEL, dtype=wide)
     for rank in range(world_size):
         part = partial_of(rank, world_size, dtype).view(world_size, -1)[topology.rank].to(wide)
         expected += part if rank == topology.rank else rounded(part)
-    if average:
-        expected /= world_size
     return torch.equal(output, expected.to(dtype)), sent
 
 
-@pytest.mark.parametrize("average", [False, True], ids=["sum", "average"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_own_part_is_exact_and_the_others_are_rounded_once(
-    ranks: Pools, world_size: int, dtype: torch.dtype, average: bool
+    ranks: Pools, world_size: int, dtype: torch.dtype
 ) -> None:
-    answers = ranks.run(world_size, reduced, world_size, dtype, average)
+    answers = ranks.run(world_size, reduced, world_size, dtype)
     assert answers == [(True, (world_size - 1) * CODEC.encoded_bytes(NUMEL))] * world_size
 
 
@@ -65,7 +61,7 @@ def lost_over_time(error_feedback: bool) -> float:
     partial = partial_of(topology_of(2, 1).rank, 2, torch.float32)
     total, output = torch.zeros(NUMEL), torch.empty(NUMEL)
     for _ in range(50):
-        reduce.reduce(output, partial, dist.ReduceOp.SUM)
+        reduce.reduce(output, partial)
         total += output
     exact = partial.clone()
     dist.all_reduce(exact)
@@ -87,9 +83,9 @@ def after_an_overflow() -> tuple[bool, bool]:
     output = torch.empty(NUMEL)
     overflowed = partial.clone()
     overflowed[3::NUMEL] = torch.inf
-    reduce.reduce(output, overflowed, dist.ReduceOp.SUM)
+    reduce.reduce(output, overflowed)
     seen = not output.isfinite().all()
-    reduce.reduce(output, partial, dist.ReduceOp.SUM)
+    reduce.reduce(output, partial)
     return bool(seen), bool(output.isfinite().all())
 
 
@@ -101,11 +97,11 @@ def after_a_layout_change() -> bool:
     """Whether the first reduction of a new layout is as if nothing had been reduced before."""
     rank = topology_of(2, 1).rank
     used, fresh = reducer(2, error_feedback=True), reducer(2, error_feedback=True)
-    used.reduce(torch.empty(NUMEL), partial_of(rank, 2, torch.float32), dist.ReduceOp.SUM)
+    used.reduce(torch.empty(NUMEL), partial_of(rank, 2, torch.float32))
     other = partial_of(rank, 2, torch.float32, numel=1)
     outputs = torch.empty(2, 1)
     for output, reduce in zip(outputs, (used, fresh), strict=True):
-        reduce.reduce(output, other, dist.ReduceOp.SUM)
+        reduce.reduce(output, other)
     return torch.equal(outputs[0], outputs[1])
 
 

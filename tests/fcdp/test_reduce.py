@@ -1,12 +1,20 @@
-"""Micro-batches of one step must give gradients to the same parameters."""
+"""What is asked of which group, and that micro-batches give gradients to the same parameters."""
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 
 import fcdp
+from fcdp.ledger import Ledger
+from fcdp.reduce import HierarchicalReduce
+from fcdp.sums import DeviceSums
+from tests.fcdp.stand_ins import Entry, Place
 from tests.fcdp.training import topology_of
 from tests.ranks import Pools
 
@@ -46,3 +54,26 @@ def test_gradients_of_other_parameters_are_refused(ranks: Pools, codec: fcdp.Cod
     for message in ranks.run(2, change_layers, codec):
         assert "other parameters received gradients in this micro-batch" in message
         assert "set_reduce_scatter_unused_params(True)" in message
+
+
+OPS = [dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM]
+
+
+@pytest.mark.parametrize("op", OPS, ids=str)
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_gradients_are_scaled_once(ranks_per_node: int, op: dist.ReduceOp.RedOpType) -> None:
+    """By NCCL, which FSDP2 asks for a sum of scaled gradients: with gloo it divides the sum."""
+    unit: Any = Entry("unit", 4)
+    topology: Any = Place(2, 0, ranks_per_node)
+    group: Any = None
+    ledger = Ledger()
+    reduce = HierarchicalReduce(unit, topology, DeviceSums(ledger), ledger, encoded=None)
+    asked: list[Any] = []
+    with mock.patch(
+        "fcdp.reduce.reduce_scatter", side_effect=lambda _, __, *how: asked.append(how) or []
+    ):
+        reduce(torch.empty(1), torch.empty(2 * ranks_per_node), group, op)
+    averaged = op == dist.ReduceOp.AVG
+    across = op if averaged or ranks_per_node == 1 else dist.ReduceOp.SUM
+    inside = [(op, "intra")] if ranks_per_node > 1 else []
+    assert asked == [*inside, (across, "inter")]
