@@ -3,9 +3,14 @@
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from experiments.clusters.privileges import missing_capabilities
 from tests.ranks import Pools
+
+# How long an example takes says something about the machine only.
+settings.register_profile("fcdp", deadline=None)
+settings.load_profile("fcdp")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

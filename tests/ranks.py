@@ -50,7 +50,7 @@ class RankPool:
             there.close()
             self._ranks.append((process, here))
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 400) -> list[Any]:
         """Call ``function(*args)`` on every rank; return the results in rank order."""
         for _, pipe in self._ranks:
             pipe.send((function, args))
@@ -83,7 +83,7 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
         init_method=f"file://{store}",
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=200),
     )
     while True:
         try:

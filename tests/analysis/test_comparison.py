@@ -32,7 +32,7 @@ def pair(**fcdp: object) -> list[Record]:
     return [baseline, subject.model_copy(update={"measurement": changed})]
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(seconds=POSITIVE, sent=POSITIVE, closed_form=POSITIVE, ledger=POSITIVE)
 def test_arithmetic(seconds: float, sent: float, closed_form: float, ledger: float) -> None:
     baseline, subject = pair(

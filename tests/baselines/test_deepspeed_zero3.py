@@ -104,7 +104,7 @@ def test_batch_and_dtype_are_the_jobs(dtype: torch.dtype, accumulation: int) -> 
 
 
 @given(shapes)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_rules_hold_for_every_model(shape: tuple[Family, int, int, int | None]) -> None:
     model, blocks = build(*shape)
     zero = configured(model, blocks)["zero_optimization"]
@@ -124,7 +124,7 @@ def test_the_rules_hold_for_every_model(shape: tuple[Family, int, int, int | Non
 
 
 @given(shapes)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_no_matrix_stays_whole_on_every_rank(shape: tuple[Family, int, int, int | None]) -> None:
     model, blocks = build(*shape)
     threshold = configured(model, blocks)["zero_optimization"]["stage3_param_persistence_threshold"]

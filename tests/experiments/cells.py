@@ -33,7 +33,7 @@ _DEFAULTS: dict[str, Any] = {
     "learning_rate": 1e-3,
     "warmup_steps": 1,
     "steps": 3,
-    "timeout_s": 60,
+    "timeout_s": 240,
 }
 
 

@@ -162,13 +162,17 @@ class StandInCluster:
 
 
 def _end_a_forked_helper() -> None:
+    reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
+            os.write(writer, b"!")
             time.sleep(30)
         finally:
             os._exit(1)
-    time.sleep(0.1)
+    os.read(reader, 1)  # what a fork sets up in the child is set up
+    os.close(reader)
+    os.close(writer)
     os.kill(pid, signal.SIGTERM)
     _, status = os.waitpid(pid, 0)
     if os.waitstatus_to_exitcode(status) != -signal.SIGTERM:

@@ -297,7 +297,7 @@ def test_a_rank_that_fails_in_mid_step_ends_the_cell(
     progress = (failed.directory / "progress.jsonl").read_text(encoding="utf-8")
     assert [json.loads(line)["step"] for line in progress.splitlines()] == [1]
     assert not (failed.directory / "measurement.json").exists()
-    assert failed.seconds < 60
+    assert failed.seconds < 120
 
 
 def test_the_next_cell_is_none_the_worse_for_it(

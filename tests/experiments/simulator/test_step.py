@@ -192,7 +192,7 @@ def test_offloaded_states_cost_copies_and_the_cpu() -> None:
     )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.sampled_from(sorted(SCHEMES)),
     st.booleans(),

@@ -27,7 +27,7 @@ def make(kind: str, units: list[Any], place: Any, directory: Path) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["device", "host", "disk"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     numels=st.lists(st.integers(1, 3000), min_size=1, max_size=6),
     nodes=st.integers(2, 5),
