@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fcdp.cache import Safety
 from fcdp.codec import Codec, Codecs
-from fcdp.engine import Engine, engine_of
+from fcdp.engine import Engine, Options, engine_of, on_all_ranks
 from fcdp.ledger import Ledger
 from fcdp.partition import (
     Split,
@@ -26,6 +26,7 @@ from fcdp.partition import (
 )
 from fcdp.policy import CachePolicy, HostCache
 from fcdp.sums import SumsPlace
+from fcdp.tiers import disk
 from fcdp.topology import Topology
 
 #: Where trained parameters of a mostly frozen model live: a part on every rank, or whole on each.
@@ -77,10 +78,23 @@ def shard(
     parallelism), a unit outside the model, too little host memory, or ``adapters="replicated"``
     where nothing trained has a unit of its own.
     """
+    # Before anything is sharded, what can be refused by then.
+    options = Options(
+        look_ahead,
+        sums,
+        Safety(verify, poison),
+        Codecs(gather_codec, reduce_codec, error_feedback),
+    )
     if adapters not in get_args(Adapters):
         raise ValueError(f"adapters = {adapters!r}: must be one of {', '.join(get_args(Adapters))}")
+    if not isinstance(reshard_after_forward, bool | None):
+        raise ValueError(
+            f"reshard_after_forward = {reshard_after_forward!r}: must be True, False or None; what "
+            "an integer does in FSDP2 (hpZ), fcdp.DeviceCache() does here"
+        )
     blocks = list(units)
     _check_plain(model, blocks)
+    on_all_ranks(f"policy = {policy}", topology, lambda: _check_directory(policy))
     splits = split_off(model, blocks)
     replicated: list[nn.Parameter] = []
     if adapters == "replicated":
@@ -111,10 +125,7 @@ def shard(
         model,
         topology,
         policy,
-        look_ahead=look_ahead,
-        sums=sums,
-        safety=Safety(verify, poison),
-        codecs=Codecs(gather_codec, reduce_codec, error_feedback),
+        options,
         replicated=replicated,
         reduce_dtype=mp_policy.reduce_dtype,
     )
@@ -162,15 +173,13 @@ def cache_parameters(
     ``gather_codec`` where one unit's parameters are not of one floating dtype, and for
     ``error_feedback`` without a ``reduce_codec``.
     """
-    Engine(
-        model,
-        topology,
-        policy,
-        look_ahead=look_ahead,
-        sums=sums,
-        safety=Safety(verify, poison),
-        codecs=Codecs(gather_codec, reduce_codec, error_feedback),
+    options = Options(
+        look_ahead,
+        sums,
+        Safety(verify, poison),
+        Codecs(gather_codec, reduce_codec, error_feedback),
     )
+    Engine(model, topology, policy, options)
     return model
 
 
@@ -197,6 +206,11 @@ def invalidate(model: nn.Module) -> None:
 def ledger(model: nn.Module) -> Ledger:
     """Bytes that this rank moved, by link and phase."""
     return engine_of(model).ledger
+
+
+def _check_directory(policy: CachePolicy) -> None:
+    if policy.directory is not None:
+        disk.check_directory(policy.directory)
 
 
 def _prefetch_forward(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from fcdp.ledger import Ledger, Phase
 from fcdp.memory import device_usage
-from fcdp.policy import CachePolicy
+from fcdp.plan import Plan, planned_tier
 from fcdp.schedule import Schedule
 from fcdp.tiers.device import DeviceTier
 from fcdp.tiers.disk import DiskTier
@@ -44,20 +45,19 @@ class Cache:
 
     def __init__(
         self,
-        units: Sequence[Unit],
         topology: Topology,
         device: torch.device,
-        policy: CachePolicy,
+        plan: Plan,
         ledger: Ledger,
         *,
-        look_ahead: int,
+        directory: Path | None,
         safety: Safety,
     ) -> None:
-        """Raises ``ValueError`` for more host memory than is free and an unusable directory."""
+        """Raises ``ValueError`` for an unusable directory."""
         self._topology = topology
         self._device = device
         self._ledger = ledger
-        self._look_ahead = look_ahead
+        self._look_ahead = plan.look_ahead
         self._safety = safety
         self._schedule = Schedule()
         self._entries: dict[Unit, _Entry] = {}
@@ -66,20 +66,16 @@ class Cache:
         #: Units that every rank holds, in memory that stays theirs.
         self._settled: set[Unit] = set()
         self._fallen: set[TierName] = set()
-        self.placement = policy.place(units, topology)
-        # Nothing ever crosses nodes in a cluster of one.
-        planned = units if topology.nodes > 1 else []
+        self.placement = plan.placement
         self._tiers: dict[TierName, Tier] = {}
         self._device_tier = self._tiers["device"] = DeviceTier(topology, device)
-        on_host = [unit for unit in planned if self._first_planned(unit) == "host"]
         self._host_tier = self._tiers["host"] = HostTier(
-            on_host, topology, device, look_ahead=look_ahead, poison=safety.poison
+            plan.on_host, topology, device, look_ahead=plan.look_ahead, poison=safety.poison
         )
         self._disk_tier: DiskTier | None = None
-        on_disk = [unit for unit in planned if "disk" in self.placement.preferences[unit]]
-        if on_disk and policy.directory is not None:
+        if plan.on_disk and directory is not None:
             self._disk_tier = self._tiers["disk"] = DiskTier(
-                on_disk, topology, device, policy.directory, buffers=look_ahead + 2
+                plan.on_disk, topology, device, directory, buffers=plan.disk_buffers
             )
         self._account()
 
@@ -98,7 +94,7 @@ class Cache:
         """
         if "disk" in self.placement.preferences[unit]:
             return True
-        return self._first_planned(unit) != "host" and unit not in self._settled
+        return planned_tier(self.placement, unit) != "host" and unit not in self._settled
 
     def settle(self, unit: Unit) -> None:
         """Every rank holds the unit. Memory once taken stays, unless a policy may give it back."""
@@ -157,13 +153,6 @@ class Cache:
     def tier_of(self, unit: Unit) -> TierName | None:
         entry = self._entries.get(unit)
         return None if entry is None else entry.tier
-
-    def _first_planned(self, unit: Unit) -> TierName | None:
-        """The tier that memory is planned in: the host, for what only may go to the device."""
-        preference = self.placement.preferences[unit]
-        if preference[:1] == ("device",) and not self.placement.guarded:
-            return "device"
-        return next((tier for tier in preference if tier != "device"), None)
 
     def _wanted(self, unit: Unit) -> tuple[TierName, ...]:
         """The unit's tiers in order of preference, as memory is now."""

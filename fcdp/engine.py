@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar, get_args
 
 import torch
@@ -21,6 +23,7 @@ from fcdp.encoded import EncodedReduce, check_encodable
 from fcdp.exchange import any_rank
 from fcdp.gather import CachedGather
 from fcdp.ledger import Ledger, in_backward
+from fcdp.plan import Plan
 from fcdp.policy import CachePolicy
 from fcdp.reduce import HierarchicalReduce
 from fcdp.replicas import Replicas
@@ -34,6 +37,26 @@ _ATTRIBUTE = "_fcdp_engine"
 _T = TypeVar("_T")
 
 
+@dataclass(frozen=True)
+class Options:
+    """What ``fcdp.cache_parameters`` may be asked for beside the policy.
+
+    Raises ``ValueError`` for what cannot be.
+    """
+
+    look_ahead: int
+    sums: SumsPlace
+    safety: Safety
+    codecs: Codecs
+
+    def __post_init__(self) -> None:
+        if self.look_ahead < 0:
+            raise ValueError(f"look_ahead = {self.look_ahead}: must be 0 or more")
+        if self.sums not in get_args(SumsPlace):
+            allowed = ", ".join(get_args(SumsPlace))
+            raise ValueError(f"sums = {self.sums!r}: must be one of {allowed}")
+
+
 class Engine:
     """Installs the custom collectives on every unit and follows what makes entries stale."""
 
@@ -42,50 +65,49 @@ class Engine:
         model: nn.Module,
         topology: Topology,
         policy: CachePolicy,
+        options: Options,
         *,
-        look_ahead: int,
-        sums: SumsPlace,
-        safety: Safety,
-        codecs: Codecs,
         replicated: Sequence[nn.Parameter] = (),
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         if has_engine(model):
             raise ValueError("model: FCDP is set up on it already")
-        if look_ahead < 0:
-            raise ValueError(f"look_ahead = {look_ahead}: must be 0 or more")
-        if sums not in get_args(SumsPlace):
-            raise ValueError(f"sums = {sums!r}: must be one of {', '.join(get_args(SumsPlace))}")
         self.topology = topology
         self.units = find_units(model, topology)
+        codecs = options.codecs
         if codecs.gather is not None:
             check_encodable(self.units)
         self.ledger = Ledger()
-        self.staleness = Staleness(self.units, topology, verify=safety.verify)
+        self.staleness = Staleness(self.units, topology, verify=options.safety.verify)
         self._gathers: list[CachedGather] = []
         self._encoded: list[EncodedReduce] = []
         self._replicas = Replicas(
             replicated, topology, _device(topology), self.ledger, reduce_dtype
         )
         self._reduces: list[HierarchicalReduce | Replicas] = [self._replicas]
+        plan = Plan.of(
+            self.units, topology, policy, look_ahead=options.look_ahead, sums_place=options.sums
+        )
+        on_all_ranks("host memory", topology, plan.check)
+        if topology.rank == 0 and plan.host_bytes:
+            print(plan, file=sys.stderr, flush=True)
         self.cache = on_all_ranks(
             f"policy = {policy}",
             topology,
             lambda: Cache(
-                self.units,
                 topology,
                 _device(topology),
-                policy,
+                plan,
                 self.ledger,
-                look_ahead=look_ahead,
-                safety=safety,
+                directory=policy.directory,
+                safety=options.safety,
             ),
         )
         # Kept: host memory stays page-locked for as long as its arena lives.
         self._sums = on_all_ranks(
-            f"sums = {sums!r}",
+            f"sums = {options.sums!r}",
             topology,
-            lambda: SumsMaker(sums, self.units, topology, _device(topology), self.ledger),
+            lambda: SumsMaker(options.sums, self.units, topology, _device(topology), self.ledger),
         )
         for unit in self.units:
             encoded = EncodedReduce.of(codecs, topology.inter, self.ledger)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -44,9 +45,66 @@ def device_usage(device: torch.device) -> Usage:
 
 
 def available_host_memory() -> int | None:
-    """``MemAvailable`` of Linux in bytes; ``None`` on other systems."""
+    """Bytes that can still be taken on this host; ``None`` on systems other than Linux.
+
+    That is what the kernel says is available, or less where a control group (a container, a batch
+    job) may not take so much.
+    """
     fields = _meminfo()
-    return None if fields is None else fields["MemAvailable"]
+    if fields is None:
+        return None
+    return min([fields["MemAvailable"], *_left_to_groups()])
+
+
+@dataclass(frozen=True)
+class _GroupFiles:
+    """What one version of Linux's control groups calls its files."""
+
+    limit: str
+    used: str
+    #: The field of ``memory.stat`` for file pages that the kernel gives up before it kills.
+    reclaimable: str
+
+    def left(self, group: Path) -> int | None:
+        """Bytes that ``group`` may still take; ``None`` without a limit."""
+        try:
+            limit = (group / self.limit).read_text(encoding="ascii").strip()
+            used = int((group / self.used).read_text(encoding="ascii"))
+            stat = (group / "memory.stat").read_text(encoding="ascii")
+        except OSError:
+            return None
+        if limit == "max":
+            return None
+        fields = dict(line.split() for line in stat.splitlines())
+        return max(0, int(limit) - used + int(fields.get(self.reclaimable, 0)))
+
+
+_V1 = _GroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = _GroupFiles("memory.max", "memory.current", "inactive_file")
+
+
+def _left_to_groups(
+    groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
+) -> list[int]:
+    """What each limited control group around this process may still take."""
+    try:
+        lines = own.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return []
+    left: list[int | None] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            left += [_V2.left(group) for group in _around(groups, path)]
+        elif "memory" in controllers.split(","):
+            left += [_V1.left(group) for group in _around(groups / "memory", path)]
+    return [nbytes for nbytes in left if nbytes is not None]
+
+
+def _around(root: Path, path: str) -> list[Path]:
+    """A group and those that it lies in. Inside a container only the root may be there."""
+    group = root / path.strip("/")
+    return [group, *(parent for parent in group.parents if parent.is_relative_to(root))]
 
 
 def _meminfo() -> dict[str, int] | None:

@@ -127,19 +127,26 @@ class SumsMaker:
         ledger: Ledger,
     ) -> None:
         self._ledger = ledger
-        sizes = {unit: _widest(unit, topology) for unit in units if unit.trainable}
-        self.nbytes = sum(map(aligned, sizes.values())) if place == "host" else 0
-        arena = Arena(self.nbytes, device)
-        ledger.host_sums_bytes = self.nbytes
-        self._memory = (
-            {unit: arena.take(size) for unit, size in sizes.items()} if self.nbytes else {}
-        )
-        self._arena = arena
+        ledger.host_sums_bytes = planned_bytes(place, units, topology)
+        self._arena = Arena(ledger.host_sums_bytes, device)
+        sizes = _sizes(place, units, topology)
+        self._memory = {unit: self._arena.take(size) for unit, size in sizes.items()}
 
     def of(self, unit: Unit) -> Sums:
         if unit not in self._memory:
             return DeviceSums(self._ledger)
         return HostSums(self._memory[unit], self._ledger)
+
+
+def planned_bytes(place: SumsPlace, units: Sequence[Unit], topology: Topology) -> int:
+    """Host memory of one rank's sums."""
+    return sum(map(aligned, _sizes(place, units, topology).values()))
+
+
+def _sizes(place: SumsPlace, units: Sequence[Unit], topology: Topology) -> dict[Unit, int]:
+    if place == "device":
+        return {}
+    return {unit: _widest(unit, topology) for unit in units if unit.trainable}
 
 
 def _widest(unit: Unit, topology: Topology) -> int:

@@ -64,7 +64,8 @@ def find_units(model: nn.Module, topology: Topology) -> list[Unit]:
     """The units of a model that FSDP2 has sharded, in the order of ``named_modules``.
 
     Raises ``ValueError`` for a model without FSDP2, a mesh that is not all of ``topology`` in one
-    dimension (HSDP, tensor parallelism), several meshes in one module, and gather extensions.
+    dimension (HSDP, tensor parallelism), several meshes in one module, an integer as
+    ``reshard_after_forward``, and gather extensions.
     """
     units: list[Unit] = []
     seen: set[int] = set()
@@ -102,6 +103,12 @@ def _param_groups(state: Any) -> list[Any]:
 def _unit(name: str, module: FSDPModule, group: Any, topology: Topology, kept: bool) -> Unit:
     params = [fsdp_param.sharded_param for fsdp_param in group.fsdp_params]
     _check_mesh(name, params, topology)
+    backward_mesh = group.post_forward_mesh_info
+    if backward_mesh is not None and backward_mesh is not group.mesh_info:
+        raise ValueError(
+            f"{name}: reshard_after_forward is an integer, so that backward gathers from fewer "
+            "ranks; must be True or False (fcdp.DeviceCache() keeps as much, and gathers as often)"
+        )
     in_backward = group._reshard_after_forward and not kept
     frozen = not any(param.requires_grad for param in params)
     return Unit(

@@ -104,7 +104,7 @@ def imitated_host() -> Iterator[None]:
     with (
         mock.patch("fcdp.tiers.host.Arena", _FakeArena),
         mock.patch("fcdp.sums.Arena", _FakeArena),
-        mock.patch("fcdp.tiers.host.available_host_memory", return_value=None),
+        mock.patch("fcdp.memory.available_host_memory", return_value=None),
     ):
         yield
 

@@ -76,9 +76,9 @@ class DiskTier:
             offset += aligned(self._size(unit))
         self._failed: set[Unit] = set()
         self._said = False
-        size = max((aligned(self._size(unit)) for unit in planned), default=0)
-        self._arena = Arena(buffers * size, device)
-        self.nbytes = self._arena.memory.numel()
+        self.nbytes = planned_bytes(planned, topology, buffers)
+        self._arena = Arena(self.nbytes, device)
+        size = self.nbytes // buffers
         self._buffers = [_Buffer(self._arena.take(size)) for _ in range(buffers)]
         # Each thread has one transfer in hand; a disk is busy with a few.
         self._threads = ThreadPoolExecutor(buffers, "fcdp-disk")
@@ -179,6 +179,19 @@ class DiskTier:
         return buffer.memory[: self._size(unit)].view(self._others, unit.shard_bytes)
 
 
+def planned_bytes(planned: Sequence[Unit], topology: Topology, buffers: int) -> int:
+    """Host memory that the entries of one rank pass through."""
+    sizes = (aligned((topology.nodes - 1) * unit.shard_bytes) for unit in planned)
+    return buffers * max(sizes, default=0)
+
+
+def check_directory(directory: Path) -> None:
+    """Raises ``ValueError`` if no file can be made in ``directory``."""
+    file, name = _make_file(directory)
+    os.close(file)
+    os.unlink(name)
+
+
 def _transfer(call: Callable[..., int], file: int, memory: torch.Tensor, offset: int) -> int:
     """Move all of ``memory`` (uint8). A function, lest a thread keep the tier alive."""
     size = memory.numel()
@@ -199,14 +212,18 @@ def _close(threads: ThreadPoolExecutor, file: int) -> None:
     os.close(file)
 
 
-def _open(directory: Path) -> int:
-    """A new file without a name; direct I/O where the file system has it (tmpfs has not)."""
+def _make_file(directory: Path) -> tuple[int, str]:
     try:
-        file, name = tempfile.mkstemp(prefix="fcdp-cache-", dir=directory)
+        return tempfile.mkstemp(prefix="fcdp-cache-", dir=directory)
     except OSError as error:
         raise ValueError(
             f"directory = {str(directory)!r}: must exist and be writable ({error.strerror})"
         ) from error
+
+
+def _open(directory: Path) -> int:
+    """A new file without a name; direct I/O where the file system has it (tmpfs has not)."""
+    file, name = _make_file(directory)
     try:
         direct = os.open(name, os.O_RDWR | os.O_DIRECT)
     except OSError:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from fcdp import memory
 from fcdp.arena import POISON, Arena, aligned
-from fcdp.memory import available_host_memory
 from fcdp.tiers.tier import TierUnavailable, others
 from fcdp.topology import Topology
 from fcdp.unit import Unit
-
-logger = logging.getLogger("fcdp")
 
 
 @dataclass(eq=False)
@@ -52,17 +49,15 @@ class HostTier:
         look_ahead: int,
         poison: bool,
     ) -> None:
-        """Allocate the arena for ``planned``. Raises ``ValueError`` if the host has less free."""
+        """Allocate the arena for ``planned``."""
         self._node = topology.node
         self._others = topology.nodes - 1
-        self._ranks_per_node = topology.ranks_per_node
         self._device = device
         self._poison = poison
         self._backend = torch.get_device_module(device)
         self._copies_out = self._backend.Stream()
         self._copies_in = self._backend.Stream()
-        self.nbytes = sum(aligned(self._size(unit)) for unit in planned)
-        self._check_free()
+        self.nbytes = planned_bytes(planned, topology)
         # Kept: memory stays page-locked for as long as its arena lives.
         self._arena = Arena(self.nbytes, device, poison=poison)
         self._entries = {
@@ -75,12 +70,6 @@ class HostTier:
                 _Staging(torch.empty(largest, dtype=torch.uint8, device=device))
                 for _ in range(look_ahead)
             ]
-        if self.nbytes:
-            logger.info(
-                "host cache: %.1f MiB a rank, %.1f MiB a node",
-                self.nbytes / 2**20,
-                self.nbytes * self._ranks_per_node / 2**20,
-            )
 
     def store(self, unit: Unit, shards: Sequence[torch.Tensor]) -> None:
         entry = self._entries.get(unit) or self._take_more(unit)
@@ -153,7 +142,7 @@ class HostTier:
     def _take_more(self, unit: Unit) -> _Entry:
         """Memory for a unit that was to lie elsewhere and could not."""
         size = self._size(unit)
-        free = available_host_memory()
+        free = memory.available_host_memory()
         if free is not None and size > free:
             raise TierUnavailable(f"the host has no {size / 2**20:.1f} MiB free")
         try:
@@ -170,14 +159,7 @@ class HostTier:
     def _view(self, memory: torch.Tensor, unit: Unit) -> torch.Tensor:
         return memory.view(self._others, unit.shard_bytes)
 
-    def _check_free(self) -> None:
-        """Refuse before the first step what would end in the kernel's out-of-memory killer."""
-        free = available_host_memory()
-        wanted = self.nbytes * self._ranks_per_node
-        if free is not None and wanted > free:
-            raise ValueError(
-                f"host cache: {wanted / 2**30:.1f} GiB a node "
-                f"({self._ranks_per_node} ranks × {self.nbytes / 2**30:.1f} GiB), "
-                f"but only {free / 2**30:.1f} GiB of host memory are free; use more nodes' "
-                "memory, a smaller gather dtype, a Budget with less host memory, or NoCache()"
-            )
+
+def planned_bytes(planned: Sequence[Unit], topology: Topology) -> int:
+    """What the arena of one rank takes."""
+    return sum(aligned((topology.nodes - 1) * unit.shard_bytes) for unit in planned)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +34,7 @@ PLAIN = Settings(2, 1)
 
 def refusals() -> dict[str, str]:
     """Error messages by case."""
-    topology = topology_of(2, 1)
+    topology = topology_of(4, 1)
     messages: dict[str, str] = {}
 
     def refused(case: str, call: object, *args: object, **kwargs: object) -> None:
@@ -50,8 +52,12 @@ def refusals() -> dict[str, str]:
     refused("sharded_already", fcdp.shard, model, topology, units=model.blocks)
 
     hybrid = nn.Linear(4, 4)
-    fully_shard(hybrid, mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b")))
+    fully_shard(hybrid, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")))
     refused("hybrid", fcdp.cache_parameters, hybrid, topology)
+
+    elsewhere = nn.Linear(4, 4)
+    fully_shard(elsewhere, mesh=topology.mesh, reshard_after_forward=2)
+    refused("reshard_integer", fcdp.cache_parameters, elsewhere, topology)
 
     parallel = nn.Linear(4, 4)
     parallel.weight = nn.Parameter(
@@ -62,7 +68,7 @@ def refusals() -> dict[str, str]:
 
 
 def test_bad_input_is_refused(ranks: Pools) -> None:
-    messages = ranks.run(2, refusals)[0]
+    messages = ranks.run(4, refusals)[0]
     for case, words in {
         "not_sharded": "no module is sharded by FSDP2",
         "no_engine": "FCDP is not set up",
@@ -71,9 +77,40 @@ def test_bad_input_is_refused(ranks: Pools) -> None:
         "twice": "set up on it already",
         "sharded_already": "is a DTensor",
         "hybrid": "2 dimensions ('a', 'b')",
+        "reshard_integer": "reshard_after_forward is an integer",
         "tensor_parallel": "0.weight: is a DTensor",
     }.items():
         assert words in messages[case], (case, messages[case])
+
+
+MISTAKES: list[dict[str, Any]] = [
+    {"look_ahead": -1},
+    {"sums": "disk"},
+    {"error_feedback": True},
+    {"adapters": "both"},
+    {"reshard_after_forward": 2},
+    {"policy": fcdp.DiskCache(Path("/no/such/directory"))},
+]
+
+
+def mistake(arguments: dict[str, Any]) -> str:
+    """The error; the model takes the right arguments afterwards."""
+    topology = topology_of(2, 1)
+    model = make_model(PLAIN)
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the message is the test
+        fcdp.shard(model, topology, units=model.blocks, **arguments)
+    fcdp.shard(model, topology, units=model.blocks)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("arguments", MISTAKES, ids=str)
+def test_a_mistake_in_the_arguments_leaves_the_model_as_it_was(
+    ranks: Pools, arguments: dict[str, Any]
+) -> None:
+    ((name, value),) = arguments.items()
+    words = "directory = '/no/such" if name == "policy" else f"{name} = {value!r}: "
+    for message in ranks.run(2, mistake, arguments):
+        assert message.startswith(words)
 
 
 def cache_a_model_of_somebody_else() -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
 import logging
 import os
+import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ import pytest
 import torch
 
 import fcdp
+from fcdp.arena import Arena
 from fcdp.engine import engine_of
 from fcdp.exchange import any_rank
 from fcdp.memory import Usage
@@ -48,21 +52,54 @@ def tiers(model: TinyLM) -> dict[str, str | None]:
     return {unit.name: engine.cache.tier_of(unit) for unit in engine.units}
 
 
-def refuse_on_one_rank() -> str:
-    """Only rank 1's node is short of memory; no rank may wait for another."""
+def shard_tiny(nodes: int, ranks_per_node: int, options: dict[str, Any]) -> None:
+    model = make_model(Settings())
+    fcdp.shard(model, topology_of(nodes, ranks_per_node), units=model.blocks, **options)
+
+
+def refuse_on_one_rank(options: dict[str, Any]) -> tuple[str, int]:
+    """Only rank 1's node is short of memory; no rank may wait for another, nor take any."""
     free = 100 if topology_of(2, 1).rank == 1 else 2**40
     with (
-        mock.patch("fcdp.tiers.host.available_host_memory", return_value=free),
+        mock.patch("fcdp.memory.available_host_memory", return_value=free),
+        mock.patch.object(Arena, "__init__", autospec=True) as arena,
         pytest.raises((ValueError, RuntimeError)) as error,
     ):
-        make(Settings(2, 1))
-    return str(error.value)
+        shard_tiny(2, 1, options)
+    return str(error.value), arena.call_count
 
 
-def test_too_little_host_memory_is_refused_on_all_ranks(ranks: Pools) -> None:
-    healthy, short = ranks.run(2, refuse_on_one_rank)
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({}, "cache 12 KiB"),
+        ({"policy": fcdp.NoCache(), "sums": "host"}, "gradient sums 12 KiB"),
+        ({"policy": fcdp.DiskCache(Path(tempfile.gettempdir()))}, "disk buffers 12 KiB"),
+    ],
+)
+def test_too_little_host_memory_is_refused_on_all_ranks(
+    ranks: Pools, options: dict[str, Any], part: str
+) -> None:
+    (healthy, _), (short, _) = answers = ranks.run(2, refuse_on_one_rank, options)
     assert "host memory are free" in short
+    assert part in short
     assert "another rank failed" in healthy
+    assert [arenas for _, arenas in answers] == [0, 0]
+
+
+def what_is_said(nodes: int, ranks_per_node: int, options: dict[str, Any]) -> str:
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        shard_tiny(nodes, ranks_per_node, options)
+    return said.getvalue()
+
+
+def test_the_memory_that_will_be_taken_is_printed_once(ranks: Pools) -> None:
+    said = ranks.run(4, what_is_said, 2, 2, {"sums": "host"})
+    (line,) = said[0].splitlines()
+    assert line == "fcdp: 48 KiB of host memory a node, 2 × (cache 12 KiB, gradient sums 12 KiB)"
+    assert said[1:] == ["", "", ""]
+    assert ranks.run(2, what_is_said, 2, 1, {"policy": fcdp.NoCache()}) == ["", ""]
 
 
 def memory_held(policy: fcdp.CachePolicy) -> tuple[int, int, int]:

@@ -58,7 +58,7 @@ def imitated_host() -> Iterator[None]:
     with (
         mock.patch("fcdp.tiers.host.Arena", HostArena),
         mock.patch("fcdp.tiers.host.others", MetaCopies),
-        mock.patch("fcdp.tiers.host.available_host_memory", return_value=2**40),
+        mock.patch("fcdp.memory.available_host_memory", return_value=2**40),
         mock.patch("fcdp.engine.any_rank", side_effect=lambda flags, _: list(flags)),
         mock.patch("fcdp.staleness.any_rank", side_effect=lambda flags, _: list(flags)),
     ):

@@ -45,7 +45,7 @@ def test_a_unit_beyond_the_plan_and_beyond_memory_is_turned_away() -> None:
     tier = make_tier()
     unit: Any = Entry("late", 8)
     with (
-        mock.patch("fcdp.tiers.host.available_host_memory", return_value=7),
+        mock.patch("fcdp.memory.available_host_memory", return_value=7),
         pytest.raises(TierUnavailable, match="no 0.0 MiB free"),
     ):
         tier.store(unit, rows(torch.zeros(2, 2)))
