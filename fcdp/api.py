@@ -197,8 +197,11 @@ def accumulate(model: nn.Module, *, last: bool) -> contextlib.AbstractContextMan
 def invalidate(model: nn.Module) -> None:
     """Declare the parameters written, after a write that PyTorch does not show.
 
-    Such are writes through ``param.data`` or a raw pointer. Optimizer steps, ``load_state_dict``
-    and in-place operations on parameters are seen without it. Every rank calls it.
+    Such are writes through ``param.data``, ``param.detach()`` or a raw pointer, and
+    ``torch._foreach_*`` on parameters outside of an optimizer, as averages of weights use it.
+    Optimizer steps, ``load_state_dict``, checkpoints loaded into a ``state_dict`` and in-place
+    operations on parameters are seen without it; ``verify`` notices the others. Every rank calls
+    it.
     """
     engine_of(model).staleness.invalidate()
 

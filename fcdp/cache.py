@@ -36,7 +36,7 @@ class Safety:
 class _Entry:
     tier: TierName
     generation: int
-    #: Of each stored shard, in node order without this one; only with ``verify``.
+    #: Of each node's shard in node order, this rank's own too; only with ``verify``.
     checksums: torch.Tensor | None
 
 
@@ -124,13 +124,8 @@ class Cache:
         entry = self._entries[unit]
         self._tiers[entry.tier].load(unit, shards)
         self._count(unit, entry.tier, phase, inward=False)
-        if entry.checksums is not None and not torch.equal(
-            self._checksums(shards), entry.checksums
-        ):
-            raise RuntimeError(
-                f"{unit.name}: rank {self._topology.rank} read from the {entry.tier} cache other "
-                f"bytes than it stored (generation {entry.generation})"
-            )
+        if entry.checksums is not None:
+            self._compare(unit, entry, entry.checksums, self._checksums(shards))
         if self.placement.moves:
             wanted = self._wanted(unit)
             if wanted and wanted[0] != entry.tier:
@@ -207,11 +202,28 @@ class Cache:
         if tier != "device":
             self._ledger.add("device_to_host" if inward else "host_to_device", phase, count)
 
+    def _compare(
+        self, unit: Unit, entry: _Entry, stored: torch.Tensor, loaded: torch.Tensor
+    ) -> None:
+        """Raise ``RuntimeError`` if an entry, or the own shard beside it, is not what it was."""
+        node, rank = self._topology.node, self._topology.rank
+        differ = (stored != loaded).tolist()
+        if differ.pop(node):
+            raise RuntimeError(
+                f"{unit.name}: rank {rank} has other parameters than were gathered as generation "
+                f"{entry.generation}, by a write that nothing showed; call fcdp.invalidate(model) "
+                "on every rank after such writes"
+            )
+        if any(differ):
+            raise RuntimeError(
+                f"{unit.name}: rank {rank} read from the {entry.tier} cache other bytes than it "
+                f"stored (generation {entry.generation})"
+            )
+
     def _account(self) -> None:
         self._ledger.device_cache_bytes = self._device_tier.nbytes
         buffers = self._disk_tier.nbytes if self._disk_tier is not None else 0
         self._ledger.host_cache_bytes = self._host_tier.nbytes + buffers
 
     def _checksums(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-        node = self._topology.node
-        return torch.stack([checksum(s) for index, s in enumerate(shards) if index != node])
+        return torch.stack([checksum(shard) for shard in shards])

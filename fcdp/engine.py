@@ -154,6 +154,7 @@ class Engine:
         model.register_forward_pre_hook(self._before_forward, prepend=True)
         for module in model.modules():
             module.register_load_state_dict_post_hook(self._after_load)
+            module.register_state_dict_pre_hook(self._before_state_dict)
         # Optimizers made before or after, by whomever: only a global hook sees them all. It must
         # not keep the model alive.
         this = weakref.ref(self)
@@ -190,6 +191,9 @@ class Engine:
         self.staleness.invalidate()
         for encoded in self._encoded:
             encoded.forget()
+
+    def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        self.staleness.hand_out()
 
     def _before_step(self, optimizer: Optimizer) -> None:
         if not any(reduce.pending for reduce in self._reduces):

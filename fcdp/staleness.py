@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from fcdp.exchange import any_rank
 from fcdp.topology import Topology
 from fcdp.unit import Unit
+from fcdp.verify import contents
 
 
 class Staleness:
@@ -28,6 +29,8 @@ class Staleness:
         self._topology = topology
         self._verify = verify
         self._asked = True
+        #: What the units held when somebody was given their memory; see :meth:`hand_out`.
+        self._handed_out: list[list[int]] | None = None
 
     def ask(self) -> None:
         """Have the ranks agree again at the next gather. Every rank must call it."""
@@ -38,6 +41,16 @@ class Staleness:
         for unit in self._units:
             unit.written = True
         self.ask()
+
+    def hand_out(self) -> None:
+        """Somebody is given the parameters' memory and may write to it where no counter counts.
+
+        ``torch.distributed.checkpoint`` loads so, into a ``state_dict``. Contents are compared when
+        the ranks agree next: one pass over this rank's shards now and one then, on each rank that
+        was asked for them.
+        """
+        if self._handed_out is None:
+            self._handed_out = [contents(unit) for unit in self._units]
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Declare written what an optimizer updates; fused kernels leave no other trace."""
@@ -67,6 +80,9 @@ class Staleness:
 
     def _agree(self) -> None:
         stamps = [unit.stamp() for unit in self._units]
+        for index, before in enumerate(self._handed_out or []):
+            self._units[index].written |= contents(self._units[index]) != before
+        self._handed_out = None
         written = any_rank(
             [
                 unit.written or stamp != unit.agreed_stamp

@@ -54,8 +54,9 @@ class Unit:
         """A number that grows with each in-place write that autograd can see on this rank.
 
         Writes through the parameter count on the DTensor, writes through ``to_local()`` on the
-        tensor inside. Writes through ``.data`` and fused optimizer kernels do not count at all;
-        optimizers are followed by a hook, the rest needs ``fcdp.invalidate``.
+        tensor inside. Writes through ``.data``, behind ``detach()``, by ``torch._foreach_*`` on
+        DTensors and by fused optimizer kernels do not count at all; optimizers and state dicts are
+        followed by hooks, the rest needs ``fcdp.invalidate``.
         """
         return sum(param._version + param._local_tensor._version for param in self.params)
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed.checkpoint as checkpoint
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 import fcdp
 from fcdp.engine import engine_of
@@ -55,6 +59,13 @@ def stale_units(event: str) -> tuple[list[str], int, int]:
         if topology.rank == 1:
             with torch.no_grad():
                 model.blocks[1].up.weight.to_local().mul_(2)
+    elif event == "state_dict":
+        model.state_dict()
+    elif event == "write_into_state_dict_on_rank_1":
+        state = model.state_dict()
+        if topology.rank == 1:
+            # As torch.distributed.checkpoint loads: behind an alias, where no version grows.
+            state["blocks.1.up.weight"].detach().to_local().mul_(2)
     elif event == "data_write":
         for param in model.parameters():
             param.data.mul_(2)
@@ -98,7 +109,9 @@ def test_loads_and_declared_writes_make_everything_stale(ranks: Pools, event: st
     assert stale == total
 
 
-@pytest.mark.parametrize("event", ["write_on_rank_1", "write_local_on_rank_1"])
+@pytest.mark.parametrize(
+    "event", ["write_on_rank_1", "write_local_on_rank_1", "write_into_state_dict_on_rank_1"]
+)
 def test_a_write_on_one_rank_makes_its_unit_stale_on_all(ranks: Pools, event: str) -> None:
     assert check(ranks, event) == ["blocks.1"]
 
@@ -107,9 +120,50 @@ def test_parameters_that_a_load_put_in_place_are_watched(ranks: Pools) -> None:
     assert check(ranks, "write_after_assign") == ["blocks.1"]
 
 
-@pytest.mark.parametrize("event", ["nothing", "forget_optimizer"])
+@pytest.mark.parametrize("event", ["nothing", "forget_optimizer", "state_dict"])
 def test_nothing_else_does(ranks: Pools, event: str) -> None:
     assert check(ranks, event) == []
+
+
+def load_in_place(directory: str) -> bool:
+    """Whether a forward after it computes with what a checkpoint of PyTorch's own held."""
+    topology = topology_of(2, 1)
+    model = shard_with_fcdp(make_model(SETTINGS), topology, SETTINGS)
+    tokens = next(batches(SETTINGS, topology.rank))
+    with torch.no_grad():
+        expected = loss_of(model, tokens)
+        checkpoint.save({"model": model.state_dict()}, checkpoint_id=directory)
+        for param in model.parameters():
+            param.mul_(2)
+        changed = loss_of(model, tokens)
+        checkpoint.load({"model": get_model_state_dict(model)}, checkpoint_id=directory)
+        return bool(changed != expected) and bool(loss_of(model, tokens) == expected)
+
+
+def test_a_checkpoint_loaded_into_a_state_dict_is_seen(ranks: Pools, tmp_path: Path) -> None:
+    assert all(ranks.run(2, load_in_place, str(tmp_path)))
+
+
+def write_unseen() -> str:
+    settings = Settings(2, 1, adapter_rank=3, reshard_after_forward=True, verify=True)
+    topology = topology_of(2, 1)
+    model = shard_with_fcdp(make_model(settings), topology, settings)
+    tokens = next(batches(settings, topology.rank))
+    loss_of(model, tokens)
+    params = list(model.parameters())
+    with torch.no_grad():
+        torch._foreach_mul_(params, 2.0)
+    with pytest.raises(RuntimeError) as error:
+        loss_of(model, tokens)
+    fcdp.invalidate(model)
+    loss_of(model, tokens)
+    return str(error.value)
+
+
+def test_verify_notices_a_write_that_nothing_showed(ranks: Pools) -> None:
+    for rank, message in enumerate(ranks.run(2, write_unseen)):
+        assert f"rank {rank} has other parameters than were gathered as generation 2" in message
+        assert "fcdp.invalidate(model)" in message
 
 
 def write_between_forward_and_backward() -> str:
