@@ -141,6 +141,8 @@ def test_lora_saves_fcdp_what_it_does_not_save_zero3(run: Runner) -> None:
         ("disk", {}),
         ("threshold(0.5)", LORA),
         ("budget(device=20 KiB, host=30 KiB)", {}),
+        ("budget(host=20 KiB, disk=1 MiB)", {}),
+        ("auto", LORA),
     ],
 )
 def test_every_policy_sends_what_its_closed_form_says(
@@ -162,6 +164,7 @@ def test_every_policy_sends_what_its_closed_form_says(
             "host, gather int8, reduce int4 with error feedback",
         ),
         ({"gather_codec": "int4(128)", "policy": "none"}, "none, gather int4(128)"),
+        ({"reduce_codec": "int8"}, "host, reduce int8"),
         ({"adapters": "replicated", **LORA}, "host, adapters replicated"),
     ],
 )
