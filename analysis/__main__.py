@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -52,6 +53,7 @@ def report(
         _reproduce()
         return
     found = _load(records)
+    _check_baseline(baseline, found)
     from analysis.report import write
 
     directory = output or (records if records.is_dir() else records.parent) / "report"
@@ -74,6 +76,7 @@ def table(
 ) -> None:
     """Print every cell next to the baseline that ran under the same settings."""
     found = _load(records)
+    _check_baseline(baseline, found)
     from analysis import frame, tables
     from analysis.comparison import compare
     from analysis.report import markdown as as_markdown
@@ -122,6 +125,13 @@ def _load(path: Path) -> list[Record]:
     except (OSError, ValueError) as error:
         # A schema error lists every field; the first lines name the file, the line and a field.
         _fail(" ".join(line.strip() for line in str(error).splitlines()[:3]))
+
+
+def _check_baseline(name: str, records: Sequence[Record]) -> None:
+    """One message and exit status 2 for a strategy without records, unless it is the default."""
+    there = strategies.ordered(record.cell.strategy for record in records)
+    if name not in (*there, strategies.BASELINE):
+        _fail(f"--baseline {name}: has no records here; allowed are {', '.join(there)}")
 
 
 def _fail(message: str) -> NoReturn:

@@ -6,16 +6,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from importlib.resources import as_file, files
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-import yaml
 from pydantic import Field, ValidationError, model_validator
 
+from analysis import matrices
 from analysis.quantities import SCALES, Computation, Unit
+from experiments import yaml_lines
 from experiments.records import MatrixName, Name, Strict
+from experiments.yaml_lines import Document, KeyPath
 
 CLAIMS = Path(__file__).with_name("claims.yaml")
 
@@ -128,81 +129,67 @@ class Claims(Strict):
 
 def load(path: Path = CLAIMS) -> Claims:
     """Read and check the claims; ``ValueError`` as said above, ``OSError`` without a file."""
-    content = path.read_text(encoding="utf-8")
+    document = yaml_lines.load(path)
     try:
-        root, values = yaml.compose(content, yaml.SafeLoader), yaml.safe_load(content)
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ValueError(f"{path.name}:{line}: not valid YAML: {error.problem}") from error
-    try:
-        claims = Claims.model_validate(values)
+        claims = Claims.model_validate(document.values)
     except ValidationError as error:
         first = error.errors()[0]
-        raise ValueError(_said(path, root, values, first["loc"], first["msg"])) from error
+        raise ValueError(_said(document, first["loc"], first["msg"])) from error
     for place, problem in _mistakes(claims):
-        raise ValueError(_said(path, root, values, place, problem))
+        raise ValueError(_said(document, place, problem))
     return claims
 
 
-def matrix_files() -> list[str]:
-    """Names of the matrices that come with the repository; those of a suite with its name."""
-    with as_file(files("experiments") / "matrices") as folder:
-        found = [file.relative_to(folder).with_suffix("") for file in folder.rglob("*.yaml")]
-    return sorted(name.as_posix() for name in found)
-
-
-def _mistakes(claims: Claims) -> list[tuple[tuple[str | int, ...], str]]:
+def _mistakes(claims: Claims) -> Iterator[tuple[KeyPath, str]]:
     """What one claim alone cannot know: where it stands, and what is wrong."""
-    found: list[tuple[tuple[str | int, ...], str]] = []
     seen: set[str] = set()
-    existing = matrix_files()
+    existing = matrices.named()
     for name, use in claims.matrices.items():
         if name not in existing and use.planned is None and use.command is None:
             there = ", ".join(existing)
             problem = f"no such matrix, not planned, and without a command; there are {there}"
-            found.append((("matrices", name), problem))
+            yield ("matrices", name), problem
     for at, claim in enumerate(claims.claims):
         place = ("claims", at)
         if claim.id in seen:
-            found.append(((*place, "id"), f"{claim.id!r} is there already; ids are unique"))
+            yield (*place, "id"), f"{claim.id!r} is there already; ids are unique"
         seen.add(claim.id)
         if claim.paper not in claims.papers:
             allowed = ", ".join(claims.papers)
-            found.append(((*place, "paper"), f"{claim.paper!r}: allowed are {allowed}"))
+            yield (*place, "paper"), f"{claim.paper!r}: allowed are {allowed}"
         elif not (claim.checks or claim.untested or claims.papers[claim.paper].untested):
-            found.append((place, "has neither checks nor a reason why it is untested"))
+            yield place, "has neither checks nor a reason why it is untested"
         for index, check in enumerate(claim.checks):
+            where = (*place, "checks", index)
             if check.matrix not in claims.matrices:
                 allowed = ", ".join(claims.matrices)
-                problem = f"{check.matrix!r} is no matrix; allowed are {allowed}"
-                found.append(((*place, "checks", index, "matrix"), problem))
-    return found
+                yield (*where, "matrix"), f"{check.matrix!r} is no matrix; allowed are {allowed}"
+            for key, problem in _unknown_names(check):
+                yield (*where, "compute", *key), problem
 
 
-def _said(
-    path: Path, root: yaml.Node | None, values: object, place: Sequence[str | int], problem: str
-) -> str:
+def _unknown_names(check: Check) -> Iterator[tuple[KeyPath, str]]:
+    """Names in a selection that no cell of the check's matrix has."""
+    known = matrices.names(check.matrix)
+    for part in ("of", "over"):
+        selection = getattr(check.compute, part, None)
+        for setting, allowed in known.items():
+            name = getattr(selection, setting, None)
+            if name is not None and name not in allowed:
+                there = ", ".join(sorted(allowed))
+                problem = f"{name!r} is not in the matrix {check.matrix}; allowed are {there}"
+                yield (part, setting), problem
+
+
+def _said(document: Document, place: Sequence[str | int], problem: str) -> str:
     """One line: file, line, claim and key, and the problem."""
-    node, line = root, 1
+    known: KeyPath = ()
     for part in place:
-        child = _child(node, part)
-        if child is None:
-            continue  # the name of a union's member, or a key that is missing
-        line, node = child
+        # The name of a union's member, or a key that is missing, has no line.
+        known = (*known, part) if (*known, part) in document.lines else known
     where = ".".join(str(part) for part in place)
-    if len(place) > 1 and place[0] == "claims" and isinstance(values, dict):
-        of = values["claims"][place[1]]
+    if len(place) > 1 and place[0] == "claims":
+        of = document.values["claims"][place[1]]
         where += f" ({of['id']})" if isinstance(of, dict) and "id" in of else ""
-    return f"{path.name}:{line}: {where}: {problem.removeprefix('Value error, ')}"
-
-
-def _child(node: yaml.Node | None, part: str | int) -> tuple[int, yaml.Node] | None:
-    """A key's or item's line and value."""
-    if isinstance(node, yaml.SequenceNode) and isinstance(part, int):
-        item = node.value[part]
-        return item.start_mark.line + 1, item
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            if key.value == str(part):
-                return key.start_mark.line + 1, value
-    return None
+    said = problem.removeprefix("Value error, ")
+    return f"{document.file}:{document.lines[known]}: {where}: {said}"

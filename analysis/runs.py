@@ -9,8 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import memory, pages, provenance, text
-from analysis.claims import matrix_files
+from analysis import matrices, memory, pages, provenance, text
 from analysis.comparison import compare
 from analysis.figures import draw
 from analysis.frame import frame, latest
@@ -77,7 +76,7 @@ def load(results: Path) -> list[Run | MemoryStudy]:
 
     Raises ``ValueError`` if there are none or one holds a malformed record.
     """
-    names = ((name, f"{name}/records.jsonl") for name in matrix_files())
+    names = ((name, f"{name}/records.jsonl") for name in matrices.named())
     found: list[Run | MemoryStudy] = [
         Run(name, file, latest(read(results / file)), _predictions(results / name))
         for name, file in names
@@ -86,7 +85,7 @@ def load(results: Path) -> list[Run | MemoryStudy]:
     if (results / MEMORY).exists():
         found.append(MemoryStudy("memory", MEMORY, memory.load(results / MEMORY)))
     if not found:
-        allowed = ", ".join(matrix_files())
+        allowed = ", ".join(matrices.named())
         raise ValueError(f"{results}: no records of any matrix; there are {allowed}")
     return found
 

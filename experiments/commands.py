@@ -160,7 +160,7 @@ def memory(
     interrupts.raise_them()
     try:
         settled = command.run(model or [], strategy or [], output, jobs, terminal.console())
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         terminal.stop(str(error))
     except KeyboardInterrupt:
         terminal.say_error("interrupted: finished cases are kept; the same command goes on")

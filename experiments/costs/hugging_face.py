@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from experiments.costs import checks
 from experiments.costs.model import Transformer
 
 #: The keys of a Hugging Face configuration, by ``model_type``.
@@ -28,6 +29,11 @@ _KEYS: Mapping[str, Mapping[str, str]] = {
         "vocabulary": "vocab_size",
     },
 }
+#: What a model may have that is not counted here; absent or false in a model that is.
+_NOT_COUNTED: Mapping[str, tuple[str, ...]] = {
+    "gpt2": ("add_cross_attention",),
+    "llama": ("attention_bias", "mlp_bias"),
+}
 
 
 def from_config(source: Mapping[str, Any] | str | Path, sequence_length: int) -> Transformer:
@@ -35,11 +41,12 @@ def from_config(source: Mapping[str, Any] | str | Path, sequence_length: int) ->
 
     ``source`` is a mapping (``LlamaConfig(...).to_dict()``), the path of a ``config.json`` or of
     the directory that has it, or a name on the hub whose configuration is cached or can be
-    fetched. Raises ``ValueError`` for a model type or a value that is not known.
+    fetched. Raises ``ValueError`` for a model type or a value that is not known, and for what is
+    not counted.
     """
     name, config = _read(source)
     kind: Any = config.get("model_type")
-    if kind not in _KEYS:
+    if kind not in tuple(_KEYS):  # which a list may be compared with, too
         raise ValueError(f"model_type = {kind!r} of {name}: allowed are {', '.join(_KEYS)}")
     keys = _KEYS[kind]
     missing = [
@@ -49,16 +56,29 @@ def from_config(source: Mapping[str, Any] | str | Path, sequence_length: int) ->
     ]
     if missing:
         raise ValueError(f"{missing[0]} of {name}: is missing from the configuration")
-    shape: dict[str, Any] = {field: config.get(key) for field, key in keys.items()}
+    limit = keys.get("positions", "max_position_embeddings")
+    given = {key: config[key] for key in (*keys.values(), limit) if config.get(key) is not None}
+    checks.counts(**{f"{key} of {name}": value for key, value in given.items()})
+    for key in _NOT_COUNTED[kind]:
+        if config.get(key):
+            raise ValueError(
+                f"{key} = {config[key]!r} of {name}: is not modelled; allowed is false"
+            )
+    shape: dict[str, Any] = {field: given.get(key) for field, key in keys.items()}
     if kind == "gpt2":
         shape["mlp_width"] = shape["mlp_width"] or 4 * shape["width"]
     elif shape["mlp_width"] is None:
         raise ValueError(f"{keys['mlp_width']} of {name}: is missing from the configuration")
     shape["key_value_heads"] = shape.get("key_value_heads") or shape["heads"]
+    head, modelled = config.get("head_dim"), shape["width"] / shape["heads"]
+    if kind == "llama" and head not in (None, modelled):
+        raise ValueError(
+            f"head_dim = {head!r} of {name}: is not modelled; allowed is {keys['width']} / "
+            f"{keys['heads']} = {modelled:g}"
+        )
     tied = bool(config.get("tie_word_embeddings", kind == "gpt2"))
-    longest = config.get(keys.get("positions", "max_position_embeddings"))
-    if longest is not None and sequence_length > longest:
-        raise ValueError(f"sequence_length = {sequence_length}: {name} allows up to {longest}")
+    if sequence_length > given.get(limit, sequence_length):
+        raise ValueError(f"sequence_length = {sequence_length}: {name} allows up to {given[limit]}")
     return Transformer(name=name, family=kind, tied=tied, **shape)
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from experiments import paper_models, records
+from experiments import destination, paper_models, records
 from experiments.memory import study, table
 from experiments.memory.records import MemoryRecord, read
 
@@ -19,11 +19,14 @@ def run(
 ) -> list[MemoryRecord]:
     """Settle what has no record in ``output`` yet; write ``memory.jsonl`` and ``memory.md``.
 
-    Raises ``ValueError`` for an unknown model or strategy, and for a file that is not ours.
+    Raises ``ValueError`` for an unknown model or strategy, for a file that is not ours, and if
+    ``output`` cannot be written.
     """
-    chosen = [paper_models.find(name) for name in models or paper_models.PAPER_MODELS]
-    cases = study.cases(chosen, strategies or None)
-    file = output / "memory.jsonl"
+    names = dict.fromkeys(models or paper_models.PAPER_MODELS)
+    cases = study.cases([paper_models.find(name) for name in names], strategies or None)
+    file, page = output / "memory.jsonl", output / "memory.md"
+    for written in (file, page):
+        destination.check("--output", written)
     known = {record.case: record for record in (read(file) if file.exists() else [])}
     pending = [case for case in cases if case not in known]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -44,7 +47,7 @@ def run(
         console.print(_rich(part))
     # Of all that the file holds, in one order, whatever was asked for this time.
     everything = sorted(known.values(), key=study.place)
-    (output / "memory.md").write_text(table.markdown(everything), encoding="utf-8")
+    page.write_text(table.markdown(everything), encoding="utf-8")
     return [known[case] for case in cases]
 
 

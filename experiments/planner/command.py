@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from experiments import terminal
+from experiments import destination, terminal
 
 if TYPE_CHECKING:
     from experiments.costs.hardware import Hardware
@@ -28,7 +28,10 @@ def plan(
     nodes: Annotated[str | None, typer.Option(help="How many.")] = None,
     gpus: Annotated[str | None, typer.Option(help="A node.")] = None,
     inter_node: Annotated[
-        str | None, typer.Option(help="A node's nominal bandwidth, such as 100Gbps.")
+        str | None,
+        typer.Option(
+            help="A node's nominal bandwidth, such as 100Gbps (instead of what preflight measured)."
+        ),
     ] = None,
     host_memory: Annotated[
         str | None, typer.Option(help=f"A node's ({_HOST_MEMORY}, or what preflight found free).")
@@ -76,7 +79,7 @@ def plan(
         if preflight is None:
             hardware = _nominal(gpu, nodes, gpus, inter_node, host_memory or _HOST_MEMORY)
         else:
-            hardware = _measured(preflight, gpu, nodes, gpus, host_memory)
+            hardware = _measured(preflight, gpu, nodes, gpus, inter_node, host_memory)
         price = price_per_gpu_hour
         request = Request(
             model=model,
@@ -93,6 +96,8 @@ def plan(
             price_per_gpu_hour=None if price is None else q.count("--price-per-gpu-hour", price),
             **({} if strategies is None else _names(strategies)),
         )
+        if output is not None:
+            destination.check("--json", output)
         found = make(request)
     except (ValueError, OSError) as error:
         terminal.stop(str(error))
@@ -102,8 +107,10 @@ def plan(
     console.print(report.table(found))
     if output is not None:
         text = json.dumps(report.document(found), indent=1)
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(text + "\n", encoding="utf-8")
+        try:
+            output.write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            terminal.stop(str(error))
         terminal.say(console, "plan", output)
 
 
@@ -134,9 +141,14 @@ def _nominal(
 
 
 def _measured(
-    file: Path, gpu: str | None, nodes: str | None, gpus: str | None, host_memory: str | None
+    file: Path,
+    gpu: str | None,
+    nodes: str | None,
+    gpus: str | None,
+    inter_node: str | None,
+    host_memory: str | None,
 ) -> Hardware:
-    """As preflight found the cluster, with as many nodes and as much memory as are given."""
+    """As preflight found the cluster, but for what is given."""
     from dataclasses import replace
 
     from experiments.costs import hardware
@@ -144,11 +156,17 @@ def _measured(
     from experiments.preflight.hardware import hardware_of
     from experiments.preflight.schema import Preflight
 
-    found = hardware_of(Preflight.read(file), None if gpu is None else hardware.gpu(gpu))
+    measured = Preflight.read(file)
+    found = hardware_of(measured, None if gpu is None else hardware.gpu(gpu))
     if nodes is not None:
         found = replace(found, nodes=q.whole("--nodes", nodes))
     if gpus is not None:
         found = replace(found, ranks_per_node=q.whole("--gpus", gpus))
+    if inter_node is not None:
+        nominal = q.bits_per_s("--inter-node", inter_node)
+        found = found.with_inter_bandwidth(hardware.LINK_EFFICIENCY * nominal)
+    elif found.nodes > 1 and measured.links.inter_node_all_gather is None:
+        raise ValueError(f"--inter-node is missing: {file} has measured no link between nodes")
     if host_memory is not None:
         nbytes = q.size_bytes("--host-memory", host_memory)
         found = replace(found, host_memory_bytes=nbytes)

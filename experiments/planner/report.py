@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from experiments.costs.strategies import scheme
@@ -65,8 +66,8 @@ def document(plan: Plan) -> dict[str, Any]:
         "nodes": hardware.nodes,
         "ranks_per_node": hardware.ranks_per_node,
         "gpu": hardware.device.name,
-        "inter_bytes_per_s": hardware.inter_bytes_per_s,
-        "intra_bytes_per_s": hardware.intra_bytes_per_s,
+        "inter_bytes_per_s": _finite(hardware.inter_bytes_per_s),
+        "intra_bytes_per_s": _finite(hardware.intra_bytes_per_s),
         "host_memory_bytes": hardware.host_memory_bytes,
         "matmul_efficiency": hardware.matmul_efficiency,
         "global_batch": request.global_batch,
@@ -76,6 +77,11 @@ def document(plan: Plan) -> dict[str, Any]:
         "reason": plan.reason,
         "strategies": [_verdict(plan, verdict) for verdict in plan.verdicts],
     }
+
+
+def _finite(rate: float) -> float | None:
+    """A rate as JSON has it; ``None`` where nothing limits it."""
+    return rate if math.isfinite(rate) else None
 
 
 def _header(request: Request) -> Table:

@@ -47,6 +47,8 @@ class Request:
     price_per_gpu_hour: float | None = None
 
     def __post_init__(self) -> None:
+        from baselines.policies import parse  # needs torch
+
         checks.counts(**{f"sequence_length[{i}]": n for i, n in enumerate(self.sequence_lengths)})
         checks.counts(**{f"micro_batch[{i}]": n for i, n in enumerate(self.micro_batches)})
         checks.positive(tokens=self.tokens)
@@ -54,6 +56,8 @@ class Request:
             checks.not_negative(price_per_gpu_hour=self.price_per_gpu_hour)
         for strategy in self.strategies:
             scheme(strategy)
+        for policy in self.policies:
+            parse(policy)
         ranks = self.hardware.world_size
         if self.global_batch is not None and (self.global_batch < 1 or self.global_batch % ranks):
             raise ValueError(

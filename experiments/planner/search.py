@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import groupby
+from math import isqrt
 
 from experiments.costs.hardware import Hardware
 from experiments.costs.memory import largest_micro_batch
@@ -45,10 +47,7 @@ class Verdict:
 
 
 def search(request: Request) -> tuple[Verdict, ...]:
-    """One verdict a strategy, in the order of the request.
-
-    Raises ``ValueError`` for a policy that does not exist.
-    """
+    """One verdict a strategy, in the order of the request."""
     grouped = groupby(request.workloads(), key=lambda workload: workload.strategy)
     return tuple(_verdict(strategy, list(points), request) for strategy, points in grouped)
 
@@ -100,11 +99,17 @@ def _tried(point: Workload, request: Request) -> list[Workload]:
     if whole is None:
         sizes = request.micro_batches or (1,)
         return [replace(point, micro_batch=size) for size in sorted(sizes, reverse=True)]
-    sizes = request.micro_batches or tuple(n for n in range(1, whole + 1) if whole % n == 0)
+    sizes = request.micro_batches or _divisors(whole)
     return [
         replace(point, micro_batch=size, accumulation=whole // size)
         for size in sorted(sizes, reverse=True)
     ]
+
+
+@cache
+def _divisors(whole: int) -> tuple[int, ...]:
+    small = [n for n in range(1, isqrt(whole) + 1) if whole % n == 0]
+    return (*small, *(whole // n for n in small if n * n != whole))
 
 
 def _fits(workload: Workload, hardware: Hardware) -> bool:

@@ -9,6 +9,7 @@ hide perfectly behind compute, which favours ZeRO-3; activations and the optimiz
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from experiments.preflight.schema import Preflight
@@ -31,8 +32,9 @@ class Workload:
 
     def __post_init__(self) -> None:
         for name in ("parameters", "layers", "tokens", "accumulation"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)}: allowed are numbers from 1")
+            value = getattr(self, name)
+            if not 1 <= value < math.inf:
+                raise ValueError(f"{name} = {value}: allowed are numbers from 1")
 
     @classmethod
     def typical(cls, device: str) -> Workload:

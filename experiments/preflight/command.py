@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from experiments import terminal
+from experiments import destination, terminal
 from experiments.clusters import kinds
 from experiments.clusters.kinds import ClusterKind
 
@@ -65,10 +65,11 @@ def preflight(
             )
         limit = parse_bandwidth(bandwidth)
         spec = kinds.override(cluster) or ClusterSpec(nodes=nodes, ranks_per_node=ranks)
+        destination.check("--output", output)
         if spec.kind == "emulated":
             kinds.enter_namespace()
         measured = _measured(spec, limit, output)
-    except (ValueError, ClusterError, run.PreflightError) as error:
+    except (ValueError, OSError, ClusterError, run.PreflightError) as error:
         terminal.stop(str(error))
     work = replace(advice.Workload.typical(measured.compute.device), **given)
     console = terminal.console()
@@ -86,7 +87,6 @@ def preflight(
 def _measured(spec: ClusterSpec, limit: int | None, output: Path) -> Preflight:
     from experiments.preflight import run
 
-    output.parent.mkdir(parents=True, exist_ok=True)
     with kinds.cluster(spec, preload=["torch"]) as cluster:
         measured = run.measure(cluster, limit, output.parent / "preflight-logs")
     output.write_text(measured.model_dump_json(indent=1) + "\n", encoding="utf-8")

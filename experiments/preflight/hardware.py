@@ -13,23 +13,24 @@ def hardware_of(measured: Preflight, device: Gpu | None = None) -> Hardware:
     """Measured links, copies and matrix products; the rest is the data sheet of ``device``.
 
     On CPUs, where there is no data sheet, the rest is what was fitted to this project's emulated
-    clusters. Raises ``ValueError`` if GPUs were measured and ``device`` is not given.
+    clusters. A link between nodes that was not measured has no limit. Raises ``ValueError`` if GPUs
+    were measured and ``device`` is not given.
     """
     if measured.compute.memory_bytes is None:
-        return _of_host(measured)
+        return _with_links(_of_host(measured), measured)
     if device is None:
         raise ValueError(
             f"gpu: is missing; {measured.compute.device} was measured, say which data sheet it has"
         )
     rates = measured.compute.matmul_flops_per_s
     host = measured.host
-    assert host.to_device_bytes_per_s is not None
-    assert host.from_device_bytes_per_s is not None
+    assert host.to_device_bytes_per_s is not None, "checked when the preflight was read"
+    assert host.from_device_bytes_per_s is not None, "checked when the preflight was read"
     nominal = cluster(
         device.name,
         nodes=measured.nodes,
         ranks_per_node=measured.ranks_per_node,
-        inter_bits_per_s=1e15,  # replaced below, or not there
+        inter_bits_per_s=float("inf"),
         host_memory_bytes=float(host.free_bytes),
         matmul_efficiency=min(1.0, rates["bfloat16"] / device.peak_flops),
     )
@@ -44,22 +45,21 @@ def hardware_of(measured: Preflight, device: Gpu | None = None) -> Hardware:
 
 
 def _of_host(measured: Preflight) -> Hardware:
-    world = measured.nodes * measured.ranks_per_node
-    found = emulated(
-        measured.nodes,
-        measured.ranks_per_node,
-        measured.inter_bandwidth_bits_per_s,
-        memory_bytes=float(measured.host.free_bytes),
-    )
+    # Emulated nodes are on one host; its memory and its cores are those of all their ranks.
+    nodes = measured.nodes if measured.evidence == "emulated" else 1
+    ranks = nodes * measured.ranks_per_node
+    free = float(measured.host.free_bytes)
+    found = emulated(measured.nodes, measured.ranks_per_node, None, memory_bytes=free / nodes)
     # Measured while all ranks computed: together they have what one device would.
-    rate = world * measured.compute.matmul_flops_per_s["float32"]
+    rate = ranks * measured.compute.matmul_flops_per_s["float32"]
     copies = measured.host.copy_bytes_per_s
     return replace(
         found,
         name=f"{found.name}-measured",
-        device=replace(found.device, peak_flops=rate),
+        device=replace(found.device, peak_flops=rate, memory_bytes=free / ranks),
         host_to_device_bytes_per_s=copies,
         device_to_host_bytes_per_s=copies,
+        ranks_sharing_device=ranks,
     )
 
 

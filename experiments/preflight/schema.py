@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from experiments.records import DType, Evidence, Strict
 
@@ -95,6 +95,17 @@ class Probed(Strict):
     host: Host
     compute: Compute
 
+    @model_validator(mode="after")
+    def _has_what_plans_need(self) -> Probed:
+        accelerated = self.compute.memory_bytes is not None
+        dtype: DType = "bfloat16" if accelerated else "float32"
+        if dtype not in self.compute.matmul_flops_per_s:
+            raise ValueError(f"compute.matmul_flops_per_s: {dtype} is missing")
+        for name in ("to_device_bytes_per_s", "from_device_bytes_per_s"):
+            if accelerated and getattr(self.host, name) is None:
+                raise ValueError(f"host.{name}: is missing, and {self.compute.device} is no CPU")
+        return self
+
 
 class Preflight(Probed):
     """One cluster, measured."""
@@ -118,4 +129,8 @@ class Preflight(Probed):
         try:
             return cls.model_validate_json(path.read_bytes())
         except ValidationError as error:
-            raise ValueError(f"{path}: not a preflight of this version: {error}") from error
+            first = error.errors()[0]
+            problem = first["msg"].removeprefix("Value error, ")
+            where = ".".join(str(part) for part in first["loc"])
+            said = ": ".join(filter(None, (where, problem)))
+            raise ValueError(f"{path}: not a preflight of this version: {said}") from error

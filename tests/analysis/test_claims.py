@@ -136,6 +136,60 @@ def test_what_is_not_yaml_is_named_with_its_line(tmp_path: Path) -> None:
         claims.load(path)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("papers: {}\nmatrices: {}\nmatrices: {}\n", ":3: matrices: this key is already on line 2"),
+        ("papers: {}\nclaims: \x07\n", ":2: not valid YAML: special characters are not allowed"),
+    ],
+)
+def test_keys_given_twice_and_control_characters_are_named_with_their_line(
+    content: str, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "claims.yaml"
+    path.write_text(content, "utf-8")
+
+    with pytest.raises(ValueError, match="^claims.yaml" + message):
+        claims.load(path)
+
+
+@pytest.mark.parametrize("part", ["of", "over"])
+@pytest.mark.parametrize(
+    ("selection", "allowed"),
+    [
+        ({"strategy": "fcpd"}, "ddp, deepspeed-hpz, "),
+        ({"model": "gpt-30b"}, "gpt2-4x128"),
+        ({"link": "1000 Mbit/s"}, "unshaped"),
+    ],
+)
+def test_a_name_that_no_cell_of_the_matrix_has_is_an_error(
+    part: str, selection: dict[str, str], allowed: str, tmp_path: Path
+) -> None:
+    check = {**CHECK, "compute": {**CHECK["compute"], part: selection}}
+    path = written(content(claims=[{**CLAIM, "checks": [check]}]), tmp_path)
+    ((setting, name),) = selection.items()
+    line = path.read_text("utf-8").splitlines().index(f"        {setting}: {name}") + 1
+
+    with pytest.raises(ValueError, match="is not in the matrix parity") as error:
+        claims.load(path)
+
+    where = f"claims.yaml:{line}: claims.0.checks.0.compute.{part}.{setting} (faster): "
+    assert str(error.value).startswith(f"{where}{name!r} is not in the matrix parity; allowed are ")
+    assert allowed in str(error.value)
+
+
+def test_names_of_a_matrix_without_a_file_are_those_of_any(tmp_path: Path) -> None:
+    def load(strategy: str) -> None:
+        compute = {**CHECK["compute"], "of": {"strategy": strategy, "model": "gpt-30b"}}
+        claim = {**CLAIM, "checks": [{**CHECK, "matrix": "study", "compute": compute}]}
+        use = {"study": {"command": "run"}}
+        claims.load(written(content(claims=[claim], matrices=use), tmp_path))
+
+    load("qwz")
+    with pytest.raises(ValueError, match="'qzw' is not in the matrix study"):
+        load("qzw")
+
+
 @given(paper=st.floats(0.1, 1e6), relative=st.floats(0, 1), off=st.floats(-2, 2))
 def test_a_relative_tolerance_admits_what_is_that_near(
     paper: float, relative: float, off: float

@@ -59,6 +59,25 @@ def test_table_takes_another_baseline(records_file: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["report", "table"])
+def test_a_baseline_without_records_is_one_message(command: str, records_file: Path) -> None:
+    result = runner.invoke(app, [command, str(records_file), "--baseline", "nosuch"])
+
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: --baseline nosuch: has no records here; allowed are ")
+    assert "fsdp2" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_the_default_baseline_needs_no_records(records: list[Record], tmp_path: Path) -> None:
+    others = [record for record in records if record.cell.strategy != "deepspeed-zero3"]
+    file = write_records(others, tmp_path / "records.jsonl")
+
+    result = runner.invoke(app, ["table", str(file)])
+
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("command", ["report", "table"])
 @pytest.mark.parametrize(
     ("content", "message"),
     [

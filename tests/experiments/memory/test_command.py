@@ -45,6 +45,26 @@ def test_unknown_names_are_refused(tmp_path: Path, arguments: list[str], message
     assert not any(tmp_path.iterdir())
 
 
+def test_a_model_named_twice_is_settled_once(tmp_path: Path) -> None:
+    shown = Console(file=StringIO())
+    settled = command.run(["gpt-30b", "gpt-30b"], ["ddp", "ddp"], tmp_path, 1, shown)
+    assert len(settled) == len({record.case for record in settled})
+    assert len(read(tmp_path / "memory.jsonl")) == len(settled)
+
+
+@pytest.mark.parametrize("name", ["memory.jsonl", "memory.md"])
+def test_a_destination_that_cannot_be_written_is_refused_first(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(study, "settle", lambda *_: pytest.fail("settled"))
+    (tmp_path / name).mkdir()
+    arguments = ["memory", "--model", "gpt-10b", "--strategy", "ddp", "--output", str(tmp_path)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == UNUSABLE
+    assert f"--output = '{tmp_path / name}': cannot be written: " in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
 def test_a_file_that_is_not_ours_is_named(tmp_path: Path) -> None:
     (tmp_path / "memory.jsonl").write_text("{}\n")
     with pytest.raises(ValueError, match=r"memory\.jsonl:1: not a record"):

@@ -75,9 +75,29 @@ def test_a_preflight_stands_for_the_cluster(tmp_path: Path) -> None:
     assert f"2 nodes × {measured}" in result.stdout
     result = command("gpt-10b", "--preflight", str(file), **bare | {"nodes": "4"})
     assert f"4 nodes × {measured}" in result.stdout
+    result = command("gpt-10b", "--preflight", str(file), **bare | {"inter_node": "10Gbps"})
+    assert "8 Gbit/s reached between nodes" in result.stdout
     result = command("gpt-10b", "--preflight", str(file), **bare | {"gpu": None})
     assert result.exit_code == 2
     assert result.stderr.startswith("error: gpu: is missing; a GPU was measured")
+
+
+def test_a_link_that_was_not_measured_must_be_given(tmp_path: Path) -> None:
+    file = tmp_path / "preflight.json"
+    file.write_text(preflight(nodes=1).model_dump_json())
+    bare = {"nodes": None, "gpus": None, "inter_node": None, "strategies": "fsdp2"}
+    model, measured = str(config_file(tmp_path)), ("--preflight", str(file))
+    result = command(model, *measured, "--json", str(tmp_path / "plan.json"), **bare)
+    assert result.stdout.splitlines()[1].startswith("1 node × 8 a40 · 1000 GB")
+    document = json.loads((tmp_path / "plan.json").read_text(), parse_constant=pytest.fail)
+    assert document["inter_bytes_per_s"] is None
+    result = command(model, *measured, **bare | {"nodes": "4"})
+    assert result.exit_code == 2
+    assert result.stderr == (
+        f"error: --inter-node is missing: {file} has measured no link between nodes\n"
+    )
+    result = command(model, *measured, **bare | {"nodes": "4", "inter_node": "10Gbps"})
+    assert "4 nodes × 8 a40 · 8 Gbit/s reached between nodes" in result.stdout
 
 
 def test_a_cluster_of_cpus_is_planned_in_fp32(tmp_path: Path) -> None:
@@ -129,6 +149,7 @@ def test_nothing_fits() -> None:
         ({"peft": "dora:8"}, "--peft = 'dora:8': allowed: lora:RANK"),
         ({"strategies": "zero9"}, "strategy = 'zero9': allowed are zero3, "),
         ({"policies": "hosts", "strategies": "fcdp"}, "policy = 'hosts': allowed are "),
+        ({"policies": "hosts", "strategies": "fsdp2"}, "policy = 'hosts': allowed are "),
         ({"checkpointing": "2"}, "--checkpointing = '2': allowed: numbers from 0 to 1"),
         ({"tokens": "0"}, "--tokens = '0': allowed: a number above 0"),
         ({"preflight": "none.json"}, "[Errno 2] No such file or directory: 'none.json'"),
@@ -145,3 +166,13 @@ def test_an_unknown_model_is_told_what_is_known() -> None:
     result = command("gpt-40b")
     assert result.exit_code == 2
     assert result.stderr.startswith("error: model = 'gpt-40b': allowed are gpt-10b, gpt-20b, ")
+
+
+def test_a_destination_that_cannot_be_written_is_refused_before_the_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("experiments.planner.plan.plan", lambda request: pytest.fail("searched"))
+    result = command("gpt-10b", "--json", str(tmp_path))
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: --json = '{tmp_path}': cannot be written: ")
+    assert len(result.stderr.splitlines()) == 1

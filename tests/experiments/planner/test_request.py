@@ -64,6 +64,7 @@ def test_a_sequence_longer_than_the_model_allows(tmp_path: Path) -> None:
         ({"price_per_gpu_hour": -1.0}, "price_per_gpu_hour = -1.0: must be"),
         ({"sequence_lengths": (0,)}, "sequence_length.* = 0: must be a whole number"),
         ({"lora_rank": 0}, "lora_rank = 0: must be"),
+        ({"policies": ("nonsense",)}, "policy = 'nonsense': allowed are none, "),
         ({"recomputed": (1.5,)}, "recomputed = 1.5: must be between 0 and 1"),
     ],
 )

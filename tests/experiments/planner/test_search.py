@@ -13,7 +13,7 @@ from experiments.costs.hardware import paper_cluster
 from experiments.costs.strategies import SCHEMES
 from experiments.costs.workload import Workload
 from experiments.planner.option import most_tokens_per_s, shortfall, simulated
-from experiments.planner.search import search, shortfalls
+from experiments.planner.search import _divisors, search, shortfalls
 from experiments.simulator import predict
 from tests.experiments.planner.made_up import KINDS, config_file, request
 
@@ -128,6 +128,18 @@ def test_a_global_batch_is_kept_by_accumulation() -> None:
         for option in verdict.options:
             point = option.workload
             assert point.micro_batch * point.accumulation == 24
+
+
+@given(st.integers(1, 5000))
+def test_micro_batches_are_all_that_divide_the_sequences(whole: int) -> None:
+    assert sorted(_divisors(whole)) == [n for n in range(1, whole + 1) if whole % n == 0]
+
+
+def test_a_huge_global_batch_is_answered() -> None:
+    asked = request("gpt-10b", strategies=("fsdp2",), recomputed=(1.0,), global_batch=32 * 10**12)
+    (verdict,) = search(asked)
+    assert verdict.best is not None
+    assert verdict.best.workload.micro_batch * verdict.best.workload.accumulation == 10**12
 
 
 def test_named_micro_batches_are_all_tried_and_no_other() -> None:

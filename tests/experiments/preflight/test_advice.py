@@ -55,8 +55,9 @@ def test_why_it_does_not_help(cluster: dict[str, Any], why: str) -> None:
     assert why in advice.why
 
 
+@pytest.mark.parametrize("value", [0, float("nan"), float("inf")])
 @pytest.mark.parametrize("field", ["parameters", "layers", "tokens", "accumulation"])
-def test_an_impossible_workload_is_named(field: str) -> None:
-    settings = {"parameters": 1e9, "layers": 10, "tokens": 1024, field: 0}
-    with pytest.raises(ValueError, match=f"{field} = 0: allowed are numbers from 1"):
+def test_an_impossible_workload_is_named(field: str, value: float) -> None:
+    settings = {"parameters": 1e9, "layers": 10, "tokens": 1024, field: value}
+    with pytest.raises(ValueError, match=f"{field} = {value}: allowed are numbers from 1"):
         Workload(**settings)  # type: ignore[arg-type]

@@ -57,6 +57,8 @@ def test_it_measures_an_emulated_cluster_and_gives_its_reason(
     [
         (["--bandwidth", "fast"], "'fast' is not a bandwidth; allowed: "),
         (["--parameters", "-1"], "parameters = -1.0: allowed are numbers from 1"),
+        (["--parameters", "nan"], "parameters = nan: allowed are numbers from 1"),
+        (["--output", "tests"], "--output = 'tests': cannot be written: "),
         (["--cluster", "rented"], "FCDP_HEAD = '': allowed is HOST:PORT"),
     ],
 )

@@ -40,10 +40,24 @@ def test_gpus_have_their_measured_rates_and_their_data_sheet() -> None:
         hardware_of(measured)
 
 
-def test_the_cores_of_a_host_are_shared() -> None:
+def test_a_link_that_was_not_measured_has_no_limit() -> None:
+    assert hardware_of(made_up.preflight(nodes=1), gpu("a40")).inter_bytes_per_s == float("inf")
+
+
+@pytest.mark.parametrize(("evidence", "nodes_on_host"), [("emulated", 2), ("measured", 1)])
+def test_ranks_share_the_cores_and_the_memory_of_their_host(
+    evidence: str, nodes_on_host: int
+) -> None:
     compute = GPU_COMPUTE.model_copy(update={"device": "cpu", "memory_bytes": None})
-    measured = made_up.preflight(compute=compute, backend="gloo")
+    measured = made_up.preflight(
+        compute=compute, backend="gloo", evidence=evidence, across=1e6, inside=2e6, free=160 * 10**9
+    )
     found = hardware_of(measured)
     assert found.backend == "gloo"
     assert found.flops == pytest.approx(measured.compute.matmul_flops_per_s["float32"])
     assert found.host_to_device_bytes_per_s == measured.host.copy_bytes_per_s
+    assert (found.inter_bytes_per_s, found.intra_bytes_per_s) == (1e6, 2e6)
+    ranks_on_host = 8 * nodes_on_host
+    assert found.ranks_sharing_device == ranks_on_host
+    assert found.host_memory_bytes == 160e9 / nodes_on_host
+    assert found.device.memory_bytes == 160e9 / ranks_on_host

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -48,3 +49,30 @@ def test_the_file_is_read_again(tmp_path: Path) -> None:
     file.write_text(preflight().model_dump_json().replace('"nodes"', '"knots"'))
     with pytest.raises(ValueError, match="preflight.json: not a preflight of this version"):
         Preflight.read(file)
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "problem"),
+    [
+        ("compute", {"matmul_flops_per_s": {"float32": 1e12}}, "bfloat16 is missing"),
+        (
+            "compute",
+            {"memory_bytes": None, "matmul_flops_per_s": {"bfloat16": 1e12}},
+            "float32 is missing",
+        ),
+        ("host", {"to_device_bytes_per_s": None}, "host.to_device_bytes_per_s: is missing"),
+        ("host", {"from_device_bytes_per_s": None}, "host.from_device_bytes_per_s: is missing"),
+        ("links", {"inter_node_all_gather": 1}, "links.inter_node_all_gather: Input should be"),
+    ],
+)
+def test_what_plans_need_must_be_there(
+    part: str, change: dict[str, object], problem: str, tmp_path: Path
+) -> None:
+    content = json.loads(preflight().model_dump_json())
+    content[part] |= change
+    file = tmp_path / "preflight.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="not a preflight of this version") as error:
+        Preflight.read(file)
+    assert problem in str(error.value)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,62 @@
+"""The matrices that come with the repository, as their files say: nothing is run to know it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Any
+
+from analysis import text
+from experiments.yaml_lines import load
+
+_LINK = re.compile(r"([\d.]+) ?([kMG]?)bit/s")
+_SIZES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
+
+
+@cache
+def named() -> Mapping[str, Mapping[str, frozenset[str]]]:
+    """Of each matrix, by name: the strategies, models and links of its cells, as tables write them.
+
+    A suite's matrices have its name before their own. Raises ``ValueError`` for a file that is not
+    well-formed YAML.
+    """
+    with as_file(files("experiments") / "matrices") as folder:
+        found = {
+            path.relative_to(folder).with_suffix("").as_posix(): _names(path)
+            for path in folder.rglob("*.yaml")
+        }
+    return dict(sorted(found.items()))
+
+
+def names(matrix: str) -> Mapping[str, frozenset[str]]:
+    """Of one matrix; of one that has no file, those of all others."""
+    every = named()
+    if matrix in every:
+        return every[matrix]
+    settings = ("strategy", "model", "link")
+    return {name: frozenset().union(*(of[name] for of in every.values())) for name in settings}
+
+
+def _names(path: Path) -> dict[str, frozenset[str]]:
+    content = load(path).values
+    return {
+        "strategy": frozenset(_given(content, "strategy")),
+        "model": frozenset(model["name"] for model in content["models"]),
+        "link": frozenset(map(_link, _given(content, "inter_bandwidth"))),
+    }
+
+
+def _given(content: Mapping[str, Any], setting: str) -> Iterator[str]:
+    """Each value that any of the cells has."""
+    rules = content.get("overrides", ())
+    for section in (content.get("workload", {}), content["axes"], *(rule["set"] for rule in rules)):
+        values = section.get(setting, ())
+        yield from [values] if isinstance(values, str) else values
+
+
+def _link(written: str) -> str:
+    match = _LINK.fullmatch(written)
+    return text.link(float(match[1]) * _SIZES[match[2]]) if match else written
