@@ -93,13 +93,17 @@ def table(
 def audit(records: Records) -> None:
     """Compare every cell's bytes with its closed form and its losses with FSDP2's, as Markdown.
 
-    Exit status: 0; 1 if a strategy sent or learned what it should not have; 2 without records.
+    Exit status: 0; 1 if a strategy did not run, or sent or learned what it should not have; 2
+    without records of cells that were run.
     """
     found = _load(records)
     from analysis import frame
     from analysis.audit import audit, markdown
 
-    findings = audit(frame.latest(found))
+    try:
+        findings = audit(frame.latest(found))
+    except ValueError as error:
+        _fail(f"{records}: {error}")
     typer.echo(markdown(findings), nl=False)
     if any(finding.problems for finding in findings):
         raise typer.Exit(1)

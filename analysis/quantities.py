@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from analysis.rows import Quantity, Row
+from experiments.parity import largest_difference
 from experiments.records import State, Strict, Tuning
 
 #: What a number is written in, and what a number in basic units (a ratio, bytes) is multiplied by.
@@ -122,7 +123,10 @@ class Value(Strict):
 
 
 class LossDifference(Strict):
-    """The largest difference of a step's loss from the other cell's, relative to the latter."""
+    """The largest difference of a step's loss from the other cell's, relative to the latter.
+
+    Infinite where a loss is missing or not finite.
+    """
 
     kind: Literal["loss_difference"]
     of: Selection
@@ -136,10 +140,8 @@ class LossDifference(Strict):
     def samples(self, rows: Sequence[Row]) -> list[Sample]:
         found = []
         for a, b in _pairs(rows, self.of, self.over):
-            steps = list(zip(a.losses, b.losses, strict=False))
-            if steps:
-                apart = max(abs(ours - theirs) / theirs for ours, theirs in steps)
-                found.append(Sample(apart, a))
+            if a.losses and b.losses:
+                found.append(Sample(largest_difference(a.losses, b.losses), a))
         return found
 
 

@@ -77,6 +77,7 @@ def _values(claims: Claims, of: Sequence[Run | MemoryStudy]) -> dict[str, Any]:
         "evidence": {name: text.EVIDENCE[name] for name in text.EVIDENCE if name in evidence},
         "runs": of,
         "validation": validation.rows(pairs) if len(pairs := _predicted(claims, of)) else [],
+        "framing": validation.FRAMING,
         "caveats": {name: use.caveat for name, use in claims.matrices.items() if use.caveat},
     }
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from analysis import text
+from experiments.parity import promised
 from experiments.records import Cell, Evidence, Measurement, Record, State
 
 #: Bytes are those of a step. The first line's leave the busiest node, by the kernel's counters or
@@ -31,6 +32,7 @@ class Row:
     evidence: Evidence
     #: Shares and bytes; what a cell does not have is not in it.
     quantities: Mapping[Quantity, float] = field(default_factory=dict)
+    #: Of each step that it was to train, NaN where one is missing; none of a simulated cell.
     losses: Sequence[float] = ()
 
 
@@ -46,7 +48,7 @@ def row(record: Record) -> Row:
         record.state,
         record.evidence,
         {name: value for name, value in values.items() if value is not None},
-        measured.losses,
+        () if record.evidence == "simulated" else promised(record),
     )
 
 

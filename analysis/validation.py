@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -13,10 +14,16 @@ from matplotlib.figure import Figure
 
 from analysis import strategies, text
 from analysis.drawings import Drawing, style
-from experiments.records import FRAMING_BYTES, FRAMING_SHARE, Record
+from experiments.costs import framing
+from experiments.records import Record
 
 #: How near the figure's band is, as a share.
 _BAND = 0.1
+#: What counted bytes may be more than those predicted, in words.
+FRAMING = (
+    f"headers and acknowledgements: {100 * framing.SHARE:g} % and {framing.MESSAGE_BYTES} bytes a "
+    f"message; of DeepSpeed's, {100 * framing.ESTIMATED_SHARE['deepspeed']:g} % more"
+)
 _LINKS = {True: "limited", False: "unshaped"}
 #: One each for what is predicted, and what the constants of the simulator were fitted to.
 _MARKERS = {"limited": "o", "unshaped": "s"}
@@ -33,27 +40,33 @@ class Row:
     largest_error: str
     #: Cells whose bytes between nodes are the predicted ones, within framing.
     bytes_agree: int
+    #: Counted over predicted bytes by tuning: the median, and the cell that is farthest off.
+    counted_full: str
+    counted_lora: str
 
 
 def joined(
     matrix: str, records: Sequence[Record], predictions: Sequence[Record]
 ) -> list[dict[str, object]]:
-    """Each cell that ran and was predicted: its settings, seconds and bytes of both."""
+    """Each cell that ran and was predicted: its settings, seconds of both, bytes."""
     by_id = {prediction.cell_id: prediction for prediction in predictions}
     found: list[dict[str, object]] = []
     for record in records:
         prediction = by_id.get(record.cell_id)
         if record.measurement is None or prediction is None or prediction.measurement is None:
             continue
+        counted = record.measurement.inter_node_bytes_per_step
+        expected = prediction.measurement.inter_node_bytes_per_step
         found.append(
             {
                 "matrix": matrix,
+                "tuning": record.cell.tuning,
                 "engine": strategies.engine(record.cell.strategy),
                 "link": _LINKS[record.cell.inter_bandwidth_bits_per_s is not None],
                 "timed": record.step_seconds_median,
                 "predicted": prediction.step_seconds_median,
-                "counted_bytes": record.measurement.inter_node_bytes_per_step,
-                "predicted_bytes": prediction.measurement.inter_node_bytes_per_step,
+                "bytes_agree": framing.agree(record.cell, expected, counted),
+                "counted_share": counted / expected if expected else math.nan,
             }
         )
     return found
@@ -64,8 +77,7 @@ def rows(pairs: pd.DataFrame) -> list[Row]:
     found = []
     for (matrix, link), cells in pairs.groupby(["matrix", "link"], sort=True):
         errors = _errors(cells)
-        apart = (cells["predicted_bytes"] - cells["counted_bytes"]).abs()
-        agree = apart <= FRAMING_SHARE * cells["predicted_bytes"] + FRAMING_BYTES
+        shares = {tuning: _shares(of["counted_share"]) for tuning, of in cells.groupby("tuning")}
         largest = max(errors, key=abs)
         found.append(
             Row(
@@ -74,7 +86,9 @@ def rows(pairs: pd.DataFrame) -> list[Row]:
                 cells=len(cells),
                 median_error=text.percent(median_error(cells)),
                 largest_error=f"{100 * largest:+.0f} %",
-                bytes_agree=int(agree.sum()),
+                bytes_agree=int(cells["bytes_agree"].sum()),
+                counted_full=shares.get("full", text.ABSENT),
+                counted_lora=shares.get("lora", text.ABSENT),
             )
         )
     return found
@@ -131,6 +145,12 @@ def _caption(pairs: pd.DataFrame) -> str:
         f"±{100 * _BAND:g} %. The simulator's constants of this host are fitted to cells whose "
         "links are unshaped; of limited links it knows the limit alone."
     )
+
+
+def _shares(counted: pd.Series[float]) -> str:
+    """The median, and the share that is farthest from 1."""
+    farthest = max(counted, key=lambda share: abs(share - 1))
+    return f"{counted.median():.3f}, {farthest:.2f}"
 
 
 def _errors(cells: pd.DataFrame) -> list[float]:

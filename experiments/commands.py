@@ -62,8 +62,9 @@ def run(
     A folder of matrices is a suite, such as `paper`: they run one after another, into DIR/NAME.
 
     Without --resume the matrix starts afresh, and what an earlier run left in DIR moves to
-    DIR/earlier/TIME. Exit status: 0; 1 if a cell failed or timed out or the report could not be
-    drawn; 2 if the run cannot start or go on; 130 if interrupted (go on with --resume).
+    DIR/earlier/TIME. Exit status: 0; 1 if a cell failed or timed out, if its losses are not those
+    of the matrix's reference, or if the report could not be drawn; 2 if the run cannot start or go
+    on; 130 if interrupted (go on with --resume).
     """
     from experiments import matrix as matrices
     from experiments import matrix_files
@@ -88,7 +89,8 @@ def run(
             directory, finished = opened
             records = session.run_cells(plan, cells, finished, directory)
             drawn = session.finish(records, directory, wandb=not no_wandb)
-        well &= drawn and not _any_failed(records)
+            reached = session.reach_reference(plan, directory)
+        well &= drawn and reached and not _any_failed(records)
     if not well:
         raise typer.Exit(FAILED)
 

@@ -2,7 +2,8 @@
 
 The file is YAML: ``axes`` that are multiplied, ``workload`` constants, ``skip`` rules with their
 reasons, and ``overrides`` that change constants for some of the cells. Any setting of a cell may
-be an axis or a constant. A mistake raises ``ValueError`` naming the file, the line and the key.
+be an axis or a constant. ``reference`` names the strategy whose losses all others must reach. A
+mistake raises ``ValueError`` naming the file, the line and the key.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ class Matrix:
     cells: tuple[PlannedCell, ...]
     #: Whether they are simulated, on whatever cluster they are.
     simulated: bool = False
+    #: The strategy whose losses all others must reach, if they are to be compared.
+    reference: str | None = None
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,7 @@ class _Expansion:
         self._top = self._section(
             (),
             required=("name", "description", "cluster", "models", "axes"),
-            optional=("workload", "skip", "overrides"),
+            optional=("reference", "workload", "skip", "overrides"),
         )
         for key in ("name", "description"):
             if not isinstance(self._top[key], str):
@@ -148,6 +151,7 @@ class _Expansion:
         self._axes = self._axis_values()
         self._constants = self._constant_values()
         self._require_all_settings()
+        self._reference = self._reference_strategy()
         self._skips = [
             _Rule(self._when(path), self._reason(path), {})
             for path in self._rules("skip", "reason")
@@ -172,7 +176,9 @@ class _Expansion:
                 cannot = entry.why_not(cuda=cuda, deepspeed=cell.deepspeed) or _why_not_there(cell)
             planned.append(PlannedCell(cell, next(reasons, None) or cannot))
         name, description = self._top["name"], self._top["description"]
-        return Matrix(name, description, self._cluster, tuple(planned), self._simulated)
+        return Matrix(
+            name, description, self._cluster, tuple(planned), self._simulated, self._reference
+        )
 
     def _cell(self, assignment: Mapping[str, _Value]) -> Cell:
         settings = dict(assignment)
@@ -255,6 +261,14 @@ class _Expansion:
             given = setting in self._axes or setting in self._constants
             if setting in _SETTINGS and info.is_required() and not given:
                 self._document.fail((), f"{setting} is missing; give it in workload or in axes")
+
+    def _reference_strategy(self) -> str | None:
+        if "reference" not in self._top:
+            return None
+        given = self._axes.get("strategy") or [self._constants["strategy"]]
+        found: str = self._top["reference"]
+        self._one_of(found, [value.value for value in given], ("reference",), "not in this matrix:")
+        return found
 
     def _value(self, setting: str, item: Any, path: KeyPath) -> Any:
         """The value as a cell holds it; its type is checked when the cells are made."""

@@ -1,7 +1,8 @@
 """What a cell is and what its run leaves behind: the one schema of this repository.
 
 A matrix expands to cells; each cell runs in fresh processes and ends as one ``Record``, one line
-of a JSON Lines file. ``analysis`` imports this module and nothing else of ``experiments``.
+of a JSON Lines file. ``analysis`` imports this module, and of the rest of ``experiments`` only what
+judges records alone: ``parity`` and ``costs.framing``.
 """
 
 from __future__ import annotations
@@ -31,12 +32,6 @@ State = Literal["ok", "oom", "failed", "timeout", "skipped"]
 Evidence = Literal["measured", "emulated", "simulated"]
 Tuning = Literal["full", "lora"]
 DType = Literal["float32", "bfloat16"]
-
-
-#: What a node may send in a step beside the payload: headers and acknowledgements are a share of
-#: it; barriers, decisions and announcements are bytes, whatever is trained.
-FRAMING_BYTES = 100e3
-FRAMING_SHARE = 0.05
 
 #: Settings that came after the first records: where they have their default, ids stay as they were.
 _CHOICES = (

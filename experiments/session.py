@@ -97,6 +97,27 @@ def finish(records: Sequence[Record], directory: RunDirectory, *, wandb: bool) -
     return drawn
 
 
+def reach_reference(plan: Matrix, directory: RunDirectory) -> bool:
+    """Say which cells do not reach the losses of the matrix's reference; return whether all do.
+
+    All cells that the directory has records of are compared, whichever run has left them.
+    """
+    from experiments import parity
+    from experiments.records import read
+
+    if plan.reference is None or plan.simulated:
+        return True
+    found = parity.compare(read(directory.records), plan.reference)
+    problems = [(of.record.cell_id, problem) for of in found for problem in of.problems]
+    for cell, problem in problems:
+        terminal.say_error(f"{cell}: {problem}")
+    well = len(found) - len({cell for cell, _ in problems})
+    terminal.console().print(
+        f"losses   {well} of {len(found)} cells reach {plan.reference}'s", highlight=False
+    )
+    return not problems
+
+
 def draw(console: Console, directory: RunDirectory) -> bool:
     """Have ``analysis`` draw the report, in a process of its own; return whether it did."""
     command = [sys.executable, "-m", "analysis", "report", str(directory.records)]

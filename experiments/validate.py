@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from datetime import datetime, timezone
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -107,7 +108,8 @@ def _table(compared: dict[str, list[Comparison]]) -> Table:
     from experiments.simulator.validation import median_absolute_error
 
     table = Table("records", "link", box=None)
-    for column in ("cells", "median error of s/step", "largest", "bytes agree"):
+    errors = ("median error of s/step", "largest")
+    for column in ("cells", *errors, "bytes agree", "counted/predicted"):
         table.add_column(column, justify="right")
     for folder, found in compared.items():
         for link in ("limited", "unshaped"):
@@ -117,9 +119,10 @@ def _table(compared: dict[str, list[Comparison]]) -> Table:
             largest = max((c.relative_error for c in cells), key=abs)
             agree = sum(c.bytes_agree for c in cells)
             error = f"{100 * median_absolute_error(cells):.1f} %"
-            table.add_row(
-                folder, link, f"{len(cells)}", error, f"{100 * largest:+.0f} %", f"{agree}"
-            )
+            farthest = max((c.counted_share for c in cells), key=lambda share: abs(share - 1))
+            share = f"{median(c.counted_share for c in cells):.3f}, farthest {farthest:.2f}"
+            off = f"{100 * largest:+.0f} %"
+            table.add_row(folder, link, f"{len(cells)}", error, off, f"{agree}", share)
     return table
 
 

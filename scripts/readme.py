@@ -145,15 +145,16 @@ def _audited(findings: Sequence[Finding]) -> str:
     for finding in findings:
         by.setdefault(finding.cell.variant, []).append(finding)
     for strategy, own in by.items():
+        differences = [f.loss_difference for f in own if f.loss_difference is not None]
         factors = {(f.cell.tuning, f.cell.accumulation): text.times(f.factor) for f in own}
         columns = [
             strategy,
             *(factors.get(setting, text.ABSENT) for setting in settings),
-            text.number(max(f.loss_difference or 0.0 for f in own), 2),
+            text.number(max(differences, default=None), 2),
             "; ".join(dict.fromkeys(p for f in own for p in f.problems)) or "fair",
         ]
         lines.append(f"| {' | '.join(columns)} |")
-    reasons = dict.fromkeys(f.explanation for f in findings if f.explanation)
+    reasons = dict.fromkeys(reason for f in findings for reason in f.explanations)
     return "\n".join([*lines, "", *(f"- {reason}." for reason in reasons)])
 
 

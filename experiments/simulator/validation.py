@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from experiments.costs import framing
 from experiments.costs.emulated import emulated
 from experiments.costs.hardware import Hardware
 from experiments.costs.workload import Workload
-from experiments.records import FRAMING_BYTES, FRAMING_SHARE, Cell, Record
+from experiments.records import Cell, Record
 from experiments.simulator.prediction import Prediction, predict
 
 
@@ -28,15 +29,15 @@ class Comparison:
         return self.prediction.step_seconds / self.measured_seconds - 1
 
     @property
-    def bytes_error(self) -> float:
-        """Predicted less measured bytes that a node sends in a step."""
-        return self.prediction.inter_node_bytes - self.measured_inter_node_bytes
+    def bytes_agree(self) -> bool:
+        """Whether the bytes differ by no more than framing."""
+        predicted = self.prediction.inter_node_bytes
+        return framing.agree(self.record.cell, predicted, self.measured_inter_node_bytes)
 
     @property
-    def bytes_agree(self) -> bool:
-        """Whether the bytes differ by no more than the audit's framing."""
-        allowed = FRAMING_SHARE * self.prediction.inter_node_bytes + FRAMING_BYTES
-        return abs(self.bytes_error) <= allowed
+    def counted_share(self) -> float:
+        """Counted over predicted bytes."""
+        return self.measured_inter_node_bytes / self.prediction.inter_node_bytes
 
 
 def hardware_of(cell: Cell) -> Hardware:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -123,6 +124,28 @@ def test_a_loss_difference_is_the_largest_of_any_step() -> None:
     (sample,) = difference.samples([ours, theirs])
 
     assert sample.value == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("losses", [[5.6, *[math.nan] * 9], [5.6], []])
+def test_a_loss_that_is_missing_or_not_finite_is_infinitely_far(losses: list[float]) -> None:
+    of, theirs = recorded("fcdp"), made("fsdp2")
+    assert of.measurement is not None
+    measured = of.measurement.model_copy(update={"losses": losses})
+    difference = LossDifference(
+        kind="loss_difference", of=select(strategy="fcdp"), over=select(strategy="fsdp2")
+    )
+
+    (sample,) = difference.samples([row(of.model_copy(update={"measurement": measured})), theirs])
+
+    assert sample.value == math.inf
+
+
+def test_simulated_cells_have_no_losses_to_compare() -> None:
+    rows = [
+        row(recorded(name).model_copy(update={"evidence": "simulated"}))
+        for name in ("fcdp", "fsdp2")
+    ]
+    assert [list(of.losses) for of in rows] == [[], []]
 
 
 @pytest.mark.parametrize(("state", "share"), [("oom", 0.5), ("skipped", 1 / 3)])

@@ -42,9 +42,17 @@ def test_errors_are_relative_to_what_was_timed(factor: float) -> None:
     assert limited.largest_error == f"{100 * (factor - 1):+.0f} %"
 
 
-@pytest.mark.parametrize(("more_bytes", "agree"), [(0.0, 34), (100e3, 34), (1e6, 0)])
+@pytest.mark.parametrize(("more_bytes", "agree"), [(0.0, 34), (3e3, 34), (100e3, 22), (1e6, 0)])
 def test_bytes_agree_within_framing(more_bytes: float, agree: int) -> None:
     assert sum(row.bytes_agree for row in validation.rows(pairs(1.0, more_bytes))) == agree
+
+
+def test_counted_bytes_are_shown_relative_to_those_predicted() -> None:
+    """Whatever counts as agreement: adapters alone are 70 kB, of which 35 kB are half."""
+    for row in validation.rows(pairs(1.0, 35e3)):
+        assert row.counted_full.startswith("0.997")
+        _, farthest = row.counted_lora.split(", ")
+        assert farthest == "0.67"
 
 
 def test_only_cells_that_were_predicted_are_compared() -> None:

@@ -45,8 +45,11 @@ if rank == 0:
             line = {"step": step + 1, "of": cell["steps"], "loss": 5.5 - step, "seconds": 0.1}
             file.write(json.dumps(line) + "\\n")
             file.flush()
+    measurement = json.loads(os.environ["MEASUREMENT"])
+    if behaviour == "learn otherwise":
+        measurement["losses"][-1] += 1e-5
     if behaviour != "silent":
-        (output / "measurement.json").write_text(os.environ["MEASUREMENT"])
+        (output / "measurement.json").write_text(json.dumps(measurement))
 """
 
 
@@ -54,9 +57,9 @@ class StandInCluster:
     """Implements ``experiments.clusters.interface.Cluster`` by plain subprocesses.
 
     ``behaviours`` maps a part of a cell's id to what its ranks do: ``raise`` an error on rank 1,
-    ``hang``, end ``silent``ly without a measurement, be killed for memory (``oom``), or not even
-    start because the cluster raises (``broken``). With ``helper`` the cluster first forks a process
-    and ends it with SIGTERM, as network libraries do.
+    ``hang``, ``learn otherwise``, end ``silent``ly without a measurement, be killed for memory
+    (``oom``), or not even start because the cluster raises (``broken``). With ``helper`` the
+    cluster first forks a process and ends it with SIGTERM, as network libraries do.
     """
 
     evidence: Literal["measured", "emulated"] = "emulated"

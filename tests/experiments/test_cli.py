@@ -159,6 +159,27 @@ def test_the_second_time_runs_afresh_and_resume_does_not(tmp_path: Path) -> None
     assert [r.cell.strategy for r in records.read(directory.records)] == ["fsdp2", "fsdp2"]
 
 
+def test_a_matrix_with_a_reference_fails_where_losses_differ(tmp_path: Path) -> None:
+    file = matrix_file(tmp_path, extra="        reference: fsdp2\n", steps=4)
+    options = [str(file), "--output", str(tmp_path / "run"), "--no-wandb"]
+    result = stand_in(*options)
+    assert result.returncode == 0, result.stderr
+    assert "losses   6 of 6 cells reach fsdp2's" in result.stdout
+
+    result = stand_in(
+        *options, cluster={"behaviours": {"fcdp-full-tiny-10mbit": "learn otherwise"}}
+    )
+    assert result.returncode == 1
+    assert "losses   5 of 6 cells reach fsdp2's" in result.stdout
+    (problem, *_) = result.stderr.splitlines()
+    assert problem.startswith("fcdp-full-tiny-10mbit")
+    assert problem.endswith("learns something else")
+
+    result = stand_in(*options, "--only", "fcdp")
+    assert result.returncode == 1
+    assert "was not compared: no fsdp2 trained with the same settings" in result.stderr
+
+
 def test_a_report_that_cannot_be_drawn_is_said(tmp_path: Path) -> None:
     output = tmp_path / "run"
     output.mkdir()

@@ -69,6 +69,11 @@ def test_axes_are_multiplied_and_strategies_follow_one_another(tmp_path: Path) -
         assert len(same) == 1
 
 
+def test_a_reference_is_one_of_the_strategies(tmp_path: Path) -> None:
+    assert matrix.read(written(tmp_path)).reference is None
+    assert matrix.read(written(tmp_path, FILE + "reference: fsdp2\n")).reference == "fsdp2"
+
+
 def test_skip_rules_and_overrides_apply_to_their_cells_only(tmp_path: Path) -> None:
     for planned in matrix.read(written(tmp_path)).cells:
         cell = planned.cell
@@ -241,7 +246,9 @@ MISTAKES = [
     ("[fcdp, fsdp2]", "[fcdp, zero]", 29, "overrides[0].when.strategy[1]: unknown strategy "),
     ("{steps: 2}", "{accumulation: 2}", 30, "overrides[0].set.accumulation: unknown key "),
     ("name: example", "nam: example", 1, "nam: unknown key 'nam'; allowed: name, description, "
-     "cluster, models, axes, workload, skip, overrides; did you mean 'name'?"),
+     "cluster, models, axes, reference, workload, skip, overrides; did you mean 'name'?"),
+    ("axes:\n", "reference: ddp\naxes:\n", 7, "reference: not in this matrix: 'ddp'; allowed: "
+     "deepspeed-zero3, fsdp2, fcdp"),
     ("name: example", "name: an example", 1, "name: 'an example' is not allowed: "),
     ("axes:\n", "axes: [\n", 9, "not valid YAML: "),
     ("  tuning: full", "  tuning: !!python/name:os.system", 16, "not valid YAML: could not "),

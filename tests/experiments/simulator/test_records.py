@@ -50,16 +50,10 @@ def test_every_ledger_is_predicted_byte_by_byte(name: str) -> None:
     assert counted > 0
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [*RUNS, "volume", "baselines"])
 def test_bytes_between_nodes_are_the_kernels_within_framing(name: str) -> None:
     for comparison in compared(name):
-        cell = comparison.record.cell
-        # Beside almost no traffic of its own, hpZ's exchanges of small tensors are twice that:
-        # 0.13 MB of headers, whatever the width.
-        if cell.strategy.startswith("deepspeed-hpz") and cell.tuning == "lora":
-            assert 0 < -comparison.bytes_error < 150e3
-        else:
-            assert comparison.bytes_agree, (cell.id, comparison.bytes_error)
+        assert comparison.bytes_agree, (comparison.record.cell_id, comparison.counted_share)
 
 
 @pytest.mark.parametrize("name", STEADY)
