@@ -8,6 +8,7 @@ from experiments import commands
 from experiments.clusters.node_command import node
 from experiments.planner.command import plan
 from experiments.preflight.command import preflight
+from experiments.trace import trace
 from experiments.validate import validate
 
 app = typer.Typer(
@@ -23,6 +24,7 @@ app.command()(preflight)
 app.command()(node)
 app.command()(commands.memory)
 app.command()(validate)
+app.command(no_args_is_help=True)(trace)
 app.command(context_settings={"ignore_unknown_options": True})(commands.sweep_cell)
 
 

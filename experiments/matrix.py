@@ -19,7 +19,15 @@ from pydantic import ValidationError
 
 from baselines import registry
 from experiments.matrix_files import find
-from experiments.records import AnyCluster, Cell, ClusterSpec, ModelSpec, SimulatedSpec, Strict
+from experiments.records import (
+    AnyCluster,
+    Cell,
+    ClusterSpec,
+    Evidence,
+    ModelSpec,
+    SimulatedSpec,
+    Strict,
+)
 from experiments.yaml_lines import Document, KeyPath, load
 
 _UNITS = {"bit/s": 1, "kbit/s": 10**3, "Mbit/s": 10**6, "Gbit/s": 10**9}
@@ -62,6 +70,13 @@ class Matrix:
     cells: tuple[PlannedCell, ...]
     #: Whether they are simulated, on whatever cluster they are.
     simulated: bool = False
+
+    @property
+    def evidence(self) -> Evidence:
+        """How its records are obtained."""
+        if self.simulated:
+            return "simulated"
+        return "measured" if self.cluster.kind == "rented" else "emulated"
 
 
 @dataclass(frozen=True)
