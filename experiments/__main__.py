@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from experiments import commands
+from experiments.bound.command import bound
 from experiments.clusters.node_command import node
 from experiments.planner.command import plan
 from experiments.preflight.command import preflight
@@ -23,6 +24,7 @@ app.command(no_args_is_help=True)(plan)
 app.command()(preflight)
 app.command()(node)
 app.command()(commands.memory)
+app.command()(bound)
 app.command()(validate)
 app.command(no_args_is_help=True)(trace)
 app.command(context_settings={"ignore_unknown_options": True})(commands.sweep_cell)
