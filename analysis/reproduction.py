@@ -76,7 +76,12 @@ def _values(claims: Claims, of: Sequence[AnyRun]) -> dict[str, Any]:
         "evidence": {name: text.EVIDENCE[name] for name in text.EVIDENCE if name in evidence},
         "runs": of,
         "validation": validation.rows(pairs) if len(pairs := _predicted(claims, of)) else [],
-        "caveats": {name: use.caveat for name, use in claims.matrices.items() if use.caveat},
+        "fitted": validation.FITTED,
+        "caveats": {
+            name: caveat
+            for name, use in claims.matrices.items()
+            if (caveat := use.caveat or use.noise)
+        },
     }
 
 
