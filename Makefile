@@ -25,6 +25,7 @@ reproduce: setup ## all matrices of results anew, then REPRODUCTION.md and its p
 	cd runs && for file in $(EMULATED:%=%/records.jsonl) paper/*/records.jsonl; do \
 		mkdir -p ../results/$${file%/*} && cp $$file ../results/$$file || exit; \
 	done
+	$(VENV)/bin/python -m experiments bound --output results/bound
 	$(VENV)/bin/python -m experiments validate
 	$(VENV)/bin/python -m analysis report
 

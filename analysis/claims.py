@@ -49,6 +49,8 @@ class MatrixUse(Strict):
     resources: str | None = None
     #: What its records must not be used for.
     caveat: str | None = None
+    #: What to know of its times where they are used.
+    noise: str | None = None
 
 
 class Tolerance(Strict):

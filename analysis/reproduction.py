@@ -13,8 +13,7 @@ import pandas as pd
 from analysis import claims as papers
 from analysis import pages, runs, text, validation
 from analysis.claims import LABELS, Claims, MatrixUse
-from analysis.memory import MemoryStudy
-from analysis.runs import Run
+from analysis.runs import AnyRun, Run
 from analysis.tables import escaped
 from analysis.verdicts import Finding, Summary, asked, judge, quoted, rounded, summarise
 
@@ -39,12 +38,12 @@ def write(results: Path) -> Written:
     return where
 
 
-def markdown(claims: Claims, of: Sequence[Run | MemoryStudy]) -> str:
+def markdown(claims: Claims, of: Sequence[AnyRun]) -> str:
     """The document; it depends on the claims and the records alone."""
     return pages.render("reproduction.md.j2", **_values(claims, of), cell=escaped)
 
 
-def page(claims: Claims, of: Sequence[Run | MemoryStudy]) -> str:
+def page(claims: Claims, of: Sequence[AnyRun]) -> str:
     """The self-contained HTML page, which has the figures of every run too."""
     figures = {run.matrix: run.figures() for run in of}
     pairs = _predicted(claims, of)
@@ -54,7 +53,7 @@ def page(claims: Claims, of: Sequence[Run | MemoryStudy]) -> str:
     )
 
 
-def _values(claims: Claims, of: Sequence[Run | MemoryStudy]) -> dict[str, Any]:
+def _values(claims: Claims, of: Sequence[AnyRun]) -> dict[str, Any]:
     """What both documents show."""
     by_matrix = {run.matrix: run for run in of}
     findings = judge(claims, {run.matrix: run.rows for run in of})
@@ -78,11 +77,16 @@ def _values(claims: Claims, of: Sequence[Run | MemoryStudy]) -> dict[str, Any]:
         "runs": of,
         "validation": validation.rows(pairs) if len(pairs := _predicted(claims, of)) else [],
         "framing": validation.FRAMING,
-        "caveats": {name: use.caveat for name, use in claims.matrices.items() if use.caveat},
+        "fitted": validation.FITTED,
+        "caveats": {
+            name: caveat
+            for name, use in claims.matrices.items()
+            if (caveat := use.caveat or use.noise)
+        },
     }
 
 
-def _predicted(claims: Claims, of: Sequence[Run | MemoryStudy]) -> pd.DataFrame:
+def _predicted(claims: Claims, of: Sequence[AnyRun]) -> pd.DataFrame:
     """Cells that were predicted too, of matrices whose times may be read."""
     read = [
         run
@@ -93,7 +97,7 @@ def _predicted(claims: Claims, of: Sequence[Run | MemoryStudy]) -> pd.DataFrame:
     return pd.DataFrame([pair for found in pairs for pair in found])
 
 
-def _line(claims: Claims, finding: Finding, of: Mapping[str, Run | MemoryStudy]) -> dict[str, Any]:
+def _line(claims: Claims, finding: Finding, of: Mapping[str, AnyRun]) -> dict[str, Any]:
     """A finding's figures as text."""
     claim, check = finding.claim, finding.check
     line = {

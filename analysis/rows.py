@@ -11,11 +11,14 @@ from experiments.parity import promised
 from experiments.records import Cell, Evidence, Measurement, Record, State
 
 #: Bytes are those of a step. The first line's leave the busiest node, by the kernel's counters or
-#: the simulator; the second line's are the strategy's own count, its ledger.
+#: the simulator; the second line's are the strategy's own count, its ledger. The last two lines'
+#: are of the bound of memory and bandwidth: itself, and what changing one thing multiplies it by.
 Quantity = Literal[
     "tokens_per_s", "inter_node_bytes", "inter_node_bytes_over_least", "all_nodes_bytes",
     "gather_bytes", "backward_gather_bytes", "all_nodes_forward_bytes", "all_nodes_backward_bytes",
     "peak_device_bytes", "host_cache_share", "largest_micro_batch",
+    "hfu_bound", "parameters_over_named", "gain_of_bandwidth", "gain_of_free_memory",
+    "gain_of_length", "gain_of_length_in_tokens",
 ]  # fmt: skip
 
 #: What may differ between cells that are compared: none of it changes what a step is.

@@ -10,15 +10,18 @@ from typing import Any
 import pandas as pd
 
 from analysis import matrices, memory, pages, provenance, text
+from analysis.bound import BoundStudy
 from analysis.comparison import compare
 from analysis.figures import draw
 from analysis.frame import frame, latest
 from analysis.memory import MemoryStudy
 from analysis.rows import Row, row
+from experiments.bound import records as bound
 from experiments.records import Record, read
 
-#: Where the records of the study of memory are, relative to the folder of results.
+#: Where the records that are not of cells are, relative to the folder of results.
 MEMORY = "memory/memory.jsonl"
+BOUND = "bound/bound.jsonl"
 
 
 @dataclass(frozen=True)
@@ -71,19 +74,25 @@ class Run:
         return frame(self.records)
 
 
-def load(results: Path) -> list[Run | MemoryStudy]:
-    """The committed runs of this repository's matrices, by name, and the study of memory.
+#: Whatever claims are compared with.
+AnyRun = Run | MemoryStudy | BoundStudy
+
+
+def load(results: Path) -> list[AnyRun]:
+    """The committed runs of this repository's matrices, by name, and the studies.
 
     Raises ``ValueError`` if there are none or one holds a malformed record.
     """
     names = ((name, f"{name}/records.jsonl") for name in matrices.named())
-    found: list[Run | MemoryStudy] = [
+    found: list[AnyRun] = [
         Run(name, file, latest(read(results / file)), _predictions(results / name))
         for name, file in names
         if (results / file).exists()
     ]
     if (results / MEMORY).exists():
         found.append(MemoryStudy("memory", MEMORY, memory.load(results / MEMORY)))
+    if (results / BOUND).exists():
+        found.append(BoundStudy("bound", BOUND, bound.read(results / BOUND)))
     if not found:
         allowed = ", ".join(matrices.named())
         raise ValueError(f"{results}: no records of any matrix; there are {allowed}")

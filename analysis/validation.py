@@ -17,6 +17,12 @@ from analysis.drawings import Drawing, style
 from experiments.costs import framing
 from experiments.records import Record
 
+#: What the predictions know of the records that they are compared with.
+FITTED = (
+    "The simulator's constants of this host are fitted to cells whose links are unshaped. Of "
+    "limited links it knows the limit, and how far DeepSpeed gathers ahead, which is fitted to the "
+    "bytes of such cells too."
+)
 #: How near the figure's band is, as a share.
 _BAND = 0.1
 #: What counted bytes may be more than those predicted, in words.
@@ -142,8 +148,7 @@ def _caption(pairs: pd.DataFrame) -> str:
     ]
     return (
         f"Seconds a step of each cell, predicted against timed; {'; '.join(parts)}. The band is "
-        f"±{100 * _BAND:g} %. The simulator's constants of this host are fitted to cells whose "
-        "links are unshaped; of limited links it knows the limit alone."
+        f"±{100 * _BAND:g} %. {FITTED}"
     )
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from analysis import text
 from analysis.claims import Check, Claim, Claims
-from analysis.quantities import SCALES, Sample, Unit, taken
+from analysis.quantities import SCALES, Ratio, Sample, Unit, Value, taken
 from analysis.rows import Row
 from experiments.records import Evidence
 
@@ -79,11 +79,17 @@ def _check(claims: Claims, claim: Claim, check: Check, rows: Sequence[Row] | Non
     ours = taken(samples, check.compute.take) * SCALES[claim.unit]
     reproduced = check.tolerance.admits(ours, claim.number)
     verdict: Verdict = "reproduced" if reproduced else "not reproduced"
-    reasons = [check.note] if check.note else []
+    reasons = [check.note, _noise(claims, check)]
     if not reproduced:
         reasons.append(check.because or "No reason has been found yet.")
     cells = _cells(samples, check.compute.take)
-    return Finding(claim, check, verdict, ours, evidence, cells, " ".join(reasons))
+    return Finding(claim, check, verdict, ours, evidence, cells, " ".join(filter(None, reasons)))
+
+
+def _noise(claims: Claims, check: Check) -> str | None:
+    """What to know of the matrix's times, where they are what is compared."""
+    timed = isinstance(check.compute, Ratio | Value) and check.compute.quantity == "tokens_per_s"
+    return claims.matrices[check.matrix].noise if timed else None
 
 
 def _cells(samples: Sequence[Sample], take: str) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import typer
 
 from experiments import commands
+from experiments.bound.command import bound
 from experiments.clusters.node_command import node
 from experiments.planner.command import plan
 from experiments.preflight.command import preflight
+from experiments.trace import trace
 from experiments.validate import validate
 
 app = typer.Typer(
@@ -22,7 +24,9 @@ app.command(no_args_is_help=True)(plan)
 app.command()(preflight)
 app.command()(node)
 app.command()(commands.memory)
+app.command()(bound)
 app.command()(validate)
+app.command(no_args_is_help=True)(trace)
 app.command(context_settings={"ignore_unknown_options": True})(commands.sweep_cell)
 
 

@@ -66,14 +66,11 @@ def run(
     of the matrix's reference, or if the report could not be drawn; 2 if the run cannot start or go
     on; 130 if interrupted (go on with --resume).
     """
-    from experiments import matrix as matrices
     from experiments import matrix_files
     from experiments.clusters.interface import ClusterError
 
     try:
-        where, simulated = kinds.override(cluster), cluster is ClusterKind.SIMULATED
-        names = matrix_files.members(matrix)
-        plans = [matrices.read(name, where, simulated=simulated) for name in names]
+        plans = [_read(name, cluster) for name in matrix_files.members(matrix)]
         chosen = _select(plans, only)
     except (ValueError, ClusterError) as error:
         terminal.stop(str(error))
@@ -170,6 +167,17 @@ def memory(
     terminal.say(terminal.console(), "records", output / "memory.jsonl")
     if any(record.state == "failed" for record in settled):
         raise typer.Exit(FAILED)
+
+
+def _read(name: str, cluster: ClusterKind | None) -> Matrix:
+    """The matrix, on the kind of cluster that is asked for."""
+    from experiments import matrix as matrices
+
+    simulated = cluster is ClusterKind.SIMULATED
+    plan = matrices.read(name, kinds.override(cluster), simulated=simulated)
+    if cluster is ClusterKind.EMULATED and plan.cluster.kind != "emulated":
+        return matrices.read(name, kinds.emulated(plan.cluster))
+    return plan
 
 
 def _select(plans: Sequence[Matrix], only: str | None) -> list[tuple[Matrix, list[PlannedCell]]]:

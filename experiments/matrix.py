@@ -20,7 +20,15 @@ from pydantic import ValidationError
 
 from baselines import registry
 from experiments.matrix_files import find
-from experiments.records import AnyCluster, Cell, ClusterSpec, ModelSpec, SimulatedSpec, Strict
+from experiments.records import (
+    AnyCluster,
+    Cell,
+    ClusterSpec,
+    Evidence,
+    ModelSpec,
+    SimulatedSpec,
+    Strict,
+)
 from experiments.yaml_lines import Document, KeyPath, load
 
 _UNITS = {"bit/s": 1, "kbit/s": 10**3, "Mbit/s": 10**6, "Gbit/s": 10**9}
@@ -65,6 +73,13 @@ class Matrix:
     simulated: bool = False
     #: The strategy whose losses all others must reach, if they are to be compared.
     reference: str | None = None
+
+    @property
+    def evidence(self) -> Evidence:
+        """How its records are obtained."""
+        if self.simulated:
+            return "simulated"
+        return "measured" if self.cluster.kind == "rented" else "emulated"
 
 
 @dataclass(frozen=True)

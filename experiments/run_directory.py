@@ -18,9 +18,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from experiments import records
 from experiments.records import Record
+
+if TYPE_CHECKING:
+    from experiments.matrix import Matrix
 
 #: States whose cells run again on request; an OOM and a skip would only repeat themselves.
 RETRIED = ("failed", "timeout")
@@ -74,15 +78,23 @@ class RunDirectory:
             path.rename(archive / path.name)
         return archive
 
-    def resume(self, matrix: str, retry_failed: bool) -> list[Record]:
-        """Records of the finished cells; with ``retry_failed`` without those to run again."""
+    def resume(self, plan: Matrix, retry_failed: bool) -> list[Record]:
+        """Records of the finished cells; with ``retry_failed`` without those to run again.
+
+        Raises ``ValueError`` for records of another matrix, or that another kind of cluster left:
+        a simulated cell has the id of the same cell where it runs.
+        """
         finished = records.read(self.records) if self.records.exists() else []
         for record in finished:
-            if record.cell.matrix != matrix:
-                raise ValueError(
-                    f"{self.records}: holds records of matrix {record.cell.matrix!r}, "
-                    f"not of {matrix!r}; give another directory with --output"
-                )
+            for what, theirs, ours in (
+                ("of matrix", record.cell.matrix, plan.name),
+                ("that are", record.evidence, plan.evidence),
+            ):
+                if theirs != ours:
+                    raise ValueError(
+                        f"{self.records}: holds records {what} {theirs!r}, "
+                        f"not {ours!r}; give another directory with --output"
+                    )
         if not retry_failed:
             return finished
         kept = [record for record in finished if record.state not in RETRIED]

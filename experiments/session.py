@@ -43,7 +43,7 @@ def opened(
     with ExitStack() as stack:
         try:
             stack.enter_context(directory.locked())
-            finished = directory.resume(plan.name, retry_failed) if resume else []
+            finished = directory.resume(plan, retry_failed) if resume else []
             archive = None if resume else directory.start_afresh()
         except (ValueError, OSError) as error:
             terminal.stop(str(error))

@@ -38,6 +38,19 @@ def override(kind: ClusterKind | None) -> ClusterSpec | None:
     return Allocation.from_env().spec
 
 
+def emulated(own: AnyCluster) -> ClusterSpec:
+    """As many nodes and ranks as a matrix file's cluster has, on this machine.
+
+    Raises ``ValueError`` for a simulated one, whose cells are for GPUs of their own.
+    """
+    if own.kind == "simulated":
+        raise ValueError(
+            f"--cluster emulated: the matrix is for {own.nodes} × {own.ranks_per_node} simulated "
+            f"{own.gpu}, whose cells this machine cannot train; allowed: simulated"
+        )
+    return own.model_copy(update={"kind": "emulated"})
+
+
 def preloaded(cells: Iterable[Cell]) -> tuple[str, ...]:
     """What ranks of these cells start with.
 

@@ -55,10 +55,8 @@ class SimulatedCluster:
 
     def shape(self, bits_per_s: int | None) -> dict[str, Any]:
         """Returns all that the simulation assumes of the cluster."""
-        assumed = asdict(hardware_of(self._spec, bits_per_s))
-        if bits_per_s is None:
-            assumed["inter_bytes_per_s"] = None
-        return {name: value for name, value in assumed.items() if value != float("inf")}
+        found = assumed(hardware_of(self._spec, bits_per_s))
+        return found | ({"inter_bytes_per_s": None} if bits_per_s is None else {})
 
     def run(
         self,
@@ -107,6 +105,11 @@ def hardware_of(spec: AnyCluster, inter_bits_per_s: float | None) -> Hardware:
         link_efficiency=spec.link_efficiency,
         inter_latency_seconds=spec.inter_latency_us / 1e6,
     )
+
+
+def assumed(hardware: Hardware) -> dict[str, Any]:
+    """What a simulation assumes, for its record; without what is unlimited."""
+    return {name: value for name, value in asdict(hardware).items() if value != float("inf")}
 
 
 def measured(workload: Workload, hardware: Hardware, prediction: Prediction) -> Measurement:

@@ -235,16 +235,6 @@ def hardware_flops(
     return model_flops(model, sequence_length, lora) + recomputed * again
 
 
-def naive_flops(model: Transformer, sequence_length: int) -> float:
-    """Of one token as most trainers count, 6N + 12·L·H·Q·T, whether weights are frozen or not.
-
-    N leaves out embeddings that only look up.
-    """
-    lookup = model.positions + (0 if model.tied else model.vocabulary)
-    counted = model.parameters - lookup * model.width
-    return 6.0 * counted + 12.0 * model.layers * model.width * sequence_length
-
-
 def utilisation(flops_per_token: float, tokens_per_gpu_s: float, peak_flops: float) -> float:
     """MFU of ``model_flops``, HFU of ``hardware_flops``: a share of the GPU's peak."""
     checks.positive(peak_flops=peak_flops)

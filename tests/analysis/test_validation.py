@@ -62,6 +62,7 @@ def test_only_cells_that_were_predicted_are_compared() -> None:
 def test_the_figure_says_its_error() -> None:
     drawing = validation.draw(pairs(1.25))
     assert "limited links: 25 % median absolute error of 23 cells" in drawing.caption
+    assert "how far DeepSpeed gathers ahead" in drawing.caption
     (axes,) = drawing.figure.axes
     assert axes.get_xscale() == axes.get_yscale() == "log"
     assert axes.get_xlim() == axes.get_ylim()

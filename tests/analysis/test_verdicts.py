@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from analysis.claims import Claims
+from analysis.claims import Claims, MatrixUse
 from analysis.rows import Row, row
 from analysis.verdicts import Finding, asked, judge, quoted, rounded, summarise
 from tests.analysis import made_up
@@ -88,6 +88,19 @@ def test_what_was_not_run_says_why() -> None:
     assert nothing.reason == "No cell of parity has a result with which to compare."
     assert untested.reason == "Not built."
     assert planned.ours is None
+
+
+def test_a_comparison_of_times_says_that_they_are_noisy() -> None:
+    timed = check(compute={**RATIO, "quantity": "tokens_per_s"}, tolerance={"at_least": 0})
+    of = claims(check(), timed)
+    noisy = of.model_copy(
+        update={"matrices": {"parity": MatrixUse(noise="Others used the machine.")}}
+    )
+
+    by_bytes, by_time = judge(noisy, {"parity": rows()})
+
+    assert "Others" not in by_bytes.reason
+    assert "Others used the machine." in by_time.reason
 
 
 def test_kinds_of_evidence_are_not_mixed_and_measured_goes_first() -> None:

@@ -100,6 +100,10 @@ def test_the_parent_stays_light() -> None:
         (["quikstart"], "error: MATRIX: unknown matrix 'quikstart'; allowed: baselines, "),
         (["none/at/all.yaml"], "error: MATRIX: there is no file none/at/all.yaml"),
         (["quickstart", "--only", "zero9"], "error: --only: no cell id matches 'zero9'; "),
+        (
+            ["paper/volume", "--cluster", "emulated"],
+            "error: --cluster emulated: the matrix is for ",
+        ),
     ],
 )
 def test_mistakes_are_one_clear_message(arguments: list[str], message: str) -> None:
@@ -107,6 +111,26 @@ def test_mistakes_are_one_clear_message(arguments: list[str], message: str) -> N
     assert result.returncode == 2
     assert result.stderr.startswith(message)
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_matrix_for_rented_nodes_is_emulated_on_request(tmp_path: Path) -> None:
+    file = matrix_file(tmp_path)
+    file.write_text(file.read_text().replace("{nodes: 2", "{kind: rented, nodes: 2"))
+    options = [str(file), "--output", str(tmp_path / "run"), "--no-wandb", "--only", "fsdp2"]
+    result = stand_in(*options, "--cluster", "emulated")
+    assert result.returncode == 0, result.stderr
+    found = records.read(tmp_path / "run" / "records.jsonl")
+    assert [(r.cell.cluster.kind, r.state) for r in found] == [("emulated", "ok")] * 2
+
+
+def test_simulated_records_are_not_resumed_as_emulated_ones(tmp_path: Path) -> None:
+    options = [str(matrix_file(tmp_path)), "--output", str(tmp_path / "run"), "--no-wandb"]
+    options += ["--only", "fsdp2-full-tiny-10mbit"]
+    result = stand_in(*options, "--cluster", "simulated")
+    assert result.returncode == 0, result.stderr
+    result = stand_in(*options, "--resume")
+    assert result.returncode == 2
+    assert "holds records that are 'simulated', not 'emulated'; give another" in result.stderr
 
 
 def test_a_mistake_in_a_matrix_names_its_line(tmp_path: Path) -> None:

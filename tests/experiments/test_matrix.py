@@ -114,6 +114,13 @@ def test_matrices_of_the_repository(name: str) -> None:
     assert len({(cell.variant, cell.choices, cell.micro_batch) for cell in cells}) > 1
 
 
+@pytest.mark.parametrize("name", ["baselines", "parity"])
+def test_matrices_of_all_strategies_leave_none_out(name: str) -> None:
+    """A new strategy belongs into them."""
+    strategies = [planned.cell.strategy for planned in matrix.read(name).cells]
+    assert set(strategies) == set(STRATEGY_NAMES)
+
+
 def test_reference_accumulates_at_100_mbit_only() -> None:
     accumulating = [
         planned.cell

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,7 @@ def test_an_interrupt_tears_the_cluster_down_and_keeps_what_is_finished(
     with pytest.raises(KeyboardInterrupt):
         run(plan, directory, cluster)
     assert not cluster.entered
-    finished = directory.resume("small", retry_failed=False)
+    finished = directory.resume(plan, retry_failed=False)
     assert [r.cell_id for r in finished] == [p.cell.id for p in plan.cells[:2]]
 
 
@@ -184,7 +185,7 @@ def test_a_lost_node_ends_the_run_and_its_cell_has_no_record(
 
     with pytest.raises(runner.RunError, match=r"fcdp.*: node 1 is lost; .*go on with --resume"):
         run(plan, directory, Preempted())
-    finished = directory.resume("small", retry_failed=False)
+    finished = directory.resume(plan, retry_failed=False)
     assert [r.cell_id for r in finished] == [p.cell.id for p in plan.cells[:2]]
     result = run(plan, directory, StandInCluster(), finished)
     assert [r.state for r in result] == ["ok"] * 6
@@ -212,7 +213,7 @@ def test_a_resumed_matrix_has_every_cell_once(
 
     # Its ranks end at once, without a process, so that many examples are cheap.
     cluster = StandInCluster(behaviours={"": "oom"})
-    kept = directory.resume("small", retry_failed=retry)
+    kept = directory.resume(plan, retry_failed=retry)
     result = run(plan, directory, cluster, kept)
 
     retried = {i for i in finished if retry and states[i] in ("failed", "timeout")}
@@ -241,8 +242,24 @@ def test_starting_afresh_keeps_the_earlier_run(plan: Matrix, directory: RunDirec
 
 def test_resuming_refuses_another_matrix(plan: Matrix, directory: RunDirectory) -> None:
     run(plan, directory, StandInCluster(behaviours={"": "oom"}))
-    with pytest.raises(ValueError, match="holds records of matrix 'small', not of 'other'"):
-        directory.resume("other", retry_failed=False)
+    with pytest.raises(ValueError, match="holds records of matrix 'small', not 'other'"):
+        directory.resume(replace(plan, name="other"), retry_failed=False)
+
+
+def test_resuming_refuses_what_another_kind_of_cluster_left(
+    tmp_path: Path, directory: RunDirectory
+) -> None:
+    """A simulated cell has the id of the emulated one, and a skipped cell says who skipped it."""
+    skipped = """\
+        skip:
+          - {when: {strategy: [deepspeed-zero3, fsdp2, fcdp]}, reason: not today}
+        """
+    plan = matrix.read(str(matrix_file(tmp_path, extra=skipped)))
+    run(plan, directory, StandInCluster())
+    simulated = replace(plan, simulated=True)
+    assert [p.cell.id for p in simulated.cells] == [p.cell.id for p in plan.cells]
+    with pytest.raises(ValueError, match=r"'emulated', not 'simulated'; give .* with --output"):
+        directory.resume(simulated, retry_failed=False)
 
 
 def test_a_full_disk_is_a_clear_error_and_loses_nothing(

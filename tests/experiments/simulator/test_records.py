@@ -13,7 +13,15 @@ from experiments.simulator.calibration import calibrate
 from experiments.simulator.validation import Comparison, compare, median_absolute_error
 
 RESULTS = Path(__file__).parents[3] / "results"
-RUNS = ["quickstart", "reference", "unshaped", "slow-link", "parity", "paper-emulated"]
+RUNS = [
+    "quickstart",
+    "reference",
+    "unshaped",
+    "slow-link",
+    "baselines",
+    "parity",
+    "paper-emulated",
+]
 #: Parity's steps last a few tenths of a second, of which a tenth is little on a shared machine.
 #: While the cells of the paper's ratios ran, the machine became slower.
 STEADY = [name for name in RUNS if name not in ("parity", "paper-emulated")]

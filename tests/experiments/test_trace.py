@@ -1,0 +1,50 @@
+"""``python -m experiments trace``: the trace of one simulated cell."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from experiments.__main__ import app
+from tests.experiments.stand_in import matrix_file
+
+
+def test_the_step_of_one_cell_is_written(tmp_path: Path) -> None:
+    file = tmp_path / "traces" / "step.json"
+    options = ["--only", "fcdp-full-tiny-10mbit", "--output", str(file)]
+    result = CliRunner().invoke(app, ["trace", str(matrix_file(tmp_path)), *options])
+    assert result.exit_code == 0, result.output
+    assert "fcdp-full-tiny-10mbit-k1" in result.output
+    trace = json.loads(file.read_text("utf-8"))
+    assert trace["otherData"] == {"evidence": "simulated"}
+    rows = {event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
+    assert {"compute", "gather"} <= rows
+
+
+@pytest.mark.parametrize(
+    ("only", "message"),
+    [
+        ("fcdp", "error: --only: 2 cells match 'fcdp', give one: fcdp-full-tiny-100mbit"),
+        ("zero9", "error: --only: no cell id matches 'zero9'"),
+    ],
+)
+def test_it_is_of_one_cell(only: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    matrix = str(matrix_file(tmp_path))
+    result = CliRunner().invoke(app, ["trace", matrix, "--only", only, "--output", str(file)])
+    assert result.exit_code == 2
+    assert message in result.output
+    assert not file.exists()
+
+
+def test_rented_nodes_cannot_be_simulated(tmp_path: Path) -> None:
+    file = matrix_file(tmp_path)
+    file.write_text(
+        file.read_text("utf-8").replace("{nodes: 2", "{kind: rented, nodes: 2"), "utf-8"
+    )
+    result = CliRunner().invoke(app, ["trace", str(file), "--only", "fcdp-full-tiny-10mbit"])
+    assert result.exit_code == 2
+    assert "cluster.kind = 'rented': is not simulated" in result.output

@@ -1,0 +1,30 @@
+"""The tables of the README, of made-up records."""
+
+from __future__ import annotations
+
+from scripts import readme
+from tests.experiments.stand_in import cell, record
+
+
+def test_each_zero3_has_its_own_bytes() -> None:
+    sent = {"deepspeed-zero3": 20e6, "fsdp2": 30e6, "fcdp": 10e6}
+    of = {name: record(cell(strategy=name), inter_node_bytes_per_step=sent[name]) for name in sent}
+
+    head, _, row = readme._condensed(list(of.values())).splitlines()
+    _, _, without = readme._condensed([of["fsdp2"], of["fcdp"]]).splitlines()
+
+    columns = [name.strip() for name in head.split("|")]
+    where = [columns.index(f"{name} MB/step") for name in ("DeepSpeed", "FSDP2", "FCDP")]
+    assert [row.split("|")[at].strip() for at in where] == ["20.0", "30.0", "10.0"]
+    assert [without.split("|")[at].strip() for at in where] == ["–", "30.0", "10.0"]
+
+
+def test_what_no_link_explains_is_said_to_be_noise() -> None:
+    links = (10_000_000, 100_000_000, None)
+    cells = [cell(inter_bandwidth_bits_per_s=link) for link in links]
+    usual = [record(of, step_seconds=[s]) for of, s in zip(cells, (3.0, 2.0, 1.0), strict=True)]
+    odd = [record(of, step_seconds=[s]) for of, s in zip(cells, (3.0, 1.0, 2.0), strict=True)]
+
+    assert "noise" not in readme._speeds(usual)
+    last = readme._speeds(odd).splitlines()[-1]
+    assert last.startswith("In 1 of 1 comparisons of links a slower one is faster, by up to 2.0×")
