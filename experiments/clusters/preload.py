@@ -9,14 +9,17 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from multiprocessing import forkserver
+from functools import cache
+from multiprocessing import forkserver, util
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 
-from experiments.clusters import _preloaded
+from experiments.clusters import _preloaded, scratch
 from experiments.clusters.interface import ClusterError
 
 
@@ -40,6 +43,7 @@ def start(modules: Sequence[str]) -> ForkServerContext:
         # no forked process could use any more.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     }
+    _own_sockets()
     with _environment(variables):
         forkserver.ensure_running()
     failures = _failures(context, list(modules))
@@ -47,6 +51,24 @@ def start(modules: Sequence[str]) -> ForkServerContext:
         module, reason = next(iter(failures.items()))
         raise ClusterError(f"cannot import {module}, a module to preload:\n{reason}")
     return context
+
+
+@cache
+def _own_sockets() -> None:
+    """Have multiprocessing's folder of sockets inside one whose name says whose it is.
+
+    multiprocessing removes its folder when this process ends, but not if this process is killed.
+    """
+    folder = scratch.new_folder_for_sockets()
+    # After multiprocessing has removed its own folder, which it does with the priority -100.
+    util.Finalize(
+        None, shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True}, exitpriority=-101
+    )
+    before, tempfile.tempdir = tempfile.tempdir, str(folder)
+    try:
+        util.get_temp_dir()  # It keeps to the first answer.
+    finally:
+        tempfile.tempdir = before
 
 
 @contextmanager

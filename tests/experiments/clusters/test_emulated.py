@@ -265,10 +265,20 @@ def test_a_module_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def parent(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def temporary() -> Iterator[Path]:
+    """A directory for the temporary files of one process, short enough for sockets in it."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        yield Path(name)
+
+
+@pytest.fixture
+def parent(tmp_path: Path, temporary: Path) -> Iterator[subprocess.Popen[str]]:
     """A process of its own with a cluster whose four ranks wait for ever."""
     command = [sys.executable, "-m", "tests.experiments.clusters.parent", str(tmp_path)]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
+    )
     with process:
         try:
             wait_until(
@@ -288,34 +298,37 @@ def names_of(owner: int) -> list[str]:
     return [name for name in netns.listnetns() if f"-{owner}-" in name]
 
 
-def folders_of(owner: int) -> list[Path]:
-    return [path for path in Path(tempfile.gettempdir()).iterdir() if f"-{owner}-" in path.name]
-
-
-def test_ctrl_c_ends_everything_and_goes_on(parent: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_ctrl_c_ends_everything_and_goes_on(
+    parent: subprocess.Popen[str], tmp_path: Path, temporary: Path
+) -> None:
     parent.send_signal(signal.SIGINT)
     assert parent.wait(timeout=60) == -signal.SIGINT
     assert not any(is_running(pid) for pid in pids_below(tmp_path))
     assert names_of(parent.pid) == []
-    assert folders_of(parent.pid) == []
+    assert list(temporary.iterdir()) == []
     assert parent.stderr is not None
     assert "KeyboardInterrupt" in parent.stderr.read()
 
 
 def test_everything_ends_by_itself_when_the_parent_is_killed(
-    parent: subprocess.Popen[str], tmp_path: Path
+    parent: subprocess.Popen[str],
+    tmp_path: Path,
+    temporary: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert len(names_of(parent.pid)) == 3
-    assert len(folders_of(parent.pid)) == 1
+    folders = sorted(temporary.iterdir())
+    assert len(folders) == 2  # the job's, and the one of multiprocessing's sockets
     parent.kill()
     parent.wait()
     wait_until_ended(pids_below(tmp_path))
     assert len(names_of(parent.pid)) == 3
-    assert len(folders_of(parent.pid)) == 1
+    assert sorted(temporary.iterdir()) == folders
     namespaces.remove_stale()
     assert names_of(parent.pid) == []
-    with scratch.folder():
-        assert folders_of(parent.pid) == []
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    with scratch.folder() as folder:
+        assert list(temporary.iterdir()) == [folder]
 
 
 def test_the_ranks_die_with_their_agent(parent: subprocess.Popen[str], tmp_path: Path) -> None:
