@@ -175,7 +175,7 @@ class _Node:
             port=task.port,
             environment=self._environment() | task.environment,
             preload=self._modules,
-            scratch=str(folder / "elastic"),
+            scratch=str(folder / "temporary"),
             timeout_s=task.timeout_s,
         )
 

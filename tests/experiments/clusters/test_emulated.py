@@ -221,6 +221,17 @@ def test_a_job_that_does_not_end_is_ended(cluster: EmulatedCluster, tmp_path: Pa
     assert not any(is_running(pid) for pid in pids)
 
 
+def test_temporary_files_are_the_nodes_own_and_end_with_the_job(
+    cluster: EmulatedCluster, tmp_path: Path
+) -> None:
+    assert run(cluster, tmp_path, "leave_file", str(tmp_path)).state == "failed"
+    files = [Path((tmp_path / f"{rank}.path").read_text()) for rank in range(4)]
+    assert {Path(tempfile.gettempdir()) in file.parents for file in files} == {True}
+    folders = [file.parent for file in files]
+    assert folders[0] == folders[1] != folders[2] == folders[3]
+    assert not any(folder.exists() for folder in folders)
+
+
 def test_a_cluster_is_as_good_as_new_after_failures(
     cluster: EmulatedCluster, tmp_path: Path
 ) -> None:
