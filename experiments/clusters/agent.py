@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 
 from pyroute2 import netns
 
+from experiments import provenance
 from experiments.clusters import _preloaded, lifelines, namespaces, ranks
 
 
@@ -31,7 +32,7 @@ class Node:
     address: str
     master_address: str
     port: int
-    #: The whole environment of the node's ranks, but for what torchrun adds.
+    #: The whole environment of the node's ranks, but for what torchrun adds and for secrets.
     environment: dict[str, str]
     #: Modules that should be imported already.
     preload: tuple[str, ...]
@@ -82,7 +83,7 @@ def serve(node: Node, job: ranks.Job, parent: Connection) -> None:
 
 def _serve(node: Node, job: ranks.Job, parent: Connection) -> None:
     os.environ.clear()
-    os.environ.update(node.environment)
+    os.environ.update(provenance.without_secrets(node.environment))
     _put_temporary_files_in(node.scratch)
     if node.namespace is not None:
         netns.setns(node.namespace, flags=0)

@@ -19,6 +19,7 @@ from multiprocessing import forkserver, util
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 
+from experiments import provenance
 from experiments.clusters import _preloaded, scratch
 from experiments.clusters.interface import ClusterError
 
@@ -44,7 +45,8 @@ def start(modules: Sequence[str]) -> ForkServerContext:
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     }
     _own_sockets()
-    with _environment(variables):
+    # Of a forked process, the kernel shows the environment that the fork server started with.
+    with _environment({**provenance.without_secrets(os.environ), **variables}):
         forkserver.ensure_running()
     failures = _failures(context, list(modules))
     if failures:
@@ -74,6 +76,7 @@ def _own_sockets() -> None:
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
     before = dict(os.environ)
+    os.environ.clear()
     os.environ.update(variables)
     try:
         yield

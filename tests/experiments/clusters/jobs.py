@@ -35,6 +35,7 @@ def describe(directory: str) -> None:
     print(f"err of rank {rank}", file=sys.stderr)
     seen = {
         "environment": dict(os.environ),
+        "as the kernel shows it": Path("/proc/self/environ").read_text(),
         "pid": os.getpid(),
         "interfaces": sorted(os.listdir("/proc/self/net/dev_snmp6")),
         "threads": torch.get_num_threads(),

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from pyroute2 import netns
 
+from experiments import provenance
 from experiments.clusters import namespaces, scratch
 from experiments.clusters.emulated import EmulatedCluster
 from experiments.clusters.interface import ClusterError, Outcome
@@ -24,12 +25,16 @@ pytestmark = pytest.mark.usefixtures("privileged")
 
 JOBS = "tests.experiments.clusters.jobs"
 ROOT = Path(__file__).parents[3]
+SECRET = "a value that no rank is to see"
 
 
 @pytest.fixture(scope="module")
 def cluster(privileged: None) -> Iterator[EmulatedCluster]:
-    with EmulatedCluster(ClusterSpec(nodes=2, ranks_per_node=2), preload=[JOBS]) as built:
-        yield built
+    with pytest.MonkeyPatch.context() as patch:
+        for name in provenance.SECRETS:
+            patch.setenv(name, SECRET)
+        with EmulatedCluster(ClusterSpec(nodes=2, ranks_per_node=2), preload=[JOBS]) as built:
+            yield built
 
 
 @pytest.fixture(autouse=True)
@@ -77,9 +82,11 @@ def test_what_a_rank_sees(cluster: EmulatedCluster, tmp_path: Path) -> None:
         timeout_s=60,
     )
     assert outcome == Outcome("ok")
-    seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    texts = [(tmp_path / f"{rank}.json").read_text() for rank in range(4)]
+    seen = [json.loads(text) for text in texts]
     for rank, each in enumerate(seen):
         environment = each["environment"]
+        assert SECRET not in texts[rank]
         assert environment["RANK"] == str(rank)
         assert environment["WORLD_SIZE"] == "4"
         assert environment["LOCAL_RANK"] == str(rank % 2)
