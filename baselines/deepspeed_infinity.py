@@ -12,7 +12,11 @@ from baselines.strategy import Job, zero3_bytes
 
 
 def build(model: nn.Module, job: Job) -> DeepSpeedZero3:
-    """Swap files go to the directory for temporary files (``TMPDIR``)."""
+    """Swap files go to the directory for temporary files (``TMPDIR``).
+
+    DeepSpeed gives them fixed names there and leaves them behind, so a directory is for the ranks
+    of one job only; a cluster gives each node's ranks one that ends with the job.
+    """
     deepspeed_zero3.build_operators("AsyncIOBuilder")
     config = deepspeed_zero3.configuration(model, job)
     least = zero3_bytes(model, job)

@@ -12,6 +12,7 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -60,6 +61,11 @@ def scrub(text: str) -> str:
         text = f"{head}\n… {cut} characters left out …\n{tail}"
     # A rank's output may hold half a character; a record is UTF-8.
     return text.encode("utf-8", errors="replace").decode("utf-8")
+
+
+def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment for processes that need none of ``SECRETS``."""
+    return {name: value for name, value in environment.items() if name not in SECRETS}
 
 
 def _commit() -> str | None:

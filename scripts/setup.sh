@@ -2,8 +2,10 @@
 # Makes the virtual environment that everything here runs in, from the exact versions in
 # constraints.txt. Used by make and by the Dockerfile; there is no second list.
 #
-#   scripts/setup.sh           set up; nothing is done where it is done already
-#   scripts/setup.sh --pins    the same, and beside it VENV-paper, with the DeepSpeed of the paper
+#   scripts/setup.sh           set up; nothing is done where it is done already. Without DeepSpeed,
+#                              where it cannot be installed; each call tries it again
+#   scripts/setup.sh --pins    the same, and beside it VENV-paper, with the DeepSpeed of the paper;
+#                              fails where one of the two is missing
 #   scripts/setup.sh --check   say what would be done, and fail where a system package is missing
 #
 #   PYTHON=python3.12          the interpreter (default: python3)
@@ -147,9 +149,15 @@ set_up() {
     install_torch || exit
     step "installing the rest of constraints.txt and this project" install_project || exit
     step "importing torch" "$VENV/bin/python" -c 'import torch, fcdp' || exit
+}
+
+# Its stamp goes with the environment when that is made anew.
+set_up_deepspeed() {
+    [[ -e $VENV/deepspeed.stamp ]] && return
     step "installing DeepSpeed $(pin_of constraints.txt)" install_current || fail \
         "DeepSpeed $(pin_of constraints.txt) is missing in $VENV, for the reason above" \
-        "all else works there, and cells that need it are skipped; try again: make setup"
+        "all else works there, and cells that need it are skipped; try again: make setup" || return
+    touch "$VENV/deepspeed.stamp"
 }
 
 set_up_paper() {
@@ -209,14 +217,18 @@ PYTHON=$("$PYTHON" -c 'import sys; print(getattr(sys, "_base_executable", sys.ex
 build=$(torch_build)
 
 if [[ $may_install == no ]]; then
-    is_up_to_date "$VENV" "$(key constraints.txt)" && exit
+    if is_up_to_date "$VENV" "$(key constraints.txt)"; then
+        [[ -e $VENV/deepspeed.stamp ]] || say "would install DeepSpeed $(pin_of constraints.txt) there"
+        exit
+    fi
     say "would make $VENV with $PYTHON and torch's $build build"
     require_system_packages no
     exit
 fi
+bring_up_to_date "$VENV" set_up constraints.txt
 status=0
-bring_up_to_date "$VENV" set_up constraints.txt || status=1
+set_up_deepspeed || status=1
 if [[ ${1:-} == --pins ]]; then
     bring_up_to_date "$paper" set_up_paper constraints.txt constraints-paper.txt || status=1
+    exit "$status"
 fi
-exit "$status"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,6 +15,7 @@ from multiprocessing.connection import Connection
 
 from pyroute2 import netns
 
+from experiments import provenance
 from experiments.clusters import _preloaded, lifelines, namespaces, ranks
 
 
@@ -30,11 +32,11 @@ class Node:
     address: str
     master_address: str
     port: int
-    #: The whole environment of the node's ranks, but for what torchrun adds.
+    #: The whole environment of the node's ranks, but for what torchrun adds and for secrets.
     environment: dict[str, str]
     #: Modules that should be imported already.
     preload: tuple[str, ...]
-    #: A directory for torchelastic's own files.
+    #: A directory, not there yet, for temporary files: torchelastic's and the ranks'.
     scratch: str
     timeout_s: float
 
@@ -81,7 +83,8 @@ def serve(node: Node, job: ranks.Job, parent: Connection) -> None:
 
 def _serve(node: Node, job: ranks.Job, parent: Connection) -> None:
     os.environ.clear()
-    os.environ.update(node.environment)
+    os.environ.update(provenance.without_secrets(node.environment))
+    _put_temporary_files_in(node.scratch)
     if node.namespace is not None:
         netns.setns(node.namespace, flags=0)
     _search_first(node.environment.get("PYTHONPATH", "").split(os.pathsep))
@@ -94,6 +97,13 @@ def _serve(node: Node, job: ranks.Job, parent: Connection) -> None:
         # Other nodes may still use the store: until the parent, who closes its end, has heard
         # from all of them.
         parent.poll(None)
+
+
+def _put_temporary_files_in(directory: str) -> None:
+    """Have the temporary files of this node and its ranks meet no other's and end with the job."""
+    os.mkdir(directory)
+    os.environ["TMPDIR"] = directory
+    tempfile.tempdir = None  # What was imported before may have asked for the directory already.
 
 
 def _search_first(folders: Sequence[str]) -> None:

@@ -62,6 +62,7 @@ class Cluster(Protocol):
         """Run the function ``entry`` ("package.module:function") on every rank and wait.
 
         ``function(*arguments)`` is called in a fresh process a rank, in the environment that
-        torchrun sets. Standard output and error of rank r go below ``logs``.
+        torchrun sets; ``TMPDIR`` is a directory of its node that ends with the job. Standard output
+        and error of rank r go below ``logs``.
         """
         ...

@@ -175,13 +175,13 @@ class _Node:
             port=task.port,
             environment=self._environment() | task.environment,
             preload=self._modules,
-            scratch=str(folder / "elastic"),
+            scratch=str(folder / "temporary"),
             timeout_s=task.timeout_s,
         )
 
     def _environment(self) -> dict[str, str]:
         interface = self._hello.interface
-        variables = {
+        return {
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": interface,
             "TP_SOCKET_IFNAME": interface,
@@ -189,8 +189,6 @@ class _Node:
             **os.environ,
             "FCDP_INTERFACE": self._hello.network["counted_interface"],
         }
-        # Ranks need none of them.
-        return {k: v for k, v in variables.items() if k not in provenance.SECRETS}
 
 
 _APART = (

@@ -9,14 +9,18 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from multiprocessing import forkserver
+from functools import cache
+from multiprocessing import forkserver, util
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 
-from experiments.clusters import _preloaded
+from experiments import provenance
+from experiments.clusters import _preloaded, scratch
 from experiments.clusters.interface import ClusterError
 
 
@@ -40,7 +44,9 @@ def start(modules: Sequence[str]) -> ForkServerContext:
         # no forked process could use any more.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     }
-    with _environment(variables):
+    _own_sockets()
+    # Of a forked process, the kernel shows the environment that the fork server started with.
+    with _environment({**provenance.without_secrets(os.environ), **variables}):
         forkserver.ensure_running()
     failures = _failures(context, list(modules))
     if failures:
@@ -49,9 +55,28 @@ def start(modules: Sequence[str]) -> ForkServerContext:
     return context
 
 
+@cache
+def _own_sockets() -> None:
+    """Have multiprocessing's folder of sockets inside one whose name says whose it is.
+
+    multiprocessing removes its folder when this process ends, but not if this process is killed.
+    """
+    folder = scratch.new_folder_for_sockets()
+    # After multiprocessing has removed its own folder, which it does with the priority -100.
+    util.Finalize(
+        None, shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True}, exitpriority=-101
+    )
+    before, tempfile.tempdir = tempfile.tempdir, str(folder)
+    try:
+        util.get_temp_dir()  # It keeps to the first answer.
+    finally:
+        tempfile.tempdir = before
+
+
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
     before = dict(os.environ)
+    os.environ.clear()
     os.environ.update(variables)
     try:
         yield

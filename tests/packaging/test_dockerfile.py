@@ -121,7 +121,45 @@ def test_nothing_that_git_knows_is_left_out() -> None:
         lines = (ROOT / name).read_text().splitlines()
         return {line.removeprefix("**/").rstrip("/") for line in lines if line[:1] not in ("", "#")}
 
-    assert patterns(".dockerignore") <= patterns(".gitignore")
+    of_git = {each for each in patterns(".dockerignore") if each.removeprefix("!")[:5] == ".git/"}
+    assert patterns(".dockerignore") - of_git <= patterns(".gitignore")
+
+
+def test_the_image_knows_its_commit_and_no_credentials(tmp_path: Path) -> None:
+    """A copy of a repository with what .dockerignore lets through, in place of the image."""
+    repository, image = tmp_path / "repository", tmp_path / "image"
+
+    def git(directory: Path, *arguments: str) -> str:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+        command = ["git", "-C", str(directory), *identity, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    repository.mkdir()
+    git(repository, "init")
+    (repository / "file").write_text("text")
+    git(repository, "add", "file")
+    git(repository, "commit", "--message", "first")
+    git(repository, "gc")
+    git(repository, "remote", "add", "origin", "https://token@example.org/")
+    for name in ("FETCH_HEAD", "credentials", "hooks/pre-push", "logs/HEAD"):
+        secret = repository / ".git" / name
+        secret.parent.mkdir(exist_ok=True)
+        secret.write_text("https://token@example.org/")
+
+    (image / ".git").mkdir(parents=True)
+    shutil.copy(repository / "file", image)
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    kept = [line.removeprefix("!") for line in lines[lines.index(".git/*") :] if line[:1] == "!"]
+    for path in (found for pattern in kept for found in repository.glob(pattern)):
+        copy = shutil.copytree if path.is_dir() else shutil.copy
+        copy(path, image / path.relative_to(repository))
+
+    assert git(image, "rev-parse", "HEAD") == git(repository, "rev-parse", "HEAD")
+    assert git(image, "status", "--porcelain") == ""
+    (image / "file").write_text("another text")
+    assert git(image, "status", "--porcelain") == " M file\n"
+    texts = [path.read_bytes() for path in image.rglob("*") if path.is_file()]
+    assert not any(b"token" in text for text in texts)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from pyroute2 import netns
 
+from experiments import provenance
 from experiments.clusters import namespaces, scratch
 from experiments.clusters.emulated import EmulatedCluster
 from experiments.clusters.interface import ClusterError, Outcome
@@ -24,12 +25,16 @@ pytestmark = pytest.mark.usefixtures("privileged")
 
 JOBS = "tests.experiments.clusters.jobs"
 ROOT = Path(__file__).parents[3]
+SECRET = "a value that no rank is to see"
 
 
 @pytest.fixture(scope="module")
 def cluster(privileged: None) -> Iterator[EmulatedCluster]:
-    with EmulatedCluster(ClusterSpec(nodes=2, ranks_per_node=2), preload=[JOBS]) as built:
-        yield built
+    with pytest.MonkeyPatch.context() as patch:
+        for name in provenance.SECRETS:
+            patch.setenv(name, SECRET)
+        with EmulatedCluster(ClusterSpec(nodes=2, ranks_per_node=2), preload=[JOBS]) as built:
+            yield built
 
 
 @pytest.fixture(autouse=True)
@@ -77,9 +82,11 @@ def test_what_a_rank_sees(cluster: EmulatedCluster, tmp_path: Path) -> None:
         timeout_s=60,
     )
     assert outcome == Outcome("ok")
-    seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    texts = [(tmp_path / f"{rank}.json").read_text() for rank in range(4)]
+    seen = [json.loads(text) for text in texts]
     for rank, each in enumerate(seen):
         environment = each["environment"]
+        assert SECRET not in texts[rank]
         assert environment["RANK"] == str(rank)
         assert environment["WORLD_SIZE"] == "4"
         assert environment["LOCAL_RANK"] == str(rank % 2)
@@ -221,6 +228,17 @@ def test_a_job_that_does_not_end_is_ended(cluster: EmulatedCluster, tmp_path: Pa
     assert not any(is_running(pid) for pid in pids)
 
 
+def test_temporary_files_are_the_nodes_own_and_end_with_the_job(
+    cluster: EmulatedCluster, tmp_path: Path
+) -> None:
+    assert run(cluster, tmp_path, "leave_file", str(tmp_path)).state == "failed"
+    files = [Path((tmp_path / f"{rank}.path").read_text()) for rank in range(4)]
+    assert {Path(tempfile.gettempdir()) in file.parents for file in files} == {True}
+    folders = [file.parent for file in files]
+    assert folders[0] == folders[1] != folders[2] == folders[3]
+    assert not any(folder.exists() for folder in folders)
+
+
 def test_a_cluster_is_as_good_as_new_after_failures(
     cluster: EmulatedCluster, tmp_path: Path
 ) -> None:
@@ -265,10 +283,20 @@ def test_a_module_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def parent(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def temporary() -> Iterator[Path]:
+    """A directory for the temporary files of one process, short enough for sockets in it."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        yield Path(name)
+
+
+@pytest.fixture
+def parent(tmp_path: Path, temporary: Path) -> Iterator[subprocess.Popen[str]]:
     """A process of its own with a cluster whose four ranks wait for ever."""
     command = [sys.executable, "-m", "tests.experiments.clusters.parent", str(tmp_path)]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
+    )
     with process:
         try:
             wait_until(
@@ -288,34 +316,37 @@ def names_of(owner: int) -> list[str]:
     return [name for name in netns.listnetns() if f"-{owner}-" in name]
 
 
-def folders_of(owner: int) -> list[Path]:
-    return [path for path in Path(tempfile.gettempdir()).iterdir() if f"-{owner}-" in path.name]
-
-
-def test_ctrl_c_ends_everything_and_goes_on(parent: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_ctrl_c_ends_everything_and_goes_on(
+    parent: subprocess.Popen[str], tmp_path: Path, temporary: Path
+) -> None:
     parent.send_signal(signal.SIGINT)
     assert parent.wait(timeout=60) == -signal.SIGINT
     assert not any(is_running(pid) for pid in pids_below(tmp_path))
     assert names_of(parent.pid) == []
-    assert folders_of(parent.pid) == []
+    assert list(temporary.iterdir()) == []
     assert parent.stderr is not None
     assert "KeyboardInterrupt" in parent.stderr.read()
 
 
 def test_everything_ends_by_itself_when_the_parent_is_killed(
-    parent: subprocess.Popen[str], tmp_path: Path
+    parent: subprocess.Popen[str],
+    tmp_path: Path,
+    temporary: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert len(names_of(parent.pid)) == 3
-    assert len(folders_of(parent.pid)) == 1
+    folders = sorted(temporary.iterdir())
+    assert len(folders) == 2  # the job's, and the one of multiprocessing's sockets
     parent.kill()
     parent.wait()
     wait_until_ended(pids_below(tmp_path))
     assert len(names_of(parent.pid)) == 3
-    assert len(folders_of(parent.pid)) == 1
+    assert sorted(temporary.iterdir()) == folders
     namespaces.remove_stale()
     assert names_of(parent.pid) == []
-    with scratch.folder():
-        assert folders_of(parent.pid) == []
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    with scratch.folder() as folder:
+        assert list(temporary.iterdir()) == [folder]
 
 
 def test_the_ranks_die_with_their_agent(parent: subprocess.Popen[str], tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -111,14 +112,15 @@ def test_what_a_rank_sees(cluster: RentedCluster, tmp_path: Path) -> None:
     )
     assert outcome == Outcome("ok")
     for rank in range(4):
-        seen = json.loads((tmp_path / f"{rank}.json").read_text())["environment"]
+        text = (tmp_path / f"{rank}.json").read_text()
+        assert TOKEN.decode() not in text
+        seen = json.loads(text)["environment"]
         assert (seen["RANK"], seen["WORLD_SIZE"]) == (str(rank), "4")
         assert (seen["LOCAL_RANK"], seen["LOCAL_WORLD_SIZE"]) == (str(rank % 2), "2")
         assert seen["GROUP_RANK"] == str(rank // 2)
         assert seen["FCDP_INTERFACE"] == seen["GLOO_SOCKET_IFNAME"] == "lo"
         assert seen["NCCL_SOCKET_IFNAME"] == "=lo"
         assert seen["GIVEN"] == "$value"
-        assert "FCDP_TOKEN" not in seen
 
 
 def test_the_network_is_described_without_secrets_and_not_limited(cluster: RentedCluster) -> None:
@@ -160,6 +162,17 @@ def test_a_job_that_does_not_end_is_ended(cluster: RentedCluster, tmp_path: Path
     assert pids
     wait_until_ended(pids)
     assert run(cluster, tmp_path, "add_up") == Outcome("ok")
+
+
+def test_temporary_files_are_the_nodes_own_and_end_with_the_job(
+    cluster: RentedCluster, tmp_path: Path
+) -> None:
+    assert run(cluster, tmp_path, "leave_file", str(tmp_path)).state == "failed"
+    files = [Path((tmp_path / f"{rank}.path").read_text()) for rank in range(4)]
+    assert {Path(tempfile.gettempdir()) in file.parents for file in files} == {True}
+    folders = [file.parent for file in files]
+    assert folders[0] == folders[1] != folders[2] == folders[3]
+    wait_until(lambda: not any(folder.exists() for folder in folders))
 
 
 def test_a_lost_node_ends_the_run_and_another_one_takes_its_place(tmp_path: Path) -> None:
