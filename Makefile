@@ -9,7 +9,8 @@ TORCH ?= auto
 unexport PYTHONDONTWRITEBYTECODE
 
 # What `make reproduce` runs on the emulated cluster; a cell that fails is a result too.
-EMULATED := quickstart reference unshaped slow-link parity volume baselines paper-emulated
+EMULATED := quickstart reference unshaped slow-link parity volume baselines paper-emulated \
+	paper-emulated-full paper-emulated-components paper-emulated-policies
 
 .DEFAULT_GOAL := help
 .PHONY: quickstart reproduce test lint operators setup baselines pins clean help
