@@ -32,12 +32,14 @@ def named() -> Mapping[str, Mapping[str, frozenset[str]]]:
 
 
 def names(matrix: str) -> Mapping[str, frozenset[str]]:
-    """Of one matrix; of one that has no file, those of all others."""
+    """Of one matrix; of one that has no file, the strategies of all others.
+
+    Its models and links are its command's own.
+    """
     every = named()
     if matrix in every:
         return every[matrix]
-    settings = ("strategy", "model", "link")
-    return {name: frozenset().union(*(of[name] for of in every.values())) for name in settings}
+    return {"strategy": frozenset().union(*(of["strategy"] for of in every.values()))}
 
 
 def _names(path: Path) -> dict[str, frozenset[str]]:

@@ -158,7 +158,7 @@ def test_keys_given_twice_and_control_characters_are_named_with_their_line(
     ("selection", "allowed"),
     [
         ({"strategy": "fcpd"}, "ddp, deepspeed-hpz, "),
-        ({"model": "gpt-30b"}, "gpt2-4x128"),
+        ({"model": "its own"}, "gpt2-4x128"),
         ({"link": "1000 Mbit/s"}, "unshaped"),
     ],
 )
@@ -178,7 +178,7 @@ def test_a_name_that_no_cell_of_the_matrix_has_is_an_error(
     assert allowed in str(error.value)
 
 
-def test_names_of_a_matrix_without_a_file_are_those_of_any(tmp_path: Path) -> None:
+def test_strategies_of_a_matrix_without_a_file_are_those_of_any(tmp_path: Path) -> None:
     def load(strategy: str) -> None:
         compute = {**CHECK["compute"], "of": {"strategy": strategy, "model": "gpt-30b"}}
         claim = {**CLAIM, "checks": [{**CHECK, "matrix": "study", "compute": compute}]}

@@ -87,9 +87,12 @@ def test_order_and_bounds(tasks: list[Task]) -> None:
     assert all(
         seconds <= run.seconds * (1 + 1e-6) + 1e-9 for seconds in run.busy_seconds().values()
     )
-    assert run.seconds <= sum(task.latency_seconds for task in tasks) + sum(
-        sum(task.demands.values()) for task in tasks
-    ) * (1 + 1e-6)
+    assert (
+        run.seconds
+        <= sum(task.latency_seconds for task in tasks)
+        + sum(sum(task.demands.values()) for task in tasks) * (1 + 1e-6)
+        + 1e-9
+    )
 
 
 @given(task_lists())
