@@ -2,12 +2,13 @@
 
 What each part takes follows the code: FSDP2 and DeepSpeed shard what they shard, the cache holds
 what docs/memory.md says. Activations are what the layers of ``transformers`` keep for backward,
-counted by hand; a test compares them with real modules.
+counted by hand; a test compares them with real modules. Another compares whole peaks with those of
+real steps, in results/memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from experiments.costs.hardware import Hardware
@@ -17,8 +18,14 @@ from experiments.costs.workload import Workload
 
 _MASTER_BYTES = 4
 _MOMENTS_BYTES = 8
-#: Of a token in the output layer, beside the logits: their log-softmax and its gradient in fp32.
-_LOSS_BYTES = 8
+#: Of a token and word when the loss's backward begins, in fp32 whatever the logits are in: their
+#: log-softmax, its gradient and theirs.
+_LOSS_BYTES = 12
+#: While foreach AdamW steps: the roots of second moments, of all parameters that it is given.
+_STEP_BYTES = 4
+#: DeepSpeed's ``sub_group_size``: elements of a rank that it gives AdamW at a time, with gradients
+#: that it copies to fp32 for this.
+_SUB_GROUP = 1e9
 #: Gathered units other than the root's: one in use, one on its way.
 _GATHERED_UNITS = 2
 _LOOK_AHEAD = 1
@@ -39,6 +46,8 @@ class Footprint:
 
     #: One rank's device.
     device: Mapping[str, float]
+    #: The same in forward, when all blocks have run.
+    forward: Mapping[str, float]
     #: One node's host memory, for what this project or a vendor puts there.
     host: Mapping[str, float]
     #: One node's disks.
@@ -107,35 +116,40 @@ def footprint(
     # FSDP2 shards fp32 parameters and gathers them in bf16; DeepSpeed shards bf16 beside a master.
     stored = element if deepspeed else _MASTER_BYTES
     master = _MASTER_BYTES if deepspeed and element < _MASTER_BYTES else 0
-    parameters = stored * workload.parameters / sharers
-    gradients = _MASTER_BYTES * workload.trained / sharers
-    states = (_MOMENTS_BYTES + master) * workload.trained / sharers
+    # Replicas are stepped whole; what DeepSpeed keeps whole, it steps in shards.
+    whole = 0 if deepspeed else units.whole
+    stepped = (workload.trained - whole) / sharers + whole
+    parameters = stored * ((workload.parameters - whole) / sharers + whole)
+    states = (_MOMENTS_BYTES + master) * stepped
+    on_device = plan.optimizer == "device"
+    gradients, step = _gradients_and_step(plan, element, stepped)
     device: dict[str, float] = {}
     host: dict[str, float] = {}
     disk: dict[str, float] = {}
     places = {"device": device, "host": host, "disk": disk}
     for name, nbytes, place in (
         ("parameters", parameters, plan.parameters),
-        ("gradients", gradients, "device" if plan.optimizer == "device" else "host"),
+        ("gradients", gradients, "device" if on_device else "host"),
         ("optimizer states", states, plan.optimizer),
+        ("optimizer step", step, "device" if on_device else "host"),
     ):
         places[place][name] = nbytes * (1 if place == "device" else ranks)
-    device["gathered"] = element * (
-        units.root.parameters + units.whole + _GATHERED_UNITS * units.largest
-    )
-    if plan.shards == "rank":
-        # Autocast's bf16 copies of all weights, and DDP's buckets, which are the gradients.
-        device["gathered"] = element * workload.parameters if element < _MASTER_BYTES else 0
-    device |= _fullest_moment(workload, plan, units, device.pop("gradients", 0.0))
-    if plan.shards == "world" and plan.defers and workload.accumulation > 1:
-        device["gradient sums"] = _MASTER_BYTES * workload.trained / ranks
     largest_slice = (nodes - 1) / nodes * element * units.largest / ranks
     if cache.host and plan.engine == "fcdp":
         device["staging"] = _LOOK_AHEAD * largest_slice
     device["cache"], disk["cache"] = cache.device, ranks * cache.disk
     buffers = (_LOOK_AHEAD + 2) * largest_slice if cache.disk else 0.0
     host["cache"] = ranks * (cache.host + buffers)
-    return Footprint(_positive(device), _positive(host), _positive(disk))
+    gradients, step = device.pop("gradients", 0.0), device.pop("optimizer step", 0.0)
+    moments = _moments(workload, plan, units, ranks, gradients, step)
+    _, forward, *_ = moments
+    fullest = max(moments, key=lambda moment: sum(moment.values()))
+    return Footprint(
+        _positive(device | fullest),
+        _positive(device | forward),
+        _positive(host),
+        _positive(disk),
+    )
 
 
 def largest_micro_batch(
@@ -170,47 +184,94 @@ def block_activation_bytes(workload: Workload) -> float:
 
     GPT-2: norms' and matrices' inputs, Q, K, V, attention's output, and five tensors of the MLP's
     width, as its approximate GELU is written out. Llama: norms work in fp32. What is
-    frozen does not keep its input unless adapters need it.
+    frozen does not keep its input unless adapters need it; replicated ones need it in fp32, each
+    its own.
     """
     model, lora = workload.model, workload.lora
     width, inner, element = model.width, model.mlp_width, workload.element_bytes
+    inputs = 0
+    if lora is not None and workload.adapters == "replicated" and element < _MASTER_BYTES:
+        inputs = (_MASTER_BYTES * len(lora.targets) - element) * width
     if model.family == "gpt2":
         if lora is None:
             return element * (8 * width + 5 * inner)
-        return element * (7 * width + 4 * inner)
+        return inputs + element * (7 * width + 4 * inner)
     narrow = width * model.key_value_heads // model.heads
     norms = 2 * _MASTER_BYTES * width
     attention = element * (3 * width + 2 * narrow)
     if lora is None:
         return norms + attention + element * (3 * width + 4 * inner)
-    return norms + attention + element * 3 * inner
+    return inputs + norms + attention + element * 3 * inner
 
 
-def _fullest_moment(
-    workload: Workload, plan: Scheme, units: Layout, gradients: float
-) -> dict[str, float]:
-    """Activations, reductions and gradients of a backward, when they take most together.
+def _gradients_and_step(plan: Scheme, element: int, stepped: float) -> tuple[float, float]:
+    """Gradients of so many parameters, and what their optimizer needs beside them as it steps."""
+    if plan.engine != "deepspeed":
+        return _MASTER_BYTES * stepped, _STEP_BYTES * stepped
+    if plan.optimizer == "device":
+        in_fp32 = (_MASTER_BYTES + _STEP_BYTES) * min(stepped, _SUB_GROUP)
+        return element * stepped, in_fp32
+    # On the host all gradients are there in fp32 too, and its own Adam steps in place.
+    return (element + _MASTER_BYTES) * stepped, 0.0
 
-    They make room for one another: activations are most at the output layer, gradients when the
-    first block has run, unless earlier micro-batches have left theirs.
+
+def _moments(
+    workload: Workload, plan: Scheme, units: Layout, ranks: int, gradients: float, step: float
+) -> Sequence[dict[str, float]]:
+    """What comes and goes on a device: as forward begins, as its blocks have run, as the loss is
+    differentiated, in the last block's backward, in the first's, and in the optimizer's step.
+
+    Parts make room for one another: gradients come as activations go, unless earlier micro-batches
+    have left theirs, and what the ``step`` takes comes when all but gradients has gone.
     """
     model, tokens, element = workload.model, workload.tokens, workload.element_bytes
+    full = workload.lora is None
     block = tokens * block_activation_bytes(workload)
     entry = tokens * element * model.width
     kept = model.layers * (workload.recomputed * entry + (1 - workload.recomputed) * block)
     again = block if workload.recomputed else 0.0
-    loss = tokens * (element + _LOSS_BYTES) * model.vocabulary
-    unit = max((unit.trained for unit in units.units if unit is not units.root), default=0)
-    reductions = float(element * (units.root.trained + units.whole_trained + 2 * unit))
+    # Gradients inside the MLP; where it is trained, its last matrix's input has gone by then.
+    inner = (2 if full else 3) * tokens * element * model.mlp_width
+    # The last norm's input and, for the gradient of the output matrix, what it gives.
+    output = (2 if full else 1) * entry + tokens * _LOSS_BYTES * model.vocabulary
+
+    unit = float(element * units.largest)
+    root = float(element * units.root.parameters)
+    if plan.engine == "deepspeed":
+        root += element * units.whole
+    trained = max((unit.trained for unit in units.units if unit is not units.root), default=0)
+    reductions = float(element * (units.root.trained + 2 * trained))
+    # At backward's end: gradients of what is whole, copied to bf16 and then put together; and what
+    # FSDP2 has all-reduced across nodes, which it keeps until then.
+    last = float(2 * element * units.whole_trained)
+    if plan.shards == "node" and plan.engine != "deepspeed":
+        last += element * workload.trained / ranks
     if plan.shards == "rank":
-        reductions = 0.0
-    left = gradients if workload.accumulation > 1 or plan.shards == "rank" else 0.0
-    moments = (
-        {"activations": kept + loss, "reductions": 0.0, "gradients": left},
-        {"activations": kept + again, "reductions": reductions, "gradients": left},
-        {"activations": block, "reductions": reductions, "gradients": gradients},
+        # Autocast's bf16 copies of all weights, and DDP's buckets, which are the gradients.
+        root = float(element * workload.parameters if element < _MASTER_BYTES else 0)
+        reductions = unit = 0.0
+    gathered = root + _GATHERED_UNITS * unit
+    # FSDP2 copies what has come out of a buffer, which lasts until the next has come.
+    copies = plan.engine != "deepspeed" and plan.shards != "rank"
+
+    stay = plan.shards == "rank" or plan.engine == "deepspeed" or workload.accumulation > 1
+    left = {"gradients": gradients if stay else 0.0}
+    if plan.shards == "world" and plan.defers and workload.accumulation > 1:
+        left["gradient sums"] = _MASTER_BYTES * workload.trained / ranks
+    in_block = left | {"gathered": gathered, "reductions": reductions}
+    return (
+        left | {"gathered": gathered + copies * root},
+        left | {"gathered": gathered + copies * unit, "activations": kept},
+        left | {"gathered": root, "activations": kept + output},
+        in_block | {"activations": kept + again + inner},
+        in_block
+        | {
+            "activations": block + inner,
+            "reductions": reductions + last,
+            "gradients": gradients,
+        },
+        {"gradients": gradients, "optimizer step": step},
     )
-    return max(moments, key=lambda moment: sum(moment.values()))
 
 
 def _positive(parts: Mapping[str, float]) -> dict[str, float]:

@@ -94,8 +94,8 @@ def _by_usage(
 ) -> dict[Unit, Place]:
     """Ask the policy as each unit is stored in forward, when activations have piled up so far."""
     most = footprint(workload, plan, units, hardware, CacheBytes())
-    activations = most.device.get("activations", 0.0)
-    rest = most.device_bytes - activations - most.device.get("reductions", 0.0)
+    activations = most.forward["activations"]
+    rest = sum(most.forward.values()) - activations
     found: dict[Unit, Place] = dict(tiers)
     held: dict[Unit, float] = {}
     for _ in range(_SETTLED):
