@@ -39,7 +39,7 @@ def messages(cell: Cell) -> int:
     """Messages that a node sends to others in a step over gloo: not fewer than there are.
 
     Each has its exchanges: gathers and reductions that cross nodes, our engine's agreement on what
-    is stale before each micro-batch, and a barrier.
+    is stale before each micro-batch and on what a disk has kept before each gather, and a barrier.
     """
     nodes, ranks = cell.cluster.nodes, cell.cluster.ranks_per_node
     if nodes == 1:
@@ -53,7 +53,8 @@ def messages(cell: Cell) -> int:
     if plan.shards == "node":  # by an all-reduce of gloo's among partners
         return (1 + 2 * _SEGMENTS * reductions) * pairwise
     if plan.engine == "fcdp":
-        agreements = workload.accumulation if plan.shards == "world" else 0
+        asked = 2 * len(units.units) if "disk" in (_place(workload, plan) or "") else 0
+        agreements = workload.accumulation * (1 + asked) if plan.shards == "world" else 0
         return (1 + gathers + reductions + agreements) * pairwise
     whole = _kept_whole(workload) if plan.engine == "deepspeed" else 0
     return pairwise + ring * (gathers + whole) + 2 * ring * reductions
@@ -71,11 +72,16 @@ def whole_bytes(cell: Cell) -> float:
     return (cluster.nodes - 1) / cluster.nodes * units.whole * workload.element_bytes
 
 
+def _place(workload: Workload, plan: Scheme) -> str | None:
+    """Where entries are kept: what the strategy does, or its policy."""
+    return plan.cache if plan.cache != "policy" else plan.policy or workload.policy
+
+
 def _gathers(workload: Workload, plan: Scheme, units: Layout) -> int:
     """Gathers of a step that cross nodes."""
     if plan.shards != "world":
         return 0
-    place = plan.cache if plan.cache != "policy" else plan.policy or workload.policy
+    place = _place(workload, plan)
     found = 0
     for unit in units.units:
         if place not in _KEEPS_ALL:  # nothing, if it need not

@@ -50,6 +50,12 @@ def test_a_policy_that_may_keep_less_than_all_is_taken_to_keep_nothing() -> None
     assert framing.messages(some) == framing.messages(none) > framing.messages(cell("fcdp"))
 
 
+def test_a_disk_is_asked_before_each_gather() -> None:
+    host, disk = (cell("fcdp", policy=policy, accumulation=2) for policy in ("host", "disk"))
+    # Three units, gathered in forward and in backward of two micro-batches, by two ranks.
+    assert framing.messages(disk) - framing.messages(host) == 2 * 2 * 2 * 3
+
+
 def test_framing_is_far_below_what_a_wrong_count_would_be() -> None:
     of = cell("fcdp", tuning="lora")
     payload = 49_152.0
