@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -89,8 +88,7 @@ class Engine:
             self.units, topology, policy, look_ahead=options.look_ahead, sums_place=options.sums
         )
         on_all_ranks("host memory", topology, plan.check)
-        if topology.rank == 0 and plan.host_bytes:
-            print(plan, file=sys.stderr, flush=True)
+        plan.announce()
         self.cache = on_all_ranks(
             f"policy = {policy}",
             topology,

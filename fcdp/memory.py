@@ -62,8 +62,8 @@ class _GroupFiles:
 
     limit: str
     used: str
-    #: The field of ``memory.stat`` for file pages that the kernel gives up before it kills.
-    reclaimable: str
+    #: Fields of ``memory.stat``: file pages, which the kernel gives up before it kills.
+    reclaimable: tuple[str, str]
 
     def left(self, group: Path) -> int | None:
         """Bytes that ``group`` may still take; ``None`` without a limit."""
@@ -76,11 +76,14 @@ class _GroupFiles:
         if limit == "max":
             return None
         fields = dict(line.split() for line in stat.splitlines())
-        return max(0, int(limit) - used + int(fields.get(self.reclaimable, 0)))
+        reclaimable = sum(int(fields.get(name, 0)) for name in self.reclaimable)
+        return max(0, int(limit) - used + reclaimable)
 
 
-_V1 = _GroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_V2 = _GroupFiles("memory.max", "memory.current", "inactive_file")
+_V1 = _GroupFiles(
+    "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")
+)
+_V2 = _GroupFiles("memory.max", "memory.current", ("active_file", "inactive_file"))
 
 
 def _left_to_groups(

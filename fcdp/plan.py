@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -81,6 +82,11 @@ class Plan:
                 "nodes' memory, a smaller gather dtype, a Budget with less host memory, NoCache() "
                 "or sums='device' (what fcdp.shard has sharded goes to fcdp.cache_parameters now)"
             )
+
+    def announce(self) -> None:
+        """Rank 0 prints what is about to be taken to standard error."""
+        if self.topology.rank == 0 and self.host_bytes:
+            print(self, file=sys.stderr, flush=True)
 
     def __str__(self) -> str:
         parts = ", ".join(

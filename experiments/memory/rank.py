@@ -105,6 +105,7 @@ def imitated_host() -> Iterator[None]:
         mock.patch("fcdp.tiers.host.Arena", _FakeArena),
         mock.patch("fcdp.sums.Arena", _FakeArena),
         mock.patch("fcdp.memory.available_host_memory", return_value=None),
+        mock.patch("fcdp.plan.Plan.announce"),
     ):
         yield
 

@@ -11,12 +11,12 @@ from fcdp import memory
 V1 = {
     "memory.limit_in_bytes": "1000\n",
     "memory.usage_in_bytes": "700\n",
-    "memory.stat": "cache 300\ntotal_inactive_file 200\n",
+    "memory.stat": "cache 300\ntotal_active_file 50\ntotal_inactive_file 150\n",
 }
 V2 = {
     "memory.max": "1000\n",
     "memory.current": "700\n",
-    "memory.stat": "anon 300\ninactive_file 200\n",
+    "memory.stat": "anon 300\nactive_file 50\ninactive_file 150\n",
 }
 
 
