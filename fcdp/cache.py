@@ -11,7 +11,7 @@ import torch
 
 from fcdp.ledger import Ledger, Phase
 from fcdp.memory import device_usage
-from fcdp.plan import Plan, planned_tier
+from fcdp.plan import Plan
 from fcdp.schedule import Schedule
 from fcdp.tiers.device import DeviceTier
 from fcdp.tiers.disk import DiskTier
@@ -67,6 +67,7 @@ class Cache:
         self._settled: set[Unit] = set()
         self._fallen: set[TierName] = set()
         self.placement = plan.placement
+        self._on_host = frozenset(plan.on_host)
         self._tiers: dict[TierName, Tier] = {}
         self._device_tier = self._tiers["device"] = DeviceTier(topology, device)
         self._host_tier = self._tiers["host"] = HostTier(
@@ -94,7 +95,7 @@ class Cache:
         """
         if "disk" in self.placement.preferences[unit]:
             return True
-        return planned_tier(self.placement, unit) != "host" and unit not in self._settled
+        return unit not in self._on_host and unit not in self._settled
 
     def settle(self, unit: Unit) -> None:
         """Every rank holds the unit. Memory once taken stays, unless a policy may give it back."""

@@ -45,7 +45,7 @@ class Plan:
             placement,
             topology,
             look_ahead,
-            on_host=[unit for unit in placed if planned_tier(placement, unit) == "host"],
+            on_host=[unit for unit in placed if _planned_tier(placement, unit) == "host"],
             on_disk=[unit for unit in placed if "disk" in placement.preferences[unit]],
             sums_bytes=sums.planned_bytes(sums_place, units, topology),
         )
@@ -96,7 +96,7 @@ class Plan:
         return f"fcdp: {_size(self.host_bytes)} of host memory a node, {ranks} × ({parts})"
 
 
-def planned_tier(placement: Placement, unit: Unit) -> TierName | None:
+def _planned_tier(placement: Placement, unit: Unit) -> TierName | None:
     """The tier that memory is planned in: the host, for what only may go to the device."""
     preference = placement.preferences[unit]
     if preference[:1] == ("device",) and not placement.guarded:
