@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baselines import registry
+from experiments.costs.strategies import scheme
 from experiments.records import Cell, Record
 
 #: What strategies are compared with where nothing else is said.
@@ -137,8 +138,10 @@ def _adds_in_one_order(cell: Cell) -> bool:
 
 
 def _quantised(cell: Cell) -> bool:
-    by_name = cell.strategy.endswith(("qwz", "qgz", "zeropp"))
-    return by_name or (cell.gather_codec, cell.reduce_codec) != ("none", "none")
+    plan = scheme(cell.strategy)
+    if plan.gather_codec or plan.reduce_codec:
+        return True
+    return (cell.gather_codec, cell.reduce_codec) != ("none", "none")
 
 
 def _keep_longest(kept: dict[tuple[object, ...], Record], record: Record) -> None:

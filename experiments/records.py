@@ -1,8 +1,8 @@
 """What a cell is and what its run leaves behind: the one schema of this repository.
 
 A matrix expands to cells; each cell runs in fresh processes and ends as one ``Record``, one line
-of a JSON Lines file. ``analysis`` imports this module, and of the rest of ``experiments`` only what
-judges records alone: ``parity`` and ``costs.framing``.
+of a JSON Lines file. ``analysis`` imports this module and the studies' own records, and of the rest
+of ``experiments`` only what judges records (``parity``, ``costs.framing``) and ``yaml_lines``.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def messages(cell: Cell) -> int:
     if plan.shards == "node":  # by an all-reduce of gloo's among partners
         return (1 + 2 * _SEGMENTS * reductions) * pairwise
     if plan.engine == "fcdp":
-        asked = 2 * len(units.units) if "disk" in (_place(workload, plan) or "") else 0
+        asked = 2 * len(units.units) if "disk" in (plan.keeps_in(workload.policy) or "") else 0
         agreements = workload.accumulation * (1 + asked) if plan.shards == "world" else 0
         return (1 + gathers + reductions + agreements) * pairwise
     whole = _kept_whole(workload) if plan.engine == "deepspeed" else 0
@@ -72,16 +72,11 @@ def whole_bytes(cell: Cell) -> float:
     return (cluster.nodes - 1) / cluster.nodes * units.whole * workload.element_bytes
 
 
-def _place(workload: Workload, plan: Scheme) -> str | None:
-    """Where entries are kept: what the strategy does, or its policy."""
-    return plan.cache if plan.cache != "policy" else plan.policy or workload.policy
-
-
 def _gathers(workload: Workload, plan: Scheme, units: Layout) -> int:
     """Gathers of a step that cross nodes."""
     if plan.shards != "world":
         return 0
-    place = _place(workload, plan)
+    place = plan.keeps_in(workload.policy)
     found = 0
     for unit in units.units:
         if place not in _KEEPS_ALL:  # nothing, if it need not

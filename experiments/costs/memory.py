@@ -85,9 +85,8 @@ def peak(workload: Workload, hardware: Hardware) -> Footprint:
     """
     plan = scheme(workload.strategy)
     units = layout(workload, plan, hardware.nodes, hardware.ranks_per_node)
-    policy = plan.policy or workload.policy
     entries = entry_bytes(workload, plan, hardware)
-    place = policy if plan.cache == "policy" else plan.cache
+    place = plan.keeps_in(workload.policy)
     cache = CacheBytes(
         device=entries if place == "device" else 0.0,
         host=entries if place in ("host", "auto") or str(place).startswith("threshold") else 0.0,

@@ -52,6 +52,10 @@ class Scheme:
     gather_codec: str | None = None
     reduce_codec: str | None = None
 
+    def keeps_in(self, policy: str) -> str | None:
+        """The place or policy by which entries are kept, in a cell of ``policy``."""
+        return (self.policy or policy) if self.cache == "policy" else self.cache
+
 
 _OURS = Scheme(engine="fcdp", hierarchical=True, cache="policy", defers=True, apart=True)
 _FSDP2 = Scheme(engine="fsdp2")

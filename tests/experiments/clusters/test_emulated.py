@@ -223,7 +223,7 @@ def test_ranks_that_wait_in_vain_are_ended_after_a_failure(
 def test_a_job_that_does_not_end_is_ended(cluster: EmulatedCluster, tmp_path: Path) -> None:
     outcome = run(cluster, tmp_path, "linger", str(tmp_path), timeout_s=5)
     assert outcome == Outcome("timeout", None, "did not end within 5 s")
-    pids = [pid for path in tmp_path.glob("*.pids") for pid in json.loads(path.read_text())]
+    pids = pids_below(tmp_path)
     assert pids
     assert not any(is_running(pid) for pid in pids)
 
