@@ -27,8 +27,10 @@ class Topology:
     intra: dist.ProcessGroup
     #: The ranks with this ``local_rank``, one a node.
     inter: dist.ProcessGroup
-    #: All ranks, for decisions taken on the host (gloo also where data travels by NCCL).
-    control: dist.ProcessGroup
+    reduce_intra: dist.ProcessGroup
+    reduce_inter: dist.ProcessGroup
+    control_intra: dist.ProcessGroup
+    control_inter: dist.ProcessGroup
 
     @property
     def world_size(self) -> int:
@@ -87,7 +89,10 @@ class Topology:
             mesh=mesh,
             intra=grid.get_group("intra"),
             inter=grid.get_group("inter"),
-            control=mesh.get_group() if device_type == "cpu" else dist.new_group(backend="gloo"),
+            reduce_intra=grid.get_group("intra"),
+            reduce_inter=grid.get_group("inter"),
+            control_intra=grid.get_group("intra"),
+            control_inter=grid.get_group("inter"),
         )
 
 

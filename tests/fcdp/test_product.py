@@ -19,7 +19,7 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
 import fcdp
-from fcdp.sums import SumsPlace
+from fcdp.partial_gradients import SumsPlace
 from tests.fcdp.training import topology_of
 from tests.ranks import Pools
 
