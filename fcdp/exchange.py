@@ -58,18 +58,17 @@ def swap(received: Sequence[Part], sent: Sequence[Part], group: dist.ProcessGrou
 
 
 def any_rank(flags: Sequence[bool], topology: Topology) -> list[bool]:
-    """Each of ``flags``, set if it is set on any rank.
+    """Each of ``flags``, set if it is set on any rank of the topology.
 
-    Two messages long, first inside the node and then across, where an all-reduce is 2·(W−1).
+    Two hops, first inside the node and then across, where an all-reduce of the world is 2·(W−1);
+    each rank sends L − 1 + n − 1 messages of a byte per flag.
     """
-    node, local_rank, ranks = topology.node, topology.local_rank, topology.ranks_per_node
-    inside = [node * ranks + other for other in range(ranks)]
-    across = [other * ranks + local_rank for other in range(topology.nodes)]
-    known = torch.tensor(flags, dtype=torch.uint8)
-    for peers in (inside, across):
-        received = [(peer, torch.empty_like(known)) for peer in peers if peer != topology.rank]
+    # On the CPU whatever torch.set_default_device says: gloo carries nothing else.
+    known = torch.tensor(flags, dtype=torch.uint8, device="cpu")
+    for group in (topology.control_intra, topology.control_inter):
+        received = [(peer, torch.empty_like(known)) for peer in _others(group)]
         sent = [(peer, known) for peer, _ in received]
-        wait_all(swap(received, sent, topology.control))
+        wait_all(swap(received, sent, group))
         for _, other in received:
             known |= other
     return [bool(flag) for flag in known.tolist()]

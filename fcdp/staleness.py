@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
@@ -100,13 +99,11 @@ class Staleness:
 
     def _compare(self) -> None:
         """Raise ``RuntimeError`` on every rank if generations differ between ranks."""
-        mine = torch.tensor([unit.generation for unit in self._units])
-        ranks = [torch.empty_like(mine) for _ in range(self._topology.world_size)]
-        dist.all_gather(ranks, mine, group=self._topology.control)
+        mine = [unit.generation for unit in self._units]
+        ranks = [mine for _ in range(self._topology.world_size)]
+        dist.all_gather_object(ranks, mine, group=self._topology.mesh.get_group())
         for rank, theirs in enumerate(ranks):
-            for unit, generation, first in zip(
-                self._units, theirs.tolist(), ranks[0].tolist(), strict=True
-            ):
+            for unit, generation, first in zip(self._units, theirs, ranks[0], strict=True):
                 if generation != first:
                     raise RuntimeError(
                         f"{unit.name}: rank {rank} is at generation {generation}, rank 0 at {first}"
