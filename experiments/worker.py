@@ -79,10 +79,10 @@ class _Run:
     def measure(self) -> Measurement:
         """Warm up, then train ``steps`` steps between two readings of the kernel's counters."""
         cell, trainable = self.cell, self.trainable
-        dist.barrier(group=self.topology.control)
+        dist.barrier()
         if self.topology.rank == 0:
             gate.pass_through(self.output)
-        dist.barrier(group=self.topology.control)
+        dist.barrier()
         self._train(cell.warmup_steps)
         self.seconds.clear()
         trainable.take_ledger()
@@ -116,7 +116,7 @@ class _Run:
 
     def _egress(self) -> int:
         """Bytes that this node has sent so far, read while no rank is sending."""
-        dist.barrier(group=self.topology.control)
+        dist.barrier()
         return transmitted_bytes(os.environ["FCDP_INTERFACE"])
 
     @property
@@ -132,7 +132,7 @@ class _Run:
             "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
         ranks: list[Any] = [None] * self.topology.world_size
-        dist.all_gather_object(ranks, mine, group=self.topology.control)
+        dist.all_gather_object(ranks, mine)
         on_accelerator = self._device.type != "cpu"
         return Measurement(
             engine=trainable.engine,

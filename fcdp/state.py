@@ -194,9 +194,9 @@ def _why(failure: CheckpointException) -> str:
 
 def _new_name(topology: Topology) -> str:
     """A name for a folder, which all ranks agree on."""
-    name = torch.tensor([uuid4().int >> 96])
-    dist.broadcast(name, src=0, group=topology.control)
-    return f"{_SHARDS}{name.item():08x}"
+    names = [f"{_SHARDS}{uuid4().int >> 96:08x}"]
+    dist.broadcast_object_list(names, group=topology.mesh.get_group(), group_src=0)
+    return names[0]
 
 
 def _snapshot(

@@ -1,13 +1,19 @@
-"""Nodes × ranks a node, and the process groups along both directions."""
+"""Nodes × ranks per node, and the process groups along both directions."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+#: Makes gloo connect two ranks when they first exchange something (torch ≥ 2.8).
+_LAZY = "TORCH_GLOO_LAZY_INIT"
 
 
 @dataclass(frozen=True, eq=False)
@@ -15,20 +21,25 @@ class Topology:
     """Where every rank stands, built once and shared by all units.
 
     Ranks are numbered node by node, as torchrun does: ``rank = node · L + local_rank`` with
-    ``L = ranks_per_node``. Make one with :meth:`from_env` or :meth:`build`.
+    ``L = ranks_per_node``. Make one with :meth:`from_env` or :meth:`build` for all ranks of the
+    world, with :meth:`of_mesh` for the data-parallel dimension of a mesh of several.
     """
 
     nodes: int
     ranks_per_node: int
+    #: Place among the data-parallel ranks; the global rank where these are the world.
     rank: int
-    #: 1-D mesh over all ranks: what ``fully_shard`` shards over.
+    #: 1-D mesh over the data-parallel ranks: what ``fully_shard`` shards over.
     mesh: DeviceMesh
-    #: The ranks of this node.
+    #: The data-parallel ranks of this node, for gathers.
     intra: dist.ProcessGroup
-    #: The ranks with this ``local_rank``, one a node.
+    #: The data-parallel ranks with this ``local_rank``, one per node, for gathers.
     inter: dist.ProcessGroup
+    #: The same ranks for reductions: on accelerators communicators of their own, so that no gather
+    #: queues behind a reduction; on the CPU the groups of the gathers, as groups cost sockets.
     reduce_intra: dist.ProcessGroup
     reduce_inter: dist.ProcessGroup
+    #: The same ranks for decisions taken on the host, by gloo.
     control_intra: dist.ProcessGroup
     control_inter: dist.ProcessGroup
 
@@ -57,11 +68,7 @@ class Topology:
                 f"environment: {', '.join(missing)} not set; start the program with torchrun, "
                 "or describe the cluster with Topology.build(nodes, ranks_per_node)"
             )
-        device_type = device_type or _default_device_type()
-        _init_process_group(device_type)
-        local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
-        _check_equal_nodes(local_world_size, int(os.environ["LOCAL_RANK"]))
-        return cls.build(dist.get_world_size() // local_world_size, local_world_size, device_type)
+        return cls.of_mesh(_world_mesh(device_type))
 
     @classmethod
     def build(cls, nodes: int, ranks_per_node: int, device_type: str | None = None) -> Topology:
@@ -70,30 +77,92 @@ class Topology:
         Collective: every rank calls it once, with the same arguments. Nodes may be emulated, as
         several on one host. Raises ``ValueError`` if the product is not the world size.
         """
-        device_type = device_type or _default_device_type()
-        _init_process_group(device_type)
-        world_size = dist.get_world_size()
-        if nodes < 1 or ranks_per_node < 1 or nodes * ranks_per_node != world_size:
+        mesh = _world_mesh(device_type)
+        if nodes < 1 or ranks_per_node < 1 or nodes * ranks_per_node != mesh.size():
             raise ValueError(
                 f"nodes × ranks_per_node = {nodes} × {ranks_per_node}: "
-                f"must be positive and multiply to the world size, {world_size}"
+                f"must be positive and multiply to the world size, {mesh.size()}"
             )
-        grid = init_device_mesh(
-            device_type, (nodes, ranks_per_node), mesh_dim_names=("inter", "intra")
+        return cls.of_mesh(mesh, ranks_per_node)
+
+    @classmethod
+    def of_mesh(cls, mesh: DeviceMesh, ranks_per_node: int | None = None) -> Topology:
+        """The topology of one dimension of a mesh, as ``mesh["dp"]`` beside tensor parallelism.
+
+        ``ranks_per_node`` is how many of the mesh's ranks, in its order, share a node; by default
+        it follows from torchrun's environment. Nodes may be emulated by a smaller number. Ranks of
+        one node may hold different tensor-parallel shards: each sub-mesh has a topology of its own.
+        Collective over the mesh: all its ranks call it, once, with equal arguments; and so does
+        every other rank for its mesh where the default group is bound to a device (``device_id``).
+
+        Raises ``ValueError`` on every rank of the mesh if it has several dimensions, its ranks do
+        not ascend, its nodes hold unequal numbers of them, its device type has no backend in the
+        default process group, or the environment does not tell the nodes.
+        """
+        ranks = _ranks_of(mesh)
+        backends = _backends()
+        if mesh.device_type not in backends:
+            raise ValueError(
+                f"mesh: device type {mesh.device_type!r} has no backend in the default process "
+                f"group, which has {', '.join(backends)}; initialise it with one, such as "
+                "torch.distributed.init_process_group('cpu:gloo,cuda:nccl')"
+            )
+        size = _agreed_ranks_per_node(mesh, ranks, ranks_per_node)
+        rank = mesh.get_local_rank()
+        first = rank // size * size
+        members = (ranks[first : first + size], ranks[rank % size :: size])
+        backend = backends[mesh.device_type]
+        intra, inter = (
+            mesh.get_group() if own == ranks else _group(own, backend, "gather") for own in members
         )
-        mesh = init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
+        reduce_intra, reduce_inter = control_intra, control_inter = intra, inter
+        if mesh.device_type != "cpu":
+            reduce_intra, reduce_inter = (_group(own, backend, "reduce") for own in members)
+            # Not the world, where each process would connect to every other one.
+            host = backends.get("cpu", "gloo")
+            control_intra, control_inter = (_group(own, host, "control") for own in members)
         return cls(
-            nodes=nodes,
-            ranks_per_node=ranks_per_node,
-            rank=dist.get_rank(),
+            nodes=len(ranks) // size,
+            ranks_per_node=size,
+            rank=rank,
             mesh=mesh,
-            intra=grid.get_group("intra"),
-            inter=grid.get_group("inter"),
-            reduce_intra=grid.get_group("intra"),
-            reduce_inter=grid.get_group("inter"),
-            control_intra=grid.get_group("intra"),
-            control_inter=grid.get_group("inter"),
+            intra=intra,
+            inter=inter,
+            reduce_intra=reduce_intra,
+            reduce_inter=reduce_inter,
+            control_intra=control_intra,
+            control_inter=control_inter,
         )
+
+
+def _group(members: Sequence[int], backend: str, use: str) -> dist.ProcessGroup:
+    """A new group, made by its members alone.
+
+    Groups of the world are made by calls of all ranks for each of them, 64 + 8 on 64 × 8, and
+    where the default group is bound to a device (``device_id``) each call splits its communicator.
+    """
+    group = dist.new_group(
+        members, backend=backend, use_local_synchronization=True, group_desc=f"fcdp_{use}"
+    )
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+@contextlib.contextmanager
+def connecting_lazily() -> Iterator[None]:
+    """Have gloo groups made within connect two ranks when they first exchange something.
+
+    For groups of the world that serve rare collectives along a ring or a tree: of 512 ranks each
+    would hold 511 sockets, and set-up would wait for 130,816 connections.
+    """
+    if _LAZY in os.environ:  # the user's word counts
+        yield
+        return
+    os.environ[_LAZY] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_LAZY]
 
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -104,28 +173,132 @@ def _default_device_type() -> str:
     return "cpu" if accelerator is None else accelerator.type
 
 
+def _world_mesh(device_type: str | None) -> DeviceMesh:
+    device_type = device_type or _default_device_type()
+    _init_process_group(device_type)
+    return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+
+
 def _init_process_group(device_type: str) -> None:
     if dist.is_initialized():
         return
-    if device_type != "cpu":
-        # Before the first collective: NCCL binds a rank to the device that is current then.
-        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
-    dist.init_process_group({"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}.get(device_type))
+    if device_type == "cpu":
+        dist.init_process_group("gloo")
+        return
+    # Before the first collective: NCCL binds a rank to the device that is current then.
+    torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
+    # Gloo too: with parameters offloaded, clip_grad_norm_ reduces tensors of the CPU over the mesh.
+    backend = dist.get_default_backend_for_device(device_type)
+    with connecting_lazily():
+        dist.init_process_group(f"cpu:gloo,{device_type}:{backend}")
 
 
-def _check_equal_nodes(local_world_size: int, local_rank: int) -> None:
-    """Raise the same error on every rank, so that none waits for one that has left."""
-    places: list[tuple[int, int] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(places, (local_world_size, local_rank))
-    sizes = sorted({place[0] for place in places if place is not None})
-    if len(sizes) > 1:
+def _backends() -> dict[str, str]:
+    """The default process group's backends by device type."""
+    return dict(pair.split(":", 1) for pair in dist.get_backend_config().split(","))
+
+
+def _ranks_of(mesh: DeviceMesh) -> list[int]:
+    """The mesh's global ranks. Raises ``ValueError`` for a mesh that no topology fits."""
+    if mesh.ndim != 1:
         raise ValueError(
-            f"LOCAL_WORLD_SIZE: nodes run {' and '.join(map(str, sizes))} ranks; "
+            f"mesh: has {mesh.ndim} dimensions {mesh.mesh_dim_names or tuple(mesh.shape)}; must "
+            "be the one that parameters are sharded over, such as mesh['dp']"
+        )
+    ranks: list[int] = mesh.mesh.tolist()
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"mesh: rank {dist.get_rank()} is not among its ranks {_shortened(ranks)}; only those "
+            "build its topology"
+        )
+    if ranks != sorted(ranks):
+        raise ValueError(
+            f"mesh: its ranks {_shortened(ranks)} do not ascend, as those of its process group do"
+        )
+    return ranks
+
+
+def _shortened(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"[{shown}, … {ranks[-1]}]" if len(ranks) > 8 else f"[{shown}]"
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What one rank of a mesh knows that all must know alike."""
+
+    #: As :meth:`Topology.of_mesh` was told.
+    ranks_per_node: int | None
+    #: The launcher's; ``None`` where it is not set.
+    local_rank: int | None
+    local_world_size: int | None
+    #: Process groups so far: the name of the next one that its ranks alone make depends on it.
+    groups: int
+
+
+def _agreed_ranks_per_node(mesh: DeviceMesh, ranks: Sequence[int], told: int | None) -> int:
+    """How many of the mesh's ranks share a node.
+
+    Raises the same ``ValueError`` on every rank, so that none waits for one that has left.
+    """
+    mine = _Facts(
+        told,
+        _variable("LOCAL_RANK"),
+        _variable("LOCAL_WORLD_SIZE"),
+        len(dist.distributed_c10d._world.pg_names),
+    )
+    gathered: list[_Facts | None] = [None] * len(ranks)
+    dist.all_gather_object(gathered, mine, group=mesh.get_group())
+    facts = [fact for fact in gathered if fact is not None]
+    counts = sorted({fact.groups for fact in facts})
+    if len(counts) > 1:
+        raise ValueError(
+            f"mesh: its ranks are members of {' and '.join(map(str, counts))} process groups; "
+            "build the topology before groups of which only some of its ranks are members"
+        )
+    answers = {fact.ranks_per_node for fact in facts}
+    if len(answers) > 1:
+        raise ValueError(f"ranks_per_node = {told}: ranks differ, {answers}; must be equal")
+    if told is None:
+        return _found_ranks_per_node(ranks, facts)
+    if told < 1 or len(ranks) % told:
+        raise ValueError(
+            f"ranks_per_node = {told}: must be positive and divide the mesh's {len(ranks)} ranks"
+        )
+    return told
+
+
+def _variable(name: str) -> int | None:
+    return int(os.environ[name]) if name in os.environ else None
+
+
+def _found_ranks_per_node(ranks: Sequence[int], facts: Sequence[_Facts]) -> int:
+    """By the launcher's word: nodes run ``LOCAL_WORLD_SIZE`` consecutive global ranks each."""
+    sizes = {fact.local_world_size for fact in facts}
+    if None in sizes or any(fact.local_rank is None for fact in facts):
+        raise ValueError(
+            "environment: LOCAL_WORLD_SIZE or LOCAL_RANK not set; start the program with torchrun, "
+            "or say how many ranks of the mesh share a node (ranks_per_node)"
+        )
+    if len(sizes) > 1:
+        named = " and ".join(str(size) for size in sorted(filter(None, sizes)))
+        raise ValueError(
+            f"LOCAL_WORLD_SIZE: nodes run {named} ranks; "
             "every node must run the same number (torchrun --nproc-per-node)"
         )
-    for rank, place in enumerate(places):
-        if place is not None and place[1] != rank % local_world_size:
+    size = sizes.pop()
+    assert size is not None
+    for rank, fact in zip(ranks, facts, strict=True):
+        if fact.local_rank != rank % size:
             raise ValueError(
-                f"LOCAL_RANK: rank {rank} has local rank {place[1]}; ranks must be numbered node "
-                f"by node (expected {rank % local_world_size})"
+                f"LOCAL_RANK: rank {rank} has local rank {fact.local_rank}; ranks must be numbered "
+                f"node by node (expected {rank % size})"
             )
+    shares = Counter(rank // size for rank in ranks)
+    if len(set(shares.values())) > 1:
+        listed = ", ".join(f"{count} on node {node}" for node, count in shares.items())
+        raise ValueError(
+            f"mesh: its ranks {_shortened(ranks)} lie unevenly on the nodes, {listed}; every node "
+            "must hold the same number (lay out the mesh so, or pass ranks_per_node)"
+        )
+    return next(iter(shares.values()))

@@ -141,16 +141,20 @@ def _checkpointed(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Modu
 
 
 def _topology(nodes: int, ranks_per_node: int, device_type: str) -> fcdp.Topology:
-    """``Topology.build`` would ask for a gloo group, for which there are no other ranks."""
+    """As ``Topology.build``, whose ranks tell each other what they know; here is but one."""
     make = _with_contents(init_device_mesh)
     grid = make(device_type, (nodes, ranks_per_node), mesh_dim_names=("inter", "intra"))
     mesh = make(device_type, (nodes * ranks_per_node,), mesh_dim_names=("shard",))
+    intra, inter = grid.get_group("intra"), grid.get_group("inter")
     return fcdp.Topology(
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         rank=0,
         mesh=mesh,
-        intra=grid.get_group("intra"),
-        inter=grid.get_group("inter"),
-        control=mesh.get_group(),
+        intra=intra,
+        inter=inter,
+        reduce_intra=intra,
+        reduce_inter=inter,
+        control_intra=intra,
+        control_inter=inter,
     )

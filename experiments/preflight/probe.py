@@ -38,7 +38,7 @@ def main(output_directory: str) -> None:
     output = Path(output_directory)
     topology = Topology.from_env()
     try:
-        dist.barrier(group=topology.control)
+        dist.barrier()
         if topology.rank == 0:
             gate.pass_through(output)
         probed = _Probe(topology).measure()
@@ -135,7 +135,7 @@ class _Probe:
 
     def _slowest(self, call: Callable[[], None]) -> float:
         """Seconds of a call that all ranks begin together, the slowest rank's."""
-        dist.barrier(group=self._topology.control)
+        dist.barrier()
         begin = time.perf_counter()
         call()
         seconds: float = max(self._of_all(time.perf_counter() - begin))
@@ -186,7 +186,7 @@ class _Probe:
         if takes_part:
             call()
             self._synchronise()
-        dist.barrier(group=self._topology.control)
+        dist.barrier()
         rate = float("inf")
         if takes_part:
             begin, calls = time.perf_counter(), 0
@@ -200,7 +200,7 @@ class _Probe:
 
     def _of_all(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self._topology.world_size
-        dist.all_gather_object(values, value, group=self._topology.control)
+        dist.all_gather_object(values, value)
         return values
 
     def _synchronise(self) -> None:

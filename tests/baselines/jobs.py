@@ -20,7 +20,18 @@ def job(
     dtype: torch.dtype = torch.float32,
 ) -> Job:
     groups = cast(Any, None)
-    topology = Topology(nodes, 2, 0, mesh=groups, intra=groups, inter=groups, control=groups)
+    topology = Topology(
+        nodes,
+        2,
+        0,
+        mesh=groups,
+        intra=groups,
+        inter=groups,
+        reduce_intra=groups,
+        reduce_inter=groups,
+        control_intra=groups,
+        control_inter=groups,
+    )
     return Job(
         topology, blocks, dtype, learning_rate=1e-3, micro_batch=1, accumulation=accumulation
     )
