@@ -101,7 +101,7 @@ class CachedAllGather(AllGather):
             )
         self._staleness.settle(self._unit)
         parts = self._parts(output_tensor, input_tensor)
-        if output_tensor.device.type == "cpu":
+        if self._streams.on_host:
             return Gathering(parts)
         if not async_op:
             _run(parts)
@@ -167,7 +167,7 @@ class CachedAllGather(AllGather):
         """
         nodes, ranks, numel = by_node.shape
         node = self._topology.node
-        if by_node.device.type == "cpu" or ranks == 1:
+        if self._streams.on_host or ranks == 1:
             return Slice(by_node[:, self._topology.local_rank], node, self._copy_in)
         return self._slices.take(nodes, numel, by_node.dtype, by_node.device, own=node)
 
@@ -195,7 +195,7 @@ class CachedAllGather(AllGather):
                 arriving = sent.new_empty((self._topology.nodes, sent.numel()))
             self._ledger.add("inter_node", phase, (len(arriving) - 1) * sent.nbytes)
             rows = arriving.unbind()
-            if sent.device.type == "cpu":
+            if self._streams.on_host:
                 peers = [node for node in range(len(rows)) if node != self._topology.node]
                 received_parts = [(peer, rows[peer]) for peer in peers]
                 return rows, swap(
@@ -235,7 +235,7 @@ class CachedAllGather(AllGather):
             self._ledger.add("intra_node", phase, nodes * (ranks - 1) * self._unit.shard_bytes)
         if part is None:
             return self._gather_in_node(by_node, None)
-        in_place = part.own is not None and (ranks == 1 or own.device.type == "cpu")
+        in_place = part.own is not None and (ranks == 1 or self._streams.on_host)
         with part.access.reading(self._streams.current()):
             if in_place:
                 return self._gather_in_node(by_node, None)

@@ -23,17 +23,14 @@ class Streams:
     """
 
     def __init__(self, device: torch.device) -> None:
+        #: Nothing is queued: tensors are on the CPU, and copies have ended when they return.
+        self.on_host = device.type == "cpu"
         self._backend: Any = torch.get_device_module(device)
         # Before computation: a transfer that waits behind a kernel delays all that follow it.
         self.inter_node = self._backend.Stream(priority=-1)
         self.intra_node = self._backend.Stream(priority=-1)
         self.copies_out = self._backend.Stream()
         self.copies_in = self._backend.Stream()
-
-    @property
-    def backend(self) -> Any:
-        """The device's module, such as ``torch.cuda``."""
-        return self._backend
 
     def current(self) -> Any:
         """Return the stream that operations are queued on now."""

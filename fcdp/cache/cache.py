@@ -155,7 +155,7 @@ class Cache:
             if entry.tier is None or not (entry.fresh and entry.readable):
                 continue
             self._tiers[entry.tier].expect(entry.unit)
-            if self._device.type != "cpu" and entry.tier == "host":
+            if not self._streams.on_host and entry.tier == "host":
                 self._stage(entry)
 
     def poison(self, entry: Entry) -> None:
@@ -186,7 +186,7 @@ class Cache:
     def _room(self, by_node: torch.Tensor, home: Any) -> Slice:
         """Where a hit's rows go. With one rank per node, and on the CPU: where FSDP2 wants them."""
         nodes, ranks, numel = by_node.shape
-        if self._device.type == "cpu" or ranks == 1:
+        if self._streams.on_host or ranks == 1:
             return Slice(by_node[:, self._topology.local_rank], self._topology.node, home)
         return self._staging.take(nodes - 1, numel, by_node.dtype, self._device, own=None)
 

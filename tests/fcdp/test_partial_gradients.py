@@ -1,4 +1,4 @@
-"""Gradient sums that wait, wherever they wait."""
+"""Partial gradients that wait, wherever they wait."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 
 from fcdp.cache.arena import Arena
 from fcdp.ledger import Ledger
-from fcdp.partial_gradients import DeviceSums, HostSums
+from fcdp.partial_gradients import OnDevice, OnHost
 
 
-def sums(place: str, ledger: Ledger) -> Any:
+def partials(place: str, ledger: Ledger) -> Any:
     if place == "device":
-        return DeviceSums(ledger)
-    return HostSums(Arena(64, torch.device("cpu")).take(64), ledger)
+        return OnDevice(ledger)
+    return OnHost(Arena(64, torch.device("cpu")).take(64), ledger)
 
 
 @pytest.mark.parametrize("place", ["device", "host"])
 def test_a_buffer_of_fsdp2s_may_change_after_it_was_added(place: str) -> None:
-    waiting = sums(place, Ledger())
+    waiting = partials(place, Ledger())
     partial = torch.ones(4)
     waiting.add(partial, owned=False)
     partial.fill_(100.0)
@@ -30,19 +30,21 @@ def test_a_buffer_of_fsdp2s_may_change_after_it_was_added(place: str) -> None:
 
 @pytest.mark.parametrize("place", ["device", "host"])
 def test_narrow_gradients_are_added_in_single_precision(place: str) -> None:
-    waiting = sums(place, Ledger())
+    waiting = partials(place, Ledger())
     for value in (1.0, 2**-9, 2**-9):
         waiting.add(torch.tensor([value], dtype=torch.bfloat16), owned=True)
+    assert waiting.count == 3
     total = waiting.take(torch.tensor([2**-8 - 2**-10], dtype=torch.bfloat16))
-    assert total.dtype == torch.bfloat16
+    assert total.dtype == torch.float32
     # Added up in bfloat16 the small ones would each have been rounded away.
-    assert total.item() == 1.0078125
+    assert total.item() == 1 + 2**-7 - 2**-10
+    assert waiting.count == 0
 
 
 @pytest.mark.parametrize("place", ["device", "host"])
 def test_what_is_discarded_waits_no_more(place: str) -> None:
     ledger = Ledger()
-    waiting = sums(place, ledger)
+    waiting = partials(place, ledger)
     waiting.add(torch.ones(4), owned=True)
     assert waiting.numel == 4
     waiting.discard()

@@ -12,9 +12,9 @@ import torch.nn as nn
 
 import fcdp
 from fcdp.ledger import Ledger
-from fcdp.reduce_scatter import HierarchicalReduce
-from fcdp.partial_gradients import DeviceSums
-from tests.fcdp.stand_ins import Entry, Place
+from fcdp.partial_gradients import OnDevice
+from fcdp.reduce_scatter import HierarchicalReduceScatter
+from tests.fcdp.stand_ins import Place, StandInUnit
 from tests.fcdp.training import topology_of
 from tests.ranks import Pools
 
@@ -63,14 +63,15 @@ OPS = [dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM]
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
 def test_gradients_are_scaled_once(ranks_per_node: int, op: dist.ReduceOp.RedOpType) -> None:
     """By NCCL, which FSDP2 asks for a sum of scaled gradients: with gloo it divides the sum."""
-    unit: Any = Entry("unit", 4)
+    unit: Any = StandInUnit("unit", 4)
     topology: Any = Place(2, 0, ranks_per_node)
     group: Any = None
     ledger = Ledger()
-    reduce = HierarchicalReduce(unit, topology, DeviceSums(ledger), ledger, encoded=None)
+    reduce = HierarchicalReduceScatter(unit, topology, OnDevice(ledger), ledger, encoded=None)
     asked: list[Any] = []
     with mock.patch(
-        "fcdp.reduce.reduce_scatter", side_effect=lambda _, __, *how: asked.append(how) or []
+        "fcdp.reduce_scatter.reduce_scatter",
+        side_effect=lambda _, __, *how: asked.append(how) or [],
     ):
         reduce(torch.empty(1), torch.empty(2 * ranks_per_node), group, op)
     averaged = op == dist.ReduceOp.AVG

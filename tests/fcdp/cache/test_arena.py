@@ -12,15 +12,14 @@ import pytest
 import torch
 
 from fcdp.cache.arena import ALIGNMENT, Arena
-from fcdp.ledger import Ledger
-from fcdp.partial_gradients import SumsMaker
 from fcdp.cache.tiers.disk import DiskTier
 from fcdp.cache.tiers.host import HostTier
-from tests.fcdp.stand_ins import Entry, Place
+from fcdp.ledger import Ledger
+from fcdp.partial_gradients import Partials
+from tests.fcdp.stand_ins import CPU, STREAMS, Place, StandInUnit
 
-CPU = torch.device("cpu")
 PLACE: Any = Place(2, 0)
-UNIT: Any = Entry("unit", 8)
+UNIT: Any = StandInUnit("unit", 8)
 
 
 def test_parts_are_aligned_and_do_not_overlap() -> None:
@@ -49,13 +48,13 @@ def made() -> Iterator[list[weakref.ref[Arena]]]:
 def holders(directory: Any) -> dict[str, Any]:
     sharded: Any = mock.Mock(trainable=True, params=[torch.zeros(2)], shard_numel=2)
     return {
-        "host": lambda: HostTier([UNIT], PLACE, CPU, look_ahead=1, poison=False),
-        "disk": lambda: DiskTier([UNIT], PLACE, CPU, directory, buffers=2),
-        "sums": lambda: SumsMaker("host", [sharded], PLACE, CPU, Ledger()),
+        "host": lambda: HostTier([UNIT], PLACE, CPU, STREAMS, poison=False),
+        "disk": lambda: DiskTier([UNIT], PLACE, CPU, STREAMS, directory, buffers=2),
+        "partial gradients": lambda: Partials("host", [sharded], PLACE, CPU, Ledger()),
     }
 
 
-@pytest.mark.parametrize("name", ["host", "disk", "sums"])
+@pytest.mark.parametrize("name", ["host", "disk", "partial gradients"])
 def test_an_arena_lives_as_long_as_what_uses_its_memory(
     name: str, made: list[weakref.ref[Arena]], tmp_path: Any
 ) -> None:

@@ -18,12 +18,12 @@ import torch
 
 import fcdp
 from fcdp.cache.arena import Arena
-from fcdp.engine import engine_of
-from fcdp.exchange import any_rank
 from fcdp.cache.memory import Usage
 from fcdp.cache.tiers.device import DeviceTier
 from fcdp.cache.tiers.host import HostTier
 from fcdp.cache.tiers.tier import TierUnavailable
+from fcdp.engine import engine_of
+from fcdp.exchange import any_rank
 from tests.fcdp.training import (
     Settings,
     TinyLM,
@@ -73,7 +73,7 @@ def refuse_on_one_rank(options: dict[str, Any]) -> tuple[str, int]:
     ("options", "part"),
     [
         ({}, "cache 12 KiB"),
-        ({"policy": fcdp.NoCache(), "sums": "host"}, "gradient sums 12 KiB"),
+        ({"policy": fcdp.NoCache(), "partial_gradients": "host"}, "partial gradients 12 KiB"),
         ({"policy": fcdp.DiskCache(Path(tempfile.gettempdir()))}, "disk buffers 12 KiB"),
     ],
 )
@@ -95,9 +95,11 @@ def what_is_said(nodes: int, ranks_per_node: int, options: dict[str, Any]) -> st
 
 
 def test_the_memory_that_will_be_taken_is_printed_once(ranks: Pools) -> None:
-    said = ranks.run(4, what_is_said, 2, 2, {"sums": "host"})
+    said = ranks.run(4, what_is_said, 2, 2, {"partial_gradients": "host"})
     (line,) = said[0].splitlines()
-    assert line == "fcdp: 48 KiB of host memory a node, 2 × (cache 12 KiB, gradient sums 12 KiB)"
+    assert (
+        line == "fcdp: 48 KiB of host memory a node, 2 × (cache 12 KiB, partial gradients 12 KiB)"
+    )
     assert said[1:] == ["", "", ""]
     assert ranks.run(2, what_is_said, 2, 1, {"policy": fcdp.NoCache()}) == ["", ""]
 
@@ -183,7 +185,7 @@ def count_questions() -> list[int]:
     model, data = make(settings)
     optimizer = make_optimizer(model, settings)
     asked = []
-    with mock.patch("fcdp.gather.any_rank", wraps=any_rank) as question:
+    with mock.patch("fcdp.cache.cache.any_rank", wraps=any_rank) as question:
         for _ in range(3):
             take_step(loss_of(model, next(data)), optimizer)
             asked.append(question.call_count)
@@ -213,39 +215,45 @@ def test_a_device_entry_is_overwritten_in_place(ranks: Pools) -> None:
     assert ranks.run(2, keep_on_the_device)[0] == 3
 
 
-def threshold_in_mid_forward() -> dict[str, str | None]:
-    """Utilisation rises with each look: ranks cross τ at different units."""
-    looks = iter(range(topology_of(2, 1).rank, 100))
-    with mock.patch("fcdp.cache.device_usage", side_effect=lambda _: Usage(next(looks), 0, 3)):
-        model, data = make(Settings(2, 1, policy=fcdp.Threshold(0.5)))
-        for _ in range(2):
-            loss_of(model, next(data)).backward()
-        return tiers(model)
+def threshold_in_mid_forward() -> tuple[dict[str, str | None], int]:
+    """Ranks begin the forward with different memory in use; each entry on the device adds to it."""
+    rank = topology_of(2, 1).rank
+    model, data = make(Settings(2, 1, policy=fcdp.Threshold(0.5), reshard_after_forward=True))
+    root, first, _ = engine_of(model).units
+    total = 2 * (root.shard_bytes + (1 - rank) * first.shard_bytes) + 2
+    used = Usage(1, 0, total)
+    with mock.patch("fcdp.cache.cache.device_usage", return_value=used) as asked:
+        loss_of(model, next(data)).backward()
+        return tiers(model), asked.call_count
 
 
 def test_ranks_may_choose_different_tiers(ranks: Pools) -> None:
-    first, second = ranks.run(2, threshold_in_mid_forward)
+    """And ask the allocator once per step."""
+    (first, asked), (second, _) = ranks.run(2, threshold_in_mid_forward)
     assert list(first.values()) == ["device", "device", "host"]
     assert list(second.values()) == ["device", "host", "host"]
+    assert asked == 1
 
 
-def auto_moves_frozen_units() -> list[dict[str, str | None]]:
+def auto_moves_frozen_units() -> list[tuple[dict[str, str | None], int]]:
     used = [0]
     seen = []
     with mock.patch(
-        "fcdp.cache.device_usage", side_effect=lambda _: Usage(used[0], used[0], 10**6)
-    ):
+        "fcdp.cache.cache.device_usage", side_effect=lambda _: Usage(used[0], used[0], 10**6)
+    ) as asked:
         settings = Settings(2, 1, adapter_rank=3, reshard_after_forward=True, policy=fcdp.Auto())
         model, data = make(settings)
         for used[0] in (0, 0, 0, 10**6, 0):
             loss_of(model, next(data)).backward()
-            seen.append(tiers(model))
+            seen.append((tiers(model), asked.call_count))
     return seen
 
 
 def test_auto_moves_entries_to_the_device_and_back(ranks: Pools) -> None:
+    """And asks the allocator once per step, not at each load."""
     seen = ranks.run(2, auto_moves_frozen_units)[0]
-    assert [step["blocks.0"] for step in seen] == ["host", "host", "device", "host", "host"]
+    assert [tiers["blocks.0"] for tiers, _ in seen] == ["host", "host", "device", "host", "host"]
+    assert [asked for _, asked in seen] == [1, 2, 3, 4, 5]
 
 
 def lose_the_disk(directory: str, rank: int) -> tuple[list[float], int, int]:
@@ -294,12 +302,12 @@ def corrupt(what: str) -> list[str]:
     engine = engine_of(model)
     loss = loss_of(model, next(data))
     if what == "entry":
-        engine.cache._host_tier._entries[engine.units[1]].shards[0, 5] ^= 1
+        engine.cache._host_tier._areas[engine.units[1]].rows[0, 5] ^= 1
         with pytest.raises(RuntimeError) as error:
             loss.backward()
     else:
         loss.backward()
-        engine.units[1].generation += topology.rank
+        engine.entries[engine.units[1]].generation += topology.rank
         with pytest.raises(RuntimeError) as error:
             loss_of(model, next(data))
     return [str(error.value)]

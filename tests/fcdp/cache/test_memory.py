@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fcdp import memory
+from fcdp.cache import memory
 
 V1 = {
     "memory.limit_in_bytes": "1000\n",

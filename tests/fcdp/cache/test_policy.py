@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import fcdp
 from fcdp.cache.memory import Usage
-from tests.fcdp.stand_ins import Entry, Place
+from tests.fcdp.stand_ins import Place, StandInUnit
 
 PLACE: Any = Place(2, 0)
 GIB = 2**30
@@ -40,7 +40,7 @@ def test_policies_are_values_that_travel() -> None:
 
 
 def test_below_the_threshold_the_device_takes_a_unit_at_it_the_host() -> None:
-    unit: Any = Entry("unit", 10)
+    unit: Any = StandInUnit("unit", 10)
     placement = place(fcdp.Threshold(0.5), [unit])
     assert placement.preferences[unit] == ("device", "host")
     assert placement.admits(unit, usage(49))
@@ -56,7 +56,7 @@ def test_below_the_threshold_the_device_takes_a_unit_at_it_the_host() -> None:
 def test_a_budget_is_kept_and_given_to_the_best_uses_first(
     sizes: list[tuple[int, int]], device: int, host: int, disk: int
 ) -> None:
-    units: Any = [Entry(str(i), size, reuses) for i, (size, reuses) in enumerate(sizes)]
+    units: Any = [StandInUnit(str(i), size, reuses) for i, (size, reuses) in enumerate(sizes)]
     policy = fcdp.Budget(device=device, host=host, disk=disk, directory=Path("/tmp"))
     preferences = place(policy, units).preferences
     for tier, budget in (("device", device), ("host", host), ("disk", disk)):
@@ -71,13 +71,17 @@ def test_a_budget_is_kept_and_given_to_the_best_uses_first(
 
 
 def test_of_equal_units_the_last_ones_are_nearest() -> None:
-    units: Any = [Entry(name, 10) for name in "abcd"]
+    units: Any = [StandInUnit(name, 10) for name in "abcd"]
     preferences = place(fcdp.Budget(device=10, host=20), units).preferences
     assert [preferences[unit] for unit in units] == [(), ("host",), ("host",), ("device", "host")]
 
 
 def test_frozen_units_come_before_trainable_ones() -> None:
-    frozen, trained, kept = Entry("frozen", 10, 2), Entry("trained", 10, 1), Entry("kept", 10, 0)
+    frozen, trained, kept = (
+        StandInUnit("frozen", 10, 2),
+        StandInUnit("trained", 10, 1),
+        StandInUnit("kept", 10, 0),
+    )
     preferences = place(fcdp.Budget(host=20), [frozen, trained, kept]).preferences
     assert preferences[frozen] == preferences[trained] == ("host",)  # type: ignore[index]
     assert preferences[kept] == ()  # type: ignore[index]
@@ -98,7 +102,7 @@ def test_bad_values_are_refused(make: Any, words: str) -> None:
 
 
 def test_auto_measures_fills_the_headroom_and_backs_off() -> None:
-    units: Any = [Entry(name, 10) for name in "abcd"]
+    units: Any = [StandInUnit(name, 10) for name in "abcd"]
     placement = place(fcdp.Auto(reserve=0.1, measured_gathers=2), units)
     for _ in range(2):
         assert not any(placement.admits(unit, usage(65)) for unit in units)

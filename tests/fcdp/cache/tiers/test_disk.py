@@ -13,17 +13,17 @@ import pytest
 import torch
 
 from fcdp.cache.tiers.disk import DiskTier
-from tests.fcdp.stand_ins import Entry, Place, rows
+from tests.fcdp.stand_ins import CPU, STREAMS, Place, StandInUnit, slice_of
 
 PLACE: Any = Place(2, 0)
 
 
 def make_tier(directory: Path, *units: Any, buffers: int = 2) -> DiskTier:
-    return DiskTier(units, PLACE, torch.device("cpu"), directory, buffers=buffers)
+    return DiskTier(units, PLACE, CPU, STREAMS, directory, buffers=buffers)
 
 
 def entries(count: int, numel: int = 2048) -> list[Any]:
-    return [Entry(f"unit{index}", 4 * numel) for index in range(count)]
+    return [StandInUnit(f"unit{index}", 4 * numel) for index in range(count)]
 
 
 def test_nothing_is_left_in_the_directory_even_while_it_runs(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_a_full_disk_loses_the_entry_says_so_once_and_goes_on(
     resource.setrlimit(resource.RLIMIT_FSIZE, (2 * 8192, hard))
     try:
         for value, unit in enumerate(units):
-            tier.store(unit, rows(torch.full((2, 2048), float(value))))
+            tier.store(unit, slice_of(torch.full((2, 2048), float(value))))
         kept = [tier.intact(unit) for unit in units[:3]]
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -66,11 +66,11 @@ def test_a_full_disk_loses_the_entry_says_so_once_and_goes_on(
     assert len([r for r in caplog.records if "gathered across nodes again" in r.message]) == 1
     loaded = torch.zeros(2, 2048)
     assert tier.intact(units[1])
-    tier.load(units[1], rows(loaded))
+    tier.load(units[1], slice_of(loaded))
     assert (loaded[1] == 1).all()
     # The disk has room again: the unit is stored as if nothing had been.
     tier.drop(units[2])
-    tier.store(units[2], rows(torch.full((2, 2048), 7.0)))
+    tier.store(units[2], slice_of(torch.full((2, 2048), 7.0)))
     assert tier.intact(units[2])
 
 
@@ -78,7 +78,7 @@ def test_a_failing_read_loses_the_entry(tmp_path: Path, monkeypatch: pytest.Monk
     units = entries(3)
     tier = make_tier(tmp_path, *units, buffers=1)
     for unit in units:
-        tier.store(unit, rows(torch.ones(2, 2048)))
+        tier.store(unit, slice_of(torch.ones(2, 2048)))
 
     def fail(*_: object) -> int:
         raise OSError(errno.EIO, "made up")
@@ -101,8 +101,8 @@ def test_what_is_in_flight_is_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(os, "pwritev", hold)
     for unit in units[:2]:
-        tier.store(unit, rows(torch.ones(2, 2048)))
-    third = threading.Thread(target=tier.store, args=(units[2], rows(torch.ones(2, 2048))))
+        tier.store(unit, slice_of(torch.ones(2, 2048)))
+    third = threading.Thread(target=tier.store, args=(units[2], slice_of(torch.ones(2, 2048))))
     third.start()
     third.join(0.2)
     assert third.is_alive()

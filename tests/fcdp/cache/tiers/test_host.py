@@ -11,18 +11,17 @@ import torch
 from fcdp.cache.arena import ALIGNMENT, Arena
 from fcdp.cache.tiers.host import HostTier
 from fcdp.cache.tiers.tier import TierUnavailable
-from tests.fcdp.stand_ins import Entry, Place, rows
+from tests.fcdp.stand_ins import CPU, STREAMS, Place, StandInUnit, slice_of
 
-CPU = torch.device("cpu")
 PLACE: Any = Place(2, 0)
 
 
 def make_tier(*planned: Any, poison: bool = False) -> HostTier:
-    return HostTier(planned, PLACE, CPU, look_ahead=1, poison=poison)
+    return HostTier(planned, PLACE, CPU, STREAMS, poison=poison)
 
 
 def test_the_arena_is_sized_to_the_plan_and_aligned() -> None:
-    tier = make_tier(Entry("a", 1), Entry("b", ALIGNMENT + 1))
+    tier = make_tier(StandInUnit("a", 1), StandInUnit("b", ALIGNMENT + 1))
     assert tier.nbytes == 3 * ALIGNMENT
     arena = Arena(100, CPU)
     assert arena.memory.data_ptr() % ALIGNMENT == 0
@@ -30,35 +29,35 @@ def test_the_arena_is_sized_to_the_plan_and_aligned() -> None:
 
 
 def test_a_unit_beyond_the_plan_takes_memory_of_its_own() -> None:
-    planned, late = Entry("planned", 8), Entry("late", 8)
+    planned, late = StandInUnit("planned", 8), StandInUnit("late", 8)
     tier = make_tier(planned)
     shards = torch.arange(4.0).view(2, 2)
     before = tier.nbytes
-    tier.store(late, rows(shards))  # type: ignore[arg-type]
+    tier.store(late, slice_of(shards))  # type: ignore[arg-type]
     loaded = torch.zeros_like(shards)
-    tier.load(late, rows(loaded))  # type: ignore[arg-type]
+    tier.load(late, slice_of(loaded))  # type: ignore[arg-type]
     assert torch.equal(loaded[1], shards[1])
     assert tier.nbytes == before + 8
 
 
 def test_a_unit_beyond_the_plan_and_beyond_memory_is_turned_away() -> None:
     tier = make_tier()
-    unit: Any = Entry("late", 8)
+    unit: Any = StandInUnit("late", 8)
     with (
         mock.patch("fcdp.cache.memory.available_host_memory", return_value=7),
         pytest.raises(TierUnavailable, match="no 0.0 MiB free"),
     ):
-        tier.store(unit, rows(torch.zeros(2, 2)))
+        tier.store(unit, slice_of(torch.zeros(2, 2)))
 
 
 def test_poison_shows_in_an_entry_that_was_dropped() -> None:
-    unit: Any = Entry("unit", 8)
+    unit: Any = StandInUnit("unit", 8)
     tier = make_tier(unit, poison=True)
     loaded = torch.zeros(2, 2)
     for _ in range(2):
-        tier.load(unit, rows(loaded))
+        tier.load(unit, slice_of(loaded))
         assert loaded[1].isnan().all()
-        tier.store(unit, rows(torch.ones(2, 2)))
-        tier.load(unit, rows(loaded))
+        tier.store(unit, slice_of(torch.ones(2, 2)))
+        tier.load(unit, slice_of(loaded))
         assert (loaded[1] == 1).all()
         tier.drop(unit)

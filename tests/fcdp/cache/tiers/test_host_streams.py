@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from fcdp.cache.tiers.host import HostTier
-from tests.fcdp.stand_ins import Entry, Place
 from tests.fcdp.cache.tiers.streams import Accelerator, Stream
+from tests.fcdp.stand_ins import Entry, Place
 
 PLACE: Any = Place(2, 0)
 DEVICE: Any = SimpleNamespace(type="stand-in")

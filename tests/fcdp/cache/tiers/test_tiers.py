@@ -13,17 +13,15 @@ from hypothesis import strategies as st
 from fcdp.cache.tiers.device import DeviceTier
 from fcdp.cache.tiers.disk import DiskTier
 from fcdp.cache.tiers.host import HostTier
-from tests.fcdp.stand_ins import Entry, Place, rows
-
-CPU = torch.device("cpu")
+from tests.fcdp.stand_ins import CPU, STREAMS, Place, StandInUnit, slice_of
 
 
 def make(kind: str, units: list[Any], place: Any, directory: Path) -> Any:
     if kind == "device":
-        return DeviceTier(place, CPU)
+        return DeviceTier(place, CPU, STREAMS)
     if kind == "host":
-        return HostTier(units, place, CPU, look_ahead=1, poison=False)
-    return DiskTier(units, place, CPU, directory, buffers=2)
+        return HostTier(units, place, CPU, STREAMS, poison=False)
+    return DiskTier(units, place, CPU, STREAMS, directory, buffers=2)
 
 
 @pytest.mark.parametrize("kind", ["device", "host", "disk"])
@@ -41,12 +39,12 @@ def test_what_is_stored_comes_back_and_the_own_row_is_left_alone(
     data: st.DataObject,
 ) -> None:
     node = data.draw(st.integers(0, nodes - 1))
-    units = [Entry(str(index), 4 * numel) for index, numel in enumerate(numels)]
+    units = [StandInUnit(str(index), 4 * numel) for index, numel in enumerate(numels)]
     tier = make(kind, units, Place(nodes, node), tmp_path_factory.getbasetemp())
     stored = [torch.randn(nodes, numel) for numel in numels]
     for _ in range(2):  # the second time overwrites
         for unit, shards in zip(units, stored, strict=True):
-            tier.store(unit, rows(shards))
+            tier.store(unit, slice_of(shards, node))
         order = data.draw(st.permutations(range(len(units))))
         expected = data.draw(st.lists(st.sampled_from(units), max_size=3))
         for unit in expected:
@@ -54,7 +52,7 @@ def test_what_is_stored_comes_back_and_the_own_row_is_left_alone(
         for index in order:
             loaded = torch.full_like(stored[index], torch.nan)
             assert tier.intact(units[index])
-            tier.load(units[index], rows(loaded))
+            tier.load(units[index], slice_of(loaded, node))
             assert loaded[node].isnan().all()
             others = [other for other in range(nodes) if other != node]
             assert torch.equal(loaded[others], stored[index][others])
@@ -65,12 +63,12 @@ def test_what_is_stored_comes_back_and_the_own_row_is_left_alone(
 
 @pytest.mark.parametrize("kind", ["device", "host", "disk"])
 def test_an_entry_holds_any_dtype_that_the_unit_gathers(tmp_path: Path, kind: str) -> None:
-    odd: Any = Entry("odd", 3)
-    unit: Any = Entry("unit", 6)
+    odd: Any = StandInUnit("odd", 3)
+    unit: Any = StandInUnit("unit", 6)
     tier = make(kind, [odd, unit], Place(2, 0), tmp_path)
     shards = torch.tensor([[1, 2, 3], [4, 5, 6]], dtype=torch.bfloat16)
-    tier.store(unit, rows(shards))
+    tier.store(unit, slice_of(shards))
     loaded = torch.zeros_like(shards)
     assert tier.intact(unit)
-    tier.load(unit, rows(loaded))
+    tier.load(unit, slice_of(loaded))
     assert torch.equal(loaded[1], shards[1])
