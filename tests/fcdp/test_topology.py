@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fcdp
+from fcdp.exchange import any_rank
+from fcdp.topology import connecting_lazily
 from tests.fcdp.training import topology_of
 from tests.ranks import Pools
 
@@ -46,22 +52,116 @@ def test_a_shape_that_is_not_the_world_is_refused(
     assert "world size, 2" in message
 
 
+def groups_of(topology: fcdp.Topology) -> dict[str, dist.ProcessGroup]:
+    names = [f"{use}{way}" for use in ("", "reduce_", "control_") for way in ("intra", "inter")]
+    return {name: getattr(topology, name) for name in names}
+
+
+def groups_on_the_cpu() -> None:
+    topology = topology_of(2, 2)
+    assert topology.reduce_intra is topology.control_intra is topology.intra
+    assert topology.reduce_inter is topology.control_inter is topology.inter
+
+
+def test_on_the_cpu_no_group_is_made_twice(ranks: Pools) -> None:
+    ranks.run(4, groups_on_the_cpu)
+
+
+def world_as(device_type: str) -> DeviceMesh:
+    """All ranks as devices that are not there."""
+    world = dist.group.WORLD
+    assert world is not None
+    return DeviceMesh.from_group(world, device_type)
+
+
+def groups_on_an_accelerator() -> tuple[list[bool], set[int]]:
+    """Gloo stands for NCCL: it calls itself a backend of CUDA too."""
+    before = len(dist.distributed_c10d._world.pg_names)
+    mesh = world_as("cuda")
+    topology = fcdp.Topology.of_mesh(mesh, 2)
+    groups = groups_of(topology)
+    assert len({id(group) for group in groups.values()}) == 6
+    assert len(dist.distributed_c10d._world.pg_names) == before + 6
+    for name, group in groups.items():
+        expected = {"intra": topology.intra, "inter": topology.inter}[name.split("_")[-1]]
+        assert dist.get_process_group_ranks(group) == dist.get_process_group_ranks(expected)
+    assert dist.get_backend(topology.control_intra) == "gloo"
+    flags = any_rank([topology.rank == 3, False], topology)
+    return flags, {group.size() for group in groups.values()}
+
+
+def test_on_an_accelerator_reductions_and_the_host_have_groups_of_their_own(ranks: Pools) -> None:
+    """And none of them is over all ranks."""
+    assert ranks.run(4, groups_on_an_accelerator) == [([True, False], {2})] * 4
+
+
+def groups_of_one_node() -> bool:
+    mesh = world_as("cuda")
+    topology = fcdp.Topology.of_mesh(mesh, 2)
+    return topology.intra is mesh.get_group() and topology.reduce_intra is not topology.intra
+
+
+def test_the_groups_of_the_mesh_serve_gathers_where_they_have_the_ranks(ranks: Pools) -> None:
+    assert ranks.run(2, groups_of_one_node) == [True, True]
+
+
+def initialise(device_type: str) -> tuple[str, str | None]:
+    """What the default group is initialised with, and whether gloo connects lazily then."""
+    made: list[tuple[str, str | None]] = []
+
+    def init_process_group(backend: str) -> None:
+        made.append((backend, os.environ.get("TORCH_GLOO_LAZY_INIT")))
+
+    with (
+        mock.patch.object(dist, "is_initialized", return_value=False),
+        mock.patch.object(dist, "init_process_group", init_process_group),
+        mock.patch.object(dist, "get_world_size", return_value=2),
+        mock.patch.object(torch.accelerator, "set_device_index") as set_device,
+        mock.patch("fcdp.topology.init_device_mesh"),
+        mock.patch.dict(os.environ, LOCAL_RANK="1"),
+        pytest.raises(ValueError, match="nodes × ranks_per_node"),
+    ):
+        fcdp.Topology.build(0, 0, device_type)
+    assert set_device.call_args_list == ([] if device_type == "cpu" else [mock.call(1)])
+    assert "TORCH_GLOO_LAZY_INIT" not in os.environ
+    return made[0]
+
+
+def test_beside_an_accelerator_gloo_connects_the_world_lazily() -> None:
+    assert initialise("cuda") == ("cpu:gloo,cuda:nccl", "1")
+    assert initialise("cpu") == ("gloo", None)
+
+
+def test_the_user_decides_whether_gloo_connects_lazily() -> None:
+    with mock.patch.dict(os.environ, TORCH_GLOO_LAZY_INIT="0"):
+        with connecting_lazily():
+            assert os.environ["TORCH_GLOO_LAZY_INIT"] == "0"
+        assert os.environ["TORCH_GLOO_LAZY_INIT"] == "0"
+
+
+def launched(local_rank: int, local_world_size: int) -> Any:
+    """Within, the environment that torchrun sets."""
+    variables = {
+        "RANK": dist.get_rank(),
+        "WORLD_SIZE": dist.get_world_size(),
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": local_world_size,
+    }
+    return mock.patch.dict(os.environ, {name: str(value) for name, value in variables.items()})
+
+
+def shape_or_error(make: Callable[[], fcdp.Topology]) -> tuple[int, int] | str:
+    try:
+        topology = make()
+    except ValueError as error:
+        return str(error)
+    return topology.nodes, topology.ranks_per_node
+
+
 def from_env(local: dict[int, tuple[int, int]]) -> tuple[int, int] | str:
     """``local``: rank → (local rank, local world size)."""
-    rank = dist.get_rank()
-    local_rank, size = local[rank]
-    variables = {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(dist.get_world_size()),
-        "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(size),
-    }
-    with mock.patch.dict(os.environ, variables):
-        try:
-            topology = fcdp.Topology.from_env("cpu")
-        except ValueError as error:
-            return str(error)
-        return topology.nodes, topology.ranks_per_node
+    with launched(*local[dist.get_rank()]):
+        return shape_or_error(lambda: fcdp.Topology.from_env("cpu"))
 
 
 def test_the_launcher_environment_is_read(ranks: Pools) -> None:
@@ -84,3 +184,115 @@ def test_a_missing_launcher_is_named() -> None:
         pytest.raises(ValueError, match="WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE not set"),
     ):
         fcdp.Topology.from_env("cpu")
+
+
+def grid(data: int, tensor: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (data, tensor), mesh_dim_names=("dp", "tp"))
+
+
+def sub_mesh_places(ranks_per_node: int) -> tuple[tuple[int, int, int, int], list[int], list[int]]:
+    mesh = grid(dist.get_world_size() // 2, 2)["dp"]
+    topology = fcdp.Topology.of_mesh(mesh, ranks_per_node)
+    assert topology.mesh is mesh
+    assert any_rank([topology.rank == 0], topology) == [True]
+    return (
+        (topology.nodes, topology.node, topology.local_rank, topology.rank),
+        dist.get_process_group_ranks(topology.intra),
+        dist.get_process_group_ranks(topology.inter),
+    )
+
+
+def test_a_dimension_of_a_mesh_has_a_topology_of_its_own(ranks: Pools) -> None:
+    """Ranks 0, 2 | 4, 6 hold one tensor-parallel half, ranks 1, 3 | 5, 7 the other."""
+    places = ranks.run(8, sub_mesh_places, 2)
+    for rank, (place_of_rank, intra, inter) in enumerate(places):
+        data, half = rank // 2, rank % 2
+        node, local_rank = data // 2, data % 2
+        assert place_of_rank == (2, node, local_rank, data)
+        assert intra == [4 * node + half, 4 * node + 2 + half]
+        assert inter == [2 * local_rank + half, 4 + 2 * local_rank + half]
+
+
+def sub_mesh_by_env(local_world_size: int) -> tuple[int, int] | str:
+    mesh = grid(dist.get_world_size() // 2, 2)["dp"]
+    with launched(dist.get_rank() % local_world_size, local_world_size):
+        return shape_or_error(lambda: fcdp.Topology.of_mesh(mesh))
+
+
+@pytest.mark.parametrize(
+    ("local_world_size", "shape"), [(1, (4, 1)), (2, (4, 1)), (4, (2, 2)), (8, (1, 4))]
+)
+def test_the_launcher_tells_how_many_of_a_mesh_share_a_node(
+    ranks: Pools, local_world_size: int, shape: tuple[int, int]
+) -> None:
+    assert ranks.run(8, sub_mesh_by_env, local_world_size) == [shape] * 8
+
+
+def test_a_mesh_that_lies_unevenly_on_nodes_is_refused_on_every_rank(ranks: Pools) -> None:
+    answers = ranks.run(6, sub_mesh_by_env, 4)
+    assert all("2 on node 0, 1 on node 1" in str(answer) for answer in answers)
+    assert all("ranks [0, 2, 4]" in str(answer) for answer in answers[::2])
+
+
+def flattened() -> tuple[tuple[int, int] | str, int]:
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("replicate", "shard", "tp"))
+    data = mesh["replicate", "shard"]._flatten("dp")
+    return shape_or_error(lambda: fcdp.Topology.of_mesh(data, 2)), data.ndim
+
+
+def test_a_flattened_dimension_has_a_topology(ranks: Pools) -> None:
+    assert ranks.run(4, flattened) == [((2, 2), 1)] * 4
+
+
+def refused(case: str) -> str:
+    rank = dist.get_rank()
+    mesh, told = DeviceMesh("cpu", [0, 1]), 1
+    extra: dist.ProcessGroup | None = None
+    if case == "two dimensions":
+        mesh = grid(2, 1)
+    elif case == "descending":
+        mesh = DeviceMesh("cpu", [1, 0])
+    elif case == "elsewhere":
+        mesh = DeviceMesh("cpu", [1 - rank], _init_backend=False)
+    elif case == "no backend":
+        mesh = world_as("xpu")
+    elif case == "does not divide":
+        told = 3
+    elif case == "ranks differ":
+        told = 1 + rank
+    elif case == "uneven groups":
+        extra = dist.new_group([0])
+    try:
+        with pytest.raises(ValueError, match=r"mesh|ranks_per_node") as error:
+            fcdp.Topology.of_mesh(mesh, told)
+    finally:
+        if isinstance(extra, dist.ProcessGroup):
+            dist.destroy_process_group(extra)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("two dimensions", "has 2 dimensions ('dp', 'tp')"),
+        ("descending", "[1, 0] do not ascend"),
+        ("elsewhere", "is not among its ranks"),
+        ("no backend", "'xpu' has no backend"),
+        ("does not divide", "ranks_per_node = 3: must be positive and divide the mesh's 2 ranks"),
+        ("ranks differ", "ranks differ, {1, 2}"),
+        ("uneven groups", "process groups; build the topology before"),
+    ],
+)
+def test_an_unusable_mesh_is_refused_on_every_rank(ranks: Pools, case: str, text: str) -> None:
+    assert all(text in answer for answer in ranks.run(2, refused, case))
+
+
+def without_launcher() -> tuple[int, int] | str:
+    names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    with mock.patch.dict(os.environ, {} if dist.get_rank() else dict.fromkeys(names, "1")):
+        return shape_or_error(lambda: fcdp.Topology.of_mesh(DeviceMesh("cpu", [0, 1])))
+
+
+def test_nodes_that_nobody_tells_are_asked_for_on_every_rank(ranks: Pools) -> None:
+    """Rank 0 knows."""
+    assert all("ranks_per_node" in str(answer) for answer in ranks.run(2, without_launcher))
