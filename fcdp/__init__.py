@@ -5,6 +5,7 @@ between nodes once a step and is rebuilt inside the node afterwards; frozen para
 """
 
 from fcdp.api import accumulate, cache_parameters, invalidate, ledger, shard
+from fcdp.checkpoint import load, save
 from fcdp.codec import BlockInt4, BlockInt8, Codec
 from fcdp.export import export, save_adapters
 from fcdp.ledger import Ledger
@@ -18,7 +19,6 @@ from fcdp.policy import (
     NoCache,
     Threshold,
 )
-from fcdp.state import load, save
 from fcdp.topology import Topology
 
 __all__ = [
