@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from fcdp.checkpoint.files import naming
 from fcdp.checkpoint.layout import Layout, inside
 
 COMMIT = "state.pt"
@@ -49,11 +50,12 @@ class Commit:
         }
         archive = io.BytesIO()
         torch.save(state, archive)
-        with open(directory / self.shards / COMMIT, "wb") as file:
+        unfinished = directory / self.shards / COMMIT
+        with naming(unfinished), unfinished.open("wb") as file:
             file.write(_sealed(archive.getvalue()))
             file.flush()
             os.fsync(file.fileno())
-        os.replace(file.name, directory / COMMIT)
+        os.replace(unfinished, directory / COMMIT)
 
     @classmethod
     def parse(cls, data: bytes, path: Path) -> Commit:

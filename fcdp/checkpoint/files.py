@@ -53,7 +53,11 @@ class SummingFileSystem(FileSystem):
         assert mode == "wb", mode
         path = Path(path)
         checksum = self.sums[path.name] = Checksum()
-        with ThreadPoolExecutor(1) as helper, _SummedFile(path, checksum, helper) as stream:
+        with (
+            naming(path),
+            ThreadPoolExecutor(1) as helper,
+            _SummedFile(path, checksum, helper) as stream,
+        ):
             try:
                 yield stream
             except RuntimeError as error:
@@ -65,12 +69,22 @@ class SummingFileSystem(FileSystem):
         self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Have errors of writing name the file, as those of opening it do."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+
+
 class _SummedFile(io.BufferedWriter):
     """A file under way; its checksum is taken beside the write, by a thread where that pays."""
 
     def __init__(self, path: Path, checksum: Checksum, helper: ThreadPoolExecutor) -> None:
         super().__init__(io.FileIO(path, "w"))
-        self._path = path
         self._checksum = checksum
         self._helper = helper
         #: What went wrong, for callers between which and here it is lost.
@@ -91,8 +105,8 @@ class _SummedFile(io.BufferedWriter):
         try:
             return super().write(view)
         except OSError as error:
-            self.failure = OSError(error.errno, error.strerror, os.fspath(self._path))
-            raise self.failure from error
+            self.failure = error
+            raise
 
 
 def check_files(folder: Path, sums: Mapping[str, Checksum], part: int, parts: int) -> None:
