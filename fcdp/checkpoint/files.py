@@ -62,7 +62,9 @@ class SummingFileSystem(FileSystem):
                 yield stream
             except RuntimeError as error:
                 # torch.save's own, which does not say what the disk said.
-                raise stream.failure or error from error
+                if stream.failure is None:
+                    raise
+                raise stream.failure from error
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)
@@ -112,12 +114,14 @@ class _SummedFile(io.BufferedWriter):
 def check_files(folder: Path, sums: Mapping[str, Checksum], part: int, parts: int) -> None:
     """Compare one of ``parts`` equal parts of all files' bytes with their checksums.
 
+    Parts follow the order of ``sums``, so that a rank meets mostly the file it has written.
+
     Raises ``ValueError`` that names the damaged files and says what is wrong with them.
     """
-    blocks = [(name, block) for name in sorted(sums) for block in range(len(sums[name].crcs))]
+    blocks = [(name, block) for name in sums for block in range(len(sums[name].crcs))]
     mine = blocks[part * len(blocks) // parts : (part + 1) * len(blocks) // parts]
     # Sizes are not left to the blocks alone: an empty file has none.
-    names = sorted({*(name for name, _ in mine), *sorted(sums)[part::parts]})
+    names = sorted({*(name for name, _ in mine), *list(sums)[part::parts]})
     damage = {name: what for name in names if (what := _wrong_size(folder / name, sums[name]))}
     left = [(name, block) for name, block in mine if name not in damage]
     with ThreadPoolExecutor(_READERS) as readers:

@@ -48,12 +48,11 @@ class Layout:
 
     def plain(self) -> dict[str, Any]:
         """The same by dicts, strings, numbers and tensors; :meth:`from_plain` reverses it."""
-        names = sorted(self.files)
-        numbers = {name: number for number, name in enumerate(names)}
+        numbers = {name: number for number, name in enumerate(self.files)}
         return {
             "files": [
                 {"name": name, "size": file.size, "crc32": torch.tensor(file.crcs, device="cpu")}
-                for name, file in ((name, self.files[name]) for name in names)
+                for name, file in self.files.items()
             ],
             "tensors": {
                 key: {

@@ -41,9 +41,9 @@ def load(model: nn.Module, optimizer: Optimizer, directory: str | os.PathLike[st
     between steps. Everything cached counts as stale afterwards. Tensors in ``extra`` are on the
     CPU. Nothing but tensors and plain containers is ever unpickled.
 
-    All files are compared with their checksums first. Each rank reads its share of them, which is
-    1/W of the checkpoint, for this once more than it reads to load; measured, about 0.35 s per GB
-    and rank from the page cache, and from slower storage the time of reading it.
+    All files are compared with their checksums first. Each rank reads 1/W of the checkpoint for
+    that, mostly what it then loads anyway, and from memory if it fits there: 0.6 s per GB and rank
+    on one core, less where up to four are free.
 
     Raises ``ValueError`` on every rank, and leaves model and optimizer as they were, for a
     directory without a checkpoint; for a damaged one, naming the file and what is wrong with it;
