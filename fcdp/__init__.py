@@ -23,10 +23,10 @@ from fcdp.cache.policy import (
     NoCache,
     Threshold,
 )
+from fcdp.checkpoint import load, save
 from fcdp.codec import BlockInt4, BlockInt8, Codec
 from fcdp.export import export, save_adapters
 from fcdp.ledger import Ledger
-from fcdp.state import load, save
 from fcdp.topology import Topology
 
 __all__ = [

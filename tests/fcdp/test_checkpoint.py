@@ -1,86 +1,21 @@
-"""A checkpoint brings back the same run, anywhere; a save that fails harms none."""
+"""A checkpoint brings back the same run, anywhere, and does not hold up the one that goes on."""
 
 from __future__ import annotations
 
-import os
 import random
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn as nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import fcdp
-from tests.fcdp.training import (
-    WIDTH,
-    Settings,
-    batches,
-    loss_of,
-    make_model,
-    make_optimizer,
-    shard_with_fcdp,
-    topology_of,
-)
+from tests.fcdp.checkpoints import PLAIN, Run, assert_equal, moments
+from tests.fcdp.training import Settings, batches, loss_of
 from tests.ranks import Pools
-
-PLAIN = Settings(2, 1)
-
-
-class Run:
-    """A training run on this rank."""
-
-    def __init__(self, settings: Settings = PLAIN, seed: int = 0) -> None:
-        self.topology = topology_of(settings.nodes, settings.ranks_per_node)
-        model = make_model(settings)
-        torch.manual_seed(seed)
-        for param in model.parameters():
-            if seed:
-                nn.init.normal_(param)
-        self.model = shard_with_fcdp(model, self.topology, settings)
-        self.optimizer = make_optimizer(self.model, settings)
-        self.data = batches(settings, self.topology.rank)
-        self.position = 0
-
-    def train(self, steps: int) -> list[float]:
-        return [self._step() for _ in range(steps)]
-
-    def _step(self) -> float:
-        loss = loss_of(self.model, next(self.data))
-        self.position += 1
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.item()
-
-    def save(self, directory: Path, **options: Any) -> Any:
-        extra = {"position": self.position}
-        return fcdp.save(self.model, self.optimizer, directory, extra=extra, **options)
-
-    def load(self, directory: Path) -> None:
-        extra = fcdp.load(self.model, self.optimizer, directory)
-        while self.position < extra["position"]:
-            next(self.data)
-            self.position += 1
-
-    def params(self) -> dict[str, torch.Tensor]:
-        return {
-            name: param.full_tensor().detach().clone()
-            for name, param in self.model.named_parameters()
-        }
-
-
-def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(actual[name], value), name
-
-
-# --- Resuming
 
 
 def resume(settings: Settings, directory: Path, before: int) -> tuple[list[float], list[float]]:
@@ -154,14 +89,6 @@ def load_elsewhere(settings: Settings, directory: Path) -> dict[str, torch.Tenso
     run.load(directory)
     assert run.position == 2
     return {**run.params(), **moments(run)}
-
-
-def moments(run: Run) -> dict[str, torch.Tensor]:
-    return {
-        f"{name}.{key}": value.full_tensor() if key != "step" else value
-        for name, param in run.model.named_parameters()
-        for key, value in run.optimizer.state[param].items()
-    }
 
 
 @pytest.mark.parametrize("adapter_rank", [0, 3], ids=["full", "adapters"])
@@ -294,109 +221,6 @@ def save_beside_random_numbers(directory: Path) -> bool:
 
 def test_a_save_draws_no_random_numbers_of_the_user(ranks: Pools, tmp_path: Path) -> None:
     assert all(ranks.run(2, save_beside_random_numbers, tmp_path))
-
-
-# --- Failing
-
-
-def fail_on_one_rank(*args: Any) -> None:
-    raise OSError(28, "No space left on device")
-
-
-def fail_to_save(directory: Path, step: str, asynchronous: bool) -> str:
-    """A good save and a bad one over it. Returns the error."""
-    run = Run()
-    run.train(1)
-    run.save(directory)
-    expected = run.train(2)
-    with pytest.MonkeyPatch.context() as patch:
-        if step == "commit":
-            patch.setattr(os, "replace", fail_on_one_rank)
-        elif run.topology.rank == 1:
-            patch.setattr(FileSystemWriter, step, fail_on_one_rank)
-        with pytest.raises(RuntimeError) as error:
-            run.save(directory, asynchronous=asynchronous).result()
-    resumed = Run(seed=1)
-    resumed.load(directory)
-    assert resumed.train(2) == expected
-    return str(error.value)
-
-
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("step", ["prepare_local_plan", "write_data", "commit"])
-def test_a_failed_save_leaves_the_checkpoint_before_it(
-    ranks: Pools, tmp_path: Path, step: str, asynchronous: bool
-) -> None:
-    (tmp_path / "notes").write_text("the user's")
-    for message in ranks.run(2, fail_to_save, tmp_path, step, asynchronous):
-        assert "cannot be written: rank" in message
-        assert "No space left" in message
-    assert len(list(tmp_path.glob("shards-*"))) == 1
-    assert (tmp_path / "notes").exists()
-
-
-def errors_of(call: Callable[..., Any], *args: Any, **options: Any) -> str:
-    with pytest.raises((ValueError, RuntimeError)) as error:
-        call(*args, **options)
-    return f"{type(error.value).__name__}: {error.value}"
-
-
-def refusals(directory: Path) -> dict[str, str]:
-    run = Run()
-    before = run.params()
-    messages = {"missing": errors_of(run.load, directory / "missing")}
-    run.save(directory)
-
-    other = Run(replace(PLAIN, adapter_rank=3))
-    messages["keys"] = errors_of(other.load, directory)
-
-    wider = make_model(PLAIN)
-    wider.blocks[1].up = nn.Linear(WIDTH, 14)
-    wider.blocks[1].down = nn.Linear(14, WIDTH)
-    shard_with_fcdp(wider, run.topology, PLAIN)
-    messages["shapes"] = errors_of(fcdp.load, wider, make_optimizer(wider, PLAIN), directory)
-
-    grouped = torch.optim.AdamW(
-        [{"params": list(block.parameters())} for block in run.model.blocks]
-    )
-    messages["groups"] = errors_of(fcdp.load, run.model, grouped, directory)
-    fewer = torch.optim.AdamW(run.model.blocks.parameters())
-    messages["params"] = errors_of(fcdp.load, run.model, fewer, directory)
-    foreign = torch.optim.AdamW(make_model(PLAIN).parameters())
-    messages["foreign"] = errors_of(fcdp.save, run.model, foreign, directory)
-
-    extra = make_model if run.topology.rank == 0 else None
-    messages["extra"] = errors_of(fcdp.save, run.model, run.optimizer, directory, extra=extra)
-
-    odd = make_optimizer(run.model, PLAIN)
-    odd.state[next(run.model.parameters())] = {"rows": torch.zeros(5)}
-    messages["odd"] = errors_of(fcdp.save, run.model, odd, directory)
-
-    assert_equal(run.params(), before)
-    if run.topology.rank == 0:
-        next(directory.glob("shards-*/__1_0.distcp")).unlink()
-    messages["unreadable"] = errors_of(run.load, directory)
-    return messages
-
-
-def test_what_does_not_fit_is_refused_on_every_rank(ranks: Pools, tmp_path: Path) -> None:
-    first, second = ranks.run(2, refusals, tmp_path)
-    for case, words in {
-        "missing": "missing: holds no complete checkpoint",
-        "keys": "lacks blocks.0.first.down.weight",
-        "shapes": "blocks.1.up.weight: has shape (13, 12) in the checkpoint; must be (14, 12)",
-        "groups": "has 1 parameter groups; must be 2",
-        "params": "has embedding.weight, norm.bias, norm.weight besides",
-        "foreign": "not the model's",
-        "extra": "extra",
-        "odd": "state 'rows' of embedding.weight",
-        "unreadable": "cannot be read: rank",
-    }.items():
-        assert words in first[case], (case, first[case])
-        if case == "extra":
-            assert "another rank" in second[case]
-        else:
-            assert words in second[case], (case, second[case])
 
 
 def pass_extra(directory: Path) -> Any:
