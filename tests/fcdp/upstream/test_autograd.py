@@ -32,7 +32,6 @@ def unused_output(run: Run, reshard: bool) -> None:
     (True,),
     (False,),
 )
-@on_both_shapes
 def test_an_output_that_the_loss_leaves_out(
     ranks: Pools, shape: tuple[int, int], reshard: bool
 ) -> None:
@@ -51,7 +50,6 @@ def unused_module(run: Run, reshard: bool) -> None:
     (True,),
     (False,),
 )
-@on_both_shapes
 def test_a_module_that_never_runs(ranks: Pools, shape: tuple[int, int], reshard: bool) -> None:
     check(ranks, shape, unused_module, reshard)
 
@@ -161,6 +159,5 @@ def contained(run: Run, kind: str) -> None:
     ("dict",),
     ("namedtuple",),
 )
-@on_both_shapes
 def test_activations_in_containers(ranks: Pools, shape: tuple[int, int], kind: str) -> None:
     check(ranks, shape, contained, kind)

@@ -44,7 +44,6 @@ def biases_only(run: Run, reshard: bool, checkpointing: bool, when: str) -> None
     (True, True, "cached"),
     (False, False, "cached"),
 )
-@on_both_shapes
 def test_frozen_and_trained_in_one_group(
     ranks: Pools, shape: tuple[int, int], reshard: bool, checkpointing: bool, when: str
 ) -> None:
@@ -86,7 +85,6 @@ def alternating(run: Run, reshard: bool, unfreeze: bool) -> None:
     (False, True),
     (False, False),
 )
-@on_both_shapes
 def test_frozen_and_trained_groups_in_turn(
     ranks: Pools, shape: tuple[int, int], reshard: bool, unfreeze: bool
 ) -> None:
@@ -123,7 +121,6 @@ def looped(run: Run, reshard: bool) -> None:
     (True,),
     (False,),
 )
-@on_both_shapes
 def test_frozen_and_trained_layers_run_several_times(
     ranks: Pools, shape: tuple[int, int], reshard: bool
 ) -> None:

@@ -29,7 +29,6 @@ def tied(run: Run, reshard: bool, checkpointing: bool) -> None:
     (False, True),
     (False, False),
 )
-@on_both_shapes
 def test_tied_weights(
     ranks: Pools, shape: tuple[int, int], reshard: bool, checkpointing: bool
 ) -> None:
@@ -77,7 +76,6 @@ def grouped(run: Run, tie: bool, reshard: bool | None) -> None:
     (False, True),
     (False, None),
 )
-@on_both_shapes
 def test_modules_in_one_group(
     ranks: Pools, shape: tuple[int, int], tie: bool, reshard: bool | None
 ) -> None:
@@ -121,7 +119,6 @@ def chunked(run: Run, tie: bool, micro_batches: int) -> None:
     (False, 1),
     (False, 2),
 )
-@on_both_shapes
 def test_a_loss_in_chunks(
     ranks: Pools, shape: tuple[int, int], tie: bool, micro_batches: int
 ) -> None:
