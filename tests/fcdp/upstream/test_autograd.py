@@ -80,7 +80,6 @@ def other_parameters_every_step(run: Run) -> None:
 
 
 @on_both_shapes
-@on_both_shapes
 def test_other_parameters_receive_gradients_in_each_step(
     ranks: Pools, shape: tuple[int, int]
 ) -> None:
@@ -97,7 +96,6 @@ def other_parameters_on_every_rank(run: Run) -> None:
     train(run, model, adam(model), lambda step: model(run.input(2, 6, step=step), left=left).sum())
 
 
-@on_both_shapes
 @on_both_shapes
 def test_ranks_use_different_parameters_of_a_group(ranks: Pools, shape: tuple[int, int]) -> None:
     check(ranks, shape, other_parameters_on_every_rank)

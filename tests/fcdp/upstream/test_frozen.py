@@ -145,6 +145,5 @@ def frozen_between_backward_and_step(run: Run) -> None:
 
 
 @on_both_shapes
-@on_both_shapes
 def test_frozen_between_backward_and_step(ranks: Pools, shape: tuple[int, int]) -> None:
     check(ranks, shape, frozen_between_backward_and_step)

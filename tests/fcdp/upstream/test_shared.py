@@ -146,7 +146,6 @@ def kept_for_chunks(run: Run) -> None:
 
 
 @on_both_shapes
-@on_both_shapes
 def test_a_head_that_stays_gathered_for_its_chunks(ranks: Pools, shape: tuple[int, int]) -> None:
     check(ranks, shape, kept_for_chunks)
 
@@ -165,7 +164,6 @@ def two_partial_forwards(run: Run) -> None:
     train(run, model, adam(model), loss)
 
 
-@on_both_shapes
 @on_both_shapes
 def test_two_forwards_of_part_of_a_group(ranks: Pools, shape: tuple[int, int]) -> None:
     check(ranks, shape, two_partial_forwards)
