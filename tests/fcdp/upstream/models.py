@@ -21,7 +21,7 @@ class MLP(nn.Module):
         self.out_proj = nn.Linear(factor * dim, dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.relu(self.out_proj(F.relu(self.in_proj(x))))
+        return self.out_proj(F.relu(self.in_proj(x)))
 
 
 def mlps(count: int, dim: int) -> nn.Sequential:

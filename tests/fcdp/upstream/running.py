@@ -152,13 +152,16 @@ def train(
     steps: int = 4,
 ) -> None:
     """Train as upstream's cases do, gradients cleared to None and to zero in turn."""
+    losses = []
     for step in range(steps):
         optimizer.zero_grad(set_to_none=step % 2 == 0)
         value = loss(step)
+        losses.append(float(value.detach()))
         run.see(f"loss {step}", value)
         value.backward()
         run.see_gradients(model)
         optimizer.step()
+    assert len(set(losses)) == steps, "the case does not train"
     run.see_params(model)
 
 

@@ -206,7 +206,7 @@ def deprecated_divide_factor(run: Run) -> None:
     run.shard([*model, model])
     force_sums(model)
     run.cache(model)
-    with pytest.warns(FutureWarning, match="set_gradient_divide_factor"):
+    with pytest.deprecated_call(match="set_gradient_divide_factor"):
         model[0].set_reduce_scatter_divide_factor(5.0)
     train(run, model, adam(model), lambda step: model(run.input(4, 5, step=step)).sum(), steps=2)
 
