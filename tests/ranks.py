@@ -34,9 +34,12 @@ class RankFailure(AssertionError):
 
 
 class RankPool:
-    """``world_size`` processes that form one gloo process group on loopback."""
+    """``world_size`` processes that form one gloo process group on loopback.
 
-    def __init__(self, world_size: int) -> None:
+    They may start processes of their own if they are no daemons.
+    """
+
+    def __init__(self, world_size: int, *, daemon: bool = True) -> None:
         self._store = tempfile.TemporaryDirectory()
         self._ranks: list[tuple[Any, Connection]] = []
         for rank in range(world_size):
@@ -44,7 +47,7 @@ class RankPool:
             process = _context.Process(
                 target=_serve,
                 args=(rank, world_size, str(Path(self._store.name) / "store"), there),
-                daemon=True,
+                daemon=daemon,
             )
             process.start()
             there.close()
