@@ -38,7 +38,7 @@ def _with_plainer_options(case: Case) -> Iterator[Case]:
     plain = Options()
     for field in fields(Options):
         value = getattr(plain, field.name)
-        if getattr(case.options, field.name) != value and field.name != "adapter_rank":
+        if field.name == "adapter_rank" and case.options.replicated:
+            continue
+        if getattr(case.options, field.name) != value:
             yield replace(case, options=replace(case.options, **{field.name: value}))
-    if case.options.adapter_rank and not case.options.replicated:
-        yield replace(case, options=replace(case.options, adapter_rank=0))
