@@ -27,7 +27,7 @@ _PRELOAD = [
     "experiments.clusters._preloaded",  # so that clusters made later can use this fork server
 ]
 #: Until the ranks of a failed one are given up: they may be about to fail alike.
-_GRACE_S = 30
+_GRACE_S = 10
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(_PRELOAD)
 
@@ -60,26 +60,21 @@ class RankPool:
         """
         for _, pipe in self._ranks:
             pipe.send((function, args))
-        rank_of = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks)}
+        waiting = {rank: pipe for rank, (_, pipe) in enumerate(self._ranks)}
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
         deadline = time.monotonic() + timeout_s
-        while missing := [pipe for pipe, rank in rank_of.items() if rank not in results | failures]:
-            ready = wait(missing, max(0.0, deadline - time.monotonic()))
-            if not ready:
-                silent = [rank_of[pipe] for pipe in missing if isinstance(pipe, Connection)]
-                reason = "after another failed" if failures else f"within {timeout_s} s"
-                failures.update(dict.fromkeys(silent, f"did not answer {reason}"))
-            for pipe in ready:
-                assert isinstance(pipe, Connection)
-                rank = rank_of[pipe]
-                try:
-                    ok, answer = pipe.recv()
-                except EOFError:
-                    ok, answer = False, "ended"
+        while waiting:
+            ready = wait(list(waiting.values()), max(0.0, deadline - time.monotonic()))
+            for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
+                ok, answer = _receive(waiting.pop(rank))
                 (results if ok else failures)[rank] = answer
                 if not ok:
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
+            if not ready:
+                why = "after another rank failed" if failures else f"within {timeout_s} s"
+                failures.update(dict.fromkeys(waiting, f"did not answer {why}"))
+                break
         if failures:
             raise RankFailure(
                 "\n".join(f"rank {rank}:\n{text}" for rank, text in sorted(failures.items()))
@@ -92,6 +87,15 @@ class RankPool:
             process.kill()
             process.join()
         self._store.cleanup()
+
+
+def _receive(pipe: Connection) -> tuple[bool, Any]:
+    """Whether the rank succeeded, and its result or what it raised."""
+    try:
+        ok, answer = pipe.recv()
+    except EOFError:
+        return False, "its process has ended"
+    return ok, answer
 
 
 def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:

@@ -40,7 +40,7 @@ class _Coarse(torch.autograd.Function):
 
 
 def coarse(weight: torch.Tensor, unit: float) -> torch.Tensor:
-    result: torch.Tensor = _Coarse.apply(weight, unit)
+    result: torch.Tensor = _Coarse.apply(weight, unit)  # type: ignore[no-untyped-call]
     return result
 
 

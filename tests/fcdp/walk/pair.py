@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 
@@ -40,10 +39,14 @@ class Side:
 
     def __init__(self, model: Net, options: Options, *, cached: bool) -> None:
         self.model = model
+        assert isinstance(model, FSDPModule)
+        self.root: FSDPModule = model
         self.options = options
         self.cached = cached
         for module in (model, *model.blocks):
-            register_fsdp_forward_method(module, "refine" if isinstance(module, Block) else "encode")
+            register_fsdp_forward_method(
+                module, "refine" if isinstance(module, Block) else "encode"
+            )
         if options.divide_factor is not None:
             for unit in self.units():
                 unit.set_gradient_divide_factor(options.divide_factor)
@@ -109,7 +112,7 @@ class Side:
 
     def reset(self) -> None:
         """What FSDP2 asks for after an exception in a pass (torch ≥ 2.13)."""
-        self.model._get_fsdp_state()._reset_iter_state()
+        self.root.reset_iter_state()
 
     def recover(self) -> None:
         """After an error amid a pass: begin anew with the parameters as they are."""
@@ -247,7 +250,10 @@ def differ(what: str, value: Any, expected: Any) -> str | None:
             return f"{what}: {value.item()!r}, not {expected.item()!r}"
         return f"{what}: differs by up to {worst:.3g}"
     if isinstance(value, list | tuple) and isinstance(expected, list | tuple):
-        found = (differ(f"{what}[{i}]", *both) for i, both in enumerate(zip(value, expected)))
+        found = (
+            differ(f"{what}[{i}]", *both)
+            for i, both in enumerate(zip(value, expected, strict=True))
+        )
         return next((text for text in found if text), None)
     if isinstance(value, dict) and isinstance(expected, dict):
         shared = value.keys() & expected.keys()

@@ -26,10 +26,15 @@ def walk_on_rank(options: Options, events: Sequence[Event], directory: Path) -> 
     with open(place_of(directory, dist.get_rank()), "w") as place:
         walk = Walk(options, directory)
         for index, event in enumerate(events):
+            place.seek(place.truncate(0))
             print(f"event {index}, {event}", file=place, flush=True)
             faulthandler.dump_traceback_later(_HANG_S, file=place)
-            problem = walk.go(event, HANDLERS[event.kind])
-            faulthandler.cancel_dump_traceback_later()
+            try:
+                problem = walk.go(event, HANDLERS[event.kind])
+            except Exception as error:
+                raise WalkFailed(f"event {index}, {walk.notes[-1]}: {error!r}") from error
+            finally:
+                faulthandler.cancel_dump_traceback_later()
             if problem is not None:
                 raise WalkFailed(f"event {index}, {walk.notes[-1]}: {problem}")
         return walk.notes

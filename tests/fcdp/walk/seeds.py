@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -65,27 +65,27 @@ def draw(seed: int, kinds: Collection[str] = HANDLERS) -> Case:
         usable = [kind for kind in usable if kind not in _NEED_RESET]
     weights = [_WEIGHTS.get(kind, 1) for kind in usable]
     events = tuple(
-        Event(kind, random.randrange(10**6))
-        for kind in random.choices(usable, weights, k=EVENTS)
+        Event(kind, random.randrange(10**6)) for kind in random.choices(usable, weights, k=EVENTS)
     )
     return Case(seed, draw_options(seed), events)
 
 
-def run(ranks: Pools, case: Case, directory: Path) -> str | None:
+def run(
+    ranks: Pools,
+    case: Case,
+    directory: Path,
+    on_rank: Callable[[Options, Sequence[Event], Path], list[str]] = walk_on_rank,
+) -> str | None:
     """Walk; what went wrong, with all that is needed to see it again."""
     directory.mkdir(parents=True, exist_ok=True)
     world_size = case.options.world_size
     try:
-        ranks.run(
-            world_size, walk_on_rank, case.options, case.events, directory, timeout_s=_TIMEOUT_S
-        )
+        ranks.run(world_size, on_rank, case.options, case.events, directory, timeout_s=_TIMEOUT_S)
     except RankFailure as failure:
         places = [
-            f"rank {rank} was at {place.read_text().splitlines(keepends=True)[-1].strip()}"
-            if "Stack" not in (text := place.read_text())
-            else f"rank {rank} hung: {text[text.index('event', max(0, text.index('Timeout') - 60)):]}"
+            f"rank {rank} was last at {place_of(directory, rank).read_text().strip()}"
             for rank in range(world_size)
-            if (place := place_of(directory, rank)).is_file()
+            if place_of(directory, rank).is_file()
         ]
         again = f"pytest tests/fcdp/test_walk.py --exhaustive -k seed{case.seed:03}"
         shrink = f"python -m tests.fcdp.walk {case.seed} --shrink"

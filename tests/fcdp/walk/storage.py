@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.tensor import DTensor
 
 import fcdp
@@ -65,6 +65,8 @@ def keep_state(walk: Walk) -> None:
 
 def write_kept_state(walk: Walk) -> None:
     """Write into a state dict that was taken before other events."""
+    if walk.pair.cached.kept_state is None:
+        keep_state(walk)
     walk.tidy()
     rank = walk.random.choice([None, *range(walk.options.world_size)])
     part = walk.random.choice(["blocks.0", "blocks.1", "head", ""])
@@ -80,7 +82,7 @@ def save_by_dcp(walk: Walk) -> None:
     """A checkpoint by ``torch.distributed.checkpoint``."""
     directory = walk.directory / f"dcp-{len(walk.dcp_checkpoints)}"
     cached, reference = walk.pair.sides
-    dcp.save({"model": cached.model.state_dict()}, checkpoint_id=directory)
+    state_dict_saver.save({"model": cached.model.state_dict()}, checkpoint_id=directory)
     walk.dcp_checkpoints.append(_snapshot(reference, directory))
 
 
@@ -95,7 +97,7 @@ def load_by_dcp(walk: Walk) -> None:
     for side in walk.pair.sides:
         state = side.kept_state if kept and side.kept_state else side.model.state_dict()
         if side.cached:
-            dcp.load({"model": state}, checkpoint_id=checkpoint.directory)
+            state_dict_loader.load({"model": state}, checkpoint_id=checkpoint.directory)
             continue
         for name, value in state.items():
             saved = checkpoint.params.get(name)
@@ -138,7 +140,7 @@ def state_dict(walk: Walk) -> None:
 
     def local(side: Side) -> dict[str, torch.Tensor]:
         return {
-            name: value.detach().to_local().clone()
+            name: value.to_local().clone()
             for name, value in side.model.state_dict().items()
             if isinstance(value, DTensor)
         }

@@ -171,9 +171,7 @@ def convert(walk: Walk) -> None:
         side.model.float().double()
 
 
-def _write_within(
-    walk: Walk, places: dict[str, Callable[[nn.Parameter], torch.Tensor]]
-) -> None:
+def _write_within(walk: Walk, places: dict[str, Callable[[nn.Parameter], torch.Tensor]]) -> None:
     """A write between forward and backward.
 
     FSDP2 computes with old parameters what it keeps gathered, and with new ones what it gathers
