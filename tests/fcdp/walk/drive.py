@@ -116,9 +116,9 @@ class Walk:
         return None, True
 
     def tidy(self) -> None:
-        """Before a write: see ``Side.reshard``."""
+        """Before a write: see ``Side.let_go``."""
         for side in self.pair.sides:
-            side.reshard()
+            side.let_go()
 
     def start(self) -> None:
         """Run the model's own forward first, if it has not been run yet."""

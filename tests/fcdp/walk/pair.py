@@ -73,13 +73,21 @@ class Side:
         return (module for module in self.model.modules() if isinstance(module, FSDPModule))
 
     def reshard(self) -> None:
-        """Put the sharded parameters in place.
-
-        What FSDP2 keeps gathered after a forward stays as it was when the shards are written: its
-        own rule, so that a walk lets go of it before it writes.
-        """
+        """Put all sharded parameters in place."""
         for unit in self.units():
             unit.reshard()
+
+    def let_go(self) -> None:
+        """Reshard what FSDP2 keeps gathered after a forward, before it is written.
+
+        That stays as it was when shards are written: FSDP2's own rule, to which users keep. What
+        ``fcdp.shard`` keeps gathered beyond it (adapters, if nobody says ``reshard_after_forward``)
+        no user of FSDP2 would think of, so that the walk does not either.
+        """
+        known = {self.model, *self.model.blocks}
+        for unit in self.units():
+            if unit in known or self.options.reshard_after_forward is False:
+                unit.reshard()
 
     def backward(
         self, tokens: torch.Tensor, skip: frozenset[int], micro: Micro, loss_scale: float = 1.0

@@ -122,14 +122,15 @@ def vector_write(walk: Walk) -> None:
 
 def master_copy(walk: Walk) -> None:
     """An optimizer of the user's own, whose fp32 masters are copied back."""
+    if walk.waiting or walk.uneven:
+        return
     walk.tidy()
     for side in walk.pair.sides:
         for param in side.params.values():
+            master = param.detach().float()
             if param.grad is not None:
-                master = param.detach().float() - 0.125 * param.grad.float()
-                param.data.copy_(master)
-            else:
-                param.data.copy_(param.detach().float())
+                master -= 0.125 * param.grad.float()
+            param.data.copy_(master)
 
 
 def average(walk: Walk) -> None:
@@ -152,7 +153,7 @@ def average(walk: Walk) -> None:
             param.data.copy_(side.average[name])
         with torch.no_grad():
             loss = loss_of(side.model(tokens[:, :-1]), tokens)
-        side.reshard()
+        side.let_go()
         if not keeps:
             for name, param in side.params.items():
                 param.data.copy_(trained[name])
