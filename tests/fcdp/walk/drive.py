@@ -52,7 +52,8 @@ class Walk:
         self.group = group_of(options.nodes, options.ranks_per_node)
         self.rank = self.pair.topology.rank
         self.random = Random()
-        #: The model's own forward has run: FSDP2 allows no other before.
+        #: The model's own forward has run, with all blocks: FSDP2 allows no other before, and none
+        #: in inference mode.
         self.started = False
         #: Sums of micro-batches wait, and in what else the next backward may be refused for it.
         self.waiting = False
@@ -141,7 +142,7 @@ class Walk:
         def action(side: Side) -> torch.Tensor:
             return side.backward(tokens, skip, micro, scale)
 
-        self.started = True
+        self.started = self.started or not skip
         if self.uneven:
             if self.may_refuse(self.uneven, "loss", action):
                 return

@@ -257,7 +257,6 @@ def boom(walk: Walk) -> None:
             raise AssertionError("the forward did not fail")
         except Boom:
             side.reset()
-    walk.started = True
     if within:  # which drops what waits: the step's micro-batches begin again
         walk.waiting, walk.uneven = False, ""
         walk.both("zero_grad", lambda side: side.optimizer.zero_grad())
@@ -284,7 +283,6 @@ def boom_in_backward(walk: Walk) -> None:
         except Boom:
             side.reset()
         handle.remove()
-    walk.started = True
     walk.both("zero_grad", lambda side: side.optimizer.zero_grad())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import fields, replace
 from itertools import count
 from pathlib import Path
@@ -13,32 +13,43 @@ from tests.ranks import Pools
 
 
 def shrunk(ranks: Pools, case: Case, scratch: Path) -> Case:
-    """Leave out events, then set options to their defaults, for as long as the walk fails."""
-    runs = count()
-    smaller = True
-    while smaller:
-        smaller = False
-        for candidate in (*_with_fewer_events(case), *_with_plainer_options(case)):
-            if run(ranks, candidate, scratch / f"shrink-{next(runs)}") is not None:
-                case, smaller = candidate, True
-                break
+    """Leave out events and set options to their defaults for as long as the walk fails."""
+    numbers = count()
+
+    def fails(candidate: Case) -> bool:
+        return run(ranks, candidate, scratch / f"shrink-{next(numbers)}") is not None
+
+    before = None
+    while case != before:
+        before = case
+        case = _with_plainer_options(_with_fewer_events(case, fails), fails)
     return case
 
 
-def _with_fewer_events(case: Case) -> Iterator[Case]:
-    """Without runs of events, long ones first; later ones first, as most come after the failure."""
-    length = len(case.events) // 2
+def _with_fewer_events(case: Case, fails: Callable[[Case], bool]) -> Case:
+    """Without runs of events, long ones first; from the end, as most come after the failure."""
+    length = (len(case.events) + 1) // 2
     while length:
-        for end in range(len(case.events), length - 1, -length):
-            yield replace(case, events=case.events[: end - length] + case.events[end:])
+        end = len(case.events)
+        while end > 0:
+            start = max(0, end - length)
+            candidate = replace(case, events=case.events[:start] + case.events[end:])
+            if fails(candidate):
+                case = candidate
+            end = start
         length //= 2
+    return case
 
 
-def _with_plainer_options(case: Case) -> Iterator[Case]:
+def _with_plainer_options(case: Case, fails: Callable[[Case], bool]) -> Case:
     plain = Options()
     for field in fields(Options):
-        value = getattr(plain, field.name)
-        if field.name == "adapter_rank" and case.options.replicated:
+        default = getattr(plain, field.name)
+        if getattr(case.options, field.name) == default:
             continue
-        if getattr(case.options, field.name) != value:
-            yield replace(case, options=replace(case.options, **{field.name: value}))
+        if field.name == "adapter_rank" and case.options.replicated:
+            continue  # there is nothing else to replicate
+        candidate = replace(case, options=replace(case.options, **{field.name: default}))
+        if fails(candidate):
+            case = candidate
+    return case
