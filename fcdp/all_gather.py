@@ -89,16 +89,9 @@ class CachedAllGather(AllGather):
         stream, or, with ``async_op``, of the returned work. On the CPU the first exchange is under
         way, whatever ``async_op`` says: FSDP2 waits for the returned work where it needs the
         parameters, so that what it prefetches travels while it computes.
-
-        Raises ``RuntimeError`` if the unit's dtype has changed since FCDP was set up.
         """
-        size = input_tensor.numel() * input_tensor.itemsize
-        if size != self._unit.shard_bytes:
-            raise RuntimeError(
-                f"{self._unit.name}: gathers {size} bytes per rank, but FCDP was set up for "
-                f"{self._unit.shard_bytes}; change the dtype before fcdp.shard or with "
-                "MixedPrecisionPolicy(param_dtype=...)"
-            )
+        if input_tensor.numel() * input_tensor.itemsize != self._unit.shard_bytes:
+            self._cache.drop_resized(self._entry)
         self._staleness.settle(self._unit)
         parts = self._parts(output_tensor, input_tensor)
         if self._streams.on_host:
@@ -152,7 +145,7 @@ class CachedAllGather(AllGather):
         if works:  # on the CPU
             yield works
             self._decode(arriving, received)
-        if self._cache.worth_keeping(self._entry):
+        if self._cache.worth_keeping(self._entry, own.nbytes):
             with record_function(f"fcdp::cache_store {self._unit.name}"):
                 self._cache.store(self._entry, received, phase)
         # After the store: the first gather of backward may be that of the unit just stored.
@@ -232,7 +225,7 @@ class CachedAllGather(AllGather):
         """
         nodes, ranks, _ = by_node.shape
         if ranks > 1:
-            self._ledger.add("intra_node", phase, nodes * (ranks - 1) * self._unit.shard_bytes)
+            self._ledger.add("intra_node", phase, nodes * (ranks - 1) * own.nbytes)
         if part is None:
             return self._gather_in_node(by_node, None)
         in_place = part.own is not None and (ranks == 1 or self._streams.on_host)

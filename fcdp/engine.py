@@ -112,6 +112,8 @@ class Engine:
         self.setup = setup
         policy, options = setup.policy, setup.options
         self.units = find_units(model, topology)
+        if any(isinstance(unit.group._all_gather_comm, CachedAllGather) for unit in self.units):
+            raise ValueError("model: FCDP is set up on it already, as a part of another model")
         if options.codecs.gather is not None:
             check_encodable(self.units)
         device = _device(topology)

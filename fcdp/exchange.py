@@ -142,11 +142,15 @@ def reduce_scatter(
 ) -> list[Pending]:
     """Reduce each buffer (g·s) over the group's g ranks; this rank's part (s) goes to its output.
 
-    By one collective. Each rank sends (g−1)·s elements per buffer. On the CPU ``op`` must be a sum.
+    By one collective. Each rank sends (g−1)·s elements per buffer. Raises ``ValueError`` on the CPU
+    for anything but a sum and an average.
     """
     if _on_host(buffers[0]):
-        assert op == dist.ReduceOp.SUM, f"{op} over gloo: the engine asks FSDP2 for sums"
-        return [_SwapAndAdd(outputs, buffers, group)]
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise ValueError(
+                f"op = {op}: must be a sum or an average on the CPU, as gloo has no other"
+            )
+        return [_SwapAndAdd(outputs, buffers, group, average=op == dist.ReduceOp.AVG)]
     if len(outputs) == 1:
         _reduce_scatter(outputs[0], buffers[0], op=op, group=group)
         return []
@@ -219,8 +223,11 @@ class _SwapAndAdd:
         outputs: Sequence[torch.Tensor],
         buffers: Sequence[torch.Tensor],
         group: dist.ProcessGroup,
+        *,
+        average: bool,
     ) -> None:
         self._outputs = outputs
+        self._divisor = group.size() if average else 1
         parts = [list(buffer.view(group.size(), -1).unbind()) for buffer in buffers]
         #: For each output, the summands in rank order, whatever the order of arrival.
         self._summands = [
@@ -240,3 +247,5 @@ class _SwapAndAdd:
             torch.add(first, second, out=output)
             for summand in more:
                 output.add_(summand)
+            if self._divisor > 1:
+                output.div_(self._divisor)

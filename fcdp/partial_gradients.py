@@ -103,6 +103,11 @@ class OnHost:
         dtype = _wide(partial.dtype)
         if self._sum is None:
             total = partial
+            if partial.numel() * dtype.itemsize > self._memory.numel():
+                raise RuntimeError(
+                    f"partial gradients of {partial.dtype}: the host memory for them was planned "
+                    "for another dtype; change it before FCDP is set up"
+                )
             self._sum = self._memory[: partial.numel() * dtype.itemsize].view(dtype)
         else:
             total = self._read(partial.device).add_(partial)

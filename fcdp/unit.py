@@ -153,5 +153,6 @@ def _gathered_bytes(fsdp_param: Any) -> int:
 
 
 def _gather_dtype(fsdp_param: Any) -> torch.dtype:
-    dtype: torch.dtype = fsdp_param.mp_policy.param_dtype or fsdp_param._sharded_param_data.dtype
-    return dtype
+    dtype: torch.dtype = fsdp_param._sharded_param_data.dtype
+    wanted: torch.dtype | None = fsdp_param.mp_policy.param_dtype
+    return wanted if wanted is not None and dtype.is_floating_point else dtype

@@ -29,7 +29,7 @@ class Placement:
 
 @dataclass(frozen=True, eq=False)
 class _PolicyUnit:
-    """A unit as ``fcdp.policy`` looks at it."""
+    """A unit as ``fcdp.cache.policy`` looks at it."""
 
     name: str
     shard_bytes: int

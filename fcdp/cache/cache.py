@@ -98,13 +98,16 @@ class Cache:
         entry.settled = not (lost or self.placement.guarded or self._on_disk(entry.unit))
         return not lost
 
-    def worth_keeping(self, entry: Entry) -> bool:
+    def worth_keeping(self, entry: Entry, given_bytes: int) -> bool:
         """Whether a gather will read the entry before the next write; alike on every rank.
 
         What stays gathered through a step is read again by the next forward only if no optimizer
         step comes first: without gradients, or before the last of several micro-batches. Where this
-        guess was wrong once, the entry is kept from then on.
+        guess was wrong once, the entry is kept from then on. Nothing is kept of a shard of other
+        ``given_bytes`` than was planned for.
         """
+        if given_bytes != entry.unit.shard_bytes:
+            return False
         if entry.unit.reuses or not self.requires_sync or not torch.is_grad_enabled():
             return True
         entry.missed |= entry.passed_over == entry.generation
@@ -157,6 +160,21 @@ class Cache:
             self._tiers[entry.tier].expect(entry.unit)
             if not self._streams.on_host and entry.tier == "host":
                 self._stage(entry)
+
+    def drop_resized(self, entry: Entry) -> None:
+        """Keep nothing of a unit whose dtype has changed: its memory was planned for another.
+
+        Alike on every rank. It crosses nodes at each gather, unless it changes back.
+        """
+        self._forget(entry)
+        entry.offered = 0
+        if not entry.resized:
+            entry.resized = True
+            logger.warning(
+                "%s: its dtype has changed since FCDP was set up; it is gathered across nodes each "
+                "time. Change the dtype before, or with MixedPrecisionPolicy(param_dtype=...)",
+                entry.unit.name,
+            )
 
     def poison(self, entry: Entry) -> None:
         """Have a late read of a stale entry give NaN, if asked for."""

@@ -170,6 +170,8 @@ class Entry:
     #: Which contents were last not worth keeping; and whether a gather then missed them.
     passed_over: int = 0
     missed: bool = False
+    #: The unit's dtype has changed since set-up, which was said.
+    resized: bool = False
     #: With ``verify``: checksums of the slice's rows as stored.
     checksums: torch.Tensor | None = None
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import fcdp
 from docs import memory
 from fcdp.engine import engine_of
-from fcdp.partial_gradients import SumsPlace
+from fcdp.partial_gradients import PartialsPlace
 from tests.docs import DOCS
 from tests.fcdp.training import (
     Settings,
@@ -97,7 +97,7 @@ def test_a_rank_takes_what_the_equations_say(
             assert (expected != memory.Memory(0, 0, 0, 0)) == (policy != "none")
 
 
-def waiting(settings: Settings, sums: SumsPlace) -> list[tuple[int, int]]:
+def waiting(settings: Settings, place: PartialsPlace) -> list[tuple[int, int]]:
     """Bytes of sums and of checksums on one rank, each with its equation."""
     topology = topology_of(settings.nodes, settings.ranks_per_node)
     model = make_model(settings)
@@ -105,7 +105,7 @@ def waiting(settings: Settings, sums: SumsPlace) -> list[tuple[int, int]]:
         model,
         topology,
         units=model.blocks,
-        sums=sums,
+        partial_gradients=place,
         verify=True,
         mp_policy=MixedPrecisionPolicy(param_dtype=settings.param_dtype),
     )
@@ -123,8 +123,8 @@ def waiting(settings: Settings, sums: SumsPlace) -> list[tuple[int, int]]:
     ]
 
 
-@pytest.mark.parametrize("sums", ["device", "host"])
-def test_sums_and_checksums(ranks: Pools, sums: SumsPlace) -> None:
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_sums_and_checksums(ranks: Pools, place: PartialsPlace) -> None:
     for adapter_rank, dtype in product((0, 3), (None, torch.bfloat16)):
         settings = Settings(adapter_rank=adapter_rank, param_dtype=dtype)
         for pairs in ranks.run(4, waiting, settings, sums):

@@ -173,7 +173,7 @@ class Pair:
                 policy=self.policy,
                 reshard_after_forward=options.reshard_after_forward,
                 look_ahead=options.look_ahead,
-                sums=options.sums,
+                partial_gradients=options.partials,
                 verify=options.verify,
                 poison=options.poison,
                 adapters=options.adapters,
@@ -195,7 +195,7 @@ class Pair:
             self.topology,
             self.policy,
             look_ahead=options.look_ahead,
-            sums=options.sums,
+            partial_gradients=options.partials,
             verify=options.verify,
             poison=options.poison,
         )

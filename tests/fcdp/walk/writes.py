@@ -34,11 +34,16 @@ _UNSEEN: dict[str, Callable[[nn.Parameter], torch.Tensor]] = {
 }
 
 
-def _write(walk: Walk, places: dict[str, Callable[[nn.Parameter], torch.Tensor]]) -> None:
+def _write(
+    walk: Walk,
+    places: dict[str, Callable[[nn.Parameter], torch.Tensor]],
+    *,
+    may_be_alone: bool = True,
+) -> None:
     """Change some parameters, on all ranks or on one."""
     place, change = walk.random.choice([*places]), walk.random.choice([*_CHANGES])
     names = _some_names(walk)
-    rank = _writing_rank(walk, names)
+    rank = _writing_rank(walk, names) if may_be_alone else None
     walk.note(f"{place} {change} {_shown(names)} on {'all' if rank is None else rank}")
     for side in walk.pair.sides:
         for name in names:
@@ -184,7 +189,9 @@ def _write_within(walk: Walk, places: dict[str, Callable[[nn.Parameter], torch.T
     tokens, after = walk.tokens(), walk.tokens()
     losses = {side: loss_of(side.model(tokens[:, :-1]), tokens) for side in walk.pair.sides}
     walk.started = True
-    _write(walk, places)
+    # A rank that alone sees a write refuses alone, and ends the others' exchanges with it: that
+    # ends the process groups too, and is tested where ranks may die.
+    _write(walk, places, may_be_alone=places is _UNSEEN)
     why = "written amid a pass"
     if walk.may_refuse(why, "backward", lambda side: side.backpropagate(losses[side])):
         return
