@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import time
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, TCPStore, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-_READ = "read"
+_TIMEOUT = timedelta(seconds=20)
 
 
 class Announcement(NamedTuple):
@@ -42,30 +42,42 @@ class Board:
             return None
         return Announcement(*json.loads(self._store.get(key)))
 
-    def acknowledge(self) -> None:
-        """Note that this rank needs to read nothing more."""
-        self._store.add(_READ, 1)
+    def sign(self, key: str) -> None:
+        """Count this rank under ``key``; once per rank."""
+        self._store.add(f"{key}/signed", 1)
 
-    def linger(self, ranks: int, seconds: float) -> None:
-        """Give ``ranks`` up to ``seconds`` to read, if the store ends with this process."""
-        if dist.get_rank() != 0 or not _served_by_a_rank():
-            return
-        until = time.monotonic() + seconds
-        while self._store.add(_READ, 0) < ranks and time.monotonic() < until:
-            time.sleep(0.1)
+    def signed(self, key: str) -> int:
+        """How many ranks have signed ``key``."""
+        return int(self._store.add(f"{key}/signed", 0))
+
+    def write(self, key: str, number: int) -> None:
+        self._store.set(f"{key}/number", str(number))
+
+    def number(self, key: str) -> int | None:
+        """What was written last under ``key``."""
+        key = f"{key}/number"
+        return int(self._store.get(key)) if self._store.check([key]) else None
+
+    def open(self) -> None:
+        """Connect to the store. Later may be too late: a lost one is called for minutes."""
+        assert self._store is not None
 
     @property
     def _store(self) -> Any:
         if self._opened is None:
             # A connection of its own: another thread may block for minutes on the first one.
-            self._opened = PrefixStore(self._name, _get_default_store().clone())
+            store: Any = _get_default_store()
+            store = store.clone()
+            store.set_timeout(_TIMEOUT)
+            self._opened = PrefixStore(self._name, store)
         return self._opened
 
 
-def _served_by_a_rank() -> bool:
-    """Whether the default store ends with rank 0's process."""
+def served_here() -> bool:
+    """Whether the default store ends with this process."""
     store = _get_default_store()
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return isinstance(store, TCPStore) and not agent
+    by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    # Files and memory have no server.
+    return dist.get_rank() == 0 and hasattr(store, "port") and not by_torchrun

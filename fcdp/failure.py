@@ -22,24 +22,19 @@ those, as without this module.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import os
 import sys
-import threading
-import weakref
+import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fcdp.board import Announcement, Board
+from fcdp.board import Announcement, Board, served_here
 from fcdp.breaking import backends_of, break_all, is_gloo
+from fcdp.watcher import watch
 
-#: Seconds between two looks of the thread; a wait that takes two of them is a long one.
-POLL_S = 1.0
 #: Ranks per further second between looks. 512 ranks that all wait ask the store a thousand
 #: questions per second; it answers fifty thousand.
 RANKS_PER_POLL = 256
@@ -49,10 +44,16 @@ IDLE_POLLS = 5
 PATIENCE = 3
 #: Seconds for which the process that serves the store outlives its own error.
 LINGER_S = 10.0
+#: Seconds between two questions of a rank that has nothing else to do.
+PAUSE_S = 0.1
+#: Seconds that a rank which failed in one pass allows the others until the next.
+ROLL_CALL_S = 600.0
 #: Characters of an error: it crosses the network and is shown on every rank.
 TEXT_LIMIT = 300
 
 _FINAL = "final"
+_ROLL_CALL = "roll call"
+_LOST = "the process group's store does not answer; rank 0 was lost?"
 
 
 class RankFailed(RuntimeError):
@@ -69,6 +70,8 @@ class Failures:
     def __init__(self, name: str, groups: Sequence[dist.ProcessGroup]) -> None:
         self._ranks = max(group.size() for group in groups)
         self._backends = [backend for group in groups for backend in backends_of(group)]
+        #: Whether there is nobody to tell.
+        self._alone = self._ranks == 1
         self._on_accelerator = not all(map(is_gloo, self._backends))
         self._board = Board(name)
         #: Why nothing can be exchanged any more.
@@ -84,22 +87,26 @@ class Failures:
         self._handled = id(None)
         self._seen = (0, 0)
         self._looks = self._unanswered = 0
+        self._answered = -1
 
     def begins(self, *, interrupted: bool = False) -> None:
         """Count a pass: the root model's forward begins. Alike on all ranks.
 
-        ``interrupted``: the last backward began and never ended; it must have raised.
+        ``interrupted``: the last backward began and never ended; it must have raised. After a
+        failure the pass begins once all ranks have left the one that failed.
         """
         if self._over is not None:
             raise RankFailed(self._over)
         if interrupted:
             self.announce(RuntimeError("a backward did not end"))
+        if self._failed:
+            self._call_roll()
         self._before = 0 if self._failed else self._exchanges
         self._exchanges, self._failed = 0, False
         self._pass += 1
         self._handled = id(sys.exc_info()[1])
-        if self._ranks > 1:
-            _watch(self)
+        if self._pass == 1 and not self._alone:
+            self._begin_to_look()
 
     def forward_ends(self) -> None:
         """Announce the error that ends the forward, if one does: for an ``always_call`` hook.
@@ -116,7 +123,7 @@ class Failures:
 
         ``final``: it will not come back, and whoever waits for it waits in vain.
         """
-        if self._ranks == 1:
+        if self._alone:
             return
         self._failed = True
         with contextlib.suppress(Exception):  # the error that is announced is what matters
@@ -173,18 +180,58 @@ class Failures:
 
     def linger(self) -> None:
         """Keep the store up until the others have read why this process ends."""
+        until = time.monotonic() + LINGER_S
         with contextlib.suppress(Exception):
-            self._board.linger(self._ranks, LINGER_S)
+            while served_here() and self._board.signed(_FINAL) < self._ranks:
+                if time.monotonic() > until:
+                    return
+                time.sleep(PAUSE_S)
+
+    def _begin_to_look(self) -> None:
+        try:
+            self._board.open()
+        except Exception:  # the store of a fake process group
+            self._alone = True
+        else:
+            watch(self)
+
+    def _call_roll(self) -> None:
+        """Wait until no rank is in the pass in which this one failed.
+
+        Were any, this rank's next exchange would be taken for the one that it left out.
+        """
+        key = str(self._pass)
+        until = time.monotonic() + ROLL_CALL_S
+        try:
+            self._answered = self._pass
+            self._board.write(_ROLL_CALL, self._pass)
+            self._board.sign(key)
+            while self._board.signed(key) < self._ranks and self._over is None:
+                if final := self._board.read(_FINAL):
+                    self._end(self._give_up(final.text))
+                elif time.monotonic() > until:
+                    self._end(self._give_up(f"some ranks did not leave pass {key}, which failed"))
+                time.sleep(PAUSE_S)
+        except Exception as error:
+            self._end(f"{_LOST} {_brief(error)}")
+        if self._over is not None:
+            raise RankFailed(self._over)
+
+    def _answer_roll(self) -> None:
+        called = self._board.number(_ROLL_CALL)
+        if called is not None and self._answered < called < self._pass:
+            self._answered = called
+            self._board.sign(str(called))
 
     def _hopeless(self, stuck: bool) -> str | None:
         """Why this rank's exchanges cannot end, if so."""
         try:
             reason = self._others_failure()
+            self._answer_roll()
         except Exception as error:
             # A rank that does not wait may as well see the store closed at the end of training.
             self._unanswered += stuck
-            lost = f"the process group's store does not answer; rank 0 was lost? {_brief(error)}"
-            return lost if self._unanswered >= PATIENCE else None
+            return f"{_LOST} {_brief(error)}" if self._unanswered >= PATIENCE else None
         self._unanswered = 0
         return reason
 
@@ -213,18 +260,18 @@ class Failures:
                 known = self._board.read(_FINAL) or self._board.read(str(self._pass))
                 reason = self._give_up(known.text if known else reason)
             except Exception:
-                reason += "; the process group's store does not answer either: rank 0 was lost?"
+                reason += f"; {_LOST}"
             self._end(reason)  # for whoever waits for this rank
         raise RankFailed(self._over) from error
 
     def _give_up(self, reason: str) -> str:
         """Tell the others that this rank exchanges no more; returns the first such reason."""
         reason = self._board.put(_FINAL, Announcement(reason, 0))
-        self._board.acknowledge()
+        self._board.sign(_FINAL)
         return reason
 
     def _end(self, reason: str) -> None:
-        self._over = reason
+        self._over = reason  # before the main thread sees what breaking does
         break_all(self._backends)
 
 
@@ -232,64 +279,3 @@ def _brief(error: BaseException) -> str:
     """Type and text of an error, on one line."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= TEXT_LIMIT else text[: TEXT_LIMIT - 1] + "…"
-
-
-_watched: weakref.WeakSet[Failures] = weakref.WeakSet()
-_lock = threading.Lock()
-_stop = threading.Event()
-_thread: threading.Thread | None = None
-_previous_hook: Any = None
-_process = 0
-
-
-def _watch(failures: Failures) -> None:
-    """Have the process's one thread look after ``failures``; the thread ends after the last."""
-    global _thread, _previous_hook, _process
-    if _thread is not None and failures in _watched:
-        return
-    with _lock:
-        _watched.add(failures)
-        if _thread is None:
-            _thread = threading.Thread(target=_keep_looking, name="fcdp failures", daemon=True)
-            _thread.start()
-        if _previous_hook is None:
-            _process = os.getpid()
-            _previous_hook, sys.excepthook = sys.excepthook, _announce_final
-            atexit.register(_stop_looking)
-
-
-def _keep_looking() -> None:
-    global _thread
-    while not _stop.wait(POLL_S):
-        _look_once()
-        with _lock:
-            if not _watched:
-                _thread = None
-                return
-
-
-def _look_once() -> None:
-    with _lock:
-        watched = list(_watched)
-    for failures in watched:
-        failures.look()
-
-
-def _stop_looking() -> None:
-    """End the thread before the interpreter: inside of the store's code it could not be."""
-    _stop.set()
-    if _thread is not None:
-        _thread.join(timeout=POLL_S)
-
-
-def _announce_final(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
-    """Announce an error that nobody caught, wherever in this process's main thread."""
-    watched = list(_watched) if os.getpid() == _process else []  # not in a fork
-    for failures in watched:
-        failures.announce(error, final=True)
-    _previous_hook(kind, error, trace)
-    if isinstance(error, Exception):  # a user who interrupts is not kept waiting
-        for failures in watched:
-            failures.linger()
