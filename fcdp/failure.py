@@ -81,6 +81,7 @@ class Failures:
         #: device may still be at.
         self._exchanges = self._before = 0
         self._failed = False
+        self._in_backward = False
         #: How many ``waiting`` the main thread is in, one in another.
         self._depth = 0
         #: What the caller of the forward was handling, by its id: it would keep tensors alive.
@@ -89,16 +90,16 @@ class Failures:
         self._looks = self._unanswered = 0
         self._answered = -1
 
-    def begins(self, *, interrupted: bool = False) -> None:
+    def begins(self) -> None:
         """Count a pass: the root model's forward begins. Alike on all ranks.
 
-        ``interrupted``: the last backward began and never ended; it must have raised. After a
-        failure the pass begins once all ranks have left the one that failed.
+        After a failure of this rank, it begins once all ranks have left the one that failed.
         """
         if self._over is not None:
             raise RankFailed(self._over)
-        if interrupted:
-            self.announce(RuntimeError("a backward did not end"))
+        if self._in_backward:
+            self._in_backward = False
+            self.announce(RuntimeError("a backward did not end; it raised an error of its own"))
         if self._failed:
             self._call_roll()
         self._before = 0 if self._failed else self._exchanges
@@ -107,6 +108,18 @@ class Failures:
         self._handled = id(sys.exc_info()[1])
         if self._pass == 1 and not self._alone:
             self._begin_to_look()
+
+    def backward_runs(self) -> None:
+        """Note that a backward is under way. Call it inside, as often as is convenient.
+
+        PyTorch has no hook for a backward that raises: the next pass announces it.
+        """
+        if not self._in_backward:
+            self._in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+
+    def _backward_ends(self) -> None:
+        self._in_backward = False
 
     def forward_ends(self) -> None:
         """Announce the error that ends the forward, if one does: for an ``always_call`` hook.

@@ -194,22 +194,37 @@ def test_a_slow_rank_is_no_failure(ranks: Pools) -> None:
     assert ranks.run(4, _one_is_slow) == [["done"]] * 4
 
 
-def _backward_that_raised() -> list[str]:
+def _backward(failures: Failures, raises: bool) -> None:
+    def hook(gradient: torch.Tensor) -> None:
+        failures.backward_runs()
+        if raises:
+            raise ValueError("infinite")
+
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(hook)
+    with contextlib.suppress(ValueError):
+        y.sum().backward()
+
+
+def _one_backward_raises() -> list[str]:
     with _failures("backward") as (failures, exchange):
 
         def passes() -> None:
-            failures.begins()
-            exchange()
+            for step in range(2):
+                failures.begins()
+                exchange()
+                _backward(failures, raises=dist.get_rank() == 0 and step == 1)
             if dist.get_rank() == 0:
-                failures.begins(interrupted=True)
+                failures.begins()
             exchange()
 
         return [_ended(passes)]
 
 
-def test_a_backward_that_did_not_end_is_announced_by_the_next_forward(ranks: Pools) -> None:
-    for seen in ranks.run(4, _backward_that_raised):
-        assert seen == ["rank 0 failed: RuntimeError: a backward did not end"]
+def test_a_backward_that_raised_is_announced_by_the_next_forward(ranks: Pools) -> None:
+    for (seen,) in ranks.run(4, _one_backward_raises):
+        assert seen.startswith("rank 0 failed: RuntimeError: a backward did not end")
 
 
 def _break(kind: str) -> str:
