@@ -484,7 +484,8 @@ def test_a_store_that_stays_lost_ends_a_wait_and_nothing_else(
     monkeypatch.setattr(Board, "read", lost)
     failures, backend = _over_nccl()
     failures.begins()
-    _look_often(failures)
+    for _ in range(failure.PATIENCE):
+        _look_often(failures)
     assert backend.calls == [], "training has ended, perhaps, and with it the store"
     with failures.waiting():
         _look_often(failures)
