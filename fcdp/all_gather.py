@@ -15,8 +15,9 @@ from fcdp.cache.cache import Cache
 from fcdp.cache.entry import Entry, Slice, Slices
 from fcdp.codec import Codec
 from fcdp.exchange import Pending, all_gather, swap, wait_all
+from fcdp.failure import Failures
 from fcdp.guard import Guard
-from fcdp.ledger import Ledger, Phase, gather_phase
+from fcdp.ledger import Ledger, Phase, gather_phase, in_backward
 from fcdp.staleness import Staleness
 from fcdp.streams import Streams
 from fcdp.topology import Topology
@@ -93,9 +94,11 @@ class CachedAllGather(AllGather):
         if input_tensor.numel() * input_tensor.itemsize != self._unit.shard_bytes:
             self._cache.drop_resized(self._entry)
         self._staleness.settle(self._unit)
+        if in_backward():
+            self._topology.failures.backward_runs()
         parts = self._parts(output_tensor, input_tensor)
         if self._streams.on_host:
-            return Gathering(parts)
+            return Gathering(parts, self._topology.failures)
         if not async_op:
             _run(parts)
             return None
@@ -190,11 +193,12 @@ class CachedAllGather(AllGather):
             rows = arriving.unbind()
             if self._streams.on_host:
                 peers = [node for node in range(len(rows)) if node != self._topology.node]
-                received_parts = [(peer, rows[peer]) for peer in peers]
-                return rows, swap(
-                    received_parts, [(peer, sent) for peer in peers], self._topology.inter
-                )
-            wait_all(all_gather([arriving.view(-1)], self._topology.inter, [sent]))
+                incoming = [(peer, rows[peer]) for peer in peers]
+                outgoing = [(peer, sent) for peer in peers]
+                with self._topology.failures.waiting():
+                    return rows, swap(incoming, outgoing, self._topology.inter)
+            with self._topology.failures.waiting():
+                wait_all(all_gather([arriving.view(-1)], self._topology.inter, [sent]))
             self._decode(rows, received)
             return rows, []
 
@@ -245,8 +249,11 @@ class CachedAllGather(AllGather):
     ) -> Sequence[Pending]:
         if by_node.shape[1] == 1:
             return []
-        with record_function(f"fcdp::gather_intra {self._unit.name}"):
-            outputs = [part.view(-1) for part in by_node.unbind()]
+        outputs = [part.view(-1) for part in by_node.unbind()]
+        with (
+            record_function(f"fcdp::gather_intra {self._unit.name}"),
+            self._topology.failures.waiting(),
+        ):
             return all_gather(outputs, self._topology.intra, rows)
 
 
@@ -258,17 +265,22 @@ def _run(parts: Parts) -> None:
 class Gathering(dist.Work):
     """A gather under way on the CPU, and what follows its first exchange."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, failures: Failures) -> None:
         super().__init__()
         self._parts = parts
+        self._failures = failures
         self._works = next(parts)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Block until the whole gather has ended."""
-        wait_all(self._works)
-        self._works = []
-        _run(self._parts)
-        return True
+        while True:
+            with self._failures.waiting():
+                wait_all(self._works)
+            works = next(self._parts, None)
+            if works is None:
+                self._works = []
+                return True
+            self._works = works
 
 
 class Queued(dist.Work):

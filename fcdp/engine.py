@@ -112,8 +112,8 @@ class Engine:
         self.setup = setup
         policy, options = setup.policy, setup.options
         self.units = find_units(model, topology)
-        if any(isinstance(unit.group._all_gather_comm, CachedAllGather) for unit in self.units):
-            raise ValueError("model: FCDP is set up on it already, as a part of another model")
+        for unit in self.units:
+            _check_collectives(unit)
         if options.codecs.gather is not None:
             check_encodable(self.units)
         device = _device(topology)
@@ -163,6 +163,8 @@ class Engine:
         slices = Slices(streams, streams.inter_node)
         self._encoded: list[EncodedReduce] = []
         self._reductions: dict[Unit | None, Reduction] = {None: self._replicas}
+        #: What was installed on each unit, to tell when somebody takes it away.
+        self._collectives: dict[Unit, tuple[Any, Any]] = {}
         for unit, entry in self.entries.items():
             gather = CachedAllGather(
                 entry,
@@ -177,6 +179,7 @@ class Engine:
             )
             unit.module.set_custom_all_gather(gather)
             self._reduce_by_hierarchy(unit, options.codecs)
+            self._collectives[unit] = unit.group._all_gather_comm, unit.group._reduce_scatter_comm
         self._follow(model)
         setattr(model, _ATTRIBUTE, self)
 
@@ -212,7 +215,8 @@ class Engine:
         try:
             with self._all_params_reduced():
                 yield
-        except BaseException:
+        except BaseException as error:
+            self.topology.failures.announce(error)
             self.discard()
             raise
         finally:
@@ -245,14 +249,15 @@ class Engine:
     def _check_gradient_hooks(self) -> None:
         """Raise ``RuntimeError`` where a hook would be called with a gradient that is not there."""
         for unit in self.units:
-            for param in unit.params:
-                if getattr(param, "_post_accumulate_grad_hooks", None):
-                    raise RuntimeError(
-                        f"fcdp.accumulate(last=False): {unit.name} has a parameter with a "
-                        "post-accumulate-gradient hook, which would be called before the gradient "
-                        "has crossed nodes; run micro-batches without fcdp.accumulate, or without "
-                        "the hook"
-                    )
+            hooked = unit.group._all_reduce_hook is not None or any(
+                getattr(param, "_post_accumulate_grad_hooks", None) for param in unit.params
+            )
+            if hooked:
+                raise RuntimeError(
+                    f"fcdp.accumulate(last=False): {unit.name} has a post-accumulate-gradient hook "
+                    "or an all-reduce hook, which would be called before the gradient has crossed "
+                    "nodes; run micro-batches without fcdp.accumulate, or without the hook"
+                )
 
     def _begins_pass(self, unit: Unit) -> bool:
         self._replicas.make_equal()
@@ -260,7 +265,7 @@ class Engine:
 
     def _follow(self, model: nn.Module) -> None:
         """Hook the events after which entries may be stale (paper: dirty flags of FCDP-Comm)."""
-        self._passes.follow(self._begin_pass)
+        self._passes.follow(self._begin_pass, self.topology.failures.forward_ends)
         for module in model.modules():
             module.register_load_state_dict_post_hook(self._after_load)
             module.register_state_dict_pre_hook(self._before_state_dict)
@@ -286,9 +291,22 @@ class Engine:
 
     def _begin_pass(self) -> None:
         """A forward of the model begins."""
+        self.topology.failures.begins()
+        self._check_collectives_in_place()
         self._drop_unused()
         self.staleness.ask()
         self.cache.begin_pass()
+
+    def _check_collectives_in_place(self) -> None:
+        """Raise ``RuntimeError`` where somebody has replaced the collectives of a unit."""
+        for unit, (gather, reduction) in self._collectives.items():
+            group = unit.group
+            if group._all_gather_comm is not gather or group._reduce_scatter_comm is not reduction:
+                raise RuntimeError(
+                    f"{unit.name}: set_custom_all_gather, set_custom_reduce_scatter, set_symm_mem "
+                    "or set_allocate_memory_from_process_group has taken the place of FCDP's "
+                    "collectives; leave them alone, or do not set FCDP up"
+                )
 
     def _drop_unused(self) -> None:
         """Forget what an earlier forward prefetched and then skipped: it may be stale by now."""
@@ -355,6 +373,18 @@ def is_set_up(model: nn.Module, setup: Setup) -> bool:
             f"not {setup}"
         )
     return True
+
+
+def _check_collectives(unit: Unit) -> None:
+    """Raise ``ValueError`` for a unit whose collectives are not FSDP2's own."""
+    if isinstance(unit.group._all_gather_comm, CachedAllGather):
+        raise ValueError("model: FCDP is set up on it already, as a part of another model")
+    for comm in (unit.group._all_gather_comm, unit.group._reduce_scatter_comm):
+        if type(comm).__name__ not in ("DefaultAllGather", "DefaultReduceScatter"):
+            raise ValueError(
+                f"{unit.name}: has a custom collective, {type(comm).__name__}, whose place FCDP "
+                "would take; must be FSDP2's own"
+            )
 
 
 def _reduces_unused(unit: Unit) -> bool:

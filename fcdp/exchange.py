@@ -83,7 +83,8 @@ def any_rank(flags: Sequence[bool], topology: Topology) -> list[bool]:
     for group in (topology.control_intra, topology.control_inter):
         # A group that sends nothing (torch's "fake") leaves this rank's own flags.
         received = [(peer, known.clone()) for peer in _others(group)]
-        wait_all(swap(received, [(peer, known) for peer, _ in received], group))
+        with topology.failures.waiting():
+            wait_all(swap(received, [(peer, known) for peer, _ in received], group))
         for _, other in received:
             known |= other
     return [bool(flag) for flag in known.tolist()]
@@ -96,7 +97,8 @@ def on_every_rank(values: torch.Tensor, topology: Topology) -> torch.Tensor:
         parts = [known.clone() for _ in range(group.size())]
         others = _others(group)
         received = [(peer, parts[peer]) for peer in others]
-        wait_all(swap(received, [(peer, known) for peer in others], group))
+        with topology.failures.waiting():
+            wait_all(swap(received, [(peer, known) for peer in others], group))
         known = torch.cat(parts)
     return known
 
@@ -192,17 +194,18 @@ def all_reduce(buffer: torch.Tensor, topology: Topology) -> tuple[int, int]:
     nodes, ranks = topology.nodes, topology.ranks_per_node
     op = dist.ReduceOp.SUM
     part = buffer
-    if ranks > 1:
-        part = buffer.new_empty(buffer.numel() // ranks)
-        wait_all(reduce_scatter([part], [buffer], op, topology.reduce_intra))
-    if nodes > 1:
-        own = part.new_empty(part.numel() // nodes)
-        wait_all(reduce_scatter([own], [part], op, topology.reduce_inter))
-        part.view(nodes, -1)[topology.node] = own
-        wait_all(all_gather([part], topology.reduce_inter))
-    if ranks > 1:
-        buffer.view(ranks, -1)[topology.local_rank] = part
-        wait_all(all_gather([buffer], topology.reduce_intra))
+    with topology.failures.waiting():
+        if ranks > 1:
+            part = buffer.new_empty(buffer.numel() // ranks)
+            wait_all(reduce_scatter([part], [buffer], op, topology.reduce_intra))
+        if nodes > 1:
+            own = part.new_empty(part.numel() // nodes)
+            wait_all(reduce_scatter([own], [part], op, topology.reduce_inter))
+            part.view(nodes, -1)[topology.node] = own
+            wait_all(all_gather([part], topology.reduce_inter))
+        if ranks > 1:
+            buffer.view(ranks, -1)[topology.local_rank] = part
+            wait_all(all_gather([buffer], topology.reduce_intra))
     size = buffer.itemsize * buffer.numel() // (nodes * ranks)
     return 2 * (nodes - 1) * size, 2 * (ranks - 1) * nodes * size
 

@@ -33,8 +33,11 @@ class Passes:
         #: FSDP2's state of the module whose own pass is under way.
         self._outermost: Any = None
 
-    def follow(self, begin: Callable[[], None]) -> None:
-        """Call ``begin`` before each forward of the model, recomputations apart."""
+    def follow(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
+        """Call ``begin`` before each forward of the model and ``end`` after it, if it raises too.
+
+        Recomputations in backward are no forwards.
+        """
 
         @untraced
         def before(module: nn.Module, args: Any) -> None:
@@ -46,6 +49,7 @@ class Passes:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if not in_backward():
                 self._in_forward = False
+                end()
 
         self._model.register_forward_pre_hook(before, prepend=True)
         self._model.register_forward_hook(after, always_call=True)

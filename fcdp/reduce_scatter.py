@@ -136,7 +136,8 @@ class HierarchicalReduceScatter(ReduceScatter):
         """Reduce (nodes, L, s) to (nodes, s), by one collective: no part moves twice."""
         nodes = self._topology.nodes
         outputs, buffers = partial.view(nodes, -1).unbind(), gradients.view(nodes, -1).unbind()
-        wait_all(reduce_scatter(outputs, buffers, op, self._topology.reduce_intra))
+        with self._topology.failures.waiting():
+            wait_all(reduce_scatter(outputs, buffers, op, self._topology.reduce_intra))
         sent = (self._topology.ranks_per_node - 1) * partial.numel() * partial.itemsize
         self._ledger.add("intra_node", "reduce", sent)
 
@@ -175,9 +176,11 @@ class HierarchicalReduceScatter(ReduceScatter):
     def _reduce_across(self, output: torch.Tensor, partial: torch.Tensor, op: Op) -> None:
         if self._encoded is not None:
             assert op == dist.ReduceOp.SUM, f"{op}: the engine asks FSDP2 for sums"
-            sent = self._encoded.reduce(output, partial)
+            with self._topology.failures.waiting():
+                sent = self._encoded.reduce(output, partial)
         else:
-            wait_all(reduce_scatter([output], [partial], op, self._topology.reduce_inter))
+            with self._topology.failures.waiting():
+                wait_all(reduce_scatter([output], [partial], op, self._topology.reduce_inter))
             sent = (self._topology.nodes - 1) * output.numel() * output.itemsize
         self._ledger.add("inter_node", "reduce", sent)
 

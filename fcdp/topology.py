@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -12,8 +14,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fcdp.failure import Failures
+
 #: Makes gloo connect two ranks when they first exchange something (torch ≥ 2.8).
 _LAZY = "TORCH_GLOO_LAZY_INIT"
+
+
+#: Counts topologies, alike on all ranks that share one.
+_serial = itertools.count()
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +62,14 @@ class Topology:
     @property
     def local_rank(self) -> int:
         return self.rank % self.ranks_per_node
+
+    @functools.cached_property
+    def failures(self) -> Failures:
+        """What the ranks know of each other's failures; first asked for alike on all of them."""
+        name = f"{self.mesh.get_group().group_name}/{next(_serial)}"
+        groups = [self.mesh.get_group(), self.intra, self.inter, self.reduce_intra]
+        groups += [self.reduce_inter, self.control_intra, self.control_inter]
+        return Failures(name, list(dict.fromkeys(groups)))
 
     @classmethod
     def from_env(cls, device_type: str | None = None) -> Topology:

@@ -77,7 +77,7 @@ def world(size: int, device_type: str) -> Iterator[None]:
             for owner, name in ((fsdp2_hsdp, "init_device_mesh"), (_fsdp_init, _POST_FORWARD)):
                 made = _with_contents(getattr(owner, name))
                 patches.enter_context(mock.patch.object(owner, name, made))
-            for module in ("engine", "staleness"):
+            for module in ("engine", "staleness", "cache.cache"):
                 # What other ranks say is what this one says.
                 patches.enter_context(
                     mock.patch(f"fcdp.{module}.any_rank", lambda flags, topology: list(flags))
@@ -105,7 +105,7 @@ def imitated_host() -> Iterator[None]:
         mock.patch("fcdp.cache.tiers.host.Arena", _FakeArena),
         mock.patch("fcdp.partial_gradients.Arena", _FakeArena),
         mock.patch("fcdp.cache.memory.available_host_memory", return_value=None),
-        mock.patch("fcdp.cache.memory_plan.Plan.announce"),
+        mock.patch("fcdp.cache.memory_plan.MemoryPlan.announce"),
     ):
         yield
 

@@ -112,10 +112,10 @@ def waiting(settings: Settings, place: PartialsPlace) -> list[tuple[int, int]]:
     with fcdp.accumulate(model, last=False):
         loss_of(model, next(batches(settings, topology.rank))).backward()
     engine, counts = engine_of(model), fcdp.ledger(model)
-    held = counts.peak_pending_bytes if sums == "device" else counts.host_sums_bytes
-    kept = [entry.checksums for entry in engine.cache._entries.values()]
+    held = counts.peak_pending_bytes if place == "device" else counts.host_partials_bytes
+    kept = [entry.checksums for entry in engine.entries.values()]
     return [
-        (held, memory.sums(engine.units, topology.nodes, on_host=sums == "host")),
+        (held, memory.sums(engine.units, topology.nodes, on_host=place == "host")),
         (
             sum(tensor.nbytes for tensor in kept if tensor is not None),
             memory.checksums(engine.units, topology.nodes),
@@ -124,10 +124,10 @@ def waiting(settings: Settings, place: PartialsPlace) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("place", ["device", "host"])
-def test_sums_and_checksums(ranks: Pools, place: PartialsPlace) -> None:
+def test_partial_gradients_and_checksums(ranks: Pools, place: PartialsPlace) -> None:
     for adapter_rank, dtype in product((0, 3), (None, torch.bfloat16)):
         settings = Settings(adapter_rank=adapter_rank, param_dtype=dtype)
-        for pairs in ranks.run(4, waiting, settings, sums):
+        for pairs in ranks.run(4, waiting, settings, place):
             for held, closed_form in pairs:
                 assert held == closed_form > 0
 

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from fcdp.cache.entry import Slice
 from fcdp.streams import Streams
+
+
+class NoFailures:
+    """Of ranks that never fail."""
+
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def backward_runs(self) -> None:
+        pass
+
 
 CPU = torch.device("cpu")
 STREAMS = Streams(CPU)
@@ -26,6 +38,7 @@ class Place:
     inter: str = "inter"
     reduce_intra: str = "intra of reductions"
     reduce_inter: str = "inter of reductions"
+    failures: NoFailures = field(default_factory=NoFailures)
 
     @property
     def world_size(self) -> int:

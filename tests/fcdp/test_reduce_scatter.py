@@ -43,9 +43,9 @@ def change_layers(codec: fcdp.Codec | None) -> str:
     )
     x = torch.ones(1, 3)
     with fcdp.accumulate(model, last=False):
-        model(x).sum().backward()
-    with pytest.raises(RuntimeError) as error, fcdp.accumulate(model, last=True):
         model(-x).sum().backward()
+    with pytest.raises(RuntimeError) as error, fcdp.accumulate(model, last=True):
+        model(x).sum().backward()
     return str(error.value)
 
 

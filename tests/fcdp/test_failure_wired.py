@@ -1,0 +1,99 @@
+"""A rank that fails in training ends the waits of the others, with its error in their messages."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fcdp
+from fcdp import watcher
+from fcdp.failure import RankFailed
+from tests.fcdp.training import (
+    Settings,
+    TinyLM,
+    batches,
+    loss_of,
+    make_model,
+    make_optimizer,
+    shard_with_fcdp,
+    take_step,
+)
+from tests.ranks import RankPool
+
+
+@pytest.fixture
+def own_ranks() -> Iterator[RankPool]:
+    """Four ranks that no other test uses afterwards."""
+    pool = RankPool(4)
+    yield pool
+    pool.close()
+
+
+def _raise_in_forward(model: TinyLM) -> Callable[[], None]:
+    def hook(module: torch.nn.Module, args: object) -> None:
+        raise ValueError("no label")
+
+    return model.blocks[1].register_forward_pre_hook(hook).remove
+
+
+def _raise_in_backward(model: TinyLM) -> Callable[[], None]:
+    def hook(module: torch.nn.Module, gradients: object) -> None:
+        raise ValueError("no label")
+
+    return model.blocks[0].register_full_backward_pre_hook(hook).remove
+
+
+_FAULTS = {"forward": _raise_in_forward, "backward": _raise_in_backward}
+
+
+def _train(settings: Settings, where: str, failing: tuple[int, ...]) -> tuple[list[str], float]:
+    """Five steps, of which the second fails on some ranks, which catch their own error."""
+    torch.manual_seed(0)
+    watcher.POLL_S = 0.2
+    done = dist.new_group()  # the pool's own group is among those that a failure breaks
+    topology = fcdp.Topology.build(settings.nodes, settings.ranks_per_node, "cpu")
+    model = shard_with_fcdp(make_model(settings), topology, settings)
+    optimizer = make_optimizer(model, settings)
+    data = batches(settings, topology.rank)
+    seen: list[str] = []
+    began = time.monotonic()
+    try:
+        for step in range(5):
+            fails = step == 1 and topology.rank in failing
+            mend = _FAULTS[where](model) if fails else lambda: None
+            try:
+                take_step(loss_of(model, next(data)), optimizer)
+                seen.append("trained")
+            except ValueError as error:
+                seen.append(str(error))
+                optimizer.zero_grad()
+            finally:
+                mend()
+    except RankFailed as error:
+        seen.append(str(error))
+    took = time.monotonic() - began
+    dist.barrier(done)
+    return seen, took
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1)])
+def test_one_rank_fails(where: str, shape: tuple[int, int], own_ranks: RankPool) -> None:
+    settings = replace(Settings(), nodes=shape[0], ranks_per_node=shape[1])
+    for rank, (seen, took) in enumerate(own_ranks.run(_train, settings, where, (3,))):
+        expected = "ValueError: no label" if where == "forward" else "a backward did not end"
+        assert seen[: -1 if rank != 3 else 2] == ["trained", "no label"][: 2 if rank == 3 else 1]
+        assert seen[-1].startswith("rank 3 failed:")
+        assert expected in seen[-1]
+        assert took < 60
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_all_ranks_fail_alike(where: str, own_ranks: RankPool) -> None:
+    for seen, _ in own_ranks.run(_train, Settings(), where, (0, 1, 2, 3)):
+        assert seen == ["trained", "no label", "trained", "trained", "trained"]
