@@ -65,7 +65,7 @@ def save(
     """
     topology = engine_of(model).topology
     background = _background(topology)
-    shards = Path(directory) / _new_name(topology)
+    shards = Path(directory) / _new_name()
     tensors, state = on_all_ranks(
         "extra, optimizer", topology, lambda: _snapshot(model, optimizer, shards.name, extra)
     )
@@ -192,10 +192,10 @@ def _why(failure: CheckpointException) -> str:
     return "; ".join(f"rank {rank}: {error}" for rank, (error, _) in failure.failures.items())
 
 
-def _new_name(topology: Topology) -> str:
+def _new_name() -> str:
     """A name for a folder, which all ranks agree on."""
     names = [f"{_SHARDS}{uuid4().int >> 96:08x}"]
-    dist.broadcast_object_list(names, group=topology.mesh.get_group(), group_src=0)
+    dist.broadcast_object_list(names)  # all ranks: tensor-parallel shards go to one checkpoint
     return names[0]
 
 
