@@ -11,7 +11,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from baselines import fsdp2_hsdp
 from baselines.strategy import Job
 from fcdp import exchange
-from fcdp.gather import Gathering
+from fcdp.all_gather import Gathering
 
 
 def build(model: nn.Module, job: Job) -> MiCS:

@@ -15,7 +15,7 @@ from typing import Any
 
 import fcdp
 from baselines.policies import parse
-from fcdp.arena import aligned
+from fcdp.cache.arena import aligned
 
 PAGE = Path(__file__).resolve().parent / "memory.md"
 GB = 1e9

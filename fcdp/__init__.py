@@ -4,11 +4,16 @@ ZeRO-3 that keeps gathered parameters in the node's host memory: a layer crosses
 between nodes once a step and is rebuilt inside the node afterwards; frozen parameters cross once.
 """
 
-from fcdp.api import accumulate, cache_parameters, invalidate, ledger, shard
-from fcdp.codec import BlockInt4, BlockInt8, Codec
-from fcdp.export import export, save_adapters
-from fcdp.ledger import Ledger
-from fcdp.policy import (
+from fcdp.api import (
+    accumulate,
+    cache_parameters,
+    discard,
+    invalidate,
+    is_cached,
+    ledger,
+    shard,
+)
+from fcdp.cache.policy import (
     Auto,
     Budget,
     CachePolicy,
@@ -18,7 +23,10 @@ from fcdp.policy import (
     NoCache,
     Threshold,
 )
-from fcdp.state import load, save
+from fcdp.checkpoint import load, save
+from fcdp.codec import BlockInt4, BlockInt8, Codec
+from fcdp.export import export, save_adapters
+from fcdp.ledger import Ledger
 from fcdp.topology import Topology
 
 __all__ = [
@@ -37,8 +45,10 @@ __all__ = [
     "Topology",
     "accumulate",
     "cache_parameters",
+    "discard",
     "export",
     "invalidate",
+    "is_cached",
     "ledger",
     "load",
     "save",

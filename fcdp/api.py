@@ -12,10 +12,21 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from fcdp.cache import Safety
+from fcdp.cache.cache import Safety
+from fcdp.cache.policy import CachePolicy, HostCache
+from fcdp.cache.tiers import disk
 from fcdp.codec import Codec, Codecs
-from fcdp.engine import Engine, Options, engine_of, on_all_ranks
+from fcdp.engine import (
+    Engine,
+    Options,
+    Setup,
+    engine_of,
+    has_engine,
+    is_set_up,
+    on_all_ranks,
+)
 from fcdp.ledger import Ledger
+from fcdp.partial_gradients import PartialsPlace
 from fcdp.partition import (
     Split,
     bucket,
@@ -24,9 +35,6 @@ from fcdp.partition import (
     set_trained_apart,
     split_off,
 )
-from fcdp.policy import CachePolicy, HostCache
-from fcdp.sums import SumsPlace
-from fcdp.tiers import disk
 from fcdp.topology import Topology
 
 #: Where trained parameters of a mostly frozen model live: a part on every rank, or whole on each.
@@ -43,7 +51,8 @@ def shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),
     reshard_after_forward: bool | None = None,
     look_ahead: int = 1,
-    sums: SumsPlace = "device",
+    partial_gradients: PartialsPlace = "device",
+    detect_writes: bool = True,
     verify: bool = False,
     poison: bool = False,
     gather_codec: Codec | None = None,
@@ -77,6 +86,8 @@ def shard(
     Parameters may be DTensors of tensor parallelism, over another dimension of the mesh that
     ``topology`` is of (:meth:`Topology.of_mesh`); replicated adapters may not.
 
+    Setting up again with equal arguments changes nothing.
+
     Raises ``ValueError`` for a model that is sharded already, DTensors of any other mesh, a unit
     outside the model, too little host memory, or ``adapters="replicated"`` where nothing trained
     has a unit of its own.
@@ -84,10 +95,15 @@ def shard(
     # Before anything is sharded, what can be refused by then.
     options = Options(
         look_ahead,
-        sums,
-        Safety(verify, poison),
+        partial_gradients,
+        Safety(detect_writes, verify, poison),
         Codecs(gather_codec, reduce_codec, error_feedback),
     )
+    blocks = list(units)
+    sharding = (tuple(map(id, blocks)), mp_policy, offload_policy, reshard_after_forward, adapters)
+    setup = Setup(_ranks(topology), policy, options, sharding)
+    if is_set_up(model, setup):
+        return model
     if adapters not in get_args(Adapters):
         raise ValueError(f"adapters = {adapters!r}: must be one of {', '.join(get_args(Adapters))}")
     if not isinstance(reshard_after_forward, bool | None):
@@ -95,7 +111,6 @@ def shard(
             f"reshard_after_forward = {reshard_after_forward!r}: must be True, False or None; what "
             "an integer does in FSDP2 (hpZ), fcdp.DeviceCache() does here"
         )
-    blocks = list(units)
     _check_plain(model, blocks, topology)
     on_all_ranks(f"policy = {policy}", topology, lambda: _check_directory(policy))
     splits = split_off(model, blocks)
@@ -127,8 +142,7 @@ def shard(
     Engine(
         model,
         topology,
-        policy,
-        options,
+        setup,
         replicated=replicated,
         reduce_dtype=mp_policy.reduce_dtype,
     )
@@ -141,7 +155,8 @@ def cache_parameters(
     policy: CachePolicy = HostCache(),
     *,
     look_ahead: int = 1,
-    sums: SumsPlace = "device",
+    partial_gradients: PartialsPlace = "device",
+    detect_writes: bool = True,
     verify: bool = False,
     poison: bool = False,
     gather_codec: Codec | None = None,
@@ -154,12 +169,17 @@ def cache_parameters(
     every rank calls it.
 
     ``look_ahead`` is how many entries are fetched from host memory (on CUDA) or disk ahead of their
-    gathers, each into a staging buffer of one unit's slice. ``sums`` is where the gradient sums of
-    :func:`accumulate` wait: in device memory, or in an arena of the host, at a copy in and out a
-    unit and micro-batch. ``verify`` checks that every entry is
-    read as it was written and that all ranks count the same generations, and stops with a
-    ``RuntimeError`` that names unit, rank and generation; it costs a pass over each entry and, on
-    CUDA, the overlap. ``poison`` fills stale entries with NaN, for tests.
+    gathers, each into device memory of one unit's slice. ``partial_gradients`` is where the sums of
+    :func:`accumulate` wait: in device memory, or in an arena of the host, at a copy in and out per
+    unit and micro-batch.
+
+    ``detect_writes`` compares checksums of this rank's own shards, so that parameters written where
+    nothing shows it (see :func:`invalidate`) are never used silently: on the CPU before each pass,
+    which then gathers them anew; everywhere at each gather from the cache, without waiting for the
+    device, as a ``RuntimeError`` on all ranks at most two passes later. ``verify`` checks that
+    every entry is read as it was written and that all ranks count the same generations, and stops
+    with a ``RuntimeError`` that names unit, rank and generation; it costs a pass over each entry
+    and, on an accelerator, the overlap. ``poison`` fills stale entries with NaN, for tests.
 
     ``gather_codec`` and ``reduce_codec`` (:class:`fcdp.BlockInt8`, :class:`fcdp.BlockInt4`) encode
     what crosses nodes, in gathers of parameters and in reductions of gradients; what stays inside
@@ -171,40 +191,68 @@ def cache_parameters(
     checkpoint keeps and ``load_state_dict`` drops; with a loss scale that changes it is wrong by
     the change, once.
 
+    Setting up again with equal arguments changes nothing.
+
     Raises ``ValueError`` for a model not sharded by FSDP2, sharded over several dimensions, or
-    cached already, for a negative ``look_ahead``, for too little host memory, for a
-    ``gather_codec`` where one unit's parameters are not of one floating dtype, and for
+    set up already with other arguments, for a negative ``look_ahead``, for too little host memory,
+    for a ``gather_codec`` where one unit's parameters are not of one floating dtype, and for
     ``error_feedback`` without a ``reduce_codec``.
     """
     options = Options(
         look_ahead,
-        sums,
-        Safety(verify, poison),
+        partial_gradients,
+        Safety(detect_writes, verify, poison),
         Codecs(gather_codec, reduce_codec, error_feedback),
     )
-    Engine(model, topology, policy, options)
+    setup = Setup(_ranks(topology), policy, options)
+    if not is_set_up(model, setup):
+        Engine(model, topology, setup)
     return model
 
 
+def is_cached(model: nn.Module) -> bool:
+    """Whether FCDP is set up on ``model`` or on a part of it."""
+    return has_engine(model)
+
+
 def accumulate(model: nn.Module, *, last: bool) -> contextlib.AbstractContextManager[None]:
-    """Run one micro-batch's backward of several between two optimizer steps.
+    """Run one micro-batch's forward and backward of several between two optimizer steps.
 
     With ``last=False`` gradients are summed inside the node only, and ``.grad`` stays zero; with
-    ``last=True`` the sums cross nodes once, and ``.grad`` holds the total. The waiting sums take
-    1/L of the model's gradients a rank, in fp32. An exception inside drops them: begin the
-    step's micro-batches again.
+    ``last=True`` the sums cross nodes once, and ``.grad`` holds the total, of units too that only
+    earlier micro-batches have used. The waiting sums take 1/L of the model's gradients per rank, in
+    fp32.
+
+    A step that is given up takes its sums along: by an exception inside, by :func:`discard`, or
+    where ``zero_grad()`` has set the gradients to ``None``.
+
+    Raises ``RuntimeError`` with ``last=False`` for post-accumulate-gradient hooks on sharded
+    parameters, which would see zeros, and where ``.grad`` was written in place since the last
+    micro-batch, as ``zero_grad(set_to_none=False)`` does (an optimizer with ``foreach=True`` does
+    it unseen: call :func:`discard`).
     """
-    return engine_of(model).deferring(not last)
+    return engine_of(model).accumulating(last=last)
+
+
+def discard(model: nn.Module) -> None:
+    """Give up the step whose micro-batches :func:`accumulate` has run so far.
+
+    Forgets the gradients that wait to cross nodes. Call it with ``optimizer.zero_grad()``, on every
+    rank. Harmless where nothing waits.
+    """
+    engine_of(model).discard()
 
 
 def invalidate(model: nn.Module) -> None:
     """Declare the parameters written, after a write that PyTorch does not show.
 
     Such are writes through ``param.data``, ``param.detach()`` or a raw pointer, and
-    ``torch._foreach_*`` on parameters outside of an optimizer, as averages of weights use it.
-    Optimizer steps, ``load_state_dict``, checkpoints loaded into a ``state_dict`` and in-place
-    operations on parameters are seen without it; ``verify`` notices the others. Every rank calls
-    it.
+    ``torch._foreach_*`` on parameters outside of an optimizer, as averages of weights and merged
+    adapters use them. Optimizer steps, ``load_state_dict``, checkpoints loaded into a
+    ``state_dict`` and in-place operations on parameters are seen without it. Every rank calls it.
+
+    Without it, ``detect_writes`` sees such a write: in time on the CPU; on an accelerator when
+    results are wrong already, as an error.
     """
     engine_of(model).staleness.invalidate()
 
@@ -212,6 +260,10 @@ def invalidate(model: nn.Module) -> None:
 def ledger(model: nn.Module) -> Ledger:
     """Bytes that this rank moved, by link and phase."""
     return engine_of(model).ledger
+
+
+def _ranks(topology: Topology) -> tuple[int, int]:
+    return topology.nodes, topology.ranks_per_node
 
 
 def _check_directory(policy: CachePolicy) -> None:

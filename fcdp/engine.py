@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar, get_args
 
 import torch
 import torch.nn as nn
@@ -16,20 +16,24 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from fcdp.cache import Cache, Safety
+from fcdp.all_gather import CachedAllGather
+from fcdp.cache.cache import Cache, Safety
+from fcdp.cache.entry import Entry, Slices
+from fcdp.cache.memory_plan import MemoryPlan
+from fcdp.cache.policy import CachePolicy
 from fcdp.codec import Codecs
-from fcdp.encoded import EncodedReduce, check_encodable
+from fcdp.encoded_reduce import EncodedReduce, check_encodable
 from fcdp.exchange import any_rank
-from fcdp.gather import CachedGather
-from fcdp.ledger import Ledger, in_backward
-from fcdp.plan import Plan
-from fcdp.policy import CachePolicy
-from fcdp.reduce import HierarchicalReduce
+from fcdp.guard import Guard
+from fcdp.ledger import Ledger
+from fcdp.partial_gradients import Partials, PartialsPlace
+from fcdp.passes import Passes, untraced
+from fcdp.reduce_scatter import HierarchicalReduceScatter
 from fcdp.replicas import Replicas
 from fcdp.staleness import Staleness
-from fcdp.sums import SumsMaker, SumsPlace
+from fcdp.streams import Streams
 from fcdp.topology import Topology
-from fcdp.unit import find_units
+from fcdp.unit import Unit, find_units
 
 _ATTRIBUTE = "_fcdp_engine"
 
@@ -44,16 +48,52 @@ class Options:
     """
 
     look_ahead: int
-    sums: SumsPlace
+    partials: PartialsPlace
     safety: Safety
     codecs: Codecs
 
     def __post_init__(self) -> None:
         if self.look_ahead < 0:
             raise ValueError(f"look_ahead = {self.look_ahead}: must be 0 or more")
-        if self.sums not in get_args(SumsPlace):
-            allowed = ", ".join(get_args(SumsPlace))
-            raise ValueError(f"sums = {self.sums!r}: must be one of {allowed}")
+        if self.partials not in get_args(PartialsPlace):
+            allowed = ", ".join(get_args(PartialsPlace))
+            raise ValueError(f"partial_gradients = {self.partials!r}: must be one of {allowed}")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What an engine was asked for: setting up again with the same changes nothing."""
+
+    #: Nodes, and ranks per node.
+    ranks: tuple[int, int]
+    policy: CachePolicy
+    options: Options
+    #: What ``fcdp.shard`` was asked for beside these; ``None`` after ``cache_parameters``.
+    sharding: tuple[Any, ...] | None = None
+
+
+class Reduction(Protocol):
+    """One reduction of gradients after each backward: of a unit's, or of the replicas'.
+
+    As FSDP2's ``set_requires_gradient_sync``, but gradients of a micro-batch without sync are
+    reduced inside the node, and wait there.
+    """
+
+    #: Whether the next backward's gradients cross nodes, with all that wait.
+    requires_sync: bool
+
+    @property
+    def pending(self) -> bool:
+        """Whether gradients wait to cross nodes."""
+        ...
+
+    def discard(self) -> None:
+        """Forget what waits."""
+        ...
+
+    def drop_abandoned(self) -> None:
+        """Forget what waits if its ``.grad`` are gone: the step was given up."""
+        ...
 
 
 class Engine:
@@ -63,29 +103,38 @@ class Engine:
         self,
         model: nn.Module,
         topology: Topology,
-        policy: CachePolicy,
-        options: Options,
+        setup: Setup,
         *,
         replicated: Sequence[nn.Parameter] = (),
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        if has_engine(model):
-            raise ValueError("model: FCDP is set up on it already")
         self.topology = topology
+        self.setup = setup
+        policy, options = setup.policy, setup.options
         self.units = find_units(model, topology)
-        codecs = options.codecs
-        if codecs.gather is not None:
+        if options.codecs.gather is not None:
             check_encodable(self.units)
+        device = _device(topology)
         self.ledger = Ledger()
-        self.staleness = Staleness(self.units, topology, verify=options.safety.verify)
-        self._gathers: list[CachedGather] = []
-        self._encoded: list[EncodedReduce] = []
-        self._replicas = Replicas(
-            replicated, topology, _device(topology), self.ledger, reduce_dtype
+        self.entries = {unit: Entry(unit) for unit in self.units}
+        streams = Streams(device)
+        detects = options.safety.detect_writes and topology.nodes > 1
+        guard = Guard(self.units, device, streams) if detects else None
+        self._replicas = Replicas(replicated, model, topology, device, self.ledger, reduce_dtype)
+        self._passes = Passes(model)
+        self.staleness = Staleness(
+            [*self.entries.values()],
+            topology,
+            guard,
+            self._begins_pass,
+            verify=options.safety.verify,
         )
-        self._reduces: list[HierarchicalReduce | Replicas] = [self._replicas]
-        plan = Plan.of(
-            self.units, topology, policy, look_ahead=options.look_ahead, sums_place=options.sums
+        plan = MemoryPlan.of(
+            self.units,
+            topology,
+            policy,
+            look_ahead=options.look_ahead,
+            partials_place=options.partials,
         )
         on_all_ranks("host memory", topology, plan.check)
         plan.announce()
@@ -93,8 +142,10 @@ class Engine:
             f"policy = {policy}",
             topology,
             lambda: Cache(
+                self.entries,
                 topology,
-                _device(topology),
+                device,
+                streams,
                 plan,
                 self.ledger,
                 directory=policy.directory,
@@ -102,54 +153,112 @@ class Engine:
             ),
         )
         # Kept: host memory stays page-locked for as long as its arena lives.
-        self._sums = on_all_ranks(
-            f"sums = {options.sums!r}",
+        self._partials = on_all_ranks(
+            f"partial_gradients = {options.partials!r}",
             topology,
-            lambda: SumsMaker(options.sums, self.units, topology, _device(topology), self.ledger),
+            lambda: Partials(options.partials, self.units, topology, device, self.ledger),
         )
-        for unit in self.units:
-            encoded = EncodedReduce.of(codecs, topology.inter, self.ledger)
-            if encoded is not None:
-                self._encoded.append(encoded)
-            gather = CachedGather(
-                unit, topology, self.cache, self.staleness, self.ledger, codecs.gather
-            )
-            reduce = HierarchicalReduce(
-                unit,
+        slices = Slices(streams, streams.inter_node)
+        self._encoded: list[EncodedReduce] = []
+        self._reductions: dict[Unit | None, Reduction] = {None: self._replicas}
+        for unit, entry in self.entries.items():
+            gather = CachedAllGather(
+                entry,
                 topology,
-                self._sums.of(unit),
+                self.cache,
+                slices,
+                self.staleness,
+                guard,
+                streams,
                 self.ledger,
-                encoded,
+                options.codecs.gather,
             )
-            self._gathers.append(gather)
             unit.module.set_custom_all_gather(gather)
-            unit.module.set_custom_reduce_scatter(reduce)
-            if topology.mesh.device_type == "cpu" or encoded is not None:
-                # Gloo and the codecs' sums know no factor that comes before them. FSDP2 then
-                # divides the sum, once and after the reduction.
-                unit.module.set_force_sum_reduction_for_comms(True)
-            self._reduces.append(reduce)
+            self._reduce_by_hierarchy(unit, options.codecs)
         self._follow(model)
         setattr(model, _ATTRIBUTE, self)
 
+    def _reduce_by_hierarchy(self, unit: Unit, codecs: Codecs) -> None:
+        topology = self.topology
+        encoded = EncodedReduce.of(codecs, topology.reduce_inter, self.ledger)
+        if encoded is not None:
+            self._encoded.append(encoded)
+        reduction = HierarchicalReduceScatter(
+            unit, topology, self._partials.of(unit), self.ledger, encoded
+        )
+        unit.module.set_custom_reduce_scatter(reduction)
+        self._reductions[unit] = reduction
+        on_host = topology.mesh.device_type == "cpu"
+        if on_host or encoded is not None:
+            # Gloo and the codecs' sums know no factor that comes before them. FSDP2 then
+            # divides the sum, once and after the reduction.
+            unit.module.set_force_sum_reduction_for_comms(True)
+        if not on_host and getattr(unit.group, "reduce_scatter_max_input_buffers", None) == 1:
+            # FSDP2's default makes backward wait for the reduction of the unit before, which
+            # crosses nodes: one more buffer, and it waits for the one before that.
+            unit.module.set_reduce_scatter_max_input_buffers(2, recurse=False)
+
     @contextlib.contextmanager
-    def deferring(self, deferring: bool) -> Iterator[None]:
-        """Keep gradient sums inside the nodes for backwards that run within."""
-        for reduce in self._reduces:
-            reduce.deferring = deferring
+    def accumulating(self, *, last: bool) -> Iterator[None]:
+        """Keep gradients inside the nodes, but for the last micro-batch's, in the body."""
+        if not last:
+            self._check_gradient_hooks()
+        for reduction in self._reductions.values():
+            reduction.drop_abandoned()
+            reduction.requires_sync = last
+        self.cache.requires_sync = last
         try:
-            yield
+            with self._all_params_reduced():
+                yield
         except BaseException:
-            for reduce in self._reduces:
-                reduce.discard()
+            self.discard()
             raise
         finally:
-            for reduce in self._reduces:
-                reduce.deferring = False
+            self.cache.requires_sync = True
+            for reduction in self._reductions.values():
+                reduction.requires_sync = True
+
+    def discard(self) -> None:
+        """Forget gradients that wait to cross nodes."""
+        for reduction in self._reductions.values():
+            reduction.discard()
+
+    @contextlib.contextmanager
+    def _all_params_reduced(self) -> Iterator[None]:
+        """Have units of which gradients wait reduced even where this micro-batch uses them not.
+
+        FSDP2 reduces what has received gradients. What waits from earlier micro-batches would
+        otherwise never cross nodes; parameters without a gradient count as zeros instead.
+        """
+        waiting = [unit for unit, each in self._reductions.items() if unit and each.pending]
+        groups = [unit.group for unit in waiting if not _reduces_unused(unit)]
+        for group in groups:
+            group.reduce_scatter_unused_params = True
+        try:
+            yield
+        finally:
+            for group in groups:
+                group.reduce_scatter_unused_params = False
+
+    def _check_gradient_hooks(self) -> None:
+        """Raise ``RuntimeError`` where a hook would be called with a gradient that is not there."""
+        for unit in self.units:
+            for param in unit.params:
+                if getattr(param, "_post_accumulate_grad_hooks", None):
+                    raise RuntimeError(
+                        f"fcdp.accumulate(last=False): {unit.name} has a parameter with a "
+                        "post-accumulate-gradient hook, which would be called before the gradient "
+                        "has crossed nodes; run micro-batches without fcdp.accumulate, or without "
+                        "the hook"
+                    )
+
+    def _begins_pass(self, unit: Unit) -> bool:
+        self._replicas.make_equal()
+        return self._passes.begins_with(unit)
 
     def _follow(self, model: nn.Module) -> None:
         """Hook the events after which entries may be stale (paper: dirty flags of FCDP-Comm)."""
-        model.register_forward_pre_hook(self._before_forward, prepend=True)
+        self._passes.follow(self._begin_pass)
         for module in model.modules():
             module.register_load_state_dict_post_hook(self._after_load)
             module.register_state_dict_pre_hook(self._before_state_dict)
@@ -157,13 +266,15 @@ class Engine:
         # not keep the model alive.
         this = weakref.ref(self)
 
+        @untraced
         def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if (engine := this()) is not None:
                 engine._before_step(optimizer)
 
+        @untraced
         def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if (engine := this()) is not None:
-                engine.staleness.stepped(optimizer)
+                engine.staleness.end_step(optimizer)
 
         for handle in (
             register_optimizer_step_pre_hook(before_step),
@@ -171,17 +282,16 @@ class Engine:
         ):
             weakref.finalize(self, handle.remove)
 
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
-        if not in_backward():  # a recomputation belongs to the forward that it repeats
-            self._drop_unused()
-            self._replicas.make_equal()
-            self.staleness.ask()
-            self.cache.step_begins()
+    def _begin_pass(self) -> None:
+        """A forward of the model begins."""
+        self._drop_unused()
+        self.staleness.ask()
+        self.cache.begin_pass()
 
     def _drop_unused(self) -> None:
         """Forget what an earlier forward prefetched and then skipped: it may be stale by now."""
-        for unit, gather in zip(self.units, self._gathers, strict=True):
-            if gather.pending:
+        for unit in self.units:
+            if unit.prefetched:
                 unit.module.unshard()
                 unit.module.reshard()
 
@@ -194,7 +304,8 @@ class Engine:
         self.staleness.hand_out()
 
     def _before_step(self, optimizer: Optimizer) -> None:
-        if not any(reduce.pending for reduce in self._reduces):
+        self.staleness.begin_step(optimizer)
+        if not any(reduction.pending for reduction in self._reductions.values()):
             return
         ours = {id(param) for unit in self.units for param in unit.params}
         ours.update(map(id, self._replicas.params))
@@ -202,7 +313,8 @@ class Engine:
         if any(id(param) in ours for param in stepped):
             raise RuntimeError(
                 "optimizer step while gradients wait to be reduced across nodes; "
-                "run the last micro-batch's backward under fcdp.accumulate(model, last=True)"
+                "run the last micro-batch's backward under fcdp.accumulate(model, last=True), or "
+                "give the step up with fcdp.discard(model)"
             )
 
 
@@ -218,7 +330,34 @@ def engine_of(model: nn.Module) -> Engine:
 
 
 def has_engine(model: nn.Module) -> bool:
+    """Whether FCDP is set up on a model or on a part of it."""
     return any(hasattr(module, _ATTRIBUTE) for module in model.modules())
+
+
+def is_set_up(model: nn.Module, setup: Setup) -> bool:
+    """Whether FCDP is set up on a model as ``setup`` asks for.
+
+    Raises ``ValueError`` if it is set up otherwise.
+    """
+    if not has_engine(model):
+        return False
+    engine = getattr(model, _ATTRIBUTE, None)
+    if engine is None:
+        raise ValueError("model: FCDP is set up on a part of it already")
+    before = engine.setup
+    if setup.sharding is None:  # the model was sharded by whatever call: that is not asked for
+        before = replace(before, sharding=None)
+    if before != setup:
+        raise ValueError(
+            f"model: FCDP is set up on it already, with other arguments: {before}; must be equal, "
+            f"not {setup}"
+        )
+    return True
+
+
+def _reduces_unused(unit: Unit) -> bool:
+    """Whether the user has set ``set_reduce_scatter_unused_params``."""
+    return bool(getattr(unit.group, "reduce_scatter_unused_params", False))
 
 
 def _device(topology: Topology) -> torch.device:

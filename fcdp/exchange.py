@@ -1,17 +1,27 @@
-"""The exchanges that everything here is made of, moving no byte more than needed."""
+"""The exchanges that everything here is made of, moving no byte more than needed.
+
+Tensors on the CPU travel by gloo's point-to-point messages, whose collectives send more than the
+minimum or copy through buffers of their own. Tensors on an accelerator travel by one collective,
+however many nodes there are, in the order of the current stream. Where a tensor lies decides, not
+what a group is called: one group may carry both (``cpu:gloo,cuda:nccl``), and point-to-point
+messages that NCCL is given one by one wait for each other on both sides.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from fcdp.topology import Topology
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+Op = dist.ReduceOp | dist.ReduceOp.RedOpType
 
 
 class Pending(Protocol):
@@ -40,76 +50,133 @@ Part = tuple[int, torch.Tensor]
 
 def swap(received: Sequence[Part], sent: Sequence[Part], group: dist.ProcessGroup) -> list[Pending]:
     """Receive and send all parts at once; parts of one pair of ranks arrive in the order sent."""
+    if not received and not sent:
+        return []
     # All receives come first. A gloo rank announces on the same connection that it is ready to
     # receive. Were the announcement queued behind its own data, a full-duplex link would carry one
     # direction at a time; were it made while data flows, it would wait for the connection's lock.
-    if "gloo" in dist.get_backend(group):
+    if _on_host((*received, *sent)[0][1]):
         # The group's own methods: torch.distributed's wrappers cost as much as a small message.
         return [
             *(group.recv([tensor], peer, 0) for peer, tensor in received),
             *(group.send([tensor], peer, 0) for peer, tensor in sent),
         ]
-    operations = [
-        dist.P2POp(operation, tensor, group=group, group_peer=peer)
-        for operation, parts in ((dist.irecv, received), (dist.isend, sent))
-        for peer, tensor in parts
+    # One batch: NCCL runs what it is given one by one in that order on one stream per pair of
+    # ranks, so that two ranks that both receive first would wait for ever.
+    return [
+        *dist.batch_isend_irecv(
+            [
+                dist.P2POp(operation, tensor, group=group, group_peer=peer)
+                for operation, parts in ((dist.irecv, received), (dist.isend, sent))
+                for peer, tensor in parts
+            ]
+        )
     ]
-    return [*dist.batch_isend_irecv(operations)] if operations else []
 
 
 def any_rank(flags: Sequence[bool], topology: Topology) -> list[bool]:
-    """Each of ``flags``, set if it is set on any rank of the topology.
+    """Each of ``flags``, set if it is set on any rank.
 
-    Two hops, first inside the node and then across, where an all-reduce of the world is 2·(W−1);
-    each rank sends L − 1 + n − 1 messages of a byte per flag.
+    Two messages long, first inside the node and then across, where an all-reduce is 2·(W−1).
     """
-    # On the CPU whatever torch.set_default_device says: gloo carries nothing else.
     known = torch.tensor(flags, dtype=torch.uint8, device="cpu")
     for group in (topology.control_intra, topology.control_inter):
-        received = [(peer, torch.empty_like(known)) for peer in _others(group)]
-        sent = [(peer, known) for peer, _ in received]
-        wait_all(swap(received, sent, group))
+        # A group that sends nothing (torch's "fake") leaves this rank's own flags.
+        received = [(peer, known.clone()) for peer in _others(group)]
+        wait_all(swap(received, [(peer, known) for peer, _ in received], group))
         for _, other in received:
             known |= other
     return [bool(flag) for flag in known.tolist()]
 
 
-def all_gather(outputs: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[Pending]:
-    """Gather each output (g·s) in place: each of the group's g ranks holds its part already.
+def on_every_rank(values: torch.Tensor, topology: Topology) -> torch.Tensor:
+    """Gather ``values`` (k), in host memory, of all ranks: (W, k) in rank order."""
+    known = values[None]
+    for group in (topology.control_intra, topology.control_inter):
+        parts = [known.clone() for _ in range(group.size())]
+        others = _others(group)
+        received = [(peer, parts[peer]) for peer in others]
+        wait_all(swap(received, [(peer, known) for peer in others], group))
+        known = torch.cat(parts)
+    return known
 
-    Each rank sends (g−1)·s elements an output.
+
+def all_gather(
+    outputs: Sequence[torch.Tensor],
+    group: dist.ProcessGroup,
+    inputs: Sequence[torch.Tensor] | None = None,
+) -> list[Pending]:
+    """Gather each output (g·s) from the group's g ranks, by one collective.
+
+    On an accelerator it is queued when this returns, and there is nothing to wait for. Each rank
+    gives an input (s) per output; without ``inputs`` it is in its place in the output already. Each
+    rank sends (g−1)·s elements per output.
     """
     views = [output.view(group.size(), -1) for output in outputs]
-    if _over_gloo(views[0], group):  # whose own all-gather copies through buffers of its own
+    own = [view[group.rank()] for view in views]
+    inputs = own if inputs is None else inputs
+    if _on_host(outputs[0]):
+        for place, given in zip(own, inputs, strict=True):
+            if place.data_ptr() != given.data_ptr():
+                place.copy_(given)
         others = _others(group)
         return swap(
             [(peer, view[peer]) for view in views for peer in others],
-            [(peer, view[group.rank()]) for view in views for peer in others],
+            [(peer, part) for part in own for peer in others],
             group,
         )
-    return [
-        _all_gather(output, view[group.rank()], group=group, async_op=True)
-        for output, view in zip(outputs, views, strict=True)
-    ]
+    if len(outputs) == 1:
+        _all_gather(outputs[0], inputs[0], group=group)
+        return []
+    options = AllgatherOptions()
+    options.asyncOp = False  # on the current stream itself, without a hop to NCCL's and back
+    group.allgather_into_tensor_coalesced([*outputs], [*inputs], options).wait()
+    return []
 
 
 def reduce_scatter(
     outputs: Sequence[torch.Tensor],
     buffers: Sequence[torch.Tensor],
-    op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+    op: Op,
     group: dist.ProcessGroup,
 ) -> list[Pending]:
     """Reduce each buffer (g·s) over the group's g ranks; this rank's part (s) goes to its output.
 
-    Each rank sends (g−1)·s elements a buffer. Over gloo ``op`` must be a sum.
+    By one collective. Each rank sends (g−1)·s elements per buffer. On the CPU ``op`` must be a sum.
     """
-    if _over_gloo(buffers[0], group):
+    if _on_host(buffers[0]):
         assert op == dist.ReduceOp.SUM, f"{op} over gloo: the engine asks FSDP2 for sums"
         return [_SwapAndAdd(outputs, buffers, group)]
-    return [
-        _reduce_scatter(output, buffer, op=op, group=group, async_op=True)
-        for output, buffer in zip(outputs, buffers, strict=True)
-    ]
+    if len(outputs) == 1:
+        _reduce_scatter(outputs[0], buffers[0], op=op, group=group)
+        return []
+    options = ReduceScatterOptions()
+    options.reduceOp = cast(dist.ReduceOp, op)  # or a plain ``RedOpType``: the binding takes both
+    options.asyncOp = False
+    group.reduce_scatter_tensor_coalesced([*outputs], [*buffers], options).wait()
+    return []
+
+
+def all_to_all(
+    received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], group: dist.ProcessGroup
+) -> list[Pending]:
+    """Send ``sent[i]`` to rank i, whose part for this rank arrives in ``received[i]``.
+
+    By one collective. The own parts are left alone; they may be empty.
+    """
+    others = _others(group)
+    if _on_host(sent[0]):
+        return swap(
+            [(peer, received[peer]) for peer in others],
+            [(peer, sent[peer]) for peer in others],
+            group,
+        )
+    nothing = sent[0].new_empty(0)
+    mine = group.rank()
+    outputs = [nothing if peer == mine else part for peer, part in enumerate(received)]
+    inputs = [nothing if peer == mine else part for peer, part in enumerate(sent)]
+    dist.all_to_all(outputs, inputs, group=group)
+    return []
 
 
 def all_reduce(buffer: torch.Tensor, topology: Topology) -> tuple[int, int]:
@@ -123,15 +190,15 @@ def all_reduce(buffer: torch.Tensor, topology: Topology) -> tuple[int, int]:
     part = buffer
     if ranks > 1:
         part = buffer.new_empty(buffer.numel() // ranks)
-        wait_all(reduce_scatter([part], [buffer], op, topology.intra))
+        wait_all(reduce_scatter([part], [buffer], op, topology.reduce_intra))
     if nodes > 1:
         own = part.new_empty(part.numel() // nodes)
-        wait_all(reduce_scatter([own], [part], op, topology.inter))
+        wait_all(reduce_scatter([own], [part], op, topology.reduce_inter))
         part.view(nodes, -1)[topology.node] = own
-        wait_all(all_gather([part], topology.inter))
+        wait_all(all_gather([part], topology.reduce_inter))
     if ranks > 1:
         buffer.view(ranks, -1)[topology.local_rank] = part
-        wait_all(all_gather([buffer], topology.intra))
+        wait_all(all_gather([buffer], topology.reduce_intra))
     size = buffer.itemsize * buffer.numel() // (nodes * ranks)
     return 2 * (nodes - 1) * size, 2 * (ranks - 1) * nodes * size
 
@@ -140,8 +207,8 @@ def _others(group: dist.ProcessGroup) -> list[int]:
     return [peer for peer in range(group.size()) if peer != group.rank()]
 
 
-def _over_gloo(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    return tensor.device.type == "cpu" and "gloo" in dist.get_backend(group)
+def _on_host(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"
 
 
 class _SwapAndAdd:

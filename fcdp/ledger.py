@@ -33,10 +33,10 @@ class Ledger:
     #: Memory that this rank's cache holds, in bytes; on the host page-locked on CUDA.
     host_cache_bytes: int = 0
     device_cache_bytes: int = 0
-    #: The host arena of waiting gradient sums (``sums="host"``), in bytes.
-    host_sums_bytes: int = 0
-    #: Gradient sums that wait for the last micro-batch (``fcdp.accumulate``), in bytes of device
-    #: memory, and their peak.
+    #: The host arena of partial gradients (``partial_gradients="host"``), in bytes.
+    host_partials_bytes: int = 0
+    #: Partial gradients that wait for the last micro-batch (``fcdp.accumulate``), in bytes of
+    #: device memory, and their peak.
     pending_bytes: int = 0
     peak_pending_bytes: int = 0
     #: What error feedback keeps of reductions for the next ones, in bytes of device memory.
@@ -46,7 +46,7 @@ class Ledger:
         self.bytes[link][phase] += count
 
     def hold(self, count: int) -> None:
-        """Account for ``count`` more bytes of partial gradient sums (negative: released)."""
+        """Account for ``count`` more bytes of partial gradients (negative: released)."""
         self.pending_bytes += count
         self.peak_pending_bytes = max(self.peak_pending_bytes, self.pending_bytes)
 

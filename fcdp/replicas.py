@@ -8,11 +8,13 @@ from functools import reduce
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 
 from fcdp.exchange import all_reduce
 from fcdp.ledger import Ledger
 from fcdp.topology import Topology
+from fcdp.unit import param_groups
 
 
 class Replicas:
@@ -26,6 +28,7 @@ class Replicas:
     def __init__(
         self,
         params: Sequence[nn.Parameter],
+        model: nn.Module,
         topology: Topology,
         device: torch.device,
         ledger: Ledger,
@@ -35,11 +38,12 @@ class Replicas:
         self._topology = topology
         self._ledger = ledger
         self._reduce_dtype = reduce_dtype
+        self._modules = _innermost(model, params)
         self._equal = False
         #: The backward that will call back at its end; one that fails does not.
         self._followed = -1
-        #: As of ``HierarchicalReduce``: set by ``fcdp.accumulate``, and whether sums wait.
-        self.deferring = False
+        #: As of ``HierarchicalReduceScatter``: set by ``fcdp.accumulate``, and whether sums wait.
+        self.requires_sync = True
         self.pending = False
         for param in params:
             if not param.is_meta:
@@ -47,7 +51,7 @@ class Replicas:
             param.register_post_accumulate_grad_hook(self._accumulated)
 
     def make_equal(self) -> None:
-        """Before the first forward: give all ranks what rank 0 has, once, outside of the ledger."""
+        """Give all ranks what rank 0 has, before the first gather, once, outside of the ledger."""
         if self._equal:
             return
         self._equal = True
@@ -65,6 +69,11 @@ class Replicas:
             param.grad = None
         self.pending = False
 
+    def drop_abandoned(self) -> None:
+        """Forget that sums wait whose ``.grad`` are gone."""
+        if all(param.grad is None for param in self.params):
+            self.pending = False
+
     def _accumulated(self, param: torch.Tensor) -> None:
         """A gradient has landed; what follows the last of this backward is asked for once."""
         backward = torch._C._current_graph_task_id()
@@ -73,13 +82,13 @@ class Replicas:
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
 
     def _finish_backward(self) -> None:
-        self.pending = self.deferring
-        if not self.deferring:
+        self.pending = not self.requires_sync
+        if self.requires_sync:
             with record_function("fcdp::reduce_replicas"):
                 self._reduce()
 
     def _reduce(self) -> None:
-        """Average ``.grad`` over all ranks.
+        """Average ``.grad`` over all ranks, or divide it as ``set_gradient_divide_factor`` says.
 
         What an earlier backward has averaged already is the same on all ranks, and stays so.
         """
@@ -88,10 +97,15 @@ class Replicas:
         inter, intra = all_reduce(buffer, self._topology)
         self._ledger.add("inter_node", "reduce", inter)
         self._ledger.add("intra_node", "reduce", intra)
-        buffer /= self._topology.world_size
         # Views of the buffer: no gradient is copied twice.
         sizes = [param.numel() for param in held]
         *means, _ = buffer.split([*sizes, buffer.numel() - sum(sizes)])
+        factors = [self._divide_factor(param) for param in held]
+        if len(set(factors)) == 1:
+            buffer /= factors[0]
+        else:
+            for mean, factor in zip(means, factors, strict=True):
+                mean /= factor
         for param, mean in zip(held, means, strict=True):
             param.grad = mean.view_as(param).to(param.dtype)
 
@@ -103,3 +117,20 @@ class Replicas:
         numel = sum(map(torch.numel, grads))
         padding = grads[0].new_zeros(-numel % self._topology.world_size, dtype=dtype)
         return torch.cat([*(grad.to(dtype) for grad in grads), padding])
+
+    def _divide_factor(self, param: nn.Parameter) -> float:
+        """Return the factor of the FSDP2 module that would have sharded the parameter."""
+        module = self._modules.get(param)
+        groups = [] if module is None else param_groups(module._get_fsdp_state())
+        factors = [group.gradient_divide_factor for group in groups]
+        return next((f for f in factors if f is not None), float(self._topology.world_size))
+
+
+def _innermost(model: nn.Module, params: Sequence[nn.Parameter]) -> dict[nn.Parameter, FSDPModule]:
+    """Find the FSDP2 module around each parameter."""
+    wanted = set(params)
+    found: dict[nn.Parameter, FSDPModule] = {}
+    for module in model.modules():  # outer ones first
+        if isinstance(module, FSDPModule):
+            found.update((param, module) for param in module.parameters() if param in wanted)
+    return found

@@ -2,34 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from weakref import WeakSet
 
-import torch.distributed as dist
+import torch
 from torch.optim import Optimizer
 
-from fcdp.exchange import any_rank
+from fcdp.cache.entry import Entry
+from fcdp.checksum import checksum
+from fcdp.exchange import any_rank, on_every_rank
+from fcdp.guard import Guard
 from fcdp.topology import Topology
 from fcdp.unit import Unit
-from fcdp.verify import contents
+
+
+@dataclass(eq=False)
+class _Watched:
+    """What this rank knows of writes to one unit."""
+
+    entry: Entry
+    #: Stamp and, where they are compared, contents when the ranks last agreed.
+    stamp: int = -1
+    contents: list[int] | None = None
+    #: A write that no stamp shows.
+    written: bool = True
 
 
 class Staleness:
-    """Raises the generation of units whose parameters have been written, on all ranks at once.
+    """Raises the generation of entries whose parameters have been written, on all ranks at once.
 
     A hit on one rank and a miss on another would leave the one without a partner in the
-    collective, so no rank decides alone: after each event that may come with writes (a forward of
-    the model, an optimizer step, a load) the next gather first exchanges one byte a unit, and a
-    unit that any rank saw written is stale everywhere. The event is one that all ranks take part
-    in; which rank saw which write does not matter.
+    collective, so no rank decides alone. A *pass* begins with a forward of the model, or with a
+    gather outside of one (a sub-module's forward, a registered forward method, ``unshard()``).
+    Before its first gather, and after an optimizer step or a load within it, ranks exchange two
+    bytes per unit; a unit that any rank saw written is stale everywhere. Which rank saw which write
+    does not matter.
+
+    What a rank sees of writes, from the cheapest:
+
+    - hooks: optimizer steps and loads;
+    - stamps: in-place writes that autograd counts;
+    - contents, on the CPU: checksums of this rank's shards before each pass. On an accelerator the
+      host would have to wait for them;
+    - the guard: checksums of the own shard at each hit, known too late to be healed.
     """
 
-    def __init__(self, units: Sequence[Unit], topology: Topology, *, verify: bool = False) -> None:
-        self._units = units
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        topology: Topology,
+        guard: Guard | None,
+        begins_pass: Callable[[Unit], bool],
+        *,
+        verify: bool = False,
+    ) -> None:
+        """``begins_pass`` says whether a unit's gather is the first of a pass that nobody told."""
+        self._watched = {entry.unit: _Watched(entry) for entry in entries}
         self._topology = topology
+        self._guard = guard
+        self._begins_pass = begins_pass
         self._verify = verify
+        self._compares = guard is not None and topology.mesh.device_type == "cpu"
         self._asked = True
-        #: What the units held when somebody was given their memory; see :meth:`hand_out`.
-        self._handed_out: list[list[int]] | None = None
+        #: Optimizers inside of ``step``, whose closures may gather what is half updated.
+        self._stepping: WeakSet[Optimizer] = WeakSet()
 
     def ask(self) -> None:
         """Have the ranks agree again at the next gather. Every rank must call it."""
@@ -37,74 +74,114 @@ class Staleness:
 
     def invalidate(self) -> None:
         """Declare all units written on this rank."""
-        for unit in self._units:
-            unit.written = True
+        for watched in self._watched.values():
+            watched.written = True
         self.ask()
 
     def hand_out(self) -> None:
-        """Somebody is given the parameters' memory and may write to it where no counter counts.
+        """Note what units hold: somebody is given their memory and may write to it unseen.
 
         ``torch.distributed.checkpoint`` loads so, into a ``state_dict``. Contents are compared when
         the ranks agree next: one pass over this rank's shards now and one then, on each rank that
         was asked for them.
         """
-        if self._handed_out is None:
-            self._handed_out = [contents(unit) for unit in self._units]
+        if not self._compares:
+            for unit, watched in self._watched.items():
+                watched.contents = watched.contents or contents(unit)
 
-    def stepped(self, optimizer: Optimizer) -> None:
-        """Declare written what an optimizer updates; fused kernels leave no other trace."""
-        updated = {
-            id(param)
-            for group in optimizer.param_groups
-            for param in group["params"]
-            if param.requires_grad
-        }
-        for unit in self._units:
-            if any(id(param) in updated for param in unit.params):
-                unit.written = True
-                self._asked = True
+    def begin_step(self, optimizer: Optimizer) -> None:
+        """Declare written, for as long as it steps, what an optimizer updates."""
+        self._stepping.add(optimizer)
+
+    def end_step(self, optimizer: Optimizer) -> None:
+        """Declare written what an optimizer has updated; fused kernels leave no other trace."""
+        self._stepping.discard(optimizer)
+        self._stepped(optimizer)
 
     def settle(self, unit: Unit) -> None:
-        """Agree if asked to; then ``unit.generation`` holds for the gather about to start.
+        """Agree if asked to; then the entry's generation holds for the gather about to start.
 
-        Raises ``RuntimeError`` if this rank's parameters changed after the ranks had agreed.
+        Raises ``RuntimeError`` if this rank's parameters changed after the ranks had agreed, and,
+        on all ranks, if stale parameters were used since.
         """
-        if self._asked:
+        if self._begins_pass(unit) or self._asked:
             self._agree()
-        elif unit.stamp() != unit.agreed_stamp:
+        elif unit.stamp() != self._watched[unit].stamp:
             raise RuntimeError(
                 f"{unit.name}: parameters were written in place since the model's forward began; "
                 "write between steps, or call fcdp.invalidate(model) on every rank afterwards"
             )
 
-    def _agree(self) -> None:
-        stamps = [unit.stamp() for unit in self._units]
-        for index, before in enumerate(self._handed_out or []):
-            self._units[index].written |= contents(self._units[index]) != before
-        self._handed_out = None
-        written = any_rank(
-            [
-                unit.written or stamp != unit.agreed_stamp
-                for unit, stamp in zip(self._units, stamps, strict=True)
-            ],
-            self._topology,
-        )
-        for unit, stamp, stale in zip(self._units, stamps, written, strict=True):
-            unit.generation += stale
-            unit.agreed_stamp = stamp
-            unit.written = False
-        self._asked = False
-        if self._verify:
-            self._compare()
+    def _stepped(self, optimizer: Optimizer) -> None:
+        # What an optimizer updates is what has a gradient, whether it still requires one or not.
+        updated = {
+            id(param)
+            for group in optimizer.param_groups
+            for param in group["params"]
+            if param.requires_grad or param.grad is not None
+        }
+        for unit, watched in self._watched.items():
+            if any(id(param) in updated for param in unit.params):
+                watched.written = True
+                self._asked = True
 
-    def _compare(self) -> None:
+    def _agree(self) -> None:
+        for optimizer in self._stepping:
+            self._stepped(optimizer)
+        watched = [*self._watched.items()]
+        stamps = [unit.stamp() for unit, _ in watched]
+        held = [self._contents(unit, each) for unit, each in watched]
+        written = [
+            each.written or stamp != each.stamp or now != each.contents
+            for (_, each), stamp, now in zip(watched, stamps, held, strict=True)
+        ]
+        differ = [False] * len(written) if self._guard is None else self._guard.found()
+        flags = any_rank([*written, *differ], self._topology)
+        written, differ = flags[: len(written)], flags[len(written) :]
+        for (_, each), stamp, now, stale in zip(watched, stamps, held, written, strict=True):
+            each.entry.generation += stale
+            each.stamp, each.written = stamp, False
+            each.contents = now if self._compares else None
+        self._asked = False
+        if any(differ):
+            self._refuse([unit for (unit, _), wrong in zip(watched, differ, strict=True) if wrong])
+        if self._verify:
+            self._compare_generations()
+
+    def _contents(self, unit: Unit, watched: _Watched) -> list[int] | None:
+        if self._compares or watched.contents is not None:
+            return contents(unit)
+        return None
+
+    def _refuse(self, units: Sequence[Unit]) -> None:
+        """Raise on every rank: between two agreements a gather used stale parameters."""
+        assert self._guard is not None
+        self._guard.forget()
+        self.invalidate()
+        names = ", ".join(unit.name for unit in units[:3])
+        more = f" and {len(units) - 3} more units" if len(units) > 3 else ""
+        raise RuntimeError(
+            f"{names}{more}: parameters were written where nothing shows it (param.data, detach(), "
+            "torch._foreach_*, a fused kernel) while gathered copies of the old ones were in use: "
+            "results since that write are wrong. Call fcdp.invalidate(model) on every rank after "
+            "such a write; all units will be gathered anew now"
+        )
+
+    def _compare_generations(self) -> None:
         """Raise ``RuntimeError`` on every rank if generations differ between ranks."""
-        mine = [unit.generation for unit in self._units]
-        ranks = [mine for _ in range(self._topology.world_size)]
-        dist.all_gather_object(ranks, mine, group=self._topology.mesh.get_group())
+        units = [*self._watched]
+        mine = [self._watched[unit].entry.generation for unit in units]
+        ranks = on_every_rank(torch.tensor(mine, device="cpu"), self._topology).tolist()
         for rank, theirs in enumerate(ranks):
-            for unit, generation, first in zip(self._units, theirs, ranks[0], strict=True):
+            for unit, generation, first in zip(units, theirs, ranks[0], strict=True):
                 if generation != first:
                     raise RuntimeError(
                         f"{unit.name}: rank {rank} is at generation {generation}, rank 0 at {first}"
                     )
+
+
+def contents(unit: Unit) -> list[int]:
+    """List a checksum of each of this rank's shards; of none that has no memory yet (``meta``)."""
+    shards = [param._local_tensor.detach() for param in unit.params]
+    sums = [checksum(shard) for shard in shards if shard.device.type != "meta"]
+    return torch.stack(sums).tolist() if sums else []

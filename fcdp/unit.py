@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,18 +14,17 @@ from torch.distributed.tensor import DTensor
 from fcdp.topology import Topology
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Unit:
-    """What one gather moves, and how often its parameters have changed.
+    """What one gather moves: one FSDP2 parameter group, described once and for all.
 
-    ``generation`` grows by one, on every rank alike, whenever the parameters have been written.
-    A cache entry of an older generation is stale.
+    What changes over time is the cache's (:class:`fcdp.cache.entry.Entry`).
     """
 
     name: str
     module: FSDPModule
-    #: FSDP2's parameters of the unit.
-    fsdp_params: Sequence[Any]
+    #: FSDP2's ``FSDPParamGroup``.
+    group: Any
     #: One rank's part of the gather, in bytes of the gather dtype, padding included.
     shard_bytes: int
     #: Elements of it, padding included.
@@ -35,28 +33,28 @@ class Unit:
     gather_dtypes: frozenset[torch.dtype]
     #: How often a step of one micro-batch gathers it again without it having changed.
     reuses: int = 1
-    generation: int = 1
-    #: Stamp of the parameters when the ranks last agreed on ``generation``.
-    agreed_stamp: int = -1
-    #: This rank knows of a write that no stamp shows.
-    written: bool = True
 
     @property
     def params(self) -> list[DTensor]:
         """Sharded parameters, as the optimizer sees them; FSDP2's, as a load may replace them."""
-        return [fsdp_param.sharded_param for fsdp_param in self.fsdp_params]
+        return [fsdp_param.sharded_param for fsdp_param in self.group.fsdp_params]
 
     @property
     def trainable(self) -> bool:
         return any(param.requires_grad for param in self.params)
 
+    @property
+    def prefetched(self) -> bool:
+        """Whether a gather has begun that nobody has waited for."""
+        return self.group._all_gather_result is not None
+
     def stamp(self) -> int:
-        """A number that grows with each in-place write that autograd can see on this rank.
+        """Return a number that grows with each in-place write that autograd sees on this rank.
 
         Writes through the parameter count on the DTensor, writes through ``to_local()`` on the
         tensor inside. Writes through ``.data``, behind ``detach()``, by ``torch._foreach_*`` on
-        DTensors and by fused optimizer kernels do not count at all; optimizers and state dicts are
-        followed by hooks, the rest needs ``fcdp.invalidate``.
+        DTensors and by fused optimizer kernels do not count at all: see
+        :mod:`fcdp.staleness`.
         """
         return sum(param._version + param._local_tensor._version for param in self.params)
 
@@ -77,7 +75,7 @@ def find_units(model: nn.Module, topology: Topology) -> list[Unit]:
         if id(state) in seen:  # fully_shard([a, b]) gives a and b one state
             continue
         seen.add(id(state))
-        groups = _param_groups(state)
+        groups = param_groups(state)
         if len(groups) > 1:
             raise ValueError(
                 f"{name or 'model'}: {len(groups)} meshes in one module (shard_placement_fn); "
@@ -94,7 +92,8 @@ def find_units(model: nn.Module, topology: Topology) -> list[Unit]:
     return units
 
 
-def _param_groups(state: Any) -> list[Any]:
+def param_groups(state: Any) -> list[Any]:
+    """List the parameter groups of one FSDP2 module's state."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     group = state._fsdp_param_group  # torch < 2.12 keeps at most one
@@ -115,7 +114,7 @@ def _unit(name: str, module: FSDPModule, group: Any, topology: Topology, kept: b
     return Unit(
         name,
         module,
-        group.fsdp_params,
+        group,
         shard_bytes=sum(map(_gathered_bytes, group.fsdp_params)),
         shard_numel=sum(param._sharded_param_data.numel() for param in group.fsdp_params),
         gather_dtypes=frozenset(map(_gather_dtype, group.fsdp_params)),

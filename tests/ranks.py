@@ -9,10 +9,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ _PRELOAD = [
     "tests.ranks",
     "experiments.clusters._preloaded",  # so that clusters made later can use this fork server
 ]
+#: Until the ranks of a failed one are given up: they may be about to fail alike.
+_GRACE_S = 10
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(_PRELOAD)
 
@@ -34,9 +37,12 @@ class RankFailure(AssertionError):
 
 
 class RankPool:
-    """``world_size`` processes that form one gloo process group on loopback."""
+    """``world_size`` processes that form one gloo process group on loopback.
 
-    def __init__(self, world_size: int) -> None:
+    They may start processes of their own if they are no daemons.
+    """
+
+    def __init__(self, world_size: int, *, daemon: bool = True) -> None:
         self._store = tempfile.TemporaryDirectory()
         self._ranks: list[tuple[Any, Connection]] = []
         for rank in range(world_size):
@@ -44,25 +50,39 @@ class RankPool:
             process = _context.Process(
                 target=_serve,
                 args=(rank, world_size, str(Path(self._store.name) / "store"), there),
-                daemon=True,
+                daemon=daemon,
             )
             process.start()
             there.close()
             self._ranks.append((process, here))
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 400) -> list[Any]:
-        """Call ``function(*args)`` on every rank; return the results in rank order."""
+        """Call ``function(*args)`` on every rank; return the results in rank order.
+
+        Once a rank has failed, others that wait for it have little time left.
+        """
         for _, pipe in self._ranks:
             pipe.send((function, args))
-        answers = []
-        for rank, (_, pipe) in enumerate(self._ranks):
-            if not pipe.poll(timeout_s):
-                raise RankFailure(f"rank {rank} did not answer within {timeout_s} s")
-            answers.append(pipe.recv())
-        failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
+        waiting = {rank: pipe for rank, (_, pipe) in enumerate(self._ranks)}
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        deadline = time.monotonic() + timeout_s
+        while waiting:
+            ready = wait(list(waiting.values()), max(0.0, deadline - time.monotonic()))
+            for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
+                ok, answer = _receive(waiting.pop(rank))
+                (results if ok else failures)[rank] = answer
+                if not ok:
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+            if not ready:
+                why = "after another rank failed" if failures else f"within {timeout_s} s"
+                failures.update(dict.fromkeys(waiting, f"did not answer {why}"))
+                break
         if failures:
-            raise RankFailure("\n".join(failures))
-        return [result for _, result in answers]
+            raise RankFailure(
+                "\n".join(f"rank {rank}:\n{text}" for rank, text in sorted(failures.items()))
+            )
+        return [results[rank] for rank in range(len(self._ranks))]
 
     def close(self) -> None:
         for process, pipe in self._ranks:
@@ -70,6 +90,15 @@ class RankPool:
             process.kill()
             process.join()
         self._store.cleanup()
+
+
+def _receive(pipe: Connection) -> tuple[bool, Any]:
+    """Whether the rank succeeded, and its result or what it raised."""
+    try:
+        ok, answer = pipe.recv()
+    except EOFError:
+        return False, "its process has ended"
+    return ok, answer
 
 
 def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
@@ -102,11 +131,13 @@ class Pools:
     def __init__(self) -> None:
         self._pools: dict[int, RankPool] = {}
 
-    def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    def run(
+        self, world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 400
+    ) -> list[Any]:
         if world_size not in self._pools:
             self._pools[world_size] = RankPool(world_size)
         try:
-            return self._pools[world_size].run(function, *args)
+            return self._pools[world_size].run(function, *args, timeout_s=timeout_s)
         except RankFailure:
             self._pools.pop(world_size).close()
             raise

@@ -24,7 +24,7 @@ from baselines import strategy as strategies
 from baselines.strategy import Job, Trainable
 from experiments import models
 from experiments.memory.records import Case
-from fcdp.arena import Arena
+from fcdp.cache.arena import Arena
 from fcdp.engine import has_engine
 
 #: Makes the mesh that ``reshard_after_forward=int`` reshards to.
@@ -102,10 +102,10 @@ def _with_contents(make_mesh: Callable[..., Any]) -> Callable[..., Any]:
 def imitated_host() -> Iterator[None]:
     """Host memory without contents, as much as is asked for."""
     with (
-        mock.patch("fcdp.tiers.host.Arena", _FakeArena),
-        mock.patch("fcdp.sums.Arena", _FakeArena),
-        mock.patch("fcdp.memory.available_host_memory", return_value=None),
-        mock.patch("fcdp.plan.Plan.announce"),
+        mock.patch("fcdp.cache.tiers.host.Arena", _FakeArena),
+        mock.patch("fcdp.partial_gradients.Arena", _FakeArena),
+        mock.patch("fcdp.cache.memory.available_host_memory", return_value=None),
+        mock.patch("fcdp.cache.memory_plan.Plan.announce"),
     ):
         yield
 

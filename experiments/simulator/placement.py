@@ -13,7 +13,7 @@ from experiments.costs.units import Layout, Unit
 from experiments.costs.workload import Workload
 
 if TYPE_CHECKING:
-    from fcdp.memory import Usage
+    from fcdp.cache.memory import Usage
 
 #: Gathers after which every policy of the library has settled.
 _SETTLED = 6
@@ -113,7 +113,7 @@ def _by_usage(
 
 
 def _usage(used: float, peak: float, hardware: Hardware) -> Usage:
-    from fcdp.memory import Usage
+    from fcdp.cache.memory import Usage
 
     # The reserve is used by others than tensors.
     total = round(hardware.device.memory_bytes)

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import fcdp
 from docs import memory
 from fcdp.engine import engine_of
-from fcdp.sums import SumsPlace
+from fcdp.partial_gradients import SumsPlace
 from tests.docs import DOCS
 from tests.fcdp.training import (
     Settings,

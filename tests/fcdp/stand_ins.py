@@ -1,4 +1,4 @@
-"""The parts of a topology and of a unit that tiers and policies look at."""
+"""The parts of a topology, of a unit and of a gather that tiers and policies look at."""
 
 from __future__ import annotations
 
@@ -7,24 +7,39 @@ from typing import Any
 
 import torch
 
+from fcdp.cache.entry import Slice
+from fcdp.streams import Streams
+
+CPU = torch.device("cpu")
+STREAMS = Streams(CPU)
+
 
 @dataclass(frozen=True)
 class Place:
     nodes: int
     node: int
     ranks_per_node: int = 1
+    local_rank: int = 0
+    rank: int = 0
     #: What process groups would be.
     intra: str = "intra"
     inter: str = "inter"
+    reduce_intra: str = "intra of reductions"
+    reduce_inter: str = "inter of reductions"
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
 
 
 @dataclass(eq=False)
-class Entry:
+class StandInUnit:
     name: str
     shard_bytes: int
     reuses: int = 1
+    params: tuple[Any, ...] = ()
 
 
-def rows(shards: torch.Tensor) -> Any:
-    """One shard a node."""
-    return shards.unbind()
+def slice_of(rows: torch.Tensor, node: int = 0) -> Slice:
+    """One row per node, this rank's own among them."""
+    return Slice(rows, node, STREAMS.current())

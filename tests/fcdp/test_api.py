@@ -48,8 +48,9 @@ def refusals() -> dict[str, str]:
     model = make_model(PLAIN)
     refused("model_as_unit", fcdp.shard, model, topology, units=[model])
     model = shard_with_fcdp(make_model(PLAIN), topology, PLAIN)
-    refused("twice", fcdp.cache_parameters, model, topology)
-    refused("sharded_already", fcdp.shard, model, topology, units=model.blocks)
+    refused("twice", fcdp.cache_parameters, model, topology, fcdp.NoCache())
+    plain = shard_with_fsdp2(make_model(PLAIN), topology, PLAIN)
+    refused("sharded_already", fcdp.shard, plain, topology, units=plain.blocks)
 
     hybrid = nn.Linear(4, 4)
     fully_shard(hybrid, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")))
@@ -85,7 +86,7 @@ def test_bad_input_is_refused(ranks: Pools) -> None:
 
 MISTAKES: list[dict[str, Any]] = [
     {"look_ahead": -1},
-    {"sums": "disk"},
+    {"partial_gradients": "disk"},
     {"error_feedback": True},
     {"adapters": "both"},
     {"reshard_after_forward": 2},

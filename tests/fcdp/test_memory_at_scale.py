@@ -56,9 +56,9 @@ class MetaCopies:
 @contextmanager
 def imitated_host() -> Iterator[None]:
     with (
-        mock.patch("fcdp.tiers.host.Arena", HostArena),
-        mock.patch("fcdp.tiers.host.others", MetaCopies),
-        mock.patch("fcdp.memory.available_host_memory", return_value=2**40),
+        mock.patch("fcdp.cache.tiers.host.Arena", HostArena),
+        mock.patch("fcdp.cache.tiers.host.others", MetaCopies),
+        mock.patch("fcdp.cache.memory.available_host_memory", return_value=2**40),
         mock.patch("fcdp.engine.any_rank", side_effect=lambda flags, _: list(flags)),
         mock.patch("fcdp.staleness.any_rank", side_effect=lambda flags, _: list(flags)),
     ):

@@ -19,7 +19,7 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
 import fcdp
-from fcdp.sums import SumsPlace
+from fcdp.partial_gradients import PartialsPlace
 from tests.fcdp.training import topology_of
 from tests.ranks import Pools
 
@@ -44,7 +44,7 @@ class Case:
     seed: int
 
     @property
-    def sums(self) -> SumsPlace:
+    def partials(self) -> PartialsPlace:
         return "host" if self.seed % 2 else "device"
 
 
@@ -130,7 +130,7 @@ def worst_difference(nodes: int, ranks_per_node: int, name: str, case: Case) -> 
         topology,
         units=model.blocks,
         policy=POLICIES[name],
-        sums=case.sums,
+        partial_gradients=case.partials,
         verify=True,
         poison=True,
     )

@@ -1,0 +1,292 @@
+"""The cached all-gather: across nodes when a unit has changed, from the cache when it has not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+from torch.profiler import record_function
+
+from fcdp.cache.cache import Cache
+from fcdp.cache.entry import Entry, Slice, Slices
+from fcdp.codec import Codec
+from fcdp.exchange import Pending, all_gather, swap, wait_all
+from fcdp.guard import Guard
+from fcdp.ledger import Ledger, Phase, gather_phase
+from fcdp.staleness import Staleness
+from fcdp.streams import Streams
+from fcdp.topology import Topology
+
+#: The exchanges that have to end before a gather goes on to its next part.
+Parts = Iterator[Sequence[Pending]]
+
+
+class CachedAllGather(AllGather):
+    """FSDP2's all-gather of one unit, rank order kept: output is (nodes, L, shard numel).
+
+    A stale unit: this rank gathers the shards of its ``local_rank`` from all nodes, the slice
+    (nodes, s), 1/L of the unit, by one collective. The cache takes a copy of it, and the node's
+    ranks gather the unit from their slices, by one more. A fresh unit: the slice comes from the
+    cache (paper: FCDP-Sched; nothing crosses nodes).
+
+    With a codec, shards cross nodes encoded, and the output has every shard, this rank's own
+    included, as it decodes: all nodes compute with equal weights. The cache keeps decoded shards.
+
+    Who touches what on an accelerator: FSDP2 fills the own row of the output on its copy-in stream,
+    and frees the output in the order of its own streams. The inter-node all-gather runs on a stream
+    and a communicator of its own, ahead of the gathers inside the node, and waits for that copy-in
+    alone. It writes to a slice from :class:`fcdp.cache.entry.Slices`; copies to the host read the
+    slice and never FSDP2's output, unless one rank per node makes them the same. The intra-node
+    all-gather alone writes to the output, on the stream that FSDP2 calls on.
+    """
+
+    def __init__(
+        self,
+        entry: Entry,
+        topology: Topology,
+        cache: Cache,
+        slices: Slices,
+        staleness: Staleness,
+        guard: Guard | None,
+        streams: Streams,
+        ledger: Ledger,
+        codec: Codec | None,
+    ) -> None:
+        self._entry = entry
+        self._unit = entry.unit
+        self._topology = topology
+        self._cache = cache
+        self._slices = slices
+        self._staleness = staleness
+        self._guard = guard
+        self._streams = streams
+        self._ledger = ledger
+        self._codec = codec
+        #: The stream that the output is allocated on, and filled with the own shard.
+        self._copy_in: Any = None
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Allocate FSDP2's output buffer, on its copy-in stream."""
+        self._copy_in = self._streams.current()
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather ``input_tensor`` (s) of all ranks into ``output_tensor`` (nodes·L·s).
+
+        On an accelerator everything is queued when the call returns: in the order of the current
+        stream, or, with ``async_op``, of the returned work. On the CPU the first exchange is under
+        way, whatever ``async_op`` says: FSDP2 waits for the returned work where it needs the
+        parameters, so that what it prefetches travels while it computes.
+
+        Raises ``RuntimeError`` if the unit's dtype has changed since FCDP was set up.
+        """
+        size = input_tensor.numel() * input_tensor.itemsize
+        if size != self._unit.shard_bytes:
+            raise RuntimeError(
+                f"{self._unit.name}: gathers {size} bytes per rank, but FCDP was set up for "
+                f"{self._unit.shard_bytes}; change the dtype before fcdp.shard or with "
+                "MixedPrecisionPolicy(param_dtype=...)"
+            )
+        self._staleness.settle(self._unit)
+        parts = self._parts(output_tensor, input_tensor)
+        if self._streams.on_host:
+            return Gathering(parts)
+        if not async_op:
+            _run(parts)
+            return None
+        # FSDP2 called on the computing stream, which must not wait before the work is waited for.
+        stream = self._streams.intra_node
+        stream.wait_stream(self._streams.current())
+        with self._streams.on(stream):
+            _run(parts)
+            return Queued(self._streams, stream.record_event())
+
+    def _parts(self, output: torch.Tensor, shard: torch.Tensor) -> Parts:
+        topology = self._topology
+        by_node = output.view(topology.nodes, topology.ranks_per_node, -1)
+        own = by_node[topology.node, topology.local_rank]
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard)
+        phase = gather_phase()
+        if topology.nodes == 1:
+            yield self._intra_node(by_node, None, own, phase)
+            return
+        coming = self._cache.note(self._entry)
+        if self._cache.hit(self._entry):
+            yield from self._from_cache(by_node, own, phase, coming)
+        else:
+            yield from self._across_nodes(by_node, own, phase, coming)
+
+    def _from_cache(
+        self, by_node: torch.Tensor, own: torch.Tensor, phase: Phase, coming: Sequence[Entry]
+    ) -> Parts:
+        self._ledger.hits += 1
+        with record_function(f"fcdp::cache_load {self._unit.name}"):
+            held = self._cache.load(self._entry, phase, by_node, self._copy_in)
+        if self._guard is not None:
+            self._guard.compare(self._unit, own)
+        self._encode(own)
+        self._cache.expect(coming)
+        yield self._intra_node(by_node, held, own, phase)
+        self._cache.release(held)
+
+    def _across_nodes(
+        self, by_node: torch.Tensor, own: torch.Tensor, phase: Phase, coming: Sequence[Entry]
+    ) -> Parts:
+        self._ledger.misses += 1
+        self._cache.poison(self._entry)
+        received = self._slice(by_node)
+        arriving, works = self._inter_node(received, own, phase)
+        if works:  # on the CPU
+            yield works
+            self._decode(arriving, received)
+        if self._cache.worth_keeping(self._entry):
+            with record_function(f"fcdp::cache_store {self._unit.name}"):
+                self._cache.store(self._entry, received, phase)
+        # After the store: the first gather of backward may be that of the unit just stored.
+        self._cache.expect(coming)
+        yield self._intra_node(by_node, received, own, phase)
+        self._slices.release(received)
+
+    def _slice(self, by_node: torch.Tensor) -> Slice:
+        """Where shards of the other nodes go: on an accelerator a slice of its own.
+
+        With one rank per node the slice is the whole unit, and FSDP2's output serves as it is.
+        """
+        nodes, ranks, numel = by_node.shape
+        node = self._topology.node
+        if self._streams.on_host or ranks == 1:
+            return Slice(by_node[:, self._topology.local_rank], node, self._copy_in)
+        return self._slices.take(nodes, numel, by_node.dtype, by_node.device, own=node)
+
+    def _inter_node(
+        self, received: Slice, own: torch.Tensor, phase: Phase
+    ) -> tuple[Sequence[torch.Tensor], Sequence[Pending]]:
+        """Gather this ``local_rank``'s shards from all nodes into a slice.
+
+        Returns what arrives, a row per node, and what to wait for before it is decoded: nothing on
+        an accelerator, where both are queued.
+        """
+        stream = self._streams.inter_node
+        stream.wait_stream(self._copy_in)
+        with (
+            record_function(f"fcdp::gather_inter {self._unit.name}"),
+            self._streams.on(stream),
+            received.access.writing(stream),
+        ):
+            if self._guard is not None:  # before a codec rounds the own shard
+                self._guard.remember(self._unit, own)
+            sent = self._encode(own)
+            if self._codec is None:
+                arriving = received.memory
+            else:
+                arriving = sent.new_empty((self._topology.nodes, sent.numel()))
+            self._ledger.add("inter_node", phase, (len(arriving) - 1) * sent.nbytes)
+            rows = arriving.unbind()
+            if self._streams.on_host:
+                peers = [node for node in range(len(rows)) if node != self._topology.node]
+                received_parts = [(peer, rows[peer]) for peer in peers]
+                return rows, swap(
+                    received_parts, [(peer, sent) for peer in peers], self._topology.inter
+                )
+            wait_all(all_gather([arriving.view(-1)], self._topology.inter, [sent]))
+            self._decode(rows, received)
+            return rows, []
+
+    def _decode(self, arriving: Sequence[torch.Tensor], received: Slice) -> None:
+        """Fill the slice with what the other nodes' shards decode to."""
+        if self._codec is None:
+            return
+        for node, row in enumerate(received.memory.unbind()):
+            if node != self._topology.node:
+                self._codec.decode(arriving[node], row)
+
+    def _encode(self, shard: torch.Tensor) -> torch.Tensor:
+        """Return what crosses nodes of this rank's shard, which becomes what others make of it."""
+        if self._codec is None:
+            return shard
+        encoded = self._codec.encode(shard)
+        self._codec.decode(encoded, shard)
+        return encoded
+
+    def _intra_node(
+        self, by_node: torch.Tensor, part: Slice | None, own: torch.Tensor, phase: Phase
+    ) -> Sequence[Pending]:
+        """Gather inside the node, each node's part from one row of a slice.
+
+        ``part`` is ``None`` where there is one node. Nothing moves afterwards: FSDP2's rank order
+        is what the node's parts arrive in. One collective over a table in another order would need
+        a copy of the whole unit, and device memory for it.
+        """
+        nodes, ranks, _ = by_node.shape
+        if ranks > 1:
+            self._ledger.add("intra_node", phase, nodes * (ranks - 1) * self._unit.shard_bytes)
+        if part is None:
+            return self._gather_in_node(by_node, None)
+        in_place = part.own is not None and (ranks == 1 or self._streams.on_host)
+        with part.access.reading(self._streams.current()):
+            if in_place:
+                return self._gather_in_node(by_node, None)
+            rows = part.rows(self._topology.node, own)
+            if ranks > 1:
+                return self._gather_in_node(by_node, rows)
+            for node, row in enumerate(rows):
+                if node != self._topology.node:
+                    by_node[node, 0].copy_(row)
+            return []
+
+    def _gather_in_node(
+        self, by_node: torch.Tensor, rows: Sequence[torch.Tensor] | None
+    ) -> Sequence[Pending]:
+        if by_node.shape[1] == 1:
+            return []
+        with record_function(f"fcdp::gather_intra {self._unit.name}"):
+            outputs = [part.view(-1) for part in by_node.unbind()]
+            return all_gather(outputs, self._topology.intra, rows)
+
+
+def _run(parts: Parts) -> None:
+    for works in parts:
+        wait_all(works)
+
+
+class Gathering(dist.Work):
+    """A gather under way on the CPU, and what follows its first exchange."""
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__()
+        self._parts = parts
+        self._works = next(parts)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Block until the whole gather has ended."""
+        wait_all(self._works)
+        self._works = []
+        _run(self._parts)
+        return True
+
+
+class Queued(dist.Work):
+    """A gather queued on a stream of its own."""
+
+    def __init__(self, streams: Streams, done: Any) -> None:
+        super().__init__()
+        self._streams = streams
+        self._done = done
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Order the current stream after the whole gather."""
+        self._streams.current().wait_event(self._done)
+        return True

@@ -1,0 +1,287 @@
+"""The cache: one entry per unit, each in the tier that the policy chooses for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fcdp.cache.entry import Entry, Slice, Slices, TierName
+from fcdp.cache.gather_order import GatherOrder
+from fcdp.cache.memory import Usage, device_usage
+from fcdp.cache.memory_plan import MemoryPlan
+from fcdp.cache.tiers.device import DeviceTier
+from fcdp.cache.tiers.disk import DiskTier
+from fcdp.cache.tiers.host import HostTier
+from fcdp.cache.tiers.tier import Tier, TierUnavailable
+from fcdp.checksum import checksum
+from fcdp.exchange import any_rank
+from fcdp.ledger import Ledger, Phase
+from fcdp.streams import Streams
+from fcdp.topology import Topology
+from fcdp.unit import Unit
+
+logger = logging.getLogger("fcdp")
+
+
+@dataclass(frozen=True)
+class Safety:
+    """What to pay for being sure: see ``fcdp.cache_parameters``."""
+
+    detect_writes: bool = True
+    verify: bool = False
+    poison: bool = False
+
+
+class Cache:
+    """Follows the placement, falls to the next tier where one cannot be had, counts the bytes."""
+
+    def __init__(
+        self,
+        entries: Mapping[Unit, Entry],
+        topology: Topology,
+        device: torch.device,
+        streams: Streams,
+        plan: MemoryPlan,
+        ledger: Ledger,
+        *,
+        directory: Path | None,
+        safety: Safety,
+    ) -> None:
+        """Take the memory of ``plan``. Raises ``ValueError`` for an unusable directory."""
+        self._entries = entries
+        self._topology = topology
+        self._device = device
+        self._streams = streams
+        self._ledger = ledger
+        self._look_ahead = plan.look_ahead
+        self._safety = safety
+        self._order = GatherOrder()
+        self._fallen: set[TierName] = set()
+        self.placement = plan.placement
+        #: Whether gradients cross nodes after this micro-batch: set by ``fcdp.accumulate``.
+        self.requires_sync = True
+        self._on_host = frozenset(plan.on_host)
+        #: Device memory as this pass found it, and what the device tier took of it then.
+        self._usage: tuple[Usage, int] | None = None
+        self._staging = Slices(streams, streams.copies_in)
+        self._tiers: dict[TierName, Tier] = {}
+        self._device_tier = self._tiers["device"] = DeviceTier(topology, device, streams)
+        self._host_tier = self._tiers["host"] = HostTier(
+            plan.on_host, topology, device, streams, poison=safety.poison
+        )
+        self._disk_tier: DiskTier | None = None
+        if plan.on_disk and directory is not None:
+            self._disk_tier = self._tiers["disk"] = DiskTier(
+                plan.on_disk, topology, device, streams, directory, buffers=plan.disk_buffers
+            )
+        self._account()
+
+    def begin_pass(self) -> None:
+        """Begin the order of gathers again: the model's forward begins."""
+        self._order.begin(torch.is_grad_enabled())
+        self._usage = None
+
+    def hit(self, entry: Entry) -> bool:
+        """Whether the cache serves this gather: on all ranks or on none. May wait for a disk."""
+        if not entry.fresh or not self.placement.preferences[entry.unit]:
+            return False
+        held = self._holds(entry)
+        if entry.settled or not self._fallible(entry.unit):
+            return held
+        (lost,) = any_rank([not held], self._topology)
+        # Memory once taken stays, unless a policy may give it back; a disk may fail at any time.
+        entry.settled = not (lost or self.placement.guarded or self._on_disk(entry.unit))
+        return not lost
+
+    def worth_keeping(self, entry: Entry) -> bool:
+        """Whether a gather will read the entry before the next write; alike on every rank.
+
+        What stays gathered through a step is read again by the next forward only if no optimizer
+        step comes first: without gradients, or before the last of several micro-batches. Where this
+        guess was wrong once, the entry is kept from then on.
+        """
+        if entry.unit.reuses or not self.requires_sync or not torch.is_grad_enabled():
+            return True
+        entry.missed |= entry.passed_over == entry.generation
+        entry.passed_over = entry.generation
+        return entry.missed
+
+    def store(self, entry: Entry, given: Slice, phase: Phase) -> None:
+        """Keep the other nodes' rows of a slice that every rank was given."""
+        self._unstage(entry)
+        entry.offered = entry.generation
+        if self.placement.guarded:
+            # What is admitted depends on memory without the entry that is to be replaced.
+            self._forget(entry)
+        self._put(entry, given, phase, self._wanted(entry.unit))
+
+    def load(self, entry: Entry, phase: Phase, by_node: torch.Tensor, home: Any) -> Slice:
+        """Return the slice of a hit; its ``access`` says when it may be read.
+
+        ``by_node`` is the gather's output (n, L, s), allocated on the stream ``home``. Raises
+        ``RuntimeError`` with ``verify`` if the rows are not what was stored.
+        """
+        assert entry.tier is not None, f"{entry.unit.name}: loaded without a hit"
+        wanted, entry.staged = entry.staged, None
+        if wanted is None:
+            wanted = self._room(by_node, home)
+            self._tiers[entry.tier].load(entry.unit, wanted)
+        self._count(entry.unit, entry.tier, phase, inward=False)
+        if entry.checksums is not None:
+            self._compare(entry, entry.checksums, self._checksums(wanted))
+        if self.placement.moves:
+            preference = self._wanted(entry.unit)
+            if preference and preference[0] != entry.tier:
+                self._forget(entry)
+                self._put(entry, wanted, phase, preference)
+        return wanted
+
+    def release(self, done: Slice) -> None:
+        """Take a slice of :meth:`load` back, once all that reads it is queued."""
+        self._staging.release(done)
+
+    def note(self, entry: Entry) -> Sequence[Entry]:
+        """Note the gather of a unit; return the entries that are expected to be read next."""
+        return [self._entries[unit] for unit in self._order.follow(entry.unit, self._look_ahead)]
+
+    def expect(self, coming: Sequence[Entry]) -> None:
+        """Fetch ahead what is going to be read next."""
+        for entry in coming:
+            if entry.tier is None or not (entry.fresh and entry.readable):
+                continue
+            self._tiers[entry.tier].expect(entry.unit)
+            if not self._streams.on_host and entry.tier == "host":
+                self._stage(entry)
+
+    def poison(self, entry: Entry) -> None:
+        """Have a late read of a stale entry give NaN, if asked for."""
+        if self._safety.poison:
+            self._forget(entry)
+            entry.settled = False
+
+    def tier_of(self, unit: Unit) -> TierName | None:
+        """Say where this rank keeps a unit's entry."""
+        return self._entries[unit].tier
+
+    def _holds(self, entry: Entry) -> bool:
+        if entry.tier is None or not entry.readable:
+            return False
+        return entry.staged is not None or self._tiers[entry.tier].intact(entry.unit)
+
+    def _fallible(self, unit: Unit) -> bool:
+        """Whether a rank may lack the entry that others hold; the same on every rank.
+
+        A disk may fail at any time. Memory that was not planned may be refused to some ranks.
+        """
+        return self._on_disk(unit) or unit not in self._on_host
+
+    def _on_disk(self, unit: Unit) -> bool:
+        return "disk" in self.placement.preferences[unit]
+
+    def _room(self, by_node: torch.Tensor, home: Any) -> Slice:
+        """Where a hit's rows go. With one rank per node, and on the CPU: where FSDP2 wants them."""
+        nodes, ranks, numel = by_node.shape
+        if self._streams.on_host or ranks == 1:
+            return Slice(by_node[:, self._topology.local_rank], self._topology.node, home)
+        return self._staging.take(nodes - 1, numel, by_node.dtype, self._device, own=None)
+
+    def _stage(self, entry: Entry) -> None:
+        """Copy an entry to the device ahead of the gather that will read it from there.
+
+        Not one byte moves twice over the host link, and the gather waits for no queue but its own.
+        """
+        waiting = sum(other.staged is not None for other in self._entries.values())
+        if entry.staged is not None or waiting >= self._look_ahead:
+            return
+        others, size = self._topology.nodes - 1, entry.unit.shard_bytes
+        entry.staged = self._staging.take(others, size, torch.uint8, self._device, own=None)
+        self._host_tier.load(entry.unit, entry.staged)
+
+    def _unstage(self, entry: Entry) -> None:
+        if entry.staged is not None:
+            self._staging.release(entry.staged)
+            entry.staged = None
+
+    def _wanted(self, unit: Unit) -> tuple[TierName, ...]:
+        """The unit's tiers in order of preference, as memory is in this pass."""
+        preference = self.placement.preferences[unit]
+        if "device" not in preference or not self.placement.guarded:
+            return preference
+        if self.placement.admits(unit, self._usage_now()):
+            return preference
+        return tuple(tier for tier in preference if tier != "device")
+
+    def _usage_now(self) -> Usage:
+        """Memory in use: the allocator is asked once per pass, what the tier took since is added.
+
+        Asking at each load would cost the host a call to the driver per gather.
+        """
+        if self._usage is None:
+            self._usage = device_usage(self._device), self._device_tier.nbytes
+        usage, before = self._usage
+        return replace(usage, used=usage.used + self._device_tier.nbytes - before)
+
+    def _put(
+        self, entry: Entry, given: Slice, phase: Phase, preference: Sequence[TierName]
+    ) -> None:
+        unit, before = entry.unit, entry.tier
+        entry.tier = None
+        for tier in preference:
+            try:
+                self._tiers[tier].store(unit, given)
+            except TierUnavailable as reason:
+                self._say(unit, tier, reason)
+                continue
+            entry.tier, entry.held = tier, entry.generation
+            entry.checksums = self._checksums(given) if self._safety.verify else None
+            self._count(unit, tier, phase, inward=True)
+            break
+        if before is not None and before != entry.tier:
+            self._tiers[before].drop(unit)
+        self._account()
+
+    def _forget(self, entry: Entry) -> None:
+        self._unstage(entry)
+        if entry.tier is not None:
+            self._tiers[entry.tier].drop(entry.unit)
+            entry.tier = None
+
+    def _say(self, unit: Unit, tier: TierName, reason: TierUnavailable) -> None:
+        if tier not in self._fallen:
+            self._fallen.add(tier)
+            logger.warning(
+                "%s cache: %s for %s; using the next tier for what does not fit",
+                tier,
+                reason,
+                unit.name,
+            )
+
+    def _count(self, unit: Unit, tier: TierName, phase: Phase, *, inward: bool) -> None:
+        count = (self._topology.nodes - 1) * unit.shard_bytes
+        if tier == "disk":
+            self._ledger.add("disk", phase, count)
+        if tier != "device":
+            self._ledger.add("device_to_host" if inward else "host_to_device", phase, count)
+
+    def _account(self) -> None:
+        self._ledger.device_cache_bytes = self._device_tier.nbytes
+        buffers = self._disk_tier.nbytes if self._disk_tier is not None else 0
+        self._ledger.host_cache_bytes = self._host_tier.nbytes + buffers
+
+    def _checksums(self, given: Slice) -> torch.Tensor:
+        """One checksum per row of the other nodes, in the order of the current stream."""
+        with given.access.reading(self._streams.current()):
+            return torch.stack([checksum(row) for run in given.others() for row in run])
+
+    def _compare(self, entry: Entry, stored: torch.Tensor, loaded: torch.Tensor) -> None:
+        """Raise ``RuntimeError`` if rows are not what they were. Waits for the device."""
+        if not torch.equal(stored, loaded):
+            raise RuntimeError(
+                f"{entry.unit.name}: rank {self._topology.rank} read from the {entry.tier} cache "
+                f"other bytes than it stored (generation {entry.generation})"
+            )

@@ -1,0 +1,184 @@
+"""One unit's cache entry, and the slices that gathers move: where bytes are, who may touch them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from fcdp.streams import Streams
+from fcdp.unit import Unit
+
+#: Where an entry's bytes are: in the accelerator's memory, in the arena of page-locked host memory,
+#: or in a file on a local disk.
+TierName = Literal["device", "host", "disk"]
+
+
+class Access:
+    """Orders copies into and out of one piece of memory, on whatever streams they run.
+
+    A reader waits for the last write; a writer waits for the last write and for every read since.
+    Streams and events are an accelerator's; the CPU's (``torch.cpu``) order nothing, as copies
+    there have ended when they return.
+    """
+
+    def __init__(self) -> None:
+        self._written: Any = None
+        #: The last read on each stream since that write.
+        self._reads: dict[Any, Any] = {}
+
+    @contextmanager
+    def reading(self, stream: Any) -> Iterator[None]:
+        """Queue a read on ``stream`` in the body."""
+        if self._written is not None:
+            stream.wait_event(self._written)
+        yield
+        self._reads[stream] = stream.record_event()
+
+    @contextmanager
+    def writing(self, stream: Any) -> Iterator[None]:
+        """Queue a write on ``stream`` in the body."""
+        self.freed_for(stream)
+        yield
+        self._written = stream.record_event()
+        self._reads.clear()
+
+    def freed_for(self, stream: Any) -> None:
+        """Order ``stream`` after all reads and writes so far: it may use the memory anew."""
+        for event in self.events():
+            stream.wait_event(event)
+
+    def events(self) -> list[Any]:
+        """What the CPU has to wait for before it touches the memory itself."""
+        events = (self._written, *self._reads.values())
+        return [event for event in events if event is not None]
+
+    def settle(self) -> None:
+        """Block the calling thread until no stream touches the memory."""
+        for event in self.events():
+            event.synchronize()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a reader was queued since the last write."""
+        return any(event is not None for event in self._reads.values())
+
+
+@dataclass(eq=False)
+class Slice:
+    """The (n, s) part of a gathered unit that this rank exchanges with its peers on other nodes.
+
+    On an accelerator a contiguous piece of device memory, from which the node's ranks gather the
+    unit. On the CPU a view of the gather's output, where no copy can be overtaken.
+    """
+
+    #: (n, s), or (n − 1, s) where this rank's own row is left out.
+    memory: torch.Tensor
+    #: This rank's own row; ``None`` where it is left out.
+    own: int | None
+    #: The stream that the memory was allocated on, where it may be filled and used anew.
+    home: Any
+    access: Access = field(default_factory=Access)
+
+    def others(self) -> list[torch.Tensor]:
+        """List the other nodes' rows, as at most two contiguous runs in node order."""
+        if self.own is None:
+            return [self.memory]
+        runs = (self.memory[: self.own], self.memory[self.own + 1 :])
+        return [run for run in runs if run.shape[0]]
+
+    def rows(self, node: int, shard: torch.Tensor) -> list[torch.Tensor]:
+        """List one row (s) per node, this rank's own being ``shard``."""
+        rows = [*self.memory.view(shard.dtype).unbind()]
+        if self.own is None:
+            rows.insert(node, shard)
+        else:
+            rows[node] = shard
+        return rows
+
+
+#: Slices in flight: one is filled while the one before it is read.
+_IN_FLIGHT = 2
+
+
+class Slices:
+    """Device memory for the slices of one kind of transfer, waited for before it is used anew.
+
+    The memory is the caching allocator's and goes back to it on the stream that it came from, after
+    that stream has been ordered behind all that touches it: no ``record_stream``, which would keep
+    the allocator from reusing anything until the device has caught up with the host. Two slices are
+    in flight, beside those that are filled ahead and not read yet; who takes one more makes the
+    stream wait for the oldest.
+    """
+
+    def __init__(self, streams: Streams, stream: Any) -> None:
+        self._streams = streams
+        self._stream = stream
+        self._released: deque[Slice] = deque()
+
+    def take(
+        self, rows: int, numel: int, dtype: torch.dtype, device: torch.device, own: int | None
+    ) -> Slice:
+        """Allocate ``rows`` rows of ``numel`` elements."""
+        self._make_room()
+        with self._streams.on(self._stream):
+            memory = torch.empty((rows, numel), dtype=dtype, device=device)
+        return Slice(memory, own, self._stream)
+
+    def release(self, done: Slice) -> None:
+        """Keep ``done`` until what was queued on it has run; no more is going to be queued."""
+        if done.home is not self._stream:
+            # Borrowed, of a gather's output, whose owner frees it in the order of its own readers:
+            # it is kept for a copy to the host only.
+            if not done.access.busy:
+                return
+            self._make_room()
+        self._released.append(done)
+
+    def _make_room(self) -> None:
+        while len(self._released) >= _IN_FLIGHT:
+            oldest = self._released.popleft()
+            oldest.access.freed_for(oldest.home)
+
+
+@dataclass(eq=False)
+class Entry:
+    """What the cache knows of one unit.
+
+    A write makes the entry stale: ``generation`` grows, alike on every rank. The next gather
+    crosses nodes and offers the slice to every rank's cache. From then on the entry is fresh, and
+    each rank may read what it could keep: in the tier ``tier``, and, copied ahead of its gather, in
+    ``staged``.
+    """
+
+    unit: Unit
+    #: Which contents the parameters have now; grows with each write, alike on every rank.
+    generation: int = 1
+    #: Which contents the ranks were last given to keep; alike on every rank.
+    offered: int = 0
+    #: Where this rank keeps a slice, and of which contents. ``None``: nowhere.
+    tier: TierName | None = None
+    held: int = 0
+    #: A copy on the device, ahead of the gather that will read it.
+    staged: Slice | None = None
+    #: Every rank holds it, in memory that stays: nobody needs to ask. Alike on every rank.
+    settled: bool = False
+    #: Which contents were last not worth keeping; and whether a gather then missed them.
+    passed_over: int = 0
+    missed: bool = False
+    #: With ``verify``: checksums of the slice's rows as stored.
+    checksums: torch.Tensor | None = None
+
+    @property
+    def fresh(self) -> bool:
+        """Whether ranks can hold what the parameters are now."""
+        return self.offered == self.generation
+
+    @property
+    def readable(self) -> bool:
+        """Whether this rank has what the parameters are now."""
+        return self.tier is not None and self.held == self.generation

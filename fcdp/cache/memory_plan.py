@@ -1,0 +1,113 @@
+"""Where entries will lie, and how much host memory that takes: known before any is taken."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fcdp import partial_gradients
+from fcdp.cache import memory
+from fcdp.cache.entry import TierName
+from fcdp.cache.policy import CachePolicy, Placement
+from fcdp.cache.tiers import disk, host
+from fcdp.partial_gradients import PartialsPlace
+from fcdp.topology import Topology
+from fcdp.unit import Unit
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """A policy applied to the units of one model."""
+
+    placement: Placement
+    topology: Topology
+    look_ahead: int
+    #: Units with memory in the host arena, and units with room in the disk's file.
+    on_host: Sequence[Unit]
+    on_disk: Sequence[Unit]
+    #: Bytes of partial gradients that wait on the host.
+    partials_bytes: int
+
+    @classmethod
+    def of(
+        cls,
+        units: Sequence[Unit],
+        topology: Topology,
+        policy: CachePolicy,
+        *,
+        look_ahead: int,
+        partials_place: PartialsPlace,
+    ) -> MemoryPlan:
+        placement = policy.place(units, topology)
+        # Nothing ever crosses nodes in a cluster of one.
+        placed = units if topology.nodes > 1 else []
+        return cls(
+            placement,
+            topology,
+            look_ahead,
+            on_host=[unit for unit in placed if _planned_tier(placement, unit) == "host"],
+            on_disk=[unit for unit in placed if "disk" in placement.preferences[unit]],
+            partials_bytes=partial_gradients.planned_bytes(partials_place, units, topology),
+        )
+
+    @property
+    def disk_buffers(self) -> int:
+        """One to load from and one to write from, while others are read ahead."""
+        return self.look_ahead + 2
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes of host memory a rank, by what takes them."""
+        return {
+            "cache": host.planned_bytes(self.on_host, self.topology),
+            "disk buffers": disk.planned_bytes(self.on_disk, self.topology, self.disk_buffers),
+            "partial gradients": self.partials_bytes,
+        }
+
+    @property
+    def host_bytes(self) -> int:
+        """Of one node's ranks together."""
+        return self.topology.ranks_per_node * sum(self.parts.values())
+
+    def check(self) -> None:
+        """Refuse before the first step what would end in the kernel's out-of-memory killer.
+
+        Raises ``ValueError`` if this node has less free. All ranks ask before one of them takes
+        anything, so that none counts what another has taken.
+        """
+        free = memory.available_host_memory()
+        if free is not None and self.host_bytes > free:
+            raise ValueError(
+                f"{self}, but only {_size(free)} of host memory are free; use more "
+                "nodes' memory, a smaller gather dtype, a Budget with less host memory, NoCache() "
+                "or partial_gradients='device' (what fcdp.shard has sharded goes to "
+                "fcdp.cache_parameters now)"
+            )
+
+    def announce(self) -> None:
+        """Rank 0 prints what is about to be taken to standard error."""
+        if self.topology.rank == 0 and self.host_bytes:
+            print(self, file=sys.stderr, flush=True)
+
+    def __str__(self) -> str:
+        parts = ", ".join(
+            f"{name} {_size(nbytes)}" for name, nbytes in self.parts.items() if nbytes
+        )
+        ranks = self.topology.ranks_per_node
+        return f"fcdp: {_size(self.host_bytes)} of host memory a node, {ranks} × ({parts})"
+
+
+def _planned_tier(placement: Placement, unit: Unit) -> TierName | None:
+    """The tier that memory is planned in: the host, for what only may go to the device."""
+    preference = placement.preferences[unit]
+    if preference[:1] == ("device",) and not placement.guarded:
+        return "device"
+    return next((tier for tier in preference if tier != "device"), None)
+
+
+def _size(nbytes: int) -> str:
+    for power, unit in ((30, "GiB"), (20, "MiB")):
+        if nbytes >= 2**power:
+            return f"{nbytes / 2**power:.1f} {unit}"
+    return f"{nbytes / 2**10:.0f} KiB"

@@ -1,0 +1,241 @@
+"""Placement policies: which tier each unit's entry goes to."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from fcdp.cache.entry import TierName
+from fcdp.cache.memory import Usage
+from fcdp.topology import Topology
+from fcdp.unit import Unit
+
+logger = logging.getLogger("fcdp")
+
+#: Tiers in order of preference; where none can take a unit, it is gathered across nodes.
+Preference = tuple[TierName, ...]
+
+
+class Placement(Protocol):
+    """A policy applied to one model."""
+
+    #: What each unit prefers; the same on every rank, since it decides what is planned.
+    preferences: dict[Unit, Preference]
+    #: Whether :meth:`admits` is to be asked before the device takes a unit.
+    guarded: bool
+    #: Whether it is to be asked again at each load, and the entry moved where the answer changes.
+    moves: bool
+
+    def admits(self, unit: Unit, usage: Usage) -> bool:
+        """Whether the device may take the unit now. Ranks may differ: each has its own device."""
+        ...
+
+
+class CachePolicy(Protocol):
+    """A policy is one frozen class; every rank applies it once, to the same units."""
+
+    @property
+    def directory(self) -> Path | None:
+        """Where the disk tier's file goes, for policies that use it."""
+        ...
+
+    def place(self, units: Sequence[Unit], topology: Topology) -> Placement: ...
+
+
+@dataclass
+class Fixed:
+    """A placement that does not look at memory in use."""
+
+    preferences: dict[Unit, Preference]
+    guarded = False
+    moves = False
+
+    def admits(self, unit: Unit, usage: Usage) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class NoCache:
+    """Gather across nodes every time: ZeRO-3, with this library's hierarchical collectives."""
+
+    directory: None = None
+
+    def place(self, units: Sequence[Unit], topology: Topology) -> Placement:
+        return Fixed(dict.fromkeys(units, ()))
+
+
+@dataclass(frozen=True)
+class DeviceCache:
+    """Keep every unit in device memory: ZeRO++'s hpZ, 1/L of the gathered model a device.
+
+    What the device cannot take goes to the host.
+    """
+
+    directory: None = None
+
+    def place(self, units: Sequence[Unit], topology: Topology) -> Placement:
+        return Fixed(dict.fromkeys(units, ("device", "host")))
+
+
+@dataclass(frozen=True)
+class HostCache:
+    """Keep every unit in host memory (the paper's FCDP-Cache above its threshold).
+
+    A rank stores what it received from the other nodes: (n−1)/n of its 1/L slice, because its own
+    shard is at hand anyway. A node holds (n−1)/n of the gathered model in all.
+    """
+
+    directory: None = None
+
+    def place(self, units: Sequence[Unit], topology: Topology) -> Placement:
+        return Fixed(dict.fromkeys(units, ("host",)))
+
+
+@dataclass(frozen=True)
+class DiskCache:
+    """Keep every unit on a local disk, in ``directory``; host memory holds a few units only."""
+
+    directory: Path
+
+    def place(self, units: Sequence[Unit], topology: Topology) -> Placement:
+        return Fixed(dict.fromkeys(units, ("disk",)))
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """The paper's FCDP-Cache: on the device while its utilisation is below τ, else on the host.
+
+    Utilisation is looked at when a unit is stored. The host arena has room for every unit.
+    Raises ``ValueError`` for a τ outside 0 to 1.
+    """
+
+    tau: float
+    directory: None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.tau <= 1:
+            raise ValueError(f"tau = {self.tau}: must be between 0 and 1")
+
+    def place(self, units: Sequence[Unit], topology: Topology) -> Placement:
+        return _BelowThreshold(dict.fromkeys(units, ("device", "host")), self.tau)
+
+
+@dataclass
+class _BelowThreshold:
+    preferences: dict[Unit, Preference]
+    tau: float
+    guarded = True
+    moves = False  # an entry that left would lower the utilisation and be taken back
+
+    def admits(self, unit: Unit, usage: Usage) -> bool:
+        return usage.utilisation < self.tau
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Fill each tier up to its budget (bytes a rank), best uses first.
+
+    A step's order is fixed, so the time that an entry saves is known: each reuse saves the crossing
+    of (n−1)/n of a slice, and costs the tier's own copy. Per byte, units that are reused more often
+    in a step save most (frozen units: forward and backward); among equals the unit that is reused
+    soonest comes first, the last of the forward pass. Device before host before disk; what fits
+    nowhere is gathered across nodes. Raises ``ValueError`` for a negative budget, and for a disk
+    budget without a ``directory``.
+    """
+
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+    directory: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("device", "host", "disk"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be bytes, 0 or more")
+        if self.disk and self.directory is None:
+            raise ValueError(f"disk = {self.disk}: needs a directory")
+
+    def place(self, units: Sequence[Unit], topology: Topology) -> Placement:
+        preferences: dict[Unit, Preference] = dict.fromkeys(units, ())
+        left: dict[TierName, int] = {"device": self.device, "host": self.host, "disk": self.disk}
+        for unit in _best_first(units):
+            size = (topology.nodes - 1) * unit.shard_bytes
+            for tier in left:
+                if unit.reuses and size <= left[tier]:
+                    left[tier] -= size
+                    preferences[unit] = (tier, "host") if tier == "device" else (tier,)
+                    break
+        return Fixed(preferences)
+
+
+@dataclass(frozen=True)
+class Auto:
+    """Find out how much device memory is left over, and keep units there that are reused soonest.
+
+    Everything goes to the host until each unit was gathered ``measured_gathers`` times. Then the
+    device takes what leaves ``reserve`` (a fraction of its memory) free at the fullest moment seen;
+    whenever less is free than that, the unit at hand goes back to the host for good.
+    """
+
+    reserve: float = 0.1
+    measured_gathers: int = 4
+    directory: None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.reserve < 1:
+            raise ValueError(f"reserve = {self.reserve}: must be between 0 and 1")
+
+    def place(self, units: Sequence[Unit], topology: Topology) -> Placement:
+        return _AutoPlacement(
+            dict.fromkeys(units, ("device", "host")),
+            list(_best_first(units)),
+            topology.nodes - 1,
+            self.reserve,
+            self.measured_gathers,
+        )
+
+
+@dataclass
+class _AutoPlacement:
+    preferences: dict[Unit, Preference]
+    best_first: list[Unit]
+    others: int
+    reserve: float
+    measured_gathers: int
+    guarded = True
+    moves = True
+    _gathers: dict[Unit, int] = field(default_factory=dict)
+    #: Units that the device keeps; ``None`` while measuring.
+    _kept: set[Unit] | None = None
+
+    def admits(self, unit: Unit, usage: Usage) -> bool:
+        self._gathers[unit] = self._gathers.get(unit, 0) + 1
+        if self._kept is None:
+            if self._gathers[unit] <= self.measured_gathers:
+                return False
+            self._kept = self._choose(usage)
+        if usage.free < self.reserve * usage.total:
+            self._kept.discard(unit)
+        return unit in self._kept
+
+    def _choose(self, usage: Usage) -> set[Unit]:
+        headroom = (1 - self.reserve) * usage.total - usage.peak
+        kept: set[Unit] = set()
+        for unit in self.best_first:
+            headroom -= self.others * unit.shard_bytes
+            if headroom < 0:
+                break
+            kept.add(unit)
+        logger.info(
+            "auto cache: %d of %d units stay on the device", len(kept), len(self.best_first)
+        )
+        return kept
+
+
+def _best_first(units: Sequence[Unit]) -> Sequence[Unit]:
+    """Most reused first, then soonest reused: backward meets the last unit of forward first."""
+    order = {unit: place for place, unit in enumerate(units)}
+    return sorted(units, key=lambda unit: (-unit.reuses, -order[unit]))

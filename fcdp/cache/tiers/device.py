@@ -1,0 +1,73 @@
+"""The device tier: entries stay on the accelerator (ZeRO++'s hpZ; MiCS keeps as much)."""
+
+from __future__ import annotations
+
+import torch
+
+from fcdp.cache.entry import Access, Slice
+from fcdp.cache.tiers.tier import TierUnavailable, runs
+from fcdp.streams import Streams
+from fcdp.topology import Topology
+from fcdp.unit import Unit
+
+
+class DeviceTier:
+    """One tensor per unit, taken when it is first stored and overwritten in place from then on.
+
+    It is allocated on the stream of copies out of slices, on which it is always written.
+    """
+
+    def __init__(self, topology: Topology, device: torch.device, streams: Streams) -> None:
+        self._node = topology.node
+        self._others = topology.nodes - 1
+        self._device = device
+        self._streams = streams
+        self._entries: dict[Unit, torch.Tensor] = {}
+        self._access: dict[Unit, Access] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory that entries take."""
+        return sum(entry.numel() for entry in self._entries.values())
+
+    def store(self, unit: Unit, given: Slice) -> None:
+        stream = self._streams.copies_out
+        with self._streams.on(stream):
+            if unit not in self._entries:
+                self._entries[unit] = self._allocate(unit)
+                self._access[unit] = Access()
+            with given.access.reading(stream), self._access[unit].writing(stream):
+                for stored, part in runs(self._entries[unit], given, self._node):
+                    stored.copy_(part)
+
+    def load(self, unit: Unit, wanted: Slice) -> None:
+        stream = wanted.home
+        with (
+            self._streams.on(stream),
+            self._access[unit].reading(stream),
+            wanted.access.writing(stream),
+        ):
+            for stored, part in runs(self._entries[unit], wanted, self._node):
+                part.copy_(stored)
+
+    def expect(self, unit: Unit) -> None:
+        """Nothing is nearer than this."""
+
+    def intact(self, unit: Unit) -> bool:
+        return True
+
+    def drop(self, unit: Unit) -> None:
+        if unit in self._entries:
+            # Its memory goes back to the stream it came from: not before others have read it.
+            self._access.pop(unit).freed_for(self._streams.copies_out)
+            del self._entries[unit]
+
+    def _allocate(self, unit: Unit) -> torch.Tensor:
+        try:
+            return torch.empty(
+                (self._others, unit.shard_bytes), dtype=torch.uint8, device=self._device
+            )
+        except torch.OutOfMemoryError as error:
+            raise TierUnavailable(
+                f"the device has no {self._others * unit.shard_bytes / 2**20:.1f} MiB free"
+            ) from error

@@ -1,0 +1,300 @@
+"""The disk tier: entries in one file a rank, read and written past the page cache."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import tempfile
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fcdp.cache.arena import ALIGNMENT, Arena, aligned
+from fcdp.cache.entry import Access, Slice
+from fcdp.cache.tiers.tier import TierUnavailable, runs
+from fcdp.checksum import checksum
+from fcdp.streams import Streams
+from fcdp.topology import Topology
+from fcdp.unit import Unit
+
+logger = logging.getLogger("fcdp")
+
+
+@dataclass(eq=False)
+class _Buffer:
+    """Host memory that one entry passes through, aligned for direct I/O."""
+
+    memory: torch.Tensor
+    unit: Unit | None = None
+    #: The transfer under way; its result is the checksum of what was moved.
+    transfer: Future[int] | None = None
+    writing: bool = False
+    #: The device's copies into and out of the memory.
+    access: Access = field(default_factory=Access)
+
+
+#: Ranks of :func:`_cost_of_taking` up to which nothing is lost and nobody waits.
+_FREE = 1
+
+
+def _cost_of_taking(buffer: _Buffer) -> int:
+    """Empty, written, being written, expected to be loaded."""
+    if buffer.unit is None:
+        return 0
+    if not buffer.writing:
+        return 3
+    return 1 if buffer.transfer is None or buffer.transfer.done() else 2
+
+
+class DiskTier:
+    """A few buffers bound what is in flight: a store waits for one when all are being written.
+
+    The file has no name once it is open, so that nothing is left whatever ends the process. A
+    failed write or read loses the entry, never the parameters: :meth:`intact` says so before the
+    gather, which then crosses nodes. What is read is compared with the checksum of what was
+    written, so that a file that somebody cut or overwrote is a failed read too.
+    """
+
+    def __init__(
+        self,
+        planned: Sequence[Unit],
+        topology: Topology,
+        device: torch.device,
+        streams: Streams,
+        directory: Path,
+        *,
+        buffers: int,
+    ) -> None:
+        """Open the file. Raises ``ValueError`` if ``directory`` cannot be written."""
+        self._node = topology.node
+        self._others = topology.nodes - 1
+        self._streams = streams
+        self._file = _open(directory)
+        self._offsets: dict[Unit, int] = {}
+        offset = 0
+        for unit in planned:
+            self._offsets[unit] = offset
+            offset += aligned(self._size(unit))
+        #: Checksum of each entry in the file.
+        self._sums: dict[Unit, int] = {}
+        self._failed: set[Unit] = set()
+        self._said = False
+        self.nbytes = planned_bytes(planned, topology, buffers)
+        self._arena = Arena(self.nbytes, device)
+        size = self.nbytes // buffers
+        self._buffers = [_Buffer(self._arena.take(size)) for _ in range(buffers)]
+        # Each thread has one transfer in hand; a disk is busy with a few.
+        self._threads = ThreadPoolExecutor(buffers, "fcdp-disk")
+        weakref.finalize(self, _close, self._threads, self._file)
+
+    def store(self, unit: Unit, given: Slice) -> None:
+        if unit not in self._offsets:
+            raise TierUnavailable("was not planned for it")
+        self.drop(unit)
+        buffer = self._take_buffer()
+        stream = self._streams.copies_out
+        with (
+            self._streams.on(stream),
+            given.access.reading(stream),
+            buffer.access.writing(stream),
+        ):
+            for stored, part in runs(self._rows(buffer, unit), given, self._node):
+                stored.copy_(part, non_blocking=True)
+        buffer.unit, buffer.writing = unit, True
+        buffer.transfer = self._threads.submit(
+            _write, self._file, self._offsets[unit], self._memory(buffer, unit), _landed(buffer)
+        )
+
+    def load(self, unit: Unit, wanted: Slice) -> None:
+        buffer = self._holding(unit)
+        assert buffer is not None, f"{unit.name}: loaded without intact()"
+        stream = wanted.home
+        with (
+            self._streams.on(stream),
+            buffer.access.reading(stream),
+            wanted.access.writing(stream),
+        ):
+            for stored, part in runs(self._rows(buffer, unit), wanted, self._node):
+                part.copy_(stored, non_blocking=True)
+        if not buffer.writing:
+            buffer.unit = None
+
+    def expect(self, unit: Unit) -> None:
+        """Begin to read it, if a buffer is free."""
+        if unit in self._failed or unit not in self._offsets or self._holding(unit) is not None:
+            return
+        buffer = min(self._buffers, key=_cost_of_taking)
+        if _cost_of_taking(buffer) <= _FREE:
+            self._begin_to_read(self._take_buffer(), unit)
+
+    def intact(self, unit: Unit) -> bool:
+        """Have the entry in a buffer; ``False`` if the disk failed."""
+        if unit in self._failed:
+            return False
+        buffer = self._holding(unit)
+        if buffer is None:
+            buffer = self._take_buffer()
+            if unit in self._failed:  # its write was what the buffer waited for
+                return False
+            self._begin_to_read(buffer, unit)
+        if buffer.writing:
+            return True  # what is being written can be loaded from where it is written from
+        self._finish(buffer)
+        return unit not in self._failed
+
+    def drop(self, unit: Unit) -> None:
+        buffer = self._holding(unit)
+        if buffer is not None:
+            self._finish(buffer)
+            buffer.unit = buffer.transfer = None
+        self._failed.discard(unit)
+
+    def _begin_to_read(self, buffer: _Buffer, unit: Unit) -> None:
+        buffer.unit, buffer.writing = unit, False
+        buffer.transfer = self._threads.submit(
+            _read,
+            self._file,
+            self._offsets[unit],
+            self._memory(buffer, unit),
+            _landed(buffer),
+            self._sums[unit],
+        )
+
+    def _holding(self, unit: Unit) -> _Buffer | None:
+        return next((buffer for buffer in self._buffers if buffer.unit is unit), None)
+
+    def _take_buffer(self) -> _Buffer:
+        """The buffer that is soonest free, emptied."""
+        buffer = min(self._buffers, key=_cost_of_taking)
+        self._finish(buffer)
+        buffer.unit = None
+        return buffer
+
+    def _finish(self, buffer: _Buffer) -> None:
+        """Wait for the buffer's transfer; note what it lost."""
+        if buffer.transfer is None:
+            return
+        transfer, buffer.transfer = buffer.transfer, None
+        unit = buffer.unit
+        assert unit is not None
+        try:
+            self._sums[unit] = transfer.result()
+        except OSError as error:
+            self._failed.add(unit)
+            if not self._said:
+                self._said = True
+                logger.warning(
+                    "disk cache: %s (%s); what it cannot hold is gathered across nodes again",
+                    error.strerror or os.strerror(error.errno or errno.EIO),
+                    unit.name,
+                )
+        if buffer.writing or unit in self._failed:
+            buffer.unit, buffer.writing = None, False
+
+    def _size(self, unit: Unit) -> int:
+        return self._others * unit.shard_bytes
+
+    def _rows(self, buffer: _Buffer, unit: Unit) -> torch.Tensor:
+        return buffer.memory[: self._size(unit)].view(self._others, unit.shard_bytes)
+
+    def _memory(self, buffer: _Buffer, unit: Unit) -> torch.Tensor:
+        return buffer.memory[: aligned(self._size(unit))]
+
+
+def planned_bytes(planned: Sequence[Unit], topology: Topology, buffers: int) -> int:
+    """Host memory that the entries of one rank pass through."""
+    sizes = (aligned((topology.nodes - 1) * unit.shard_bytes) for unit in planned)
+    return buffers * max(sizes, default=0)
+
+
+def check_directory(directory: Path) -> None:
+    """Raises ``ValueError`` if no file can be made in ``directory``."""
+    file, name = _make_file(directory)
+    os.close(file)
+    os.unlink(name)
+
+
+def _landed(buffer: _Buffer) -> list[Any]:
+    """What a thread waits for before it touches the buffer, listed before others are added."""
+    return buffer.access.events()
+
+
+# Functions, lest a thread keep the tier alive.
+
+
+def _write(file: int, offset: int, memory: torch.Tensor, landed: Sequence[Any]) -> int:
+    """Write all of ``memory`` (uint8) once the device has filled it; return its checksum."""
+    for event in landed:
+        event.synchronize()
+    total = int(checksum(memory))
+    view, done = _bytes_of(memory), 0
+    while done < len(view):
+        done += _whole(os.pwritev(file, [view[done:]], offset + done))
+    return total
+
+
+def _read(
+    file: int, offset: int, memory: torch.Tensor, landed: Sequence[Any], expected: int
+) -> int:
+    """Fill all of ``memory`` (uint8) once the device has read it; return its checksum.
+
+    Raises ``OSError`` if that is not what was written.
+    """
+    for event in landed:
+        event.synchronize()
+    view, done = _bytes_of(memory), 0
+    while done < len(view):
+        moved = os.preadv(file, [view[done:]], offset + done)
+        if moved == 0:
+            raise OSError(errno.EIO, "the file is shorter than what was written")
+        done += _whole(moved)
+    if int(checksum(memory)) != expected:
+        raise OSError(errno.EIO, "the file holds other bytes than were written")
+    return expected
+
+
+def _bytes_of(memory: torch.Tensor) -> memoryview:
+    size = memory.numel()
+    return memoryview((ctypes.c_char * size).from_address(memory.data_ptr())).cast("B")
+
+
+def _whole(moved: int) -> int:
+    """Refuse what is no multiple of a page: direct I/O cannot go on from there."""
+    if moved % ALIGNMENT:
+        raise OSError(errno.ENOSPC, "a transfer ended early")
+    return moved
+
+
+def _close(threads: ThreadPoolExecutor, file: int) -> None:
+    threads.shutdown(wait=True)
+    os.close(file)
+
+
+def _make_file(directory: Path) -> tuple[int, str]:
+    try:
+        return tempfile.mkstemp(prefix="fcdp-cache-", dir=directory)
+    except OSError as error:
+        raise ValueError(
+            f"directory = {str(directory)!r}: must exist and be writable ({error.strerror})"
+        ) from error
+
+
+def _open(directory: Path) -> int:
+    """A new file without a name; direct I/O where the file system has it (tmpfs has not)."""
+    file, name = _make_file(directory)
+    try:
+        direct = os.open(name, os.O_RDWR | os.O_DIRECT)
+    except OSError:
+        logger.warning("disk cache: %s has no direct I/O; the page cache is used too", directory)
+        return file
+    finally:
+        os.unlink(name)
+    os.close(file)
+    return direct

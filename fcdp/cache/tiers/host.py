@@ -1,0 +1,109 @@
+"""The host tier: entries in one arena of host memory, page-locked on CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from fcdp.cache import memory
+from fcdp.cache.arena import POISON, Arena, aligned
+from fcdp.cache.entry import Access, Slice
+from fcdp.cache.tiers.tier import TierUnavailable, runs
+from fcdp.streams import Streams
+from fcdp.topology import Topology
+from fcdp.unit import Unit
+
+
+@dataclass(eq=False)
+class _Area:
+    #: uint8 (nodes − 1, shard bytes): the other nodes' rows in node order.
+    rows: torch.Tensor
+    #: Keeps memory that was taken outside of the plan.
+    arena: Arena | None = None
+    access: Access = field(default_factory=Access)
+
+
+class HostTier:
+    """Copies out of the device run on one stream, copies into it on another."""
+
+    def __init__(
+        self,
+        planned: Sequence[Unit],
+        topology: Topology,
+        device: torch.device,
+        streams: Streams,
+        *,
+        poison: bool,
+    ) -> None:
+        """Allocate the arena for ``planned``."""
+        self._node = topology.node
+        self._others = topology.nodes - 1
+        self._device = device
+        self._streams = streams
+        self._poison = poison
+        self.nbytes = planned_bytes(planned, topology)
+        # Kept: memory stays page-locked for as long as its arena lives.
+        self._arena = Arena(self.nbytes, device, poison=poison)
+        self._areas = {
+            unit: _Area(self._rows(self._arena.take(self._size(unit)), unit)) for unit in planned
+        }
+
+    def store(self, unit: Unit, given: Slice) -> None:
+        area = self._areas.get(unit) or self._take_more(unit)
+        stream = self._streams.copies_out
+        with (
+            self._streams.on(stream),
+            given.access.reading(stream),
+            area.access.writing(stream),
+        ):
+            for stored, part in runs(area.rows, given, self._node):
+                stored.copy_(part, non_blocking=True)
+
+    def load(self, unit: Unit, wanted: Slice) -> None:
+        area, stream = self._areas[unit], wanted.home
+        with (
+            self._streams.on(stream),
+            area.access.reading(stream),
+            wanted.access.writing(stream),
+        ):
+            for stored, part in runs(area.rows, wanted, self._node):
+                part.copy_(stored, non_blocking=True)
+
+    def expect(self, unit: Unit) -> None:
+        """Nothing takes long: the copy to the device is the cache's to begin."""
+
+    def intact(self, unit: Unit) -> bool:
+        return True
+
+    def drop(self, unit: Unit) -> None:
+        """Memory of the arena stays for the unit."""
+        if self._poison and unit in self._areas:
+            self._areas[unit].access.settle()
+            self._areas[unit].rows.fill_(POISON)
+
+    def _take_more(self, unit: Unit) -> _Area:
+        """Take memory for a unit that was to lie elsewhere and could not."""
+        size = self._size(unit)
+        free = memory.available_host_memory()
+        if free is not None and size > free:
+            raise TierUnavailable(f"the host has no {size / 2**20:.1f} MiB free")
+        try:
+            arena = Arena(size, self._device, poison=self._poison)
+        except (RuntimeError, OSError) as error:
+            raise TierUnavailable(str(error)) from error
+        self.nbytes += size
+        area = self._areas[unit] = _Area(self._rows(arena.take(size), unit), arena)
+        return area
+
+    def _size(self, unit: Unit) -> int:
+        return self._others * unit.shard_bytes
+
+    def _rows(self, memory: torch.Tensor, unit: Unit) -> torch.Tensor:
+        return memory.view(self._others, unit.shard_bytes)
+
+
+def planned_bytes(planned: Sequence[Unit], topology: Topology) -> int:
+    """Bytes that the arena of one rank takes."""
+    return sum(aligned((topology.nodes - 1) * unit.shard_bytes) for unit in planned)

@@ -1,0 +1,155 @@
+"""``state.pt``, the file whose presence makes a checkpoint one.
+
+A zip archive, as ``torch.save`` writes it, with a checksum of all its bytes in the place that the
+format has for a comment.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+
+from fcdp.checkpoint.files import naming
+from fcdp.checkpoint.layout import Layout, inside
+
+COMMIT = "state.pt"
+_FORMAT = 2
+_MARK = b"fcdp crc32 "
+_CRC_DIGITS = 8
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What ``state.pt`` says."""
+
+    #: Name of the folder of shards.
+    shards: str
+    layout: Layout
+    #: What the model's state dict holds beside tensors.
+    model: dict[str, Any]
+    optimizer: SavedOptimizer
+    extra: Any
+
+    def write(self, directory: Path) -> None:
+        """Complete a save whose shards are on disk: all at once, or not at all."""
+        state = {
+            "format": _FORMAT,
+            "shards": self.shards,
+            "layout": self.layout.plain(),
+            "model": self.model,
+            "optimizer": vars(self.optimizer),
+            "extra": self.extra,
+        }
+        archive = io.BytesIO()
+        torch.save(state, archive)
+        unfinished = directory / self.shards / COMMIT
+        with naming(unfinished), unfinished.open("wb") as file:
+            file.write(_sealed(archive.getvalue()))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, directory / COMMIT)
+
+    @classmethod
+    def parse(cls, data: bytes, path: Path) -> Commit:
+        """Raises ``ValueError`` for bytes of ``path`` that :meth:`write` did not write."""
+        _check_seal(data, path)
+        try:
+            # Whoever writes files can write checksums too: nothing but tensors and plain
+            # containers is unpickled.
+            state = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+            if state["format"] != _FORMAT:
+                raise ValueError(f"format = {state['format']!r}: must be {_FORMAT}")
+            return cls(
+                shards=inside(state["shards"]),
+                layout=Layout.from_plain(state["layout"]),
+                model=dict(state["model"]),
+                optimizer=SavedOptimizer(**state["optimizer"]),
+                extra=state["extra"],
+            )
+        except Exception as error:  # there is no end to what garbage can raise
+            why = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{path}: is not what fcdp.save writes: {why}") from error
+
+
+@dataclass(frozen=True)
+class SavedOptimizer:
+    """An optimizer's state, with names for parameters."""
+
+    #: Module and name of its class.
+    kind: str
+    #: By parameter and entry; None where it is a tensor, which the shards hold.
+    state: dict[str, dict[str, Any]]
+    param_groups: list[dict[str, Any]]
+
+    def __post_init__(self) -> None:
+        known = {name for group in self.param_groups for name in group["params"]}
+        if unknown := sorted(set(self.state) - known):
+            raise ValueError(f"optimizer.state: of {unknown[0]}, which is in no parameter group")
+
+
+def read_commit(directory: Path) -> bytes:
+    """Raises ``ValueError`` if there is no ``state.pt`` to be read."""
+    path = directory / COMMIT
+    try:
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path}: is not a regular file; must be one that fcdp.save wrote")
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ValueError(
+            f"directory = {directory}: holds no complete checkpoint ({COMMIT} is missing); "
+            "must be one that fcdp.save wrote, on a file system that all nodes share"
+        ) from error
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of ``state`` in host memory, as it will come back from disk.
+
+    Raises ``ValueError`` for what could not be read back without unpickling code.
+    """
+    file = io.BytesIO()
+    try:
+        torch.save(dict(state), file)
+        file.seek(0)
+        copy: dict[str, Any] = torch.load(file, weights_only=True, map_location="cpu")
+    except (UnpicklingError, AttributeError, TypeError) as error:
+        raise ValueError(
+            "extra (or what the model and the optimizer keep beside tensors): must be tensors, "
+            f"numbers, strings, None, and lists, tuples and dicts of these: {error}"
+        ) from error
+    return copy
+
+
+def _sealed(archive: bytes) -> bytes:
+    """``archive`` with the checksum of all bytes before it as the zip file's comment."""
+    assert archive[-2:] == b"\0\0", "torch.save writes archives without a comment"
+    length = (len(_MARK) + _CRC_DIGITS).to_bytes(2, "little")
+    body = archive[:-2] + length + _MARK
+    return body + _digits(body)
+
+
+def _check_seal(data: bytes, path: Path) -> None:
+    body, digits = data[:-_CRC_DIGITS], data[-_CRC_DIGITS:]
+    if not body.endswith(_MARK):
+        raise ValueError(
+            f"{path}: damaged: has {len(data)} bytes and no checksum at its end; it was cut or "
+            "overwritten, or written by a version of FCDP without checksums, which must read it"
+        )
+    if (expected := _digits(body)) != digits:
+        raise ValueError(
+            f"{path}: damaged: its CRC-32 is {expected.decode()}; "
+            f"must be {digits.decode(errors='replace')}, as saved"
+        )
+
+
+def _digits(body: bytes) -> bytes:
+    return b"%08x" % zlib.crc32(body)

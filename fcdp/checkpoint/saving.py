@@ -1,0 +1,168 @@
+"""Writing a checkpoint beside the one that counts, which it replaces when it is complete."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+import torch.futures
+import torch.nn as nn
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.optim import Optimizer
+
+from fcdp.checkpoint.background import background_of
+from fcdp.checkpoint.commit import Commit, SavedOptimizer, copied
+from fcdp.checkpoint.contents import check_layout, groups_of, kind_of, names_of, split
+from fcdp.checkpoint.files import Checksum, SummingFileSystem
+from fcdp.checkpoint.layout import Layout
+from fcdp.engine import engine_of, on_all_ranks
+
+_SHARDS = "shards-"
+_METADATA = ".metadata"
+
+
+def save(
+    model: nn.Module,
+    optimizer: Optimizer,
+    directory: str | os.PathLike[str],
+    *,
+    extra: Any = None,
+    asynchronous: bool = False,
+) -> Future[None]:
+    """Write a checkpoint that :func:`load` reads at any world size. Collective: every rank calls.
+
+    ``directory`` must be on a file system that all nodes share. A checkpoint that it holds already
+    is replaced at once when the new one is complete, and stays if the save fails; other files in
+    it are left alone. ``extra`` is whatever else a resumed run needs, such as the scheduler's
+    state and the position in the data: tensors, numbers, strings, None, and lists, tuples and
+    dicts of these. Rank 0's is kept. Save between steps: gradients are not kept, nor is what
+    ``error_feedback`` has held back: with it, a resumed run is not the same bit for bit.
+
+    The returned future is done already, unless ``asynchronous``: then training may go on while a
+    thread writes a copy of the state as it is now, made in host memory. Saves are written one
+    after the other. Call ``result()`` on every rank before the process group is destroyed; it
+    raises what went wrong.
+
+    Raises ``ValueError`` for an ``extra`` or an optimizer state that cannot be kept, and
+    ``RuntimeError`` on every rank if any rank could not write.
+    """
+    topology = engine_of(model).topology
+    background = background_of(topology)
+    shards = Path(directory) / _new_name()
+    tensors, state = on_all_ranks(
+        "extra, optimizer", topology, lambda: _snapshot(model, optimizer, extra)
+    )
+    writer = _Writer(shards, state)
+    if not asynchronous:
+        background.settle()
+        _write(tensors, writer, background.group)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+    options = StagingOptions(
+        use_pinned_memory=False,
+        use_shared_memory=False,
+        use_async_staging=False,
+        use_non_blocking_copy=False,
+    )
+    staged = DefaultStager(options).stage(tensors)
+    assert isinstance(staged, dict)  # not a future: staging itself is not asynchronous
+    return background.thread.submit(_write, staged, writer, background.group)
+
+
+class _Writer(FileSystemWriter):
+    """Writes shards into a folder of their own; completes the save when every rank has written."""
+
+    def __init__(self, shards: Path, state: dict[str, Any]) -> None:
+        super().__init__(shards)
+        self.shards = shards
+        self._state = state
+        self.fs: SummingFileSystem = SummingFileSystem()
+
+    def write_data(
+        self, plan: SavePlan, planner: SavePlanner
+    ) -> torch.futures.Future[list[WriteResult]]:
+        """Write this rank's shards. Their checksums travel to rank 0 among the results."""
+        results = super().write_data(plan, planner).wait()
+        sums = [
+            WriteResult(MetadataIndex(name), checksum.size, checksum)
+            for name, checksum in self.fs.sums.items()
+        ]
+        future: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        future.set_result([*results, *sums])
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Called on rank 0, and only once all shards are on disk."""
+        files: dict[str, Checksum] = {}
+        chunks: list[WriteResult] = []
+        for result in (result for of_rank in results for result in of_rank):
+            if isinstance(result.storage_data, Checksum):
+                files[result.index.fqn] = result.storage_data
+            else:
+                chunks.append(result)
+        super().finish(metadata, [chunks])
+        files[_METADATA] = self.fs.sums[_METADATA]
+        layout = Layout.of(metadata, files)
+        Commit(self.shards.name, layout, **self._state).write(self.shards.parent)
+        for other in self.shards.parent.glob(f"{_SHARDS}*"):
+            if other != self.shards:
+                shutil.rmtree(other, ignore_errors=True)
+
+
+def _write(tensors: dict[str, Any], writer: _Writer, group: dist.ProcessGroup) -> None:
+    try:
+        state_dict_saver.save(tensors, storage_writer=writer, process_group=group)
+    except CheckpointException as failure:
+        if dist.get_rank(group) == 0:
+            shutil.rmtree(writer.shards, ignore_errors=True)
+        where = writer.shards.parent
+        raise RuntimeError(f"directory = {where}: cannot be written: {why(failure)}") from failure
+
+
+def why(failure: CheckpointException) -> str:
+    """What went wrong on which ranks."""
+    return "; ".join(f"rank {rank}: {error}" for rank, (error, _) in failure.failures.items())
+
+
+def _new_name() -> str:
+    """Make up a name for a folder, which all ranks agree on.
+
+    Over the default group: that of the background may be busy with the save before.
+    """
+    names = [f"{_SHARDS}{uuid4().int >> 96:08x}"]
+    dist.broadcast_object_list(names, src=0)
+    return names[0]
+
+
+def _snapshot(
+    model: nn.Module, optimizer: Optimizer, extra: Any
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """What the shards will hold, by reference, and a copy of all else, for :class:`Commit`."""
+    params, rest = split(model)
+    tensors = {f"model.{name}": tensor.detach() for name, tensor in params.items()}
+    groups = groups_of(optimizer, params)
+    kept: dict[str, dict[str, Any]] = {}
+    for name in names_of(groups):
+        kept[name] = {}
+        for entry, value in optimizer.state.get(params[name], {}).items():
+            kept[name][entry] = value
+            if isinstance(value, torch.Tensor):
+                check_layout(entry, value, name, params[name])
+                tensors[f"optimizer.{name}.{entry}"] = value.detach()
+                kept[name][entry] = None
+    saved = {"kind": kind_of(optimizer), "state": kept, "param_groups": groups}
+    copy = copied({"model": rest, "optimizer": saved, "extra": extra})
+    return tensors, {**copy, "optimizer": SavedOptimizer(**copy["optimizer"])}

@@ -1,0 +1,106 @@
+"""The encoded half of a reduction: what a reduce-scatter across nodes does, in a codec's bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from fcdp.codec import Codec, Codecs
+from fcdp.exchange import all_to_all, wait_all
+from fcdp.ledger import Ledger
+from fcdp.unit import Unit
+
+
+class EncodedReduce:
+    """Reduce-scatters one unit's partial sums over ``group``; each part is rounded once.
+
+    With ``error_feedback`` the rounding of each part sent is added to what is sent next:
+    (g−1) · s elements in fp32 for a group of g, from the first reduction on.
+    """
+
+    def __init__(
+        self, codec: Codec, group: dist.ProcessGroup, ledger: Ledger, *, error_feedback: bool
+    ) -> None:
+        self._codec = codec
+        self._group = group
+        self._ledger = ledger
+        self._error_feedback = error_feedback
+        #: By the group's rank: what its parts have lost so far.
+        self._residuals: dict[int, torch.Tensor] = {}
+
+    @classmethod
+    def of(cls, codecs: Codecs, group: dist.ProcessGroup, ledger: Ledger) -> EncodedReduce | None:
+        if codecs.reduce is None:
+            return None
+        return cls(codecs.reduce, group, ledger, error_feedback=codecs.error_feedback)
+
+    def reduce(self, output: torch.Tensor, partial: torch.Tensor) -> int:
+        """Sum ``partial`` (g·s) over the group's g ranks; this rank's part (s) goes to ``output``.
+        Returns the bytes sent.
+
+        This rank's own part is not rounded. Parts are added in rank order, in fp32 or wider.
+        """
+        size, rank = self._group.size(), self._group.rank()
+        wide = torch.promote_types(partial.dtype, torch.float32)
+        parts = partial.view(size, -1).unbind()
+        encoded_bytes = self._codec.encoded_bytes(parts[0].numel())
+        sent = [
+            parts[rank] if peer == rank else self._encode(peer, part.to(wide))
+            for peer, part in enumerate(parts)
+        ]
+        received = [
+            part if peer == rank else torch.empty_like(part) for peer, part in enumerate(sent)
+        ]
+        wait_all(all_to_all(received, sent, self._group))
+        total = torch.zeros_like(output, dtype=wide)
+        summand = torch.empty_like(total)
+        for peer in range(size):
+            if peer == rank:
+                total += parts[peer]
+            else:
+                self._codec.decode(received[peer], summand)
+                total += summand
+        output.copy_(total)
+        return (size - 1) * encoded_bytes
+
+    def forget(self) -> None:
+        """Drop what was lost: it belongs to parameters that are no more."""
+        for peer in [*self._residuals]:
+            self._keep(peer, None)
+
+    def _keep(self, peer: int, lost: torch.Tensor | None) -> None:
+        before = self._residuals.pop(peer, None)
+        if before is not None:
+            self._ledger.residual_bytes -= before.nbytes
+        if lost is not None:
+            self._ledger.residual_bytes += lost.nbytes
+            self._residuals[peer] = lost
+
+    def _encode(self, peer: int, values: torch.Tensor) -> torch.Tensor:
+        if not self._error_feedback:
+            return self._codec.encode(values)
+        residual = self._residuals.get(peer)
+        # Other parameters received gradients than last time: the residual belongs elsewhere.
+        if residual is not None and residual.numel() == values.numel():
+            values = values + residual
+        encoded = self._codec.encode(values)
+        decoded = torch.empty_like(values)
+        self._codec.decode(encoded, decoded)
+        # What overflowed is skipped by the gradient scaler; it must not stay here.
+        self._keep(peer, (values - decoded).float().nan_to_num_(0.0, 0.0, 0.0))
+        return encoded
+
+
+def check_encodable(units: Sequence[Unit]) -> None:
+    """Raises ``ValueError`` for a unit whose gather is not of one floating dtype."""
+    for unit in units:
+        if len(unit.gather_dtypes) > 1 or not all(
+            dtype.is_floating_point for dtype in unit.gather_dtypes
+        ):
+            dtypes = ", ".join(sorted(map(str, unit.gather_dtypes)))
+            raise ValueError(
+                f"gather_codec: {unit.name} gathers parameters of {dtypes}; each unit must gather "
+                "one floating dtype, for example with MixedPrecisionPolicy(param_dtype=...)"
+            )

@@ -1,0 +1,73 @@
+"""The guard: notices parameters that were written where nothing shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fcdp.checksum import checksum
+from fcdp.streams import Streams
+from fcdp.unit import Unit
+
+
+class Guard:
+    """Compares, at each hit, this rank's own shard with what it was when the entry was gathered.
+
+    The own shard is read by every gather, and it is what a write changes first: merged adapters,
+    averaged weights, whatever goes through ``param.data``. A mismatch means that the other ranks'
+    shards in the cache are older than the own one beside them.
+
+    Nothing waits for the device. Checksums and the flags of units that differ stay on the device;
+    the flags are copied to the host on a stream of their own, and looked at when they have landed,
+    at the latest one pass after the next. By then results were wrong already: it is an error, on
+    all ranks. Writes before a pass that runs on the CPU are seen in time (:mod:`fcdp.staleness`).
+    """
+
+    def __init__(self, units: Sequence[Unit], device: torch.device, streams: Streams) -> None:
+        self._streams = streams
+        self._places = {unit: place for place, unit in enumerate(units)}
+        #: Of the own shards, as last gathered across nodes.
+        self._sums = torch.zeros(len(units), dtype=torch.int64, device=device)
+        self._differ = torch.zeros(len(units), dtype=torch.bool, device=device)
+        # Page-locked where there is an accelerator, or the copy would block the host.
+        self._landing = torch.zeros(
+            len(units), dtype=torch.bool, device="cpu", pin_memory=device.type == "cuda"
+        )
+        self._landed: Any = None
+
+    def remember(self, unit: Unit, shard: torch.Tensor) -> None:
+        """Note what the own shard holds, in the order of the current stream."""
+        self._sums[self._places[unit]] = checksum(shard)
+
+    def compare(self, unit: Unit, shard: torch.Tensor) -> None:
+        """Note whether the own shard still holds that, in the order of the current stream."""
+        place = self._places[unit]
+        self._differ[place] |= self._sums[place] != checksum(shard)
+
+    def found(self) -> list[bool]:
+        """List per unit whether a mismatch has become known, and ask for the next copy.
+
+        Called once per pass, before its first gather, on the stream of the gathers.
+        """
+        if self._differ.device.type == "cpu":
+            return self._differ.tolist()
+        differ = [False] * len(self._places)
+        if self._landed is not None:
+            if not self._landed.query():
+                return differ
+            differ = self._landing.tolist()
+        stream = self._streams.copies_out
+        stream.wait_stream(self._streams.current())
+        with self._streams.on(stream):
+            self._landing.copy_(self._differ, non_blocking=True)
+            self._landed = stream.record_event()
+        return differ
+
+    def forget(self) -> None:
+        """Begin anew, after a mismatch: all units will be gathered again."""
+        if self._landed is not None:
+            self._landed.synchronize()
+            self._landed = None
+        self._differ.zero_()

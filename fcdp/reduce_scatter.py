@@ -1,0 +1,190 @@
+"""The hierarchical reduce-scatter: inside the node first, then 1/L of it across nodes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.profiler import record_function
+
+from fcdp.encoded_reduce import EncodedReduce
+from fcdp.exchange import Op, reduce_scatter, wait_all
+from fcdp.ledger import Ledger
+from fcdp.partial_gradients import PartialGradients
+from fcdp.topology import Topology
+from fcdp.unit import Unit
+
+
+class HierarchicalReduceScatter(ReduceScatter):
+    """FSDP2's gradient reduce-scatter of one unit, rank order kept: input is (nodes, L, s).
+
+    FSDP2 calls it on its stream of reductions, in whose order everything here runs, by one
+    collective inside the node and one across. Their groups are not those of the gathers, which
+    therefore never queue behind a reduction.
+
+    While ``requires_sync`` is false, gradients stay inside the node, (nodes, s) per rank, until the
+    last micro-batch (paper: partial gradients). What crosses nodes crosses as ``encoded`` has it,
+    if given.
+    """
+
+    def __init__(
+        self,
+        unit: Unit,
+        topology: Topology,
+        partials: PartialGradients,
+        ledger: Ledger,
+        encoded: EncodedReduce | None,
+    ) -> None:
+        self._unit = unit
+        self._topology = topology
+        self._partials = partials
+        self._ledger = ledger
+        self._encoded = encoded
+        #: Set by ``fcdp.accumulate``: whether the next backward's gradients cross nodes.
+        self.requires_sync = True
+        #: Versions of ``.grad`` by parameter, as the last micro-batch left them.
+        self._versions: dict[int, int] = {}
+        self._input_numel = 0
+
+    @property
+    def pending(self) -> bool:
+        """Whether partial gradients wait that have not crossed nodes."""
+        return self._partials.numel > 0
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Allocate FSDP2's input buffer, or the output buffer that it asks for next.
+
+        The sum of several micro-batches may be larger than fp16 can hold where each of them is not
+        (FSDP2 adds them up in the parameters' dtype): it is handed over in fp32.
+        """
+        numel = math.prod(int(length) for length in size)
+        is_output = numel * self._topology.world_size == self._input_numel
+        self._input_numel = 0 if is_output else numel
+        if is_output and dtype == torch.float16 and self.pending and self.requires_sync:
+            dtype = torch.float32
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Op,
+        async_op: bool = False,
+    ) -> None:
+        """Reduce ``input_tensor`` (nodes·L·s) over all ranks into ``output_tensor`` (s).
+
+        Without sync, ``output_tensor`` is zero: FSDP2 adds it to ``.grad``, which then holds the
+        whole sum after the last micro-batch. Complete in stream order when it returns.
+
+        Raises ``RuntimeError`` if gradients were zeroed in place, or other parameters received
+        gradients, since the last micro-batch.
+        """
+        topology = self._topology
+        with record_function(f"fcdp::reduce_intra {self._unit.name}"):
+            if topology.nodes == 1:
+                self._reduce_in_node(output_tensor, input_tensor, op)
+                return
+            partial = input_tensor
+            if topology.ranks_per_node > 1:
+                partial = input_tensor.new_empty(input_tensor.numel() // topology.ranks_per_node)
+                self._reduce_in_node(partial, input_tensor, op)
+        self.drop_abandoned()
+        if not self.requires_sync:
+            self._keep(partial)
+            output_tensor.zero_()
+            return
+        with record_function(f"fcdp::reduce_inter {self._unit.name}"):
+            # PREMUL_SUM scales its input: where the node has reduced with it, once already.
+            scaled = topology.ranks_per_node > 1 and op != dist.ReduceOp.AVG
+            across = dist.ReduceOp.SUM if scaled else op
+            self._sync(output_tensor, partial, across)
+
+    def discard(self) -> None:
+        """Forget partial gradients, as after a failed step."""
+        self._partials.discard()
+        self._versions.clear()
+
+    def drop_abandoned(self) -> None:
+        """Forget partial gradients of a step that was given up: their ``.grad`` are gone.
+
+        Raises ``RuntimeError`` if they were zeroed in place: nothing tells whether that was meant
+        to give up the step.
+        """
+        if not self.pending:
+            return
+        grads = {
+            id(param): param.grad
+            for param in self._unit.params
+            if param.grad is not None and id(param) in self._versions
+        }
+        if not grads:
+            self.discard()
+        elif any(grad._version != self._versions[key] for key, grad in grads.items()):
+            raise RuntimeError(
+                f"{self._unit.name}: .grad was written while gradients of earlier micro-batches "
+                "wait to cross nodes; call fcdp.discard(model) where a step is given up, or "
+                "optimizer.zero_grad(set_to_none=True)"
+            )
+
+    def _reduce_in_node(self, partial: torch.Tensor, gradients: torch.Tensor, op: Op) -> None:
+        """Reduce (nodes, L, s) to (nodes, s), by one collective: no part moves twice."""
+        nodes = self._topology.nodes
+        outputs, buffers = partial.view(nodes, -1).unbind(), gradients.view(nodes, -1).unbind()
+        wait_all(reduce_scatter(outputs, buffers, op, self._topology.reduce_intra))
+        sent = (self._topology.ranks_per_node - 1) * partial.numel() * partial.itemsize
+        self._ledger.add("intra_node", "reduce", sent)
+
+    def _keep(self, partial: torch.Tensor) -> None:
+        self._check_layout(partial)
+        # With one rank per node ``partial`` is FSDP2's own buffer, which it will reuse.
+        self._partials.add(partial, owned=self._topology.ranks_per_node > 1)
+        # What FSDP2 makes after this call has never been written in place.
+        self._versions = {
+            id(param): 0 if param.grad is None else param.grad._version
+            for param in self._unit.params
+            if param.requires_grad
+        }
+
+    def _sync(self, output: torch.Tensor, partial: torch.Tensor, op: Op) -> None:
+        """Reduce across nodes the sum of all micro-batches."""
+        if not self.pending:
+            self._reduce_across(output, partial, op)
+            return
+        self._check_layout(partial)
+        micro_batches = self._partials.count + 1
+        total = self._partials.take(partial)
+        self._versions.clear()
+        if self._encoded is not None:
+            self._reduce_across(output, total, op)
+        elif partial.dtype == torch.float16:
+            # Scaled down to one micro-batch's magnitude, so that what FSDP2 can send per
+            # micro-batch does not overflow here; by a power of two, which rounds nothing.
+            scale = 2.0 ** math.ceil(math.log2(micro_batches))
+            mean = torch.empty_like(output, dtype=partial.dtype)
+            self._reduce_across(mean, (total / scale).to(partial.dtype), op)
+            torch.mul(mean.to(output.dtype), scale, out=output)
+        else:
+            self._reduce_across(output, total.to(partial.dtype), op)
+
+    def _reduce_across(self, output: torch.Tensor, partial: torch.Tensor, op: Op) -> None:
+        if self._encoded is not None:
+            assert op == dist.ReduceOp.SUM, f"{op}: the engine asks FSDP2 for sums"
+            sent = self._encoded.reduce(output, partial)
+        else:
+            wait_all(reduce_scatter([output], [partial], op, self._topology.reduce_inter))
+            sent = (self._topology.nodes - 1) * output.numel() * output.itemsize
+        self._ledger.add("inter_node", "reduce", sent)
+
+    def _check_layout(self, partial: torch.Tensor) -> None:
+        if self.pending and self._partials.numel != partial.numel():
+            raise RuntimeError(
+                f"{self._unit.name}: other parameters received gradients in this micro-batch than "
+                "in the ones before it; run such micro-batches without fcdp.accumulate, or call "
+                "set_reduce_scatter_unused_params(True) on the module"
+            )

@@ -1,0 +1,203 @@
+"""docs/fsdp2.md lists FSDP2's whole public surface, and what it says of refusals is so."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp as fsdp
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import fcdp
+from tests.docs import ROOT, table
+from tests.fcdp.training import topology_of
+from tests.ranks import Pools
+
+ANSWERS = {"as FSDP2", "replaced", "no effect", "refused"}
+
+
+def rows() -> list[dict[str, str]]:
+    return [row for name in ("fully_shard", "methods", "others") for row in table("fsdp2.md", name)]
+
+
+def call_of(row: dict[str, str]) -> str:
+    return row["Call"].strip("`")
+
+
+def surface() -> Iterator[str]:
+    """Every public name of the installed FSDP2: functions, classes, methods, parameters."""
+    for name in fsdp.__all__:
+        value = getattr(fsdp, name)
+        if value.__module__ != "torch.distributed.fsdp":
+            continue  # FSDP1's
+        yield name
+        if dataclasses.is_dataclass(value):
+            fields = [field.name for field in dataclasses.fields(value)]
+            yield from (f"{name}({field})" for field in fields)
+            yield from (f"{name}.{member}" for member in public(value) if member not in fields)
+        elif inspect.isclass(value):
+            yield from (f"{name}.{member}" for member in public(value))
+        elif name == "fully_shard":
+            yield from (f"{name}({argument})" for argument in inspect.signature(value).parameters)
+
+
+def public(value: type) -> list[str]:
+    return [member for member in dir(value) if not member.startswith("_")]
+
+
+def version(text: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", text)[:2]))
+
+
+def test_every_public_name_has_one_row() -> None:
+    listed = [call_of(row) for row in rows()]
+    assert sorted(listed) == sorted(set(listed)), "twice"
+    assert set(surface()) - set(listed) == set()
+
+
+def test_every_row_is_there_or_for_another_torch() -> None:
+    here, names = version(torch.__version__), set(surface())
+    for row in rows():
+        sign, since = row["torch"].split()
+        if call_of(row) in names:
+            assert sign == "≥" or here > version(since), call_of(row)
+        else:
+            assert sign == ">", call_of(row)
+
+
+def test_every_row_has_an_answer_and_a_test_that_exists() -> None:
+    for row in rows():
+        assert row["With FCDP"] in ANSWERS
+        path, _, function = row["Test"].strip("`").partition("::")
+        tree = ast.parse((ROOT / "tests" / path).read_text(encoding="utf-8"))
+        assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, (
+            row["Test"]
+        )
+
+
+def quoted(text: str) -> str:
+    """The error that a cell quotes: the last of its code spans."""
+    return re.findall(r"`([^`]+)`", text)[-1]
+
+
+def test_refused_rows_are_in_the_table_of_refusals() -> None:
+    refusals = {row["What"]: row["Error"] for row in table("fsdp2.md", "refusals")}
+    assert set(REFUSALS) == set(refusals)
+    for row in rows():
+        if row["With FCDP"] == "refused":
+            (error,) = [text for what, text in refusals.items() if what.startswith(row["Call"])]
+            assert quoted(error) in row["What happens"]
+
+
+def linears() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def two_dimensions(topology: fcdp.Topology) -> None:
+    model, mesh = linears(), replicated_mesh()
+    fully_shard(model, mesh=mesh)
+    fcdp.cache_parameters(model, topology)
+
+
+def replicated_mesh() -> Any:
+    return init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def named_dimensions(topology: fcdp.Topology) -> None:
+    model, mesh = linears(), replicated_mesh()
+    for layer in model:
+        for name, param in list(layer.named_parameters()):
+            value = distribute_tensor(param.detach(), mesh, [Replicate(), Replicate()])
+            setattr(layer, name, nn.Parameter(value))
+    names = fsdp.DataParallelMeshDims(shard="shard", replicate="replicate")
+    fully_shard(model, mesh=mesh, dp_mesh_dims=names)
+    fcdp.cache_parameters(model, topology)
+
+
+def integer(topology: fcdp.Topology) -> None:
+    model = linears()
+    fully_shard(model, mesh=topology.mesh, reshard_after_forward=2)
+    fcdp.cache_parameters(model, topology)
+
+
+def several_meshes(topology: fcdp.Topology) -> None:
+    from torch.distributed.fsdp._fully_shard import _fsdp_common as common
+
+    model, grid = linears(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "data"))
+    first = common.FSDPMeshInfo(mesh=topology.mesh, shard_mesh_dim=0)
+    second = common.FSDPMeshInfo(mesh=grid["data"], shard_mesh_dim=0)
+
+    def place(param: nn.Parameter) -> Any:
+        info = first if param.ndim > 1 else second
+        return common.ShardPlacementResult(placement=Shard(0), mesh_info=info)
+
+    fully_shard(model, mesh=topology.mesh, shard_placement_fn=place)
+    fcdp.cache_parameters(model, topology)
+
+
+class Extended(torch.Tensor):
+    """A tensor that gathers by an extension of its own."""
+
+    def fsdp_pre_all_gather(self, *_: object) -> None:
+        """FSDP2 looks whether there is one."""
+
+
+def extension(topology: fcdp.Topology) -> None:
+    model = nn.Linear(4, 4, bias=False)
+    fully_shard(model, mesh=topology.mesh)
+    local = model.weight._local_tensor  # type: ignore[operator,attr-defined]
+    model.weight._local_tensor = local.as_subclass(Extended)  # type: ignore[assignment]
+    fcdp.cache_parameters(model, topology)
+
+
+def cached(topology: fcdp.Topology) -> FSDPModule:
+    model = linears()
+    sharded = fully_shard(model, mesh=topology.mesh)
+    fcdp.cache_parameters(model, topology)
+    return sharded
+
+
+def allocate(topology: fcdp.Topology) -> None:
+    cached(topology).set_allocate_memory_from_process_group_for_comm(True)
+
+
+def symmetric(topology: fcdp.Topology) -> None:
+    cached(topology).set_symm_mem_for_comm()
+
+
+#: What the table says is refused, and a provocation of it on two nodes of one or two ranks.
+REFUSALS: dict[str, tuple[int, Callable[[fcdp.Topology], None]]] = {
+    "`fully_shard(mesh)` of two dimensions (HSDP)": (1, two_dimensions),
+    "`DataParallelMeshDims(replicate)`": (1, named_dimensions),
+    "`fully_shard(reshard_after_forward)` with an integer": (2, integer),
+    "`fully_shard(shard_placement_fn)` with several meshes in one module": (2, several_meshes),
+    "`fully_shard(module)` of gather extensions (`fsdp_pre_all_gather`)": (1, extension),
+    "`FSDPModule.set_allocate_memory_from_process_group_for_comm`": (1, allocate),
+    "`FSDPModule.set_symm_mem_for_comm`": (1, symmetric),
+}
+
+
+def refuse(what: str) -> str:
+    ranks_per_node, provoke = REFUSALS[what]
+    with pytest.raises((ValueError, AssertionError)) as error:
+        provoke(topology_of(2, ranks_per_node))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("row", table("fsdp2.md", "refusals"), ids=lambda row: row["What"])
+def test_what_is_refused(ranks: Pools, row: dict[str, str]) -> None:
+    what = row["What"]
+    call = re.findall(r"`([^`]+)`", what)[0]
+    if call not in set(surface()):
+        pytest.skip(f"this torch has no {call}")
+    for message in ranks.run(2 * REFUSALS[what][0], refuse, what):
+        assert quoted(row["Error"]) in message

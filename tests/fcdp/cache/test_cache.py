@@ -1,0 +1,322 @@
+"""The cache on ranks: what is refused, what falls to the next tier, what is verified."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import logging
+import os
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import fcdp
+from fcdp.cache.arena import Arena
+from fcdp.cache.memory import Usage
+from fcdp.cache.tiers.device import DeviceTier
+from fcdp.cache.tiers.host import HostTier
+from fcdp.cache.tiers.tier import TierUnavailable
+from fcdp.engine import engine_of
+from fcdp.exchange import any_rank
+from tests.fcdp.training import (
+    Settings,
+    TinyLM,
+    batches,
+    loss_of,
+    make_model,
+    make_optimizer,
+    shard_with_fcdp,
+    take_step,
+    topology_of,
+)
+from tests.ranks import Pools
+
+FROZEN = Settings(2, 1, adapter_rank=3, reshard_after_forward=True)
+
+
+def make(settings: Settings) -> tuple[TinyLM, Any]:
+    topology = topology_of(settings.nodes, settings.ranks_per_node)
+    return shard_with_fcdp(make_model(settings), topology, settings), batches(
+        settings, topology.rank
+    )
+
+
+def tiers(model: TinyLM) -> dict[str, str | None]:
+    engine = engine_of(model)
+    return {unit.name: engine.cache.tier_of(unit) for unit in engine.units}
+
+
+def shard_tiny(nodes: int, ranks_per_node: int, options: dict[str, Any]) -> None:
+    model = make_model(Settings())
+    fcdp.shard(model, topology_of(nodes, ranks_per_node), units=model.blocks, **options)
+
+
+def refuse_on_one_rank(options: dict[str, Any]) -> tuple[str, int]:
+    """Only rank 1's node is short of memory; no rank may wait for another, nor take any."""
+    free = 100 if topology_of(2, 1).rank == 1 else 2**40
+    with (
+        mock.patch("fcdp.cache.memory.available_host_memory", return_value=free),
+        mock.patch.object(Arena, "__init__", autospec=True) as arena,
+        pytest.raises((ValueError, RuntimeError)) as error,
+    ):
+        shard_tiny(2, 1, options)
+    return str(error.value), arena.call_count
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({}, "cache 12 KiB"),
+        ({"policy": fcdp.NoCache(), "partial_gradients": "host"}, "partial gradients 12 KiB"),
+        ({"policy": fcdp.DiskCache(Path(tempfile.gettempdir()))}, "disk buffers 12 KiB"),
+    ],
+)
+def test_too_little_host_memory_is_refused_on_all_ranks(
+    ranks: Pools, options: dict[str, Any], part: str
+) -> None:
+    (healthy, _), (short, _) = answers = ranks.run(2, refuse_on_one_rank, options)
+    assert "host memory are free" in short
+    assert part in short
+    assert "another rank failed" in healthy
+    assert [arenas for _, arenas in answers] == [0, 0]
+
+
+def what_is_said(nodes: int, ranks_per_node: int, options: dict[str, Any]) -> str:
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        shard_tiny(nodes, ranks_per_node, options)
+    return said.getvalue()
+
+
+def test_the_memory_that_will_be_taken_is_printed_once(ranks: Pools) -> None:
+    said = ranks.run(4, what_is_said, 2, 2, {"partial_gradients": "host"})
+    (line,) = said[0].splitlines()
+    assert (
+        line == "fcdp: 48 KiB of host memory a node, 2 × (cache 12 KiB, partial gradients 12 KiB)"
+    )
+    assert said[1:] == ["", "", ""]
+    assert ranks.run(2, what_is_said, 2, 1, {"policy": fcdp.NoCache()}) == ["", ""]
+
+
+def memory_held(policy: fcdp.CachePolicy) -> tuple[int, int, int]:
+    """Bytes on the host and on the device after a step, and the gathered model's."""
+    settings = Settings(2, 2, policy=policy)
+    model, data = make(settings)
+    loss_of(model, next(data)).backward()
+    gathered = 4 * sum(unit.shard_bytes for unit in engine_of(model).units)
+    counts = fcdp.ledger(model)
+    return counts.host_cache_bytes, counts.device_cache_bytes, gathered
+
+
+def test_a_node_holds_what_the_other_nodes_own(ranks: Pools) -> None:
+    """(n−1)/n of the gathered model a node, 1/L of that a rank, plus alignment."""
+    host, device, gathered = ranks.run(4, memory_held, fcdp.HostCache())[0]
+    assert gathered / 4 <= host < gathered / 4 + 3 * 4096
+    assert device == 0
+    assert ranks.run(4, memory_held, fcdp.DeviceCache())[0] == (0, gathered // 4, gathered)
+    assert ranks.run(4, memory_held, fcdp.NoCache())[0] == (0, 0, gathered)
+
+
+def fill_the_device() -> tuple[dict[str, str | None], list[str]]:
+    """The device takes one entry and no more."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fcdp").addHandler(handler)
+    allocate = DeviceTier._allocate
+
+    def once(tier: DeviceTier, unit: Any) -> torch.Tensor:
+        if tier._entries:
+            with mock.patch("torch.empty", side_effect=torch.OutOfMemoryError):
+                return allocate(tier, unit)
+        return allocate(tier, unit)
+
+    settings = Settings(2, 1, policy=fcdp.DeviceCache())
+    model, data = make(settings)
+    with mock.patch.object(DeviceTier, "_allocate", once):
+        loss_of(model, next(data)).backward()
+    logging.getLogger("fcdp").removeHandler(handler)
+    return tiers(model), said
+
+
+def test_what_the_device_cannot_take_goes_to_the_host_and_is_said_once(ranks: Pools) -> None:
+    where, said = ranks.run(2, fill_the_device)[0]
+    assert where == {"root": "device", "blocks.0": "host", "blocks.1": "host"}
+    assert [line for line in said if "device cache" in line] == [
+        "device cache: the device has no 0.0 MiB free for blocks.0; "
+        "using the next tier for what does not fit"
+    ]
+
+
+def no_memory_on_rank_1(policy: fcdp.CachePolicy) -> tuple[list[float], int, int]:
+    """Neither its device nor its host takes an entry that was meant for the device."""
+    settings = Settings(2, 1, adapter_rank=3, reshard_after_forward=True, policy=policy)
+    model, data = make(settings)
+    optimizer = make_optimizer(model, settings)
+    takes = ((DeviceTier, "_allocate"), (HostTier, "_take_more"))
+    with ExitStack() as stack:
+        for tier, method in takes if topology_of(2, 1).rank == 1 else ():
+            refuse = mock.patch.object(tier, method, side_effect=TierUnavailable("is full"))
+            stack.enter_context(refuse)
+        losses = [take_step(loss_of(model, next(data)), optimizer) for _ in range(4)]
+    counts = fcdp.ledger(model)
+    return losses, counts.hits, counts.misses
+
+
+@pytest.mark.parametrize("policy", [fcdp.DeviceCache(), fcdp.Budget(device=10**9)])
+def test_what_one_rank_can_keep_nowhere_is_gathered_by_all(
+    ranks: Pools, policy: fcdp.CachePolicy
+) -> None:
+    short = ranks.run(2, no_memory_on_rank_1, policy)
+    assert [losses for losses, _, _ in short] == ranks.run(2, train_on_host)
+    assert short[0][1:] == short[1][1:], "ranks disagree about hits"
+    assert short[0][1] == 0
+
+
+def count_questions() -> list[int]:
+    """How often the ranks ask each other whether all hold an entry, step by step."""
+    settings = Settings(2, 1, adapter_rank=3, reshard_after_forward=True, policy=fcdp.DeviceCache())
+    model, data = make(settings)
+    optimizer = make_optimizer(model, settings)
+    asked = []
+    with mock.patch("fcdp.cache.cache.any_rank", wraps=any_rank) as question:
+        for _ in range(3):
+            take_step(loss_of(model, next(data)), optimizer)
+            asked.append(question.call_count)
+    return asked
+
+
+def test_ranks_ask_once_whether_all_keep_a_unit_on_the_device(ranks: Pools) -> None:
+    first, second, third = ranks.run(2, count_questions)[0]
+    assert first > 0
+    assert second == third
+
+
+def keep_on_the_device() -> int:
+    """How many entries were allocated in three steps of full fine-tuning."""
+    settings = Settings(2, 1, reshard_after_forward=True, policy=fcdp.DeviceCache())
+    model, data = make(settings)
+    optimizer = make_optimizer(model, settings)
+    with mock.patch.object(
+        DeviceTier, "_allocate", autospec=True, side_effect=DeviceTier._allocate
+    ) as allocate:
+        for _ in range(3):
+            take_step(loss_of(model, next(data)), optimizer)
+    return allocate.call_count
+
+
+def test_a_device_entry_is_overwritten_in_place(ranks: Pools) -> None:
+    assert ranks.run(2, keep_on_the_device)[0] == 3
+
+
+def threshold_in_mid_forward() -> tuple[dict[str, str | None], int]:
+    """Ranks begin the forward with different memory in use; each entry on the device adds to it."""
+    rank = topology_of(2, 1).rank
+    model, data = make(Settings(2, 1, policy=fcdp.Threshold(0.5), reshard_after_forward=True))
+    root, first, _ = engine_of(model).units
+    total = 2 * (root.shard_bytes + (1 - rank) * first.shard_bytes) + 2
+    used = Usage(1, 0, total)
+    with mock.patch("fcdp.cache.cache.device_usage", return_value=used) as asked:
+        loss_of(model, next(data)).backward()
+        return tiers(model), asked.call_count
+
+
+def test_ranks_may_choose_different_tiers(ranks: Pools) -> None:
+    """And ask the allocator once per step."""
+    (first, asked), (second, _) = ranks.run(2, threshold_in_mid_forward)
+    assert list(first.values()) == ["device", "device", "host"]
+    assert list(second.values()) == ["device", "host", "host"]
+    assert asked == 1
+
+
+def auto_moves_frozen_units() -> list[tuple[dict[str, str | None], int]]:
+    used = [0]
+    seen = []
+    with mock.patch(
+        "fcdp.cache.cache.device_usage", side_effect=lambda _: Usage(used[0], used[0], 10**6)
+    ) as asked:
+        settings = Settings(2, 1, adapter_rank=3, reshard_after_forward=True, policy=fcdp.Auto())
+        model, data = make(settings)
+        for used[0] in (0, 0, 0, 10**6, 0):
+            loss_of(model, next(data)).backward()
+            seen.append((tiers(model), asked.call_count))
+    return seen
+
+
+def test_auto_moves_entries_to_the_device_and_back(ranks: Pools) -> None:
+    """And asks the allocator once per step, not at each load."""
+    seen = ranks.run(2, auto_moves_frozen_units)[0]
+    assert [tiers["blocks.0"] for tiers, _ in seen] == ["host", "host", "device", "host", "host"]
+    assert [asked for _, asked in seen] == [1, 2, 3, 4, 5]
+
+
+def lose_the_disk(directory: str, rank: int) -> tuple[list[float], int, int]:
+    """One rank's disk fails in mid-run; all go on together."""
+    topology = topology_of(2, 1)
+    settings = Settings(2, 1, adapter_rank=3, policy=fcdp.DiskCache(Path(directory)))
+    model, data = make(settings)
+    optimizer = make_optimizer(model, settings)
+    losses = []
+    write, read = os.pwritev, os.preadv
+
+    def broken(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "made up")
+
+    for step in range(4):
+        broken_now = step in (1, 2) and topology.rank == rank
+        os.pwritev, os.preadv = (broken, broken) if broken_now else (write, read)  # type: ignore[assignment]
+        losses.append(take_step(loss_of(model, next(data)), optimizer))
+    counts = fcdp.ledger(model)
+    return losses, counts.hits, counts.misses
+
+
+def train_on_host() -> list[float]:
+    settings = Settings(2, 1, adapter_rank=3)
+    model, data = make(settings)
+    optimizer = make_optimizer(model, settings)
+    losses = []
+    for _ in range(4):
+        losses.append(take_step(loss_of(model, next(data)), optimizer))
+    return losses
+
+
+def test_a_failing_disk_costs_gathers_and_nothing_else(ranks: Pools, tmp_path: Path) -> None:
+    expected = ranks.run(2, train_on_host)
+    healthy = ranks.run(2, lose_the_disk, str(tmp_path), -1)
+    broken = ranks.run(2, lose_the_disk, str(tmp_path), 1)
+    assert [losses for losses, _, _ in broken] == expected
+    assert [losses for losses, _, _ in healthy] == expected
+    assert broken[0][1:] == broken[1][1:], "ranks disagree about hits"
+    assert broken[0][2] > healthy[0][2]
+
+
+def corrupt(what: str) -> list[str]:
+    topology = topology_of(2, 1)
+    model, data = make(Settings(2, 1, verify=True))
+    engine = engine_of(model)
+    loss = loss_of(model, next(data))
+    if what == "entry":
+        engine.cache._host_tier._areas[engine.units[1]].rows[0, 5] ^= 1
+        with pytest.raises(RuntimeError) as error:
+            loss.backward()
+    else:
+        loss.backward()
+        engine.entries[engine.units[1]].generation += topology.rank
+        with pytest.raises(RuntimeError) as error:
+            loss_of(model, next(data))
+    return [str(error.value)]
+
+
+def test_verify_names_unit_rank_and_generation(ranks: Pools) -> None:
+    messages = ranks.run(2, corrupt, "entry")
+    for rank, (message,) in enumerate(messages):
+        assert f"blocks.0: rank {rank} read from the host cache other bytes" in message
+        assert "generation 2" in message
+    for (message,) in ranks.run(2, corrupt, "generation"):
+        assert message == "blocks.0: rank 1 is at generation 3, rank 0 at 2"

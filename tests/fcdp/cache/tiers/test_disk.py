@@ -1,0 +1,112 @@
+"""The disk tier: real files, and what happens when the disk fails."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fcdp.cache.tiers.disk import DiskTier
+from tests.fcdp.stand_ins import CPU, STREAMS, Place, StandInUnit, slice_of
+
+PLACE: Any = Place(2, 0)
+
+
+def make_tier(directory: Path, *units: Any, buffers: int = 2) -> DiskTier:
+    return DiskTier(units, PLACE, CPU, STREAMS, directory, buffers=buffers)
+
+
+def entries(count: int, numel: int = 2048) -> list[Any]:
+    return [StandInUnit(f"unit{index}", 4 * numel) for index in range(count)]
+
+
+def test_nothing_is_left_in_the_directory_even_while_it_runs(tmp_path: Path) -> None:
+    tier = make_tier(tmp_path, *entries(1))
+    assert list(tmp_path.iterdir()) == []
+    file = tier._file
+    os.fstat(file)
+    del tier
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(file)
+
+
+def test_the_page_cache_is_bypassed(tmp_path: Path) -> None:
+    import fcntl
+
+    tier = make_tier(tmp_path, *entries(1))
+    assert fcntl.fcntl(tier._file, fcntl.F_GETFL) & os.O_DIRECT
+
+
+def test_an_unusable_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="directory = .*must exist and be writable"):
+        make_tier(tmp_path / "missing", *entries(1))
+
+
+def test_a_full_disk_loses_the_entry_says_so_once_and_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The kernel refuses to let the file grow, as it does when the disk is full."""
+    units = entries(4)
+    tier = make_tier(tmp_path, *units)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * 8192, hard))
+    try:
+        for value, unit in enumerate(units):
+            tier.store(unit, slice_of(torch.full((2, 2048), float(value))))
+        kept = [tier.intact(unit) for unit in units[:3]]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert kept == [True, True, False]
+    assert len([r for r in caplog.records if "gathered across nodes again" in r.message]) == 1
+    loaded = torch.zeros(2, 2048)
+    assert tier.intact(units[1])
+    tier.load(units[1], slice_of(loaded))
+    assert (loaded[1] == 1).all()
+    # The disk has room again: the unit is stored as if nothing had been.
+    tier.drop(units[2])
+    tier.store(units[2], slice_of(torch.full((2, 2048), 7.0)))
+    assert tier.intact(units[2])
+
+
+def test_a_failing_read_loses_the_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    units = entries(3)
+    tier = make_tier(tmp_path, *units, buffers=1)
+    for unit in units:
+        tier.store(unit, slice_of(torch.ones(2, 2048)))
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, "made up")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    tier.expect(units[0])
+    assert not tier.intact(units[0])
+    assert not tier.intact(units[1])
+
+
+def test_what_is_in_flight_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two buffers a third store waits for the first write, and does not take memory."""
+    units = entries(3)
+    tier = make_tier(tmp_path, *units)
+    gate, write = threading.Event(), os.pwritev
+
+    def hold(*arguments: Any) -> int:
+        assert gate.wait(10)
+        return write(*arguments)
+
+    monkeypatch.setattr(os, "pwritev", hold)
+    for unit in units[:2]:
+        tier.store(unit, slice_of(torch.ones(2, 2048)))
+    third = threading.Thread(target=tier.store, args=(units[2], slice_of(torch.ones(2, 2048))))
+    third.start()
+    third.join(0.2)
+    assert third.is_alive()
+    gate.set()
+    third.join(10)
+    assert all(tier.intact(unit) for unit in units)
+    assert tier.nbytes == 2 * 8192

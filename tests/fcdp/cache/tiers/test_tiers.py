@@ -1,0 +1,74 @@
+"""What every tier promises: what is stored comes back, and the own row is left alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fcdp.cache.tiers.device import DeviceTier
+from fcdp.cache.tiers.disk import DiskTier
+from fcdp.cache.tiers.host import HostTier
+from tests.fcdp.stand_ins import CPU, STREAMS, Place, StandInUnit, slice_of
+
+
+def make(kind: str, units: list[Any], place: Any, directory: Path) -> Any:
+    if kind == "device":
+        return DeviceTier(place, CPU, STREAMS)
+    if kind == "host":
+        return HostTier(units, place, CPU, STREAMS, poison=False)
+    return DiskTier(units, place, CPU, STREAMS, directory, buffers=2)
+
+
+@pytest.mark.parametrize("kind", ["device", "host", "disk"])
+@settings(max_examples=25)
+@given(
+    numels=st.lists(st.integers(1, 3000), min_size=1, max_size=6),
+    nodes=st.integers(2, 5),
+    data=st.data(),
+)
+def test_what_is_stored_comes_back_and_the_own_row_is_left_alone(
+    tmp_path_factory: pytest.TempPathFactory,
+    kind: str,
+    numels: list[int],
+    nodes: int,
+    data: st.DataObject,
+) -> None:
+    node = data.draw(st.integers(0, nodes - 1))
+    units = [StandInUnit(str(index), 4 * numel) for index, numel in enumerate(numels)]
+    tier = make(kind, units, Place(nodes, node), tmp_path_factory.getbasetemp())
+    stored = [torch.randn(nodes, numel) for numel in numels]
+    for _ in range(2):  # the second time overwrites
+        for unit, shards in zip(units, stored, strict=True):
+            tier.store(unit, slice_of(shards, node))
+        order = data.draw(st.permutations(range(len(units))))
+        expected = data.draw(st.lists(st.sampled_from(units), max_size=3))
+        for unit in expected:
+            tier.expect(unit)
+        for index in order:
+            loaded = torch.full_like(stored[index], torch.nan)
+            assert tier.intact(units[index])
+            tier.load(units[index], slice_of(loaded, node))
+            assert loaded[node].isnan().all()
+            others = [other for other in range(nodes) if other != node]
+            assert torch.equal(loaded[others], stored[index][others])
+        stored = [2 * shards for shards in stored]
+        for unit in units:
+            tier.drop(unit)
+
+
+@pytest.mark.parametrize("kind", ["device", "host", "disk"])
+def test_an_entry_holds_any_dtype_that_the_unit_gathers(tmp_path: Path, kind: str) -> None:
+    odd: Any = StandInUnit("odd", 3)
+    unit: Any = StandInUnit("unit", 6)
+    tier = make(kind, [odd, unit], Place(2, 0), tmp_path)
+    shards = torch.tensor([[1, 2, 3], [4, 5, 6]], dtype=torch.bfloat16)
+    tier.store(unit, slice_of(shards))
+    loaded = torch.zeros_like(shards)
+    assert tier.intact(unit)
+    tier.load(unit, slice_of(loaded))
+    assert torch.equal(loaded[1], shards[1])

@@ -1,0 +1,400 @@
+"""A damaged or forged checkpoint is refused on every rank; model and optimizer stay as they were.
+
+The suite damages each file at five random places, ``pytest --exhaustive`` at fifty.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader
+
+from fcdp.checkpoint import commit, files
+from tests.fcdp.checkpoints import Run, assert_equal, moments
+from tests.ranks import Pools
+
+FILES = ("state.pt", ".metadata", "__0_0.distcp", "__1_0.distcp")
+
+
+def trained(directory: Path) -> Run:
+    """A run and its checkpoint, of some length before the run went on."""
+    run = Run()
+    run.train(1)
+    run.save(directory)
+    run.train(1)
+    return run
+
+
+def path_of(directory: Path, name: str) -> Path:
+    if name == "state.pt":
+        return directory / name
+    (shards,) = directory.glob("shards-*")
+    return shards / name
+
+
+def contents(run: Run) -> dict[str, torch.Tensor]:
+    """Copies of all values of model and optimizer."""
+    return {name: value.clone() for name, value in {**run.params(), **moments(run)}.items()}
+
+
+@contextmanager
+def changed(path: Path, rank: int, change: Callable[[Path], object]) -> Iterator[None]:
+    """Have rank 0 change a file that all ranks read, and undo it."""
+    kept = path.with_name(f"kept-{path.name}")
+    dist.barrier()  # the others may still look at it
+    if rank == 0:
+        shutil.copy(path, kept)
+        change(path)
+    dist.barrier()
+    try:
+        yield
+    finally:
+        dist.barrier()
+        if rank == 0:
+            if path.is_dir():
+                path.rmdir()
+            os.replace(kept, path)
+        dist.barrier()
+
+
+def refusal_of(run: Run, directory: Path) -> str:
+    """What a load says, which is a ``ValueError`` within a minute."""
+    start = time.monotonic()
+    with pytest.raises(ValueError, match=".") as error:
+        run.load(directory)
+    assert time.monotonic() - start < 60
+    return str(error.value)
+
+
+def flipped(place: int, mask: int) -> Callable[[Path], object]:
+    def change(path: Path) -> None:
+        data = bytearray(path.read_bytes())
+        data[place] ^= mask
+        path.write_bytes(data)
+
+    return change
+
+
+def cut(place: int) -> Callable[[Path], object]:
+    return lambda path: os.truncate(path, place)
+
+
+def random_damage(size: int, number: int) -> dict[str, Callable[[Path], object]]:
+    """Flips and cuts at ``number`` random places each, and at the ends."""
+    draw = random.Random(number)
+    places = [0, size - 1, *(draw.randrange(size) for _ in range(number))]
+    masks = [1, 0x80, *(draw.randrange(1, 256) for _ in range(number))]
+    flips = {
+        f"flip {place}": flipped(place, mask) for place, mask in zip(places, masks, strict=True)
+    }
+    return {**flips, **{f"cut {place}": cut(place) for place in places}}
+
+
+def load_damaged(directory: Path, name: str, number: int) -> dict[str, str]:
+    run = trained(directory)
+    path = path_of(directory, name)
+    before = contents(run)
+    damage = random_damage(path.stat().st_size, number)
+    messages = {}
+    for what, change in damage.items():
+        with changed(path, run.topology.rank, change):
+            messages[what] = refusal_of(run, directory)
+    assert_equal(contents(run), before)
+    run.load(directory)  # undamaged, it does load
+    assert run.params()["norm.weight"].ne(before["norm.weight"]).any()
+    return messages
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_flip_or_a_cut_anywhere_is_refused(
+    ranks: Pools, tmp_path: Path, request: pytest.FixtureRequest, name: str
+) -> None:
+    number = 50 if request.config.getoption("--exhaustive") else 5
+    for messages in ranks.run(2, load_damaged, tmp_path, name, number):
+        assert len(messages) > number
+        for what, message in messages.items():
+            assert str(path_of(tmp_path, name)) in message, (what, message)
+            if name != "state.pt":
+                assert ("are not as saved" if "flip" in what else "bytes; must have") in message
+
+
+def fill_padding(path: Path) -> None:
+    """Change bytes that no reader of the format looks at."""
+    data = path.read_bytes()
+    assert b"ZZZZ" in data
+    path.write_bytes(data.replace(b"ZZZZ", b"ZZZY", 1))
+    assert torch.load(path, weights_only=True) if path.name == "state.pt" else True
+
+
+def swap_shards(path: Path) -> None:
+    other = path.with_name("__0_0.distcp")
+    assert other.stat().st_size != path.stat().st_size
+    shutil.copy(other, path)
+
+
+DAMAGE: Mapping[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (Path.unlink, "missing"),
+    "empty": (lambda path: path.write_bytes(b""), "has 0 bytes"),
+    "longer": (lambda path: path.write_bytes(path.read_bytes() + b"\0"), "bytes"),
+    "zeros": (lambda path: path.write_bytes(bytes(path.stat().st_size)), ""),
+    "text": (lambda path: path.write_text("{}" * (path.stat().st_size // 2)), ""),
+    "directory": (lambda path: (path.unlink(), path.mkdir()), "is not a regular file"),
+    "pipe": (lambda path: (path.unlink(), os.mkfifo(path)), "is not a regular file"),
+}
+
+
+def load_replaced(directory: Path, name: str) -> dict[str, str]:
+    run = trained(directory)
+    path = path_of(directory, name)
+    before = contents(run)
+    kinds = {kind: change for kind, (change, _) in DAMAGE.items()}
+    if name != ".metadata":
+        kinds["padding"] = fill_padding
+    if name == "__1_0.distcp":
+        kinds["swapped"] = swap_shards
+    messages = {}
+    for kind, change in kinds.items():
+        with changed(path, run.topology.rank, change):
+            messages[kind] = refusal_of(run, directory)
+    assert_equal(contents(run), before)
+    return messages
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_lost_or_replaced_is_refused(
+    ranks: Pools, tmp_path: Path, name: str
+) -> None:
+    for messages in ranks.run(2, load_replaced, tmp_path, name):
+        for kind, message in messages.items():
+            assert name in message, (kind, message)
+            assert str(tmp_path) in message
+            words = DAMAGE[kind][1] if kind in DAMAGE else ""
+            assert words in message, (kind, message)
+
+
+def load_without_shards(directory: Path) -> str:
+    run = trained(directory)
+    if run.topology.rank == 0:
+        (shards,) = directory.glob("shards-*")
+        shutil.rmtree(shards)
+    dist.barrier()
+    return refusal_of(run, directory)
+
+
+def test_a_lost_folder_of_shards_is_refused(ranks: Pools, tmp_path: Path) -> None:
+    for message in ranks.run(2, load_without_shards, tmp_path):
+        assert ".distcp: is missing; must be on a file system that all nodes share" in message
+
+
+def load_elsewhere(directory: Path) -> str:
+    """Rank 1 is on a node that has another checkpoint, of another step, in this place."""
+    run = trained(directory / "rank 0")
+    run.save(directory / "rank 1")
+    before = contents(run)
+    message = refusal_of(run, directory / f"rank {run.topology.rank}")
+    assert_equal(contents(run), before)
+    return message
+
+
+def test_ranks_that_see_different_checkpoints_load_none(ranks: Pools, tmp_path: Path) -> None:
+    first, second = ranks.run(2, load_elsewhere, tmp_path)
+    assert first == f"rank 1: {second}"
+    assert "rank 1/shards-" in second
+    assert "is missing" in second
+
+
+# --- Forged: the checksums are right
+
+
+def forge(directory: Path, change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
+    """Change what ``state.pt`` says, and its checksum to match."""
+
+    def write(path: Path) -> None:
+        state = torch.load(path, weights_only=True)
+        change(state)
+        with open(path, "wb") as file:
+            torch.save(state, file)
+        path.write_bytes(commit._sealed(path.read_bytes()))
+
+    return write
+
+
+class Bomb:
+    """Pickled, it makes a folder where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+FORGED: Mapping[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "above": (lambda state: state.update(shards="../other"), "name = '../other': leads out"),
+    "parent": (lambda state: state.update(shards=".."), "name = '..': leads out"),
+    "absolute": (lambda state: state.update(shards="/tmp"), "name = '/tmp': leads out"),
+    "below": (lambda state: state.update(shards="a/b"), "name = 'a/b': leads out"),
+    "number": (lambda state: state.update(shards=3), "TypeError"),
+    "file": (
+        lambda state: state["layout"]["files"][0].update(name="../other/.metadata"),
+        "leads out",
+    ),
+    "key": (lambda state: state.pop("layout"), "KeyError: 'layout'"),
+    "format": (lambda state: state.update(format=3), "format = 3: must be 2"),
+    "foreign": (
+        lambda state: state["optimizer"]["state"].update(another={}),
+        "of another, which is in no parameter group",
+    ),
+    "offset": (lambda state: shift_chunks(state["layout"]), "cannot be read: rank"),
+}
+
+
+def shift_chunks(layout: dict[str, Any]) -> None:
+    for tensor in layout["tensors"].values():
+        tensor["chunks"][:, 1] += 1
+
+
+def load_forged(directory: Path) -> dict[str, str]:
+    run = trained(directory / "checkpoint")
+    where = directory / "checkpoint"
+    path = where / "state.pt"
+    if run.topology.rank == 0:
+        (shards,) = where.glob("shards-*")
+        shutil.copytree(shards, directory / "other")
+    messages = {}
+    for case, (change, _) in FORGED.items():
+        with changed(path, run.topology.rank, forge(where, change)):
+            messages[case] = refusal_of(run, where)
+    return messages
+
+
+def test_a_forged_description_is_refused(ranks: Pools, tmp_path: Path) -> None:
+    for messages in ranks.run(2, load_forged, tmp_path):
+        for case, (_, words) in FORGED.items():
+            assert words in messages[case], (case, messages[case])
+
+
+def load_bombs(directory: Path) -> list[str]:
+    """A pickle that runs code in place of either file, with all checksums right."""
+    run = trained(directory / "checkpoint")
+    where = directory / "checkpoint"
+    state, metadata = path_of(where, "state.pt"), path_of(where, ".metadata")
+    messages = []
+
+    def seal_bomb(path: Path) -> None:
+        with open(path, "wb") as file:
+            torch.save({"shards": Bomb(directory / "exploded")}, file)
+        path.write_bytes(commit._sealed(path.read_bytes()))
+
+    with changed(state, run.topology.rank, seal_bomb):
+        messages.append(refusal_of(run, where))
+
+    def describe_bomb(saved: dict[str, Any]) -> None:
+        data = metadata.read_bytes()
+        checksum = files.Checksum()
+        checksum.update(memoryview(data))
+        (file,) = (file for file in saved["layout"]["files"] if file["name"] == ".metadata")
+        file.update(size=len(data), crc32=torch.tensor(checksum.crcs))
+
+    write_bomb = pickle.dumps(Bomb(directory / "exploded"))
+    with (
+        changed(metadata, run.topology.rank, lambda path: path.write_bytes(write_bomb)),
+        changed(state, run.topology.rank, forge(where, describe_bomb)),
+    ):
+        run.load(where)
+    return messages
+
+
+def test_no_pickle_from_disk_is_run(ranks: Pools, tmp_path: Path) -> None:
+    for (message,) in ranks.run(2, load_bombs, tmp_path):
+        assert "state.pt: is not what fcdp.save writes: UnpicklingError" in message
+    assert not (tmp_path / "exploded").exists()
+
+
+def load_without_checksum(directory: Path) -> str:
+    run = trained(directory)
+
+    def strip(path: Path) -> None:
+        state = torch.load(path, weights_only=True)
+        torch.save(state, path)
+
+    with changed(directory / "state.pt", run.topology.rank, strip):
+        return refusal_of(run, directory)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused(ranks: Pools, tmp_path: Path) -> None:
+    for message in ranks.run(2, load_without_checksum, tmp_path):
+        assert "state.pt: damaged" in message
+        assert "by a version of FCDP without checksums" in message
+
+
+# --- Other programs
+
+
+def read_as_any_checkpoint(directory: Path) -> None:
+    """PyTorch's own reader takes the folder of shards."""
+    run = trained(directory)
+    run.load(directory)
+    (shards,) = directory.glob("shards-*")
+    state = {f"model.{name}": value for name, value in run.model.state_dict().items()}
+    del state["model.head.weight"]  # tied to the embedding
+    empty = {name: torch.zeros_like(value) for name, value in state.items()}
+    torch.distributed.checkpoint.load(empty, storage_reader=FileSystemReader(shards))
+    for name, value in state.items():
+        assert torch.equal(empty[name].full_tensor(), value.full_tensor()), name
+
+
+def test_the_shards_are_a_checkpoint_of_pytorch(ranks: Pools, tmp_path: Path) -> None:
+    ranks.run(2, read_as_any_checkpoint, tmp_path)
+
+
+# --- Blocks
+
+
+def test_blocks_are_shared_out_and_each_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many ranks there are for however many files, every byte is read by one of them."""
+    monkeypatch.setattr(files, "BLOCK", 8)
+    draw = random.Random(0)
+    contents = {"a": draw.randbytes(41), "b": b"", "c": draw.randbytes(8)}
+    writer = files.SummingFileSystem()
+    for name, data in contents.items():
+        with writer.create_stream(tmp_path / name, "wb") as stream:
+            for start in range(0, len(data), 5):
+                stream.write(data[start : start + 5])
+    assert {name: len(file.crcs) for name, file in writer.sums.items()} == {"a": 6, "b": 0, "c": 1}
+
+    def finders(parts: int) -> list[int]:
+        found = []
+        for part in range(parts):
+            try:
+                files.check_files(tmp_path, writer.sums, part, parts)
+            except ValueError:
+                found.append(part)
+        return found
+
+    for parts in (1, 2, 3, 20):
+        assert finders(parts) == []
+        for name, data in contents.items():
+            for place in range(len(data)):
+                (tmp_path / name).write_bytes(
+                    data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :]
+                )
+                assert len(finders(parts)) == 1, (name, place)
+            (tmp_path / name).write_bytes(data + b"x")
+            assert finders(parts), name
+            (tmp_path / name).unlink()
+            assert finders(parts), name
+            (tmp_path / name).write_bytes(data)

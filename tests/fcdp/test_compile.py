@@ -1,0 +1,128 @@
+"""Compiled blocks and whole models train as without FCDP, and none of its hooks is traced."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import CodeType
+
+import pytest
+import torch
+import torch.nn as nn
+from torch._dynamo.convert_frame import register_bytecode_hook
+
+import fcdp
+from tests.fcdp.upstream.models import VOCABULARY, Transformer
+from tests.fcdp.upstream.running import Run, adam, check, train
+from tests.ranks import Pools
+
+PACKAGE = str(Path(fcdp.__file__).parent)
+
+
+def compiled(run: Run, what: str, backend: str) -> None:
+    """Three steps with an evaluation between them; afterwards, which of our code was traced."""
+    torch._dynamo.reset()
+    traced: list[str] = []
+
+    def note(code: CodeType, _: CodeType) -> None:
+        traced.append(f"{code.co_filename}:{code.co_name}")
+
+    model = Transformer(2)
+    if what == "blocks before":
+        compile_blocks(model, backend)
+    run.shard(model.units())
+    run.cache(model)
+    if what == "blocks after":
+        compile_blocks(model, backend)
+    called: nn.Module = model
+    if what == "whole":
+        called = torch.compile(model, backend=backend)  # type: ignore[assignment]
+    elif what == "whole in place":
+        model.compile(backend=backend)
+
+    def loss(step: int) -> torch.Tensor:
+        if step == 2:
+            with torch.no_grad():
+                run.see("evaluated", called(run.tokens(VOCABULARY, 2, 8, step=9)))
+        return called(run.tokens(VOCABULARY, 2, 8, step=step)).square().mean()
+
+    handle = register_bytecode_hook(note)  # type: ignore[arg-type]
+    try:
+        train(run, model, adam(model), loss, steps=3)
+    finally:
+        handle.remove()
+    assert traced, "nothing was compiled"
+    ours = [name for name in traced if name.startswith(PACKAGE)]
+    assert not ours, f"traced: {ours}"
+
+
+def compile_blocks(model: Transformer, backend: str) -> None:
+    for layer in model.layers:
+        layer.compile(backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("what", "backend"),
+    [
+        ("blocks before", "aot_eager"),
+        ("blocks after", "aot_eager"),
+        ("whole", "eager"),
+        ("whole in place", "aot_eager"),
+    ],
+)
+def test_compiled_models_train_as_without_fcdp(ranks: Pools, what: str, backend: str) -> None:
+    check(ranks, (2, 1), compiled, what, backend)
+
+
+def compiled_accumulation(run: Run) -> None:
+    """Micro-batches of a whole compiled model, of which the last is reduced."""
+    torch._dynamo.reset()
+    model = Transformer(2)
+    run.shard(model.units())
+    run.cache(model)
+    called = torch.compile(model, backend="aot_eager")
+    optimizer = adam(model)
+    for step in range(3):
+        for micro in range(2):
+            model.set_requires_gradient_sync(micro == 1)
+            loss = called(run.tokens(VOCABULARY, 2, 8, step=10 * step + micro)).square().mean()
+            run.see(f"loss {step}.{micro}", loss)
+            loss.backward()
+        run.see_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    run.see_params(model)
+
+
+def test_micro_batches_of_a_compiled_model(ranks: Pools) -> None:
+    check(ranks, (2, 1), compiled_accumulation)
+
+
+class Checkpointed(nn.Module):
+    """The first layer is frozen, and recomputed in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Transformer(2, checkpointing=True)
+        self.body.layers[0].requires_grad_(False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.body(tokens)
+
+
+def compiled_checkpointing(run: Run) -> None:
+    torch._dynamo.reset()
+    model = Checkpointed()
+    run.shard([*model.body.layers, model])
+    run.cache(model)
+    compile_blocks(model.body, "aot_eager")
+    train(
+        run,
+        model,
+        adam(model),
+        lambda step: model(run.tokens(VOCABULARY, 2, 8, step=step)).square().mean(),
+        steps=3,
+    )
+
+
+def test_compiled_blocks_with_checkpointing(ranks: Pools) -> None:
+    check(ranks, (2, 1), compiled_checkpointing)

@@ -1,0 +1,80 @@
+"""What is asked of which group, and that micro-batches give gradients to the same parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+import fcdp
+from fcdp.ledger import Ledger
+from fcdp.partial_gradients import OnDevice
+from fcdp.reduce_scatter import HierarchicalReduceScatter
+from tests.fcdp.stand_ins import Place, StandInUnit
+from tests.fcdp.training import topology_of
+from tests.ranks import Pools
+
+
+class Sometimes(nn.Module):
+    """Of two layers of one unit, the second is used where the input is positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = nn.Linear(3, 3)
+        self.sometimes = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.always(x)
+        return self.sometimes(y) if x.sum() > 0 else y
+
+
+def change_layers(codec: fcdp.Codec | None) -> str:
+    model = nn.Sequential(Sometimes())
+    fcdp.shard(
+        model,
+        topology_of(2, 1),
+        units=[model[0]],
+        reduce_codec=codec,
+        error_feedback=codec is not None,
+    )
+    x = torch.ones(1, 3)
+    with fcdp.accumulate(model, last=False):
+        model(x).sum().backward()
+    with pytest.raises(RuntimeError) as error, fcdp.accumulate(model, last=True):
+        model(-x).sum().backward()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("codec", [None, fcdp.BlockInt8()], ids=["plain", "encoded"])
+def test_gradients_of_other_parameters_are_refused(ranks: Pools, codec: fcdp.Codec | None) -> None:
+    for message in ranks.run(2, change_layers, codec):
+        assert "other parameters received gradients in this micro-batch" in message
+        assert "set_reduce_scatter_unused_params(True)" in message
+
+
+OPS = [dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM]
+
+
+@pytest.mark.parametrize("op", OPS, ids=str)
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_gradients_are_scaled_once(ranks_per_node: int, op: dist.ReduceOp.RedOpType) -> None:
+    """By NCCL, which FSDP2 asks for a sum of scaled gradients: with gloo it divides the sum."""
+    unit: Any = StandInUnit("unit", 4)
+    topology: Any = Place(2, 0, ranks_per_node)
+    group: Any = None
+    ledger = Ledger()
+    reduce = HierarchicalReduceScatter(unit, topology, OnDevice(ledger), ledger, encoded=None)
+    asked: list[Any] = []
+    with mock.patch(
+        "fcdp.reduce_scatter.reduce_scatter",
+        side_effect=lambda _, __, *how: asked.append(how) or [],
+    ):
+        reduce(torch.empty(1), torch.empty(2 * ranks_per_node), group, op)
+    averaged = op == dist.ReduceOp.AVG
+    across = op if averaged or ranks_per_node == 1 else dist.ReduceOp.SUM
+    inside = [(op, "intra")] if ranks_per_node > 1 else []
+    assert asked == [*inside, (across, "inter")]

@@ -1,0 +1,152 @@
+"""Random walks beside FSDP2: ten seeds in the suite, 200 with ``--exhaustive``.
+
+And that a walk notices what it is there for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+import tests.ranks
+from tests.fcdp.walk import rank
+from tests.fcdp.walk.drive import Event, Walk, WalkFailed
+from tests.fcdp.walk.options import SHAPES, Options, draw_options
+from tests.fcdp.walk.pair import Side
+from tests.fcdp.walk.seeds import Case, draw, run
+from tests.ranks import Pools
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "seed" in metafunc.fixturenames:
+        seeds = range(200 if metafunc.config.getoption("--exhaustive") else 10)
+        metafunc.parametrize("seed", seeds, ids=[f"seed{seed:03}" for seed in seeds])
+
+
+def test_a_walk_equals_that_of_fsdp2(ranks: Pools, seed: int, tmp_path: Path) -> None:
+    failure = run(ranks, draw(seed), tmp_path)
+    assert failure is None, failure
+
+
+def shard_of(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert isinstance(tensor, DTensor)
+    local: torch.Tensor = tensor.to_local()
+    return local.detach()
+
+
+def old_parameters(walk: Walk) -> None:
+    """FCDP's copy computes once with a parameter that is hardly off on the last rank."""
+    tokens = walk.tokens()
+
+    def loss(side: Side) -> torch.Tensor:
+        shard = shard_of(side.params["blocks.1.up.weight"])
+        kept = shard.clone()
+        if side.cached and walk.rank == walk.options.world_size - 1:
+            shard += 2**-40
+        with torch.no_grad():
+            logits: torch.Tensor = side.model(tokens[:, :-1])
+        side.reshard()
+        shard.copy_(kept)
+        return logits
+
+    walk.both("logits", loss)
+
+
+def other_gradient(walk: Walk) -> None:
+    """One rank's part of one gradient is one unit off."""
+    walk.backward("plain")
+    if walk.rank == 0:
+        grad = walk.pair.cached.params["blocks.1.up.weight"].grad
+        shard_of(grad).view(-1)[0] += walk.options.unit
+
+
+def lost_state(walk: Walk) -> None:
+    walk.pair.cached.optimizer.state.clear()
+
+
+def refusal_on_one_rank(walk: Walk) -> None:
+    def refuse() -> None:
+        if walk.rank == 1:
+            raise RuntimeError("blocks.1: parameters were written; call fcdp.invalidate(model)")
+
+    walk.attempt(refuse)
+
+
+def failure_amid_a_pass(walk: Walk) -> None:
+    """Of rank 0 alone: the others wait for it in the next collective."""
+    if walk.rank == 0:
+        raise ValueError("rank 0 leaves")
+    walk.backward("plain")
+
+
+SABOTAGES = {
+    function.__name__: function
+    for function in (
+        old_parameters,
+        other_gradient,
+        lost_state,
+        refusal_on_one_rank,
+        failure_amid_a_pass,
+    )
+}
+
+
+def led_astray(options: Options, events: Sequence[Event], directory: Path) -> list[str]:
+    """A walk on this rank that knows sabotages too."""
+    rank.HANDLERS.update(SABOTAGES)
+    return rank.walk_on_rank(options, events, directory)
+
+
+def what_is_found(options: Options, sabotage: str, directory: Path) -> str:
+    """What a walk says that is led astray in its last event but one."""
+    events = [Event("train", 1), Event("train", 2), Event(sabotage, 3), Event("train", 4)]
+    try:
+        led_astray(options, events, directory)
+    except WalkFailed as found:
+        return str(found)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "found"),
+    [
+        ("old_parameters", "logits: differs by up to"),
+        ("other_gradient", "blocks.1.up.weight.grad: differs by up to"),
+        ("lost_state", "optimizer state []"),
+        ("refusal_on_one_rank", "refused on ranks [1] alone"),
+    ],
+)
+def test_a_walk_notices(ranks: Pools, tmp_path: Path, sabotage: str, found: str) -> None:
+    options = Options(policy="none", optimizer="momentum")
+    answers = ranks.run(2, what_is_found, options, sabotage, tmp_path)
+    assert all(answer.startswith(f"event 2, {sabotage}:3") for answer in answers), answers
+    assert any(found in answer for answer in answers), answers
+
+
+def test_a_walk_that_hangs_ends_with_its_place(
+    ranks: Pools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tests.ranks, "_GRACE_S", 2)
+    case = Case(17, Options(), (Event("evaluate", 1), Event("failure_amid_a_pass", 2)))
+    failure = run(ranks, case, tmp_path, led_astray)
+    assert failure is not None
+    for part in (
+        "seed 17",
+        "rank 1 was last at event 1, failure_amid_a_pass:2",
+        "rank 0 leaves",
+        "rank 1:\ndid not answer",
+        "--exhaustive -k seed017",
+    ):
+        assert part in failure
+
+
+def test_seeds_draw_every_shape_and_every_kind_of_event() -> None:
+    cases = [draw(seed) for seed in range(30)]
+    assert {(c.options.nodes, c.options.ranks_per_node) for c in cases} == {*SHAPES}
+    assert {event.kind for case in cases for event in case.events} == rank.HANDLERS.keys()
+    assert draw(7) == draw(7) != draw(8)
+    assert draw(7).options == draw_options(7)

@@ -1,0 +1,174 @@
+"""Runs one case twice on the same ranks, with and without FCDP, and compares what it saw."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import fcdp
+from tests.fcdp.training import topology_of
+from tests.ranks import Pools
+
+#: Nodes × ranks per node. Two summands have one order; the second shape has a hierarchy.
+SHAPES = [(2, 1), (2, 2)]
+on_both_shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+EXACT = {"rtol": 0.0, "atol": 0.0}
+#: Between sums in another order: in float64, so that what is stale or misplaced stands out.
+CLOSE = {"rtol": 1e-9, "atol": 1e-11}
+
+
+@dataclass
+class Run:
+    """One run of a case: what it is given, and what it saw."""
+
+    topology: fcdp.Topology
+    cached: bool
+    seen: list[tuple[str, Any]] = field(default_factory=list)
+    _models: list[nn.Module] = field(default_factory=list)
+
+    def shard(self, units: Sequence[nn.Module | list[nn.Module]], **options: Any) -> None:
+        """Call ``fully_shard`` on each of ``units`` in turn."""
+        for unit in units:
+            fully_shard(unit, mesh=self.topology.mesh, **options)  # type: ignore[arg-type]
+
+    def cache(self, model: nn.Module, **options: Any) -> None:
+        """Turn FCDP on, in the run that has it; call it after the last ``fully_shard``."""
+        if self.cached:
+            fcdp.cache_parameters(model, self.topology, **options)
+            self._models.append(model)
+
+    def see(self, label: str, value: Any) -> None:
+        """Keep a copy of ``value``; of what is sharded, this rank's part."""
+        if isinstance(value, DTensor):
+            value = value.to_local()
+        if isinstance(value, torch.Tensor):
+            value = value.detach().clone()
+        self.seen.append((label, value))
+
+    def see_params(self, model: nn.Module) -> None:
+        for name, param in model.named_parameters():
+            self.see(name, param)
+
+    def see_gradients(self, model: nn.Module) -> None:
+        for name, param in model.named_parameters():
+            self.see(f"{name}.grad", param.grad)
+
+    def input(self, *shape: int, step: int = 0, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Random numbers that differ from rank to rank, and not from run to run."""
+        generator = torch.Generator().manual_seed(1000 * step + self.topology.rank)
+        return torch.randn(*shape, generator=generator, dtype=dtype)
+
+    def tokens(self, high: int, *shape: int, step: int = 0) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1000 * step + self.topology.rank)
+        return torch.randint(high, shape, generator=generator)
+
+    def check_gathers(self) -> None:
+        """FCDP gathered every model that it was given."""
+        for model in self._models:
+            assert fcdp.ledger(model).misses > 0, "nothing went through FCDP"
+
+
+Case = Callable[..., None]
+
+
+def both(nodes: int, ranks_per_node: int, case: Case, args: Sequence[Any]) -> list[str]:
+    """Run ``case`` without and with FCDP; return where the two differ."""
+    topology = topology_of(nodes, ranks_per_node)
+    plain, cached = Run(topology, cached=False), Run(topology, cached=True)
+    with default_dtype(torch.float32 if sums_alike(topology) else torch.float64):
+        case(plain, *args)
+        assert plain.seen, "the case looked at nothing"
+        try:
+            case(cached, *args)
+            cached.check_gathers()
+        except Exception:
+            return [traceback.format_exc()]
+    return differences(plain.seen, cached.seen, EXACT if sums_alike(topology) else CLOSE)
+
+
+def sums_alike(topology: fcdp.Topology) -> bool:
+    """Two summands have one order; with more, gloo's ring and the hierarchy differ."""
+    return topology.world_size <= 2
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def differences(
+    expected: Sequence[tuple[str, Any]],
+    actual: Sequence[tuple[str, Any]],
+    tolerance: dict[str, float],
+) -> list[str]:
+    if [label for label, _ in expected] != [label for label, _ in actual]:
+        return [f"saw {actual}, expected {expected}"]
+    found = []
+    for (label, wanted), (_, got) in zip(expected, actual, strict=True):
+        try:
+            if isinstance(wanted, torch.Tensor):
+                torch.testing.assert_close(got, wanted, **tolerance, equal_nan=True)
+            else:
+                assert got == wanted, f"{got!r} is not {wanted!r}"
+        except AssertionError as error:
+            found.append(f"{label}: {error}")
+    return found
+
+
+def variants(names: str, *values: tuple[Any, ...]) -> pytest.MarkDecorator:
+    """Parametrize a case: the first variant on both shapes, the others on two ranks."""
+    pair, hierarchy = SHAPES
+    cases = [(pair, *variant) for variant in values] + [(hierarchy, *values[0])]
+    return pytest.mark.parametrize(f"shape, {names}", cases, ids=str)
+
+
+def check(ranks: Pools, shape: tuple[int, int], case: Case, *args: Any) -> None:
+    """Fail where ``case(run, *args)`` sees something else with FCDP than without."""
+    nodes, ranks_per_node = shape
+    for rank, found in enumerate(ranks.run(nodes * ranks_per_node, both, *shape, case, args)):
+        assert not found, f"rank {rank}: " + "\n".join(found)
+
+
+def train(
+    run: Run,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Callable[[int], torch.Tensor],
+    *,
+    steps: int = 4,
+) -> None:
+    """Train as upstream's cases do, gradients cleared to None and to zero in turn."""
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        value = loss(step)
+        losses.append(float(value.detach()))
+        run.see(f"loss {step}", value)
+        value.backward()
+        run.see_gradients(model)
+        optimizer.step()
+    assert len(set(losses)) == steps, "the case does not train"
+    run.see_params(model)
+
+
+def adam(model: nn.Module) -> torch.optim.Adam:
+    """A large epsilon: rounding in tiny gradients must not become whole steps."""
+    return torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-3)
+
+
+def all_sharded(model: nn.Module) -> bool:
+    return all(isinstance(param, DTensor) for param in model.parameters())

@@ -1,0 +1,172 @@
+"""Gradient accumulation as FSDP2 has it: with and without communication, and 1F1B."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from tests.fcdp.upstream.models import mlps
+from tests.fcdp.upstream.running import Run, adam, check, on_both_shapes, variants
+from tests.ranks import Pools
+
+
+def accumulated(run: Run, mode: str, reshard: bool, reshard_backward: bool) -> None:
+    """Three micro-batches per step, of which ``mode`` says which are reduced."""
+    model = mlps(3, 5)
+    run.shard([*model, model], reshard_after_forward=reshard)
+    run.cache(model)
+    optimizer = adam(model)
+    for step in range(3):
+        for micro in range(3):
+            last = micro == 2
+            if mode == "no_sync":
+                model.set_requires_gradient_sync(last)
+            elif mode == "some_modules":
+                model[0].set_requires_gradient_sync(last)
+            elif mode == "root_alone":
+                model.set_requires_gradient_sync(last, recurse=False)
+            model.set_is_last_backward(last)
+            model.set_reshard_after_backward(last or reshard_backward)
+            loss = model(run.input(4, 5, step=10 * step + micro)).sum()
+            run.see(f"loss {step}.{micro}", loss)
+            loss.backward()
+            run.see_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+    run.see_params(model)
+
+
+@variants(
+    "mode, reshard, reshard_backward",
+    ("no_sync", True, True),
+    ("no_sync", False, True),
+    ("no_sync", True, False),
+    ("every", True, True),
+    ("every", False, False),
+    ("some_modules", True, True),
+    ("root_alone", True, True),
+)
+def test_gradients_of_several_micro_batches(
+    ranks: Pools, shape: tuple[int, int], mode: str, reshard: bool, reshard_backward: bool
+) -> None:
+    check(ranks, shape, accumulated, mode, reshard, reshard_backward)
+
+
+def all_forwards_first(run: Run, async_op: bool, keep: bool) -> None:
+    """Pipelines run forwards of micro-batches ahead of their backwards."""
+    model = mlps(3, 5)
+    run.shard([*model, model], reshard_after_forward=False)
+    if async_op:
+        model._set_unshard_async_op(True)
+    run.cache(model)
+    optimizer = adam(model)
+    count = 3
+    for step in range(2):
+        losses = [model(run.input(4, 5, step=10 * step + micro)).sum() for micro in range(count)]
+        for micro, loss in enumerate(losses):
+            last = micro == count - 1
+            model.set_requires_gradient_sync(last)
+            model.set_is_last_backward(last)
+            model.set_reshard_after_backward(last or not keep)
+            loss.backward()
+        run.see_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    run.see_params(model)
+
+
+@variants("async_op, keep", (False, True), (True, True), (False, False))
+def test_forwards_of_all_micro_batches_before_their_backwards(
+    ranks: Pools, shape: tuple[int, int], async_op: bool, keep: bool
+) -> None:
+    check(ranks, shape, all_forwards_first, async_op, keep)
+
+
+def in_reduce_dtype(run: Run, reshard: bool) -> None:
+    """Compute in bf16, accumulation and reduction in fp32."""
+    model = mlps(3, 8).to(torch.float32)
+    run.shard(
+        [*model, model],
+        reshard_after_forward=reshard,
+        mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+    )
+    run.cache(model)
+    optimizer = adam(model)
+    for step in range(3):
+        for micro in range(4):
+            model.set_requires_gradient_sync(micro == 3)
+            loss = model(run.input(4, 8, step=10 * step + micro)).sum()
+            run.see(f"loss {step}.{micro}", loss)
+            loss.backward()
+        for param in model.parameters():
+            assert param.grad is not None
+            assert param.grad.dtype == torch.float32
+        run.see_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    run.see_params(model)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_accumulation_in_the_reduce_dtype(ranks: Pools, reshard: bool) -> None:
+    check(ranks, (2, 1), in_reduce_dtype, reshard)
+
+
+def evaluated_between_micro_batches(run: Run) -> None:
+    """A forward without gradients, between micro-batches that are not reduced."""
+    model = mlps(2, 5)
+    run.shard([*model, model])
+    run.cache(model)
+    optimizer = adam(model)
+    for step in range(3):
+        for micro in range(2):
+            model.set_requires_gradient_sync(micro == 1)
+            model(run.input(4, 5, step=10 * step + micro)).sum().backward()
+            with torch.no_grad():
+                run.see("evaluated", model(run.input(4, 5, step=99)))
+        optimizer.step()
+        optimizer.zero_grad()
+    run.see_params(model)
+
+
+@on_both_shapes
+def test_evaluation_between_micro_batches(ranks: Pools, shape: tuple[int, int]) -> None:
+    check(ranks, shape, evaluated_between_micro_batches)
+
+
+class Alternating(nn.Module):
+    """Leaves out one of its two branches when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(42)
+        self.left, self.right = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, *, both: bool) -> torch.Tensor:
+        return self.left(x) + self.right(x) if both else self.left(x)
+
+
+def unused_in_the_last(run: Run, mode: str) -> None:
+    """A unit that an early micro-batch uses and the last does not."""
+    model = Alternating()
+    run.shard([model.left, model.right, model])
+    run.cache(model)
+    optimizer = adam(model)
+    for step in range(3):
+        for micro in range(2):
+            if mode == "no_sync":
+                model.set_requires_gradient_sync(micro == 1)
+            model(run.input(4, 6, step=10 * step + micro), both=micro == 0).sum().backward()
+        run.see_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    run.see_params(model)
+
+
+@variants("mode", ("every",), ("no_sync",))
+def test_a_unit_that_the_last_micro_batch_leaves_out(
+    ranks: Pools, shape: tuple[int, int], mode: str
+) -> None:
+    check(ranks, shape, unused_in_the_last, mode)

@@ -1,0 +1,292 @@
+"""How often each link is used, and the calls that change it: reshard, unshard, divide factors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+import fcdp
+from fcdp.engine import engine_of
+from tests.fcdp.training import topology_of
+from tests.fcdp.upstream.models import VOCABULARY, Transformer, mlps
+from tests.fcdp.upstream.running import Run, adam, check, on_both_shapes, train, variants
+from tests.ranks import Pools
+
+LAYERS = 3
+
+
+def transformer(run: Run, **options: Any) -> Transformer:
+    model = Transformer(LAYERS)
+    run.shard(model.units(), **options)
+    return model
+
+
+def loss_of(run: Run, model: nn.Module, step: int = 0) -> torch.Tensor:
+    return model(run.tokens(VOCABULARY, 2, 8, step=step)).square().mean()
+
+
+def collectives(calls: Callable[[], Any]) -> tuple[int, int]:
+    """All-gathers and reductions of units that FSDP2 asks for in ``calls``."""
+    module = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
+
+    with (
+        mock.patch(f"{module}.foreach_all_gather", wraps=groups.foreach_all_gather) as gathers,
+        mock.patch(f"{module}.foreach_reduce", wraps=groups.foreach_reduce) as reductions,
+    ):
+        calls()
+    return gathers.call_count, reductions.call_count
+
+
+def counted(run: Run, reshard: bool | None) -> None:
+    """Forward and backward, as built with ``reshard_after_forward``."""
+    model = transformer(run, reshard_after_forward=reshard)
+    run.cache(model)
+    losses: list[torch.Tensor] = []
+    forward = collectives(lambda: losses.append(loss_of(run, model)))
+    backward = collectives(lambda: losses[0].backward())
+    assert forward == (LAYERS + 1, 0)
+    assert backward == ({True: LAYERS + 1, False: 0, None: LAYERS}[reshard], LAYERS + 1)
+    run.see("counts", (forward, backward))
+    run.see_gradients(model)
+
+
+@variants("reshard", (True,), (False,), (None,))
+def test_units_are_gathered_and_reduced_as_often(
+    ranks: Pools, shape: tuple[int, int], reshard: bool | None
+) -> None:
+    check(ranks, shape, counted, reshard)
+
+
+def gathers_across_nodes(reshard: bool | None) -> tuple[int, int, int]:
+    """Gathers across nodes in forward and backward, and those from the cache in backward."""
+    run = Run(topology_of(2, 1), cached=True)
+    model = transformer(run, reshard_after_forward=reshard)
+    run.cache(model)
+    ledger = fcdp.ledger(model)
+    loss = loss_of(run, model)
+    forward = ledger.misses
+    loss.backward()
+    return forward, ledger.misses - forward, ledger.hits
+
+
+@pytest.mark.parametrize(
+    ("reshard", "hits"), [(True, LAYERS + 1), (False, 0), (None, LAYERS)], ids=str
+)
+def test_backward_gathers_nothing_across_nodes(
+    ranks: Pools, reshard: bool | None, hits: int
+) -> None:
+    assert ranks.run(2, gathers_across_nodes, reshard) == [(LAYERS + 1, 0, hits)] * 2
+
+
+def resharded_by_hand(run: Run) -> None:
+    """Built to stay gathered, resharded by hand between forward and backward."""
+    model = transformer(run, reshard_after_forward=False)
+    run.cache(model)
+    optimizer = adam(model)
+    for step in range(3):
+        loss = loss_of(run, model, step)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        run.see("backward", collectives(loss.backward))
+        run.see_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    run.see_params(model)
+
+
+@on_both_shapes
+def test_resharding_by_hand(ranks: Pools, shape: tuple[int, int]) -> None:
+    check(ranks, shape, resharded_by_hand)
+
+
+def see_collectives(run: Run, model: nn.Module, step: int) -> None:
+    """One forward and backward: how often FSDP2 gathers in each, and the gradients."""
+    losses: list[torch.Tensor] = []
+    run.see("forward", collectives(lambda: losses.append(loss_of(run, model, step))))
+    run.see("backward", collectives(losses[0].backward))
+    run.see_gradients(model)
+
+
+def set_reshard_after_forward(run: Run, reshard: bool, recurse: bool, cached_first: bool) -> None:
+    model = transformer(run, reshard_after_forward=not reshard)
+    if cached_first:
+        run.cache(model)
+    model.set_reshard_after_forward(reshard, recurse=recurse)
+    if not cached_first:
+        run.cache(model)
+    optimizer = adam(model)
+    for step in range(3):
+        see_collectives(run, model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:  # and back again in mid-run
+            model.set_reshard_after_forward(not reshard, recurse=recurse)
+    run.see_params(model)
+
+
+@variants(
+    "reshard, recurse, cached_first",
+    (True, True, True),
+    (True, False, True),
+    (False, True, True),
+    (False, False, True),
+    (True, True, False),
+    (False, True, False),
+)
+def test_set_reshard_after_forward(
+    ranks: Pools, shape: tuple[int, int], reshard: bool, recurse: bool, cached_first: bool
+) -> None:
+    check(ranks, shape, set_reshard_after_forward, reshard, recurse, cached_first)
+
+
+def set_reshard_after_backward(run: Run) -> None:
+    """Gathered across micro-batches: the second gathers nothing."""
+    model = transformer(run)
+    run.cache(model)
+    optimizer = adam(model)
+    for step in range(3):
+        for micro in range(2):
+            model.set_reshard_after_backward(micro == 1)
+            model.set_requires_gradient_sync(micro == 1)
+            run.see("micro", collectives(loss_of(run, model, 10 * step + micro).backward))
+        run.see_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    run.see_params(model)
+
+
+@on_both_shapes
+def test_set_reshard_after_backward(ranks: Pools, shape: tuple[int, int]) -> None:
+    check(ranks, shape, set_reshard_after_backward)
+
+
+def force_sums(model: nn.Module) -> None:
+    """Gloo knows no factor that comes before the sum."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def divided(run: Run, factor: float, half: bool, cached_first: bool) -> None:
+    """Gradients of the root's own group are divided by ``factor`` instead of the ranks."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
+    model = transformer(run, mp_policy=policy)
+    force_sums(model)
+    if cached_first:
+        run.cache(model)
+    model.set_gradient_divide_factor(factor)
+    if not cached_first:
+        run.cache(model)
+    train(run, model, adam(model), lambda step: loss_of(run, model, step), steps=3)
+
+
+@variants(
+    "factor, half, cached_first",
+    (8.0, False, True),
+    (2.0, False, True),
+    (3.0, False, False),
+    (4.0, True, True),
+)
+def test_set_gradient_divide_factor(
+    ranks: Pools, shape: tuple[int, int], factor: float, half: bool, cached_first: bool
+) -> None:
+    check(ranks, shape, divided, factor, half, cached_first)
+
+
+def deprecated_divide_factor(run: Run) -> None:
+    model = mlps(2, 5)
+    run.shard([*model, model])
+    force_sums(model)
+    run.cache(model)
+    with pytest.deprecated_call(match="set_gradient_divide_factor"):
+        model[0].set_reduce_scatter_divide_factor(5.0)
+    train(run, model, adam(model), lambda step: model(run.input(4, 5, step=step)).sum(), steps=2)
+
+
+@on_both_shapes
+def test_set_reduce_scatter_divide_factor(ranks: Pools, shape: tuple[int, int]) -> None:
+    check(ranks, shape, deprecated_divide_factor)
+
+
+def set_by(run: Run, method: str, argument: Any) -> None:
+    """A setting of FSDP2's communication that must change no number."""
+    model = transformer(run)
+    run.cache(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            getattr(module, method)(argument)
+    train(run, model, adam(model), lambda step: loss_of(run, model, step), steps=3)
+
+
+@variants(
+    "method, argument",
+    ("set_separate_reduce_scatter_group", True),
+    ("set_reduce_scatter_max_input_buffers", 3),
+    ("set_reduce_scatter_unused_params", True),
+    ("set_force_sum_reduction_for_comms", True),
+    ("set_requires_all_reduce", False),
+)
+def test_settings_that_change_no_number(
+    ranks: Pools, shape: tuple[int, int], method: str, argument: Any
+) -> None:
+    if not hasattr(FSDPModule, method):
+        pytest.skip(f"this torch has no {method}")
+    check(ranks, shape, set_by, method, argument)
+
+
+def unforced_sums(run: Run) -> None:
+    """FCDP asks for sums on the CPU; taking that back must be harmless or an error."""
+    model = transformer(run)
+    run.cache(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(False)
+    train(run, model, adam(model), lambda step: loss_of(run, model, step), steps=2)
+
+
+@on_both_shapes
+def test_sums_are_no_longer_forced(ranks: Pools, shape: tuple[int, int]) -> None:
+    check(ranks, shape, unforced_sums)
+
+
+def hooked(run: Run) -> None:
+    """A hook on what is reduced, once per unit and backward."""
+    model = transformer(run)
+    run.cache(model)
+    seen: list[float] = []
+
+    def halve(reduced: torch.Tensor) -> None:
+        seen.append(float(reduced.numel()))
+        reduced.mul_(0.5)
+
+    for unit in model.units():
+        unit.set_all_reduce_hook(halve)  # type: ignore[operator]
+    train(run, model, adam(model), lambda step: loss_of(run, model, step), steps=3)
+    run.see("hook", seen)
+    assert len(seen) == 3 * (LAYERS + 1)
+
+
+@on_both_shapes
+def test_set_all_reduce_hook(ranks: Pools, shape: tuple[int, int]) -> None:
+    check(ranks, shape, hooked)
+
+
+def planned_reuses(reshard: bool) -> list[int]:
+    """How often each unit is gathered again per step, as FCDP planned it."""
+    run = Run(topology_of(2, 1), cached=True)
+    model = transformer(run, reshard_after_forward=reshard)
+    run.cache(model)
+    return [unit.reuses for unit in engine_of(model).units]
+
+
+def test_units_that_stay_gathered_are_not_planned_as_reused(ranks: Pools) -> None:
+    assert ranks.run(2, planned_reuses, True)[0] == [1] * (LAYERS + 1)
+    assert ranks.run(2, planned_reuses, False)[0] == [0] * (LAYERS + 1)

@@ -1,0 +1,149 @@
+"""Frozen and trained parameters, in one group and across groups, frozen early or late."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed._composable import checkpoint
+
+from tests.fcdp.upstream.models import mlps
+from tests.fcdp.upstream.running import Run, adam, check, on_both_shapes, train, variants
+from tests.ranks import Pools
+
+
+def biases_only(run: Run, reshard: bool, checkpointing: bool, when: str) -> None:
+    """Weights are frozen before ``fully_shard``, after it, or after FCDP is set up."""
+    model = mlps(3, 8)
+
+    def freeze() -> None:
+        for name, param in model.named_parameters():
+            param.requires_grad_("bias" in name)
+
+    if when == "before":
+        freeze()
+    if checkpointing:
+        for mlp in model:
+            checkpoint(mlp)
+    run.shard([*model, model], reshard_after_forward=reshard)
+    optimizer = adam(model)
+    if when == "sharded":
+        freeze()
+    run.cache(model)
+    if when == "cached":
+        freeze()
+    train(run, model, optimizer, lambda step: model(run.input(8, 8, step=step)).sum())
+
+
+@variants(
+    "reshard, checkpointing, when",
+    (True, False, "before"),
+    (True, True, "before"),
+    (True, False, "sharded"),
+    (False, True, "sharded"),
+    (True, True, "cached"),
+    (False, False, "cached"),
+)
+def test_frozen_and_trained_in_one_group(
+    ranks: Pools, shape: tuple[int, int], reshard: bool, checkpointing: bool, when: str
+) -> None:
+    check(ranks, shape, biases_only, reshard, checkpointing, when)
+
+
+def alternating(run: Run, reshard: bool, unfreeze: bool) -> None:
+    """Every other layer is frozen; between a forward without gradients, and a late thaw."""
+    torch.manual_seed(42)
+    layers = [nn.Linear(8, 8) for _ in range(6)]
+    model = nn.Sequential(*(part for layer in layers for part in (layer, nn.ReLU())))
+    for layer in layers[::2]:
+        layer.requires_grad_(False)
+    run.shard([*layers, model], reshard_after_forward=reshard)
+    run.cache(model)
+    optimizer = adam(model)
+    steps = 5
+    for step in range(steps):
+        if unfreeze and step == steps - 2:
+            model.requires_grad_(True)
+        x = run.input(8, 8, step=step)
+        if step == 1:
+            with torch.no_grad():
+                run.see(f"loss {step}", model(x).sum())
+            continue
+        loss = model(x).sum()
+        loss.backward()
+        run.see(f"loss {step}", loss)
+        run.see_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+    run.see_params(model)
+
+
+@variants(
+    "reshard, unfreeze",
+    (True, True),
+    (True, False),
+    (False, True),
+    (False, False),
+)
+def test_frozen_and_trained_groups_in_turn(
+    ranks: Pools, shape: tuple[int, int], reshard: bool, unfreeze: bool
+) -> None:
+    check(ranks, shape, alternating, reshard, unfreeze)
+
+
+class Looped(nn.Module):
+    """Frozen and trained layers that run several times, with gradients and without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(42)
+        self.first, self.frozen, self.trained = (nn.Linear(5, 5) for _ in range(3))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for _ in range(3):
+            x = self.frozen(F.relu(self.trained(x)))
+            with torch.no_grad():
+                x += F.relu(self.trained(x))
+        return x
+
+
+def looped(run: Run, reshard: bool) -> None:
+    model = Looped()
+    run.shard([model.first, model.frozen, model.trained, model], reshard_after_forward=reshard)
+    run.cache(model)
+    train(run, model, adam(model), lambda step: model(run.input(8, 5, step=step)).sum())
+
+
+@variants(
+    "reshard",
+    (True,),
+    (False,),
+)
+def test_frozen_and_trained_layers_run_several_times(
+    ranks: Pools, shape: tuple[int, int], reshard: bool
+) -> None:
+    check(ranks, shape, looped, reshard)
+
+
+def frozen_between_backward_and_step(run: Run) -> None:
+    """Optimizers step what has a gradient, whatever has been frozen since."""
+    model = mlps(2, 6)
+    run.shard([*model, model])
+    run.cache(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, fused=True)
+    for step in range(4):
+        loss = model(run.input(8, 6, step=step)).sum()
+        run.see(f"loss {step}", loss)
+        loss.backward()
+        if step == 1:
+            model[0].requires_grad_(False)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    run.see_params(model)
+
+
+@on_both_shapes
+def test_frozen_between_backward_and_step(ranks: Pools, shape: tuple[int, int]) -> None:
+    check(ranks, shape, frozen_between_backward_and_step)

@@ -1,0 +1,153 @@
+"""Casts of parameters, inputs and outputs: by module, in several dtypes, with odd sub-modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from tests.fcdp.upstream.models import MLP, mlps
+from tests.fcdp.upstream.running import Run, adam, check, train
+from tests.ranks import Pools
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+#: Sums in bf16 depend on their order: on two ranks there is one.
+PAIR = (2, 1)
+
+
+def trained(run: Run, param: Any, reduce: Any, reshard: bool) -> None:
+    model = mlps(3, 16)
+    run.shard(
+        [*model, model],
+        reshard_after_forward=reshard,
+        mp_policy=MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce),
+    )
+    run.cache(model)
+    train(run, model, adam(model), lambda step: model(run.input(4, 16, step=step)).sum())
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize(
+    ("param", "reduce"), [(BF16, None), (FP16, None), (BF16, FP32), (None, BF16), (FP32, BF16)]
+)
+def test_compute_and_reduce_dtypes(
+    ranks: Pools, param: torch.dtype | None, reduce: torch.dtype | None, reshard: bool
+) -> None:
+    check(ranks, PAIR, trained, param, reduce, reshard)
+
+
+class Saving(nn.Module):
+    """Keeps the dtypes of what each of its layers was called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(42)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.dtypes: dict[str, torch.dtype] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.dtypes["self"] = x.dtype
+        x = self.first(x)
+        self.dtypes["second"] = x.dtype
+        return self.second(x)
+
+
+def casts(run: Run, root_casts: bool, second: Any, output: Any) -> None:
+    """Each module casts its inputs to its own dtype, unless told not to."""
+    model = Saving()
+    run.shard([model.first], mp_policy=MixedPrecisionPolicy(BF16))
+    run.shard([model.second], mp_policy=MixedPrecisionPolicy(second, output_dtype=output))
+    run.shard([model], mp_policy=MixedPrecisionPolicy(BF16, cast_forward_inputs=root_casts))
+    run.cache(model)
+    for step in range(2):
+        y = model(run.input(4, 8, step=step))
+        run.see("output", y)
+        run.see("dtypes", (dict(model.dtypes), y.dtype))
+        y.float().sum().backward()
+    run.see_gradients(model)
+
+
+@pytest.mark.parametrize(
+    ("root_casts", "second", "output"),
+    [(True, FP16, None), (False, FP32, None), (True, FP32, BF16), (True, FP16, FP32)],
+)
+def test_each_module_casts_for_itself(
+    ranks: Pools, root_casts: bool, second: torch.dtype, output: torch.dtype | None
+) -> None:
+    check(ranks, PAIR, casts, root_casts, second, output)
+
+
+def norm_in_another_dtype(run: Run, kind: str) -> None:
+    """A norm keeps fp32 between layers that compute in bf16."""
+    torch.manual_seed(42)
+    norm: nn.Module = nn.LayerNorm(8) if kind == "layer" else nn.BatchNorm1d(8)
+    model = nn.Sequential(nn.Linear(8, 8), norm, nn.Linear(8, 8))
+    half = MixedPrecisionPolicy(BF16)
+    run.shard([norm], mp_policy=MixedPrecisionPolicy(FP32, output_dtype=BF16))
+    run.shard([model[0], model[2], model], mp_policy=half)
+    run.cache(model)
+    train(run, model, adam(model), lambda step: model(run.input(4, 8, step=step)).sum())
+    for name, buffer in model.named_buffers():
+        run.see(name, buffer)
+
+
+@pytest.mark.parametrize("kind", ["layer", "batch"])
+def test_a_norm_in_another_dtype(ranks: Pools, kind: str) -> None:
+    check(ranks, PAIR, norm_in_another_dtype, kind)
+
+
+class Mixed(nn.Module):
+    """Parameters of two dtypes, one of them not floating and frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(42)
+        self.layers = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+        self.table = nn.Parameter(torch.arange(16), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) * self.table.to(x.dtype).mean()
+
+
+def frozen_first(run: Run) -> None:
+    """One layer is frozen in the first forward, and thaws afterwards."""
+    model = Mixed()
+    run.shard([model], mp_policy=MixedPrecisionPolicy(BF16, FP32))
+    run.cache(model)
+    model.layers[0].requires_grad_(False)
+    with torch.no_grad():
+        run.see("evaluated", model(run.input(4, 16)))
+    model.layers.requires_grad_(True)
+    for step in range(2):
+        model(run.input(4, 16, step=step)).sum().backward()
+        run.see_gradients(model)
+
+
+def test_an_integer_parameter_and_a_late_thaw(ranks: Pools) -> None:
+    check(ranks, PAIR, frozen_first)
+
+
+def two_param_dtypes(run: Run) -> None:
+    """bf16 weights that are frozen beside fp32 ones that are trained, gathered as they are."""
+    torch.manual_seed(42)
+    model = nn.Sequential(MLP(8), MLP(8))
+    for mlp in model:
+        mlp.in_proj.to(BF16).requires_grad_(False)
+    run.shard([*model, model])
+    run.cache(model)
+    optimizer = adam(model)
+    for step in range(3):
+        with torch.autocast("cpu", BF16):
+            loss = model(run.input(4, 8, step=step)).sum()
+        run.see(f"loss {step}", loss)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    run.see_params(model)
+
+
+def test_frozen_parameters_of_another_dtype_in_one_group(ranks: Pools) -> None:
+    check(ranks, PAIR, two_param_dtypes)

@@ -1,0 +1,284 @@
+"""Explicit prefetching: lists of modules, ``unshard`` by hand, events, and what is skipped."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule, UnshardHandle
+
+from tests.fcdp.upstream.models import VOCABULARY, Transformer, mlps
+from tests.fcdp.upstream.running import (
+    Run,
+    adam,
+    all_sharded,
+    check,
+    on_both_shapes,
+    train,
+    variants,
+)
+from tests.ranks import Pools
+
+
+def prefetching(run: Run, ahead: int, reshard: bool, checkpointing: bool) -> None:
+    """Each layer prefetches the next ones in forward and the former ones in backward."""
+    model = Transformer(4, checkpointing=checkpointing)
+    run.shard(model.units(), reshard_after_forward=reshard)
+    layers = list(model.layers)
+    for index, layer in enumerate(layers):
+        layer.set_modules_to_forward_prefetch(layers[index + 1 : index + 1 + ahead])
+        layer.set_modules_to_backward_prefetch(layers[max(index - ahead, 0) : index][::-1])
+    run.cache(model)
+    train(
+        run,
+        model,
+        adam(model),
+        lambda step: model(run.tokens(VOCABULARY, 2, 8, step=step)).square().mean(),
+    )
+
+
+@variants(
+    "ahead, reshard, checkpointing",
+    (2, True, False),
+    (1, True, False),
+    (4, True, False),
+    (2, True, True),
+    (2, False, False),
+)
+def test_modules_to_prefetch(
+    ranks: Pools, shape: tuple[int, int], ahead: int, reshard: bool, checkpointing: bool
+) -> None:
+    check(ranks, shape, prefetching, ahead, reshard, checkpointing)
+
+
+def prefetched_after_fcdp(run: Run) -> None:
+    """Set after FCDP, and changed in mid-run."""
+    model = mlps(4, 6)
+    run.shard([*model, model])
+    run.cache(model)
+    optimizer = adam(model)
+    for step in range(4):
+        for here, there in itertools.pairwise(model):
+            here.set_modules_to_forward_prefetch([there] if step % 2 == 0 else [])
+            there.set_modules_to_backward_prefetch([here] if step % 2 else [])
+        loss = model(run.input(4, 6, step=step)).sum()
+        run.see(f"loss {step}", loss)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    run.see_params(model)
+
+
+@on_both_shapes
+def test_prefetching_is_changed_in_mid_run(ranks: Pools, shape: tuple[int, int]) -> None:
+    check(ranks, shape, prefetched_after_fcdp)
+
+
+class Branches(nn.Module):
+    """Gathers all its parts before it uses any, as a model with concurrent branches may."""
+
+    def __init__(self, *, async_op: bool) -> None:
+        super().__init__()
+        torch.manual_seed(42)
+        self.parts = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.async_op = async_op
+        self.handles: list[UnshardHandle | None] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.handles = [
+            part.unshard(async_op=self.async_op)
+            for part in self.parts
+            if isinstance(part, FSDPModule)
+        ]
+        for handle in self.handles:
+            if handle is not None:
+                handle.wait()
+        return torch.stack([part(x) for part in self.parts]).sum(0)
+
+
+def unsharded_in_forward(run: Run, async_op: bool, reshard: bool) -> None:
+    model = Branches(async_op=async_op)
+    run.shard([*model.parts, model], reshard_after_forward=reshard)
+    run.cache(model)
+    train(run, model, adam(model), lambda step: model(run.input(3, 6, step=step)).sum())
+    assert all(isinstance(handle, UnshardHandle) == async_op for handle in model.handles)
+
+
+@variants("async_op, reshard", (True, True), (False, True), (True, False))
+def test_unshard_within_forward(
+    ranks: Pools, shape: tuple[int, int], async_op: bool, reshard: bool
+) -> None:
+    check(ranks, shape, unsharded_in_forward, async_op, reshard)
+
+
+def unsharded_between_steps(run: Run, async_op: bool) -> None:
+    """The first layers are gathered while the batch is fetched, before the model's forward."""
+    model = mlps(3, 6)
+    run.shard([*model, model])
+    run.cache(model)
+    optimizer = adam(model)
+    for step in range(4):
+        for layer in model[:2]:
+            layer.unshard(async_op=async_op)
+        loss = model(run.input(4, 6, step=step)).sum()
+        run.see(f"loss {step}", loss)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    run.see_params(model)
+
+
+@variants("async_op", (True,), (False,))
+def test_unshard_before_forward(ranks: Pools, shape: tuple[int, int], async_op: bool) -> None:
+    check(ranks, shape, unsharded_between_steps, async_op)
+
+
+def unsharded_after_a_write(run: Run) -> None:
+    """Parameters are written in place between steps, then gathered by hand and read."""
+    model = mlps(2, 6)
+    run.shard([*model, model])
+    run.cache(model)
+    model(run.input(4, 6)).sum().backward()
+    for step in range(3):
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(1.5)
+        model[0].unshard()
+        run.see(f"gathered {step}", model[0].in_proj.weight)
+        model[0].reshard()
+        with torch.no_grad():
+            run.see(f"submodule {step}", model[1](run.input(4, 6)))
+    assert all_sharded(model)
+
+
+@on_both_shapes
+def test_unshard_after_a_write(ranks: Pools, shape: tuple[int, int]) -> None:
+    check(ranks, shape, unsharded_after_a_write)
+
+
+def unsharded_first(run: Run) -> None:
+    """Before the root has ever run forward."""
+    model = mlps(2, 6)
+    reference = copy.deepcopy(model)
+    run.shard([*model, model])
+    run.cache(model)
+    for layer, wanted in zip(model, reference, strict=True):
+        layer.unshard()
+        for param, value in zip(layer.parameters(), wanted.parameters(), strict=True):
+            assert torch.equal(param, value)
+            run.see("gathered", param)
+        layer.reshard()
+    assert all_sharded(model)
+
+
+@on_both_shapes
+def test_unshard_before_the_first_forward(ranks: Pools, shape: tuple[int, int]) -> None:
+    check(ranks, shape, unsharded_first)
+
+
+def without_parameters(run: Run) -> None:
+    """A module that owns no parameters can be unsharded and does nothing."""
+    torch.manual_seed(42)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    run.shard([model[0], model])
+    run.cache(model)
+    assert model.unshard() is None
+    handle = model.unshard(async_op=True)
+    handle.wait()
+    run.see("output", model(run.input(2, 4)))
+
+
+@on_both_shapes
+def test_unshard_of_a_module_without_parameters(ranks: Pools, shape: tuple[int, int]) -> None:
+    check(ranks, shape, without_parameters)
+
+
+def mistargeted(run: Run) -> None:
+    """A layer is prefetched in backward, and again, where nothing needs it."""
+    model = mlps(3, 6)
+    run.shard([*model, model])
+    model[1].set_modules_to_backward_prefetch([model[2]])
+    model[0].set_modules_to_forward_prefetch([model[2]])
+    run.cache(model)
+    train(run, model, adam(model), lambda step: model(run.input(4, 6, step=step)).sum())
+
+
+@on_both_shapes
+def test_a_prefetch_of_the_wrong_module(ranks: Pools, shape: tuple[int, int]) -> None:
+    check(ranks, shape, mistargeted)
+
+
+def post_optim_event(run: Run) -> None:
+    """The gathers wait for an event of the caller's; on the CPU a stand-in."""
+    model = mlps(3, 6)
+    run.shard([*model, model])
+    run.cache(model)
+
+    def tell(*_: object) -> None:
+        model.set_post_optim_event(torch.Event("cpu"))
+
+    optimizer = adam(model)
+    optimizer.register_step_post_hook(tell)
+    train(run, model, optimizer, lambda step: model(run.input(4, 6, step=step)).sum())
+
+
+@on_both_shapes
+def test_set_post_optim_event(ranks: Pools, shape: tuple[int, int]) -> None:
+    check(ranks, shape, post_optim_event)
+
+
+def not_gathered_in_backward(run: Run) -> None:
+    """An embedding needs no weight in backward."""
+    model = Transformer(2)
+    run.shard([model.embedding, *model.units()])
+    model.embedding.set_unshard_in_backward(False)
+    run.cache(model)
+    train(
+        run,
+        model,
+        adam(model),
+        lambda step: model(run.tokens(VOCABULARY, 2, 8, step=step)).square().mean(),
+    )
+
+
+@on_both_shapes
+def test_set_unshard_in_backward(ranks: Pools, shape: tuple[int, int]) -> None:
+    check(ranks, shape, not_gathered_in_backward)
+
+
+def forward_that_raises(run: Run) -> None:
+    """After ``reset_iter_state`` training goes on where a forward raised."""
+    model = mlps(3, 6)
+    run.shard([*model, model])
+    run.cache(model)
+    armed = [False]
+
+    def explode(*_: object) -> None:
+        if armed[0]:
+            raise ZeroDivisionError
+
+    model[1].in_proj.register_forward_pre_hook(explode)
+    optimizer = adam(model)
+    for step in range(4):
+        armed[0] = step == 2
+        if armed[0]:
+            with pytest.raises(ZeroDivisionError):
+                model(run.input(4, 6, step=step))
+            model.reset_iter_state()
+            continue
+        loss = model(run.input(4, 6, step=step)).sum()
+        run.see(f"loss {step}", loss)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    run.see_params(model)
+
+
+@on_both_shapes
+def test_reset_iter_state_after_an_exception(ranks: Pools, shape: tuple[int, int]) -> None:
+    if not hasattr(FSDPModule, "reset_iter_state"):
+        pytest.skip("this torch has no reset_iter_state")
+    check(ranks, shape, forward_that_raises)

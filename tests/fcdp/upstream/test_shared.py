@@ -1,0 +1,169 @@
+"""Tied weights, modules that share a group, and heads that run chunk by chunk."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn as nn
+
+from tests.fcdp.upstream.models import VOCABULARY, Transformer
+from tests.fcdp.upstream.running import Run, adam, check, on_both_shapes, train, variants
+from tests.ranks import Pools
+
+
+def tied(run: Run, reshard: bool, checkpointing: bool) -> None:
+    model = Transformer(tied=True, checkpointing=checkpointing)
+    run.shard(model.units(), reshard_after_forward=reshard)
+    run.cache(model)
+    train(
+        run,
+        model,
+        adam(model),
+        lambda step: model(run.tokens(VOCABULARY, 2, 8, step=step)).square().mean(),
+    )
+
+
+@variants(
+    "reshard, checkpointing",
+    (True, True),
+    (True, False),
+    (False, True),
+    (False, False),
+)
+def test_tied_weights(
+    ranks: Pools, shape: tuple[int, int], reshard: bool, checkpointing: bool
+) -> None:
+    check(ranks, shape, tied, reshard, checkpointing)
+
+
+class Chunked(nn.Module):
+    """A model whose head can be left to the caller."""
+
+    def __init__(self, *, tie: bool) -> None:
+        super().__init__()
+        torch.manual_seed(42)
+        self.embed, self.body = nn.Embedding(VOCABULARY, 8), nn.Linear(8, 8)
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, VOCABULARY, bias=False)
+        if tie:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor, *, skip_head: bool = False) -> torch.Tensor:
+        x = self.norm(self.body(self.embed(tokens)))
+        return x if skip_head else self.head(x)
+
+    def groups(self, *, tie: bool) -> list[nn.Module | list[nn.Module]]:
+        if tie:
+            return [self.body, [self.embed, self.norm, self.head], self]
+        return [self.embed, self.body, [self.norm, self.head], self]
+
+
+def grouped(run: Run, tie: bool, reshard: bool | None) -> None:
+    """``fully_shard([a, b])``: several modules gather at once."""
+    model = Chunked(tie=tie)
+    run.shard(model.groups(tie=tie), reshard_after_forward=reshard)
+    run.cache(model)
+    train(
+        run,
+        model,
+        adam(model),
+        lambda step: model(run.tokens(VOCABULARY, 2, 6, step=step)).square().mean(),
+    )
+
+
+@variants(
+    "tie, reshard",
+    (True, True),
+    (True, None),
+    (False, True),
+    (False, None),
+)
+def test_modules_in_one_group(
+    ranks: Pools, shape: tuple[int, int], tie: bool, reshard: bool | None
+) -> None:
+    check(ranks, shape, grouped, tie, reshard)
+
+
+def backward_by_chunks(model: Chunked, hidden: torch.Tensor, chunks: int) -> None:
+    """The head's forward and backward on each chunk, then the body's backward."""
+    gradients = []
+    for chunk in torch.chunk(hidden.detach(), chunks, dim=1):
+        part = chunk.contiguous().requires_grad_(True)
+        model.head(part).square().sum().backward()
+        gradients.append(part.grad)
+    hidden.backward(torch.cat(gradients, dim=1))  # type: ignore[arg-type]
+
+
+def chunked(run: Run, tie: bool, micro_batches: int) -> None:
+    """A loss in chunks, through the head of a group that the forward ran in part."""
+    model = Chunked(tie=tie)
+    run.shard(model.groups(tie=tie))
+    run.cache(model)
+    optimizer = adam(model)
+    for step in range(3):
+        for micro in range(micro_batches):
+            last = micro == micro_batches - 1
+            model.set_requires_gradient_sync(last)
+            model.set_is_last_backward(last)
+            hidden = model(run.tokens(VOCABULARY, 2, 8, step=10 * step + micro), skip_head=True)
+            run.see(f"hidden {step}.{micro}", hidden)
+            backward_by_chunks(model, hidden, chunks=4)
+        run.see_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    run.see_params(model)
+
+
+@variants(
+    "tie, micro_batches",
+    (True, 1),
+    (True, 2),
+    (False, 1),
+    (False, 2),
+)
+def test_a_loss_in_chunks(
+    ranks: Pools, shape: tuple[int, int], tie: bool, micro_batches: int
+) -> None:
+    check(ranks, shape, chunked, tie, micro_batches)
+
+
+def kept_for_chunks(run: Run) -> None:
+    """The head stays gathered while its chunks run, and is resharded by hand afterwards."""
+    model = Chunked(tie=False)
+    run.shard(model.groups(tie=False))
+    run.cache(model)
+    optimizer = adam(model)
+    for step in range(3):
+        hidden = model(run.tokens(VOCABULARY, 2, 8, step=step), skip_head=True)
+        for keep in (True, False):
+            model.head.set_reshard_after_forward(not keep)
+            model.head.set_reshard_after_backward(not keep)
+            if keep:
+                backward_by_chunks(model, hidden, chunks=4)
+        model.head.reshard()
+        run.see_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    run.see_params(model)
+
+
+@on_both_shapes
+def test_a_head_that_stays_gathered_for_its_chunks(ranks: Pools, shape: tuple[int, int]) -> None:
+    check(ranks, shape, kept_for_chunks)
+
+
+def two_partial_forwards(run: Run) -> None:
+    model = Chunked(tie=False)
+    run.shard([[model.norm, model.head], model])
+    run.cache(model)
+
+    def loss(step: int) -> torch.Tensor:
+        first, second = (
+            model(run.tokens(VOCABULARY, 2, 8, step=10 * step + i), skip_head=True) for i in (1, 2)
+        )
+        return first.square().sum() + second.sum()
+
+    train(run, model, adam(model), loss)
+
+
+@on_both_shapes
+def test_two_forwards_of_part_of_a_group(ranks: Pools, shape: tuple[int, int]) -> None:
+    check(ranks, shape, two_partial_forwards)

@@ -1,0 +1,270 @@
+"""Two copies of one model, FSDP2's and FCDP's, and whether they are equal."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Shard
+
+import fcdp
+from tests.fcdp.training import topology_of
+from tests.fcdp.walk.model import Block, Net, loss_of
+from tests.fcdp.walk.options import OPTIMIZERS, POLICIES, Options
+
+#: Whether a backward's sums wait for later micro-batches, end their waiting, or know of none.
+Micro = Literal["plain", "waits", "last"]
+
+
+@lru_cache
+def group_of(nodes: int, ranks_per_node: int) -> dist.ProcessGroup:
+    """For the walk's own questions: no other exchange can be taken for one of them."""
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+class _Abandoned(Exception):
+    """Leaves ``fcdp.accumulate`` as a failed micro-batch does."""
+
+
+class Side:
+    """One copy of the model, with its optimizer."""
+
+    def __init__(self, model: Net, options: Options, *, cached: bool) -> None:
+        self.model = model
+        assert isinstance(model, FSDPModule)
+        self.root: FSDPModule = model
+        self.options = options
+        self.cached = cached
+        for module in (model, *model.blocks):
+            register_fsdp_forward_method(
+                module, "refine" if isinstance(module, Block) else "encode"
+            )
+        if options.divide_factor is not None:
+            for unit in self.units():
+                unit.set_gradient_divide_factor(options.divide_factor)
+        #: A state dict that somebody has kept, and an average of the parameters.
+        self.kept_state: dict[str, Any] | None = None
+        self.average: dict[str, torch.Tensor] | None = None
+        self.follow_parameters()
+
+    def follow_parameters(self) -> None:
+        """Make the optimizer: of the sharded parameters, which stay the same objects from here."""
+        self.reshard()
+        self.params = dict(self.model.named_parameters())
+        self.optimizer = self._make_optimizer()
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        """Adapters apart: replicated ones are plain tensors, which no list shares with DTensors."""
+        groups = [
+            {"params": [p for name, p in self.params.items() if ("adapter" in name) == adapters]}
+            for adapters in (False, True)
+        ]
+        return OPTIMIZERS[self.options.optimizer]([group for group in groups if group["params"]])
+
+    def units(self) -> Iterator[FSDPModule]:
+        return (module for module in self.model.modules() if isinstance(module, FSDPModule))
+
+    def reshard(self) -> None:
+        """Put all sharded parameters in place."""
+        for unit in self.units():
+            unit.reshard()
+
+    def let_go(self) -> None:
+        """Reshard what FSDP2 keeps gathered after a forward, before it is written.
+
+        That stays as it was when shards are written: FSDP2's own rule, to which users keep. What
+        ``fcdp.shard`` keeps gathered beyond it (adapters, if nobody says ``reshard_after_forward``)
+        no user of FSDP2 would think of, so that the walk does not either.
+        """
+        known = {self.model, *self.model.blocks}
+        for unit in self.units():
+            if unit in known or self.options.reshard_after_forward is False:
+                unit.reshard()
+
+    def backward(
+        self, tokens: torch.Tensor, skip: frozenset[int], micro: Micro, loss_scale: float = 1.0
+    ) -> torch.Tensor:
+        with self.accumulating(micro):
+            loss = loss_of(self.model(tokens[:, :-1], skip), tokens) * loss_scale
+            self.backpropagate(loss)
+        return loss.detach()
+
+    @staticmethod
+    def backpropagate(loss: torch.Tensor) -> None:
+        if loss.requires_grad:  # everything that took part may be frozen
+            loss.backward()
+
+    def accumulating(self, micro: Micro) -> contextlib.AbstractContextManager[None]:
+        """What FCDP is told about a micro-batch; FSDP2 adds up what each backward reduces."""
+        if not self.cached or micro == "plain":
+            return contextlib.nullcontext()
+        return fcdp.accumulate(self.model, last=micro == "last")
+
+    def discard(self) -> None:
+        """Drop the gradients that wait, as FCDP's users do."""
+        if not self.cached:
+            return
+        if hasattr(fcdp, "discard"):
+            fcdp.discard(self.model)
+            return
+        with contextlib.suppress(_Abandoned), fcdp.accumulate(self.model, last=False):
+            raise _Abandoned
+
+    def reset(self) -> None:
+        """What FSDP2 asks for after an exception in a pass (torch ≥ 2.13)."""
+        self.root.reset_iter_state()
+
+    def recover(self) -> None:
+        """After an error amid a pass: begin anew with the parameters as they are."""
+        self.reset()
+        self.reshard()
+        self.discard()
+        self.optimizer.zero_grad()
+        if self.cached:
+            fcdp.invalidate(self.model)
+
+    def local(self, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """This rank's part; of what is replicated, the part that ``like`` holds."""
+        tensor = tensor.detach()
+        if isinstance(tensor, DTensor):
+            return tensor.to_local()
+        if not isinstance(like, DTensor) or tensor.ndim == 0:
+            return tensor
+        return _part(tensor, like)
+
+
+def _part(tensor: torch.Tensor, like: DTensor) -> torch.Tensor:
+    (placement,) = like.placements
+    assert isinstance(placement, Shard)
+    parts = tensor.chunk(like.device_mesh.size(), placement.dim)
+    rank = like.device_mesh.get_local_rank()
+    return parts[rank] if rank < len(parts) else tensor.narrow(placement.dim, 0, 0)
+
+
+class Pair:
+    """Both copies; equal when made."""
+
+    def __init__(self, options: Options, directory: Path, seed: int) -> None:
+        self.options = options
+        self.topology = topology_of(options.nodes, options.ranks_per_node)
+        self.policy = POLICIES[options.policy](directory)
+        self.cached = Side(self._make_cached(seed), options, cached=True)
+        self.reference = Side(self._make_reference(seed), options, cached=False)
+
+    @property
+    def sides(self) -> tuple[Side, Side]:
+        return self.cached, self.reference
+
+    def _make_cached(self, seed: int) -> Net:
+        model, options = Net(self.options, seed), self.options
+        if options.setup == "shard":
+            fcdp.shard(
+                model,
+                self.topology,
+                units=model.blocks,
+                policy=self.policy,
+                reshard_after_forward=options.reshard_after_forward,
+                look_ahead=options.look_ahead,
+                sums=options.sums,
+                verify=options.verify,
+                poison=options.poison,
+                adapters=options.adapters,
+            )
+        else:
+            for module in (*model.blocks, model):
+                fully_shard(
+                    module,
+                    mesh=self.topology.mesh,
+                    reshard_after_forward=options.reshard_after_forward,
+                )
+            self.cache(model)
+        return model
+
+    def cache(self, model: Net) -> None:
+        options = self.options
+        fcdp.cache_parameters(
+            model,
+            self.topology,
+            self.policy,
+            look_ahead=options.look_ahead,
+            sums=options.sums,
+            verify=options.verify,
+            poison=options.poison,
+        )
+
+    def _make_reference(self, seed: int) -> Net:
+        """Plain FSDP2, its parameters cut as those of the cached copy are."""
+        model = Net(self.options, seed)
+        cuts = {
+            param: theirs.placements[0] if isinstance(theirs, DTensor) else None
+            for param, theirs in zip(
+                model.parameters(), self.cached.model.parameters(), strict=True
+            )
+        }
+        for module in (*model.blocks, model):
+            fully_shard(
+                module,
+                mesh=self.topology.mesh,
+                reshard_after_forward=self.options.reshard_after_forward,
+                shard_placement_fn=cuts.__getitem__,  # type: ignore[arg-type]
+            )
+        return model
+
+    def difference(self, *, gradients: bool) -> str | None:
+        """What differs between the copies on this rank: parameters, states, gradients."""
+        for name, param in self.reference.params.items():
+            other = self.cached.params[name]
+            if found := self._differ(name, other, param, param):
+                return found
+            if other.requires_grad != param.requires_grad:
+                return f"{name}.requires_grad: {other.requires_grad}, not {param.requires_grad}"
+            if gradients and (found := self._differ(f"{name}.grad", other.grad, param.grad, param)):
+                return found
+            state, expected = (
+                side.optimizer.state.get(key, {})
+                for side, key in zip(self.sides, (other, param), strict=True)
+            )
+            if state.keys() != expected.keys():
+                return f"{name}: optimizer state {sorted(state)}, not {sorted(expected)}"
+            for key, value in expected.items():
+                if found := self._differ(f"{name}.{key}", state[key], value, param):
+                    return found
+        return None
+
+    def _differ(self, what: str, value: Any, expected: Any, like: torch.Tensor) -> str | None:
+        if isinstance(value, torch.Tensor) and isinstance(expected, torch.Tensor):
+            value = self.cached.local(value, like)
+            expected = self.reference.local(expected, like)
+        return differ(what, value, expected)
+
+
+def differ(what: str, value: Any, expected: Any) -> str | None:
+    """How FCDP's value differs from FSDP2's, bit for bit."""
+    if isinstance(value, torch.Tensor) and isinstance(expected, torch.Tensor):
+        if torch.equal(value, expected):
+            return None
+        if value.shape != expected.shape:
+            return f"{what}: shape {tuple(value.shape)}, not {tuple(expected.shape)}"
+        worst = (value - expected).abs().max().item()
+        if value.numel() == 1:
+            return f"{what}: {value.item()!r}, not {expected.item()!r}"
+        return f"{what}: differs by up to {worst:.3g}"
+    if isinstance(value, list | tuple) and isinstance(expected, list | tuple):
+        found = (
+            differ(f"{what}[{i}]", *both)
+            for i, both in enumerate(zip(value, expected, strict=True))
+        )
+        return next((text for text in found if text), None)
+    if isinstance(value, dict) and isinstance(expected, dict):
+        shared = value.keys() & expected.keys()
+        found = (differ(f"{what}[{key!r}]", value[key], expected[key]) for key in sorted(shared))
+        return next((text for text in found if text), None)
+    return None if value == expected else f"{what}: {value!r}, not {expected!r}"

@@ -1,0 +1,93 @@
+"""Walks by number: what a seed draws, and how the ranks of a test run it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from torch.distributed.fsdp import FSDPModule
+
+from tests.fcdp.walk.drive import Event
+from tests.fcdp.walk.options import Options, draw_options
+from tests.fcdp.walk.rank import HANDLERS, place_of, walk_on_rank
+from tests.ranks import Pools, RankFailure
+
+EVENTS = 30
+
+#: A walk takes about a second; a rank that says nothing for so long hangs.
+_TIMEOUT_S = 100
+
+#: How often each kind is drawn; what is not named: once.
+_WEIGHTS = {
+    "train": 12,
+    "backward": 4,
+    "step": 4,
+    "micro": 5,
+    "last": 3,
+    "accumulate": 4,
+    "evaluate": 4,
+    "no_grad_forward": 2,
+    "freeze": 3,
+    "thaw": 3,
+    "load": 2,
+    "write": 4,
+    "data_write": 4,
+    "zero_grad": 2,
+    "average": 2,
+    "boom": 2,
+}
+
+#: Kinds that need what torch has since 2.13: a model goes on after an exception amid a pass.
+_NEED_RESET = {"boom", "boom_in_backward", "write_within", "data_write_within"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One walk, whole: nothing else is drawn."""
+
+    seed: int
+    options: Options
+    events: tuple[Event, ...]
+
+    def __str__(self) -> str:
+        lines = [f"seed {self.seed}, {self.options}"]
+        lines += [f"  {index:2} {event}" for index, event in enumerate(self.events)]
+        return "\n".join(lines)
+
+
+def draw(seed: int, kinds: Collection[str] = HANDLERS) -> Case:
+    """The walk of a seed, of some kinds of event only if asked to."""
+    random = Random(f"events {seed}")
+    usable = sorted(set(kinds) & HANDLERS.keys())
+    if not hasattr(FSDPModule, "reset_iter_state"):
+        usable = [kind for kind in usable if kind not in _NEED_RESET]
+    weights = [_WEIGHTS.get(kind, 1) for kind in usable]
+    events = tuple(
+        Event(kind, random.randrange(10**6)) for kind in random.choices(usable, weights, k=EVENTS)
+    )
+    return Case(seed, draw_options(seed), events)
+
+
+def run(
+    ranks: Pools,
+    case: Case,
+    directory: Path,
+    on_rank: Callable[[Options, Sequence[Event], Path], list[str]] = walk_on_rank,
+) -> str | None:
+    """Walk; what went wrong, with all that is needed to see it again."""
+    directory.mkdir(parents=True, exist_ok=True)
+    world_size = case.options.world_size
+    try:
+        ranks.run(world_size, on_rank, case.options, case.events, directory, timeout_s=_TIMEOUT_S)
+    except RankFailure as failure:
+        places = [
+            f"rank {rank} was last at {place_of(directory, rank).read_text().strip()}"
+            for rank in range(world_size)
+            if place_of(directory, rank).is_file()
+        ]
+        again = f"pytest tests/fcdp/test_walk.py --exhaustive -k seed{case.seed:03}"
+        shrink = f"python -m tests.fcdp.walk {case.seed} --shrink"
+        return "\n".join([str(case), *places, str(failure), f"again: {again}", f"less: {shrink}"])
+    return None
