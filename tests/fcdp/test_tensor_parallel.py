@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -234,6 +235,20 @@ def resume(layout: Layout, directory: str) -> None:
 
 def test_a_checkpoint_holds_all_tensor_parallel_shards(ranks: Pools, tmp_path: Path) -> None:
     ranks.run(4, resume, Layout(2, 1), str(tmp_path))
+
+
+def export(layout: Layout, directory: str) -> dict[str, torch.Tensor]:
+    model = shard(layout, "fcdp")
+    fcdp.export(model, directory)
+    return params_of(model)
+
+
+def test_one_rank_exports_whole_parameters(ranks: Pools, tmp_path: Path) -> None:
+    """Two ranks are the first of their topologies."""
+    params = ranks.run(4, export, Layout(2, 1), str(tmp_path))[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    written = load_file(tmp_path / "model.safetensors")
+    torch.testing.assert_close(written, params, rtol=0, atol=0)
 
 
 def refused(case: str) -> str:
