@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from torch.distributed.tensor.parallel import (
 
 import fcdp
 from fcdp.engine import engine_of
+from fcdp.export import _put_in_place
 from tests.fcdp.test_topology import launched
 from tests.fcdp.training import whole
 from tests.ranks import Pools
@@ -237,18 +239,20 @@ def test_a_checkpoint_holds_all_tensor_parallel_shards(ranks: Pools, tmp_path: P
     ranks.run(4, resume, Layout(2, 1), str(tmp_path))
 
 
-def export(layout: Layout, directory: str) -> dict[str, torch.Tensor]:
+def export(layout: Layout, directory: str) -> tuple[bool, dict[str, torch.Tensor]]:
+    """Whether this rank wrote, and what is to be written."""
     model = shard(layout, "fcdp")
-    fcdp.export(model, directory)
-    return params_of(model)
+    with mock.patch("fcdp.export._put_in_place", wraps=_put_in_place) as put:
+        fcdp.export(model, directory)
+    return put.called, params_of(model)
 
 
 def test_one_rank_exports_whole_parameters(ranks: Pools, tmp_path: Path) -> None:
     """Two ranks are the first of their topologies."""
-    params = ranks.run(4, export, Layout(2, 1), str(tmp_path))[0]
-    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    answers = ranks.run(4, export, Layout(2, 1), str(tmp_path))
+    assert [wrote for wrote, _ in answers] == [True, False, False, False]
     written = load_file(tmp_path / "model.safetensors")
-    torch.testing.assert_close(written, params, rtol=0, atol=0)
+    torch.testing.assert_close(written, answers[0][1], rtol=0, atol=0)
 
 
 def refused(case: str) -> str:
