@@ -83,11 +83,14 @@ def shard(
     optimizer states a rank. They start as rank 0's; load or write them on all ranks alike.
     ``clip_grad_norm_`` takes them together with sharded parameters only group by group.
 
+    Parameters may be DTensors of tensor parallelism, over another dimension of the mesh that
+    ``topology`` is of (:meth:`Topology.of_mesh`); replicated adapters may not.
+
     Setting up again with equal arguments changes nothing.
 
-    Raises ``ValueError`` for a model that is sharded already, parameters that are DTensors (tensor
-    parallelism), a unit outside the model, too little host memory, or ``adapters="replicated"``
-    where nothing trained has a unit of its own.
+    Raises ``ValueError`` for a model that is sharded already, DTensors of any other mesh, a unit
+    outside the model, too little host memory, or ``adapters="replicated"`` where nothing trained
+    has a unit of its own.
     """
     # Before anything is sharded, what can be refused by then.
     options = Options(
@@ -108,7 +111,7 @@ def shard(
             f"reshard_after_forward = {reshard_after_forward!r}: must be True, False or None; what "
             "an integer does in FSDP2 (hpZ), fcdp.DeviceCache() does here"
         )
-    _check_plain(model, blocks)
+    _check_plain(model, blocks, topology)
     on_all_ranks(f"policy = {policy}", topology, lambda: _check_directory(policy))
     splits = split_off(model, blocks)
     replicated: list[nn.Parameter] = []
@@ -284,7 +287,7 @@ def _prefetch_forward(
         )
 
 
-def _check_plain(model: nn.Module, blocks: list[nn.Module]) -> None:
+def _check_plain(model: nn.Module, blocks: list[nn.Module], topology: Topology) -> None:
     inside = set(model.modules())
     for index, block in enumerate(blocks):
         if block not in inside:
@@ -294,9 +297,10 @@ def _check_plain(model: nn.Module, blocks: list[nn.Module]) -> None:
         if block is model:
             raise ValueError(f"units[{index}]: is the model itself; pass its blocks")
     for name, param in model.named_parameters():
-        if isinstance(param, DTensor):
+        if isinstance(param, DTensor) and not topology.is_beside(param.device_mesh):
             raise ValueError(
                 f"{name}: is a DTensor on mesh {param.device_mesh}; fcdp.shard takes plain "
-                "parameters (tensor parallelism is not supported; for a model that fully_shard "
-                "has sharded call fcdp.cache_parameters)"
+                "parameters and those of tensor parallelism, whose mesh must be of other "
+                "dimensions of the mesh that the topology is of (Topology.of_mesh(mesh['dp'])); "
+                "for a model that fully_shard has sharded call fcdp.cache_parameters"
             )

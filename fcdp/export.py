@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
@@ -30,7 +31,7 @@ def save_adapters(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     every rank an error if rank 0 cannot write.
     """
     _need_safetensors()
-    topology = engine_of(model).topology
+    topology, first = engine_of(model).topology, _is_first(model)
     trainable = {
         name: value
         for name, value in model.state_dict(keep_vars=True).items()
@@ -38,7 +39,7 @@ def save_adapters(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     }
     if not trainable:
         raise ValueError("model: no parameter has requires_grad; there are no adapters to save")
-    gathered = _gather(trainable, topology)
+    gathered = _gather(trainable, first)
     peft_model = _as_peft_model(model)
 
     def write(folder: Path) -> None:
@@ -51,7 +52,7 @@ def save_adapters(model: nn.Module, directory: str | os.PathLike[str]) -> None:
                 state_dict=gathered,
             )
 
-    _on_rank_0(write, directory, topology)
+    _on_the_first(write, directory, topology, first)
 
 
 def export(model: nn.Module, directory: str | os.PathLike[str]) -> None:
@@ -67,13 +68,13 @@ def export(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     Raises ``ImportError`` without safetensors, and on every rank an error if rank 0 cannot write.
     """
     _need_safetensors()
-    topology = engine_of(model).topology
+    topology, first = engine_of(model).topology, _is_first(model)
     state = model.state_dict(keep_vars=True)
     plain: Any = model
     if (peft_model := _as_peft_model(model)) is not None:
         plain = peft_model.get_base_model()
         state = _without_adapters(state, peft_model)
-    gathered = _gather(state, topology)
+    gathered = _gather(state, first)
 
     def write(folder: Path) -> None:
         if hasattr(plain, "save_pretrained"):
@@ -81,7 +82,7 @@ def export(model: nn.Module, directory: str | os.PathLike[str]) -> None:
         else:
             _write_file(gathered, folder / "model.safetensors")
 
-    _on_rank_0(write, directory, topology, instead_of="model*.safetensors*")
+    _on_the_first(write, directory, topology, first, instead_of="model*.safetensors*")
 
 
 def _need_safetensors() -> None:
@@ -93,8 +94,17 @@ def _need_safetensors() -> None:
         ) from error
 
 
-def _gather(state: Mapping[str, Any], topology: Topology) -> dict[str, torch.Tensor]:
-    """The whole tensors of ``state`` on rank 0, in host memory, tied ones still tied; {} elsewhere.
+def _is_first(model: nn.Module) -> bool:
+    """Whether this is rank 0 of all that hold parts of the model.
+
+    With tensor parallelism several topologies have a rank 0, and one of these is first.
+    """
+    meshes = {param.device_mesh for param in model.parameters() if isinstance(param, DTensor)}
+    return all(int(mesh.mesh.flatten()[0]) == dist.get_rank() for mesh in meshes)
+
+
+def _gather(state: Mapping[str, Any], keep: bool) -> dict[str, torch.Tensor]:
+    """The whole tensors of ``state`` in host memory, tied ones still tied; {} unless ``keep``.
 
     Every rank sees each tensor whole, one at a time.
     """
@@ -108,21 +118,22 @@ def _gather(state: Mapping[str, Any], topology: Topology) -> dict[str, torch.Ten
             whole = value.detach()
             if isinstance(whole, DTensor):
                 whole = whole.full_tensor()
-            if topology.rank == 0:
+            if keep:
                 gathered[name] = whole.cpu()
-        elif topology.rank == 0:
+        elif keep:
             gathered[name] = gathered[first]
     return gathered
 
 
-def _on_rank_0(
+def _on_the_first(
     write: Callable[[Path], None],
     directory: str | os.PathLike[str],
     topology: Topology,
+    first: bool,
     instead_of: str | None = None,
 ) -> None:
     def build() -> None:
-        if topology.rank == 0:
+        if first:
             _put_in_place(write, Path(directory), instead_of)
 
     on_all_ranks(f"directory = {directory}", topology, build)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 #: What may share a unit: one dtype, and either all frozen or all trainable.
 _Key = tuple[torch.dtype, bool]
@@ -45,7 +45,10 @@ def split_off(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Split]:
 
 
 def set_trained_apart(splits: Sequence[Split]) -> tuple[list[Split], list[nn.Parameter]]:
-    """The splits of frozen parameters, and the parameters of the others."""
+    """The splits of frozen parameters, and the parameters of the others.
+
+    Raises ``ValueError`` if one of these is a DTensor: whole it would not be on any rank.
+    """
     frozen = [split for split in splits if not split.trained]
     trained = {
         param: None
@@ -54,6 +57,12 @@ def set_trained_apart(splits: Sequence[Split]) -> tuple[list[Split], list[nn.Par
         for module in split.modules
         for param in module.parameters(recurse=False)
     }
+    for param in trained:
+        if isinstance(param, DTensor):
+            raise ValueError(
+                f"adapters = 'replicated': a trained parameter of shape {tuple(param.shape)} is a "
+                "DTensor of tensor parallelism; must be 'sharded'"
+            )
     return frozen, [*trained]
 
 
@@ -63,9 +72,11 @@ def placement(param: nn.Parameter, world_size: int) -> Shard | None:
     Of a low-rank factor with fewer rows than ranks most would be filling. It is cut along another
     dimension if one divides evenly (FSDP2 asks for that), at the price of a copy on each side.
     """
-    if param.ndim < 2 or param.shape[0] >= world_size:
+    # Of a DTensor, what tensor parallelism has left here is cut.
+    shape = param.to_local().shape if isinstance(param, DTensor) else param.shape
+    if len(shape) < 2 or shape[0] >= world_size:
         return None
-    even = (dim for dim in range(1, param.ndim) if param.shape[dim] % world_size == 0)
+    even = (dim for dim in range(1, len(shape)) if shape[dim] % world_size == 0)
     return next(map(Shard, even), None)
 
 

@@ -9,9 +9,11 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fcdp.failure import Failures
@@ -70,6 +72,14 @@ class Topology:
         groups = [self.mesh.get_group(), self.intra, self.inter, self.reduce_intra]
         groups += [self.reduce_inter, self.control_intra, self.control_inter]
         return Failures(name, list(dict.fromkeys(groups)))
+
+    def is_beside(self, mesh: DeviceMesh) -> bool:
+        """Whether ``mesh`` is of other dimensions of the mesh that this topology is one of.
+
+        FSDP2 shards over ``self.mesh`` what is distributed over such a mesh already.
+        """
+        shared = set(self.mesh.mesh.flatten().tolist()) & set(mesh.mesh.flatten().tolist())
+        return _root(mesh) == _root(self.mesh) and shared == {dist.get_rank()}
 
     @classmethod
     def from_env(cls, device_type: str | None = None) -> Topology:
@@ -212,6 +222,14 @@ def _init_process_group(device_type: str) -> None:
 def _backends() -> dict[str, str]:
     """The default process group's backends by device type."""
     return dict(pair.split(":", 1) for pair in dist.get_backend_config().split(","))
+
+
+def _root(mesh: DeviceMesh) -> DeviceMesh:
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    resources: Any = device_mesh._mesh_resources  # torch 2.9
+    root: DeviceMesh = resources.get_root_mesh(mesh)
+    return root
 
 
 def _ranks_of(mesh: DeviceMesh) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,8 +62,8 @@ class Unit:
 def find_units(model: nn.Module, topology: Topology) -> list[Unit]:
     """The units of a model that FSDP2 has sharded, in the order of ``named_modules``.
 
-    Raises ``ValueError`` for a model without FSDP2, a mesh that is not all of ``topology`` in one
-    dimension (HSDP, tensor parallelism), several meshes in one module, an integer as
+    Raises ``ValueError`` for a model without FSDP2, one sharded over other ranks than those of
+    ``topology`` or replicated too (HSDP), several meshes in one module, an integer as
     ``reshard_after_forward``, and gather extensions.
     """
     units: list[Unit] = []
@@ -103,7 +102,7 @@ def param_groups(state: Any) -> list[Any]:
 
 def _unit(name: str, module: FSDPModule, group: Any, topology: Topology, kept: bool) -> Unit:
     params = [fsdp_param.sharded_param for fsdp_param in group.fsdp_params]
-    _check_mesh(name, params, topology)
+    _check_mesh(name, group, topology)
     backward_mesh = group.post_forward_mesh_info
     if backward_mesh is not None and backward_mesh is not group.mesh_info:
         raise ValueError(
@@ -123,22 +122,20 @@ def _unit(name: str, module: FSDPModule, group: Any, topology: Topology, kept: b
     )
 
 
-def _check_mesh(name: str, params: Iterable[DTensor], topology: Topology) -> None:
-    world = list(range(topology.world_size))
-    for param in params:
-        mesh = param.device_mesh
-        if mesh.ndim != 1:
-            raise ValueError(
-                f"{name}: parameter of shape {tuple(param.shape)} lives on a mesh of "
-                f"{mesh.ndim} dimensions {mesh.mesh_dim_names}; hybrid sharding and tensor "
-                "parallelism are not supported, shard over a 1-D mesh (Topology.mesh)"
-            )
-        ranks = dist.get_process_group_ranks(mesh.get_group())
-        if ranks != world:
-            raise ValueError(
-                f"{name}: sharded over ranks {ranks}; must be all ranks of the "
-                f"topology in order, 0 to {topology.world_size - 1}"
-            )
+def _check_mesh(name: str, group: Any, topology: Topology) -> None:
+    """What else parameters are distributed over does not matter: tensor parallelism may be."""
+    info = group.mesh_info
+    if info.shard_mesh_dim is None or info.replicate_mesh_dim is not None:
+        raise ValueError(
+            f"{name}: lives on a mesh of {info.mesh.ndim} dimensions {info.mesh.mesh_dim_names} "
+            "that replicates; hybrid sharding is not supported, shard over Topology.mesh"
+        )
+    ranks = dist.get_process_group_ranks(info.shard_process_group)
+    expected = dist.get_process_group_ranks(topology.mesh.get_group())
+    if ranks != expected:
+        raise ValueError(
+            f"{name}: sharded over ranks {ranks}; must be those of the topology, {expected}"
+        )
 
 
 def _gathered_bytes(fsdp_param: Any) -> int:

@@ -57,6 +57,16 @@ def test_a_flag_of_any_rank_reaches_all(ranks: Pools, nodes: int, ranks_per_node
         assert answers == [[False, True, False]] * world_size
 
 
+def flags_beside_another_default_device() -> list[bool]:
+    topology = topology_of(2, 1)
+    with torch.device("meta"):
+        return any_rank([topology.rank == 1, False], topology)
+
+
+def test_flags_are_exchanged_on_the_host_whatever_the_default_device(ranks: Pools) -> None:
+    assert ranks.run(2, flags_beside_another_default_device) == [[True, False]] * 2
+
+
 def swap_alone() -> int:
     return len(swap([], [], topology_of(1, 1).intra))
 

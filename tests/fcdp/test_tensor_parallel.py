@@ -1,0 +1,299 @@
+"""FCDP over the data-parallel dimension of a mesh whose other dimension is tensor-parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import fcdp
+from fcdp.engine import engine_of
+from fcdp.export import _put_in_place
+from tests.fcdp.test_topology import launched
+from tests.fcdp.training import whole
+from tests.ranks import Pools
+
+VOCABULARY, WIDTH, INNER, LENGTH, STEPS = 24, 12, 20, 7, 4
+TENSOR = 2
+
+
+class Block(nn.Module):
+    def __init__(self, norm: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH) if norm else nn.Identity()
+        self.up = nn.Linear(WIDTH, INNER)
+        self.down = nn.Linear(INNER, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        added: torch.Tensor = self.down(F.gelu(self.up(self.norm(x))))
+        return x + added
+
+
+class Model(nn.Module):
+    def __init__(self, norm: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block(norm) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+@dataclass(frozen=True)
+class Layout:
+    nodes: int
+    ranks_per_node: int
+    #: Parameters that tensor parallelism leaves whole share units with those that it cuts.
+    norm: bool = False
+    #: As torchrun tells it, instead of by ``ranks_per_node``.
+    launched: bool = False
+
+    @property
+    def data(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def world_size(self) -> int:
+        return self.data * TENSOR
+
+
+@lru_cache
+def mesh_of(data: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (data, TENSOR), mesh_dim_names=("dp", "tp"))
+
+
+@lru_cache
+def topology_of(layout: Layout) -> fcdp.Topology:
+    mesh = mesh_of(layout.data)["dp"]
+    if not layout.launched:
+        return fcdp.Topology.of_mesh(mesh, layout.ranks_per_node)
+    local_world_size = layout.ranks_per_node * TENSOR
+    with launched(torch.distributed.get_rank() % local_world_size, local_world_size):
+        return fcdp.Topology.of_mesh(mesh)
+
+
+def parallel_model(layout: Layout) -> Model:
+    torch.manual_seed(0)
+    model = Model(layout.norm)
+    plan: dict[str, Any] = {
+        "embedding": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    for index in range(len(model.blocks)):
+        plan[f"blocks.{index}.up"] = ColwiseParallel()
+        plan[f"blocks.{index}.down"] = RowwiseParallel()
+    parallelize_module(model, mesh_of(layout.data)["tp"], plan)
+    return model
+
+
+def shard(layout: Layout, engine: str) -> Model:
+    model = parallel_model(layout)
+    topology = topology_of(layout)
+    if engine == "fcdp":
+        fcdp.shard(model, topology, units=model.blocks, verify=True)
+        return model
+    for module in [*model.blocks, model]:
+        fully_shard(module, mesh=topology.mesh)
+    if engine == "cached":
+        fcdp.cache_parameters(model, topology)
+    return model
+
+
+def batches(layout: Layout) -> Iterator[torch.Tensor]:
+    """Of this data-parallel rank: alike for all ranks that share its parameters' shards."""
+    generator = torch.Generator().manual_seed(1000 + topology_of(layout).rank)
+    while True:
+        yield torch.randint(VOCABULARY, (2, LENGTH), generator=generator)
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.03, eps=1e-3)
+
+
+def steps(model: Model, optimizer: torch.optim.Optimizer, data: Iterator[torch.Tensor]) -> Any:
+    losses, norms = [], []
+    for _ in range(STEPS):
+        tokens = next(data)
+        logits = model(tokens[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        if isinstance(model.blocks[0].norm, nn.Identity):  # it takes parameters of one mesh
+            norms.append(float(whole(nn.utils.clip_grad_norm_(model.parameters(), 0.5))))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms
+
+
+def params_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: whole(param).detach() for name, param in model.named_parameters()}
+
+
+def train(layout: Layout, engine: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    model = shard(layout, engine)
+    result = steps(model, make_optimizer(model), batches(layout))
+    return result, params_of(model)
+
+
+def compare(ranks: Pools, layout: Layout, engine: str) -> None:
+    """Bit for bit where two ranks reduce: of more, gloo's ring and the hierarchy add otherwise."""
+    tolerance = 0.0 if layout.data <= 2 else 1e-6
+    expected = ranks.run(layout.world_size, train, layout, "fsdp2")
+    for wanted, got in zip(
+        expected, ranks.run(layout.world_size, train, layout, engine), strict=True
+    ):
+        torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
+    (losses, norms), _ = expected[0]
+    assert len(set(losses)) == STEPS
+    assert len(norms) == (0 if layout.norm else STEPS)
+
+
+LAYOUTS = [
+    Layout(2, 1),
+    Layout(1, 2),
+    Layout(2, 1, norm=True),
+    Layout(2, 1, launched=True),
+    Layout(2, 2, launched=True),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_training_matches_fsdp2(ranks: Pools, layout: Layout) -> None:
+    """``launched``: the ranks of a node hold both tensor-parallel shards."""
+    compare(ranks, layout, "fcdp")
+
+
+def test_a_model_that_fully_shard_has_sharded_can_be_cached(ranks: Pools) -> None:
+    compare(ranks, Layout(2, 1), "cached")
+
+
+def bytes_between_nodes(layout: Layout) -> tuple[dict[str, int], int, int]:
+    """What this rank has sent, what its units take on one data-parallel rank, and how many."""
+    model = shard(layout, "fcdp")
+    steps(model, make_optimizer(model), batches(layout))
+    units = engine_of(model).units
+    sent = fcdp.ledger(model).snapshot()["inter_node"]
+    return sent, sum(unit.shard_bytes for unit in units), len(units)
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 1), Layout(2, 2)], ids=str)
+def test_each_tensor_parallel_shard_crosses_once_per_step(ranks: Pools, layout: Layout) -> None:
+    answers = ranks.run(layout.world_size, bytes_between_nodes, layout)
+    for sent, shard_bytes, units in answers:
+        assert units == 3
+        across = (layout.nodes - 1) * shard_bytes * STEPS
+        assert {phase: sent.get(phase, 0) for phase in ("forward", "backward", "reduce")} == {
+            "forward": across,
+            "backward": 0,
+            "reduce": across,
+        }
+    whole_model = sum(param.numel() * param.itemsize for param in Model(False).parameters())
+    # Biases that tensor parallelism leaves whole are on both halves.
+    twice = 2 * WIDTH * 4
+    assert sum(shard_bytes for _, shard_bytes, _ in answers) >= whole_model + twice
+
+
+def resume(layout: Layout, directory: str) -> None:
+    """Steps after a load are those that would have come without."""
+    kept = shard(layout, "fcdp")
+    optimizer, data = make_optimizer(kept), batches(layout)
+    steps(kept, optimizer, data)
+    fcdp.save(kept, optimizer, directory, extra={"step": STEPS})
+    expected = steps(kept, optimizer, data)
+    data = batches(layout)
+    for _ in range(STEPS):
+        next(data)
+    other = shard(layout, "fcdp")
+    with torch.no_grad():
+        for param in other.parameters():
+            param.zero_()
+    second = make_optimizer(other)
+    assert fcdp.load(other, second, directory) == {"step": STEPS}
+    assert steps(other, second, data) == expected
+    torch.testing.assert_close(params_of(other), params_of(kept), rtol=0, atol=0)
+
+
+def test_a_checkpoint_holds_all_tensor_parallel_shards(ranks: Pools, tmp_path: Path) -> None:
+    ranks.run(4, resume, Layout(2, 1), str(tmp_path))
+
+
+def export(layout: Layout, directory: str) -> tuple[bool, dict[str, torch.Tensor]]:
+    """Whether this rank wrote, and what is to be written."""
+    model = shard(layout, "fcdp")
+    with mock.patch("fcdp.export._put_in_place", wraps=_put_in_place) as put:
+        fcdp.export(model, directory)
+    return put.called, params_of(model)
+
+
+def test_one_rank_exports_whole_parameters(ranks: Pools, tmp_path: Path) -> None:
+    """Two ranks are the first of their topologies."""
+    answers = ranks.run(4, export, Layout(2, 1), str(tmp_path))
+    assert [wrote for wrote, _ in answers] == [True, False, False, False]
+    written = load_file(tmp_path / "model.safetensors")
+    torch.testing.assert_close(written, answers[0][1], rtol=0, atol=0)
+
+
+def refused(case: str) -> str:
+    layout = Layout(2, 1)
+    topology, model = topology_of(layout), parallel_model(layout)
+    arguments: dict[str, Any] = {"units": model.blocks}
+    if case == "another mesh":
+        other = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+        model.head.weight = nn.Parameter(
+            distribute_tensor(torch.zeros(VOCABULARY, WIDTH), other, [Shard(1)])
+        )
+    elif case == "hybrid":
+        mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("r", "s", "tp"))["r", "s"]
+        plain = nn.Linear(4, 4)
+        fully_shard(plain, mesh=mesh)
+        with pytest.raises(ValueError, match="replicates") as error:
+            fcdp.cache_parameters(plain, topology)
+        return str(error.value)
+    elif case == "other ranks":
+        plain = nn.Linear(4, 4)
+        fully_shard(plain, mesh=mesh_of(2)["tp"])
+        with pytest.raises(ValueError, match="sharded over ranks") as error:
+            fcdp.cache_parameters(plain, topology)
+        return str(error.value)
+    elif case == "replicated adapters":
+        for name, param in model.named_parameters():
+            param.requires_grad_("down" in name)
+        arguments["adapters"] = "replicated"
+    with pytest.raises(ValueError, match="DTensor") as error:
+        fcdp.shard(model, topology, **arguments)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("another mesh", "head.weight: is a DTensor on mesh"),
+        ("hybrid", "2 dimensions ('r', 's') that replicates"),
+        ("other ranks", "sharded over ranks [0, 1]; must be those of the topology, [0, 2]"),
+        ("replicated adapters", "adapters = 'replicated'"),
+    ],
+)
+def test_other_meshes_are_refused(ranks: Pools, case: str, text: str) -> None:
+    assert text in ranks.run(4, refused, case)[0]
