@@ -154,8 +154,8 @@ class Extended(torch.Tensor):
 def extension(topology: fcdp.Topology) -> None:
     model = nn.Linear(4, 4, bias=False)
     fully_shard(model, mesh=topology.mesh)
-    local = model.weight._local_tensor  # type: ignore[operator,attr-defined]
-    model.weight._local_tensor = local.as_subclass(Extended)  # type: ignore[assignment]
+    local = model.weight._local_tensor
+    model.weight._local_tensor = local.as_subclass(Extended)
     fcdp.cache_parameters(model, topology)
 
 

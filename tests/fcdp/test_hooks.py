@@ -142,6 +142,8 @@ def accumulated(register: str) -> tuple[list[float], list[float], str]:
     for cached in (False, True):
         run = Run(topology_of(2, 1), cached=cached)
         model = sharded(run)
+        for layer in model:
+            layer.set_force_sum_reduction_for_comms(True)  # as FCDP does on the CPU
         run.cache(model)
         seen: list[float] = []
 

@@ -38,7 +38,7 @@ class Run:
     def shard(self, units: Sequence[nn.Module | list[nn.Module]], **options: Any) -> None:
         """Call ``fully_shard`` on each of ``units`` in turn."""
         for unit in units:
-            fully_shard(unit, mesh=self.topology.mesh, **options)  # type: ignore[arg-type]
+            fully_shard(unit, mesh=self.topology.mesh, **options)
 
     def cache(self, model: nn.Module, **options: Any) -> None:
         """Turn FCDP on, in the run that has it; call it after the last ``fully_shard``."""

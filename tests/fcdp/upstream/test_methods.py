@@ -144,7 +144,7 @@ def shared_streams(run: Run) -> None:
         run.shard([stage])
         run.cache(stage)
         stage._get_fsdp_state()._lazy_init()
-    fsdp.share_comm_ctx(list(model))  # type: ignore[attr-defined]
+    fsdp.share_comm_ctx(list(model))
     train(run, model, adam(model), lambda step: model(run.input(4, 6, step=step)).sum())
 
 

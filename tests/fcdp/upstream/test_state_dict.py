@@ -90,7 +90,7 @@ def kept(run: Run) -> None:
         run.see(f"loss {step}", loss)
         loss.backward()
         optimizer.step()
-        assert torch.equal(state["weight"].to_local(), model.weight.to_local())  # type: ignore[operator]
+        assert torch.equal(state["weight"].to_local(), model.weight.to_local())
     run.see("state", state["weight"])
 
 
