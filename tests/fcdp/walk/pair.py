@@ -181,7 +181,7 @@ class Pair:
         if options.replicated and not alike:
             with torch.no_grad():
                 for name, param in model.named_parameters():
-                    param += self.topology.rank * ("adapter" in name)
+                    param.add_(self.topology.rank * ("adapter" in name))
         if options.setup == "shard":
             fcdp.shard(
                 model,
