@@ -121,5 +121,5 @@ def draw_options(seed: int) -> Options:
         # that are exact.
         optimizer=random.choice(["sgd", "momentum"] if replicated else [*OPTIMIZERS]),
         set_to_none=random.random() < 0.6,
-        divide_factor=random.choice([None, None, None, 2.0]),
+        divide_factor=random.choice([None, None, None, 1.0, 8.0]),
     )

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 
@@ -127,9 +128,20 @@ class Side:
         self.reset()
         self.reshard()
         self.discard()
-        self.optimizer.zero_grad()
         if self.cached:
             fcdp.invalidate(self.model)
+        self._forget_unsharded_gradients()
+        self.optimizer.zero_grad()
+
+    def _forget_unsharded_gradients(self) -> None:
+        """FSDP2's reset leaves what a backward had computed but not yet reduced when it failed."""
+        for unit in self.units():
+            unit.unshard()
+            assert isinstance(unit, nn.Module)
+            for param in unit.parameters():
+                if not isinstance(param, DTensor):
+                    param.grad = None
+            unit.reshard()
 
     def local(self, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """This rank's part; of what is replicated, the part that ``like`` holds."""
@@ -152,19 +164,24 @@ def _part(tensor: torch.Tensor, like: DTensor) -> torch.Tensor:
 class Pair:
     """Both copies; equal when made."""
 
-    def __init__(self, options: Options, directory: Path, seed: int) -> None:
+    def __init__(self, options: Options, directory: Path, seed: int, *, alike: bool = True) -> None:
+        """``alike=False``: replicated parameters start otherwise on each rank; rank 0's count."""
         self.options = options
         self.topology = topology_of(options.nodes, options.ranks_per_node)
         self.policy = POLICIES[options.policy](directory)
-        self.cached = Side(self._make_cached(seed), options, cached=True)
+        self.cached = Side(self._make_cached(seed, alike), options, cached=True)
         self.reference = Side(self._make_reference(seed), options, cached=False)
 
     @property
     def sides(self) -> tuple[Side, Side]:
         return self.cached, self.reference
 
-    def _make_cached(self, seed: int) -> Net:
+    def _make_cached(self, seed: int, alike: bool) -> Net:
         model, options = Net(self.options, seed), self.options
+        if options.replicated and not alike:
+            with torch.no_grad():
+                for name, param in model.named_parameters():
+                    param.add_(self.topology.rank * ("adapter" in name))
         if options.setup == "shard":
             fcdp.shard(
                 model,
