@@ -7,12 +7,11 @@ hang is kept; a rank that is still busy shortly before the limit writes its stac
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +24,9 @@ State = Literal["ended", "hung", "died"]
 #: The stacks are written this long before the limit.
 STACKS_S = 3.0
 _POLL_S = 0.1
+# One process imports torch, and each rank is a copy of it: seconds a rank.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "fcdp", "scripts.gpu.rank"])
 _LONGEST_TEXT = 4000
 #: Several ranks on one GPU: NCCL refuses two of one host, so each is a host of its own, and what
 #: hosts have between them is sockets; here those of the loopback interface.
@@ -73,7 +75,7 @@ def run(
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        ranks: list[subprocess.Popen[bytes]] = []
+        ranks: list[Any] = []
         try:
             for rank in range(world_size):
                 given = {
@@ -90,9 +92,9 @@ def run(
         finally:
             for process in ranks:
                 process.kill()
-                process.wait()
+                process.join()
         texts = [_text(folder / f"{rank}.err") for rank in range(world_size)]
-        codes = [process.returncode for process in ranks]
+        codes = [process.exitcode for process in ranks]
         return Outcome(
             state,
             [_lines(folder / f"{rank}.jsonl") for rank in range(world_size)],
@@ -102,33 +104,34 @@ def run(
         )
 
 
-def _start(
-    folder: Path, rank: int, given: Mapping[str, Any], *, apart: bool
-) -> subprocess.Popen[bytes]:
-    environment = {
-        **provenance.without_secrets(os.environ),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONUNBUFFERED": "1",
-    }
+def _start(folder: Path, rank: int, given: Mapping[str, Any], *, apart: bool) -> Any:
+    environment = {"GLOO_SOCKET_IFNAME": "lo"}
     if given["device"] == "cpu":
-        environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     if apart:
         environment |= _APART | {"NCCL_HOSTID": f"fcdp-{rank}"}
-    with (folder / f"{rank}.err").open("wb") as errors:
-        return subprocess.Popen(
-            [sys.executable, "-m", "scripts.gpu.rank", str(folder), json.dumps(given)],
-            cwd=provenance.ROOT,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=errors,
-            stderr=errors,
-        )
+    process = _context.Process(
+        target=_live, args=(folder, dict(given), environment), name=f"rank {rank}"
+    )
+    process.start()
+    return process
 
 
-def _watch(ranks: list[subprocess.Popen[bytes]], end: float) -> State:
+def _live(folder: Path, given: dict[str, Any], environment: dict[str, str]) -> None:
+    """A rank's process, forked where torch is imported and CUDA is not initialised."""
+    errors = os.open(folder / f"{given['rank']}.err", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(errors, stream)
+    os.environ.update(environment)
+    from scripts.gpu import rank
+
+    rank.main(folder, given)
+
+
+def _watch(ranks: Sequence[Any], end: float) -> State:
     """Wait until all have ended, one has failed or the time is over."""
     while time.monotonic() < end:
-        codes = [process.poll() for process in ranks]
+        codes = [process.exitcode for process in ranks]
         if any(code not in (None, 0) for code in codes):
             time.sleep(5 * _POLL_S)  # what the others say of it helps
             return "died"

@@ -45,13 +45,15 @@ class Case:
 
 
 def cases(small: bool) -> list[Case]:
-    """In the order of what matters most; the first is FSDP2 against itself."""
-    tunings = ("full", "lora")
-    codecs = ("int8",) if small else tuple(CODECS)
+    """In the order of what matters most, FSDP2 against itself first."""
+    lora = ("host",) if small else POLICIES
     return [
-        *(Case("fsdp2", tuning) for tuning in tunings),
-        *(Case(policy, tuning) for policy in POLICIES for tuning in tunings),
-        *(Case(policy, "full", codec) for codec in codecs for policy in POLICIES),
+        Case("fsdp2", "full"),
+        Case("fsdp2", "lora"),
+        *(Case(policy, "full") for policy in POLICIES),
+        *(Case(policy, "lora") for policy in lora),
+        *(Case(policy, "full", "int8") for policy in (("none", "host") if small else POLICIES)),
+        *(Case(policy, "full", "int4") for policy in (() if small else POLICIES)),
     ]
 
 
@@ -93,7 +95,7 @@ class _Comparison:
             "equal": found.equals(expected),
             "distance": found.distance(exact),
             "hits": found.hits,
-            "learns": exact.losses[-1] < exact.losses[0],
+            "trains": len(set(exact.losses)) > 1,
         }
 
     def _reference(self, case: Case) -> Trained:

@@ -1,11 +1,10 @@
-"""One rank's process: ``python -m scripts.gpu.rank FOLDER JSON``, started by ``groups``."""
+"""One rank's process, started by :mod:`scripts.gpu.groups`."""
 
 from __future__ import annotations
 
 import faulthandler
 import importlib
 import json
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -42,8 +41,8 @@ class Rank:
 
 def main(folder: Path, given: Mapping[str, Any]) -> None:
     limit_s = float(given["limit_s"])
-    faulthandler.enable()
-    faulthandler.dump_traceback_later(max(0.5, limit_s - STACKS_S))
+    faulthandler.enable(file=2)
+    faulthandler.dump_traceback_later(max(0.5, limit_s - STACKS_S), file=2)
     warnings.filterwarnings("ignore", category=FutureWarning)
     device = _device(given["device"], given["index"])
     with (folder / f"{given['rank']}.jsonl").open("a", encoding="utf-8", buffering=1) as answers:
@@ -87,6 +86,3 @@ def _leave(device: torch.device) -> None:
     dist.all_reduce(torch.zeros(1, device="cpu"))
     dist.destroy_process_group()
 
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
