@@ -86,9 +86,7 @@ def judge(record: Record, world: str, cases: Sequence[Case], found: Found) -> No
     references = [case for case in cases if case.policy == "fsdp2"]
     refused = [found.broken[case] for case in references if case in found.broken]
     if refused:
-        record.not_measured(
-            f"parity on {world}", f"FSDP2 alone does not run there: {refused[0]}"
-        )
+        record.not_measured(f"parity on {world}", f"FSDP2 alone does not run there: {refused[0]}")
         return
     unequal = [case.name for case in references if not _equal(found, case)]
     record.passed_if(

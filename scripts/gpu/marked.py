@@ -25,9 +25,7 @@ _LEAST_S = 10.0
 def files(root: Path) -> list[Path]:
     """Test files with the mark, relative to ``root``."""
     found = sorted((root / "tests").rglob("test_*.py"))
-    return [
-        file.relative_to(root) for file in found if _MARK in file.read_text(encoding="utf-8")
-    ]
+    return [file.relative_to(root) for file in found if _MARK in file.read_text(encoding="utf-8")]
 
 
 def check(record: Record, job: Job, limit_s: float) -> None:
@@ -88,7 +86,9 @@ def _scrubbed(line: dict[str, str]) -> dict[str, str]:
 def _judge(record: Record, name: str, lines: list[dict[str, str]], error: str) -> None:
     by_outcome: dict[str, list[str]] = {}
     for line in lines:
-        by_outcome.setdefault(line["outcome"], []).append(f"{line.get('said', '')} ({line['test']})".strip())
+        by_outcome.setdefault(line["outcome"], []).append(
+            f"{line.get('said', '')} ({line['test']})".strip()
+        )
     missing = by_outcome.get("not collected")
     if missing and all("ModuleNotFoundError" in each for each in missing):
         record.not_measured(name, missing[0].strip().splitlines()[-1])

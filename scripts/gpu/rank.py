@@ -85,4 +85,3 @@ def _leave(device: torch.device) -> None:
         torch.cuda.synchronize()
     dist.all_reduce(torch.zeros(1, device="cpu"))
     dist.destroy_process_group()
-

@@ -20,7 +20,11 @@ Verdict = Literal["passed", "failed", "not measured"]
 DeviceType = Literal["cuda", "cpu"]
 
 NOT_ON_CPU = "not measured on the CPU"
-_NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
+_NVIDIA_SMI = (
+    "nvidia-smi",
+    "--query-gpu=name,driver_version,memory.total",
+    "--format=csv,noheader",
+)
 
 
 @dataclass(frozen=True)
