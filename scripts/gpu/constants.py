@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fcdp import memory
 from scripts.gpu import groups, records
 from scripts.gpu.rank import Rank
 from scripts.gpu.records import NOT_ON_CPU, Job, Record
@@ -62,7 +61,6 @@ def measure(job: Job, record: Record, limit_s: float) -> None:
         "seconds": outcome.seconds,
     }
     records.write(job.out / FILE, content)
-    record.details = {"file": FILE, **beside}
     judge(record, probed, beside, job.device == "cpu")
 
 
@@ -122,6 +120,15 @@ def line_through(ranks: int, samples: Sequence[tuple[int, float]]) -> dict[str, 
     }
 
 
+def _free_host_memory() -> int:
+    """What the kernel says is available, caches that it would give up included."""
+    with open("/proc/meminfo", encoding="utf-8") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return 1024 * int(line.split()[1])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
 class _Probe:
     """One rank's part; every method is called by all ranks."""
 
@@ -176,14 +183,11 @@ class _Probe:
             there = torch.empty_like(source, device=self._device)
             to_device = self._rate(lambda: there.copy_(pinned, non_blocking=True))
             from_device = self._rate(lambda: pinned.copy_(there, non_blocking=True))
-        free = memory.available_host_memory()
-        if free is None:
-            free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
         return {
             "copy_bytes_per_s": self._rate(lambda: target.copy_(source)),
             "to_device_bytes_per_s": to_device,
             "from_device_bytes_per_s": from_device,
-            "free_bytes": min(self._of_all(free)),
+            "free_bytes": int(min(self._of_all(_free_host_memory()))),
         }
 
     def compute(self) -> dict[str, Any]:

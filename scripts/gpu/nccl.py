@@ -33,7 +33,7 @@ def measure(job: Job, record: Record, limit_s: float) -> None:
         name = f"{topology[0]} × {topology[1]}"
         outcome = groups.run(
             "training",
-            {"topology": topology, "steps": 3 if job.small else 6},
+            {"topology": topology, "steps": 3 if job.small else 5},
             world_size=topology[0] * topology[1],
             device=job.device,
             # What one does not use, the next ones have.
@@ -77,7 +77,8 @@ def judge(record: Record, name: str, outcome: groups.Outcome, *, exact: bool) ->
 
 def on_this_rank(rank: Rank) -> None:
     deterministic()
-    topology = fcdp.Topology.build(*rank.job["topology"], rank.device.type)
+    nodes, ranks_per_node = rank.job["topology"]
+    topology = fcdp.Topology.build(nodes, ranks_per_node, rank.device.type)
     references: dict[Run, Trained] = {}
     for name, run in RUNS.items():
         run = replace(run, steps=rank.job["steps"])

@@ -175,7 +175,7 @@ def seconds(call: Callable[[], object], device: torch.device) -> float:
     call()
     end.record()
     torch.cuda.synchronize()
-    return begin.elapsed_time(end) / 1e3
+    return float(begin.elapsed_time(end)) / 1e3
 
 
 def _traced(step: _Step, file: Path) -> dict[str, Any]:
