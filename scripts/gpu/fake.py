@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fcdp
+from fcdp import exchange
 
 
 @contextlib.contextmanager
@@ -57,6 +58,11 @@ def _imitation() -> Iterator[None]:
             if hasattr(dist.ProcessGroup, name):  # names differ by version
                 patched = functools.partialmethod(_at_once, method)
                 stack.enter_context(mock.patch.object(dist.ProcessGroup, name, patched))
+        for name in ("_on_host", "_over_gloo"):
+            # On the CPU too, exchange by collectives, as on an accelerator: what a reduction by
+            # messages gives is not this rank's part.
+            if hasattr(exchange, name):
+                stack.enter_context(mock.patch.object(exchange, name, return_value=False))
         for module in (dist, dist.distributed_c10d):
             # Groups for decisions are asked for over gloo, which this store cannot serve.
             stack.enter_context(mock.patch.object(module, "new_group", _fake_group))

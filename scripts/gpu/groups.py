@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -98,7 +99,7 @@ def run(
         return Outcome(
             state,
             [_lines(folder / f"{rank}.jsonl") for rank in range(world_size)],
-            "" if state == "ended" else _error(texts, codes),
+            "" if state == "ended" else _error(folder, codes),
             [_clipped(text) for text in texts] if state == "hung" else [],
             time.monotonic() - started,
         )
@@ -125,7 +126,11 @@ def _live(folder: Path, given: dict[str, Any], environment: dict[str, str]) -> N
     os.environ.update(environment)
     from scripts.gpu import rank
 
-    rank.main(folder, given)
+    try:
+        rank.main(folder, given)
+    except BaseException:
+        (folder / f"{given['rank']}.failed").touch()  # when: others fail because this one did
+        raise
 
 
 def _watch(ranks: Sequence[Any], end: float) -> State:
@@ -141,13 +146,20 @@ def _watch(ranks: Sequence[Any], end: float) -> State:
     return "hung"
 
 
-def _error(texts: list[str], codes: list[int | None]) -> str:
-    """What the first rank wrote that ended by itself with an error; the last lines decide."""
-    for rank, (text, code) in enumerate(zip(texts, codes, strict=True)):
-        if code not in (0, -9):
-            said = _clipped(text) or "nothing was written"
-            return f"rank {rank}, exit status {code}: {said}"
-    return "no rank ended within the time limit"
+def _error(folder: Path, codes: Sequence[int | None]) -> str:
+    """What the first rank wrote that ended with an error; the last lines decide."""
+    failed = [rank for rank, code in enumerate(codes) if code not in (0, -signal.SIGKILL)]
+    if not failed:
+        return "no rank ended within the time limit"
+    first = min(failed, key=lambda rank: _failed_at(folder, rank))
+    said = _clipped(_text(folder / f"{first}.err")) or "nothing was written"
+    return f"rank {first}, exit status {codes[first]}: {said}"
+
+
+def _failed_at(folder: Path, rank: int) -> int:
+    """A rank that crashed could not write when, and did not do so because of another one."""
+    mark = folder / f"{rank}.failed"
+    return mark.stat().st_mtime_ns if mark.exists() else 0
 
 
 def _text(file: Path) -> str:
