@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -83,6 +84,12 @@ def _scrubbed(line: dict[str, str]) -> dict[str, str]:
     return {key: provenance.scrub(value) for key, value in line.items() if value}
 
 
+def _lacks_a_package(said: str) -> bool:
+    """Whether a package is not installed; a module of this repository is another matter."""
+    found = re.search(r"No module named '(\w+)", said)
+    return found is not None and not (provenance.ROOT / found[1]).is_dir()
+
+
 def _judge(record: Record, name: str, lines: list[dict[str, str]], error: str) -> None:
     by_outcome: dict[str, list[str]] = {}
     for line in lines:
@@ -90,7 +97,7 @@ def _judge(record: Record, name: str, lines: list[dict[str, str]], error: str) -
             f"{line.get('said', '')} ({line['test']})".strip()
         )
     missing = by_outcome.get("not collected")
-    if missing and all("ModuleNotFoundError" in each for each in missing):
+    if missing and all(map(_lacks_a_package, missing)):
         record.not_measured(name, missing[0].strip().splitlines()[-1])
     elif by_outcome.get("failed") or missing:
         record.failed(name, "\n".join([*by_outcome.get("failed", []), *(missing or [])]))

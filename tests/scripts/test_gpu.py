@@ -223,6 +223,7 @@ def test_marked_tests_are_found_by_their_mark(tmp_path: Path) -> None:
         ("failed", "assert 1 == 2", "failed"),
         ("skipped", "needs a CUDA device", "not measured"),
         ("not collected", "ModuleNotFoundError: No module named 'pydantic'", "not measured"),
+        ("not collected", "ModuleNotFoundError: No module named 'fcdp.tiers'", "failed"),
         ("not collected", "SyntaxError", "failed"),
     ],
 )
@@ -285,7 +286,7 @@ def test_losses_that_differ_or_ranks_that_hang_fail_nccl() -> None:
     ):
         record = Record("nccl")
         outcome = groups.Outcome(state, [whole, lines], "", [], 1.0)  # type: ignore[arg-type]
-        nccl.judge(record, "2 × 2", outcome, exact=False)
+        nccl.judge(record, "2 × 2", list(nccl.RUNS), outcome, exact=False)
         assert record.verdict == verdict
 
 
