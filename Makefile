@@ -13,7 +13,7 @@ EMULATED := quickstart reference unshaped slow-link parity volume baselines pape
 	paper-emulated-full paper-emulated-components paper-emulated-policies
 
 .DEFAULT_GOAL := help
-.PHONY: quickstart reproduce test lint operators setup baselines pins clean help
+.PHONY: quickstart reproduce test lint operators gpu setup baselines pins clean help
 
 quickstart: setup ## FCDP next to ZeRO-3 on this machine: table, figure, report
 	$(VENV)/bin/python -m experiments run quickstart
@@ -42,6 +42,10 @@ lint: setup ## linters and types alone
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
+
+# With PYTHON=, whatever that interpreter has: a machine with a GPU may have no network.
+gpu: $(if $(filter file,$(origin PYTHON)),setup) ## all that waits for a GPU, in 8 minutes: results/gpu
+	$(if $(filter file,$(origin PYTHON)),$(VENV)/bin/python,$(PYTHON)) -m scripts.gpu --out results/gpu
 
 setup: ## make the virtual environment with everything in it
 	@PYTHON='$(PYTHON)' VENV='$(VENV)' TORCH='$(TORCH)' scripts/setup.sh

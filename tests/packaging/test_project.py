@@ -15,7 +15,18 @@ import yaml
 from tests.packaging import ROOT
 
 PACKAGES = ("fcdp", "baselines", "experiments", "analysis")
-TARGETS = ("quickstart", "reproduce", "test", "lint", "setup", "baselines", "pins", "clean", "help")
+TARGETS = (
+    "quickstart",
+    "reproduce",
+    "test",
+    "lint",
+    "gpu",
+    "setup",
+    "baselines",
+    "pins",
+    "clean",
+    "help",
+)
 
 
 def make(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -36,6 +47,12 @@ def test_every_target_can_be_shown_without_running_it(target: str) -> None:
 def test_targets_that_need_the_environment_make_it_first(target: str) -> None:
     done = make("-n", target)
     assert "scripts/setup.sh" in done.stdout.splitlines()[0]
+
+
+def test_a_gpu_needs_no_environment_but_the_python_that_is_given() -> None:
+    assert "scripts/setup.sh" in make("-n", "gpu").stdout.splitlines()[0]
+    given = make("-n", "gpu", "PYTHON=python3.12").stdout
+    assert given.splitlines() == ["python3.12 -m scripts.gpu --out results/gpu"]
 
 
 def test_make_alone_lists_the_targets() -> None:

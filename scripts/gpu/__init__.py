@@ -1,0 +1,6 @@
+"""One command for the day a GPU is there: ``make gpu``, or ``python -m scripts.gpu --out FOLDER``.
+
+Needs torch, transformers and peft alone; what else is missing is said in the records. Everything
+that touches the device runs in processes of its own, each with a time limit, so that neither a hang
+nor an illegal access spoils what comes after.
+"""

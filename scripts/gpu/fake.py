@@ -1,0 +1,141 @@
+"""One rank of a world that is imitated: every other rank does as this one does.
+
+PyTorch's ``fake`` process group sends nothing. What it leaves in the receiver's buffers differs by
+version, and is uninitialised memory for messages, so the methods that matter are defined here: a
+gather gives this rank's part for every rank's, a message received is the one sent to that peer, and
+a reduction gives this rank's part as it is. That makes a two-level exchange equal to the one-level
+exchange of FSDP2 bit for bit, and any rank's decision this rank's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import fcdp
+from fcdp import exchange
+
+
+@contextlib.contextmanager
+def world(nodes: int, ranks_per_node: int, device_type: str) -> Iterator[fcdp.Topology]:
+    """Be rank 0 of ``nodes × ranks_per_node``; leaves the process group at the end."""
+    ranks = nodes * ranks_per_node
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        with _imitation():
+            yield fcdp.Topology.build(nodes, ranks_per_node, device_type)
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _imitation() -> Iterator[None]:
+    messages = _Messages()
+    methods: dict[str, Callable[..., Any]] = {
+        "recv": messages.recv,
+        "send": messages.send,
+        "_allgather_base": _gather,
+        "all_gather_single": _gather,
+        "_reduce_scatter_base": _scatter,
+        "reduce_scatter_single": _scatter,
+        "allgather_into_tensor_coalesced": _each(_gather),
+        "all_gather_single_coalesced": _each(_gather),
+        "reduce_scatter_tensor_coalesced": _each(_scatter),
+        "reduce_scatter_single_coalesced": _each(_scatter),
+        "alltoall": _each(_exchange),
+    }
+    with contextlib.ExitStack() as stack:
+        for name, method in methods.items():
+            if hasattr(dist.ProcessGroup, name):  # names differ by version
+                patched = functools.partialmethod(_at_once, method)
+                stack.enter_context(mock.patch.object(dist.ProcessGroup, name, patched))
+        for name in ("_on_host", "_over_gloo"):
+            # On the CPU too, exchange by collectives, as on an accelerator: what a reduction by
+            # messages gives is not this rank's part.
+            if hasattr(exchange, name):
+                stack.enter_context(mock.patch.object(exchange, name, return_value=False))
+        for module in (dist, dist.distributed_c10d):
+            # Groups for decisions are asked for over gloo, which this store cannot serve.
+            stack.enter_context(mock.patch.object(module, "new_group", _fake_group))
+        yield
+
+
+_new_group = dist.new_group
+
+
+def _fake_group(*args: Any, **kwargs: Any) -> Any:
+    return _new_group(*args, **{**kwargs, "backend": "fake"})
+
+
+class _Done(dist.Work):
+    """Queued on the current stream when the call returned: nothing is left to wait for."""
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return True
+
+
+def _at_once(
+    group: dist.ProcessGroup, method: Callable[..., None], *args: Any, **kwargs: Any
+) -> dist.Work:
+    with torch.no_grad():
+        method(group, *args)
+    return _Done()
+
+
+def _gather(group: dist.ProcessGroup, output: torch.Tensor, part: torch.Tensor, *_: Any) -> None:
+    rows, rank = output.view(group.size(), -1), group.rank()
+    if rows[rank].data_ptr() != part.data_ptr():
+        rows[rank].copy_(part.view(-1))
+    rows[:rank].copy_(rows[rank])
+    rows[rank + 1 :].copy_(rows[rank])
+
+
+def _scatter(group: dist.ProcessGroup, output: torch.Tensor, whole: torch.Tensor, *_: Any) -> None:
+    output.view(-1).copy_(whole.view(group.size(), -1)[group.rank()])
+
+
+def _exchange(_: dist.ProcessGroup, received: torch.Tensor, sent: torch.Tensor) -> None:
+    received.copy_(sent)
+
+
+def _each(method: Callable[..., None]) -> Callable[..., None]:
+    def all_of_them(
+        group: dist.ProcessGroup, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *_: Any
+    ) -> None:
+        for output, given in zip(outputs, inputs, strict=True):
+            method(group, output, given)
+
+    return all_of_them
+
+
+class _Messages:
+    """What a peer sends is what it is sent: the n-th received is the n-th sent."""
+
+    def __init__(self) -> None:
+        self._awaited: dict[tuple[int, int], deque[torch.Tensor]] = defaultdict(deque)
+        self._sent: dict[tuple[int, int], deque[torch.Tensor]] = defaultdict(deque)
+
+    def recv(
+        self, group: dist.ProcessGroup, tensors: list[torch.Tensor], peer: int, *_: Any
+    ) -> None:
+        self._awaited[id(group), peer].extend(tensors)
+        self._deliver((id(group), peer))
+
+    def send(
+        self, group: dist.ProcessGroup, tensors: list[torch.Tensor], peer: int, *_: Any
+    ) -> None:
+        self._sent[id(group), peer].extend(tensors)
+        self._deliver((id(group), peer))
+
+    def _deliver(self, pair: tuple[int, int]) -> None:
+        while self._awaited[pair] and self._sent[pair]:
+            self._awaited[pair].popleft().copy_(self._sent[pair].popleft())

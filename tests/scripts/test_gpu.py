@@ -1,0 +1,382 @@
+"""The command for the day a GPU is there: all of it on the CPU, and how it judges what it finds."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.preflight.schema import Preflight
+from scripts.gpu import __main__ as command
+from scripts.gpu import constants, correctness, groups, marked, memory, nccl, overlap, parity, trace
+from scripts.gpu.parity import Case
+from scripts.gpu.records import Job, Record
+
+ROOT = Path(__file__).resolve().parents[2]
+#: What is committed stays small.
+MOST_FILES, MOST_BYTES = 7, 4 * 2**20
+
+
+def verdicts(record: Record) -> dict[str, str]:
+    return {check.name: check.verdict for check in record.checks}
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The records of one run on the CPU, at the smallest size."""
+    folder = tmp_path_factory.mktemp("gpu")
+    line = [sys.executable, "-m", "scripts.gpu", "--device", "cpu", "--out", str(folder)]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in command.PARTS:
+        assert f"\n{name}" in done.stdout
+    return folder
+
+
+def read(file: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return content
+
+
+@pytest.mark.slow
+def test_on_the_cpu_every_part_runs(out: Path) -> None:
+    summary = read(out / command.SUMMARY)
+    assert summary["evidence"] == "measured"
+    assert summary["device"] == "cpu"
+    assert [part["part"] for part in summary["parts"]] == list(command.PARTS)
+    assert {part["verdict"] for part in summary["parts"]} == {"passed"}
+    assert summary["commit"]
+    assert "torch" in summary["versions"]
+
+
+@pytest.mark.slow
+def test_the_records_are_few_and_small(out: Path) -> None:
+    files = list(out.iterdir())
+    assert len(files) <= MOST_FILES
+    assert sum(file.stat().st_size for file in files) < MOST_BYTES
+
+
+@pytest.mark.slow
+def test_parity_holds_in_both_worlds(out: Path) -> None:
+    details = read(out / "correctness.json")["details"]
+    for world in ("parity, imitated 2 × 8", "parity, 2 × 1, gloo"):
+        names = [case.name for case in parity.cases(small=True)]
+        assert list(details[world]) == names
+        assert all(line["equal"] for line in details[world].values())
+
+
+@pytest.mark.slow
+def test_what_a_cpu_cannot_tell_is_said_and_no_figure(out: Path) -> None:
+    found = read(out / "memory.json")
+    assert found["figures"] == {}
+    assert [c["name"] for c in found["checks"] if c["verdict"] == "not measured"] == [
+        "device memory"
+    ]
+    assert found["details"]["host"]["hits"] > 0
+    ratio = {c["name"]: c["verdict"] for c in read(out / "overlap.json")["checks"]}
+    assert ratio["host cache over none"] == "not measured"
+
+
+@pytest.mark.slow
+def test_ranks_of_three_topologies_neither_hang_nor_differ(out: Path) -> None:
+    details = read(out / "nccl.json")["details"]
+    for name in ("2 × 1", "2 × 2", "4 × 1"):
+        assert details[name]["state"] == "ended"
+        for run in details[name]["rank 0"]:
+            assert run["losses"] == pytest.approx(run["fsdp2_losses"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_the_planner_can_read_the_constants(out: Path) -> None:
+    measured = Preflight.read(out / constants.FILE)
+    assert measured.compute.matmul_flops_per_s["float32"] > 0
+    assert measured.links.intra_node_all_gather is not None
+    assert measured.host.free_bytes > 0
+
+
+@pytest.mark.slow
+def test_the_trace_names_what_fcdp_does(out: Path) -> None:
+    events = json.loads(gzip.decompress((out / overlap.TRACE).read_bytes()))["traceEvents"]
+    assert any(event["name"].startswith("fcdp::cache_load") for event in events)
+
+
+def test_a_part_that_fails_does_not_stop_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(job: Job, record: Record, limit_s: float) -> None:
+        record.passed_if(True, "the first half")
+        raise RuntimeError("illegal memory access")
+
+    def sound(job: Job, record: Record, limit_s: float) -> None:
+        record.passed_if(limit_s > 100, "has the time that the other left", f"{limit_s}")
+
+    parts = {"broken": command.Part(broken, 0.9), "sound": command.Part(sound, 0.1)}
+    monkeypatch.setattr(command, "PARTS", parts)
+    found = command.run(Job(tmp_path, tmp_path, "cpu", True), [*parts], 480)
+    assert [record.verdict for record in found] == ["failed", "passed"]
+    assert "illegal memory access" in (tmp_path / "broken.json").read_text()
+
+
+@pytest.mark.parametrize("arguments", [["--only", "speed"], ["--budget-s", "0"], []])
+def test_wrong_arguments_are_refused(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = ["--out", str(tmp_path)] if arguments else []
+    with pytest.raises(SystemExit) as error:
+        command.main([*place, *arguments])
+    assert error.value.code == 2
+    assert (arguments[0] if arguments else "--out") in capsys.readouterr().err
+
+
+def faulty(fault: str, limit_s: float) -> groups.Outcome:
+    job = {"fault": fault, "at": 1}
+    return groups.run("fault", job, world_size=2, device="cpu", limit_s=limit_s, apart=True)
+
+
+@pytest.mark.parametrize(("fault", "said"), [("raise", "made to fail"), ("crash", "Segmentation")])
+def test_a_rank_that_dies_ends_its_group_with_its_words(fault: str, said: str) -> None:
+    found = faulty(fault, 120)
+    assert found.state == "died"
+    assert "rank 1" in found.error
+    assert said in found.error
+    assert found.seconds < 100
+    assert [lines[0]["host"] for lines in found.lines] == ["fcdp-0", "fcdp-1"]
+
+
+def test_a_hang_ends_with_the_limit_and_the_stacks() -> None:
+    found = faulty("hang", 25)
+    assert found.state == "hung"
+    assert [lines[0]["rank"] for lines in found.lines] == [0, 1]
+    assert "_hang" in found.stacks[1]
+
+
+def test_of_a_line_that_was_cut_off_nothing_is_kept(tmp_path: Path) -> None:
+    file = tmp_path / "0.jsonl"
+    file.write_text('{"case": 1}\n{"case": ')
+    assert groups._lines(file) == [{"case": 1}]
+
+
+CASES = [Case("fsdp2", "full"), Case("none", "full"), Case("host", "full")]
+
+
+def line(**changes: Any) -> dict[str, Any]:
+    return {"equal": True, "distance": 0.0, "hits": 3, "trains": True, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changed", "verdict"),
+    [({}, "passed"), ({"equal": False}, "failed"), ({"hits": 0}, "failed")],
+)
+def test_parity_is_judged_over_all_ranks(changed: dict[str, Any], verdict: str) -> None:
+    found = correctness.Found({case: [line(), line()] for case in CASES})
+    found.lines[CASES[2]] = [line(), line(**changed)]
+    record = Record("correctness")
+    correctness.judge(record, "2 × 1", CASES, found)
+    name = "all policies on 2 × 1: equal to FSDP2 bit for bit, served by caches"
+    assert verdicts(record)[name] == verdict
+
+
+def test_a_case_that_broke_its_ranks_is_no_parity() -> None:
+    found = correctness.Found({case: [line()] for case in CASES[:2]}, {CASES[2]: "hung after 9 s"})
+    record = Record("correctness")
+    correctness.judge(record, "2 × 1", CASES, found)
+    assert record.verdict == "failed"
+    assert "host/full: hung after 9 s" in record.checks[-1].detail
+
+
+def test_where_nccl_refuses_fsdp2_nothing_is_said_of_fcdp() -> None:
+    found = correctness.Found({}, {CASES[0]: "Duplicate GPU detected"})
+    record = Record("correctness")
+    correctness.judge(record, "2 × 1", CASES, found)
+    assert record.verdict == "not measured"
+    assert "Duplicate GPU detected" in record.checks[0].detail
+
+
+def test_quantised_losses_have_a_bound() -> None:
+    cases = [Case("fsdp2", "full"), Case("none", "full", "int8")]
+    for distance, verdict in ((0.02, "passed"), (0.04, "failed")):
+        found = correctness.Found({case: [line(distance=distance)] for case in cases})
+        record = Record("correctness")
+        correctness.judge(record, "2 × 1", cases, found)
+        assert verdicts(record)["int8 on 2 × 1: losses within 3% of FSDP2's"] == verdict
+
+
+def test_marked_tests_are_found_by_their_mark(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/test_on_a_device.py").write_text(
+        f"import pytest\npytestmark = {marked._MARK}"
+    )
+    (tmp_path / "tests/test_elsewhere.py").write_text("import pytest\n")
+    assert marked.files(tmp_path) == [Path("tests/test_on_a_device.py")]
+    assert Path("tests/fcdp/test_codec.py") in marked.files(ROOT)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "said", "verdict"),
+    [
+        ("passed", "", "passed"),
+        ("failed", "assert 1 == 2", "failed"),
+        ("skipped", "needs a CUDA device", "not measured"),
+        ("not collected", "ModuleNotFoundError: No module named 'pydantic'", "not measured"),
+        ("not collected", "ModuleNotFoundError: No module named 'fcdp.tiers'", "failed"),
+        ("not collected", "SyntaxError", "failed"),
+    ],
+)
+def test_marked_tests_are_judged_by_file(outcome: str, said: str, verdict: str) -> None:
+    record = Record("correctness")
+    marked._judge(record, "a file", [{"test": "one", "outcome": outcome, "said": said}], "")
+    assert record.verdict == verdict
+    assert said in record.checks[0].detail
+
+
+def test_marked_tests_that_do_not_end_are_a_failure() -> None:
+    record = Record("correctness")
+    lines = [{"test": "one", "outcome": "passed"}]
+    marked._judge(record, "a file", lines, "did not end within 9 s")
+    assert record.verdict == "failed"
+
+
+def peaks(**changes: float) -> dict[str, Any]:
+    base = {f"{name}_peak": 1e9 for name in ("active", "allocated", "reserved")}
+    return {**base, "retries": 0, "host_seconds": 0.1, "device_seconds": 1.0, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changed", "verdict"),
+    [
+        ({}, "passed"),
+        ({"reserved_peak": 1e9 + memory.allowed(10_000)}, "passed"),
+        ({"reserved_peak": 1e9 + memory.allowed(10_000) + 1}, "failed"),
+        ({"active_peak": 6e9}, "failed"),
+        ({"retries": 1}, "failed"),
+    ],
+)
+def test_memory_may_exceed_fsdp2_by_slices_in_flight(
+    changed: dict[str, float], verdict: str
+) -> None:
+    record = Record("memory")
+    memory.judge(record, {"fsdp2": peaks(), "none": peaks(), "host": peaks(**changed)}, 10_000)
+    assert record.verdict == verdict
+
+
+def test_memory_says_nothing_where_the_host_was_the_slower_one() -> None:
+    record = Record("memory")
+    memory.judge(record, {"fsdp2": peaks(host_seconds=0.9), "host": peaks()}, 10_000)
+    assert record.verdict == "failed"
+
+
+def test_slices_in_flight_are_a_small_part_of_the_model() -> None:
+    size = memory.sizes(small=False)
+    assert size["units"] * 2 * size["width"] ** 2 == 24 * 200 * 10**6
+    assert memory.allowed(size["width"]) < 0.6 * 200e6
+
+
+def test_losses_that_differ_or_ranks_that_hang_fail_nccl() -> None:
+    run = {"equal": True, "distance": 0.0, "hits": 1}
+    whole = [run] * len(nccl.RUNS)
+    for lines, state, verdict in (
+        (whole, "ended", "passed"),
+        ([*whole[:-1], {**run, "distance": 0.1}], "ended", "failed"),
+        (whole[:1], "hung", "failed"),
+    ):
+        record = Record("nccl")
+        outcome = groups.Outcome(state, [whole, lines], "", [], 1.0)  # type: ignore[arg-type]
+        nccl.judge(record, "2 × 2", list(nccl.RUNS), outcome, exact=False)
+        assert record.verdict == verdict
+
+
+def found(**changes: Any) -> dict[str, Any]:
+    copies = {"bytes": 1, "bytes_per_s": 50e9, "share_under_kernels": 0.95}
+    return {
+        "parameters": 1,
+        "hits": 1,
+        "host_over_none": 1.02,
+        "trace_bytes": 1000,
+        "plain_copy_bytes_per_s": 52e9,
+        "copies": {**copies, **{k: v for k, v in changes.items() if k in copies}},
+        **{k: v for k, v in changes.items() if k not in copies},
+    }
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"host_over_none": 1.06},
+        {"bytes_per_s": 40e9},
+        {"share_under_kernels": 0.1},
+        {"trace_bytes": 3 * 2**20},
+        {"copies": None},
+    ],
+)
+def test_overlap_is_held_against_its_targets(changed: dict[str, Any]) -> None:
+    record = Record("overlap")
+    overlap.judge(record, found(), on_cpu=False)
+    assert record.verdict == "passed"
+    record = Record("overlap")
+    overlap.judge(record, found(**changed), on_cpu=False)
+    assert record.verdict == "failed"
+
+
+def test_spans_that_touch_become_one() -> None:
+    assert trace.merged([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
+
+
+def test_overlap_of_spans_counts_each_moment_once() -> None:
+    assert trace.overlap([(0, 4), (10, 12)], [(1, 2), (1, 3), (11, 20)]) == 3
+    assert trace.overlap([(0, 4)], []) == 0
+
+
+def event(kind: str, name: str, begin: float, length: float) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "cat": kind,
+        "name": name,
+        "ts": begin,
+        "dur": length,
+        "pid": 0,
+        "tid": 7,
+        "args": {"bytes": 100, "stream": 7, "correlation": 1},
+    }
+
+
+PINNED = "Memcpy HtoD (Pinned -> Device)"
+EVENTS = [
+    event("kernel", "gemm", 0, 10),
+    event("kernel", "gemm", 5, 10),
+    event("gpu_memcpy", PINNED, 10, 10),  # half of it under the second kernel
+    event("gpu_memcpy", PINNED, 30, 10),  # none of it
+    event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 0, 10),
+    event("cpu_op", "aten::mm", 0, 1),
+    {"name": "not timed"},
+]
+
+
+def test_a_copy_counts_as_hidden_as_far_as_kernels_run_beside_it() -> None:
+    copies = trace.copies(EVENTS)
+    assert copies == trace.Copies(200, 20e-6, 0.25)
+    assert copies.bytes_per_s == 200 / 20e-6
+    assert trace.copies(EVENTS[:2]) is None
+
+
+def test_of_a_trace_the_device_is_kept(tmp_path: Path) -> None:
+    file = tmp_path / "trace.json.gz"
+    assert trace.write_small(EVENTS, file) == file.stat().st_size
+    kept = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    assert [each["name"] for each in kept] == [each["name"] for each in EVENTS[:5]]
+    assert kept[0]["args"] == {"bytes": 100, "stream": 7}
+    assert trace.copies(kept) == trace.copies(EVENTS)
+
+
+def test_a_line_is_fitted_as_preflight_does() -> None:
+    from experiments.preflight.schema import Link, Sample
+
+    samples = [(1000, 2e-3), (2000, 2.5e-3), (4000, 4.2e-3), (8000, 8e-3)]
+    link = Link.of(2, [Sample(bytes=size, seconds=s) for size, s in samples])
+    found, expected = constants.line_through(2, samples), link.model_dump()
+    assert found.pop("samples") == expected.pop("samples")
+    assert found == pytest.approx(expected)
