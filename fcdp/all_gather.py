@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.profiler import record_function
 
@@ -185,22 +186,38 @@ class CachedAllGather(AllGather):
             if self._guard is not None:  # before a codec rounds the own shard
                 self._guard.remember(self._unit, own)
             sent = self._encode(own)
-            if self._codec is None:
-                arriving = received.memory
-            else:
-                arriving = sent.new_empty((self._topology.nodes, sent.numel()))
-            self._ledger.add("inter_node", phase, (len(arriving) - 1) * sent.nbytes)
-            rows = arriving.unbind()
-            if self._streams.on_host:
-                peers = [node for node in range(len(rows)) if node != self._topology.node]
-                incoming = [(peer, rows[peer]) for peer in peers]
-                outgoing = [(peer, sent) for peer in peers]
-                with self._topology.failures.waiting():
-                    return rows, swap(incoming, outgoing, self._topology.inter)
+            nodes, node = self._topology.nodes, self._topology.node
+            self._ledger.add("inter_node", phase, (nodes - 1) * sent.nbytes)
             with self._topology.failures.waiting():
+                if self._streams.on_host:
+                    rows = self._rows(received, sent)
+                    peers = [peer for peer in range(nodes) if peer != node]
+                    return rows, swap(
+                        [(peer, rows[peer]) for peer in peers],
+                        [(peer, sent) for peer in peers],
+                        self._topology.inter,
+                    )
+                arriving, sent = self._table(received, sent)
                 wait_all(all_gather([arriving.view(-1)], self._topology.inter, [sent]))
+            rows = arriving.unbind()
             self._decode(rows, received)
             return rows, []
+
+    def _rows(self, received: Slice, sent: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Where shards arrive on the CPU, one message each: in the slice, without a codec."""
+        if self._codec is None:
+            return received.memory.unbind()
+        return [torch.empty_like(sent) for _ in range(self._topology.nodes)]
+
+    def _table(self, received: Slice, sent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where shards arrive by one collective, and what is sent for it.
+
+        Encoded ones are filled up to a multiple of four bytes, as each has to begin at one.
+        """
+        if self._codec is None:
+            return received.memory, sent
+        sent = F.pad(sent, (0, -sent.numel() % 4))
+        return sent.new_empty((self._topology.nodes, sent.numel())), sent
 
     def _decode(self, arriving: Sequence[torch.Tensor], received: Slice) -> None:
         """Fill the slice with what the other nodes' shards decode to."""
@@ -208,7 +225,8 @@ class CachedAllGather(AllGather):
             return
         for node, row in enumerate(received.memory.unbind()):
             if node != self._topology.node:
-                self._codec.decode(arriving[node], row)
+                encoded = arriving[node][: self._codec.encoded_bytes(row.numel())]
+                self._codec.decode(encoded, row)
 
     def _encode(self, shard: torch.Tensor) -> torch.Tensor:
         """Return what crosses nodes of this rank's shard, which becomes what others make of it."""

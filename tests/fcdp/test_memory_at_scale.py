@@ -46,7 +46,7 @@ class HostArena:
 class MetaCopies:
     """Copies between the device and the arena: their source or target takes no device memory."""
 
-    def __init__(self, entry: torch.Tensor, shards: Any, node: int) -> None:
+    def __init__(self, stored: torch.Tensor, given: Any, node: int) -> None:
         self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -57,7 +57,7 @@ class MetaCopies:
 def imitated_host() -> Iterator[None]:
     with (
         mock.patch("fcdp.cache.tiers.host.Arena", HostArena),
-        mock.patch("fcdp.cache.tiers.host.others", MetaCopies),
+        mock.patch("fcdp.cache.tiers.host.runs", MetaCopies),
         mock.patch("fcdp.cache.memory.available_host_memory", return_value=2**40),
         mock.patch("fcdp.engine.any_rank", side_effect=lambda flags, _: list(flags)),
         mock.patch("fcdp.staleness.any_rank", side_effect=lambda flags, _: list(flags)),
@@ -81,7 +81,8 @@ def peak_bytes(layers: int, width: int, policy: fcdp.CachePolicy | None) -> list
         for module in [*blocks, model]:
             fully_shard(module, mesh=topology.mesh, mp_policy=BF16)
         if policy is not None:
-            fcdp.cache_parameters(model, topology, policy)
+            # Without checksums: of no contents there are none to compare.
+            fcdp.cache_parameters(model, topology, policy, detect_writes=False)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
         tracker = FSDPMemTracker(model, optimizer)
         tokens = torch.zeros(1, TOKENS, dtype=torch.int64)

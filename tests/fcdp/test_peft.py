@@ -73,16 +73,16 @@ def losses_of(kind: str, engine: str, ranks_per_node: int) -> tuple[list[float],
     losses = []
     crossed: list[str] = []
     for _ in range(STEPS):
-        before = {}
+        before: dict[Any, int] = {}
         if engine == "fcdp":
-            before = {unit.name: unit.generation for unit in engine_of(model).units}
+            before = {u: entry.generation for u, entry in engine_of(model).entries.items()}
         tokens = torch.randint(64, (2, 9), generator=generator)
         losses.append(
             take_step(model(input_ids=tokens, labels=tokens, use_cache=False).loss, optimizer)
         )
         if engine == "fcdp":
-            units = engine_of(model).units
-            crossed = [unit.name for unit in units if unit.generation > before[unit.name]]
+            entries = engine_of(model).entries
+            crossed = [u.name for u, entry in entries.items() if entry.generation > before[u]]
     return losses, crossed
 
 

@@ -76,5 +76,5 @@ def test_gradients_are_scaled_once(ranks_per_node: int, op: dist.ReduceOp.RedOpT
         reduce(torch.empty(1), torch.empty(2 * ranks_per_node), group, op)
     averaged = op == dist.ReduceOp.AVG
     across = op if averaged or ranks_per_node == 1 else dist.ReduceOp.SUM
-    inside = [(op, "intra")] if ranks_per_node > 1 else []
-    assert asked == [*inside, (across, "inter")]
+    inside = [(op, "intra of reductions")] if ranks_per_node > 1 else []
+    assert asked == [*inside, (across, "inter of reductions")]
