@@ -130,6 +130,7 @@ class CachedAllGather(AllGather):
         self, by_node: torch.Tensor, own: torch.Tensor, phase: Phase, coming: Sequence[Entry]
     ) -> Parts:
         self._ledger.hits += 1
+        self._slices.drain()  # forward's last; backward needs none
         with record_function(f"fcdp::cache_load {self._unit.name}"):
             held = self._cache.load(self._entry, phase, by_node, self._copy_in)
         if self._guard is not None:
@@ -143,6 +144,7 @@ class CachedAllGather(AllGather):
         self, by_node: torch.Tensor, own: torch.Tensor, phase: Phase, coming: Sequence[Entry]
     ) -> Parts:
         self._ledger.misses += 1
+        self._cache.drain()
         self._cache.poison(self._entry)
         received = self._slice(by_node)
         arriving, works = self._inter_node(received, own, phase)

@@ -160,7 +160,8 @@ class Engine:
             topology,
             lambda: Partials(options.partials, self.units, topology, device, self.ledger),
         )
-        slices = Slices(streams, streams.inter_node)
+        # One is kept: it is read by the gather inside the node while the next one is filled.
+        self._slices = slices = Slices(streams, streams.inter_node, kept=1)
         self._encoded: list[EncodedReduce] = []
         self._reductions: dict[Unit | None, Reduction] = {None: self._replicas}
         #: What was installed on each unit, to tell when somebody takes it away.
@@ -325,6 +326,8 @@ class Engine:
 
     def _before_step(self, optimizer: Optimizer) -> None:
         self.staleness.begin_step(optimizer)
+        self._slices.drain()
+        self.cache.drain()
         if not any(reduction.pending for reduction in self._reductions.values()):
             return
         ours = {id(param) for unit in self.units for param in unit.params}

@@ -171,13 +171,15 @@ def all_to_all(
     By one collective. The own parts are left alone; they may be empty.
     """
     others = _others(group)
+    if not others:
+        return []
     if _on_host(sent[0]):
         return swap(
             [(peer, received[peer]) for peer in others],
             [(peer, sent[peer]) for peer in others],
             group,
         )
-    nothing = sent[0].new_empty(0)
+    nothing = sent[others[0]].new_empty(0)
     mine = group.rank()
     outputs = [nothing if peer == mine else part for peer, part in enumerate(received)]
     inputs = [nothing if peer == mine else part for peer, part in enumerate(sent)]

@@ -68,7 +68,8 @@ class Cache:
         self._on_host = frozenset(plan.on_host)
         #: Device memory as this pass found it, and what the device tier took of it then.
         self._usage: tuple[Usage, int] | None = None
-        self._staging = Slices(streams, streams.copies_in)
+        # None is kept: while one is filled ahead, the one before it is being read.
+        self._staging = Slices(streams, streams.copies_in, kept=0)
         self._tiers: dict[TierName, Tier] = {}
         self._device_tier = self._tiers["device"] = DeviceTier(topology, device, streams)
         self._host_tier = self._tiers["host"] = HostTier(
@@ -147,6 +148,10 @@ class Cache:
     def release(self, done: Slice) -> None:
         """Take a slice of :meth:`load` back, once all that reads it is queued."""
         self._staging.release(done)
+
+    def drain(self) -> None:
+        """Let go of the device memory that loads have used."""
+        self._staging.drain()
 
     def note(self, entry: Entry) -> Sequence[Entry]:
         """Note the gather of a unit; return the entries that are expected to be read next."""

@@ -101,30 +101,26 @@ class Slice:
         return rows
 
 
-#: Slices in flight: one is filled while the one before it is read.
-_IN_FLIGHT = 2
-
-
 class Slices:
     """Device memory for the slices of one kind of transfer, waited for before it is used anew.
 
     The memory is the caching allocator's and goes back to it on the stream that it came from, after
     that stream has been ordered behind all that touches it: no ``record_stream``, which would keep
-    the allocator from reusing anything until the device has caught up with the host. Two slices are
-    in flight, beside those that are filled ahead and not read yet; who takes one more makes the
-    stream wait for the oldest.
+    the allocator from reusing anything until the device has caught up with the host. Who takes one
+    more makes the stream wait for all but the ``kept`` latest.
     """
 
-    def __init__(self, streams: Streams, stream: Any) -> None:
+    def __init__(self, streams: Streams, stream: Any, kept: int) -> None:
         self._streams = streams
         self._stream = stream
+        self._kept = kept
         self._released: deque[Slice] = deque()
 
     def take(
         self, rows: int, numel: int, dtype: torch.dtype, device: torch.device, own: int | None
     ) -> Slice:
         """Allocate ``rows`` rows of ``numel`` elements."""
-        self._make_room()
+        self.drain(self._kept)
         with self._streams.on(self._stream):
             memory = torch.empty((rows, numel), dtype=dtype, device=device)
         return Slice(memory, own, self._stream)
@@ -136,11 +132,12 @@ class Slices:
             # it is kept for a copy to the host only.
             if not done.access.busy:
                 return
-            self._make_room()
+            self.drain(self._kept)
         self._released.append(done)
 
-    def _make_room(self) -> None:
-        while len(self._released) >= _IN_FLIGHT:
+    def drain(self, kept: int = 0) -> None:
+        """Let go of all but the latest slices, in the order of their streams."""
+        while len(self._released) > kept:
             oldest = self._released.popleft()
             oldest.access.freed_for(oldest.home)
 

@@ -43,6 +43,16 @@ class HostArena:
         return torch.empty(nbytes, dtype=torch.uint8, device="meta")
 
 
+class Sums:
+    """Reductions without what gloo's messages are received into: no accelerator's need that."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
+
+
 class MetaCopies:
     """Copies between the device and the arena: their source or target takes no device memory."""
 
@@ -59,6 +69,7 @@ def imitated_host() -> Iterator[None]:
         mock.patch("fcdp.cache.tiers.host.Arena", HostArena),
         mock.patch("fcdp.cache.tiers.host.runs", MetaCopies),
         mock.patch("fcdp.cache.memory.available_host_memory", return_value=2**40),
+        mock.patch("fcdp.exchange._SwapAndAdd", Sums),
         mock.patch("fcdp.engine.any_rank", side_effect=lambda flags, _: list(flags)),
         mock.patch("fcdp.staleness.any_rank", side_effect=lambda flags, _: list(flags)),
     ):

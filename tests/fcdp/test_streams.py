@@ -88,7 +88,7 @@ class Run:
         )
         cache._fallible = lambda unit: False  # type: ignore[method-assign]
         self.cache = cache
-        slices = Slices(streams, streams.inter_node)
+        slices = Slices(streams, streams.inter_node, kept=1)
         settled: Any = SimpleNamespace(settle=lambda unit: None)
         self.gathers = {
             unit: CachedAllGather(
@@ -216,7 +216,7 @@ FORGOTTEN = {
     "the last write, by readers": mock.patch.object(Access, "reading", reading_at_once),
     "reads and writes, by writers and by memory let go": mock.patch.object(Access, "freed_for"),
     "readers of a slice, before its memory is let go": mock.patch.object(
-        Slices, "_make_room", lambda slices: slices._released.clear()
+        Slices, "drain", lambda slices, kept=0: slices._released.clear()
     ),
     "the copy-in, by the inter-node all-gather": mock.patch.object(Stream, "wait_stream"),
     "the gather, by who waits for its work": mock.patch.object(Queued, "wait"),
