@@ -10,7 +10,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 
 from baselines import fsdp2_hsdp
 from baselines.strategy import Job
-from fcdp import exchange
+from fcdp import Topology, exchange
 from fcdp.all_gather import Gathering
 
 
@@ -19,7 +19,7 @@ def build(model: nn.Module, job: Job) -> MiCS:
     trainable = MiCS(*fsdp2_hsdp.shard(model, job))
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(_NodeGather())
+            module.set_custom_all_gather(_NodeGather(job.topology))
             module.set_custom_reduce_scatter(_NodeReduce())
             if job.topology.mesh.device_type == "cpu":
                 module.set_force_sum_reduction_for_comms(True)
@@ -31,6 +31,9 @@ class MiCS(fsdp2_hsdp.HybridShard):
 
 
 class _NodeGather(exchange.Buffers, AllGather):
+    def __init__(self, topology: Topology) -> None:
+        self._failures = topology.failures
+
     def __call__(
         self,
         output_tensor: torch.Tensor,
@@ -41,11 +44,9 @@ class _NodeGather(exchange.Buffers, AllGather):
         own = output_tensor.view(group.size(), -1)[group.rank()]
         if own.data_ptr() != input_tensor.data_ptr():
             own.copy_(input_tensor)
-        gathering = Gathering(exchange.all_gather([output_tensor], group))
-        if output_tensor.device.type == "cpu":
-            return gathering  # FSDP2 waits for it where it needs the parameters
-        gathering.wait()
-        return None
+        works = exchange.all_gather([output_tensor], group)
+        # On the CPU FSDP2 waits for it where it needs the parameters.
+        return Gathering(iter([works]), self._failures) if works else None
 
 
 class _NodeReduce(exchange.Buffers, ReduceScatter):

@@ -29,12 +29,12 @@ class Replicated(FSDP2):
         self._ledger = Ledger()
         device = torch.device(job.topology.mesh.device_type)
         self._replicas = Replicas(
-            trainable_parameters(model), job.topology, device, self._ledger, job.dtype
+            trainable_parameters(model), model, job.topology, device, self._ledger, job.dtype
         )
         self._replicas.make_equal()
 
     def backward(self, sequences: torch.Tensor, *, last: bool) -> torch.Tensor:
-        self._replicas.deferring = not last
+        self._replicas.requires_sync = last
         dtype = self.job.dtype
         with torch.autocast(sequences.device.type, dtype, enabled=dtype != torch.float32):
             return super().backward(sequences, last=last)

@@ -93,7 +93,7 @@ def residuals(units: Sequence[Any], nodes: int) -> int:
 
 def checksums(units: Sequence[Any], nodes: int) -> int:
     """What ``verify=True`` keeps on the device, in bytes."""
-    return 8 * nodes * len(units)
+    return 8 * (nodes - 1) * len(units)
 
 
 def blocks(parameters: float, layers: int, itemsize: int, cluster: Cluster) -> list[Unit]:
