@@ -18,8 +18,6 @@ from fcdp.cache.tiers import disk
 from fcdp.codec import Codec, Codecs
 from fcdp.engine import (
     Engine,
-    Options,
-    Setup,
     engine_of,
     has_engine,
     is_set_up,
@@ -35,6 +33,7 @@ from fcdp.partition import (
     set_trained_apart,
     split_off,
 )
+from fcdp.setup import Options, Setup
 from fcdp.topology import Topology
 
 #: Where trained parameters of a mostly frozen model live: a part on every rank, or whole on each.
@@ -144,6 +143,7 @@ def shard(
         topology,
         setup,
         replicated=replicated,
+        kept=[module for split in splits for module in split.modules] if keep else [],
         reduce_dtype=mp_policy.reduce_dtype,
     )
     return model

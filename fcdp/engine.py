@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar, get_args
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn as nn
@@ -17,19 +17,19 @@ from torch.optim.optimizer import (
 )
 
 from fcdp.all_gather import CachedAllGather
-from fcdp.cache.cache import Cache, Safety
+from fcdp.cache.cache import Cache
 from fcdp.cache.entry import Entry, Slices
 from fcdp.cache.memory_plan import MemoryPlan
-from fcdp.cache.policy import CachePolicy
 from fcdp.codec import Codecs
 from fcdp.encoded_reduce import EncodedReduce, check_encodable
 from fcdp.exchange import any_rank
 from fcdp.guard import Guard
 from fcdp.ledger import Ledger
-from fcdp.partial_gradients import Partials, PartialsPlace
+from fcdp.partial_gradients import Partials
 from fcdp.passes import Passes, untraced
 from fcdp.reduce_scatter import HierarchicalReduceScatter
 from fcdp.replicas import Replicas
+from fcdp.setup import Setup
 from fcdp.staleness import Staleness
 from fcdp.streams import Streams
 from fcdp.topology import Topology
@@ -38,38 +38,6 @@ from fcdp.unit import Unit, find_units
 _ATTRIBUTE = "_fcdp_engine"
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class Options:
-    """What ``fcdp.cache_parameters`` may be asked for beside the policy.
-
-    Raises ``ValueError`` for what cannot be.
-    """
-
-    look_ahead: int
-    partials: PartialsPlace
-    safety: Safety
-    codecs: Codecs
-
-    def __post_init__(self) -> None:
-        if self.look_ahead < 0:
-            raise ValueError(f"look_ahead = {self.look_ahead}: must be 0 or more")
-        if self.partials not in get_args(PartialsPlace):
-            allowed = ", ".join(get_args(PartialsPlace))
-            raise ValueError(f"partial_gradients = {self.partials!r}: must be one of {allowed}")
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What an engine was asked for: setting up again with the same changes nothing."""
-
-    #: Nodes, and ranks per node.
-    ranks: tuple[int, int]
-    policy: CachePolicy
-    options: Options
-    #: What ``fcdp.shard`` was asked for beside these; ``None`` after ``cache_parameters``.
-    sharding: tuple[Any, ...] | None = None
 
 
 class Reduction(Protocol):
@@ -106,8 +74,10 @@ class Engine:
         setup: Setup,
         *,
         replicated: Sequence[nn.Parameter] = (),
+        kept: Sequence[nn.Module] = (),
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
+        """``kept`` are modules that stay gathered after forward because FCDP chose so."""
         self.topology = topology
         self.setup = setup
         policy, options = setup.policy, setup.options
@@ -123,6 +93,7 @@ class Engine:
         detects = options.safety.detect_writes and topology.nodes > 1
         guard = Guard(self.units, device, streams) if detects else None
         self._replicas = Replicas(replicated, model, topology, device, self.ledger, reduce_dtype)
+        self._kept = [unit for unit in self.units if id(unit.module) in set(map(id, kept))]
         self._passes = Passes(model)
         self.staleness = Staleness(
             [*self.entries.values()],
@@ -226,9 +197,18 @@ class Engine:
                 reduction.requires_sync = True
 
     def discard(self) -> None:
-        """Forget gradients that wait to cross nodes."""
+        """Forget gradients that wait to cross nodes, or to be reduced at all.
+
+        A backward that raised leaves gradients of whole parameters, which FSDP2 would add to those
+        of the next.
+        """
         for reduction in self._reductions.values():
             reduction.discard()
+        for unit in self.units:
+            for fsdp_param in unit.group.fsdp_params:
+                fsdp_param.unsharded_accumulated_grad = None
+                if (whole := getattr(fsdp_param, "_unsharded_param", None)) is not None:
+                    whole.grad = None
 
     @contextlib.contextmanager
     def _all_params_reduced(self) -> Iterator[None]:
@@ -294,7 +274,12 @@ class Engine:
         """A forward of the model begins."""
         self.topology.failures.begins()
         self._check_collectives_in_place()
+        self._replicas.check_in_place()
         self._drop_unused()
+        for unit in self._kept:
+            # No backward has let go of them after a forward without gradients, and an optimizer may
+            # have stepped since. Nothing to do after a training step.
+            unit.module.reshard()
         self.staleness.ask()
         self.cache.begin_pass()
 

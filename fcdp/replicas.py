@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from functools import reduce
 
@@ -38,6 +39,7 @@ class Replicas:
         self._topology = topology
         self._ledger = ledger
         self._reduce_dtype = reduce_dtype
+        self._model = weakref.ref(model)
         self._modules = _innermost(model, params)
         self._equal = False
         #: The backward that will call back at its end; one that fails does not.
@@ -62,6 +64,18 @@ class Replicas:
                     dist.broadcast(param, group=topology.inter, group_src=0)
                 if topology.ranks_per_node > 1:
                     dist.broadcast(param, group=topology.intra, group_src=0)
+
+    def check_in_place(self) -> None:
+        """Raise ``RuntimeError`` if the model has other parameters in these ones' place."""
+        model = self._model()
+        if not self.params or model is None:
+            return
+        present = set(map(id, model.parameters()))
+        if any(id(param) not in present for param in self.params):
+            raise RuntimeError(
+                "adapters='replicated': other parameters have taken the place of the adapters, as "
+                "by load_state_dict(assign=True); load without assign, or set FCDP up afterwards"
+            )
 
     def discard(self) -> None:
         """Forget the sums that wait and what a failed backward has left."""

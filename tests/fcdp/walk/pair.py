@@ -31,10 +31,6 @@ def group_of(nodes: int, ranks_per_node: int) -> dist.ProcessGroup:
     return group
 
 
-class _Abandoned(Exception):
-    """Leaves ``fcdp.accumulate`` as a failed micro-batch does."""
-
-
 class Side:
     """One copy of the model, with its optimizer."""
 
@@ -113,11 +109,7 @@ class Side:
         """Drop the gradients that wait, as FCDP's users do."""
         if not self.cached:
             return
-        if hasattr(fcdp, "discard"):
-            fcdp.discard(self.model)
-            return
-        with contextlib.suppress(_Abandoned), fcdp.accumulate(self.model, last=False):
-            raise _Abandoned
+        fcdp.discard(self.model)
 
     def reset(self) -> None:
         """What FSDP2 asks for after an exception in a pass (torch ≥ 2.13)."""
@@ -130,7 +122,8 @@ class Side:
         self.discard()
         if self.cached:
             fcdp.invalidate(self.model)
-        self._forget_unsharded_gradients()
+        else:  # what fcdp.discard has done for the other
+            self._forget_unsharded_gradients()
         self.optimizer.zero_grad()
 
     def _forget_unsharded_gradients(self) -> None:

@@ -1,0 +1,43 @@
+"""What FCDP is asked for when it is set up on a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from fcdp.cache.cache import Safety
+from fcdp.cache.policy import CachePolicy
+from fcdp.codec import Codecs
+from fcdp.partial_gradients import PartialsPlace
+
+
+@dataclass(frozen=True)
+class Options:
+    """What ``fcdp.cache_parameters`` may be asked for beside the policy.
+
+    Raises ``ValueError`` for what cannot be.
+    """
+
+    look_ahead: int
+    partials: PartialsPlace
+    safety: Safety
+    codecs: Codecs
+
+    def __post_init__(self) -> None:
+        if self.look_ahead < 0:
+            raise ValueError(f"look_ahead = {self.look_ahead}: must be 0 or more")
+        if self.partials not in get_args(PartialsPlace):
+            allowed = ", ".join(get_args(PartialsPlace))
+            raise ValueError(f"partial_gradients = {self.partials!r}: must be one of {allowed}")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What an engine was asked for: setting up again with the same changes nothing."""
+
+    #: Nodes, and ranks per node.
+    ranks: tuple[int, int]
+    policy: CachePolicy
+    options: Options
+    #: What ``fcdp.shard`` was asked for beside these; ``None`` after ``cache_parameters``.
+    sharding: tuple[Any, ...] | None = None
