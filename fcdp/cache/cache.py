@@ -65,6 +65,8 @@ class Cache:
         self.placement = plan.placement
         #: Whether gradients cross nodes after this micro-batch: set by ``fcdp.accumulate``.
         self.requires_sync = True
+        #: Whether the model's last forward was for training.
+        self._with_gradients = True
         self._on_host = frozenset(plan.on_host)
         #: Device memory as this pass found it, and what the device tier took of it then.
         self._usage: tuple[Usage, int] | None = None
@@ -84,7 +86,9 @@ class Cache:
 
     def begin_pass(self) -> None:
         """Begin the order of gathers again: the model's forward begins."""
-        self._order.begin(torch.is_grad_enabled())
+        # FSDP2 gathers without gradients, whatever the forward is for: asked here, not there.
+        self._with_gradients = torch.is_grad_enabled()
+        self._order.begin(self._with_gradients)
         self._usage = None
 
     def hit(self, entry: Entry) -> bool:
@@ -109,7 +113,7 @@ class Cache:
         """
         if given_bytes != entry.unit.shard_bytes:
             return False
-        if entry.unit.reuses or not self.requires_sync or not torch.is_grad_enabled():
+        if entry.unit.reuses or not self.requires_sync or not self._with_gradients:
             return True
         entry.missed |= entry.passed_over == entry.generation
         entry.passed_over = entry.generation

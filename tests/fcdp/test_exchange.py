@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -73,3 +76,58 @@ def swap_alone() -> int:
 
 def test_one_rank_swaps_with_nobody(ranks: Pools) -> None:
     assert ranks.run(1, swap_alone) == [0]
+
+
+class CombinedGroup:
+    """What ``init_process_group("cpu:gloo,cuda:nccl")`` makes: a name that says gloo too."""
+
+    def name(self) -> str:
+        return "cpu:gloo,cuda:nccl"
+
+
+def test_what_is_not_on_the_cpu_goes_in_one_batch_whatever_the_group_is_called() -> None:
+    """Unbatched, NCCL runs a pair's receive before its send, on both sides: neither would start."""
+    tensor = torch.empty(2, device="meta")
+    group: Any = CombinedGroup()
+    with (
+        mock.patch("torch.distributed.get_backend", return_value="cpu:gloo,cuda:nccl"),
+        mock.patch("torch.distributed.P2POp", side_effect=lambda op, *_, **__: op.__name__),
+        mock.patch("torch.distributed.batch_isend_irecv", return_value=["work"]) as batch,
+    ):
+        assert swap([(1, tensor)], [(1, tensor)], group) == ["work"]
+    batch.assert_called_once_with(["irecv", "isend"])
+
+
+class Recording:
+    """A group of an accelerator: what is asked of it, call by call."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self.calls: list[str] = []
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return 0
+
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, options: Any) -> Any:
+        self.calls.append(f"all-gather of {len(outputs)}, asynchronous {options.asyncOp}")
+        return mock.Mock()
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, options: Any) -> Any:
+        self.calls.append(f"reduce-scatter of {len(outputs)}, asynchronous {options.asyncOp}")
+        return mock.Mock()
+
+
+@pytest.mark.parametrize("nodes", [2, 64])
+def test_an_accelerator_is_asked_for_one_collective_however_many_nodes(nodes: int) -> None:
+    group: Any = Recording(8)
+    whole = [torch.empty(8 * 4, device="meta") for _ in range(nodes)]
+    parts = [torch.empty(4, device="meta") for _ in range(nodes)]
+    assert all_gather(whole, group, parts) == []
+    assert reduce_scatter(parts, whole, dist.ReduceOp.SUM, group) == []
+    assert group.calls == [
+        f"all-gather of {nodes}, asynchronous False",
+        f"reduce-scatter of {nodes}, asynchronous False",
+    ]

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 import fcdp
 from fcdp.engine import engine_of
@@ -218,3 +220,41 @@ def test_what_cannot_be_is_refused(ranks: Pools) -> None:
     for nothing_apart, unknown in ranks.run(2, refusals):
         assert "freeze the base model first" in nothing_apart
         assert "must be one of sharded, replicated" in unknown
+
+
+def after_training_by_a_method(factor: float | None) -> tuple[float, float]:
+    """Spread over ranks after two steps, and a gradient over what it is without a factor."""
+    topology = topology_of(2, 1)
+    settings = replace(SETTINGS, nodes=2, ranks_per_node=1)
+    model = make_model(settings)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.requires_grad:
+                param += topology.rank
+    shard_with_fcdp(model, topology, settings)
+    if factor is not None:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(factor)
+    type(model).encode = lambda self, tokens: loss_of(type(self).forward.__get__(self), tokens)  # type: ignore[attr-defined]
+    register_fsdp_forward_method(model, "encode")
+    optimizer = make_optimizer(model, settings)
+    weight = model.blocks[0].first.up.weight
+    tokens = next(batches(settings, topology.rank))
+    model.encode(tokens).backward()  # type: ignore[operator]
+    gradient = float(weight.grad.abs().sum())
+    for _ in range(2):
+        take_step(model.encode(tokens), optimizer)  # type: ignore[operator]
+    theirs = weight.detach().clone()
+    dist.broadcast(theirs, src=0)
+    return float((weight.detach() - theirs).abs().max()), gradient
+
+
+def test_a_registered_forward_method_makes_them_equal_and_a_divide_factor_counts(
+    ranks: Pools,
+) -> None:
+    plain = ranks.run(2, after_training_by_a_method, None)
+    divided = ranks.run(2, after_training_by_a_method, 8.0)
+    assert [spread for spread, _ in [*plain, *divided]] == [0.0] * 4
+    for (_, by_world_size), (_, by_factor) in zip(plain, divided, strict=True):
+        assert by_factor == pytest.approx(by_world_size * 2 / 8, rel=1e-5)

@@ -320,3 +320,30 @@ def test_verify_names_unit_rank_and_generation(ranks: Pools) -> None:
         assert "generation 2" in message
     for (message,) in ranks.run(2, corrupt, "generation"):
         assert message == "blocks.0: rank 1 is at generation 3, rank 0 at 2"
+
+
+def where_the_root_lies(gradients: bool, micro_batches: int) -> list[str | None]:
+    """Its tier after each of two steps."""
+    model, data = make(Settings(2, 1))
+    optimizer = make_optimizer(model, Settings(2, 1))
+    seen = []
+    for _ in range(2):
+        for micro in range(micro_batches):
+            with torch.set_grad_enabled(gradients), ExitStack() as stack:
+                if gradients and micro_batches > 1:
+                    last = micro == micro_batches - 1
+                    stack.enter_context(fcdp.accumulate(model, last=last))
+                loss = loss_of(model, next(data))
+                if gradients:
+                    loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(tiers(model)["root"])
+    return seen
+
+
+def test_what_no_gather_of_the_step_reads_again_is_not_stored(ranks: Pools) -> None:
+    """FSDP2 keeps the root gathered from forward to backward, and the step makes it stale."""
+    assert ranks.run(2, where_the_root_lies, True, 1)[0] == [None, None]
+    assert ranks.run(2, where_the_root_lies, True, 2)[0] == ["host", "host"]
+    assert ranks.run(2, where_the_root_lies, False, 1)[0] == ["host", "host"]

@@ -110,3 +110,28 @@ def test_what_is_in_flight_is_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
     third.join(10)
     assert all(tier.intact(unit) for unit in units)
     assert tier.nbytes == 2 * 8192
+
+
+@pytest.mark.parametrize("damage", ["cut", "filled with zeros", "one byte"])
+def test_what_was_written_is_what_is_read_or_it_counts_as_lost(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Somebody else writes to the file under the job, behind direct I/O's back."""
+    units = entries(3)
+    tier = make_tier(tmp_path, *units, buffers=1)
+    for value, unit in enumerate(units):
+        tier.store(unit, slice_of(torch.full((2, 2048), float(value))))
+    assert tier.intact(units[0])
+    offset = tier._offsets[units[1]]
+    path = f"/proc/self/fd/{tier._file}"
+    with open(path, "r+b") as file:
+        if damage == "cut":
+            file.truncate(offset)
+        elif damage == "filled with zeros":
+            file.seek(offset)
+            file.write(bytes(2 * 8192))
+        else:
+            file.seek(offset + 5)
+            file.write(b"x")
+    assert not tier.intact(units[1])
+    assert [r for r in caplog.records if "gathered across nodes again" in r.message]

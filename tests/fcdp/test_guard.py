@@ -1,0 +1,113 @@
+"""Writes that nothing shows: healed before a pass on the CPU, an error where it is too late."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import fcdp
+from fcdp.guard import Guard
+from tests.fcdp.stand_ins import CPU, STREAMS, StandInUnit
+from tests.fcdp.training import Settings, batches, loss_of, make_model, topology_of
+from tests.ranks import Pools
+
+FROZEN = Settings(2, 1, adapter_rank=3, reshard_after_forward=True)
+
+
+def losses_around_a_write(where: str, detect: bool) -> tuple[float, float, str]:
+    """The loss after a ``.data`` write as computed, as it should be, and the error if there is."""
+    topology = topology_of(2, 1)
+    model = make_model(FROZEN)
+    fcdp.shard(
+        model,
+        topology,
+        units=model.blocks,
+        reshard_after_forward=True,
+        detect_writes=detect,
+    )
+    tokens = next(batches(FROZEN, topology.rank))
+    before = loss_of(model, tokens)
+    if where == "within":
+        for param in model.blocks.parameters():
+            param.data.mul_(2)
+        before.backward()
+        with pytest.raises(RuntimeError) as error, torch.no_grad():
+            loss_of(model, tokens)
+        with torch.no_grad():
+            found = loss_of(model, tokens).item()
+        fcdp.invalidate(model)
+        with torch.no_grad():
+            return found, loss_of(model, tokens).item(), str(error.value)
+    before.backward()
+    # One rank alone writes.
+    if topology.rank == 1:
+        for param in model.blocks.parameters():
+            param.data.mul_(2)
+    with torch.no_grad():
+        found = loss_of(model, tokens).item()
+        fcdp.invalidate(model)
+        return found, loss_of(model, tokens).item(), ""
+
+
+def test_a_write_between_passes_is_gathered_anew(ranks: Pools) -> None:
+    for found, expected, _ in ranks.run(2, losses_around_a_write, "between", True):
+        assert found == expected
+    # The guard is what sees it.
+    assert any(a != b for a, b, _ in ranks.run(2, losses_around_a_write, "between", False))
+
+
+def test_a_write_within_a_pass_is_an_error_on_all_ranks_at_the_next(ranks: Pools) -> None:
+    for found, expected, message in ranks.run(2, losses_around_a_write, "within", True):
+        assert "blocks." in message
+        assert "written where nothing shows it" in message
+        assert found == expected  # all units were gathered anew after the error
+
+
+class Event:
+    """One that the host sees when told to."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def query(self) -> bool:
+        return self.done
+
+    def synchronize(self) -> None:
+        self.done = True
+
+
+class Queue:
+    """A stream whose copies run when the host is told that they have."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def wait_stream(self, other: object) -> None:
+        pass
+
+    def record_event(self) -> Event:
+        self.events.append(Event())
+        return self.events[-1]
+
+
+def test_flags_are_looked_at_when_they_have_landed_and_never_waited_for() -> None:
+    copies = Queue()
+    streams: Any = SimpleNamespace(copies_out=copies, current=lambda: None, on=STREAMS.on)
+    units: list[Any] = [StandInUnit(name, 8) for name in "ab"]
+    guard = Guard(units, CPU, streams)
+    guard._differ = SimpleNamespace(  # type: ignore[assignment]
+        device=SimpleNamespace(type="accelerator"), flags=torch.tensor([False, True])
+    )
+    guard._landing = SimpleNamespace(  # type: ignore[assignment]
+        copy_=lambda source, non_blocking: setattr(guard, "_copied", source.flags.tolist()),
+        tolist=lambda: guard._copied,  # type: ignore[attr-defined]
+    )
+    assert guard.found() == [False, False]  # the first copy is only asked for
+    assert guard.found() == [False, False]  # not landed: nobody waits, nothing is asked again
+    assert len(copies.events) == 1
+    copies.events[0].done = True
+    assert guard.found() == [False, True]
+    assert len(copies.events) == 2
