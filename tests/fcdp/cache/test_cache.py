@@ -105,10 +105,11 @@ def test_the_memory_that_will_be_taken_is_printed_once(ranks: Pools) -> None:
 
 
 def memory_held(policy: fcdp.CachePolicy) -> tuple[int, int, int]:
-    """Bytes on the host and on the device after a step, and the gathered model's."""
+    """Bytes on the host and on the device after an evaluation, and the gathered model's."""
     settings = Settings(2, 2, policy=policy)
     model, data = make(settings)
-    loss_of(model, next(data)).backward()
+    with torch.no_grad():
+        loss_of(model, next(data))
     gathered = 4 * sum(unit.shard_bytes for unit in engine_of(model).units)
     counts = fcdp.ledger(model)
     return counts.host_cache_bytes, counts.device_cache_bytes, gathered
@@ -140,7 +141,8 @@ def fill_the_device() -> tuple[dict[str, str | None], list[str]]:
     settings = Settings(2, 1, policy=fcdp.DeviceCache())
     model, data = make(settings)
     with mock.patch.object(DeviceTier, "_allocate", once):
-        loss_of(model, next(data)).backward()
+        with torch.no_grad():
+            loss_of(model, next(data))
     logging.getLogger("fcdp").removeHandler(handler)
     return tiers(model), said
 
@@ -259,7 +261,8 @@ def test_auto_moves_entries_to_the_device_and_back(ranks: Pools) -> None:
 def lose_the_disk(directory: str, rank: int) -> tuple[list[float], int, int]:
     """One rank's disk fails in mid-run; all go on together."""
     topology = topology_of(2, 1)
-    settings = Settings(2, 1, adapter_rank=3, policy=fcdp.DiskCache(Path(directory)))
+    policy = fcdp.DiskCache(Path(directory))
+    settings = Settings(2, 1, adapter_rank=3, reshard_after_forward=True, policy=policy)
     model, data = make(settings)
     optimizer = make_optimizer(model, settings)
     losses = []
