@@ -145,7 +145,7 @@ class CachedAllGather(AllGather):
     ) -> Parts:
         self._ledger.misses += 1
         self._cache.drain()
-        self._cache.poison(self._entry)
+        self._cache.outdate(self._entry)
         received = self._slice(by_node)
         arriving, works = self._inter_node(received, own, phase)
         if works:  # on the CPU

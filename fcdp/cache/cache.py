@@ -90,6 +90,8 @@ class Cache:
         self._with_gradients = torch.is_grad_enabled()
         self._order.begin(self._with_gradients)
         self._usage = None
+        for entry in self._entries.values():
+            self._unstage(entry)  # fetched for a gather that did not come
 
     def hit(self, entry: Entry) -> bool:
         """Whether the cache serves this gather: on all ranks or on none. May wait for a disk."""
@@ -121,7 +123,6 @@ class Cache:
 
     def store(self, entry: Entry, given: Slice, phase: Phase) -> None:
         """Keep the other nodes' rows of a slice that every rank was given."""
-        self._unstage(entry)
         entry.offered = entry.generation
         if self.placement.guarded:
             # What is admitted depends on memory without the entry that is to be replaced.
@@ -185,8 +186,9 @@ class Cache:
                 entry.unit.name,
             )
 
-    def poison(self, entry: Entry) -> None:
-        """Have a late read of a stale entry give NaN, if asked for."""
+    def outdate(self, entry: Entry) -> None:
+        """Drop the copy ahead of a stale entry; with ``poison``, a late read of it gives NaN."""
+        self._unstage(entry)
         if self._safety.poison:
             self._forget(entry)
             entry.settled = False
