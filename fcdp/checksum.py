@@ -39,5 +39,16 @@ def checksum(values: torch.Tensor) -> torch.Tensor:
 
 def _weighted(words: torch.Tensor) -> torch.Tensor:
     """Sum int64 words, each times an odd number that is its place's own."""
-    places = torch.arange(1, words.numel() + 1, device=words.device, dtype=torch.int64)
-    return (words * (places * _STRIDE | 1)).sum()
+    return (words * _weights(words.numel(), words.device)).sum()
+
+
+#: Weights by device. Kept: making them would take more calls than using them, for each parameter.
+_made: dict[torch.device, torch.Tensor] = {}
+
+
+def _weights(count: int, device: torch.device) -> torch.Tensor:
+    known = _made.get(device)
+    if known is None or known.numel() < count:
+        places = torch.arange(1, max(count, 2 * _COLUMNS) + 1, device=device, dtype=torch.int64)
+        known = _made[device] = places * _STRIDE | 1
+    return known[:count]
