@@ -134,6 +134,8 @@ class Cuda:
             self._forward()
             self._backward(last)
         self.line.run("compute stream", Kind.OPTIMIZER, "", self.reduced_at)
+        used = {task.lane for task in self.line.tasks}
+        self.line.lanes = [lane for lane in self.line.lanes if lane in used]
         return self.line
 
     def _forward(self) -> None:
