@@ -77,7 +77,7 @@ def taken(settings: Settings, look_ahead: int) -> tuple[memory.Memory, memory.Me
         engine.ledger.device_cache_bytes, 0, engine.ledger.host_cache_bytes, size
     )
     closed_form = memory.cache(settings.policy, engine.units, topology, look_ahead)
-    return allocated, replace(closed_form, staging=0)  # no staging on CPUs
+    return allocated, replace(closed_form, slices=0)  # on CPUs they are views of FSDP2's memory
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -98,7 +98,7 @@ def test_a_rank_takes_what_the_equations_say(
 
 
 def waiting(settings: Settings, place: PartialsPlace) -> list[tuple[int, int]]:
-    """Bytes of sums and of checksums on one rank, each with its equation."""
+    """Bytes of partial gradients, of checksums and of the guard on one rank, with their equations."""
     topology = topology_of(settings.nodes, settings.ranks_per_node)
     model = make_model(settings)
     fcdp.shard(
@@ -113,12 +113,18 @@ def waiting(settings: Settings, place: PartialsPlace) -> list[tuple[int, int]]:
         loss_of(model, next(batches(settings, topology.rank))).backward()
     engine, counts = engine_of(model), fcdp.ledger(model)
     held = counts.peak_pending_bytes if place == "device" else counts.host_partials_bytes
+    guard = engine.staleness._guard
+    assert guard is not None
     kept = [entry.checksums for entry in engine.entries.values()]
     return [
-        (held, memory.sums(engine.units, topology.nodes, on_host=place == "host")),
+        (held, memory.partials(engine.units, topology.nodes, on_host=place == "host")),
         (
             sum(tensor.nbytes for tensor in kept if tensor is not None),
             memory.checksums(engine.units, topology.nodes),
+        ),
+        (
+            sum(tensor.nbytes for tensor in (guard._sums, guard._differ)),
+            memory.guard(engine.units, topology.nodes),
         ),
     ]
 
