@@ -48,7 +48,7 @@ class Memory:
 
     #: Entries on the device; where the policy decides by memory in use, the most there can be.
     device: int
-    #: The slices that gathers move, on the device: the most there are at once (accelerators only).
+    #: What the allocator holds for the slices that gathers move, on the device (accelerators only).
     slices: int
     #: The arena and the disk's buffers, page-locked on CUDA.
     host: int
@@ -74,7 +74,7 @@ def cache(
             disk.append(aligned(size[unit]))
     return Memory(
         device=device,
-        slices=slices(units, cluster) + look_ahead * max(host, default=0),
+        slices=slices(units, cluster) + _read(size, placement, host, cluster, look_ahead),
         host=sum(map(aligned, host)) + (look_ahead + 2) * max(disk, default=0),
         disk=sum(disk),
     )
@@ -90,6 +90,17 @@ def slices(units: Sequence[Any], cluster: Any) -> int:
         return 0
     kept = 1 if cluster.ranks_per_node == 1 else 2
     return kept * cluster.nodes * max(unit.shard_bytes for unit in units)
+
+
+def _read(
+    size: dict[Any, int], placement: Any, host: list[int], cluster: Any, look_ahead: int
+) -> int:
+    """Slices from the cache: the one that is read, and those that are fetched ahead."""
+    ahead = look_ahead * max(host, default=0)
+    if cluster.ranks_per_node == 1:  # what was not fetched ahead goes into FSDP2's output
+        return ahead + max(host, default=0) if ahead else 0
+    cached = (each for unit, each in size.items() if placement.preferences[unit])
+    return max(cached, default=0) + ahead
 
 
 def reduction_buffer(units: Sequence[Any], cluster: Any, itemsize: int) -> int:
