@@ -30,7 +30,7 @@ from tests.fcdp.training import (
 from tests.ranks import Pools
 
 FOLDER = Path(tempfile.gettempdir())
-POLICIES = {
+POLICIES: dict[str, fcdp.CachePolicy] = {
     "none": fcdp.NoCache(),
     "device": fcdp.DeviceCache(),
     "host": fcdp.HostCache(),
