@@ -35,7 +35,6 @@ class Kind(Enum):
     GATHER_INTRA = ("gather inside the node", "#fdd0a2", 1.5)
     STORE = ("into the cache", "#74c476", 2.0)
     LOAD = ("out of the cache", "#c7e9c0", 2.0)
-    STAGED = ("staged copy, on the device", "#ffffcc", 0.6)
     REDUCE_INTRA = ("reduce inside the node", "#dadaeb", 1.5)
     REDUCE_INTER = ("reduce across nodes", "#9e9ac8", 6.0)
 
@@ -56,7 +55,7 @@ class Task:
 
 @dataclass
 class Timeline:
-    """Tasks in the order of their issue. Each lane, and each communicator, runs one at a time."""
+    """Tasks in the order of their issue. Each lane runs one at a time."""
 
     lanes: Sequence[str]
     tasks: list[Task] = field(default_factory=list)
@@ -67,20 +66,12 @@ class Timeline:
     def run(
         self, lane: str, kind: Kind, unit: str, after: float, length: float | None = None
     ) -> Task:
-        busy = [lane, *_COMMUNICATOR.get(kind, [])]
-        start = max(after, *(self.free.get(name, 0.0) for name in busy))
-        end = start + (kind.length if length is None else length)
-        self.free |= dict.fromkeys(busy, end)
+        start = max(after, self.free.get(lane, 0.0))
+        end = self.free[lane] = start + (kind.length if length is None else length)
         self.tasks.append(Task(lane, kind, unit, start, end))
         return self.tasks[-1]
 
 
-_COMMUNICATOR = {
-    Kind.GATHER_INTER: ["inter"],
-    Kind.REDUCE_INTER: ["inter"],
-    Kind.GATHER_INTRA: ["intra"],
-    Kind.REDUCE_INTRA: ["intra"],
-}
 _ROOT_COMPUTE = 1.5
 #: What adapters take.
 _SHORT = 0.7
@@ -106,26 +97,35 @@ class Cuda:
     root: Unit
     adapters: Unit | None = None
     checkpointing: bool = False
+    #: Whether units that stay gathered to the end of a backward are read again before they change.
+    keeps_all: bool = False
     staged: Unit | None = None
     staged_at: float = 0.0
-    slot_free: float = 0.0
+    #: When the last slice from the cache was free again.
+    slice_free: float = 0.0
+    #: Starts of the latest block's compute and of the one before.
     issued: float = 0.0
+    issued_before: float = 0.0
+    #: Ends of the latest reduction and of the one before.
     reduced_at: float = 0.0
+    reduced_before: float = 0.0
     gathered: dict[Unit, float] = field(default_factory=dict)
     line: Timeline = field(
         default_factory=lambda: Timeline(
             [
                 "host thread",
                 "compute stream",
+                "inter-node stream",
                 "all-gather stream",
-                "copy-out stream",
-                "copy-in stream",
+                "copies out",
+                "copies in",
                 "reduce-scatter stream",
             ]
         )
     )
 
     def step(self, micro_batches: int = 1) -> Timeline:
+        self.keeps_all = micro_batches > 1
         for index in range(micro_batches):
             last = index == micro_batches - 1
             if micro_batches > 1:
@@ -134,6 +134,8 @@ class Cuda:
             self._forward()
             self._backward(last)
         self.line.run("compute stream", Kind.OPTIMIZER, "", self.reduced_at)
+        used = {task.lane for task in self.line.tasks}
+        self.line.lanes = [lane for lane in self.line.lanes if lane in used]
         return self.line
 
     def _forward(self) -> None:
@@ -144,6 +146,7 @@ class Cuda:
         order += [*self.blocks[1:], self.blocks[-1]]
         following = dict(pairwise(order))
         begun = max(flags.end, self.line.free.get("compute stream", 0.0))
+        self.issued = self.issued_before = begun
         self._gather(self.root, begun, following[self.root])
         self._compute(Kind.FORWARD, self.root, _ROOT_COMPUTE)
         for block in self.blocks:
@@ -183,49 +186,60 @@ class Cuda:
             self._gather(self.blocks[index], after, following)
 
     def _gather(self, unit: Unit, after: float, following: Unit | None) -> None:
+        arrived = self._across_nodes(unit) if unit.dirty else self._from_cache(unit, after)
+        # After the store: the first gather of backward may be that of the unit just stored.
+        self._look_ahead(following)
+        length = _SHORT if unit is self.adapters else None
+        spread = self.line.run(
+            "all-gather stream", Kind.GATHER_INTRA, unit.name, max(after, arrived), length
+        )
+        self.slice_free = self.gathered[unit] = spread.end
+
+    def _across_nodes(self, unit: Unit) -> float:
+        """Gather into a slice, ahead of the gathers inside the node, and store it."""
         run, length = self.line.run, _SHORT if unit is self.adapters else None
-        if unit.dirty:
-            arrived = run("all-gather stream", Kind.GATHER_INTER, unit.name, after, length).end
-            self._look_ahead(following)
-            unit.landed = run("copy-out stream", Kind.STORE, unit.name, arrived, length).end
-            unit.dirty = False
-        else:
-            if self.staged is unit:
-                loaded = run(
-                    "all-gather stream", Kind.STAGED, unit.name, max(after, self.staged_at)
-                )
-                self.staged, self.slot_free = None, loaded.end
-            else:
-                loaded = run("all-gather stream", Kind.LOAD, unit.name, max(after, unit.landed))
-            arrived = loaded.end
-            self._look_ahead(following)
-        spread = run("all-gather stream", Kind.GATHER_INTRA, unit.name, arrived, length)
-        self.gathered[unit] = spread.end
+        arrived = run(
+            "inter-node stream", Kind.GATHER_INTER, unit.name, self.issued_before, length
+        ).end
+        if self.keeps_all or unit not in (self.root, self.adapters):
+            unit.landed = run("copies out", Kind.STORE, unit.name, arrived, length).end
+        unit.dirty = False
+        return arrived
+
+    def _from_cache(self, unit: Unit, after: float) -> float:
+        """Return when the slice has come from the host: ahead of its gather, if it was foreseen."""
+        if self.staged is unit:
+            self.staged = None
+            return self.staged_at
+        return self._load(unit, after)
 
     def _look_ahead(self, unit: Unit | None) -> None:
         if unit is None or unit.dirty or self.staged is not None:
             return
-        after = max(unit.landed, self.slot_free, self.issued)
-        self.staged, self.staged_at = (
-            unit,
-            self.line.run("copy-in stream", Kind.LOAD, unit.name, after).end,
-        )
+        self.staged, self.staged_at = unit, self._load(unit, self.issued)
+
+    def _load(self, unit: Unit, after: float) -> float:
+        after = max(after, unit.landed, self.slice_free)
+        return self.line.run("copies in", Kind.LOAD, unit.name, after).end
 
     def _compute(self, kind: Kind, unit: Unit, length: float | None = None) -> None:
         ready = self.gathered.get(unit, 0.0)
-        self.issued = self.line.run("compute stream", kind, unit.name, ready, length).start
+        start = self.line.run("compute stream", kind, unit.name, ready, length).start
+        self.issued_before, self.issued = self.issued, start
 
     def _reduce(self, unit: Unit, last: bool) -> None:
         if not unit.reduced:
             return
-        # One reduction in flight: the compute stream waits for the one before.
-        self.line.free["compute stream"] = max(self.line.free["compute stream"], self.reduced_at)
+        # Two input buffers: the compute stream waits for the reduction before the last.
+        self.line.free["compute stream"] = max(
+            self.line.free["compute stream"], self.reduced_before
+        )
         run, length = self.line.run, _SHORT if unit is self.adapters else None
         after = self.line.free["compute stream"]
         done = run("reduce-scatter stream", Kind.REDUCE_INTRA, unit.name, after, length)
         if last:
             done = run("reduce-scatter stream", Kind.REDUCE_INTER, unit.name, done.end, length)
-        self.reduced_at = done.end
+        self.reduced_before, self.reduced_at = self.reduced_at, done.end
 
 
 @dataclass

@@ -48,8 +48,8 @@ class Memory:
 
     #: Entries on the device; where the policy decides by memory in use, the most there can be.
     device: int
-    #: Staging buffers for look-ahead, on the device (CUDA only).
-    staging: int
+    #: What the allocator holds for the slices that gathers move, on the device (accelerators only).
+    slices: int
     #: The arena and the disk's buffers, page-locked on CUDA.
     host: int
     #: The file.
@@ -74,14 +74,46 @@ def cache(
             disk.append(aligned(size[unit]))
     return Memory(
         device=device,
-        staging=look_ahead * max(host, default=0),
+        slices=slices(units, cluster) + _read(size, placement, host, cluster, look_ahead),
         host=sum(map(aligned, host)) + (look_ahead + 2) * max(disk, default=0),
         disk=sum(disk),
     )
 
 
-def sums(units: Sequence[Any], nodes: int, *, on_host: bool = False) -> int:
-    """Waiting gradient sums of one rank (``fcdp.accumulate``), in bytes; fp32."""
+def slices(units: Sequence[Any], cluster: Any) -> int:
+    """Device memory that gathers across nodes take beyond FSDP2's, in bytes (accelerators only).
+
+    One slice is filled while the one before it is read. With one rank per node these are FSDP2's
+    own outputs, of which one more is kept.
+    """
+    if cluster.nodes == 1:
+        return 0
+    kept = 1 if cluster.ranks_per_node == 1 else 2
+    return kept * cluster.nodes * max(unit.shard_bytes for unit in units)
+
+
+def _read(
+    size: dict[Any, int], placement: Any, host: list[int], cluster: Any, look_ahead: int
+) -> int:
+    """Slices from the cache: the one that is read, and those that are fetched ahead."""
+    ahead = look_ahead * max(host, default=0)
+    if cluster.ranks_per_node == 1:  # what was not fetched ahead goes into FSDP2's output
+        return ahead + max(host, default=0) if ahead else 0
+    cached = (each for unit, each in size.items() if placement.preferences[unit])
+    return max(cached, default=0) + ahead
+
+
+def reduction_buffer(units: Sequence[Any], cluster: Any, itemsize: int) -> int:
+    """What a second input buffer for reductions takes on an accelerator, in bytes.
+
+    ``itemsize`` is the reduce dtype's.
+    """
+    trained = [unit.shard_numel for unit in units if unit.trainable]
+    return itemsize * cluster.nodes * cluster.ranks_per_node * max(trained, default=0)
+
+
+def partials(units: Sequence[Any], nodes: int, *, on_host: bool = False) -> int:
+    """Partial gradients of one rank (``fcdp.accumulate``), in bytes; fp32."""
     sizes = [4 * nodes * unit.shard_numel for unit in units if unit.trainable]
     return sum(map(aligned, sizes)) if on_host else sum(sizes)
 
@@ -94,6 +126,11 @@ def residuals(units: Sequence[Any], nodes: int) -> int:
 def checksums(units: Sequence[Any], nodes: int) -> int:
     """What ``verify=True`` keeps on the device, in bytes."""
     return 8 * (nodes - 1) * len(units)
+
+
+def guard(units: Sequence[Any], nodes: int) -> int:
+    """What ``detect_writes=True`` keeps on the device, in bytes: a checksum and a flag per unit."""
+    return (8 + 1) * len(units) if nodes > 1 else 0
 
 
 def blocks(parameters: float, layers: int, itemsize: int, cluster: Cluster) -> list[Unit]:
@@ -118,7 +155,7 @@ class Example:
         most = "≤ " if name.startswith(("threshold", "auto")) else ""
         cells = [
             f"{most}{memory.device / GB:.2f}" if memory.device else "0",
-            f"{memory.staging / GB:.3f}" if memory.staging else "0",
+            f"{memory.slices / GB:.3f}" if memory.slices else "0",
             _gb(memory.host),
             _gb(memory.host * ranks),
             _gb(memory.disk * ranks),
@@ -140,7 +177,7 @@ class Example:
 def traffic(
     gathered: float, trained: float, nodes: int, micro_batches: int = 1
 ) -> tuple[float, float]:
-    """Bytes that one node sends to others a step: ZeRO-3's, and this library's.
+    """Bytes that one node sends to others per step: ZeRO-3's, and this library's.
 
     ``gathered`` and ``trained``: bytes of all parameters and of those that are trained, in the
     dtype that gathers and reductions share.
@@ -164,14 +201,15 @@ EXAMPLES = [Example("10B", 10e9, 48), Example("30B", 30e9, 60)]
 def tables() -> dict[str, str]:
     """The text of each marked place of the page, by its name."""
     memory = [
-        "| Model | Policy | device GB a rank | staging GB a rank | host GB a rank "
-        "| host GB a node | disk GB a node |",
+        "| Model | Policy | device GB per rank | slices GB per rank | host GB per rank "
+        "| host GB per node | disk GB per node |",
         "|---|---|--:|--:|--:|--:|--:|",
         *(example.memory_row(policy) for example in EXAMPLES for policy in POLICIES),
     ]
     others = [
-        "| Model | sums a rank, full | sums a rank, LoRA | `verify` keeps a rank |",
-        "|---|--:|--:|--:|",
+        "| Model | partial gradients, full | partial gradients, LoRA | second reduction buffer "
+        "| `verify` keeps | `detect_writes` keeps |",
+        "|---|--:|--:|--:|--:|--:|",
         *(_others_row(example) for example in EXAMPLES),
     ]
     sent = [
@@ -196,9 +234,11 @@ def _others_row(example: Example) -> str:
     full = blocks(example.parameters, example.layers, 2, cluster)
     lora = blocks(example.adapters * example.parameters, example.layers, 2, cluster)
     cells = [
-        f"{sums(full, cluster.nodes) / GB:.3g} GB",
-        f"{sums(lora, cluster.nodes) / GB:.3g} GB",
+        f"{partials(full, cluster.nodes) / GB:.3g} GB",
+        f"{partials(lora, cluster.nodes) / GB:.3g} GB",
+        f"{reduction_buffer(full, cluster, 2) / GB:.2g} GB",
         f"{checksums(full, cluster.nodes)} bytes",
+        f"{guard(full, cluster.nodes)} bytes",
     ]
     return f"| {example.name} | " + " | ".join(cells) + " |"
 

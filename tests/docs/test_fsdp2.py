@@ -15,14 +15,16 @@ import torch.distributed.fsdp as fsdp
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fcdp
+from fcdp.exchange import Buffers
 from tests.docs import ROOT, table
 from tests.fcdp.training import topology_of
 from tests.ranks import Pools
 
-ANSWERS = {"as FSDP2", "replaced", "no effect", "refused"}
+ANSWERS = {"as FSDP2", "no effect", "refused"}
 
 
 def rows() -> list[dict[str, str]]:
@@ -75,8 +77,8 @@ def test_every_row_is_there_or_for_another_torch() -> None:
 
 
 def test_every_row_has_an_answer_and_a_test_that_exists() -> None:
-    for row in rows():
-        assert row["With FCDP"] in ANSWERS
+    for row in [*rows(), *table("fsdp2.md", "beside")]:
+        assert row.get("With FCDP", "as FSDP2") in ANSWERS
         path, _, function = row["Test"].strip("`").partition("::")
         tree = ast.parse((ROOT / "tests" / path).read_text(encoding="utf-8"))
         assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, (
@@ -174,6 +176,42 @@ def symmetric(topology: fcdp.Topology) -> None:
     cached(topology).set_symm_mem_for_comm()
 
 
+class OwnAllGather(Buffers, AllGather):
+    """A gather of the user's own."""
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        raise AssertionError("FCDP must refuse it before it is called")
+
+
+class OwnReduceScatter(Buffers, ReduceScatter):
+    """A reduction of the user's own."""
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        raise AssertionError("FCDP must refuse it before it is called")
+
+
+def own_gather(topology: fcdp.Topology) -> None:
+    model = cached(topology)
+    model.set_custom_all_gather(OwnAllGather())
+    model(torch.ones(1, 4))
+
+
+def own_reduction(topology: fcdp.Topology) -> None:
+    model = cached(topology)
+    model.set_custom_reduce_scatter(OwnReduceScatter())
+    model(torch.ones(1, 4))
+
+
+#: Calls that take FCDP's place when they come before it. (Symmetric memory needs a device.)
+BEFORE: dict[str, Callable[[FSDPModule], None]] = {
+    "set_custom_all_gather": lambda model: model.set_custom_all_gather(OwnAllGather()),
+    "set_custom_reduce_scatter": lambda model: model.set_custom_reduce_scatter(OwnReduceScatter()),
+    "set_allocate_memory_from_process_group_for_comm": lambda model: (
+        model.set_allocate_memory_from_process_group_for_comm(True)
+    ),
+}
+
+
 #: What the table says is refused, and a provocation of it on two nodes of one or two ranks.
 REFUSALS: dict[str, tuple[int, Callable[[fcdp.Topology], None]]] = {
     "`fully_shard(mesh)` of two dimensions (HSDP)": (1, two_dimensions),
@@ -181,6 +219,8 @@ REFUSALS: dict[str, tuple[int, Callable[[fcdp.Topology], None]]] = {
     "`fully_shard(reshard_after_forward)` with an integer": (2, integer),
     "`fully_shard(shard_placement_fn)` with several meshes in one module": (2, several_meshes),
     "`fully_shard(module)` of gather extensions (`fsdp_pre_all_gather`)": (1, extension),
+    "`FSDPModule.set_custom_all_gather`": (1, own_gather),
+    "`FSDPModule.set_custom_reduce_scatter`": (1, own_reduction),
     "`FSDPModule.set_allocate_memory_from_process_group_for_comm`": (1, allocate),
     "`FSDPModule.set_symm_mem_for_comm`": (1, symmetric),
 }
@@ -188,7 +228,7 @@ REFUSALS: dict[str, tuple[int, Callable[[fcdp.Topology], None]]] = {
 
 def refuse(what: str) -> str:
     ranks_per_node, provoke = REFUSALS[what]
-    with pytest.raises((ValueError, AssertionError)) as error:
+    with pytest.raises((ValueError, AssertionError, RuntimeError)) as error:
         provoke(topology_of(2, ranks_per_node))
     return str(error.value)
 
@@ -201,3 +241,61 @@ def test_what_is_refused(ranks: Pools, row: dict[str, str]) -> None:
         pytest.skip(f"this torch has no {call}")
     for message in ranks.run(2 * REFUSALS[what][0], refuse, what):
         assert quoted(row["Error"]) in message
+
+
+def before_set_up(call: str) -> str:
+    topology = topology_of(2, 1)
+    sharded = fully_shard(linears(), mesh=topology.mesh)
+    BEFORE[call](sharded)
+    with pytest.raises(ValueError, match="has a custom collective") as error:
+        fcdp.cache_parameters(sharded, topology)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("call", BEFORE)
+def test_collectives_of_others_are_refused_at_set_up(ranks: Pools, call: str) -> None:
+    (error,) = [row["Error"] for row in table("fsdp2.md", "refusals") if call in row["What"]]
+    for message in ranks.run(2, before_set_up, call):
+        assert re.findall(r"`([^`]+)`", error)[0] in message
+
+
+def set_up_again() -> tuple[bool, bool, str]:
+    topology, model = topology_of(2, 1), linears()
+    before = fcdp.is_cached(model)
+    fully_shard(model, mesh=topology.mesh)
+    fcdp.cache_parameters(model, topology)
+    fcdp.cache_parameters(model, topology)
+    with pytest.raises(ValueError, match="with other arguments") as error:
+        fcdp.cache_parameters(model, topology, look_ahead=2)
+    return before, fcdp.is_cached(model), str(error.value)
+
+
+def test_setting_up_again(ranks: Pools) -> None:
+    for before, after, message in ranks.run(2, set_up_again):
+        assert (before, after) == (False, True)
+        assert "look_ahead=2" in message
+
+
+def zeroed_in_place(how: str) -> str:
+    """What the second of three micro-batches raises once the gradients of the first are zeroed."""
+    model = cached(topology_of(2, 1))
+    assert isinstance(model, nn.Module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    with fcdp.accumulate(model, last=False):
+        model(torch.ones(1, 4)).sum().backward()
+    optimizer.zero_grad(set_to_none=how == "none")
+    if how == "discarded":
+        fcdp.discard(model)
+    try:
+        with fcdp.accumulate(model, last=True):
+            model(torch.ones(1, 4)).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    optimizer.step()
+    return ""
+
+
+@pytest.mark.parametrize("how", ["none", "zeros", "discarded"])
+def test_gradients_zeroed_in_place_between_micro_batches(ranks: Pools, how: str) -> None:
+    for message in ranks.run(2, zeroed_in_place, how):
+        assert ("fcdp.discard(model)" in message) == (how == "zeros")

@@ -17,6 +17,7 @@ from docs import memory
 from fcdp.engine import engine_of
 from fcdp.partial_gradients import PartialsPlace
 from tests.docs import DOCS
+from tests.fcdp.test_streams import NODES, Run
 from tests.fcdp.training import (
     Settings,
     batches,
@@ -29,7 +30,7 @@ from tests.fcdp.training import (
 from tests.ranks import Pools
 
 FOLDER = Path(tempfile.gettempdir())
-POLICIES = {
+POLICIES: dict[str, fcdp.CachePolicy] = {
     "none": fcdp.NoCache(),
     "device": fcdp.DeviceCache(),
     "host": fcdp.HostCache(),
@@ -77,7 +78,7 @@ def taken(settings: Settings, look_ahead: int) -> tuple[memory.Memory, memory.Me
         engine.ledger.device_cache_bytes, 0, engine.ledger.host_cache_bytes, size
     )
     closed_form = memory.cache(settings.policy, engine.units, topology, look_ahead)
-    return allocated, replace(closed_form, staging=0)  # no staging on CPUs
+    return allocated, replace(closed_form, slices=0)  # on CPUs they are views of FSDP2's memory
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -97,8 +98,36 @@ def test_a_rank_takes_what_the_equations_say(
             assert (expected != memory.Memory(0, 0, 0, 0)) == (policy != "none")
 
 
+@pytest.mark.parametrize("ranks_per_node", [1, 2, 8])
+@pytest.mark.parametrize("policy", ["none", "device", "host"])
+def test_slices_of_an_accelerator(policy: str, ranks_per_node: int) -> None:
+    """What a stand-in for CUDA's allocator gives out while the host runs ahead of the device."""
+    depths = set()
+    for seed in range(8):
+        with Run(seed, POLICIES[policy], ranks_per_node) as run:
+            run.units[:] = run.units[::2]  # of one size
+            for _ in range(4):
+                run.cache.begin_pass()
+                for unit in run.units:
+                    run.entries[unit].generation += 1
+                    run.gather(unit, async_op=False)
+                for unit in run.units[::-1]:
+                    run.gather(unit, async_op=False)
+            cluster, depth = memory.Cluster(NODES, ranks_per_node), run.cache._look_ahead
+            expected = memory.cache(POLICIES[policy], run.units, cluster, depth)
+            # FSDP2's own: with one rank per node a gather's output stays while the next one runs.
+            outputs = 2 if ranks_per_node == 1 else 1
+            own = outputs * NODES * ranks_per_node * run.units[0].shard_bytes
+            taken = run.accelerator.allocated_bytes - own
+            if depth < len(run.units):
+                assert taken == expected.device + expected.slices
+            assert taken <= expected.device + expected.slices
+            depths.add(depth)
+    assert depths == {0, 1, 2}
+
+
 def waiting(settings: Settings, place: PartialsPlace) -> list[tuple[int, int]]:
-    """Bytes of sums and of checksums on one rank, each with its equation."""
+    """Bytes of partial gradients, checksums and guard on one rank, each with its equation."""
     topology = topology_of(settings.nodes, settings.ranks_per_node)
     model = make_model(settings)
     fcdp.shard(
@@ -113,12 +142,18 @@ def waiting(settings: Settings, place: PartialsPlace) -> list[tuple[int, int]]:
         loss_of(model, next(batches(settings, topology.rank))).backward()
     engine, counts = engine_of(model), fcdp.ledger(model)
     held = counts.peak_pending_bytes if place == "device" else counts.host_partials_bytes
+    guard = engine.staleness._guard
+    assert guard is not None
     kept = [entry.checksums for entry in engine.entries.values()]
     return [
-        (held, memory.sums(engine.units, topology.nodes, on_host=place == "host")),
+        (held, memory.partials(engine.units, topology.nodes, on_host=place == "host")),
         (
             sum(tensor.nbytes for tensor in kept if tensor is not None),
             memory.checksums(engine.units, topology.nodes),
+        ),
+        (
+            sum(tensor.nbytes for tensor in (guard._sums, guard._differ)),
+            memory.guard(engine.units, topology.nodes),
         ),
     ]
 
