@@ -287,7 +287,8 @@ class Cpu:
     def _finish(self, unit: Unit) -> None:
         self._wait(self.under_way[unit])
         if unit.dirty:
-            self._thread(Kind.STORE, unit, _COPY)
+            if unit is not self.root:  # no gather of the step would read it
+                self._thread(Kind.STORE, unit, _COPY)
             self._wait(self.line.run("gloo", Kind.GATHER_INTRA, unit.name, self.now))
             unit.dirty = False
 

@@ -59,7 +59,7 @@ def test_a_step_on_cpus_has_the_order_that_is_drawn(ranks: Pools) -> None:
         for task in drawn.tasks
         if task.kind in RANGES
     ]
-    assert len(expected) == 19
+    assert len(expected) == 18
     assert ranks.run(4, ranges_of_a_step) == [expected] * 4
 
 

@@ -140,9 +140,8 @@ def fill_the_device() -> tuple[dict[str, str | None], list[str]]:
 
     settings = Settings(2, 1, policy=fcdp.DeviceCache())
     model, data = make(settings)
-    with mock.patch.object(DeviceTier, "_allocate", once):
-        with torch.no_grad():
-            loss_of(model, next(data))
+    with mock.patch.object(DeviceTier, "_allocate", once), torch.no_grad():
+        loss_of(model, next(data))
     logging.getLogger("fcdp").removeHandler(handler)
     return tiers(model), said
 

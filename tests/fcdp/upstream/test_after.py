@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import fcdp
@@ -22,75 +17,6 @@ from tests.fcdp.training import topology_of
 from tests.fcdp.upstream.models import mlps
 from tests.fcdp.upstream.running import Run, adam, check, on_both_shapes, train
 from tests.ranks import Pools
-
-
-class Counted:
-    """Counts calls, and allocates as FSDP2 does."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class OwnGather(Counted, AllGather):
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        self.calls += 1
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
-
-
-class OwnReduce(Counted, ReduceScatter):
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        self.calls += 1
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
-
-
-def custom(run: Run, which: str) -> None:
-    """One unit gets a collective of the user's own once FCDP is set up."""
-    model = mlps(2, 6)
-    run.shard([*model, model])
-    run.cache(model)
-    gather, reduce = OwnGather(), OwnReduce()
-    if which == "gather":
-        model[0].set_custom_all_gather(gather)
-    else:
-        model[0].set_custom_reduce_scatter(reduce)
-    optimizer = adam(model)
-    for step in range(3):
-        for micro in range(2):
-            scope: Any = contextlib.nullcontext()
-            if run.cached:
-                scope = fcdp.accumulate(model, last=micro == 1)
-            with scope:
-                loss = model(run.input(4, 6, step=10 * step + micro)).sum()
-                run.see(f"loss {step}.{micro}", loss)
-                loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    run.see("calls", (gather.calls, reduce.calls))
-    assert gather.calls + reduce.calls >= 6
-
-
-@pytest.mark.parametrize("which", ["gather", "reduce"])
-def test_custom_collectives_after_fcdp(ranks: Pools, which: str) -> None:
-    """On 2 × 2 alone: sums of micro-batches before those of ranks are not the same bits."""
-    check(ranks, (2, 2), custom, which)
 
 
 def parent(run: Run) -> None:
