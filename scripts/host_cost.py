@@ -49,8 +49,8 @@ ELEMENTS = 64
 #: Rounds over all units, and how often the shapes follow each other.
 ROUNDS, REPEATS = 100, 5
 PATHS = {
-    "gather, stale": "all-gather, unit stale",
-    "gather, fresh": "all-gather, unit in the host cache",
+    "gather, stale": "all-gather, entry stale",
+    "gather, fresh": "all-gather, entry in the host cache",
     "reduce": "reduce-scatter",
     "FSDP2 gather": "FSDP2's all-gather",
     "FSDP2 reduce": "FSDP2's reduce-scatter",
@@ -210,6 +210,7 @@ def rank_of(nodes: int, ranks_per_node: int, *, detect_writes: bool) -> Iterator
     with (
         fake.world(nodes, ranks_per_node, "cpu") as topology,
         mock.patch("fcdp.engine.Streams", _Queued),
+        mock.patch("fcdp.exchange._on_host", lambda tensor: False),  # at once, unlike a mock
         collectives.in_place_of_torchs(),
         torch.no_grad(),
     ):
@@ -264,7 +265,7 @@ def tables(record: dict[str, Any]) -> str:
         by[row["path"], row["detect_writes"]].append(row)
     issued = [f"| Call | {named} |", f"|---|{'---|' * len(shapes)}"]
     times = [
-        f"| Call | `detect_writes` | {named} | per node |",
+        f"| Call | `detect_writes` | {named} | over n nodes |",
         f"|---|---|{'--:|' * (len(shapes) + 1)}",
     ]
     for path, name in PATHS.items():
@@ -275,7 +276,7 @@ def tables(record: dict[str, Any]) -> str:
             constant, slope = fit(rows)
             cells = [f"{row['quartiles_us'][1]:.0f}" for row in rows]
             switch = "–" if plain else "on" if detects else "off"
-            fitted = f"{constant:.0f} + {slope:.2f}·n"
+            fitted = f"{constant:.0f} + {abs(slope) if round(slope, 1) == 0 else slope:.1f}·n"
             times.append(f"| {name} | {switch} | {' | '.join(cells)} | {fitted} |")
     made = (
         f"Made by `{record['command']}` on {record['date']}: {record['machine']}, torch "
