@@ -175,7 +175,7 @@ class CachedAllGather(AllGather):
     ) -> tuple[Sequence[torch.Tensor], Sequence[Pending]]:
         """Gather this ``local_rank``'s shards from all nodes into a slice.
 
-        Returns what arrives, a row per node, and what to wait for before it is decoded: nothing on
+        Returns what arrives, a row per node, and what to wait for before it is decoded: neither on
         an accelerator, where both are queued.
         """
         stream = self._streams.inter_node
@@ -201,9 +201,9 @@ class CachedAllGather(AllGather):
                     )
                 arriving, sent = self._table(received, sent)
                 wait_all(all_gather([arriving.view(-1)], self._topology.inter, [sent]))
-            rows = arriving.unbind()
-            self._decode(rows, received)
-            return rows, []
+            if self._codec is not None:
+                self._decode(arriving.unbind(), received)
+            return (), []
 
     def _rows(self, received: Slice, sent: torch.Tensor) -> Sequence[torch.Tensor]:
         """Where shards arrive on the CPU, one message each: in the slice, without a codec."""
@@ -269,7 +269,7 @@ class CachedAllGather(AllGather):
     ) -> Sequence[Pending]:
         if by_node.shape[1] == 1:
             return []
-        outputs = [part.view(-1) for part in by_node.unbind()]
+        outputs = by_node.flatten(1).unbind()
         with (
             record_function(f"fcdp::gather_intra {self._unit.name}"),
             self._topology.failures.waiting(),

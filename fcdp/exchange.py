@@ -114,11 +114,10 @@ def all_gather(
     gives an input (s) per output; without ``inputs`` it is in its place in the output already. Each
     rank sends (g−1)·s elements per output.
     """
-    views = [output.view(group.size(), -1) for output in outputs]
-    own = [view[group.rank()] for view in views]
-    inputs = own if inputs is None else inputs
     if _on_host(outputs[0]):
-        for place, given in zip(own, inputs, strict=True):
+        views = [output.view(group.size(), -1) for output in outputs]
+        own = [view[group.rank()] for view in views]
+        for place, given in zip(own, inputs or own, strict=True):
             if place.data_ptr() != given.data_ptr():
                 place.copy_(given)
         others = _others(group)
@@ -127,6 +126,9 @@ def all_gather(
             [(peer, part) for part in own for peer in others],
             group,
         )
+    # No view more than needed: there is an output per node, and each view costs a microsecond.
+    if inputs is None:
+        inputs = [output.view(group.size(), -1)[group.rank()] for output in outputs]
     if len(outputs) == 1:
         _all_gather(outputs[0], inputs[0], group=group)
         return []

@@ -1,0 +1,358 @@
+"""What one unit's gather and reduction cost the host, on groups whose other ranks are imitated.
+
+python -m scripts.host_cost            measure, and print the tables of docs/host-cost.md
+python -m scripts.host_cost --write    measure, and write the record and the tables
+
+The library's accelerator path runs on the CPU: collectives instead of messages, and streams, which
+order nothing there. A collective takes its lists of tensors through the binding and the dispatcher
+and moves nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import platform
+import re
+import statistics
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
+
+import fcdp
+from fcdp.engine import Engine, engine_of
+from fcdp.streams import Streams
+from scripts.gpu import fake
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "host-cost.md"
+RECORD = ROOT / "results" / "host-cost" / "record.json"
+#: Nodes, and ranks per node: 16, 128 and 512 ranks.
+SHAPES = ((2, 8), (16, 8), (64, 8))
+UNITS = 8
+#: Of each rank's shard: so few that copies take a microsecond or two.
+ELEMENTS = 64
+#: Rounds over all units, and how often the shapes follow each other.
+ROUNDS, REPEATS = 100, 5
+PATHS = {
+    "gather, stale": "all-gather, entry stale",
+    "gather, fresh": "all-gather, entry in the host cache",
+    "reduce": "reduce-scatter",
+    "FSDP2 gather": "FSDP2's all-gather",
+    "FSDP2 reduce": "FSDP2's reduce-scatter",
+}
+#: Each collective's name among a process group's methods; names differ by version.
+_COLLECTIVES = (
+    "_allgather_base",
+    "all_gather_single",
+    "_reduce_scatter_base",
+    "reduce_scatter_single",
+    "allgather_into_tensor_coalesced",
+    "all_gather_single_coalesced",
+    "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_single_coalesced",
+)
+
+#: Collectives issued, by the group that they ran in.
+Counts = dict[str, int]
+
+
+class _Queued(Streams):
+    """An accelerator's streams, on the CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.on_host = False
+
+
+def _on_device(tensor: torch.Tensor) -> bool:
+    """Answer for ``fcdp.exchange``, faster than a mock: it is asked in what is measured."""
+    return False
+
+
+class Collectives:
+    """Counts collectives by the group they run in, and has them move nothing."""
+
+    def __init__(self) -> None:
+        self.issued: Counter[int] = Counter()
+
+    def named(self, topology: fcdp.Topology) -> Counts:
+        """What was issued since the last call, by group."""
+        names = {
+            id(topology.mesh.get_group()): "all ranks",
+            id(topology.intra): "intra-node",
+            id(topology.inter): "inter-node",
+        }
+        counts = {names[group]: count for group, count in self.issued.items()}
+        self.issued.clear()
+        return dict(sorted(counts.items()))
+
+    @contextlib.contextmanager
+    def in_place_of_torchs(self) -> Iterator[None]:
+        """Take the place of a process group's collectives in the body.
+
+        What stands for each is an all-reduce of the same tensors, which the fake group answers at
+        once: its gathers and reductions would copy each rank's part, in the host's time.
+        """
+        issued = self.issued
+
+        def single(group: Any, output: torch.Tensor, given: torch.Tensor, *_: Any) -> dist.Work:
+            issued[id(group)] += 1
+            return group.allreduce_coalesced([output, given])  # type: ignore[no-any-return]
+
+        def coalesced(group: Any, outputs: Any, inputs: Any, *_: Any) -> dist.Work:
+            issued[id(group)] += 1
+            return group.allreduce_coalesced(outputs + inputs)  # type: ignore[no-any-return]
+
+        with contextlib.ExitStack() as stack:
+            for name in _COLLECTIVES:
+                if hasattr(dist.ProcessGroup, name):
+                    method = coalesced if name.endswith("coalesced") else single
+                    stack.enter_context(mock.patch.object(dist.ProcessGroup, name, method))
+            yield
+
+
+class Unit:
+    """One unit's calls, as FSDP2 makes them on buffers that it has allocated."""
+
+    def __init__(self, engine: Engine, place: int) -> None:
+        unit = engine.units[place]
+        topology = engine.topology
+        self._entry = engine.entries[unit]
+        self._gather, self._reduction = engine._collectives[unit]
+        self._group = topology.mesh.get_group()
+        self._whole = self._gather.allocate(
+            (topology.world_size * ELEMENTS,), dtype=torch.float32, device=torch.device("cpu")
+        ).zero_()
+        self._own = self._whole.view(topology.world_size, -1)[topology.rank]
+        self._gradients, self._gradient = self._whole.clone(), self._own.clone()
+        self._fsdp2 = DefaultAllGather(), DefaultReduceScatter()
+
+    def write(self) -> None:
+        """Make the entry stale, as the ranks' agreement does."""
+        self._entry.generation += 1
+
+    def gather(self) -> None:
+        self._gather(self._whole, self._own, self._group)
+
+    def reduce(self) -> None:
+        self._reduction(self._gradient, self._gradients, self._group, dist.ReduceOp.AVG)
+
+    def plain_gather(self) -> None:
+        self._fsdp2[0](self._whole, self._own, self._group)
+
+    def plain_reduce(self) -> None:
+        self._fsdp2[1](self._gradient, self._gradients, self._group, dist.ReduceOp.AVG)
+
+
+class Rank:
+    """One rank's units, in the middle of a pass: ranks agree once per pass, not per unit."""
+
+    def __init__(
+        self, topology: fcdp.Topology, collectives: Collectives, *, detect_writes: bool
+    ) -> None:
+        self._topology = topology
+        self._collectives = collectives
+        width = ELEMENTS * topology.world_size
+        model = nn.Sequential(*(nn.Linear(1, width, bias=False) for _ in range(UNITS)))
+        fcdp.shard(model, topology, units=model, detect_writes=detect_writes)
+        self._engine = engine_of(model)
+        self._engine._begin_pass()
+        self._engine._passes._in_forward = True
+        self._units = [Unit(self._engine, place) for place in range(UNITS)]
+        self._round(Unit.gather)  # agrees
+
+    def measure(self, path: str, rounds: int) -> tuple[Counts, list[float]]:
+        """Collectives of one call, and microseconds of each, of one path."""
+        calls = {
+            "gather, stale": Unit.gather,
+            "gather, fresh": Unit.gather,
+            "reduce": Unit.reduce,
+            "FSDP2 gather": Unit.plain_gather,
+            "FSDP2 reduce": Unit.plain_reduce,
+        }
+        stale = path == "gather, stale"
+        for _ in range(3):
+            self._round(calls[path], stale)
+        self._collectives.named(self._topology)
+        taken = [micro for _ in range(rounds) for micro in self._round(calls[path], stale)]
+        counts = self._collectives.named(self._topology)
+        assert not any(count % len(taken) for count in counts.values()), counts
+        return {name: count // len(taken) for name, count in counts.items()}, taken
+
+    def _round(self, call: Callable[[Unit], None], stale: bool = False) -> list[float]:
+        """Microseconds of each unit's call, in the order of a forward."""
+        self._engine.cache.begin_pass()
+        if stale:
+            for unit in self._units:
+                unit.write()
+        taken = []
+        for unit in self._units:
+            begun = time.perf_counter()
+            call(unit)
+            taken.append((time.perf_counter() - begun) * 1e6)
+        return taken
+
+
+@contextlib.contextmanager
+def rank_of(nodes: int, ranks_per_node: int, *, detect_writes: bool) -> Iterator[Rank]:
+    """Be one of ``nodes × ranks_per_node`` ranks; there must be no process group yet."""
+    collectives = Collectives()
+    with (
+        fake.world(nodes, ranks_per_node, "cpu") as topology,
+        mock.patch("fcdp.engine.Streams", _Queued),
+        mock.patch("fcdp.exchange._on_host", _on_device),
+        collectives.in_place_of_torchs(),
+        torch.no_grad(),
+    ):
+        yield Rank(topology, collectives, detect_writes=detect_writes)
+
+
+def counted(nodes: int, ranks_per_node: int, *, detect_writes: bool) -> dict[str, Counts]:
+    """Collectives of one call of each path."""
+    with rank_of(nodes, ranks_per_node, detect_writes=detect_writes) as rank:
+        return {path: rank.measure(path, rounds=1)[0] for path in PATHS}
+
+
+def measured() -> dict[str, Any]:
+    """Counts and times of all shapes and paths."""
+    counts: dict[tuple[int, int, bool, str], Counts] = {}
+    taken: defaultdict[tuple[int, int, bool, str], list[float]] = defaultdict(list)
+    for _ in range(REPEATS):
+        for nodes, ranks in SHAPES:
+            for detects in (True, False):
+                with rank_of(nodes, ranks, detect_writes=detects) as rank, _without_collector():
+                    for path in PATHS:
+                        counts[nodes, ranks, detects, path], more = rank.measure(path, ROUNDS)
+                        taken[nodes, ranks, detects, path] += more
+    return {
+        "command": "python -m scripts.host_cost --write",
+        "date": date.today().isoformat(),
+        "machine": f"{_processor()}, shared with other work",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "elements_per_rank": ELEMENTS,
+        "calls": ROUNDS * REPEATS * UNITS,
+        "rows": [
+            {
+                "nodes": nodes,
+                "ranks_per_node": ranks,
+                "detect_writes": detects,
+                "path": path,
+                "collectives": counts[nodes, ranks, detects, path],
+                "quartiles_us": [round(each, 1) for each in statistics.quantiles(calls)],
+            }
+            for (nodes, ranks, detects, path), calls in taken.items()
+        ],
+    }
+
+
+def tables(record: dict[str, Any]) -> str:
+    """The tables of the page, as Markdown."""
+    shapes = list(dict.fromkeys((row["nodes"], row["ranks_per_node"]) for row in record["rows"]))
+    named = " | ".join(f"{n * ranks} ranks ({n} × {ranks})" for n, ranks in shapes)
+    by: dict[tuple[str, bool], list[dict[str, Any]]] = defaultdict(list)
+    for row in record["rows"]:
+        by[row["path"], row["detect_writes"]].append(row)
+    issued = [f"| Call | {named} |", f"|---|{'---|' * len(shapes)}"]
+    times = [
+        f"| Call | `detect_writes` | {named} | over n nodes |",
+        f"|---|---|{'--:|' * (len(shapes) + 1)}",
+    ]
+    for path, name in PATHS.items():
+        plain = path.startswith("FSDP2")
+        issued.append(f"| {name} | {' | '.join(_issued(row) for row in by[path, True])} |")
+        for detects in (False,) if plain else (True, False):
+            rows = by[path, detects]
+            constant, slope = fit(rows)
+            cells = [f"{row['quartiles_us'][1]:.0f}" for row in rows]
+            switch = "–" if plain else "on" if detects else "off"
+            fitted = f"{constant:.0f} + {abs(slope) if round(slope, 1) == 0 else slope:.1f}·n"
+            times.append(f"| {name} | {switch} | {' | '.join(cells)} | {fitted} |")
+    made = (
+        f"Made by `{record['command']}` on {record['date']}: {record['machine']}, torch "
+        f"{record['torch']}, Python {record['python']}; {record['calls']:,} calls each, shards of "
+        f"{record['elements_per_rank']} elements."
+    )
+    return "\n".join(
+        [
+            made,
+            "",
+            "Collectives issued per call:",
+            "",
+            *issued,
+            "",
+            "Host microseconds per call, medians, and their least-squares fit over n nodes:",
+            "",
+            *times,
+        ]
+    )
+
+
+def fit(rows: Sequence[dict[str, Any]]) -> tuple[float, float]:
+    """Microseconds whatever the number of nodes, and more for each node."""
+    slope, constant = statistics.linear_regression(
+        [row["nodes"] for row in rows], [row["quartiles_us"][1] for row in rows]
+    )
+    return constant, slope
+
+
+def rewritten(page: str, record: dict[str, Any]) -> str:
+    """The page with its tables filled in; raises ``ValueError`` if it has no place for them."""
+    place = re.compile(r"(<!-- host-time -->\n).*?(<!-- end of host-time -->)", re.DOTALL)
+    page, count = place.subn(lambda found: f"{found[1]}{tables(record)}\n{found[2]}", page)
+    if count != 1:
+        raise ValueError(f"{PAGE.name}: found {count} places for host-time, expected 1")
+    return page
+
+
+def _issued(row: dict[str, Any]) -> str:
+    return ", ".join(f"{count} {group}" for group, count in row["collectives"].items())
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _processor() -> str:
+    """Name the machine's processor."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def main(arguments: Sequence[str]) -> int:
+    torch.set_num_threads(1)
+    record = measured()
+    if "--write" in arguments:
+        RECORD.parent.mkdir(parents=True, exist_ok=True)
+        RECORD.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", "utf-8")
+        page = PAGE.read_text(encoding="utf-8")
+        PAGE.write_text(rewritten(page, record), encoding="utf-8")
+    print(tables(record))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
