@@ -68,6 +68,8 @@ def taken(settings: Settings, look_ahead: int) -> tuple[memory.Memory, memory.Me
         loss_of(model, next(data)).backward()
         optimizer.step()
         optimizer.zero_grad()
+    with torch.no_grad():  # which keeps the root too; a step of one micro-batch does not
+        loss_of(model, next(data))
     engine = engine_of(model)
     disk = engine.cache._disk_tier
     size = 0

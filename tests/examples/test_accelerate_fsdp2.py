@@ -48,7 +48,8 @@ def test_losses_are_those_of_fsdp2(ranks: Pools) -> None:
         assert result["units"] == units
         # Once a step each across nodes; from the cache in the second forward, and in both
         # backwards but for the head, which stays gathered.
-        assert (result["hits"], result["misses"]) == ((4 + 2 * 3) * STEPS, 4 * STEPS)
+        # Once: the library learns here that the root is read again by the next micro-batch.
+        assert (result["hits"], result["misses"]) == ((4 + 2 * 3) * STEPS - 1, 4 * STEPS + 1)
         # Gradients are reduced once a step as well: accelerate defers them without FCDP's help.
         assert result["inter_node"]["reduce"] == result["inter_node"]["forward"] > 0
         assert result["inter_node"].get("backward", 0) == 0
@@ -75,7 +76,10 @@ def train_on_the_mesh_of_a_parallelism_config() -> tuple[str, int]:
 
 
 def test_the_mesh_of_a_parallelism_config_is_accepted(ranks: Pools) -> None:
-    assert ranks.run(2, train_on_the_mesh_of_a_parallelism_config)[0] == ("dp_shard_cp", 10 * STEPS)
+    assert ranks.run(2, train_on_the_mesh_of_a_parallelism_config)[0] == (
+        "dp_shard_cp",
+        10 * STEPS - 1,
+    )
 
 
 def accelerate_refuses_cpus() -> str:

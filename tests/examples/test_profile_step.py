@@ -50,7 +50,7 @@ def ranges_in(path: Path) -> dict[str, list[Range]]:
 
 EXPECTED = {
     "gather_inter": {"root", *BLOCKS},
-    "cache_store": {"root", *BLOCKS},
+    "cache_store": {*BLOCKS},
     "gather_intra": {"root", *BLOCKS},
     "cache_load": {*BLOCKS},  # the root stays gathered from forward to backward
     "reduce_intra": {"root", *BLOCKS},

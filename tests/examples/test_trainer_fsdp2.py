@@ -37,7 +37,8 @@ def test_losses_are_those_of_fsdp2(ranks: Pools, tmp_path: Path) -> None:
     assert len(losses) == STEPS
     assert losses[-1] < losses[0]
     # As with accelerate: four units, two micro-batches, the head stays gathered.
-    assert (hits, misses) == ((4 + 2 * 3) * STEPS, 4 * STEPS)
+    # Once: the library learns here that the root is read again by the next micro-batch.
+    assert (hits, misses) == ((4 + 2 * 3) * STEPS - 1, 4 * STEPS + 1)
 
 
 def run_main() -> list[str]:
@@ -47,5 +48,5 @@ def run_main() -> list[str]:
 
 def test_it_prints_the_gathers(ranks: Pools) -> None:
     lines, others = ranks.run(2, run_main)
-    assert lines[-1] == "7 gathers from the cache, 3 across nodes"
+    assert lines[-1] == "6 gathers from the cache, 4 across nodes"
     assert lines[-1] not in others

@@ -44,12 +44,13 @@ def test_the_host_cache_costs_the_device_at_most_two_slices(findings: dict[str, 
     """design.md, invariant 3: those in flight, one that is filled and one that is read."""
     for strategy in ("fcdp", "zero3"):
         extra = at_paper(findings[strategy]) - at_paper(findings["fsdp2"])
-        assert 0 < extra <= 2 * 2 * BLOCK / RANKS_PER_NODE
+        assert 0 < extra <= 2 * (2 * BLOCK / RANKS_PER_NODE + 512)
     assert findings["fcdp"].largest_micro_batch == findings["fsdp2"].largest_micro_batch
 
 
 def test_a_device_cache_costs_its_slice_of_the_model(findings: dict[str, Finding]) -> None:
-    cache = 2 * findings["hpz"].parameters / RANKS_PER_NODE * (NODES - 1) / NODES
+    # Of the blocks: no gather of a step would read the root's.
+    cache = 2 * LAYERS * BLOCK / RANKS_PER_NODE * (NODES - 1) / NODES
     extra = findings["hpz"].resting_device_bytes - findings["fsdp2"].resting_device_bytes
     assert 1 <= extra / cache < ROUNDING
     assert at_paper(findings["hpz"]) > at_paper(findings["fcdp"])
