@@ -26,7 +26,7 @@ from fcdp.exchange import any_rank
 from fcdp.guard import Guard
 from fcdp.ledger import Ledger
 from fcdp.partial_gradients import Partials
-from fcdp.passes import Passes, untraced
+from fcdp.passes import Passes, drop_prefetched, untraced
 from fcdp.reduce_scatter import HierarchicalReduceScatter
 from fcdp.replicas import Replicas
 from fcdp.setup import Setup
@@ -275,7 +275,7 @@ class Engine:
         self.topology.failures.begins()
         self._check_collectives_in_place()
         self._replicas.check_in_place()
-        self._drop_unused()
+        drop_prefetched(self.units)
         for unit in self._kept:
             # No backward has let go of them after a forward without gradients, and an optimizer may
             # have stepped since. Nothing to do after a training step.
@@ -293,13 +293,6 @@ class Engine:
                     "or set_allocate_memory_from_process_group has taken the place of FCDP's "
                     "collectives; leave them alone, or do not set FCDP up"
                 )
-
-    def _drop_unused(self) -> None:
-        """Forget what an earlier forward prefetched and then skipped: it may be stale by now."""
-        for unit in self.units:
-            if unit.prefetched:
-                unit.module.unshard()
-                unit.module.reshard()
 
     def _after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
         self.staleness.invalidate()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
 
 import torch
@@ -32,6 +32,8 @@ class Passes:
         self._in_forward = False
         #: FSDP2's state of the module whose own pass is under way.
         self._outermost: Any = None
+        #: What that pass has gathered so far.
+        self._gathered: list[Unit] = []
 
     def follow(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
         """Call ``begin`` before each forward of the model and ``end`` after it, if it raises too.
@@ -61,30 +63,48 @@ class Passes:
         outermost = unit.module._get_fsdp_state()._state_ctx.iter_forward_root
         if outermost is None:
             return True
-        if outermost is self._outermost:
-            return False
-        self._outermost = outermost
-        self._close_with(outermost)
-        return True
+        begins = outermost is not self._outermost
+        if begins:
+            self._outermost = outermost
+            self._close_with(outermost)
+        self._gathered.append(unit)
+        return begins
 
     def _close_with(self, state: Any) -> None:
         """Forget the outermost module when its forward, or its forward method, has ended.
 
         FSDP2 hooks a module's forward, and wraps a registered method so that it looks
-        ``_post_forward`` up when it ends.
+        ``_post_forward`` up when it ends. A method that raises does not get there: the next one
+        that begins ends it.
         """
-        plain = state._post_forward
+        begin, plain = state._pre_forward, state._post_forward
 
         def close(*_: Any) -> None:
             self._outermost = None
             handle.remove()
-            if "_post_forward" in state.__dict__:
-                del state._post_forward
+            for name in ("_pre_forward", "_post_forward"):
+                state.__dict__.pop(name, None)
+            gathered, self._gathered = self._gathered, []
+            drop_prefetched(gathered)
+
+        @untraced
+        def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            close()
+            return begin(module, args, kwargs)
 
         @untraced
         def post_forward(module: nn.Module, args: Any, output: Any) -> Any:
+            result = plain(module, args, output)
             close()
-            return plain(module, args, output)
+            return result
 
         handle = state._modules[0].register_forward_hook(close, always_call=True)
-        state._post_forward = post_forward
+        state._pre_forward, state._post_forward = pre_forward, post_forward
+
+
+def drop_prefetched(units: Iterable[Unit]) -> None:
+    """Forget what a pass prefetched and then skipped: by the next it may be stale."""
+    for unit in units:
+        if unit.prefetched:
+            unit.module.unshard()
+            unit.module.reshard()

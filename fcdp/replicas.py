@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from functools import reduce
@@ -50,6 +51,7 @@ class Replicas:
         for param in params:
             if not param.is_meta:
                 param.data = param.data.to(device)
+            param.register_hook(functools.partial(self._scale, param))
             param.register_post_accumulate_grad_hook(self._accumulated)
 
     def make_equal(self) -> None:
@@ -88,6 +90,14 @@ class Replicas:
         if all(param.grad is None for param in self.params):
             self.pending = False
 
+    def _scale(self, param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
+        """Scale what one backward adds, so that averaging divides it by the factor that is set.
+
+        The sum cannot be divided by it later: ``.grad`` may hold earlier backwards' averages.
+        """
+        scale = self._topology.world_size / self._divide_factor(param)
+        return grad if scale == 1 else grad * scale
+
     def _accumulated(self, param: torch.Tensor) -> None:
         """A gradient has landed; what follows the last of this backward is asked for once."""
         backward = torch._C._current_graph_task_id()
@@ -102,7 +112,7 @@ class Replicas:
                 self._reduce()
 
     def _reduce(self) -> None:
-        """Average ``.grad`` over all ranks, or divide it as ``set_gradient_divide_factor`` says.
+        """Average ``.grad`` over all ranks.
 
         What an earlier backward has averaged already is the same on all ranks, and stays so.
         """
@@ -114,12 +124,7 @@ class Replicas:
         # Views of the buffer: no gradient is copied twice.
         sizes = [param.numel() for param in held]
         *means, _ = buffer.split([*sizes, buffer.numel() - sum(sizes)])
-        factors = [self._divide_factor(param) for param in held]
-        if len(set(factors)) == 1:
-            buffer /= factors[0]
-        else:
-            for mean, factor in zip(means, factors, strict=True):
-                mean /= factor
+        buffer /= self._topology.world_size
         for param, mean in zip(held, means, strict=True):
             param.grad = mean.view_as(param).to(param.dtype)
 

@@ -90,8 +90,10 @@ class Cache:
         self._with_gradients = torch.is_grad_enabled()
         self._order.begin(self._with_gradients)
         self._usage = None
+        # Left by a pass that took another path: it would take device memory, and the place of
+        # what is to be fetched ahead, until the unit is gathered again.
         for entry in self._entries.values():
-            self._unstage(entry)  # fetched for a gather that did not come
+            self._unstage(entry)
 
     def hit(self, entry: Entry) -> bool:
         """Whether the cache serves this gather: on all ranks or on none. May wait for a disk."""
