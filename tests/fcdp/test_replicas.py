@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 
 import fcdp
 from fcdp.engine import engine_of
@@ -258,3 +259,23 @@ def test_a_registered_forward_method_makes_them_equal_and_a_divide_factor_counts
     assert [spread for spread, _ in [*plain, *divided]] == [0.0] * 4
     for (_, by_world_size), (_, by_factor) in zip(plain, divided, strict=True):
         assert by_factor == pytest.approx(by_world_size * 2 / 8, rel=1e-5)
+
+
+def gradient_of_several_backwards(adapters: Literal["sharded", "replicated"]) -> torch.Tensor:
+    topology = topology_of(2, 1)
+    settings = replace(SETTINGS, nodes=2, ranks_per_node=1, adapters=adapters)
+    model = make_model(settings)
+    shard_with_fcdp(model, topology, settings)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+    for _, tokens in zip(range(3), batches(settings, topology.rank), strict=False):
+        loss_of(model, tokens).backward()
+    grad = model.blocks[0].first.up.weight.grad
+    return grad.full_tensor() if isinstance(grad, DTensor) else grad
+
+
+def test_a_divide_factor_counts_once_however_many_backwards(ranks: Pools) -> None:
+    replicated = ranks.run(2, gradient_of_several_backwards, "replicated")
+    sharded = ranks.run(2, gradient_of_several_backwards, "sharded")
+    torch.testing.assert_close(replicated, sharded)

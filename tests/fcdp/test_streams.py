@@ -254,3 +254,21 @@ def test_device_memory_is_two_slices_and_what_is_fetched_ahead_however_far_the_h
     many, _ = memory_after(6, HostCache(), ranks_per_node)
     assert many <= plain + 4 * size
     assert many <= one + 4 * size
+
+
+def test_what_was_fetched_ahead_for_another_path_is_let_go_when_the_next_pass_begins() -> None:
+    """It would keep device memory, and others from being fetched ahead, until it is read."""
+    with Run(0, HostCache(), 2) as run:
+        run.cache._look_ahead = 1
+        first, skipped, *_ = run.units
+        for _ in range(2):
+            run.cache.begin_pass()
+            run.gather(first, async_op=False)
+            run.gather(skipped, async_op=False)
+        run.cache.begin_pass()
+        run.gather(first, async_op=False)
+        assert run.entries[skipped].staged is not None
+        run.cache.begin_pass()
+        assert run.entries[skipped].staged is None
+    run.accelerator.run_in_some_order(run.chance)
+    assert not any(run.wrong)
