@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -242,11 +243,14 @@ class Engine:
 
     def _begins_pass(self, unit: Unit) -> bool:
         self._replicas.make_equal()
-        return self._passes.begins_with(unit)
+        begins = self._passes.begins_with(unit)
+        if begins and self.cache.requires_sync:
+            self.cache.begin_pass()
+        return begins
 
     def _follow(self, model: nn.Module) -> None:
         """Hook the events after which entries may be stale (paper: dirty flags of FCDP-Comm)."""
-        self._passes.follow(self._begin_pass, self.topology.failures.forward_ends)
+        self._passes.follow(self._begin_pass, self._end_forward)
         for module in model.modules():
             module.register_load_state_dict_post_hook(self._after_load)
             module.register_state_dict_pre_hook(self._before_state_dict)
@@ -282,6 +286,12 @@ class Engine:
             unit.module.reshard()
         self.staleness.ask()
         self.cache.begin_pass()
+
+    def _end_forward(self) -> None:
+        """A forward of the model has ended, or raised."""
+        self.topology.failures.forward_ends()
+        if sys.exc_info()[0] is None:  # else FSDP2 is in the middle of something
+            drop_prefetched(self.units)
 
     def _check_collectives_in_place(self) -> None:
         """Raise ``RuntimeError`` where somebody has replaced the collectives of a unit."""
