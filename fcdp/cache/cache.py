@@ -268,7 +268,7 @@ class Cache:
             except TierUnavailable as reason:
                 self._say(unit, tier, reason)
                 continue
-            entry.tier, entry.held, given.stored = tier, entry.generation, True
+            entry.tier, entry.held = tier, entry.generation
             entry.checksums = self._checksums(given) if self._safety.verify else None
             self._count(unit, tier, phase, inward=True)
             break

@@ -62,6 +62,11 @@ class Access:
         for event in self.events():
             event.synchronize()
 
+    @property
+    def busy(self) -> bool:
+        """Whether a reader was queued since the last write."""
+        return any(event is not None for event in self._reads.values())
+
 
 @dataclass(eq=False)
 class Slice:
@@ -77,8 +82,6 @@ class Slice:
     own: int | None
     #: The stream that the memory was allocated on, where it may be filled and used anew.
     home: Any
-    #: A tier copies from it.
-    stored: bool = False
     access: Access = field(default_factory=Access)
 
     def others(self) -> list[torch.Tensor]:
@@ -127,7 +130,7 @@ class Slices:
         if done.home is not self._stream:
             # Borrowed, of a gather's output, whose owner frees it in the order of its own readers:
             # it is kept for a copy to the host only.
-            if not done.stored:
+            if not done.access.busy:
                 return
             self.drain(self._kept)
         self._released.append(done)

@@ -14,7 +14,7 @@ from typing import Protocol, get_args
 
 import torch
 
-from scripts.gpu import constants, correctness, memory, nccl, overlap, records
+from scripts.gpu import constants, correctness, groups, memory, nccl, overlap, records
 from scripts.gpu.records import Deadline, DeviceType, Job, Record
 
 SUMMARY = "summary.json"
@@ -142,4 +142,5 @@ def _parts(text: str) -> list[str]:
 
 
 if __name__ == "__main__":
+    groups.preload()
     sys.exit(main(sys.argv[1:]))

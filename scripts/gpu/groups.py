@@ -27,8 +27,15 @@ STACKS_S = 3.0
 _POLL_S = 0.1
 # One process imports torch, and each rank is a copy of it: seconds a rank.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "fcdp", "scripts.gpu.rank"])
+_PRELOAD = ["torch", "torch.distributed.fsdp", "fcdp", "scripts.gpu.rank"]
 _LONGEST_TEXT = 4000
+
+
+def preload() -> None:
+    """Have ranks begin with what they import: for a program whose only ranks they are."""
+    _context.set_forkserver_preload(_PRELOAD)
+
+
 #: Several ranks on one GPU: NCCL refuses two of one host, so each is a host of its own, and what
 #: hosts have between them is sockets; here those of the loopback interface.
 _APART = {
