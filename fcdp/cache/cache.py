@@ -167,7 +167,7 @@ class Cache:
     def expect(self, coming: Sequence[Entry]) -> None:
         """Fetch ahead what is going to be read next."""
         for entry in coming:
-            if entry.tier is None or not (entry.fresh and entry.readable):
+            if entry.tier is None or not entry.readable:  # what is held is never newer than offered
                 continue
             self._tiers[entry.tier].expect(entry.unit)
             if not self._streams.on_host and entry.tier == "host":
