@@ -75,7 +75,7 @@ def taken(settings: Settings, look_ahead: int) -> tuple[memory.Memory, memory.Me
     size = 0
     if disk is not None:
         disk._threads.shutdown(wait=True)
-        size = os.fstat(disk._file).st_size
+        size = os.fstat(disk._file.descriptor).st_size
     allocated = memory.Memory(
         engine.ledger.device_cache_bytes, 0, engine.ledger.host_cache_bytes, size
     )

@@ -7,7 +7,6 @@ import errno
 import logging
 import os
 import tempfile
-import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -38,6 +37,16 @@ class _Buffer:
     writing: bool = False
     #: The device's copies into and out of the memory.
     access: Access = field(default_factory=Access)
+
+
+class _File:
+    """An open file, closed with the last use of it: the tier, or a transfer that outlives it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
 
 
 #: Ranks of :func:`_cost_of_taking` up to which nothing is lost and nobody waits.
@@ -90,9 +99,10 @@ class DiskTier:
         self._arena = Arena(self.nbytes, device)
         size = self.nbytes // buffers
         self._buffers = [_Buffer(self._arena.take(size)) for _ in range(buffers)]
-        # Each thread has one transfer in hand; a disk is busy with a few.
+        # Each thread has one transfer in hand; a disk is busy with a few. Threads end by themselves
+        # once the tier is gone. Nothing waits for them: the garbage collector may run while a
+        # thread holds the very locks that joining another takes.
         self._threads = ThreadPoolExecutor(buffers, "fcdp-disk")
-        weakref.finalize(self, _close, self._threads, self._file)
 
     def store(self, unit: Unit, given: Slice) -> None:
         if unit not in self._offsets:
@@ -229,19 +239,19 @@ def _landed(buffer: _Buffer) -> list[Any]:
 # Functions, lest a thread keep the tier alive.
 
 
-def _write(file: int, offset: int, memory: torch.Tensor, landed: Sequence[Any]) -> int:
+def _write(file: _File, offset: int, memory: torch.Tensor, landed: Sequence[Any]) -> int:
     """Write all of ``memory`` (uint8) once the device has filled it; return its checksum."""
     for event in landed:
         event.synchronize()
     total = int(checksum(memory))
     view, done = _bytes_of(memory), 0
     while done < len(view):
-        done += _whole(os.pwritev(file, [view[done:]], offset + done))
+        done += _whole(os.pwritev(file.descriptor, [view[done:]], offset + done))
     return total
 
 
 def _read(
-    file: int, offset: int, memory: torch.Tensor, landed: Sequence[Any], expected: int
+    file: _File, offset: int, memory: torch.Tensor, landed: Sequence[Any], expected: int
 ) -> int:
     """Fill all of ``memory`` (uint8) once the device has read it; return its checksum.
 
@@ -251,7 +261,7 @@ def _read(
         event.synchronize()
     view, done = _bytes_of(memory), 0
     while done < len(view):
-        moved = os.preadv(file, [view[done:]], offset + done)
+        moved = os.preadv(file.descriptor, [view[done:]], offset + done)
         if moved == 0:
             raise OSError(errno.EIO, "the file is shorter than what was written")
         done += _whole(moved)
@@ -272,11 +282,6 @@ def _whole(moved: int) -> int:
     return moved
 
 
-def _close(threads: ThreadPoolExecutor, file: int) -> None:
-    threads.shutdown(wait=True)
-    os.close(file)
-
-
 def _make_file(directory: Path) -> tuple[int, str]:
     try:
         return tempfile.mkstemp(prefix="fcdp-cache-", dir=directory)
@@ -286,15 +291,14 @@ def _make_file(directory: Path) -> tuple[int, str]:
         ) from error
 
 
-def _open(directory: Path) -> int:
+def _open(directory: Path) -> _File:
     """A new file without a name; direct I/O where the file system has it (tmpfs has not)."""
-    file, name = _make_file(directory)
+    descriptor, name = _make_file(directory)
+    file = _File(descriptor)
     try:
-        direct = os.open(name, os.O_RDWR | os.O_DIRECT)
+        return _File(os.open(name, os.O_RDWR | os.O_DIRECT))
     except OSError:
         logger.warning("disk cache: %s has no direct I/O; the page cache is used too", directory)
         return file
     finally:
         os.unlink(name)
-    os.close(file)
-    return direct

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import resource
 import threading
@@ -29,18 +30,51 @@ def entries(count: int, numel: int = 2048) -> list[Any]:
 def test_nothing_is_left_in_the_directory_even_while_it_runs(tmp_path: Path) -> None:
     tier = make_tier(tmp_path, *entries(1))
     assert list(tmp_path.iterdir()) == []
-    file = tier._file
-    os.fstat(file)
+    descriptor = tier._file.descriptor
+    os.fstat(descriptor)
     del tier
     with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(file)
+        os.fstat(descriptor)
+
+
+def test_a_tier_goes_without_waiting_for_its_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The garbage collector may end it in the middle of a thread's start, whose locks it needs."""
+    units = entries(1)
+    tier = make_tier(tmp_path, *units)
+    gate, write, written = threading.Event(), os.pwritev, threading.Event()
+    descriptor = tier._file.descriptor
+
+    def hold(*arguments: Any) -> int:
+        assert gate.wait(60)
+        os.fstat(descriptor)  # open as long as somebody writes to it
+        written.set()
+        return write(*arguments)
+
+    monkeypatch.setattr(os, "pwritev", hold)
+    tier.store(units[0], slice_of(torch.ones(2, 2048)))
+    threads = set(tier._threads._threads)
+    goes = threading.Thread(target=gc.collect, daemon=True)
+    tier._in_a_cycle = tier  # type: ignore[attr-defined]
+    del tier
+    goes.start()
+    goes.join(10)
+    assert not goes.is_alive()
+    assert not written.is_set()
+    gate.set()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
 
 
 def test_the_page_cache_is_bypassed(tmp_path: Path) -> None:
     import fcntl
 
     tier = make_tier(tmp_path, *entries(1))
-    assert fcntl.fcntl(tier._file, fcntl.F_GETFL) & os.O_DIRECT
+    assert fcntl.fcntl(tier._file.descriptor, fcntl.F_GETFL) & os.O_DIRECT
 
 
 def test_an_unusable_directory_is_refused(tmp_path: Path) -> None:
@@ -96,7 +130,7 @@ def test_what_is_in_flight_is_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
     gate, write = threading.Event(), os.pwritev
 
     def hold(*arguments: Any) -> int:
-        assert gate.wait(10)
+        assert gate.wait(60)
         return write(*arguments)
 
     monkeypatch.setattr(os, "pwritev", hold)
@@ -123,7 +157,7 @@ def test_what_was_written_is_what_is_read_or_it_counts_as_lost(
         tier.store(unit, slice_of(torch.full((2, 2048), float(value))))
     assert tier.intact(units[0])
     offset = tier._offsets[units[1]]
-    path = f"/proc/self/fd/{tier._file}"
+    path = f"/proc/self/fd/{tier._file.descriptor}"
     with open(path, "r+b") as file:
         if damage == "cut":
             file.truncate(offset)
