@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.profiler import record_function
 from fcdp.cache.cache import Cache
 from fcdp.cache.entry import Entry, Slice, Slices
 from fcdp.codec import Codec
-from fcdp.exchange import Pending, all_gather, swap, wait_all
+from fcdp.exchange import PARTS_MOST, Pending, all_gather, swap, wait_all
 from fcdp.failure import Failures
 from fcdp.guard import Guard
 from fcdp.ledger import Ledger, Phase, gather_phase, in_backward
@@ -243,9 +244,7 @@ class CachedAllGather(AllGather):
     ) -> Sequence[Pending]:
         """Gather inside the node, each node's part from one row of a slice.
 
-        ``part`` is ``None`` where there is one node. Nothing moves afterwards: FSDP2's rank order
-        is what the node's parts arrive in. One collective over a table in another order would need
-        a copy of the whole unit, and device memory for it.
+        ``part`` is ``None`` where there is one node.
         """
         nodes, ranks, _ = by_node.shape
         if ranks > 1:
@@ -256,25 +255,61 @@ class CachedAllGather(AllGather):
         with part.access.reading(self._streams.current()):
             if in_place:
                 return self._gather_in_node(by_node, None)
-            rows = part.rows(self._topology.node, own)
-            if ranks > 1:
-                return self._gather_in_node(by_node, rows)
-            for node, row in enumerate(rows):
-                if node != self._topology.node:
-                    by_node[node, 0].copy_(row)
-            return []
+            if ranks == 1:
+                for places, rows in self._others(by_node, part):
+                    places[:, 0].copy_(rows)
+                return []
+            if nodes > PARTS_MOST and not self._streams.on_host:
+                self._gather_by_rank(by_node, part, own)
+                return []
+            return self._gather_in_node(by_node, part.rows(self._topology.node, own))
 
     def _gather_in_node(
         self, by_node: torch.Tensor, rows: Sequence[torch.Tensor] | None
     ) -> Sequence[Pending]:
+        """Gather each node's part where it belongs: FSDP2's rank order is what it arrives in."""
         if by_node.shape[1] == 1:
             return []
-        outputs = by_node.flatten(1).unbind()
+        with self._exchanging_in_node():
+            return all_gather(by_node.flatten(1).unbind(), self._topology.intra, rows)
+
+    def _gather_by_rank(self, by_node: torch.Tensor, part: Slice, own: torch.Tensor) -> None:
+        """Gather the other nodes' parts rank by rank, in at most two runs, and put them in order.
+
+        The host's time does not grow with the nodes; a copy of the unit moves on the device.
+        """
+        runs = self._others(by_node, part)
+        ranks, dtype, device = by_node.shape[1], by_node.dtype, by_node.device
+        arrived = [
+            torch.empty((ranks, *rows.shape), dtype=dtype, device=device) for _, rows in runs
+        ]
+        outputs = [table.view(-1) for table in arrived]
+        inputs = [rows.view(-1) for _, rows in runs]
+        with self._exchanging_in_node():
+            all_gather(
+                [*outputs, by_node[self._topology.node].view(-1)],
+                self._topology.intra,
+                [*inputs, own],
+            )
+        for (places, _), table in zip(runs, arrived, strict=True):
+            places.copy_(table.transpose(0, 1))
+
+    def _others(
+        self, by_node: torch.Tensor, part: Slice
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Pair the places (k, L, s) of the nodes below and above this one with a slice's rows."""
+        node, rows = self._topology.node, part.memory.view(by_node.dtype)
+        above = node if part.own is None else node + 1
+        pairs = ((by_node[:node], rows[:node]), (by_node[node + 1 :], rows[above:]))
+        return [pair for pair in pairs if pair[1].shape[0]]
+
+    @contextmanager
+    def _exchanging_in_node(self) -> Iterator[None]:
         with (
             record_function(f"fcdp::gather_intra {self._unit.name}"),
             self._topology.failures.waiting(),
         ):
-            return all_gather(outputs, self._topology.intra, rows)
+            yield
 
 
 def _run(parts: Parts) -> None:

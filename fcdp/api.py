@@ -12,17 +12,12 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from fcdp.agreement import on_all_ranks
 from fcdp.cache.cache import Safety
 from fcdp.cache.policy import CachePolicy, HostCache
 from fcdp.cache.tiers import disk
 from fcdp.codec import Codec, Codecs
-from fcdp.engine import (
-    Engine,
-    engine_of,
-    has_engine,
-    is_set_up,
-    on_all_ranks,
-)
+from fcdp.engine import Engine, engine_of, has_engine, is_set_up
 from fcdp.ledger import Ledger
 from fcdp.partial_gradients import PartialsPlace
 from fcdp.partition import (

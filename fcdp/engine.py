@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 import torch.nn as nn
@@ -17,13 +17,13 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from fcdp.agreement import on_all_ranks
 from fcdp.all_gather import CachedAllGather
 from fcdp.cache.cache import Cache
 from fcdp.cache.entry import Entry, Slices
 from fcdp.cache.memory_plan import MemoryPlan
 from fcdp.codec import Codecs
 from fcdp.encoded_reduce import EncodedReduce, check_encodable
-from fcdp.exchange import any_rank
 from fcdp.guard import Guard
 from fcdp.ledger import Ledger
 from fcdp.partial_gradients import Partials
@@ -37,8 +37,6 @@ from fcdp.topology import Topology
 from fcdp.unit import Unit, find_units
 
 _ATTRIBUTE = "_fcdp_engine"
-
-_T = TypeVar("_T")
 
 
 class Reduction(Protocol):
@@ -388,22 +386,3 @@ def _device(topology: Topology) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
     return torch.device(kind, torch.accelerator.current_device_index())
-
-
-def on_all_ranks(what: str, topology: Topology, build: Callable[[], _T]) -> _T:
-    """Build on all ranks or on none: one that fails must not leave others waiting.
-
-    Raises what ``build`` raised, and ``RuntimeError`` about ``what`` where only others failed.
-    """
-    built: list[_T] = []
-    error = None
-    try:
-        built.append(build())
-    except Exception as caught:
-        error = caught
-    (failed,) = any_rank([error is not None], topology)
-    if error is not None:
-        raise error
-    if failed:
-        raise RuntimeError(f"{what}: another rank failed")
-    return built[0]

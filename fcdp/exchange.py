@@ -23,6 +23,11 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 Op = dist.ReduceOp | dist.ReduceOp.RedOpType
 
+#: Nodes up to which a unit moves inside the node without a copy, a part per node. Each part takes
+#: the host 3 microseconds, and NCCL an operation; beyond, one copy of the unit costs less than they
+#: do, and takes its size in device memory (docs/host-cost.md).
+PARTS_MOST = 16
+
 
 class Pending(Protocol):
     """An exchange under way; ``wait`` orders the current stream after it (blocks on the CPU)."""
@@ -163,6 +168,18 @@ def reduce_scatter(
     options.asyncOp = False
     group.reduce_scatter_tensor_coalesced([*outputs], [*buffers], options).wait()
     return []
+
+
+def reduce_scatter_parts(
+    output: torch.Tensor, buffer: torch.Tensor, op: Op, group: dist.ProcessGroup
+) -> list[Pending]:
+    """Reduce ``buffer`` (k, g, s) over the group's g ranks to ``output`` (k, s), as above.
+
+    On an accelerator no part moves twice up to :data:`PARTS_MOST`; more are put in order first.
+    """
+    if len(output) <= PARTS_MOST or _on_host(buffer):
+        return reduce_scatter(output.unbind(), buffer.flatten(1).unbind(), op, group)
+    return reduce_scatter([output.view(-1)], [buffer.transpose(0, 1).reshape(-1)], op, group)
 
 
 def all_to_all(

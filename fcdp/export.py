@@ -14,7 +14,8 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from fcdp.engine import engine_of, on_all_ranks
+from fcdp.agreement import on_all_ranks
+from fcdp.engine import engine_of
 from fcdp.topology import Topology
 
 

@@ -11,7 +11,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.profiler import record_function
 
 from fcdp.encoded_reduce import EncodedReduce
-from fcdp.exchange import Op, reduce_scatter, wait_all
+from fcdp.exchange import Op, reduce_scatter, reduce_scatter_parts, wait_all
 from fcdp.ledger import Ledger
 from fcdp.partial_gradients import PartialGradients
 from fcdp.topology import Topology
@@ -133,11 +133,11 @@ class HierarchicalReduceScatter(ReduceScatter):
             )
 
     def _reduce_in_node(self, partial: torch.Tensor, gradients: torch.Tensor, op: Op) -> None:
-        """Reduce (nodes, L, s) to (nodes, s), by one collective: no part moves twice."""
-        nodes = self._topology.nodes
-        outputs, buffers = partial.view(nodes, -1).unbind(), gradients.view(nodes, -1).unbind()
+        """Reduce (nodes, L, s) to (nodes, s), by one collective."""
+        nodes, ranks = self._topology.nodes, self._topology.ranks_per_node
+        output, buffer = partial.view(nodes, -1), gradients.view(nodes, ranks, -1)
         with self._topology.failures.waiting():
-            wait_all(reduce_scatter(outputs, buffers, op, self._topology.reduce_intra))
+            wait_all(reduce_scatter_parts(output, buffer, op, self._topology.reduce_intra))
         sent = (self._topology.ranks_per_node - 1) * partial.numel() * partial.itemsize
         self._ledger.add("intra_node", "reduce", sent)
 

@@ -65,6 +65,16 @@ class Topology:
     def local_rank(self) -> int:
         return self.rank % self.ranks_per_node
 
+    @property
+    def processes_per_node(self) -> int:
+        """Ranks that share a node's host memory: other dimensions of a mesh have theirs there too.
+
+        These are known where a launcher tells them.
+        """
+        if self.world_size == dist.get_world_size():
+            return self.ranks_per_node
+        return max(self.ranks_per_node, _variable("LOCAL_WORLD_SIZE") or 0)
+
     @functools.cached_property
     def failures(self) -> Failures:
         """What the ranks know of each other's failures; first asked for alike on all of them."""

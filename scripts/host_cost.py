@@ -41,8 +41,8 @@ from scripts.gpu import fake
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "host-cost.md"
 RECORD = ROOT / "results" / "host-cost" / "record.json"
-#: Nodes, and ranks per node: 16, 128 and 512 ranks.
-SHAPES = ((2, 8), (16, 8), (64, 8))
+#: Nodes, and ranks per node: 16, 128, 512 and 1024 ranks.
+SHAPES = ((2, 8), (16, 8), (64, 8), (128, 8))
 UNITS = 8
 #: Of each rank's shard: so few that copies take a microsecond or two.
 ELEMENTS = 64
@@ -270,19 +270,17 @@ def tables(record: dict[str, Any]) -> str:
         by[row["path"], row["detect_writes"]].append(row)
     issued = [f"| Call | {named} |", f"|---|{'---|' * len(shapes)}"]
     times = [
-        f"| Call | `detect_writes` | {named} | over n nodes |",
-        f"|---|---|{'--:|' * (len(shapes) + 1)}",
+        f"| Call | `detect_writes` | {named} |",
+        f"|---|---|{'--:|' * len(shapes)}",
     ]
     for path, name in PATHS.items():
         plain = path.startswith("FSDP2")
         issued.append(f"| {name} | {' | '.join(_issued(row) for row in by[path, True])} |")
         for detects in (False,) if plain else (True, False):
             rows = by[path, detects]
-            constant, slope = fit(rows)
             cells = [f"{row['quartiles_us'][1]:.0f}" for row in rows]
             switch = "–" if plain else "on" if detects else "off"
-            fitted = f"{constant:.0f} + {abs(slope) if round(slope, 1) == 0 else slope:.1f}·n"
-            times.append(f"| {name} | {switch} | {' | '.join(cells)} | {fitted} |")
+            times.append(f"| {name} | {switch} | {' | '.join(cells)} |")
     made = (
         f"Made by `{record['command']}` on {record['date']}: {record['machine']}, torch "
         f"{record['torch']}, Python {record['python']}; {record['calls']:,} calls each, shards of "
@@ -296,19 +294,11 @@ def tables(record: dict[str, Any]) -> str:
             "",
             *issued,
             "",
-            "Host microseconds per call, medians, and their least-squares fit over n nodes:",
+            "Host microseconds per call, medians:",
             "",
             *times,
         ]
     )
-
-
-def fit(rows: Sequence[dict[str, Any]]) -> tuple[float, float]:
-    """Microseconds whatever the number of nodes, and more for each node."""
-    slope, constant = statistics.linear_regression(
-        [row["nodes"] for row in rows], [row["quartiles_us"][1] for row in rows]
-    )
-    return constant, slope
 
 
 def rewritten(page: str, record: dict[str, Any]) -> str:

@@ -67,8 +67,8 @@ class MemoryPlan:
 
     @property
     def host_bytes(self) -> int:
-        """Of one node's ranks together."""
-        return self.topology.ranks_per_node * sum(self.parts.values())
+        """Of one node's ranks together, as if all held what this one does."""
+        return self.topology.processes_per_node * sum(self.parts.values())
 
     def check(self) -> None:
         """Refuse before the first step what would end in the kernel's out-of-memory killer.
@@ -94,7 +94,7 @@ class MemoryPlan:
         parts = ", ".join(
             f"{name} {_size(nbytes)}" for name, nbytes in self.parts.items() if nbytes
         )
-        ranks = self.topology.ranks_per_node
+        ranks = self.topology.processes_per_node
         return f"fcdp: {_size(self.host_bytes)} of host memory a node, {ranks} × ({parts})"
 
 

@@ -54,7 +54,7 @@ def test_a_gather_and_a_reduction_are_one_collective_per_direction_on_any_nodes(
     pools = Pools()  # a process of its own: the fake group takes the place of the real one
     try:
         for detects in (True, False):
-            for nodes in (2, 16):
+            for nodes in (2, 64):
                 (found,) = pools.run(1, counted, nodes, detects)
                 assert found == COUNTS
     finally:

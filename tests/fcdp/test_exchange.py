@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fcdp.exchange import all_gather, any_rank, reduce_scatter, swap
+from fcdp.exchange import all_gather, any_rank, reduce_scatter, reduce_scatter_parts, swap
 from tests.fcdp.training import topology_of
 from tests.ranks import Pools
 
@@ -120,14 +120,33 @@ class Recording:
         return mock.Mock()
 
 
-@pytest.mark.parametrize("nodes", [2, 64])
-def test_an_accelerator_is_asked_for_one_collective_however_many_nodes(nodes: int) -> None:
+def test_an_accelerator_is_asked_for_one_collective_however_many_parts() -> None:
     group: Any = Recording(8)
-    whole = [torch.empty(8 * 4, device="meta") for _ in range(nodes)]
-    parts = [torch.empty(4, device="meta") for _ in range(nodes)]
+    whole = [torch.empty(8 * 4, device="meta") for _ in range(64)]
+    parts = [torch.empty(4, device="meta") for _ in range(64)]
     assert all_gather(whole, group, parts) == []
     assert reduce_scatter(parts, whole, dist.ReduceOp.SUM, group) == []
     assert group.calls == [
-        f"all-gather of {nodes}, asynchronous False",
-        f"reduce-scatter of {nodes}, asynchronous False",
+        "all-gather of 64, asynchronous False",
+        "reduce-scatter of 64, asynchronous False",
     ]
+
+
+@pytest.mark.parametrize(("nodes", "parts"), [(16, 16), (17, 1), (64, 1)])
+def test_what_an_accelerator_is_given_does_not_grow_with_the_nodes(nodes: int, parts: int) -> None:
+    group: Any = Recording(2)
+    output, buffer = torch.empty(nodes, 3), torch.arange(nodes * 2 * 3.0).view(nodes, 2, 3)
+    single = mock.Mock()
+    with (
+        mock.patch("fcdp.exchange._on_host", return_value=False),
+        mock.patch("fcdp.exchange._reduce_scatter", single),
+    ):
+        assert reduce_scatter_parts(output, buffer, dist.ReduceOp.SUM, group) == []
+    if parts > 1:
+        assert group.calls == [f"reduce-scatter of {parts}, asynchronous False"]
+        return
+    assert group.calls == []
+    given_output, given = single.call_args.args
+    assert given_output.data_ptr() == output.data_ptr()
+    for rank, of_rank in enumerate(given.view(2, nodes, 3)):
+        assert torch.equal(of_rank, buffer[:, rank])

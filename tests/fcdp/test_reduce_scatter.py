@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -11,6 +12,8 @@ import torch.distributed as dist
 import torch.nn as nn
 
 import fcdp
+from fcdp.codec import Codecs
+from fcdp.engine import Engine
 from fcdp.ledger import Ledger
 from fcdp.partial_gradients import OnDevice
 from fcdp.reduce_scatter import HierarchicalReduceScatter
@@ -69,12 +72,38 @@ def test_gradients_are_scaled_once(ranks_per_node: int, op: dist.ReduceOp.RedOpT
     ledger = Ledger()
     reduce = HierarchicalReduceScatter(unit, topology, OnDevice(ledger), ledger, encoded=None)
     asked: list[Any] = []
-    with mock.patch(
-        "fcdp.reduce_scatter.reduce_scatter",
-        side_effect=lambda _, __, *how: asked.append(how) or [],
+
+    def noting(_: Any, __: Any, *how: Any) -> list[Any]:
+        asked.append(how)
+        return []
+
+    with (
+        mock.patch("fcdp.reduce_scatter.reduce_scatter", noting),
+        mock.patch("fcdp.reduce_scatter.reduce_scatter_parts", noting),
     ):
         reduce(torch.empty(1), torch.empty(2 * ranks_per_node), group, op)
     averaged = op == dist.ReduceOp.AVG
     across = op if averaged or ranks_per_node == 1 else dist.ReduceOp.SUM
     inside = [(op, "intra of reductions")] if ranks_per_node > 1 else []
     assert asked == [*inside, (across, "inter of reductions")]
+
+
+@pytest.mark.parametrize(
+    ("device_type", "allowed", "asked"),
+    [("cuda", 1, [2]), ("cuda", 3, []), ("cuda", None, []), ("cpu", 1, [])],
+)
+def test_a_second_reduction_may_be_in_flight_where_fsdp2_has_its_default(
+    device_type: str, allowed: int | None, asked: list[int]
+) -> None:
+    """Backward would wait for the reduction before, which crosses nodes; a user's limit stays."""
+    group = SimpleNamespace(reduce_scatter_max_input_buffers=allowed)
+    unit = mock.Mock(group=group)
+    topology = SimpleNamespace(
+        mesh=SimpleNamespace(device_type=device_type), reduce_inter=None, nodes=2
+    )
+    engine: Any = SimpleNamespace(
+        topology=topology, ledger=Ledger(), _encoded=[], _reductions={}, _partials=mock.Mock()
+    )
+    Engine._reduce_by_hierarchy(engine, unit, Codecs())  # type: ignore[arg-type]
+    calls = unit.module.set_reduce_scatter_max_input_buffers.call_args_list
+    assert calls == [mock.call(number, recurse=False) for number in asked]

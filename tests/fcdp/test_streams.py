@@ -12,6 +12,7 @@ import random
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -47,7 +48,11 @@ class Other:
 class Run:
     """One rank's gathers, and those that gave anything but what the parameters were."""
 
-    def __init__(self, seed: int, policy: CachePolicy, ranks_per_node: int) -> None:
+    def __init__(
+        self, seed: int, policy: CachePolicy, ranks_per_node: int, *, by_rank: bool = False
+    ) -> None:
+        """``by_rank`` moves units inside the node as with many nodes."""
+        self.by_rank = by_rank
         self.chance = random.Random(seed)
         self.accelerator = Accelerator()
         place: Any = Place(NODES, self.chance.randrange(NODES), ranks_per_node, local_rank=0)
@@ -64,6 +69,8 @@ class Run:
         enter = self._stack.enter_context
         enter(self.accelerator.in_place_of_torchs())
         enter(mock.patch("fcdp.all_gather.all_gather", self._all_gather))
+        if self.by_rank:
+            enter(mock.patch("fcdp.all_gather.PARTS_MOST", 0))
         enter(mock.patch("fcdp.cache.arena.Arena", HostMemory))
         for user in ("tiers.host", "tiers.disk"):
             enter(mock.patch(f"fcdp.cache.{user}.Arena", HostMemory))
@@ -119,12 +126,19 @@ class Run:
             pairs = [(alias(out), alias(row)) for out, row in zip(outputs, inputs, strict=True)]
             ranks = range(topology.ranks_per_node)
             numbers = [[others.number(unit, node, r) for r in ranks] for node in range(NODES)]
+            nodes = [[node] for node in range(NODES)]
+            if self.by_rank:
+                own = topology.node
+                runs = [[*range(own)], [*range(own + 1, NODES)], [own]]
+                nodes = [run for run in runs if run]
 
             def spread() -> None:
-                for (out, row), of_ranks in zip(pairs, numbers, strict=True):
-                    parts = out.view(topology.ranks_per_node, -1)
-                    for rank, number in enumerate(of_ranks):
-                        parts[rank] = row if rank == topology.local_rank else number
+                for (out, row), run in zip(pairs, nodes, strict=True):
+                    parts = out.view(topology.ranks_per_node, len(run), -1)
+                    for rank, place in product(ranks, range(len(run))):
+                        mine = row.view(len(run), -1)[place]
+                        other = numbers[run[place]][rank]
+                        parts[rank, place] = mine if rank == topology.local_rank else other
 
             self.accelerator.issue(spread)
         return []
@@ -184,9 +198,9 @@ class HostMemory:
         return torch.zeros(nbytes, dtype=torch.uint8)
 
 
-def errors(seed: int, policy: CachePolicy, ranks_per_node: int) -> int:
+def errors(seed: int, policy: CachePolicy, ranks_per_node: int, *, by_rank: bool = False) -> int:
     """Run one seed's gathers and count those with wrong data."""
-    with Run(seed, policy, ranks_per_node) as run:
+    with Run(seed, policy, ranks_per_node, by_rank=by_rank) as run:
         run.some_gathers()
     run.accelerator.run_in_some_order(run.chance)
     assert len(run.wrong) == GATHERS
@@ -202,6 +216,11 @@ def test_every_order_that_events_allow_gives_what_the_parameters_are(
     policy: str, ranks_per_node: int
 ) -> None:
     assert not any(errors(seed, POLICIES[policy], ranks_per_node) for seed in range(ORDERS))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nor_do_parts_of_many_nodes_which_arrive_by_rank(policy: str) -> None:
+    assert not any(errors(seed, POLICIES[policy], 2, by_rank=True) for seed in range(ORDERS))
 
 
 @contextlib.contextmanager

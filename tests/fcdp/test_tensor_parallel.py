@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -187,6 +189,23 @@ def test_training_matches_fsdp2(ranks: Pools, layout: Layout) -> None:
 
 def test_a_model_that_fully_shard_has_sharded_can_be_cached(ranks: Pools) -> None:
     compare(ranks, Layout(2, 1), "cached")
+
+
+def announced(layout: Layout) -> tuple[int, str]:
+    """What a node's host memory is planned for, as the launcher tells."""
+    topology = topology_of(layout)
+    local = layout.ranks_per_node * TENSOR
+    said = io.StringIO()
+    with launched(torch.distributed.get_rank() % local, local), contextlib.redirect_stderr(said):
+        model = parallel_model(layout)
+        fcdp.shard(model, topology, units=model.blocks)
+        return topology.processes_per_node, said.getvalue()
+
+
+def test_host_memory_is_planned_for_all_ranks_of_a_node(ranks: Pools) -> None:
+    (processes, said), *_ = ranks.run(4, announced, Layout(2, 1, launched=True))
+    assert processes == 2
+    assert "of host memory a node, 2 × (cache" in said
 
 
 def bytes_between_nodes(layout: Layout) -> tuple[dict[str, int], int, int]:

@@ -24,6 +24,9 @@ class DeviceTier:
         self._streams = streams
         self._entries: dict[Unit, torch.Tensor] = {}
         self._access: dict[Unit, Access] = {}
+        #: Units that the device had no memory for: asking a full device again at each store would
+        #: have the allocator give its reserve back and wait for the device each time.
+        self._refused: set[Unit] = set()
 
     @property
     def nbytes(self) -> int:
@@ -63,11 +66,14 @@ class DeviceTier:
             del self._entries[unit]
 
     def _allocate(self, unit: Unit) -> torch.Tensor:
+        if unit in self._refused:
+            raise TierUnavailable("the device had no memory")
         try:
             return torch.empty(
                 (self._others, unit.shard_bytes), dtype=torch.uint8, device=self._device
             )
         except torch.OutOfMemoryError as error:
+            self._refused.add(unit)
             raise TierUnavailable(
                 f"the device has no {self._others * unit.shard_bytes / 2**20:.1f} MiB free"
             ) from error

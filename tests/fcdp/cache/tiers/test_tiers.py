@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from fcdp.cache.tiers.device import DeviceTier
 from fcdp.cache.tiers.disk import DiskTier
 from fcdp.cache.tiers.host import HostTier
+from fcdp.cache.tiers.tier import TierUnavailable
 from tests.fcdp.stand_ins import CPU, STREAMS, Place, StandInUnit, slice_of
 
 
@@ -72,3 +74,18 @@ def test_an_entry_holds_any_dtype_that_the_unit_gathers(tmp_path: Path, kind: st
     assert tier.intact(unit)
     tier.load(unit, slice_of(loaded))
     assert torch.equal(loaded[1], shards[1])
+
+
+def test_a_full_device_is_asked_once_per_unit() -> None:
+    """Each refusal empties the allocator's reserve and waits for the device."""
+    full, unit = StandInUnit("full", 4), StandInUnit("other", 8)
+    units: Any = full, unit
+    tier = DeviceTier(Place(2, 0), CPU, STREAMS)  # type: ignore[arg-type]
+    refusing = mock.patch("torch.empty", side_effect=torch.OutOfMemoryError)
+    with refusing as asked:
+        for _ in range(3):
+            with pytest.raises(TierUnavailable):
+                tier.store(units[0], slice_of(torch.zeros(2, 1)))
+    assert asked.call_count == 1
+    tier.store(units[1], slice_of(torch.zeros(2, 2)))
+    assert tier.nbytes == 8
