@@ -279,7 +279,7 @@ def _run_job(failing: int, how: str) -> list[tuple[int, str]]:
         for rank in range(3)
     ]
     try:
-        outputs = [process.communicate(timeout=2 * SOON_S)[1] for process in processes]
+        outputs = [process.communicate(timeout=4 * SOON_S)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -302,9 +302,7 @@ def test_an_uncaught_error_is_in_the_messages_of_all_ranks(failing: int) -> None
             assert "was the direct cause of the following exception" in output
 
 
-# Of a rank that served the store the others have to find out by its silence, which took longer than
-# this test waits on a machine that was busy: seen once in about twenty runs.
-@pytest.mark.parametrize("failing", [2], ids=["another"])
+@pytest.mark.parametrize("failing", [0, 2], ids=["serves-the-store", "another"])
 def test_a_killed_rank_ends_the_others(failing: int) -> None:
     for rank, (status, output) in enumerate(_run_job(failing, "is-killed")):
         if rank == failing:
