@@ -7,48 +7,52 @@ import torch.nn.functional as F
 
 #: Odd, so that multiplying by it loses no bit.
 _STRIDE = 0x9E3779B97F4A7C15 - 2**64
+_MIX = 0xBF58476D1CE4E5B9 - 2**64
 _WORD = torch.int64.itemsize
-#: Words per row of the table that two passes sum along both sides.
-_COLUMNS = 512
+#: Words that are mixed at a time: what stays in a core's cache, and what a GPU is busy with.
+_BLOCK_ON_HOST, _BLOCK = 2**15, 2**20
 
 
 def checksum(values: torch.Tensor) -> torch.Tensor:
     """Return a sum of the tensor's bytes that depends on their places.
 
-    An int64 scalar on the tensor's device, wrapping; nothing waits for the device. Two passes that
-    only read: a table of words is summed by rows and by columns, and these sums are weighted by
-    their place. A product of every word with a weight would write as much as it reads.
+    An int64 scalar on the tensor's device, wrapping; nothing waits for the device. Working memory
+    is two blocks, 16 MiB on an accelerator.
     """
     raw = values.reshape(-1).view(torch.uint8)
     if raw.storage_offset() % _WORD:
         raw = raw.clone()  # a shard inside a buffer may begin anywhere; words may not
     if raw.numel() % _WORD:
         raw = F.pad(raw, (0, -raw.numel() % _WORD))
-    words = raw.view(torch.int64)
-    whole = words.numel() // _COLUMNS * _COLUMNS
-    rest = words[whole:]
-    if not whole:
-        return _weighted(rest)
-    table = words[:whole].view(-1, _COLUMNS)
-    # One weight odd, the other even: a word's own, their sum, is odd, so that no change of one
-    # word is lost, not even of its highest bit.
-    total = _weighted(table.sum(0)) + _weighted(table.sum(1)) * 2
-    # Another weight than the table's own: what moves between the two is seen.
-    return total + _weighted(rest) * _STRIDE if rest.numel() else total
+    first, *others = raw.view(torch.int64).split(_BLOCK_ON_HOST if raw.is_cpu else _BLOCK)
+    total = _of_block(first)
+    for words in others:
+        total = total * _STRIDE + _of_block(words)
+    return total
 
 
-def _weighted(words: torch.Tensor) -> torch.Tensor:
-    """Sum int64 words, each times an odd number that is its place's own."""
-    return (words * _weights(words.numel(), words.device)).sum()
+def _of_block(words: torch.Tensor) -> torch.Tensor:
+    """Sum a block's words, each mixed with its place.
+
+    A weighted sum would take less time and lose what ordinary writes do: all signs, or all
+    exponents, change the same high bits of many words, and sums wrap.
+    """
+    mixed = words ^ _keys(words.device)[: words.numel()]
+    mixed *= _MIX
+    mixed ^= mixed >> 32  # the high bits count like all others
+    return mixed.sum()
 
 
-#: Weights by device. Kept: making them would take more calls than using them, for each parameter.
+#: Keys by device. Kept: making them would take more calls than using them, for each parameter.
 _made: dict[torch.device, torch.Tensor] = {}
 
 
-def _weights(count: int, device: torch.device) -> torch.Tensor:
-    known = _made.get(device)
-    if known is None or known.numel() < count:
-        places = torch.arange(1, max(count, 2 * _COLUMNS) + 1, device=device, dtype=torch.int64)
-        known = _made[device] = places * _STRIDE | 1
-    return known[:count]
+def _keys(device: torch.device) -> torch.Tensor:
+    """Return a number per place in a block that has nothing to do with the others."""
+    if device not in _made:
+        count = _BLOCK_ON_HOST if device.type == "cpu" else _BLOCK
+        keys = torch.arange(1, count + 1, device=device, dtype=torch.int64) * _STRIDE
+        for _ in range(2):
+            keys = (keys ^ (keys >> 29)) * _MIX
+        _made[device] = keys ^ (keys >> 32)
+    return _made[device]

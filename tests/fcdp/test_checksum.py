@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fcdp.checksum import checksum
@@ -24,3 +27,26 @@ def test_a_changed_byte_and_an_exchange_change_the_checksum(
 def test_words_in_another_order_are_other_bytes() -> None:
     words = torch.arange(4.0, dtype=torch.float64)
     assert checksum(words) != checksum(words.flip(0))
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
+    "signs": lambda t: t.neg_(),
+    "halves": lambda t: t.mul_(0.5),
+    "doubles": lambda t: t.mul_(2),
+    "swap halves": lambda t: t.copy_(t.roll(t.numel() // 2)),
+    "one in two": lambda t: t[::2].neg_(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@settings(max_examples=60)
+@given(count=st.one_of(st.integers(2, 200), st.integers(2**9, 2**18)), equal=st.booleans())
+def test_what_changes_all_elements_alike_is_seen(
+    change: str, dtype: torch.dtype, count: int, equal: bool
+) -> None:
+    """Such writes change the highest bits of an even number of words, which plain sums lose."""
+    shard = torch.ones(count, dtype=dtype) if equal else torch.randn(count).to(dtype)
+    changed = shard.clone()
+    CHANGES[change](changed)
+    assert torch.equal(changed, shard) == bool(checksum(changed) == checksum(shard))
