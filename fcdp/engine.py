@@ -62,6 +62,10 @@ class Reduction(Protocol):
         """Forget what waits if its ``.grad`` are gone: the step was given up."""
         ...
 
+    def accumulating(self) -> contextlib.AbstractContextManager[None]:
+        """Reduce, in the backward of the body, what earlier micro-batches have used too."""
+        ...
+
 
 class Engine:
     """Installs the custom collectives on every unit and follows what makes entries stale."""
@@ -184,7 +188,9 @@ class Engine:
             reduction.requires_sync = last
         self.cache.requires_sync = last
         try:
-            with self._all_params_reduced():
+            with contextlib.ExitStack() as units:
+                for reduction in self._reductions.values():
+                    units.enter_context(reduction.accumulating())
                 yield
         except BaseException as error:
             self.topology.failures.announce(error)
@@ -208,23 +214,6 @@ class Engine:
                 fsdp_param.unsharded_accumulated_grad = None
                 if (whole := getattr(fsdp_param, "_unsharded_param", None)) is not None:
                     whole.grad = None
-
-    @contextlib.contextmanager
-    def _all_params_reduced(self) -> Iterator[None]:
-        """Have units of which gradients wait reduced even where this micro-batch uses them not.
-
-        FSDP2 reduces what has received gradients. What waits from earlier micro-batches would
-        otherwise never cross nodes; parameters without a gradient count as zeros instead.
-        """
-        waiting = [unit for unit, each in self._reductions.items() if unit and each.pending]
-        groups = [unit.group for unit in waiting if not _reduces_unused(unit)]
-        for group in groups:
-            group.reduce_scatter_unused_params = True
-        try:
-            yield
-        finally:
-            for group in groups:
-                group.reduce_scatter_unused_params = False
 
     def _check_gradient_hooks(self) -> None:
         """Raise ``RuntimeError`` where a hook would be called with a gradient that is not there."""
@@ -374,11 +363,6 @@ def _check_collectives(unit: Unit) -> None:
                 f"{unit.name}: has a custom collective, {type(comm).__name__}, whose place FCDP "
                 "would take; must be FSDP2's own"
             )
-
-
-def _reduces_unused(unit: Unit) -> bool:
-    """Whether the user has set ``set_reduce_scatter_unused_params``."""
-    return bool(getattr(unit.group, "reduce_scatter_unused_params", False))
 
 
 def _device(topology: Topology) -> torch.device:

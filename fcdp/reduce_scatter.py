@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,6 +50,8 @@ class HierarchicalReduceScatter(ReduceScatter):
         #: Versions of ``.grad`` by parameter, as the last micro-batch left them.
         self._versions: dict[int, int] = {}
         self._input_numel = 0
+        #: FSDP2's parameters that earlier micro-batches gave gradients to.
+        self._given: set[Any] = set()
 
     @property
     def pending(self) -> bool:
@@ -132,6 +136,34 @@ class HierarchicalReduceScatter(ReduceScatter):
                 "optimizer.zero_grad(set_to_none=True)"
             )
 
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Have FSDP2 reduce in the body what earlier micro-batches gave gradients to, used or not.
+
+        It reduces what has received gradients. What waits of others would never cross nodes, or lie
+        elsewhere in a partial gradient: they count as zeros.
+        """
+        group = self._unit.group
+        plain, reduced = group.post_backward, False
+
+        def post_backward(*unused: Any) -> None:
+            nonlocal reduced
+            having = {param for param in group.fsdp_params if _has_gradient(param)}
+            if not self.pending:
+                self._given.clear()
+            elif having or not reduced:
+                for param in self._given - having:
+                    param.unsharded_accumulated_grad = torch.zeros_like(param.unsharded_param)
+            self._given |= having
+            reduced = True
+            plain(*unused)
+
+        group.post_backward = post_backward
+        try:
+            yield
+        finally:
+            del group.post_backward
+
     def _reduce_in_node(self, partial: torch.Tensor, gradients: torch.Tensor, op: Op) -> None:
         """Reduce (nodes, L, s) to (nodes, s), by one collective."""
         nodes, ranks = self._topology.nodes, self._topology.ranks_per_node
@@ -191,3 +223,11 @@ class HierarchicalReduceScatter(ReduceScatter):
                 "in the ones before it; run such micro-batches without fcdp.accumulate, or call "
                 "set_reduce_scatter_unused_params(True) on the module"
             )
+
+
+def _has_gradient(param: Any) -> bool:
+    """Whether FSDP2 is going to reduce a gradient of one of its parameters."""
+    if param.unsharded_accumulated_grad is not None:
+        return True
+    whole = getattr(param, "_unsharded_param", None)
+    return whole is not None and whole.grad is not None

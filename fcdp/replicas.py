@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Sequence
@@ -89,6 +90,10 @@ class Replicas:
         """Forget that sums wait whose ``.grad`` are gone."""
         if all(param.grad is None for param in self.params):
             self.pending = False
+
+    def accumulating(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing: replicas are reduced at once, with whatever gradients they have."""
+        return contextlib.nullcontext()
 
     def _scale(self, param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
         """Scale what one backward adds, so that averaging divides it by the factor that is set.

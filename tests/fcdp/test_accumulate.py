@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -70,41 +72,65 @@ def test_micro_batches_of_a_step_that_was_given_up_do_not_leak(ranks: Pools, how
 
 
 class Branches(nn.Module):
-    """Uses one of its two layers."""
+    """Uses some of its two layers."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
 
-    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
-        return self.layers[which](x).square().sum()
+    def forward(self, x: torch.Tensor, used: str) -> torch.Tensor:
+        return sum((self.layers[int(place)](x).square().sum() for place in used), torch.zeros(()))
 
 
-def one_layer_per_micro_batch() -> float:
-    """The worst difference from FSDP2, of gradients after two micro-batches of different layers."""
+def some_layers_per_micro_batch(steps: Sequence[Sequence[str]], own_units: bool) -> float:
+    """The worst difference from FSDP2 of all steps' gradients; the same parameters have some."""
     topology = topology_of(2, 1)
     x = torch.full((1, 4), 1.0 + topology.rank)
-    found: list[list[torch.Tensor]] = []
+    found: list[list[dict[str, torch.Tensor]]] = []
     for cached in (False, True):
         model = Branches()
-        for module in [*model.layers, model]:
+        for module in [*(model.layers if own_units else []), model]:
             fully_shard(module, mesh=topology.mesh)
         if cached:
             fcdp.cache_parameters(model, topology)
-        for micro in range(2):
-            if cached:
-                with fcdp.accumulate(model, last=micro == 1):
-                    model(x, micro).backward()
-            else:
-                model(x, micro).backward()
-        found.append(gradients(model))
+        found.append([])
+        for micro_batches in steps:
+            for place, used in enumerate(micro_batches):
+                last = place == len(micro_batches) - 1
+                with fcdp.accumulate(model, last=last) if cached else contextlib.nullcontext():
+                    model(x, used).backward()
+            grads: dict[str, Any] = {name: param.grad for name, param in model.named_parameters()}
+            found[-1].append(
+                {name: grad.full_tensor() for name, grad in grads.items() if grad is not None}
+            )
+            model.zero_grad()
     plain, ours = found
-    return max(float((a - b).abs().max()) for a, b in zip(plain, ours, strict=True))
+    assert [[*grads] for grads in ours] == [[*grads] for grads in plain]
+    differences = [
+        float((grads[name] - expected[name]).abs().max())
+        for grads, expected in zip(ours, plain, strict=True)
+        for name in expected
+    ]
+    return max(differences)
+
+
+@pytest.mark.parametrize("own_units", [True, False])
+@pytest.mark.parametrize(
+    "steps",
+    [[["0", "0"]], [["01", "0"]], [["01", "0", "1", "01"]], [["01", "1"], ["0", "0"], ["01"]]],
+    ids=str,
+)
+def test_what_only_some_micro_batches_use_is_reduced_with_the_last(
+    ranks: Pools, steps: Sequence[Sequence[str]], own_units: bool
+) -> None:
+    """And what none of them uses has no gradient, as with FSDP2: no optimizer moves it."""
+    differences = ranks.run(2, some_layers_per_micro_batch, steps, own_units)
+    assert max(differences) < (1e-5 if max(map(len, steps)) > 2 else 1e-30)  # another order of sums
 
 
 def test_a_unit_of_an_early_micro_batch_alone_is_reduced_with_the_last(ranks: Pools) -> None:
-    assert ranks.run(2, one_layer_per_micro_batch) == [0.0, 0.0]
+    assert ranks.run(2, some_layers_per_micro_batch, [["0", "1"]], True) == [0.0, 0.0]
 
 
 def sum_of_large_gradients(micro_batches: int) -> tuple[float, float]:

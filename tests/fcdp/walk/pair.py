@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor, Shard
 
 import fcdp
+from fcdp.engine import engine_of
 from tests.fcdp.training import topology_of
 from tests.fcdp.walk.model import Block, Net, loss_of
 from tests.fcdp.walk.options import OPTIMIZERS, POLICIES, Options
@@ -168,6 +169,16 @@ class Pair:
     @property
     def sides(self) -> tuple[Side, Side]:
         return self.cached, self.reference
+
+    @property
+    def kept_from_cache(self) -> set[str]:
+        """Parameters that FCDP keeps whole or gathered where FSDP2 gathers them again."""
+        kept = {id(param) for unit in engine_of(self.cached.model)._kept for param in unit.params}
+        return {
+            name
+            for name, param in self.cached.params.items()
+            if id(param) in kept or not isinstance(param, DTensor)
+        }
 
     def _make_cached(self, seed: int, alike: bool) -> Net:
         model, options = Net(self.options, seed), self.options

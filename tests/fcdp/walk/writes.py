@@ -32,6 +32,8 @@ _UNSEEN: dict[str, Callable[[nn.Parameter], torch.Tensor]] = {
     "local_data": lambda p: p.to_local().data if isinstance(p, DTensor) else p.data,
     "detach": lambda p: p.detach(),
 }
+#: Names under which autograd counts writes too.
+_COUNTED = {*_VISIBLE, "detach"}
 
 
 def _write(
@@ -39,17 +41,20 @@ def _write(
     places: dict[str, Callable[[nn.Parameter], torch.Tensor]],
     *,
     may_be_alone: bool = True,
-) -> None:
-    """Change some parameters, on all ranks or on one."""
+) -> list[str]:
+    """Change some parameters, on all ranks or on one; list them."""
     place, change = walk.random.choice([*places]), walk.random.choice([*_CHANGES])
     names = _some_names(walk)
-    rank = _writing_rank(walk, names) if may_be_alone else None
+    rank = _writing_rank(walk, names)
+    if not may_be_alone and place in _COUNTED:
+        rank = None
     walk.note(f"{place} {change} {_shown(names)} on {'all' if rank is None else rank}")
     for side in walk.pair.sides:
         for name in names:
             if rank in (None, walk.rank):
                 with torch.no_grad():
                     _CHANGES[change](places[place](side.params[name]))
+    return names
 
 
 def _some_names(walk: Walk) -> list[str]:
@@ -191,8 +196,12 @@ def _write_within(walk: Walk, places: dict[str, Callable[[nn.Parameter], torch.T
     walk.started = True
     # A rank that alone sees a write refuses alone, and ends the others' exchanges with it: that
     # ends the process groups too, and is tested where ranks may die.
-    _write(walk, places, may_be_alone=places is _UNSEEN)
+    names = _write(walk, places, may_be_alone=False)
     why = "written amid a pass"
+    if walk.pair.kept_from_cache & {*names}:
+        # It is used as it was, or autograd itself refuses, where FSDP2 gathers anew.
+        walk.begin_anew()
+        return
     if walk.may_refuse(why, "backward", lambda side: side.backpropagate(losses[side])):
         return
     same = walk.pair.difference(gradients=True) is None
