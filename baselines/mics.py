@@ -12,6 +12,7 @@ from baselines import fsdp2_hsdp
 from baselines.strategy import Job
 from fcdp import Topology, exchange
 from fcdp.all_gather import Gathering
+from fcdp.unit import param_groups
 
 
 def build(model: nn.Module, job: Job) -> MiCS:
@@ -19,7 +20,7 @@ def build(model: nn.Module, job: Job) -> MiCS:
     trainable = MiCS(*fsdp2_hsdp.shard(model, job))
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(_NodeGather(job.topology))
+            module.set_custom_all_gather(_NodeGather(job.topology, module))
             module.set_custom_reduce_scatter(_NodeReduce())
             if job.topology.mesh.device_type == "cpu":
                 module.set_force_sum_reduction_for_comms(True)
@@ -31,8 +32,9 @@ class MiCS(fsdp2_hsdp.HybridShard):
 
 
 class _NodeGather(exchange.Buffers, AllGather):
-    def __init__(self, topology: Topology) -> None:
+    def __init__(self, topology: Topology, module: FSDPModule) -> None:
         self._failures = topology.failures
+        self._module = module
 
     def __call__(
         self,
@@ -46,7 +48,11 @@ class _NodeGather(exchange.Buffers, AllGather):
             own.copy_(input_tensor)
         works = exchange.all_gather([output_tensor], group)
         # On the CPU FSDP2 waits for it where it needs the parameters.
-        return Gathering(iter([works]), self._failures) if works else None
+        return Gathering(iter([works]), self._failures, self._forget) if works else None
+
+    def _forget(self) -> None:
+        for group in param_groups(self._module._get_fsdp_state()):
+            group._all_gather_result = None
 
 
 class _NodeReduce(exchange.Buffers, ReduceScatter):

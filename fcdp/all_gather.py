@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -95,12 +95,12 @@ class CachedAllGather(AllGather):
         """
         if input_tensor.numel() * input_tensor.itemsize != self._unit.shard_bytes:
             self._cache.drop_resized(self._entry)
-        self._staleness.settle(self._unit)
         if in_backward():
             self._topology.failures.backward_runs()
+        self._staleness.settle(self._unit)
         parts = self._parts(output_tensor, input_tensor)
         if self._streams.on_host:
-            return Gathering(parts, self._topology.failures)
+            return Gathering(parts, self._topology.failures, self._forget)
         if not async_op:
             _run(parts)
             return None
@@ -110,6 +110,9 @@ class CachedAllGather(AllGather):
         with self._streams.on(stream):
             _run(parts)
             return Queued(self._streams, stream.record_event())
+
+    def _forget(self) -> None:
+        self._unit.group._all_gather_result = None
 
     def _parts(self, output: torch.Tensor, shard: torch.Tensor) -> Parts:
         topology = self._topology
@@ -320,22 +323,34 @@ def _run(parts: Parts) -> None:
 class Gathering(dist.Work):
     """A gather under way on the CPU, and what follows its first exchange."""
 
-    def __init__(self, parts: Parts, failures: Failures) -> None:
+    def __init__(self, parts: Parts, failures: Failures, forget: Callable[[], None]) -> None:
+        """``forget`` has FSDP2 gather anew what this gather did not bring."""
         super().__init__()
         self._parts = parts
         self._failures = failures
-        self._works = next(parts)
+        self._forget = forget
+        self._works: Sequence[Pending] | None = next(parts)
+        #: Exchanges that somebody interrupted: their memory must outlive them.
+        self._abandoned: Sequence[Pending] = []
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block until the whole gather has ended."""
-        while True:
-            with self._failures.waiting():
-                wait_all(self._works)
-            works = next(self._parts, None)
-            if works is None:
-                self._works = []
-                return True
-            self._works = works
+        """Block until the whole gather has ended, or was given up by an error in an earlier wait.
+
+        FSDP2 waits again for what an error has interrupted, and a message that has arrived never
+        arrives again.
+        """
+        while self._works is not None:
+            works, self._works = self._works, None
+            self._abandoned = works
+            try:
+                with self._failures.waiting():
+                    wait_all(works)
+                self._works = next(self._parts, None)
+            except BaseException:
+                self._forget()
+                raise
+        self._abandoned = []
+        return True
 
 
 class Queued(dist.Work):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -12,10 +11,6 @@ from typing import Any, Protocol
 import torch
 import torch.nn as nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from fcdp.agreement import on_all_ranks
 from fcdp.all_gather import CachedAllGather
@@ -26,8 +21,9 @@ from fcdp.codec import Codecs
 from fcdp.encoded_reduce import EncodedReduce, check_encodable
 from fcdp.guard import Guard
 from fcdp.ledger import Ledger
+from fcdp.optimizers import follow_optimizers
 from fcdp.partial_gradients import Partials
-from fcdp.passes import Passes, drop_prefetched, untraced
+from fcdp.passes import Passes, drop_prefetched, reshard
 from fcdp.reduce_scatter import HierarchicalReduceScatter
 from fcdp.replicas import Replicas
 from fcdp.setup import Setup
@@ -97,7 +93,7 @@ class Engine:
         guard = Guard(self.units, device, streams) if detects else None
         self._replicas = Replicas(replicated, model, topology, device, self.ledger, reduce_dtype)
         self._kept = [unit for unit in self.units if id(unit.module) in set(map(id, kept))]
-        self._passes = Passes(model)
+        self._passes = Passes(model, self._kept)
         self.staleness = Staleness(
             [*self.entries.values()],
             topology,
@@ -231,6 +227,8 @@ class Engine:
     def _begins_pass(self, unit: Unit) -> bool:
         self._replicas.make_equal()
         begins = self._passes.begins_with(unit)
+        if begins:
+            self.topology.failures.begins()
         if begins and self.cache.requires_sync:
             self.cache.begin_pass()
         return begins
@@ -241,25 +239,7 @@ class Engine:
         for module in model.modules():
             module.register_load_state_dict_post_hook(self._after_load)
             module.register_state_dict_pre_hook(self._before_state_dict)
-        # Optimizers made before or after, by whomever: only a global hook sees them all. It must
-        # not keep the model alive.
-        this = weakref.ref(self)
-
-        @untraced
-        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if (engine := this()) is not None:
-                engine._before_step(optimizer)
-
-        @untraced
-        def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if (engine := this()) is not None:
-                engine.staleness.end_step(optimizer)
-
-        for handle in (
-            register_optimizer_step_pre_hook(before_step),
-            register_optimizer_step_post_hook(after_step),
-        ):
-            weakref.finalize(self, handle.remove)
+        follow_optimizers(self)
 
     def _begin_pass(self) -> None:
         """A forward of the model begins."""
@@ -267,10 +247,7 @@ class Engine:
         self._check_collectives_in_place()
         self._replicas.check_in_place()
         drop_prefetched(self.units)
-        for unit in self._kept:
-            # No backward has let go of them after a forward without gradients, and an optimizer may
-            # have stepped since. Nothing to do after a training step.
-            unit.module.reshard()
+        reshard(self._kept)  # a forward that raised, or whose backward never came, has left them
         self.staleness.ask()
         self.cache.begin_pass()
 
@@ -299,8 +276,10 @@ class Engine:
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         self.staleness.hand_out()
 
-    def _before_step(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step. Raises ``RuntimeError`` where gradients still wait."""
         self.staleness.begin_step(optimizer)
+        reshard(self._kept)
         self._slices.drain()
         self.cache.drain()
         if not any(reduction.pending for reduction in self._reductions.values()):
@@ -314,6 +293,10 @@ class Engine:
                 "run the last micro-batch's backward under fcdp.accumulate(model, last=True), or "
                 "give the step up with fcdp.discard(model)"
             )
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped."""
+        self.staleness.end_step(optimizer)
 
 
 def engine_of(model: nn.Module) -> Engine:

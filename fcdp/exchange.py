@@ -21,6 +21,9 @@ from fcdp.topology import Topology
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+#: Of ``Failures.place``.
+_PLACE_BITS = 16
+
 Op = dist.ReduceOp | dist.ReduceOp.RedOpType
 
 #: Nodes up to which a unit moves inside the node without a copy, a part per node. Each part takes
@@ -82,9 +85,17 @@ def swap(received: Sequence[Part], sent: Sequence[Part], group: dist.ProcessGrou
 def any_rank(flags: Sequence[bool], topology: Topology) -> list[bool]:
     """Each of ``flags``, set if it is set on any rank.
 
-    Two messages long, first inside the node and then across, where an all-reduce is 2·(W−1).
+    Two messages long, first inside the node and then across, where an all-reduce is 2·(W−1). With
+    them goes the place of this exchange among all: raises ``RankFailed`` on all ranks if they are
+    not at the same, and every later exchange would carry what another rank means otherwise.
     """
-    known = torch.tensor(flags, dtype=torch.uint8, device="cpu")
+    place = topology.failures.place
+    # Whatever bit differs is set in one of the two on some rank and in the other on another.
+    here, elsewhere = [False] * _PLACE_BITS, [False] * _PLACE_BITS
+    if place is not None:
+        here = [bool(place >> bit & 1) for bit in range(_PLACE_BITS)]
+        elsewhere = [not bit for bit in here]
+    known = torch.tensor([*flags, *here, *elsewhere], dtype=torch.uint8, device="cpu")
     for group in (topology.control_intra, topology.control_inter):
         # A group that sends nothing (torch's "fake") leaves this rank's own flags.
         received = [(peer, known.clone()) for peer in _others(group)]
@@ -92,7 +103,10 @@ def any_rank(flags: Sequence[bool], topology: Topology) -> list[bool]:
             wait_all(swap(received, [(peer, known) for peer, _ in received], group))
         for _, other in received:
             known |= other
-    return [bool(flag) for flag in known.tolist()]
+    *found, there = known.split([len(flags), _PLACE_BITS, _PLACE_BITS])
+    if bool((found[1] & there).any()):
+        topology.failures.raise_out_of_step()
+    return [bool(flag) for flag in found[0].tolist()]
 
 
 def on_every_rank(values: torch.Tensor, topology: Topology) -> torch.Tensor:

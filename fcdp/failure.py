@@ -24,9 +24,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import time
+import zlib
 from collections.abc import Sequence
 from types import TracebackType
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -80,7 +83,10 @@ class Failures:
         #: Exchanges of this pass that this rank has entered, and of the pass before, which a
         #: device may still be at.
         self._exchanges = self._before = 0
-        self._failed = False
+        #: Held while a pass becomes the one before: the thread looks at both.
+        self._moving = threading.Lock()
+        #: Whether this pass failed here, and the one before did.
+        self._failed = self._forgiven = False
         self._in_backward = False
         #: How many ``waiting`` the main thread is in, one in another.
         self._depth = 0
@@ -97,14 +103,14 @@ class Failures:
         """
         if self._over is not None:
             raise RankFailed(self._over)
-        if self._in_backward:
-            self._in_backward = False
-            self.announce(RuntimeError("a backward did not end; it raised an error of its own"))
+        self._notice_dead_backward()
         if self._failed:
             self._call_roll()
-        self._before = 0 if self._failed else self._exchanges
-        self._exchanges, self._failed = 0, False
-        self._pass += 1
+        with self._moving:
+            self._before = 0 if self._failed else self._exchanges
+            self._forgiven = self._failed
+            self._exchanges, self._failed = 0, False
+            self._pass += 1
         self._handled = id(sys.exc_info()[1])
         if self._pass == 1 and not self._alone:
             self._begin_to_look()
@@ -112,14 +118,40 @@ class Failures:
     def backward_runs(self) -> None:
         """Note that a backward is under way. Call it inside, as often as is convenient.
 
-        PyTorch has no hook for a backward that raises: the next pass announces it.
+        PyTorch has no hook for a backward that raises: the next exchange announces it, or the next
+        pass.
         """
-        if not self._in_backward:
+        if not self._in_backward and _backward_is_here():
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
 
     def _backward_ends(self) -> None:
         self._in_backward = False
+
+    def _notice_dead_backward(self) -> None:
+        if self._in_backward and not _backward_is_here():
+            self._in_backward = False
+            self.announce(RuntimeError("a backward did not end; it raised an error of its own"))
+
+    @property
+    def place(self) -> int | None:
+        """16 bits that tell which exchange of which pass comes next; alike on all ranks.
+
+        ``None`` after a pass that failed here: all have left it, each where it was.
+        """
+        if self._forgiven:
+            return None
+        return zlib.crc32(f"{self._pass} {self._before} {self._exchanges}".encode()) & 0xFFFF
+
+    def raise_out_of_step(self) -> NoReturn:
+        """End what all ranks do together: some have left out exchanges that others were in."""
+        self._end(
+            self._give_up(
+                "ranks are not at the same exchange: one has left some out, as by an error that "
+                "it alone raised and caught; go on from the last checkpoint"
+            )
+        )
+        raise RankFailed(self._over)
 
     def forward_ends(self) -> None:
         """Announce the error that ends the forward, if one does: for an ``always_call`` hook.
@@ -159,6 +191,7 @@ class Failures:
     def __enter__(self) -> None:
         if self._over is not None:
             raise RankFailed(self._over)
+        self._notice_dead_backward()
         self._exchanges += 1
         self._depth += 1
 
@@ -251,8 +284,10 @@ class Failures:
     def _others_failure(self) -> str | None:
         if final := self._board.read(_FINAL):
             return final.text
-        reached = 0 if self._failed else self._exchanges
-        for number, exchanges in ((self._pass, reached), (self._pass - 1, self._before)):
+        with self._moving:
+            reached = 0 if self._failed else self._exchanges
+            passes = ((self._pass, reached), (self._pass - 1, self._before))
+        for number, exchanges in passes:
             announced = self._board.read(str(number)) if exchanges else None
             if announced is not None and announced.exchanges < exchanges:
                 return announced.text
@@ -286,6 +321,11 @@ class Failures:
     def _end(self, reason: str) -> None:
         self._over = reason  # before the main thread sees what breaking does
         break_all(self._backends)
+
+
+def _backward_is_here() -> bool:
+    """Whether this thread is in the midst of a backward."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _brief(error: BaseException) -> str:

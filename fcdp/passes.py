@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -27,8 +28,10 @@ class Passes:
     ``unshard()`` outside of a forward.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, kept: Sequence[Unit]) -> None:
+        """``kept`` stay gathered after forward where FSDP2 would reshard them."""
         self._model = model
+        self._kept = kept
         self._in_forward = False
         #: FSDP2's state of the module whose own pass is under way.
         self._outermost: Any = None
@@ -52,6 +55,7 @@ class Passes:
             if not in_backward():
                 self._in_forward = False
                 end()
+                self._let_go()
 
         self._model.register_forward_pre_hook(before, prepend=True)
         self._model.register_forward_hook(after, always_call=True)
@@ -70,6 +74,14 @@ class Passes:
         self._gathered.append(unit)
         return begins
 
+    def _let_go(self) -> None:
+        """Reshard what stays gathered for a backward, where none will come.
+
+        A later pass would use it as it is now, whatever an optimizer has written since.
+        """
+        if not torch.is_grad_enabled() and sys.exc_info()[0] is None:
+            reshard(self._kept)
+
     def _close_with(self, state: Any) -> None:
         """Forget the outermost module when its forward, or its forward method, has ended.
 
@@ -86,6 +98,7 @@ class Passes:
                 state.__dict__.pop(name, None)
             gathered, self._gathered = self._gathered, []
             drop_prefetched(gathered)
+            self._let_go()
 
         @untraced
         def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -100,6 +113,12 @@ class Passes:
 
         handle = state._modules[0].register_forward_hook(close, always_call=True)
         state._pre_forward, state._post_forward = pre_forward, post_forward
+
+
+def reshard(units: Iterable[Unit]) -> None:
+    """Let go of gathered parameters; a backward that still needs them gathers them again."""
+    for unit in units:
+        unit.module.reshard()
 
 
 def drop_prefetched(units: Iterable[Unit]) -> None:

@@ -90,6 +90,7 @@ class HierarchicalReduceScatter(ReduceScatter):
         gradients, since the last micro-batch.
         """
         topology = self._topology
+        topology.failures.backward_runs()
         with record_function(f"fcdp::reduce_intra {self._unit.name}"):
             if topology.nodes == 1:
                 self._reduce_in_node(output_tensor, input_tensor, op)

@@ -15,6 +15,8 @@ from fcdp.streams import Streams
 class NoFailures:
     """Of ranks that never fail."""
 
+    place = 0
+
     def waiting(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 

@@ -191,11 +191,10 @@ class DiskTier:
         """Wait for the buffer's transfer; note what it lost."""
         if buffer.transfer is None:
             return
-        transfer, buffer.transfer = buffer.transfer, None
         unit = buffer.unit
         assert unit is not None
         try:
-            self._sums[unit] = transfer.result()
+            self._sums[unit] = buffer.transfer.result()
         except OSError as error:
             self._failed.add(unit)
             if not self._said:
@@ -205,6 +204,7 @@ class DiskTier:
                     error.strerror or os.strerror(error.errno or errno.EIO),
                     unit.name,
                 )
+        buffer.transfer = None  # not before it has ended: somebody may interrupt the wait
         if buffer.writing or unit in self._failed:
             buffer.unit, buffer.writing = None, False
 
