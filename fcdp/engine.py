@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -238,7 +239,8 @@ class Engine:
         self._passes.follow(self._begin_pass, self._end_forward)
         for module in model.modules():
             module.register_load_state_dict_post_hook(self._after_load)
-            module.register_state_dict_pre_hook(self._before_state_dict)
+            # A partial, as PyTorch sets an attribute on what it is given.
+            module.register_state_dict_post_hook(functools.partial(self._after_state_dict))
         follow_optimizers(self)
 
     def _begin_pass(self) -> None:
@@ -273,8 +275,16 @@ class Engine:
         for encoded in self._encoded:
             encoded.forget()
 
-    def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        self.staleness.hand_out()
+    def _after_state_dict(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
+    ) -> None:
+        given = (state.get(prefix + name) for name, _ in module.named_parameters(recurse=False))
+        # With ``keep_vars`` they are the parameters themselves, whose counters are looked at.
+        self.staleness.hand_out(
+            each
+            for each in given
+            if isinstance(each, torch.Tensor) and not isinstance(each, nn.Parameter)
+        )
 
     def before_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step. Raises ``RuntimeError`` where gradients still wait."""

@@ -32,7 +32,9 @@ def save_adapters(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     every rank an error if rank 0 cannot write.
     """
     _need_safetensors()
-    topology, first = engine_of(model).topology, _is_first(model)
+    engine, first = engine_of(model), _is_first(model)
+    topology = engine.topology
+    engine.staleness.conclude()
     trainable = {
         name: value
         for name, value in model.state_dict(keep_vars=True).items()
@@ -69,7 +71,9 @@ def export(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     Raises ``ImportError`` without safetensors, and on every rank an error if rank 0 cannot write.
     """
     _need_safetensors()
-    topology, first = engine_of(model).topology, _is_first(model)
+    engine, first = engine_of(model), _is_first(model)
+    topology = engine.topology
+    engine.staleness.conclude()
     state = model.state_dict(keep_vars=True)
     plain: Any = model
     if (peft_model := _as_peft_model(model)) is not None:

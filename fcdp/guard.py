@@ -36,6 +36,8 @@ class Guard:
             len(units), dtype=torch.bool, device="cpu", pin_memory=device.type == "cuda"
         )
         self._landed: Any = None
+        #: Whether a pass has found the copy under way already.
+        self._late = False
 
     def remember(self, unit: Unit, shard: torch.Tensor) -> None:
         """Note what the own shard holds, in the order of the current stream."""
@@ -55,15 +57,28 @@ class Guard:
             return self._differ.tolist()
         differ = [False] * len(self._places)
         if self._landed is not None:
-            if not self._landed.query():
+            if not self._landed.query() and not self._late:
+                self._late = True
                 return differ
+            # The device is more than a pass behind: later would be later than is promised.
+            self._landed.synchronize()
             differ = self._landing.tolist()
+        self._ask()
+        return differ
+
+    def land(self) -> None:
+        """Wait until all that was compared so far is known."""
+        if self._differ.device.type != "cpu":
+            self._ask()
+            self._landed.synchronize()
+
+    def _ask(self) -> None:
         stream = self._streams.copies_out
         stream.wait_stream(self._streams.current())
         with self._streams.on(stream):
             self._landing.copy_(self._differ, non_blocking=True)
             self._landed = stream.record_event()
-        return differ
+        self._late = False
 
     def forget(self) -> None:
         """Begin anew, after a mismatch: all units will be gathered again."""

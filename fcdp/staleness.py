@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from weakref import WeakSet
 
@@ -64,6 +65,8 @@ class Staleness:
         self._begins_pass = begins_pass
         self._verify = verify
         self._compares = guard is not None and topology.mesh.device_type == "cpu"
+        #: Tensors of ``state_dict``s, which share parameters' memory.
+        self._handed_out: list[weakref.ref[torch.Tensor]] = []
         self._asked = True
         #: Optimizers inside of ``step``, whose closures may gather what is half updated.
         self._stepping: WeakSet[Optimizer] = WeakSet()
@@ -78,16 +81,27 @@ class Staleness:
             watched.written = True
         self.ask()
 
-    def hand_out(self) -> None:
+    def hand_out(self, given: Iterable[torch.Tensor]) -> None:
         """Note what units hold: somebody is given their memory and may write to it unseen.
 
-        ``torch.distributed.checkpoint`` loads so, into a ``state_dict``. Contents are compared when
-        the ranks agree next: one pass over this rank's shards now and one then, on each rank that
-        was asked for them.
+        ``torch.distributed.checkpoint`` loads so, into a ``state_dict``. Contents are compared
+        whenever the ranks agree for as long as any of ``given`` is alive: one pass over this rank's
+        shards, which the host waits for.
         """
         if not self._compares:
+            self._handed_out += [weakref.ref(tensor) for tensor in given]
             for unit, watched in self._watched.items():
                 watched.contents = watched.contents or contents(unit)
+
+    def conclude(self) -> None:
+        """Have the ranks agree now, on all that the guard has found so far. Collective.
+
+        For the end of a run: what it finds is otherwise known one or two passes later. Raises
+        ``RuntimeError`` on all ranks if stale parameters were used.
+        """
+        if self._guard is not None and self._topology.nodes > 1:
+            self._guard.land()
+            self._agree()
 
     def begin_step(self, optimizer: Optimizer) -> None:
         """Declare written, for as long as it steps, what an optimizer updates."""
@@ -141,10 +155,12 @@ class Staleness:
         differ = [False] * len(written) if self._guard is None else self._guard.found()
         flags = any_rank([*written, *differ], self._topology)
         written, differ = flags[: len(written)], flags[len(written) :]
+        self._handed_out = [given for given in self._handed_out if given() is not None]
+        compares = self._compares or bool(self._handed_out)
         for (_, each), stamp, now, stale in zip(watched, stamps, held, written, strict=True):
             each.entry.generation += stale
             each.stamp, each.written = stamp, False
-            each.contents = now if self._compares else None
+            each.contents = now if compares else None
         self._asked = False
         if any(differ):
             self._refuse([unit for (unit, _), wrong in zip(watched, differ, strict=True) if wrong])

@@ -59,7 +59,9 @@ def save(
     Raises ``ValueError`` for an ``extra`` or an optimizer state that cannot be kept, and
     ``RuntimeError`` on every rank if any rank could not write.
     """
-    topology = engine_of(model).topology
+    engine = engine_of(model)
+    topology = engine.topology
+    engine.staleness.conclude()
     background = background_of(topology)
     shards = Path(directory) / _new_name()
     tensors, state = on_all_ranks(

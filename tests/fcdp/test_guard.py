@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,7 +94,8 @@ class Queue:
         return self.events[-1]
 
 
-def test_flags_are_looked_at_when_they_have_landed_and_never_waited_for() -> None:
+def on_an_accelerator() -> tuple[Guard, Queue]:
+    """A guard of two units, the second of which has a mismatch, and its stream of copies."""
     copies = Queue()
     streams: Any = SimpleNamespace(copies_out=copies, current=lambda: None, on=STREAMS.on)
     units: list[Any] = [StandInUnit(name, 8) for name in "ab"]
@@ -105,9 +107,54 @@ def test_flags_are_looked_at_when_they_have_landed_and_never_waited_for() -> Non
         copy_=lambda source, non_blocking: setattr(guard, "_copied", source.flags.tolist()),
         tolist=lambda: guard._copied,  # type: ignore[attr-defined]
     )
+    return guard, copies
+
+
+def test_flags_are_looked_at_when_they_have_landed() -> None:
+    guard, copies = on_an_accelerator()
     assert guard.found() == [False, False]  # the first copy is only asked for
     assert guard.found() == [False, False]  # not landed: nobody waits, nothing is asked again
-    assert len(copies.events) == 1
+    assert [event.done for event in copies.events] == [False]
     copies.events[0].done = True
     assert guard.found() == [False, True]
-    assert len(copies.events) == 2
+    assert [event.done for event in copies.events] == [True, False]
+
+
+def test_flags_are_waited_for_where_the_device_is_more_than_a_pass_behind() -> None:
+    guard, copies = on_an_accelerator()
+    assert [guard.found() for _ in range(3)] == [[False, False], [False, False], [False, True]]
+    assert [event.done for event in copies.events] == [True, False]
+
+
+def test_all_that_was_compared_can_be_waited_for() -> None:
+    guard, copies = on_an_accelerator()
+    guard.land()
+    assert [event.done for event in copies.events] == [True]
+    assert guard.found() == [False, True]
+
+
+def last_pass_of_a_run(end: str, directory: str) -> str:
+    """What the end of a run says of a write that its last pass did not use."""
+    topology = topology_of(2, 1)
+    model = make_model(FROZEN)
+    fcdp.shard(model, topology, units=model.blocks, reshard_after_forward=True)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    loss = loss_of(model, next(batches(FROZEN, topology.rank)))
+    for param in model.blocks.parameters():
+        param.data.mul_(2)
+    loss.backward()
+    with pytest.raises(RuntimeError) as error:
+        if end == "save":
+            fcdp.save(model, optimizer, directory)
+        else:
+            fcdp.export(model, directory)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("end", ["save", "export"])
+def test_what_the_last_pass_used_is_an_error_where_the_model_is_written(
+    ranks: Pools, end: str, tmp_path: Path
+) -> None:
+    for message in ranks.run(2, last_pass_of_a_run, end, str(tmp_path)):
+        assert "written where nothing shows it" in message
+    assert [*tmp_path.iterdir()] == []

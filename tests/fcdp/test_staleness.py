@@ -146,6 +146,41 @@ def test_a_checkpoint_loaded_into_a_state_dict_is_seen(ranks: Pools, tmp_path: P
     assert all(ranks.run(2, load_in_place, str(tmp_path)))
 
 
+def load_into_an_old_state(directory: str) -> None:
+    """The same with a ``state_dict`` that was taken passes ago, and nothing else that looks."""
+    topology = topology_of(2, 1)
+    model = make_model(SETTINGS)
+    fcdp.shard(model, topology, units=model.blocks, detect_writes=False)
+    tokens = next(batches(SETTINGS, topology.rank))
+    state = model.state_dict()
+
+    def loss() -> float:
+        with torch.no_grad():
+            found = loss_of(model, tokens).item()
+        model.reshard()  # the root's own unit stays gathered otherwise
+        return found
+
+    expected = loss()
+    checkpoint.save({"model": state}, checkpoint_id=directory)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2)
+    changed = [loss(), loss()]
+    checkpoint.load({"model": state}, checkpoint_id=directory)
+    after = loss()
+    watched = engine_of(model).staleness._watched.values()
+    assert all(each.contents is not None for each in watched)
+    del state
+    loss()
+    assert all(each.contents is None for each in watched), "nobody can write into it any more"
+    assert changed[0] == changed[1] != expected
+    assert after == expected
+
+
+def test_a_state_dict_is_watched_for_as_long_as_it_lives(ranks: Pools, tmp_path: Path) -> None:
+    ranks.run(2, load_into_an_old_state, str(tmp_path))
+
+
 def write_between_forward_and_backward() -> str:
     topology = topology_of(2, 1)
     settings = Settings(2, 1)
