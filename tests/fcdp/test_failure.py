@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ import torch.nn as nn
 
 from fcdp import board, breaking, failure, watcher
 from fcdp.board import Announcement, Board
+from fcdp.exchange import any_rank
 from fcdp.failure import Failures, RankFailed
 from tests.ranks import Pools
 
@@ -225,6 +227,58 @@ def _one_backward_raises() -> list[str]:
 def test_a_backward_that_raised_is_announced_by_the_next_forward(ranks: Pools) -> None:
     for (seen,) in ranks.run(4, _one_backward_raises):
         assert seen.startswith("rank 0 failed: RuntimeError: a backward did not end")
+
+
+def _reset_after_a_backward_that_raised() -> list[str]:
+    """As by FSDP2's ``reset_iter_state``, which waits for what was prefetched."""
+    with _failures("reset") as (failures, exchange):
+
+        def passes() -> None:
+            failures.begins()
+            exchange()
+            _backward(failures, raises=dist.get_rank() == 0)
+            if dist.get_rank() == 0:
+                with failures.waiting():
+                    pass  # arrived long ago
+                failures.begins()
+            exchange()
+            exchange()
+
+        return [_ended(passes)]
+
+
+def test_a_backward_that_raised_is_announced_before_what_it_left_is_waited_for(
+    ranks: Pools,
+) -> None:
+    for (seen,) in ranks.run(4, _reset_after_a_backward_that_raised):
+        assert seen.startswith("rank 0 failed: RuntimeError: a backward did not end")
+
+
+def _one_leaves_an_exchange_out() -> list[str]:
+    """On a device nobody waits on the host, and the ranks meet again in the flags of a pass."""
+    with _failures("left out") as (failures, _):
+        group = dist.new_group(timeout=timedelta(seconds=150))
+        topology: Any = SimpleNamespace(
+            control_intra=dist.new_group([dist.get_rank()], use_local_synchronization=True),
+            control_inter=group,
+            failures=failures,
+        )
+
+        def passes() -> None:
+            for step in range(3):
+                failures.begins()
+                assert any_rank([step == 1, False], topology) == [step == 1, False]
+                if step == 1 and dist.get_rank() == 2:
+                    continue  # it caught an error that nobody else had
+                with failures.waiting():
+                    pass  # queued
+
+        return [_ended(passes)]
+
+
+def test_ranks_that_are_not_at_the_same_exchange_all_say_so(ranks: Pools) -> None:
+    for (seen,) in ranks.run(4, _one_leaves_an_exchange_out):
+        assert "ranks are not at the same exchange" in seen
 
 
 def _break(kind: str) -> str:

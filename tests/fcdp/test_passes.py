@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch.distributed.fsdp import register_fsdp_forward_method
 
+import fcdp
+from fcdp.engine import engine_of
 from tests.fcdp.training import (
     WIDTH,
     Block,
@@ -77,3 +79,35 @@ def test_a_write_after_a_parts_pass_counts(
 ) -> None:
     """What that pass prefetched and did not use, or how it ended, does not matter."""
     assert ranks.run(2, scaled_after_a_write, how, unseen, following) == [True] * 2
+
+
+def small_adapters_around_a_write(by_optimizer: bool) -> bool:
+    """Whether a part's pass after a write uses it, in adapters that stay gathered after forward."""
+    topology = topology_of(2, 2)
+    settings = Settings(2, 2, adapter_rank=1)
+    model = shard_with_fcdp(make_model(settings), topology, settings)
+    assert engine_of(model)._kept, "FCDP chose to keep them gathered"
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=1.0)
+    x = torch.ones(2, WIDTH)
+    loss_of(model, next(batches(settings, topology.rank))).backward()
+    with torch.no_grad():
+        before = by_forward(model.blocks[0], x)
+        if by_optimizer:
+            optimizer.step()
+        else:
+            for param in trained:
+                param.mul_(1.5)
+        seen = by_forward(model.blocks[0], x)
+        fcdp.invalidate(model)
+        engine_of(model)._kept[0].module.reshard()
+        expected = by_forward(model.blocks[0], x)
+    return not torch.equal(before, expected) and torch.equal(seen, expected)
+
+
+@pytest.mark.parametrize("by_optimizer", [True, False])
+def test_what_stays_gathered_is_gathered_anew_after_a_pass_without_gradients(
+    ranks: Pools, by_optimizer: bool
+) -> None:
+    """No backward lets go of it, and nothing that is gathered already is looked at."""
+    assert ranks.run(4, small_adapters_around_a_write, by_optimizer) == [True] * 4

@@ -123,6 +123,24 @@ def test_a_failing_read_loses_the_entry(tmp_path: Path, monkeypatch: pytest.Monk
     assert not tier.intact(units[1])
 
 
+def test_an_interrupted_wait_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while the host waits for the disk, caught: the transfer is waited for later."""
+    units = entries(2)
+    tier = make_tier(tmp_path, *units, buffers=1)
+    tier.store(units[0], slice_of(torch.full((2, 2048), 3.0)))
+    transfer = tier._buffers[0].transfer
+    assert transfer is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(transfer, "result", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            tier.store(units[1], slice_of(torch.ones(2, 2048)))
+    tier.store(units[1], slice_of(torch.ones(2, 2048)))
+    loaded = torch.zeros(2, 2048)
+    assert tier.intact(units[0])
+    tier.load(units[0], slice_of(loaded))
+    assert (loaded[1] == 3).all()
+
+
 def test_what_is_in_flight_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With two buffers a third store waits for the first write, and does not take memory."""
     units = entries(3)

@@ -1,0 +1,43 @@
+"""Who follows optimizers may end at any time."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+from torch.optim import Optimizer
+
+from fcdp.optimizers import follow_optimizers
+
+
+class Follower:
+    def __init__(self, told: list[str], name: str) -> None:
+        self._told = told
+        self._name = name
+        self._itself = self  # so that only the garbage collector ends it
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        self._told.append(f"{self._name}: before")
+        gc.collect()  # as any allocation may
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        self._told.append(f"{self._name}: after")
+        gc.collect()
+
+
+def test_a_follower_may_end_while_an_optimizer_steps() -> None:
+    told: list[str] = []
+    gc.collect()
+    follow_optimizers(kept := Follower(told, "kept"))
+    follow_optimizers(Follower(told, "dropped"))
+    weight = torch.nn.Parameter(torch.ones(1))
+    weight.grad = torch.ones(1)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    optimizer.step()
+    assert len(told) == 4
+    told.clear()
+    gc.collect()
+    optimizer.step()
+    assert told == ["kept: before", "kept: after"]
+    assert kept is not None
+    assert weight.item() == -1.0
