@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 
 from experiments.preflight.schema import Preflight
-from experiments.records import Tuning
+from simulation.transformer import Tuning
 
 #: Below this, a difference is none.
 _NOTABLE = 1.1

@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from experiments.records import DType, Evidence, Strict
+from experiments.records import DType, Evidence
+from simulation.files import Strict
 
 
 class Sample(Strict):
