@@ -59,7 +59,7 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "preflight": Command(
         "experiments.commands.preflight",
-        "Measure a cluster's links, copies and compute; say whether FCDP will help there, and why.",
+        "Measure a cluster's links, copies and compute, for the planner and the simulator.",
     ),
     "node": Command(
         "experiments.clusters.node_command",

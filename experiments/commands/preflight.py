@@ -1,10 +1,9 @@
-"""``python -m experiments preflight``: the command, its table and its advice."""
+"""``python -m experiments preflight``: the command and its table."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,7 +14,6 @@ from experiments.clusters.kinds import ClusterKind
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from experiments.preflight.advice import Advice
     from experiments.preflight.schema import Link, Preflight
     from experiments.records import ClusterSpec
 
@@ -29,36 +27,21 @@ def preflight(
     bandwidth: Annotated[
         str, typer.Option(help="Between emulated nodes, such as '10 Mbit/s'.")
     ] = "unshaped",
-    parameters: Annotated[
-        float | None, typer.Option(help="Of the model to be judged (7e9, on CPUs 3.4e6).")
-    ] = None,
-    layers: Annotated[int | None, typer.Option(help="Of that model (32, on CPUs 4).")] = None,
-    tokens: Annotated[
-        int | None, typer.Option(help="A rank and micro-batch (4096, on CPUs 128).")
-    ] = None,
-    accumulation: Annotated[int | None, typer.Option(help="Micro-batches a step (1).")] = None,
     output: Annotated[
         Path, typer.Option(metavar="FILE", help="Where the figures go, as JSON.")
     ] = Path("runs/preflight/preflight.json"),
 ) -> None:
-    """Measure a cluster's links, copies and compute; say whether FCDP will help there, and why.
+    """Measure a cluster's links, copies and compute, for the planner and the simulator.
 
-    The planner and the simulator read FILE. Exit status: 0; 2 if nothing could be measured.
+    `plan --preflight FILE` says whether FCDP will help there, and why. Exit status: 0;
+    2 if nothing could be measured.
     """
     from experiments.clusters.interface import ClusterError
     from experiments.matrix import parse_bandwidth
-    from experiments.preflight import advice, run
+    from experiments.preflight import run
     from experiments.records import ClusterSpec
 
-    asked: dict[str, Any] = {
-        "parameters": parameters,
-        "layers": layers,
-        "tokens": tokens,
-        "accumulation": accumulation,
-    }
-    given = {name: value for name, value in asked.items() if value is not None}
     try:
-        advice.Workload(**{"parameters": 1, "layers": 1, "tokens": 1, **given})
         if cluster is ClusterKind.SIMULATED:
             raise ValueError(
                 "--cluster simulated: has nothing to measure; allowed: emulated, rented"
@@ -71,17 +54,17 @@ def preflight(
         measured = _measured(spec, limit, output)
     except (ValueError, OSError, ClusterError, run.PreflightError) as error:
         terminal.stop(str(error))
-    work = replace(advice.Workload.typical(measured.compute.device), **given)
     console = terminal.console()
     console.print(_table(measured))
-    console.print(
-        f"{work.parameters:.3g} parameters in {work.layers} layers, {work.tokens} tokens a rank "
-        f"and micro-batch, {work.accumulation} a step (estimates):",
-        highlight=False,
-    )
-    for tuning in ("full", "lora"):
-        console.print(_sentence(advice.advise(measured, work, tuning)), highlight=False)
     terminal.say(console, "figures", output)
+    sheet = "" if measured.compute.memory_bytes is None else " --gpu NAME"
+    question = f"plan --preflight {terminal.shown(output)}{sheet} --model MODEL"
+    console.print(
+        f"whether FCDP will help there: python -m experiments {question}",
+        soft_wrap=True,
+        highlight=False,
+        markup=False,
+    )
 
 
 def _measured(spec: ClusterSpec, limit: int | None, output: Path) -> Preflight:
@@ -138,18 +121,3 @@ def _bandwidth(bytes_per_s: float) -> str:
 def _scaled(rate: float) -> str:
     size, prefix = (1e9, "G") if rate >= 1e9 else (1e6, "M")
     return f"{rate / size:,.3g} {prefix}"
-
-
-def _sentence(advice: Advice) -> str:
-    verdict = "FCDP helps" if advice.helps else "FCDP does not help"
-    return (
-        f"  {advice.tuning}: {verdict}: {advice.why}. A layer takes "
-        f"{_time(advice.gather_across_s)} across nodes, "
-        f"{_time(advice.gather_from_host_s)} from host memory; a step "
-        f"{_time(advice.zero3_s)} with ZeRO-3, {_time(advice.fcdp_s)} with FCDP "
-        f"({advice.speed_up:.2f}×), of which compute alone {_time(advice.compute_s)}"
-    )
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:,.3g} s" if seconds >= 1 else f"{seconds * 1e3:,.3g} ms"

@@ -47,10 +47,6 @@ class Link(Strict):
         latency = max(0.0, ordered[0].seconds - ordered[0].bytes * slope)
         return cls(ranks=ranks, samples=ordered, latency_s=latency, bytes_per_s=1 / slope)
 
-    def seconds(self, bytes: float) -> float:
-        """How long an exchange of so many bytes takes, by the line."""
-        return self.latency_s + bytes / self.bytes_per_s
-
 
 class Links(Strict):
     """``None``: there is one node only, or one rank a node."""

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from experiments.__main__ import app
 from experiments.clusters.interface import Outcome
 from experiments.preflight import run
 from experiments.preflight.schema import Preflight
 from experiments.provenance import ROOT
 from tests.experiments.stand_in import StandInCluster
+from tests.simulation.planner.made_up import config_file
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -28,7 +32,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("privileged")
-def test_it_measures_an_emulated_cluster_and_gives_its_reason(
+def test_it_measures_an_emulated_cluster_and_says_how_to_plan_for_it(
     request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     if not request.config.getoption("--exhaustive"):
@@ -47,17 +51,19 @@ def test_it_measures_an_emulated_cluster_and_gives_its_reason(
     assert measured.compute.device == "cpu"
     assert measured.host.to_device_bytes_per_s is None
     assert "between nodes, gather, a node sends" in done.stdout
-    for tuning in ("full", "lora"):
-        assert f"{tuning}: FCDP " in done.stdout
     assert f"figures  {file}" in done.stdout
+    plan = shlex.split(done.stdout.splitlines()[-1].partition("python -m experiments ")[2])
+    assert plan == ["plan", "--preflight", str(file), "--model", "MODEL"]
+    model = config_file(tmp_path, num_hidden_layers=1, hidden_size=64, vocab_size=256)
+    planned = CliRunner().invoke(app, [*plan[:-1], str(model)])
+    assert planned.exit_code == 0, planned.output
+    assert "take " in planned.output
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--bandwidth", "fast"], "'fast' is not a bandwidth; allowed: "),
-        (["--parameters", "-1"], "parameters = -1.0: allowed are numbers from 1"),
-        (["--parameters", "nan"], "parameters = nan: allowed are numbers from 1"),
         (["--output", "tests"], "--output = 'tests': cannot be written: "),
         (["--cluster", "rented"], "FCDP_HEAD = '': allowed is HOST:PORT"),
     ],
