@@ -45,7 +45,7 @@ ARG TORCH=cuda
 ENV TORCH=${TORCH} VENV=/opt/venv
 COPY --chown=fcdp:fcdp LICENSE constraints.txt constraints-paper.txt pyproject.toml ./
 COPY --chown=fcdp:fcdp scripts scripts
-RUN for package in fcdp baselines experiments analysis; do \
+RUN for package in fcdp baselines simulation experiments analysis; do \
         mkdir "$package" && touch "$package/__init__.py"; \
     done \
     && PIP_NO_CACHE_DIR=1 scripts/setup.sh --pins \

@@ -38,9 +38,10 @@ test: setup ## linters and types, then the tests
 operators: setup
 	@$(VENV)/bin/python -m baselines.deepspeed_zero3 >/dev/null 2>&1 || true
 
-lint: setup ## linters and types alone
+lint: setup ## linters, directions of imports and types alone
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/lint-imports --no-logo --no-cache
 	$(VENV)/bin/mypy
 
 # With PYTHON=, whatever that interpreter has: a machine with a GPU may have no network.

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from analysis.text import ABSENT, number, times
-from experiments import parity
-from experiments.costs import framing
+from experiments import framing, parity
 from experiments.parity import REFERENCE, Parity
 from experiments.records import Cell, Measurement, Record
 

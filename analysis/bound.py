@@ -7,7 +7,7 @@ from typing import Any
 
 from analysis import text
 from analysis.rows import Row
-from experiments.bound.records import BoundRecord
+from simulation.bound.study import BoundRecord
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ from pydantic import Field, ValidationError, model_validator
 from analysis import matrices
 from analysis.quantities import SCALES, Computation, Unit
 from experiments import yaml_lines
-from experiments.records import MatrixName, Name, Strict
+from experiments.records import MatrixName
 from experiments.yaml_lines import Document, KeyPath
+from simulation.files import Name, Strict
 
 CLAIMS = Path(__file__).with_name("claims.yaml")
 

@@ -14,8 +14,9 @@ from matplotlib.figure import Figure
 from analysis import axes, pages, strategies, text
 from analysis.drawings import Drawing, style
 from analysis.rows import Quantity, Row, settings_of
-from experiments.memory.records import MemoryRecord, read
-from experiments.records import Tuning
+from experiments.records import Cell
+from simulation.imitated.records import MemoryRecord, read
+from simulation.transformer import Tuning
 
 #: Width of a panel, and from one bar to the next, in inches.
 WIDTH, PITCH = 1.9, 0.19
@@ -76,7 +77,7 @@ def load(file: Path) -> list[MemoryRecord]:
 
 def _row(record: MemoryRecord) -> Row:
     case, finding = record.case, record.finding
-    settings = settings_of(case.cell) | {"checkpointing": case.checkpointing}
+    settings = settings_of(Cell.of_case(case)) | {"checkpointing": case.checkpointing}
     quantities: dict[Quantity, float] = {}
     if finding is not None:
         quantities["largest_micro_batch"] = finding.largest_micro_batch

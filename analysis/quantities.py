@@ -12,7 +12,9 @@ from pydantic import Field, field_validator, model_validator
 
 from analysis.rows import Quantity, Row
 from experiments.parity import largest_difference
-from experiments.records import State, Strict, Tuning
+from experiments.records import State
+from simulation.files import Strict
+from simulation.transformer import Tuning
 
 #: What a number is written in, and what a number in basic units (a ratio, bytes) is multiplied by.
 Unit = Literal["×", "%", "GB", "MB", "tokens/s", "TFLOPS", "words/s", "perplexity", "servers"]

@@ -16,8 +16,8 @@ from analysis.figures import draw
 from analysis.frame import frame, latest
 from analysis.memory import MemoryStudy
 from analysis.rows import Row, row
-from experiments.bound import records as bound
 from experiments.records import Record, read
+from simulation.bound import study as bound
 
 #: Where the records that are not of cells are, relative to the folder of results.
 MEMORY = "memory/memory.jsonl"

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from analysis import strategies, text
 from analysis.drawings import Drawing, style
-from experiments.costs import framing
+from experiments import framing
 from experiments.records import Record
 
 #: What the predictions know of the records that they are compared with.

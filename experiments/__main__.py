@@ -4,30 +4,11 @@ from __future__ import annotations
 
 import typer
 
-from experiments import commands
-from experiments.bound.command import bound
-from experiments.clusters.node_command import node
-from experiments.planner.command import plan
-from experiments.preflight.command import preflight
-from experiments.trace import trace
-from experiments.validate import validate
+from experiments.commands import COMMANDS, STYLE, Lazy, stand_in
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
-)
-app.command(no_args_is_help=True)(commands.run)
-app.command()(commands.strategies)
-app.command(no_args_is_help=True)(plan)
-app.command()(preflight)
-app.command()(node)
-app.command()(commands.memory)
-app.command()(bound)
-app.command()(validate)
-app.command(no_args_is_help=True)(trace)
-app.command(context_settings={"ignore_unknown_options": True})(commands.sweep_cell)
+app = typer.Typer(cls=Lazy, no_args_is_help=True, **STYLE)
+for _name, _command in COMMANDS.items():
+    app.command(_name, help=_command.summary)(stand_in)
 
 
 @app.callback()

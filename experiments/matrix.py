@@ -20,16 +20,10 @@ from pydantic import ValidationError
 
 from baselines import registry
 from experiments.matrix_files import find
-from experiments.records import (
-    AnyCluster,
-    Cell,
-    ClusterSpec,
-    Evidence,
-    ModelSpec,
-    SimulatedSpec,
-    Strict,
-)
+from experiments.records import AnyCluster, Cell, ClusterSpec, Evidence, SimulatedSpec
 from experiments.yaml_lines import Document, KeyPath, load
+from simulation.files import Strict
+from simulation.transformer import ModelSpec
 
 _UNITS = {"bit/s": 1, "kbit/s": 10**3, "Mbit/s": 10**6, "Gbit/s": 10**9}
 _BANDWIDTH = re.compile(r"(\d+(?:\.\d+)?) ?(bit/s|kbit/s|Mbit/s|Gbit/s)")

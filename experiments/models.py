@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from experiments.costs.model import ATTENTION, Transformer
-from experiments.records import Cell, ModelSpec
+from experiments.records import Cell
+from simulation.transformer import ATTENTION, ModelSpec, Transformer
 
 
 def build(cell: Cell) -> tuple[nn.Module, Sequence[nn.Module]]:

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baselines import registry
-from experiments.costs.strategies import scheme
 from experiments.records import Cell, Record
+from simulation.schemes import scheme
 
 #: What strategies are compared with where nothing else is said.
 REFERENCE = "fsdp2"

@@ -2,35 +2,30 @@
 
 A matrix expands to cells; each cell runs in fresh processes and ends as one ``Record``, one line
 of a JSON Lines file. ``analysis`` imports this module and the studies' own records, and of the rest
-of ``experiments`` only what judges records (``parity``, ``costs.framing``) and ``yaml_lines``.
+of ``experiments`` only what judges records (``parity``, ``framing``) and ``yaml_lines``.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-#: Parts of a cell's id, and so of its directory's name: no separators, no spaces, not too long.
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
+from simulation import files
+from simulation.files import Name, Strict
+from simulation.transformer import ModelSpec, Tuning
+
+if TYPE_CHECKING:
+    from simulation.imitated.records import Case
+
 #: A matrix's: that of its suite, if it is in one, a slash, and its own.
 MatrixName = Annotated[
     str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*/)?[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)
 ]
 State = Literal["ok", "oom", "failed", "timeout", "skipped"]
 Evidence = Literal["measured", "emulated", "simulated"]
-Tuning = Literal["full", "lora"]
 DType = Literal["float32", "bfloat16"]
 
 #: Settings that came after the first records: where they have their default, ids stay as they were.
@@ -45,37 +40,6 @@ _CHOICES = (
 )
 
 
-class Strict(BaseModel):
-    """Base of every file-backed type: an unknown key is an error, and nothing changes later."""
-
-    # A diverged loss is NaN. As pydantic's default, null, it could not be read back as a number;
-    # as the string "NaN" it can, and the line stays standard JSON.
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, protected_namespaces=(), ser_json_inf_nan="strings"
-    )
-
-
-AnyStrict = TypeVar("AnyStrict", bound=Strict)
-
-
-class ModelSpec(Strict):
-    """A ``transformers`` configuration with random weights."""
-
-    name: Name
-    family: Literal["gpt2", "llama"]
-    layers: int = Field(ge=1)
-    width: int = Field(ge=8)
-    heads: int = Field(ge=1)
-    #: Training data are bytes: a larger vocabulary costs memory and time, and learns nothing more.
-    vocabulary: int = Field(default=256, ge=256)
-
-    @model_validator(mode="after")
-    def _heads_divide_width(self) -> ModelSpec:
-        if self.width % self.heads:
-            raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
-        return self
-
-
 class ClusterSpec(Strict):
     """The cluster a cell runs on: ``nodes`` × ``ranks_per_node`` processes."""
 
@@ -86,9 +50,10 @@ class ClusterSpec(Strict):
 
 
 class SimulatedSpec(Strict):
-    """A cluster that need not exist: nodes of one kind of GPU, simulated; see ``costs.hardware``.
+    """A cluster that need not exist: nodes of one kind of GPU, simulated.
 
-    The link between nodes is the cell's bandwidth, of which ``link_efficiency`` is reached.
+    ``simulation.hardware`` knows the GPUs. The link between nodes is the
+    cell's bandwidth, of which ``link_efficiency`` is reached.
     """
 
     kind: Literal["simulated"]
@@ -104,7 +69,7 @@ class SimulatedSpec(Strict):
     @field_validator("gpu")
     @classmethod
     def _is_known(cls, value: str) -> str:
-        from experiments.costs.hardware import gpu  # only those who simulate need it
+        from simulation.hardware import gpu  # only those who simulate need it
 
         return gpu(value).name
 
@@ -161,6 +126,28 @@ class Cell(Strict):
                 f"not {self.cluster.kind}: the worker recomputes nothing"
             )
         return self
+
+    @classmethod
+    def of_case(cls, case: Case) -> Cell:
+        """A case of the study on imitated devices, as a cell of a matrix."""
+        return cls(
+            matrix="memory",
+            strategy=case.strategy,
+            model=case.model,
+            tuning=case.tuning,
+            cluster=ClusterSpec(nodes=case.nodes, ranks_per_node=case.ranks_per_node),
+            inter_bandwidth_bits_per_s=None,
+            sequence_length=case.sequence_length,
+            micro_batch=1,
+            accumulation=1,
+            dtype="bfloat16",
+            policy=case.policy,
+            lora_rank=case.lora_rank,
+            learning_rate=1e-4,
+            warmup_steps=0,
+            steps=1,
+            timeout_s=1.0,
+        )
 
     @property
     def variant(self) -> str:
@@ -286,51 +273,6 @@ class Record(Strict):
         return None if median is None else self.cell.tokens_per_step / median
 
 
-def append(record: Strict, path: Path) -> None:
-    """Append one line to a JSON Lines file and flush it to the disk: all of it or nothing.
-
-    A torn last line, which a killed run leaves, is cut off first. If the line cannot be written
-    (a full disk), the file is as it was before and the ``OSError`` is raised.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    line = record.model_dump_json().encode() + b"\n"
-    # Unbuffered, so that nothing is left to be written when the file is closed after an error.
-    with path.open("r+b" if path.exists() else "x+b", buffering=0) as file:
-        end = _end_of_complete_lines(file.read() or b"")
-        file.truncate(end)
-        file.seek(end)
-        try:
-            written = 0
-            while written < len(line):
-                written += file.write(line[written:]) or 0
-            os.fsync(file.fileno())
-        except OSError:
-            file.truncate(end)
-            raise
-
-
 def read(path: Path) -> list[Record]:
-    """Read a JSON Lines file of records.
-
-    A last line without its newline is what a killed run leaves; it is dropped, so that the cell
-    runs again. Any other malformed line raises ``ValueError`` with its file and line number.
-    """
-    return read_as(path, Record)
-
-
-def read_as(path: Path, kind: type[AnyStrict]) -> list[AnyStrict]:
-    """The same for a file of another kind of record."""
-    content = path.read_bytes()
-    # Not splitlines(): JSON strings may hold U+2028 and other characters that it splits at.
-    lines = content[: _end_of_complete_lines(content)].split(b"\n")[:-1]
-    records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append(kind.model_validate(json.loads(line)))
-        except ValueError as error:
-            raise ValueError(f"{path}:{number}: not a record of this version: {error}") from error
-    return records
-
-
-def _end_of_complete_lines(content: bytes) -> int:
-    return content.rfind(b"\n") + 1
+    """Read a JSON Lines file of records; see ``simulation.files.read_as``."""
+    return files.read_as(path, Record)

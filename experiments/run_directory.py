@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from experiments import records
 from experiments.records import Record
+from simulation import files
 
 if TYPE_CHECKING:
     from experiments.matrix import Matrix
@@ -123,7 +124,7 @@ class RunDirectory:
         rewritten.unlink(missing_ok=True)
         rewritten.touch()
         for record in kept:
-            records.append(record, rewritten)
+            files.append(record, rewritten)
         rewritten.replace(self.records)
 
     def _new_archive(self) -> Path:

@@ -16,13 +16,14 @@ from typing import Any, Protocol
 
 from baselines import pins, registry
 from baselines.pins import Pin
-from experiments import provenance, records
+from experiments import provenance
 from experiments.clusters.interface import Cluster, LostNodeError, Outcome
 from experiments.gate import Gate
 from experiments.matrix import PlannedCell
 from experiments.provenance import Provenance
 from experiments.records import Cell, Measurement, Record, State
 from experiments.run_directory import RunDirectory
+from simulation import files
 
 WORKER = "experiments.worker:main"
 OPERATORS = "baselines.deepspeed_zero3:build_operators"
@@ -103,7 +104,7 @@ class _Runner:
                 record = self._record(
                     planned.cell, "skipped", planned.skip_reason, started_at=_now()
                 )
-            records.append(record, self._directory.records)
+            files.append(record, self._directory.records)
         except OSError as error:
             raise RunError(
                 f"{planned.cell.id}: cannot write to {self._directory.path}: {error.strerror}; "

@@ -182,3 +182,8 @@ def show(plan: Matrix, cells: Sequence[PlannedCell]) -> None:
         style="bold",
         highlight=False,
     )
+
+
+def any_failed(records: Sequence[Record]) -> bool:
+    """Whether a cell failed or timed out."""
+    return any(record.state in ("failed", "timeout") for record in records)

@@ -11,7 +11,8 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-#: Exit status: the user or the machine has to change something.
+#: Exit status: some cells failed; the user or the machine has to change something.
+FAILED = 1
 UNUSABLE = 2
 
 

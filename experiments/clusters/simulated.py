@@ -11,16 +11,12 @@ from typing import Any, Literal
 from baselines import registry
 from experiments import gate
 from experiments.clusters.interface import ClusterError, Outcome
-from experiments.costs import memory
-from experiments.costs.emulated import emulated
-from experiments.costs.hardware import GB, Hardware
-from experiments.costs.hardware import cluster as gpu_cluster
-from experiments.costs.workload import Workload
+from experiments.modelled import cluster_of, hardware_of, workload_of
 from experiments.records import AnyCluster, Cell, Measurement, Simulation
-from experiments.simulator.prediction import Prediction, fits, predict
-
-#: Bits a second for a cell without a limit: no link between nodes is faster today.
-_UNLIMITED = 1e15
+from simulation import memory
+from simulation.hardware import Hardware
+from simulation.prediction import Prediction, fits, predict
+from simulation.workload import Workload
 
 
 class SimulatedCluster:
@@ -72,8 +68,7 @@ class SimulatedCluster:
         cell = Cell.model_validate_json(cell_file.read_bytes())
         self._spec = cell.cluster  # of as many nodes as the cell wants
         gate.pass_through(output)
-        hardware = hardware_of(self._spec, cell.inter_bandwidth_bits_per_s)
-        workload = Workload.of(cell)
+        hardware, workload = cluster_of(cell), workload_of(cell)
         prediction = predict(workload, hardware)
         if prediction.state == "oom":
             return Outcome("oom", error=prediction.error)
@@ -86,25 +81,8 @@ class SimulatedCluster:
 
 def largest_micro_batch(cell: Cell) -> int:
     """Most sequences a rank and micro-batch with which the cell fits; 0 if not even one does."""
-    hardware = hardware_of(cell.cluster, cell.inter_bandwidth_bits_per_s)
-    workload = Workload.of(cell)
+    hardware, workload = cluster_of(cell), workload_of(cell)
     return memory.largest_micro_batch(workload, hardware, lambda tried: fits(tried, hardware))
-
-
-def hardware_of(spec: AnyCluster, inter_bits_per_s: float | None) -> Hardware:
-    """What the simulation assumes of a cluster whose nodes send this many bits a second."""
-    if spec.kind != "simulated":
-        return emulated(spec.nodes, spec.ranks_per_node, inter_bits_per_s)
-    return gpu_cluster(
-        spec.gpu,
-        nodes=spec.nodes,
-        ranks_per_node=spec.ranks_per_node,
-        inter_bits_per_s=_UNLIMITED if inter_bits_per_s is None else inter_bits_per_s,
-        host_memory_bytes=spec.host_memory_gb * GB,
-        matmul_efficiency=spec.matmul_efficiency,
-        link_efficiency=spec.link_efficiency,
-        inter_latency_seconds=spec.inter_latency_us / 1e6,
-    )
 
 
 def assumed(hardware: Hardware) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, TypeAdapter
 
-from experiments.records import Strict
+from simulation.files import Strict
 
 #: Seconds that a stranger has to answer.
 _ANSWER_S = 10

@@ -1,1 +1,1 @@
-"""Measures a cluster's links, copies and compute, and says whether FCDP will help there."""
+"""Measures a cluster's links, copies and compute, as the planner and the simulator need them."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from experiments.costs.emulated import emulated
-from experiments.costs.hardware import Gpu, Hardware, cluster
 from experiments.preflight.schema import Link, Preflight
+from simulation.emulated import emulated
+from simulation.hardware import Gpu, Hardware, cluster
 
 
 def hardware_of(measured: Preflight, device: Gpu | None = None) -> Hardware:

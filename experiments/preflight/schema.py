@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from experiments.records import DType, Evidence, Strict
+from experiments.records import DType, Evidence
+from simulation.files import Strict
 
 
 class Sample(Strict):
@@ -45,10 +46,6 @@ class Link(Strict):
             slope = ordered[-1].seconds / ordered[-1].bytes
         latency = max(0.0, ordered[0].seconds - ordered[0].bytes * slope)
         return cls(ranks=ranks, samples=ordered, latency_s=latency, bytes_per_s=1 / slope)
-
-    def seconds(self, bytes: float) -> float:
-        """How long an exchange of so many bytes takes, by the line."""
-        return self.latency_s + bytes / self.bytes_per_s
 
 
 class Links(Strict):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from experiments.records import Cell, ClusterSpec, Measurement, ModelSpec, Record
+from experiments.records import Cell, ClusterSpec, Measurement, Record
+from simulation.transformer import ModelSpec
 
 #: Strategy → tuning → MB sent a step, the closed form's share of it, and seconds without a network.
 TRAFFIC: dict[str, dict[str, tuple[float, float, float]]] = {

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from analysis.__main__ import app
 from analysis.audit import Finding, audit, markdown
-from experiments import records
 from experiments.records import Record
+from simulation import files
 from tests.analysis.made_up import MODELS, cell, measurement, record
 
 LEAST = 10e6
@@ -140,8 +140,8 @@ def test_a_reference_that_did_not_run_leaves_nothing_fair() -> None:
 @pytest.mark.parametrize(("sent", "status"), [(LEAST, 0), (2 * LEAST, 1)])
 def test_the_command_fails_where_a_strategy_does(tmp_path: Path, sent: float, status: int) -> None:
     file = tmp_path / "records.jsonl"
-    records.append(REFERENCE, file)
-    records.append(made("fcdp", "fcdp", sent, LOSSES), file)
+    files.append(REFERENCE, file)
+    files.append(made("fcdp", "fcdp", sent, LOSSES), file)
     done = CliRunner().invoke(app, ["audit", str(file)])
     assert done.exit_code == status
     assert "| fcdp | full | 1 |" in done.stdout
@@ -150,7 +150,7 @@ def test_the_command_fails_where_a_strategy_does(tmp_path: Path, sent: float, st
 def test_simulated_records_are_refused_in_words(tmp_path: Path) -> None:
     file = tmp_path / "records.jsonl"
     simulated = made("fcdp", "fcdp", LEAST, []).model_copy(update={"evidence": "simulated"})
-    records.append(simulated, file)
+    files.append(simulated, file)
     done = CliRunner().invoke(app, ["audit", str(file)])
     assert done.exit_code == 2
     assert "all records are simulated" in done.output

@@ -12,8 +12,8 @@ from matplotlib.text import Annotation
 from analysis import claims as papers
 from analysis import memory, reproduction, runs
 from analysis.quantities import Outcome, Ratio, Selection, Value
-from experiments.memory.records import Case, Finding, MemoryRecord, Peak
-from experiments.records import ModelSpec
+from simulation.imitated.records import Case, Finding, MemoryRecord, Peak
+from simulation.transformer import ModelSpec
 
 MODELS = [
     ModelSpec(name=f"gpt-{size}b", family="gpt2", layers=48, width=64 * size, heads=size)

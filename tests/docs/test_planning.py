@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from experiments.costs.hardware import LINK_EFFICIENCY, MATMUL_EFFICIENCY
-from experiments.planner.plan import TIE
-from experiments.planner.search import SAME
+from simulation.hardware import LINK_EFFICIENCY, MATMUL_EFFICIENCY
+from simulation.planner.plan import TIE
+from simulation.planner.search import SAME
 from tests.docs import DOCS
 
 

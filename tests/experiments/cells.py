@@ -15,8 +15,9 @@ from baselines import pins
 from experiments.clusters.emulated import EmulatedCluster
 from experiments.clusters.interface import Outcome
 from experiments.gate import Gate
-from experiments.records import Cell, ClusterSpec, Measurement, ModelSpec
+from experiments.records import Cell, ClusterSpec, Measurement
 from experiments.runner import WORKER
+from simulation.transformer import ModelSpec
 
 NODES, RANKS_PER_NODE = 2, 2
 
@@ -150,7 +151,7 @@ def train_as_measured(cell_file: str, output_directory: str) -> None:
 
     from baselines import deepspeed_zero3
     from experiments import worker
-    from experiments.costs.model import ATTENTION
+    from simulation.transformer import ATTENTION
 
     configuration = deepspeed_zero3.configuration
 

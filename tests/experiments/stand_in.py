@@ -20,8 +20,9 @@ from types import TracebackType
 from typing import Any, Literal
 
 from experiments.clusters.interface import ClusterError, Outcome
-from experiments.records import Cell, ClusterSpec, Measurement, ModelSpec, Record, State
+from experiments.records import Cell, ClusterSpec, Measurement, Record, State
 from experiments.runner import OPERATORS, WORKER
+from simulation.transformer import ModelSpec
 
 #: What each rank runs; it imports nothing of ours, so that a rank costs milliseconds.
 _RANK = """

@@ -8,11 +8,10 @@ import pytest
 import yaml
 
 from experiments import matrix, matrix_files, paper_models
-from experiments.clusters.simulated import hardware_of
-from experiments.costs.hardware import paper_cluster
-from experiments.costs.workload import Workload
+from experiments.modelled import cluster_of, hardware_of, workload_of
 from experiments.records import Cell, SimulatedSpec, read
-from experiments.simulator.prediction import fits, predict
+from simulation.hardware import paper_cluster
+from simulation.prediction import fits, predict
 from tests.experiments.test_matrix import FILE, written
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -55,11 +54,11 @@ def test_scaling_is_strong() -> None:
 
 def test_no_larger_micro_batch_fits() -> None:
     for cell in cells("paper/largest"):
-        hardware = hardware_of(cell.cluster, cell.inter_bandwidth_bits_per_s)
+        hardware = cluster_of(cell)
         one_more = cell.model_copy(update={"micro_batch": cell.micro_batch + 1})
-        assert not fits(Workload.of(one_more), hardware)
+        assert not fits(workload_of(one_more), hardware)
         # A cell of which none fits has micro-batch 1, and ends out of memory.
-        assert cell.micro_batch == 1 or fits(Workload.of(cell), hardware)
+        assert cell.micro_batch == 1 or fits(workload_of(cell), hardware)
 
 
 def test_nodes_and_largest_micro_batches_are_settings_of_simulated_clusters(
@@ -111,8 +110,8 @@ def test_committed_records_are_of_these_cells(name: str) -> None:
 @pytest.mark.parametrize("name", ["paper/volume", "paper/full"])
 def test_committed_records_are_what_the_simulator_says(name: str) -> None:
     for record in read(RESULTS / name / "records.jsonl"):
-        hardware = hardware_of(record.cell.cluster, record.cell.inter_bandwidth_bits_per_s)
-        prediction = predict(Workload.of(record.cell), hardware)
+        hardware = cluster_of(record.cell)
+        prediction = predict(workload_of(record.cell), hardware)
         assert record.state == prediction.state
         if record.measurement is not None:
             assert record.measurement.step_seconds == [pytest.approx(prediction.step_seconds)]

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from experiments import records
-from experiments.records import ModelSpec
+from simulation import files
+from simulation.transformer import ModelSpec
 from tests.experiments.stand_in import cell, measurement, record
 
 
@@ -22,7 +23,7 @@ def test_what_is_appended_is_read_back(tmp_path: Path) -> None:
     file = tmp_path / "new directory" / "records.jsonl"
     written = [record(cell(seed=seed)) for seed in range(3)]
     for each in written:
-        records.append(each, file)
+        files.append(each, file)
     assert records.read(file) == written
 
 
@@ -32,13 +33,13 @@ def test_a_torn_last_line_costs_only_itself(tmp_path: Path, cut: int) -> None:
     file = tmp_path / "records.jsonl"
     file.unlink(missing_ok=True)
     first, second = record(cell(seed=1)), record(cell(seed=2), "failed", "an error: ü – ×")
-    records.append(first, file)
+    files.append(first, file)
     whole = file.read_bytes()
     line = second.model_dump_json().encode()
     # Any cut, also within a character of several bytes.
     file.write_bytes(whole + line[: cut % len(line)])
     assert records.read(file) == [first]
-    records.append(second, file)
+    files.append(second, file)
     assert records.read(file) == [first, second]
 
 
@@ -48,14 +49,14 @@ def test_any_error_text_stays_one_line(tmp_path: Path, text: str) -> None:
     file = tmp_path / "records.jsonl"
     file.unlink(missing_ok=True)
     written = record(cell(), "failed", text + "\u2028\x85\x1c\r\n")
-    records.append(written, file)
+    files.append(written, file)
     assert file.read_bytes().count(b"\n") == 1
     assert records.read(file) == [written]
 
 
 def test_a_diverged_loss_is_read_back_as_such(tmp_path: Path) -> None:
     file = tmp_path / "records.jsonl"
-    records.append(record(cell(), losses=[5.5, math.inf, math.nan]), file)
+    files.append(record(cell(), losses=[5.5, math.inf, math.nan]), file)
     line = file.read_text()
     # Standard JSON, so that other programs can read the file too.
     json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
@@ -67,7 +68,7 @@ def test_a_diverged_loss_is_read_back_as_such(tmp_path: Path) -> None:
 
 def test_a_malformed_line_is_named(tmp_path: Path) -> None:
     file = tmp_path / "records.jsonl"
-    records.append(record(cell()), file)
+    files.append(record(cell()), file)
     with file.open("a") as text:
         text.write("{}\n")
     with pytest.raises(ValueError, match=r"records\.jsonl:2: not a record of this version"):
@@ -76,7 +77,7 @@ def test_a_malformed_line_is_named(tmp_path: Path) -> None:
 
 def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     file = tmp_path / "records.jsonl"
-    records.append(record(cell(seed=1)), file)
+    files.append(record(cell(seed=1)), file)
     before = file.read_bytes()
     # The kernel writes up to the limit and refuses the rest, as a full disk does.
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -84,12 +85,12 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 100, limit[1]))
     try:
         with pytest.raises(OSError, match="File too large"):
-            records.append(record(cell(seed=2)), file)
+            files.append(record(cell(seed=2)), file)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, handler)
     assert file.read_bytes() == before
-    records.append(record(cell(seed=2)), file)
+    files.append(record(cell(seed=2)), file)
     assert [r.cell.seed for r in records.read(file)] == [1, 2]
 
 

@@ -27,6 +27,7 @@ from experiments.matrix import Matrix
 from experiments.provenance import ROOT
 from experiments.records import Cell, Record
 from experiments.run_directory import RunDirectory
+from simulation import files
 from tests.experiments.stand_in import StandInCluster, cell, matrix_file, record
 from tests.experiments.waiting import wait_until
 
@@ -203,7 +204,7 @@ def test_a_resumed_matrix_has_every_cell_once(
     states = ["ok", "failed", "oom", "timeout", "ok", "failed"]
     for i in finished:
         of = plan.cells[i].cell
-        records.append(record(of, states[i], None), directory.records)  # type: ignore[arg-type]
+        files.append(record(of, states[i], None), directory.records)  # type: ignore[arg-type]
     if torn and len(finished) < 6:
         left = next(i for i in range(6) if i not in finished)
         line = record(plan.cells[left].cell).model_dump_json()

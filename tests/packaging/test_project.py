@@ -14,7 +14,7 @@ import yaml
 
 from tests.packaging import ROOT
 
-PACKAGES = ("fcdp", "baselines", "experiments", "analysis")
+PACKAGES = ("fcdp", "baselines", "simulation", "experiments", "analysis")
 TARGETS = (
     "quickstart",
     "reproduce",

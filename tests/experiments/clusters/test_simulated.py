@@ -12,11 +12,12 @@ from typer.testing import CliRunner
 
 from experiments import matrix, records, runner
 from experiments.clusters.interface import ClusterError
-from experiments.clusters.simulated import SimulatedCluster, hardware_of
-from experiments.costs.hardware import paper_cluster
+from experiments.clusters.simulated import SimulatedCluster
 from experiments.matrix import PlannedCell
+from experiments.modelled import hardware_of
 from experiments.records import Cell, ClusterSpec, Record, SimulatedSpec
 from experiments.run_directory import RunDirectory
+from simulation.hardware import paper_cluster
 from tests.experiments.cells import cell, model_spec
 
 SPEC = SimulatedSpec(kind="simulated", nodes=2, ranks_per_node=8, gpu="a40")

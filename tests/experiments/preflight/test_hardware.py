@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from experiments.costs.hardware import gpu
 from experiments.preflight.hardware import hardware_of
 from experiments.preflight.schema import Compute, Host
+from simulation.hardware import gpu
 from tests.experiments.preflight import made_up
 
 GPU_COMPUTE = Compute(

@@ -24,7 +24,8 @@ def test_a_line_is_found_again(latency: float, bytes_per_s: float, sizes: list[i
     samples = [Sample(bytes=size, seconds=latency + size / bytes_per_s) for size in sizes]
     link = Link.of(2, samples)
     for sample in samples:
-        assert link.seconds(sample.bytes) == pytest.approx(sample.seconds, rel=1e-3)
+        found = link.latency_s + sample.bytes / link.bytes_per_s
+        assert found == pytest.approx(sample.seconds, rel=1e-3)
 
 
 def test_a_burst_that_passes_at_full_speed_does_not_raise_the_bandwidth() -> None:

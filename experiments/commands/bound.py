@@ -1,0 +1,68 @@
+"""``python -m experiments bound``: how much of a GPU memory and bandwidth let FSDP use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from experiments import terminal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.table import Table
+
+    from simulation.bound.study import BoundRecord
+
+
+def bound(
+    output: Annotated[Path, typer.Option(metavar="DIR", help="Where bound.jsonl goes.")] = Path(
+        "runs/bound"
+    ),
+) -> None:
+    """Bound FSDP's utilisation by free memory × bandwidth / peak rate, for 1.3B to 310B on A100s.
+
+    The closed form of "Memory and Bandwidth are All You Need for FSDP"; nothing is run.
+    """
+    from experiments import provenance
+    from simulation import files
+    from simulation.bound import study
+
+    commit = provenance.gather().commit
+    found = [study.settle(point, commit) for point in study.points()]
+    file = output / "bound.jsonl"
+    try:
+        file.unlink(missing_ok=True)
+        for record in found:
+            files.append(record, file)
+    except OSError as error:
+        terminal.stop(f"{file}: {error.strerror}")
+    console = terminal.console()
+    console.print(_table(found))
+    terminal.say(console, "records", file)
+
+
+def _table(found: Sequence[BoundRecord]) -> Table:
+    from rich.table import Table
+
+    from simulation.bound.study import GPU, SEQUENCE_LENGTH
+
+    table = Table("model", box=None)
+    table.title = f"{GPU}, {SEQUENCE_LENGTH} tokens a sequence: closed form, simulated"
+    for column in ("GPUs", "Gbit/s", "free GB", "tokens", "bound", "needs Gbit/s", "best MFU"):
+        table.add_column(column, justify="right")
+    for record in found:
+        point = record.point
+        table.add_row(
+            point.model,
+            f"{point.gpus}",
+            f"{point.bandwidth_bits_per_s / 1e9:g}",
+            f"{record.free_bytes / 1e9:.1f}",
+            f"{record.tokens:,.0f}",
+            f"{record.hfu_bound:.3g}",
+            f"{record.required_bits_per_s / 1e9:.3g}",
+            f"{record.best_mfu:.1%}",
+        )
+    return table

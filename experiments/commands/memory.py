@@ -1,0 +1,112 @@
+"""``python -m experiments memory``: settle the cases, show them, keep them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from experiments import destination, interrupts, provenance, terminal
+from experiments.records import Cell
+from simulation import files, paper_models
+from simulation.imitated import study, table
+from simulation.imitated.records import Case, MemoryRecord, read
+
+if TYPE_CHECKING:
+    import torch.nn as nn
+
+
+def memory(
+    model: Annotated[
+        list[str] | None, typer.Option(help="Only this model of the paper's (repeatable).")
+    ] = None,
+    strategy: Annotated[
+        list[str] | None, typer.Option(help="Only this strategy (repeatable).")
+    ] = None,
+    output: Annotated[
+        Path, typer.Option(metavar="DIR", help="Where memory.jsonl and memory.md go.")
+    ] = Path("runs/memory"),
+    jobs: Annotated[int, typer.Option(min=1, help="Cases at a time; each takes a core.")] = 2,
+) -> None:
+    """Find the largest micro-batch of the paper's models, by strategy, without a GPU.
+
+    The real training step of one of 32 ranks runs on tensors without contents. Cases that
+    DIR/memory.jsonl has already are not run again. Exit status: 1 if a case failed.
+    """
+    interrupts.raise_them()
+    try:
+        settled = settle(model or [], strategy or [], output, jobs, terminal.console())
+    except (ValueError, OSError) as error:
+        terminal.stop(str(error))
+    except KeyboardInterrupt:
+        terminal.say_error("interrupted: finished cases are kept; the same command goes on")
+        raise typer.Exit(interrupts.INTERRUPTED) from None
+    terminal.say(terminal.console(), "records", output / "memory.jsonl")
+    if any(record.state == "failed" for record in settled):
+        raise typer.Exit(terminal.FAILED)
+
+
+def settle(
+    models: Sequence[str], strategies: Sequence[str], output: Path, jobs: int, console: Console
+) -> list[MemoryRecord]:
+    """Settle what has no record in ``output`` yet; write ``memory.jsonl`` and ``memory.md``.
+
+    Raises ``ValueError`` for an unknown model or strategy, for a file that is not ours, and if
+    ``output`` cannot be written.
+    """
+    names = dict.fromkeys(models or paper_models.PAPER_MODELS)
+    cases = study.cases([paper_models.find(name) for name in names], strategies or None)
+    file, page = output / "memory.jsonl", output / "memory.md"
+    for written in (file, page):
+        destination.check("--output", written)
+    known = {record.case: record for record in (read(file) if file.exists() else [])}
+    pending = [case for case in cases if case not in known]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+        bar = progress.add_task("memory", total=len(cases), completed=len(cases) - len(pending))
+        for record in _settled(pending, jobs):
+            files.append(record, file)
+            known[record.case] = record
+            case = record.case
+            largest = "" if record.finding is None else record.finding.largest_micro_batch
+            progress.console.print(
+                f"{case.label} {case.model.name} {case.tuning}"
+                f"{' checkpointing' * case.checkpointing}: {record.state} {largest}",
+                highlight=False,
+            )
+            progress.advance(bar)
+    for part in table.tables(known[case] for case in cases):
+        console.print(_rich(part))
+    # Of all that the file holds, in one order, whatever was asked for this time.
+    everything = sorted(known.values(), key=study.place)
+    page.write_text(table.markdown(everything), encoding="utf-8")
+    return [known[case] for case in cases]
+
+
+def _settled(pending: Sequence[Case], jobs: int) -> Iterator[MemoryRecord]:
+    """The cases' records, which tell nothing of this machine but versions."""
+    origin = provenance.gather()
+    for record in study.settle(
+        pending, jobs, build, commit=origin.commit, versions=origin.versions
+    ):
+        error = None if record.error is None else provenance.scrub(record.error)
+        yield record.model_copy(update={"error": error})
+
+
+def build(case: Case) -> tuple[nn.Module, Sequence[nn.Module]]:
+    """The case's model and its transformer blocks."""
+    from experiments import models  # needs torch, for which the command itself need not wait
+
+    return models.build(Cell.of_case(case))
+
+
+def _rich(part: table.Table) -> Table:
+    shown = Table(*part.head, title=part.title, box=None)
+    for row in part.rows:
+        shown.add_row(*row)
+    return shown

@@ -1,0 +1,179 @@
+"""``python -m experiments plan``: options in, table out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from experiments import destination, terminal
+
+if TYPE_CHECKING:
+    from simulation.hardware import Hardware
+
+_HOST_MEMORY = "512GB"
+
+
+def plan(
+    model: Annotated[
+        str,
+        typer.Option(
+            help="gpt-10b, gpt-20b or gpt-30b; a Hugging Face config.json or its folder; a name on "
+            "the hub whose configuration is cached."
+        ),
+    ],
+    gpu: Annotated[str | None, typer.Option(help="By its data sheet, such as a40.")] = None,
+    nodes: Annotated[str | None, typer.Option(help="How many.")] = None,
+    gpus: Annotated[str | None, typer.Option(help="A node.")] = None,
+    inter_node: Annotated[
+        str | None,
+        typer.Option(
+            help="A node's nominal bandwidth, such as 100Gbps (instead of what preflight measured)."
+        ),
+    ] = None,
+    host_memory: Annotated[
+        str | None, typer.Option(help=f"A node's ({_HOST_MEMORY}, or what preflight found free).")
+    ] = None,
+    peft: Annotated[str | None, typer.Option(help="lora:RANK; without it all is trained.")] = None,
+    sequence_length: Annotated[str, typer.Option(help="One, or several with commas.")] = "512",
+    micro_batch: Annotated[
+        str | None, typer.Option(help="Sequences a rank, with commas; the largest that fits.")
+    ] = None,
+    global_batch: Annotated[
+        str | None, typer.Option(help="Sequences an optimizer step; one micro-batch each.")
+    ] = None,
+    checkpointing: Annotated[
+        str, typer.Option(help="Shares of the blocks that are recomputed, with commas.")
+    ] = "0,0.25,0.5,0.75,1",
+    strategies: Annotated[
+        str | None, typer.Option(help="With commas; all that are simulated.")
+    ] = None,
+    policies: Annotated[
+        str, typer.Option(help="Of FCDP, with commas: host, disk, auto, threshold(0.8).")
+    ] = "host",
+    tokens: Annotated[str, typer.Option(help="To train on, such as 1e9.")] = "1e9",
+    price_per_gpu_hour: Annotated[
+        str | None, typer.Option(help="In any currency; costs are in the same.")
+    ] = None,
+    preflight: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="What `preflight` measured: instead of data sheets."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="All of the grid, as JSON.")
+    ] = None,
+) -> None:
+    """Say which strategies fit a cluster, how fast each is, what it costs, and which to take.
+
+    All figures are simulated. Exit status: 0; 2 if nothing fits, or for a mistake.
+    """
+    from simulation.planner import quantities as q
+    from simulation.planner import report
+    from simulation.planner.plan import plan as make
+    from simulation.planner.refusal import refusal
+    from simulation.planner.request import Request
+
+    try:
+        if preflight is None:
+            hardware = _nominal(gpu, nodes, gpus, inter_node, host_memory or _HOST_MEMORY)
+        else:
+            hardware = _measured(preflight, gpu, nodes, gpus, inter_node, host_memory)
+        price = price_per_gpu_hour
+        request = Request(
+            model=model,
+            hardware=hardware,
+            lora_rank=None if peft is None else q.lora_rank("--peft", peft),
+            sequence_lengths=q.each("--sequence-length", sequence_length, q.whole),
+            micro_batches=()
+            if micro_batch is None
+            else q.each("--micro-batch", micro_batch, q.whole),
+            recomputed=q.each("--checkpointing", checkpointing, q.share),
+            policies=q.each("--policies", policies, q.name),
+            global_batch=None if global_batch is None else q.whole("--global-batch", global_batch),
+            tokens=q.count("--tokens", tokens),
+            price_per_gpu_hour=None if price is None else q.count("--price-per-gpu-hour", price),
+            **({} if strategies is None else _names(strategies)),
+        )
+        if output is not None:
+            destination.check("--json", output)
+        found = make(request)
+    except (ValueError, OSError) as error:
+        terminal.stop(str(error))
+    if found is None:
+        terminal.stop(refusal(request))
+    console = terminal.console()
+    console.print(report.table(found))
+    if output is not None:
+        text = json.dumps(report.document(found), indent=1)
+        try:
+            output.write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            terminal.stop(str(error))
+        terminal.say(console, "plan", output)
+
+
+def _nominal(
+    gpu: str | None, nodes: str | None, gpus: str | None, inter_node: str | None, host_memory: str
+) -> Hardware:
+    """By the data sheets."""
+    from simulation.hardware import cluster
+    from simulation.planner import quantities as q
+
+    def given(option: str, text: str | None) -> str:
+        if text is None:
+            raise ValueError(f"{option} is missing: give it, or what was measured (--preflight)")
+        return text
+
+    count = q.whole("--nodes", given("--nodes", nodes))
+    if count == 1 and inter_node is None:
+        bandwidth = float("inf")  # nothing crosses it
+    else:
+        bandwidth = q.bits_per_s("--inter-node", given("--inter-node", inter_node))
+    return cluster(
+        given("--gpu", gpu),
+        nodes=count,
+        ranks_per_node=q.whole("--gpus", given("--gpus", gpus)),
+        inter_bits_per_s=bandwidth,
+        host_memory_bytes=q.size_bytes("--host-memory", host_memory),
+    )
+
+
+def _measured(
+    file: Path,
+    gpu: str | None,
+    nodes: str | None,
+    gpus: str | None,
+    inter_node: str | None,
+    host_memory: str | None,
+) -> Hardware:
+    """As preflight found the cluster, but for what is given."""
+    from dataclasses import replace
+
+    from experiments.preflight.hardware import hardware_of
+    from experiments.preflight.schema import Preflight
+    from simulation import hardware
+    from simulation.planner import quantities as q
+
+    measured = Preflight.read(file)
+    found = hardware_of(measured, None if gpu is None else hardware.gpu(gpu))
+    if nodes is not None:
+        found = replace(found, nodes=q.whole("--nodes", nodes))
+    if gpus is not None:
+        found = replace(found, ranks_per_node=q.whole("--gpus", gpus))
+    if inter_node is not None:
+        nominal = q.bits_per_s("--inter-node", inter_node)
+        found = found.with_inter_bandwidth(hardware.LINK_EFFICIENCY * nominal)
+    elif found.nodes > 1 and measured.links.inter_node_all_gather is None:
+        raise ValueError(f"--inter-node is missing: {file} has measured no link between nodes")
+    if host_memory is not None:
+        nbytes = q.size_bytes("--host-memory", host_memory)
+        found = replace(found, host_memory_bytes=nbytes)
+    return found
+
+
+def _names(text: str) -> dict[str, tuple[str, ...]]:
+    from simulation.planner import quantities as q
+
+    return {"strategies": q.each("--strategies", text, q.name)}

@@ -1,0 +1,123 @@
+"""``python -m experiments preflight``: the command and its table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from experiments import destination, terminal
+from experiments.clusters import kinds
+from experiments.clusters.kinds import ClusterKind
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from experiments.preflight.schema import Link, Preflight
+    from experiments.records import ClusterSpec
+
+
+def preflight(
+    cluster: Annotated[
+        ClusterKind, typer.Option(help="What to measure; rented nodes need their agents.")
+    ] = ClusterKind.EMULATED,
+    nodes: Annotated[int, typer.Option(min=1, help="Of an emulated cluster.")] = 2,
+    ranks: Annotated[int, typer.Option(min=1, help="A node, of an emulated cluster.")] = 2,
+    bandwidth: Annotated[
+        str, typer.Option(help="Between emulated nodes, such as '10 Mbit/s'.")
+    ] = "unshaped",
+    output: Annotated[
+        Path, typer.Option(metavar="FILE", help="Where the figures go, as JSON.")
+    ] = Path("runs/preflight/preflight.json"),
+) -> None:
+    """Measure a cluster's links, copies and compute, for the planner and the simulator.
+
+    `plan --preflight FILE` says whether FCDP will help there, and why. Exit status: 0;
+    2 if nothing could be measured.
+    """
+    from experiments.clusters.interface import ClusterError
+    from experiments.matrix import parse_bandwidth
+    from experiments.preflight import run
+    from experiments.records import ClusterSpec
+
+    try:
+        if cluster is ClusterKind.SIMULATED:
+            raise ValueError(
+                "--cluster simulated: has nothing to measure; allowed: emulated, rented"
+            )
+        limit = parse_bandwidth(bandwidth)
+        spec = kinds.override(cluster) or ClusterSpec(nodes=nodes, ranks_per_node=ranks)
+        destination.check("--output", output)
+        if spec.kind == "emulated":
+            kinds.enter_namespace()
+        measured = _measured(spec, limit, output)
+    except (ValueError, OSError, ClusterError, run.PreflightError) as error:
+        terminal.stop(str(error))
+    console = terminal.console()
+    console.print(_table(measured))
+    terminal.say(console, "figures", output)
+    sheet = "" if measured.compute.memory_bytes is None else " --gpu NAME"
+    question = f"plan --preflight {terminal.shown(output)}{sheet} --model MODEL"
+    console.print(
+        f"whether FCDP will help there: python -m experiments {question}",
+        soft_wrap=True,
+        highlight=False,
+        markup=False,
+    )
+
+
+def _measured(spec: ClusterSpec, limit: int | None, output: Path) -> Preflight:
+    from experiments.preflight import run
+
+    with kinds.cluster(spec, preload=["torch"]) as cluster:
+        measured = run.measure(cluster, limit, output.parent / "preflight-logs")
+    output.write_text(measured.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    return measured
+
+
+def _table(measured: Preflight) -> Table:
+    from rich.table import Table
+
+    table = Table("", "latency", "bandwidth", "sizes", box=None, title_justify="left")
+    table.title = (
+        f"{measured.nodes} nodes × {measured.ranks_per_node} ranks, {measured.compute.device}, "
+        f"{measured.backend}: {measured.evidence}"
+    )
+    links = measured.links
+    for name, link in (
+        ("between nodes, two ranks", links.inter_node_point_to_point),
+        ("between nodes, gather, a node sends", links.inter_node_all_gather),
+        ("inside a node, two ranks", links.intra_node_point_to_point),
+        ("inside a node, gather, a rank sends", links.intra_node_all_gather),
+    ):
+        table.add_row(name, *_columns(link))
+    host = measured.host
+    for name, rate in (
+        ("host memory, a rank copies", host.copy_bytes_per_s),
+        ("host → device", host.to_device_bytes_per_s),
+        ("device → host", host.from_device_bytes_per_s),
+    ):
+        table.add_row(name, "", "–" if rate is None else _bandwidth(rate), "")
+    for dtype, rate in measured.compute.matmul_flops_per_s.items():
+        alone = measured.compute.alone_matmul_flops_per_s[dtype]
+        text = f"{rate / 1e9:,.1f} GFLOP/s"
+        table.add_row(f"matrix product, {dtype}", "", text, f"{alone / 1e9:,.1f} alone")
+    table.add_row("free host memory", "", f"{host.free_bytes / 1e9:,.1f} GB", "")
+    return table
+
+
+def _columns(link: Link | None) -> tuple[str, str, str]:
+    if link is None:
+        return "–", "–", ""
+    sizes = f"{link.samples[0].bytes:,} to {link.samples[-1].bytes:,} bytes"
+    return f"{link.latency_s * 1e6:,.0f} µs", _bandwidth(link.bytes_per_s), sizes
+
+
+def _bandwidth(bytes_per_s: float) -> str:
+    return f"{_scaled(bytes_per_s)}B/s ({_scaled(8 * bytes_per_s)}bit/s)"
+
+
+def _scaled(rate: float) -> str:
+    size, prefix = (1e9, "G") if rate >= 1e9 else (1e6, "M")
+    return f"{rate / size:,.3g} {prefix}"

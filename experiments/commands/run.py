@@ -1,0 +1,114 @@
+"""``python -m experiments run``: a matrix, or a suite of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from experiments import session, terminal
+from experiments.clusters import kinds
+from experiments.clusters.kinds import ClusterKind
+
+if TYPE_CHECKING:
+    from experiments.matrix import Matrix, PlannedCell
+
+
+def run(
+    matrix: Annotated[
+        str,
+        typer.Argument(
+            metavar="MATRIX", help="A name in experiments/matrices, of a folder there, or a path."
+        ),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where records, logs and report go (runs/MATRIX)."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Run only the cells that have no record yet.")
+    ] = False,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="--resume, and run failed and timed-out ones.")
+    ] = False,
+    only: Annotated[
+        str | None,
+        typer.Option(metavar="PATTERN", help="Only cells whose id contains or matches this."),
+    ] = None,
+    cluster: Annotated[
+        ClusterKind | None,
+        typer.Option(help="Where to run: the matrix file says, unless this does."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the cells and start nothing.")
+    ] = False,
+    no_wandb: Annotated[
+        bool,
+        typer.Option("--no-wandb", help="Write no W&B runs (offline ones, unless WANDB_MODE)."),
+    ] = False,
+) -> None:
+    """Run a matrix: every cell in fresh processes, then table, figures, report and W&B runs.
+
+    A folder of matrices is a suite, such as `paper`: they run one after another, into DIR/NAME.
+
+    Without --resume the matrix starts afresh, and what an earlier run left in DIR moves to
+    DIR/earlier/TIME. Exit status: 0; 1 if a cell failed or timed out, if its losses are not those
+    of the matrix's reference, or if the report could not be drawn; 2 if the run cannot start or go
+    on; 130 if interrupted (go on with --resume).
+    """
+    from experiments import matrix_files
+    from experiments.clusters.interface import ClusterError
+
+    try:
+        plans = [_read(name, cluster) for name in matrix_files.members(matrix)]
+        chosen = _select(plans, only)
+    except (ValueError, ClusterError) as error:
+        terminal.stop(str(error))
+    if dry_run:
+        for plan, cells in chosen:
+            session.show(plan, cells)
+        return
+    well = True
+    for plan, cells in chosen:
+        path = _path(plan, output, suite=len(plans) > 1)
+        resumed = resume or retry_failed
+        with session.opened(plan, path, resume=resumed, retry_failed=retry_failed) as opened:
+            directory, finished = opened
+            records = session.run_cells(plan, cells, finished, directory)
+            drawn = session.finish(records, directory, wandb=not no_wandb)
+            reached = session.reach_reference(plan, directory)
+        well &= drawn and reached and not session.any_failed(records)
+    if not well:
+        raise typer.Exit(terminal.FAILED)
+
+
+def _read(name: str, cluster: ClusterKind | None) -> Matrix:
+    """The matrix, on the kind of cluster that is asked for."""
+    from experiments import matrix as matrices
+
+    simulated = cluster is ClusterKind.SIMULATED
+    plan = matrices.read(name, kinds.override(cluster), simulated=simulated)
+    if cluster is ClusterKind.EMULATED and plan.cluster.kind != "emulated":
+        return matrices.read(name, kinds.emulated(plan.cluster))
+    return plan
+
+
+def _select(plans: Sequence[Matrix], only: str | None) -> list[tuple[Matrix, list[PlannedCell]]]:
+    """The matrices with the cells asked for; one without any is left out."""
+    from experiments import runner
+
+    every = [planned for plan in plans for planned in plan.cells]
+    wanted = {planned.cell.id for planned in runner.select(every, only)}
+    found = [(plan, [p for p in plan.cells if p.cell.id in wanted]) for plan in plans]
+    return [(plan, cells) for plan, cells in found if cells]
+
+
+def _path(plan: Matrix, output: Path | None, *, suite: bool) -> Path:
+    """Where a matrix's records, logs and report go."""
+    if output is not None:
+        return output / Path(plan.name).name if suite else output
+    # Records of one kind of evidence a directory: cells are the same, whoever answers for them.
+    apart = "-simulated" * (plan.simulated and plan.cluster.kind != "simulated")
+    return Path("runs") / f"{plan.name}{apart}"

@@ -1,0 +1,24 @@
+"""``python -m experiments strategies``: what there is, and what runs here."""
+
+from __future__ import annotations
+
+from baselines import pins, registry
+from experiments import terminal
+
+
+def strategies() -> None:
+    """List the strategies: engine, versions, and why one cannot run on this machine.
+
+    DeepSpeed has two pins; a cell of a matrix chooses with `deepspeed: current` or `paper`.
+    """
+    from rich.table import Table
+
+    table = Table("strategy", "engine", "version", "what it is", "here", box=None)
+    cuda = registry.has_cuda()
+    for entry in registry.ENTRIES:
+        for pin in pins.PINS if entry.engine == "deepspeed" else pins.PINS[:1]:
+            reason = entry.why_not(cuda=cuda, deepspeed=pin)
+            engine_version = entry.engine_version(pin) or "–"
+            name, what = (entry.name, entry.what) if pin == "current" else ("", f"the {pin}'s pin")
+            table.add_row(name, entry.engine, engine_version, what, reason or "runs")
+    terminal.console().print(table)

@@ -1,0 +1,35 @@
+"""``python -m experiments sweep-cell``: one cell of a matrix, for W&B's agent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from experiments import session, terminal
+
+
+def sweep_cell(
+    matrix: Annotated[str, typer.Argument(metavar="MATRIX", help="As for `run`.")],
+    settings: Annotated[
+        list[str], typer.Argument(metavar="--SETTING=VALUE...", help="Which of its cells to run.")
+    ],
+) -> None:
+    """Run one cell of a matrix for a W&B sweep, as `run MATRIX --resume` would, and write its run.
+
+    Sweeps are in experiments/sweeps; W&B's agent calls this. Exit status: as for `run`.
+    """
+    from experiments import matrix as matrices
+    from experiments import sweep
+
+    try:
+        plan = matrices.read(matrix)
+        cell = sweep.pick(plan, settings)
+    except ValueError as error:
+        terminal.stop(str(error))
+    with session.opened(plan, Path("runs") / plan.name, resume=True) as (directory, finished):
+        records = session.run_cells(plan, [cell], finished, directory)
+        session.export(terminal.console(), records, directory, sweep.run_id())
+    if session.any_failed(records):
+        raise typer.Exit(terminal.FAILED)

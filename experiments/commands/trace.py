@@ -1,0 +1,63 @@
+"""``python -m experiments trace``: one simulated step, task by task, as a Chrome trace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from experiments import terminal
+from experiments.clusters import kinds
+
+if TYPE_CHECKING:
+    from experiments.records import Cell
+    from simulation.prediction import Prediction
+
+
+def trace(
+    matrix: Annotated[
+        str, typer.Argument(metavar="MATRIX", help="A name in experiments/matrices, or a path.")
+    ],
+    only: Annotated[
+        str, typer.Option(metavar="PATTERN", help="The cell whose id contains or matches this.")
+    ],
+    output: Annotated[Path, typer.Option(metavar="FILE", help="Where the trace goes.")] = Path(
+        "trace.json"
+    ),
+) -> None:
+    """Simulate one cell of a matrix and write its step for chrome://tracing or ui.perfetto.dev.
+
+    A row a stream; tasks that follow one another without a gap are of category `critical`. An
+    emulated cell is simulated as `run MATRIX --cluster simulated` does.
+    """
+    from experiments import matrix as matrices
+    from experiments import runner
+    from experiments.clusters.interface import ClusterError
+    from simulation.trace import chrome_trace
+
+    try:
+        plan = matrices.read(matrix, simulated=True)
+        chosen = [planned.cell for planned in runner.select(plan.cells, only)]
+        if len(chosen) > 1:
+            found = ", ".join(cell.id for cell in chosen[:3])
+            raise ValueError(f"--only: {len(chosen)} cells match {only!r}, give one: {found}, …")
+        kinds.simulated_cluster(plan.cluster)  # or an error that says why it cannot be
+        prediction = _predict(chosen[0])
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(chrome_trace(prediction)) + "\n", encoding="utf-8")
+    except (ValueError, OSError, ClusterError) as error:
+        terminal.stop(str(error))
+    console = terminal.console()
+    short = "" if prediction.error is None else f" if there were the memory: {prediction.error}"
+    said = f"{chosen[0].id}: {prediction.step_seconds:.3g} s, in use most: {prediction.bottleneck}"
+    console.print(f"{said}; simulated{short}", soft_wrap=True, highlight=False, markup=False)
+    terminal.say(console, "trace", output)
+
+
+def _predict(cell: Cell) -> Prediction:
+    from experiments.modelled import cluster_of, workload_of
+    from simulation.prediction import predict
+
+    return predict(workload_of(cell), cluster_of(cell))

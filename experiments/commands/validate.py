@@ -1,0 +1,250 @@
+"""``python -m experiments validate``: what the simulator predicts for cells that were run.
+
+Predictions are records of the same cells, and so of the same ids, in a file of their own beside
+what was counted and timed; ``analysis`` joins the two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from experiments import terminal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.table import Table
+
+    from experiments.provenance import Provenance
+    from experiments.records import Cell, Record
+    from simulation.emulated import Constants
+    from simulation.hardware import Hardware
+    from simulation.validation import Comparison
+
+    Compared = list[tuple[Record, Comparison]]
+
+#: Beside the records of the cells.
+PREDICTIONS = "predicted.jsonl"
+#: The matrix whose cells show what this machine's constants are.
+CALIBRATION = "calibration"
+_RESULTS = Path("results")
+
+
+@dataclass(frozen=True)
+class _Known:
+    """The hosts and the nodes whose cells can be predicted."""
+
+    #: Of the host that emulated clusters ran on, and which one that is.
+    constants: Constants
+    host: str
+    #: Real nodes as preflight measured them, if it did.
+    nodes: Hardware | None
+    #: Whether nothing but the committed constants is used.
+    by_default: bool
+
+    def knows(self, record: Record) -> bool:
+        """Whether there is a cluster on which to predict the cell, and something to compare."""
+        return record.evidence == "emulated" or (
+            record.evidence == "measured" and self.nodes is not None
+        )
+
+    def hardware(self, cell: Cell) -> Hardware:
+        """The cluster that the cell ran on; ``ValueError`` if preflight measured another one."""
+        from simulation.emulated import emulated
+
+        shape = cell.cluster.nodes, cell.cluster.ranks_per_node
+        if cell.cluster.kind != "rented":
+            return emulated(*shape, cell.inter_bandwidth_bits_per_s, self.constants)
+        assert self.nodes is not None, "see knows()"
+        if shape != (self.nodes.nodes, self.nodes.ranks_per_node):
+            raise ValueError(
+                f"--preflight: is of {self.nodes.nodes} × {self.nodes.ranks_per_node} ranks; "
+                f"{cell.id} ran on {shape[0]} × {shape[1]}, measure these"
+            )
+        return self.nodes
+
+    def description(self) -> str:
+        """In words, for those who read the predictions."""
+        found = self.constants
+        blocks = ", ".join(f"{name} {1e3 * s:.3g}" for name, s in found.block_seconds.items())
+        return (
+            f"constants of {self.host}: {found.flops / 1e9:,.4g} GFLOP/s; ms a block: {blocks}; "
+            f"ns a byte: sent {1e9 * found.byte_seconds:.3g}, gathered "
+            f"{1e9 * found.gathered_byte_seconds:.3g}, kept for backward "
+            f"{1e9 * found.activation_byte_seconds:.3g}"
+        )
+
+
+def validate(
+    results: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[RESULTS]...",
+            help="Folders that hold a records.jsonl; by default all in results.",
+            show_default=False,
+        ),
+    ] = None,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate",
+            help="Measure this machine's constants first (in runs/calibration, minutes, once), and "
+            "predict emulated cells with them; RESULTS must be of this machine.",
+        ),
+    ] = False,
+    preflight: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="What `preflight` measured of the nodes of RESULTS."),
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="With --preflight: the GPUs' data sheet, such as a40.")
+    ] = None,
+) -> None:
+    """Compare the simulator's steps with those that were run: time, and bytes between nodes.
+
+    Emulated cells are predicted with the constants of the host that the committed records were
+    measured on, or with this machine's (--calibrate); cells of real nodes with --preflight only.
+
+    Writes RESULTS/predicted.jsonl, from which `python -m analysis report` draws. Exit status: 0;
+    2 if no cell was run on a cluster that the simulator knows.
+    """
+    from experiments import provenance
+    from experiments.records import read
+
+    origin = provenance.gather()
+    compared: dict[str, Compared] = {}
+    try:
+        if calibrate and not results:
+            raise ValueError(
+                "RESULTS: is missing; with --calibrate say which runs of this machine are "
+                "predicted, such as runs/quickstart"
+            )
+        known = _known(calibrate, preflight, gpu)
+        for folder in results or sorted(file.parent for file in _RESULTS.rglob("records.jsonl")):
+            found = _compare(read(folder / "records.jsonl"), known, folder)
+            if found:
+                compared[terminal.shown(folder)] = found
+                _write(found, known, folder / PREDICTIONS, origin)
+    except (OSError, ValueError) as error:
+        terminal.stop(str(error))
+    if not compared:
+        where = ", ".join(map(str, results or [_RESULTS]))
+        terminal.stop(f"{where}: no cell of an emulated cluster that ran to its end")
+    terminal.console().print(_table(compared))
+    terminal.console().print(known.description(), highlight=False)
+
+
+def _known(calibrate: bool, preflight: Path | None, gpu: str | None) -> _Known:
+    from simulation.emulated import TWO_CORES
+
+    constants, host = TWO_CORES, "the host of the committed records"
+    if calibrate:
+        constants, host = _calibrated(), "this machine, from runs/calibration"
+    nodes = None if preflight is None else _nodes(preflight, gpu)
+    return _Known(constants, host, nodes, by_default=not calibrate and nodes is None)
+
+
+def _calibrated() -> Constants:
+    """This machine's; runs the cells of matrix ``calibration`` that have no record yet."""
+    from experiments import matrix, modelled, session
+    from simulation.calibration import calibrate
+
+    plan = matrix.read(CALIBRATION)
+    with session.opened(plan, Path("runs") / plan.name, resume=True) as (directory, finished):
+        records = session.run_cells(plan, plan.cells, finished, directory)
+        steps = (modelled.measured_step(r, modelled.cluster_of(r.cell)) for r in records)
+        return calibrate([step for step in steps if step is not None])
+
+
+def _nodes(preflight: Path, gpu: str | None) -> Hardware:
+    from experiments.preflight.hardware import hardware_of
+    from experiments.preflight.schema import Preflight
+    from simulation import hardware
+
+    return hardware_of(Preflight.read(preflight), None if gpu is None else hardware.gpu(gpu))
+
+
+def _compare(records: Sequence[Record], known: _Known, folder: Path) -> Compared:
+    """What can be predicted; says what cannot, and why."""
+    from experiments.modelled import measured_step
+    from simulation.validation import compare
+
+    left_out = sum(r.evidence == "measured" and not known.knows(r) for r in records)
+    if left_out:
+        terminal.say_error(
+            f"{folder}: {left_out} measured cells are left out, as their nodes are not known: "
+            "give what `python -m experiments preflight` measured there with --preflight"
+        )
+    found = []
+    for record in filter(known.knows, records):
+        if record.measurement is None:
+            continue
+        step = measured_step(record, known.hardware(record.cell))
+        if step is not None:
+            found.append((record, compare(step)))
+    return found
+
+
+def _write(compared: Compared, known: _Known, file: Path, origin: Provenance) -> None:
+    from simulation import files
+
+    file.unlink(missing_ok=True)
+    for record, comparison in compared:
+        files.append(_predicted(record, comparison, known, origin), file)
+
+
+def _predicted(of: Record, comparison: Comparison, known: _Known, origin: Provenance) -> Record:
+    from experiments.clusters.simulated import assumed, measured
+    from experiments.records import Record
+
+    step = comparison.measured
+    return Record(
+        cell=of.cell,
+        cell_id=of.cell_id,
+        state="ok",
+        error=None,
+        evidence="simulated",
+        measurement=measured(step.workload, step.hardware, comparison.prediction),
+        commit=origin.commit,
+        versions=origin.versions,
+        hardware=origin.hardware,
+        # The committed constants are known by the commit.
+        network={} if known.by_default else assumed(step.hardware),
+        started_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        seconds=0.0,
+    )
+
+
+def _table(compared: dict[str, Compared]) -> Table:
+    """A row for each folder's cells with a link that was limited, and for those without."""
+    from rich.table import Table
+
+    from simulation.validation import median_absolute_error
+
+    table = Table("records", "link", box=None)
+    errors = ("median error of s/step", "largest")
+    for column in ("cells", *errors, "bytes agree", "counted/predicted"):
+        table.add_column(column, justify="right")
+    for folder, found in compared.items():
+        for link in ("limited", "unshaped"):
+            cells = [c for record, c in found if _is_limited(record) == (link == "limited")]
+            if not cells:
+                continue
+            largest = max((c.relative_error for c in cells), key=abs)
+            agree = sum(c.bytes_agree for c in cells)
+            error = f"{100 * median_absolute_error(cells):.1f} %"
+            farthest = max((c.counted_share for c in cells), key=lambda share: abs(share - 1))
+            share = f"{median(c.counted_share for c in cells):.3f}, farthest {farthest:.2f}"
+            off = f"{100 * largest:+.0f} %"
+            table.add_row(folder, link, f"{len(cells)}", error, off, f"{agree}", share)
+    return table
+
+
+def _is_limited(record: Record) -> bool:
+    return record.cell.inter_bandwidth_bits_per_s is not None

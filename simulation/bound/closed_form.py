@@ -1,0 +1,234 @@
+"""The model of "Memory and Bandwidth are All You Need for FSDP" (arXiv 2504.03655).
+
+The formulas are papers.md 5.2 to 5.4, whose label is [R]: recalled and made consistent, not read in
+the paper. Symbols are the paper's: φ = 12·L·H² parameters, Q bytes an element, N GPUs, l tokens a
+sequence, E tokens per GPU and step, γ the share of intermediate activations that is kept (0: full
+checkpointing), α̂ the share of the peak that kernels reach, ε seconds a layer and rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from simulation import checks
+
+#: What is sharded: optimizer states and gradients (ZeRO-1/2), or parameters too (ZeRO-3).
+Stage = Literal["zero-1/2", "zero-3"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A model of L layers of width H."""
+
+    layers: int
+    width: int
+    element_bytes: int = 2
+
+    def __post_init__(self) -> None:
+        checks.counts(layers=self.layers, width=self.width, element_bytes=self.element_bytes)
+
+    @property
+    def parameters(self) -> int:
+        """φ, without embeddings."""
+        return 12 * self.layers * self.width**2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """N GPUs alike."""
+
+    gpus: int
+    memory_bytes: float
+    bandwidth_bytes_per_s: float
+    peak_flops: float
+    #: ε: seconds a layer and rank.
+    latency_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        checks.counts(gpus=self.gpus)
+        checks.positive(
+            memory_bytes=self.memory_bytes,
+            bandwidth_bytes_per_s=self.bandwidth_bytes_per_s,
+            peak_flops=self.peak_flops,
+        )
+        checks.not_negative(latency_seconds=self.latency_seconds)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One step of each GPU."""
+
+    tokens: float
+    forward_seconds: float
+    backward_seconds: float
+    #: TGS: tokens per GPU and second.
+    tokens_per_gpu_s: float
+    mfu: float
+    hfu: float
+
+
+def free_bytes(shape: Shape, cluster: Cluster, stage: Stage = "zero-3") -> float:
+    """M_free: what parameters, gradients and optimizer states leave of a GPU; may be negative."""
+    parameters = shape.parameters * shape.element_bytes
+    others = 7 * parameters  # gradients φQ, optimizer 6φQ: fp32 master copy and two moments
+    if stage == "zero-3":
+        return cluster.memory_bytes - (parameters + others) / cluster.gpus
+    return cluster.memory_bytes - parameters - others / cluster.gpus
+
+
+def activation_bytes_per_token(shape: Shape, gamma: float) -> float:
+    """M_act: a block's input where it is recomputed, 16·H·Q + 2·H where all is kept."""
+    checks.share(gamma=gamma)
+    kept = 16 * shape.width * shape.element_bytes + 2 * shape.width
+    return shape.layers * ((1 - gamma) * shape.width * shape.element_bytes + gamma * kept)
+
+
+def token_capacity(
+    shape: Shape, cluster: Cluster, gamma: float = 0.0, stage: Stage = "zero-3"
+) -> float:
+    """E: tokens per GPU that fill its memory; negative where the states alone do not fit."""
+    return free_bytes(shape, cluster, stage) / activation_bytes_per_token(shape, gamma)
+
+
+def forward_flops_per_token(shape: Shape, sequence_length: int) -> float:
+    """F_fwd: 2φ and the attention's 4·L·H·l."""
+    return 2.0 * shape.parameters + 4.0 * shape.layers * shape.width * sequence_length
+
+
+def transfer_seconds(shape: Shape, cluster: Cluster) -> float:
+    """T_transfer of one gather of all parameters."""
+    moved = shape.parameters * shape.element_bytes / cluster.bandwidth_bytes_per_s
+    return moved + shape.layers * cluster.gpus * cluster.latency_seconds
+
+
+def estimate(
+    shape: Shape,
+    cluster: Cluster,
+    sequence_length: int,
+    *,
+    gamma: float = 0.0,
+    efficiency: float = 1.0,
+    stage: Stage = "zero-3",
+    backward_transfers: int = 1,
+) -> Estimate | None:
+    """The step that fills the memory; ``None`` if not even one sequence fits.
+
+    ``backward_transfers``: 2 where the gather and the reduce-scatter of backward share a link that
+    is half duplex, 1 where they overlap. Which of them the paper uses is not known.
+    """
+    checks.counts(sequence_length=sequence_length, backward_transfers=backward_transfers)
+    checks.positive(efficiency=efficiency)
+    checks.share(efficiency=efficiency)
+    tokens = token_capacity(shape, cluster, gamma, stage)
+    if tokens < sequence_length:
+        return None
+    forward = forward_flops_per_token(shape, sequence_length)
+    backward = (2 + (1 - gamma)) * forward
+    rate = efficiency * cluster.peak_flops
+    transfer = transfer_seconds(shape, cluster)
+    forward_seconds = max(tokens * forward / rate, transfer)
+    backward_seconds = max(tokens * backward / rate, backward_transfers * transfer)
+    speed = tokens / (forward_seconds + backward_seconds)
+    return Estimate(
+        tokens,
+        forward_seconds,
+        backward_seconds,
+        speed,
+        mfu=3 * forward * speed / cluster.peak_flops,
+        hfu=(forward + backward) * speed / cluster.peak_flops,
+    )
+
+
+def hfu_bound(shape: Shape, cluster: Cluster, sequence_length: int) -> float:
+    """The most HFU that memory and bandwidth allow, with full checkpointing; may exceed 1.
+
+    (2 + l/(3H)) / (L·H·Q²) · M_free·S_vol / S_F: the product of free memory and bandwidth counts.
+    """
+    return (
+        _intensity(shape, sequence_length)
+        * free_bytes(shape, cluster)
+        * cluster.bandwidth_bytes_per_s
+        / cluster.peak_flops
+    )
+
+
+def required_bandwidth_bytes_per_s(
+    shape: Shape, cluster: Cluster, sequence_length: int, target: float
+) -> float:
+    """S_vol for an HFU of ``target``: the inverse of ``hfu_bound``.
+
+    Raises ``ValueError`` for a target that is not a share, and where the model leaves no memory.
+    """
+    checks.positive(target=target)
+    checks.share(target=target)
+    free = free_bytes(shape, cluster)
+    if free <= 0:
+        raise ValueError(
+            f"gpus = {cluster.gpus}: parameters, gradients and optimizer states need "
+            f"{(cluster.memory_bytes - free) / 1e9:.1f} GB a GPU, "
+            f"it has {cluster.memory_bytes / 1e9:.1f}"
+        )
+    return target * cluster.peak_flops / (_intensity(shape, sequence_length) * free)
+
+
+def _intensity(shape: Shape, sequence_length: int) -> float:
+    checks.counts(sequence_length=sequence_length)
+    per_layer = shape.layers * shape.width * shape.element_bytes**2
+    return (2 + sequence_length / (3 * shape.width)) / per_layer
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A point of the grid, and what it yields."""
+
+    stage: Stage
+    gamma: float
+    efficiency: float
+    estimate: Estimate
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best points of a grid; ``None`` where no point is feasible."""
+
+    mfu: Choice | None
+    tokens_per_gpu_s: Choice | None
+
+
+def grid_search(
+    shape: Shape,
+    cluster: Cluster,
+    sequence_length: int,
+    *,
+    steps: int = 100,
+    highest_efficiency: float = 1.0,
+) -> Best:
+    """Section 5.4: stage × γ × α̂ in ``steps`` steps each; a point counts if its HFU is ≤ its α̂."""
+    checks.counts(steps=steps)
+    checks.share(highest_efficiency=highest_efficiency)
+    choices = []
+    stages: tuple[Stage, ...] = ("zero-1/2", "zero-3")
+    for stage in stages:
+        for kept in range(steps + 1):
+            for reached in range(1, steps + 1):
+                gamma, efficiency = kept / steps, highest_efficiency * reached / steps
+                if efficiency == 0:
+                    continue
+                found = estimate(
+                    shape,
+                    cluster,
+                    sequence_length,
+                    gamma=gamma,
+                    efficiency=efficiency,
+                    stage=stage,
+                )
+                # Equal but for rounding where the step is bound by compute alone.
+                if found is not None and found.hfu <= efficiency * (1 + 1e-9):
+                    choices.append(Choice(stage, gamma, efficiency, found))
+    if not choices:
+        return Best(None, None)
+    return Best(
+        max(choices, key=lambda choice: choice.estimate.mfu),
+        max(choices, key=lambda choice: choice.estimate.tokens_per_gpu_s),
+    )

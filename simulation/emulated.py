@@ -1,0 +1,87 @@
+"""The emulated clusters that the committed records were measured on: one host of two cores.
+
+All ranks share its cores: for computing, for the kernel's work on what they send, and for Python.
+``simulation.calibration`` fits the constants to unshaped records, which see no limit
+but these; links that are shaped are then predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from simulation.hardware import GB, Gpu, Hardware, Overheads
+
+#: TCP's headers and acknowledgements over frames of 9000 bytes take the rest, by the counters.
+PAYLOAD_SHARE = 0.988
+#: A copy in memory; with all cores at it.
+_COPY_BYTES_PER_S = 10 * GB
+
+
+@dataclass(frozen=True)
+class Constants:
+    """One host, all cores together."""
+
+    #: Matrix products in fp32.
+    flops: float
+    #: As in ``Overheads``.
+    block_seconds: Mapping[str, float]
+    byte_seconds: float
+    gathered_byte_seconds: float
+    activation_byte_seconds: float
+
+
+#: Intel Xeon at 2.5 GHz, two cores, torch 2.13, gloo; fp32.
+TWO_CORES = Constants(
+    flops=244.57e9,
+    block_seconds={"deepspeed": 0.08267, "fcdp": 0.03056, "fsdp2": 0.03144, "ddp": 0.00983},
+    byte_seconds=0.3887e-9,
+    gathered_byte_seconds=0.2736e-9,
+    activation_byte_seconds=0.8753e-9,
+)
+
+
+def emulated(
+    nodes: int,
+    ranks_per_node: int,
+    inter_bits_per_s: float | None,
+    constants: Constants = TWO_CORES,
+    memory_bytes: float = 25 * GB,
+) -> Hardware:
+    """Nodes that are namespaces of one host; ``None``: a link without a limit."""
+    host = Gpu(
+        "emulated",
+        peak_flops=constants.flops,
+        memory_bytes=memory_bytes,
+        memory_bytes_per_s=_COPY_BYTES_PER_S,
+        pcie_bytes_per_s=_COPY_BYTES_PER_S,
+        link_bytes_per_s=_COPY_BYTES_PER_S,
+    )
+    cluster = Hardware(
+        name=f"{nodes}x{ranks_per_node}-emulated",
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        device=host,
+        matmul_efficiency=1.0,
+        inter_bytes_per_s=float("inf"),
+        intra_bytes_per_s=float("inf"),
+        # A message's latency is part of what the host's cores do: see ``block_seconds``.
+        inter_latency_seconds=0.0,
+        intra_latency_seconds=0.0,
+        host_to_device_bytes_per_s=_COPY_BYTES_PER_S,
+        device_to_host_bytes_per_s=_COPY_BYTES_PER_S,
+        nic_shares_pcie=False,
+        host_memory_bytes=memory_bytes,
+        device_reserve_bytes=0.0,
+        backend="gloo",
+        ranks_sharing_device=nodes * ranks_per_node,
+        overheads=Overheads(
+            constants.block_seconds,
+            constants.byte_seconds,
+            constants.gathered_byte_seconds,
+            constants.activation_byte_seconds,
+        ),
+    )
+    if inter_bits_per_s is None:
+        return cluster
+    return cluster.with_inter_bandwidth(PAYLOAD_SHARE * inter_bits_per_s)

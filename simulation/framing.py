@@ -1,0 +1,107 @@
+"""What a node sends in a step beside the payload: headers, acknowledgements, announcements.
+
+Of large buffers that is a share, of small ones a number of bytes for each message. A message over
+gloo is two packets and their acknowledgements: the data, and the receiver's word that it is ready.
+"""
+
+from __future__ import annotations
+
+from simulation.schemes import Scheme, scheme
+from simulation.units import Layout, layout
+from simulation.workload import Workload
+
+#: Ethernet's, IP's and TCP's headers, 66 bytes of each frame of 9000, and as many again where each
+#: frame is acknowledged by one of its own.
+SHARE = 0.015
+#: Four such headers and gloo's own two are 350. Of the committed records none needs more than 500.
+MESSAGE_BYTES = 600
+#: How much DeepSpeed keeps over the turn from forward to backward is an estimate.
+ESTIMATED_SHARE = {"deepspeed": 0.01}
+#: Halves of a buffer that go round gloo's rings one after the other.
+_SEGMENTS = 2
+#: Policies that keep every unit.
+_KEEPS_ALL = ("device", "host", "disk")
+
+
+def framing_bytes(workload: Workload, nodes: int, ranks_per_node: int, payload: float) -> float:
+    """What a node may send in a step with so many bytes of payload, beside it."""
+    return SHARE * payload + MESSAGE_BYTES * messages(workload, nodes, ranks_per_node)
+
+
+def agree(
+    workload: Workload, nodes: int, ranks_per_node: int, *, predicted: float, counted: float
+) -> bool:
+    """Whether the kernel has counted the bytes that were predicted, within framing."""
+    estimated = ESTIMATED_SHARE.get(scheme(workload.strategy).engine, 0.0) * predicted
+    allowed = framing_bytes(workload, nodes, ranks_per_node, predicted) + estimated
+    return abs(counted - predicted) <= allowed
+
+
+def messages(workload: Workload, nodes: int, ranks_per_node: int) -> int:
+    """Messages that a node sends to others in a step over gloo: not fewer than there are.
+
+    Each has its exchanges: gathers and reductions that cross nodes, our engine's agreement on what
+    is stale before each micro-batch and on what a disk has kept before each gather, and a barrier.
+    """
+    if nodes == 1:
+        return 0
+    plan = scheme(workload.strategy)
+    units = layout(workload, plan, nodes, ranks_per_node)
+    # One from each rank to its partner on each other node; round all ranks; and the latter twice.
+    pairwise = ranks_per_node * (nodes - 1)
+    ring = _SEGMENTS * (nodes * ranks_per_node - 1)
+    gathers, reductions = _gathers(workload, plan, units), _reductions(workload, plan, units)
+    if plan.shards == "node":  # by an all-reduce of gloo's among partners
+        return (1 + 2 * _SEGMENTS * reductions) * pairwise
+    if plan.engine == "fcdp":
+        asked = 2 * len(units.units) if "disk" in (plan.keeps_in(workload.policy) or "") else 0
+        agreements = workload.accumulation * (1 + asked) if plan.shards == "world" else 0
+        return (1 + gathers + reductions + agreements) * pairwise
+    whole = _kept_whole(workload) if plan.engine == "deepspeed" else 0
+    return pairwise + ring * (gathers + whole) + 2 * ring * reductions
+
+
+def whole_bytes(workload: Workload, nodes: int, ranks_per_node: int) -> float:
+    """Least bytes that a node sends of what DeepSpeed keeps whole on every rank.
+
+    It gathers that after each step, what is frozen too.
+    """
+    plan = scheme(workload.strategy)
+    if plan.engine != "deepspeed":
+        return 0.0
+    units = layout(workload, plan, nodes, ranks_per_node)
+    return (nodes - 1) / nodes * units.whole * workload.element_bytes
+
+
+def _gathers(workload: Workload, plan: Scheme, units: Layout) -> int:
+    """Gathers of a step that cross nodes."""
+    if plan.shards != "world":
+        return 0
+    place = plan.keeps_in(workload.policy)
+    found = 0
+    for unit in units.units:
+        if place not in _KEEPS_ALL:  # nothing, if it need not
+            found += workload.accumulation * (1 if unit.kept else 2)
+        elif plan.cached_for == "micro-batch":
+            found += workload.accumulation
+        else:
+            found += plan.cached_for == "step" or unit.trained > 0
+    return found
+
+
+def _reductions(workload: Workload, plan: Scheme, units: Layout) -> int:
+    """Reductions of a step that cross nodes; our all-reduce is two exchanges."""
+    trained = sum(unit.trained > 0 for unit in units.units)
+    if plan.unit == "matrix":  # reduced a block at a time
+        trained = min(trained, workload.model.layers + 1)
+    if units.whole_trained:
+        trained += 2 if plan.engine == "fcdp" else 1
+    return trained * (1 if plan.defers else workload.accumulation)
+
+
+def _kept_whole(workload: Workload) -> int:
+    """Parameters that DeepSpeed keeps whole, and gathers one by one: vectors and adapters."""
+    model, lora = workload.model, workload.lora
+    vectors = sum(row == 1 for _, row in model.block_rows)
+    adapters = 0 if lora is None else len(model.adapter_rows(lora))
+    return model.layers * (vectors + adapters) + sum(row == 1 for _, row in model.root_rows)

@@ -1,0 +1,237 @@
+"""What a cluster is made of: GPUs by the vendors' data sheets, links, host memory, disks.
+
+Data sheets give the GPUs' figures. What no data sheet says (latencies, how much of a peak is
+reached, a CPU's optimizer) has defaults that are marked as ours: measure them, if you can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Literal
+
+from simulation import checks
+
+Backend = Literal["nccl", "gloo"]
+
+GB = 1e9
+_TERA = 1e12
+#: One direction of 16 lanes, by PCIe generation, after line coding.
+_PCIE_3, _PCIE_4, _PCIE_5 = 15.75 * GB, 31.5 * GB, 63.0 * GB
+
+#: Shares of a link's and a processor's peak that are reached: ours, typical of NCCL's own test
+#: programs and of transformers of this size; replace them by what ``preflight`` measures.
+LINK_EFFICIENCY = 0.8
+MATMUL_EFFICIENCY = 0.5
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One accelerator, by its data sheet."""
+
+    name: str
+    #: Dense matrix products in bf16 with fp32 accumulation (fp16 where there is no bf16).
+    peak_flops: float
+    memory_bytes: float
+    memory_bytes_per_s: float
+    #: Each direction.
+    pcie_bytes_per_s: float
+    #: To the other GPUs of a node, each direction. Without NVLink to all of them this is PCIe's.
+    link_bytes_per_s: float
+    #: Whether that goes over PCIe, and so shares it with copies to and from the host.
+    link_is_pcie: bool = False
+
+    def __post_init__(self) -> None:
+        checks.positive(
+            peak_flops=self.peak_flops,
+            memory_bytes=self.memory_bytes,
+            memory_bytes_per_s=self.memory_bytes_per_s,
+            pcie_bytes_per_s=self.pcie_bytes_per_s,
+            link_bytes_per_s=self.link_bytes_per_s,
+        )
+
+
+def _pcie_gpu(name: str, tera: float, memory_gb: float, memory_gb_s: float, pcie: float) -> Gpu:
+    memory, rate = memory_gb * GB, memory_gb_s * GB
+    return Gpu(name, tera * _TERA, memory, rate, pcie, pcie, link_is_pcie=True)
+
+
+# NVIDIA's data sheets; figures "with sparsity" halved, NVLink's sum of both directions halved.
+GPUS: Mapping[str, Gpu] = MappingProxyType(
+    {
+        gpu.name: gpu
+        for gpu in (
+            # A40 data sheet. NVLink joins pairs only (56 GB/s): rings over 4 or 8 cross PCIe.
+            _pcie_gpu("a40", 149.7, 48, 696, _PCIE_4),
+            # A100 data sheet: SXM, NVLink 600 GB/s in both directions.
+            Gpu("a100-40gb", 312 * _TERA, 40 * GB, 1555 * GB, _PCIE_4, 300 * GB),
+            Gpu("a100-80gb", 312 * _TERA, 80 * GB, 2039 * GB, _PCIE_4, 300 * GB),
+            # H100 data sheet: NVLink 900 GB/s; PCIe 600 GB/s, but between pairs only.
+            Gpu("h100-sxm", 989.4 * _TERA, 80 * GB, 3350 * GB, _PCIE_5, 450 * GB),
+            _pcie_gpu("h100-pcie", 756, 80, 2000, _PCIE_5),
+            # H200 data sheet: the H100's processor.
+            Gpu("h200", 989.4 * _TERA, 141 * GB, 4800 * GB, _PCIE_5, 450 * GB),
+            # L40S, L4 and RTX 4090 (Ada white paper) have no NVLink.
+            _pcie_gpu("l40s", 362.05, 48, 864, _PCIE_4),
+            _pcie_gpu("l4", 121, 24, 300, _PCIE_4 / 2),  # 8 lanes
+            _pcie_gpu("rtx4090", 165.2, 24, 1008, _PCIE_4),
+            # A10 data sheet; A10G is AWS's variant with less of the tensor cores.
+            _pcie_gpu("a10", 125, 24, 600, _PCIE_4),
+            _pcie_gpu("a10g", 70, 24, 600, _PCIE_4),
+            # V100 SXM2 data sheet: fp16, there is no bf16; NVLink 300 GB/s.
+            Gpu("v100-32gb", 125 * _TERA, 32 * GB, 900 * GB, _PCIE_3, 150 * GB),
+        )
+    }
+)
+
+
+def gpu(name: str) -> Gpu:
+    """The GPU of this name. Raises ``ValueError`` for an unknown one: none stands in for it."""
+    try:
+        return GPUS[name]
+    except KeyError:
+        raise ValueError(f"gpu = {name!r}: allowed are {', '.join(GPUS)}") from None
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """What a host with few cores spends beside matrix products, in seconds of all its cores.
+
+    All zero where a GPU computes: its host runs ahead, and ``matmul_efficiency`` has the rest.
+    """
+
+    #: By engine: hooks and calls of all ranks for one block in one micro-batch.
+    block_seconds: Mapping[str, float] = field(default_factory=dict)
+    #: Each byte that a rank sends to another, through the kernel.
+    byte_seconds: float = 0.0
+    #: Each byte that a rank has gathered: its memory is taken, filled and copied.
+    gathered_byte_seconds: float = 0.0
+    #: Each byte that is kept for backward, for what is no matrix product.
+    activation_byte_seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """A cluster: ``nodes`` × ``ranks_per_node`` devices, their links, and what each node has.
+
+    Rates are those that are reached, not peaks; each link is full duplex. Raises ``ValueError``
+    naming the field for an impossible one.
+    """
+
+    name: str
+    nodes: int
+    ranks_per_node: int
+    device: Gpu
+    #: Share of ``device.peak_flops`` that matrix products reach (papers.md 5.2: α̂).
+    matmul_efficiency: float = MATMUL_EFFICIENCY
+    #: What a node can send to other nodes, all its ranks together; infinite: no limit.
+    inter_bytes_per_s: float
+    #: What one rank can send inside its node.
+    intra_bytes_per_s: float
+    #: One message, as NCCL's kernels exchange it: ours.
+    inter_latency_seconds: float = 15e-6
+    intra_latency_seconds: float = 5e-6
+    #: Copies of one rank while all ranks of the node copy.
+    host_to_device_bytes_per_s: float
+    device_to_host_bytes_per_s: float
+    #: Whether what a rank sends to other nodes passes the PCIe link that its copies use.
+    nic_shares_pcie: bool = True
+    #: Whether what it sends inside its node does.
+    intra_shares_pcie: bool = False
+    host_memory_bytes: float
+    #: A node's local disks; NVMe of two drives: ours.
+    disk_read_bytes_per_s: float = 6 * GB
+    disk_write_bytes_per_s: float = 4 * GB
+    #: Adam on a node's CPUs, bound by memory: 28 bytes an element at about 110 GB/s: ours.
+    cpu_adam_elements_per_s: float = 4e9
+    #: Of each device, for the CUDA context, NCCL's buffers and fragmentation: ours.
+    device_reserve_bytes: float = 4 * GB
+    #: Gloo's reduce-scatter is an all-reduce, and one thread computes and waits.
+    backend: Backend = "nccl"
+    #: Ranks whose ``device`` is one and the same, as on an emulated cluster.
+    ranks_sharing_device: int = 1
+    overheads: Overheads = Overheads()
+
+    def __post_init__(self) -> None:
+        checks.counts(
+            nodes=self.nodes,
+            ranks_per_node=self.ranks_per_node,
+            ranks_sharing_device=self.ranks_sharing_device,
+        )
+        checks.share(matmul_efficiency=self.matmul_efficiency)
+        checks.positive(
+            matmul_efficiency=self.matmul_efficiency,
+            inter_bytes_per_s=self.inter_bytes_per_s,
+            intra_bytes_per_s=self.intra_bytes_per_s,
+            host_to_device_bytes_per_s=self.host_to_device_bytes_per_s,
+            device_to_host_bytes_per_s=self.device_to_host_bytes_per_s,
+            host_memory_bytes=self.host_memory_bytes,
+            disk_read_bytes_per_s=self.disk_read_bytes_per_s,
+            disk_write_bytes_per_s=self.disk_write_bytes_per_s,
+            cpu_adam_elements_per_s=self.cpu_adam_elements_per_s,
+        )
+        checks.not_negative(
+            inter_latency_seconds=self.inter_latency_seconds,
+            intra_latency_seconds=self.intra_latency_seconds,
+            device_reserve_bytes=self.device_reserve_bytes,
+        )
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def flops(self) -> float:
+        """What one rank computes in a second while all ranks compute."""
+        return self.device.peak_flops * self.matmul_efficiency / self.ranks_sharing_device
+
+    @property
+    def usable_device_bytes(self) -> float:
+        return self.device.memory_bytes - self.device_reserve_bytes
+
+    def with_inter_bandwidth(self, bits_per_s: float | None) -> Hardware:
+        """The same cluster with nodes that send this many bits a second; ``None``: no limit."""
+        rate = float("inf") if bits_per_s is None else bits_per_s / 8
+        return replace(self, inter_bytes_per_s=rate)
+
+
+def cluster(
+    gpu_name: str,
+    *,
+    nodes: int,
+    ranks_per_node: int,
+    inter_bits_per_s: float,
+    host_memory_bytes: float = 512 * GB,
+    matmul_efficiency: float = MATMUL_EFFICIENCY,
+    link_efficiency: float = LINK_EFFICIENCY,
+    inter_latency_seconds: float = 15e-6,
+) -> Hardware:
+    """Nodes of one kind of GPU, of which only the data sheets are known.
+
+    ``inter_bits_per_s`` is a node's nominal bandwidth, ``link_efficiency`` the share of every
+    link's nominal rate that is reached.
+    """
+    checks.positive(inter_bits_per_s=inter_bits_per_s, link_efficiency=link_efficiency)
+    checks.share(link_efficiency=link_efficiency)
+    device = gpu(gpu_name)
+    pcie = link_efficiency * device.pcie_bytes_per_s
+    return Hardware(
+        name=f"{nodes}x{ranks_per_node}-{gpu_name}",
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        device=device,
+        matmul_efficiency=matmul_efficiency,
+        inter_bytes_per_s=link_efficiency * inter_bits_per_s / 8,
+        inter_latency_seconds=inter_latency_seconds,
+        intra_bytes_per_s=link_efficiency * device.link_bytes_per_s,
+        host_to_device_bytes_per_s=pcie,
+        device_to_host_bytes_per_s=pcie,
+        intra_shares_pcie=device.link_is_pcie,
+        host_memory_bytes=host_memory_bytes,
+    )
+
+
+def paper_cluster(nodes: int = 4, inter_bits_per_s: float = 100e9) -> Hardware:
+    """The FCDP paper's (papers.md 0.3): nodes of 8 A40 48 GB, 512 GB, 100 Gbit/s InfiniBand."""
+    return cluster("a40", nodes=nodes, ranks_per_node=8, inter_bits_per_s=inter_bits_per_s)

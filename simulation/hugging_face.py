@@ -1,0 +1,115 @@
+"""The shape of a model from its Hugging Face configuration, without building it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from simulation import checks
+from simulation.transformer import Transformer
+
+#: The keys of a Hugging Face configuration, by ``model_type``.
+_KEYS: Mapping[str, Mapping[str, str]] = {
+    "gpt2": {
+        "layers": "n_layer",
+        "width": "n_embd",
+        "heads": "n_head",
+        "mlp_width": "n_inner",
+        "vocabulary": "vocab_size",
+        "positions": "n_positions",
+    },
+    "llama": {
+        "layers": "num_hidden_layers",
+        "width": "hidden_size",
+        "heads": "num_attention_heads",
+        "key_value_heads": "num_key_value_heads",
+        "mlp_width": "intermediate_size",
+        "vocabulary": "vocab_size",
+    },
+}
+#: What a model may have that is not counted here; absent or false in a model that is.
+_NOT_COUNTED: Mapping[str, tuple[str, ...]] = {
+    "gpt2": ("add_cross_attention",),
+    "llama": ("attention_bias", "mlp_bias"),
+}
+
+
+def from_config(source: Mapping[str, Any] | str | Path, sequence_length: int) -> Transformer:
+    """The shape that a Hugging Face configuration describes.
+
+    ``source`` is a mapping (``LlamaConfig(...).to_dict()``), the path of a ``config.json`` or of
+    the directory that has it, or a name on the hub whose configuration is cached or can be
+    fetched. Raises ``ValueError`` for a model type or a value that is not known, and for what is
+    not counted.
+    """
+    name, config = _read(source)
+    kind: Any = config.get("model_type")
+    if kind not in tuple(_KEYS):  # which a list may be compared with, too
+        raise ValueError(f"model_type = {kind!r} of {name}: allowed are {', '.join(_KEYS)}")
+    keys = _KEYS[kind]
+    missing = [
+        key
+        for field, key in keys.items()
+        if config.get(key) is None and field not in ("mlp_width", "key_value_heads")
+    ]
+    if missing:
+        raise ValueError(f"{missing[0]} of {name}: is missing from the configuration")
+    limit = keys.get("positions", "max_position_embeddings")
+    given = {key: config[key] for key in (*keys.values(), limit) if config.get(key) is not None}
+    checks.counts(**{f"{key} of {name}": value for key, value in given.items()})
+    for key in _NOT_COUNTED[kind]:
+        if config.get(key):
+            raise ValueError(
+                f"{key} = {config[key]!r} of {name}: is not modelled; allowed is false"
+            )
+    shape: dict[str, Any] = {field: given.get(key) for field, key in keys.items()}
+    if kind == "gpt2":
+        shape["mlp_width"] = shape["mlp_width"] or 4 * shape["width"]
+    elif shape["mlp_width"] is None:
+        raise ValueError(f"{keys['mlp_width']} of {name}: is missing from the configuration")
+    shape["key_value_heads"] = shape.get("key_value_heads") or shape["heads"]
+    head, modelled = config.get("head_dim"), shape["width"] / shape["heads"]
+    if kind == "llama" and head not in (None, modelled):
+        raise ValueError(
+            f"head_dim = {head!r} of {name}: is not modelled; allowed is {keys['width']} / "
+            f"{keys['heads']} = {modelled:g}"
+        )
+    tied = bool(config.get("tie_word_embeddings", kind == "gpt2"))
+    if sequence_length > given.get(limit, sequence_length):
+        raise ValueError(f"sequence_length = {sequence_length}: {name} allows up to {given[limit]}")
+    return Transformer(name=name, family=kind, tied=tied, **shape)
+
+
+def _read(source: Mapping[str, Any] | str | Path) -> tuple[str, Mapping[str, Any]]:
+    if isinstance(source, Mapping):
+        return str(source.get("_name_or_path") or source.get("model_type") or "model"), source
+    path = Path(source)
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        file = _from_hub(str(source))
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"model = {str(source)!r}: {file} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"model = {str(source)!r}: {file} holds no configuration")
+    return path.stem if path.exists() else str(source), config
+
+
+def _from_hub(name: str) -> Path:
+    """The configuration of a model on the hub, from the local cache if it is there."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(hf_hub_download(name, "config.json", etag_timeout=10))
+    except HFValidationError:
+        reason = "is no path that exists and no name on the hub"
+    except Exception as error:
+        reason = f"is no path, and could not be had from the hub ({type(error).__name__})"
+    raise ValueError(
+        f"model = {name!r}: {reason}; give the path of its config.json, or a name whose "
+        "configuration is cached or can be fetched"
+    )

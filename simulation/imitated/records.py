@@ -1,0 +1,89 @@
+"""What is asked about memory and what was found: one line of ``memory.jsonl`` a case."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from simulation import files
+from simulation.files import Name, Strict
+from simulation.transformer import ModelSpec, Tuning
+
+State = Literal["ok", "oom", "skipped", "failed"]
+
+
+class Case(Strict):
+    """One strategy on one model: everything that decides how much memory a rank needs."""
+
+    strategy: Name
+    #: Cache policy of strategies that have one, as ``baselines.policies`` reads it.
+    policy: str = "host"
+    model: ModelSpec
+    tuning: Tuning
+    #: Whether each transformer block keeps its input only, and is computed again in backward.
+    checkpointing: bool
+    nodes: int = Field(ge=1)
+    ranks_per_node: int = Field(ge=1)
+    sequence_length: int = Field(ge=2)
+    lora_rank: int = Field(ge=1)
+    #: Memory of one device, and what of it is left to the driver, NCCL and fragmentation.
+    device_bytes: int = Field(gt=0)
+    reserve_bytes: int = Field(ge=0)
+
+    @property
+    def usable_bytes(self) -> int:
+        return self.device_bytes - self.reserve_bytes
+
+    @property
+    def label(self) -> str:
+        """The strategy, with its policy where that is the case's choice."""
+        return f"{self.strategy} {self.policy}" if self.strategy == "fcdp" else self.strategy
+
+
+class Peak(Strict):
+    """Most bytes that one rank keeps alive during a step."""
+
+    #: Sequences a rank.
+    micro_batch: int
+    device_bytes: int
+    #: The host's part: the cache's arena, and what is offloaded.
+    host_bytes: int
+
+
+class Finding(Strict):
+    """What the steps of one case took."""
+
+    parameters: int
+    trainable_parameters: int
+    #: Between steps: parameters, optimizer states, caches.
+    resting_device_bytes: int
+    #: Each step that was run, by micro-batch.
+    peaks: list[Peak] = Field(min_length=1)
+    #: The largest that fits into what is usable; the next larger one was run and does not. 0 if
+    #: not even one sequence does.
+    largest_micro_batch: int
+    #: The cache of all ranks of a node; ``None`` for strategies without one.
+    host_cache_bytes_per_node: int | None
+
+
+class MemoryRecord(Strict):
+    """One case: what was found, or why nothing was."""
+
+    case: Case
+    state: State
+    error: str | None
+    evidence: Literal["simulated"] = "simulated"
+    #: What of it is real.
+    method: str = "real code, fake tensors"
+    finding: Finding | None
+    commit: str | None
+    versions: dict[str, str]
+    started_at: str
+    seconds: float
+
+
+def read(path: Path) -> list[MemoryRecord]:
+    """Read ``memory.jsonl``; a torn last line is dropped. Raises ``ValueError`` with the line."""
+    return files.read_as(path, MemoryRecord)

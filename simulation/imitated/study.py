@@ -1,0 +1,196 @@
+"""Which cases there are, and how one is settled."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from datetime import datetime, timezone
+from itertools import product
+from multiprocessing import get_context
+from typing import TYPE_CHECKING, Any, get_args
+
+from baselines import registry
+from simulation.imitated.records import Case, Finding, MemoryRecord, Peak, State
+from simulation.imitated.search import largest_fitting
+from simulation.paper_models import PAPER_MODELS, SEQUENCE_LENGTH
+from simulation.transformer import ModelSpec, Tuning
+
+if TYPE_CHECKING:
+    from simulation.imitated.rank import Build
+
+#: The paper's cluster: 4 nodes of 8 A40 with 48 GB.
+NODES, RANKS_PER_NODE, DEVICE_BYTES = 4, 8, 48 * 10**9
+#: Our choice, for what PyTorch's allocator does not see (CUDA's context, NCCL's buffers: 1 to 2 GB)
+#: and for what it cannot use (fragments, blocks that a stream still holds).
+RESERVE_BYTES = 4 * 10**9
+#: The paper's LoRA.
+LORA_RANK = 8
+
+#: Those whose memory differs first; fcdp with the policies that the paper has.
+STRATEGIES = (
+    ("fsdp2", "host"),
+    ("fcdp", "host"),
+    ("hpz", "host"),
+    ("fsdp2-hsdp", "host"),
+    ("zeropp", "host"),
+    ("fcdp", "threshold(0.8)"),
+    ("zero3", "host"),
+    ("fsdp2-offload", "host"),
+    ("fsdp2-reshard", "host"),
+    ("qwz", "host"),
+    ("qgz", "host"),
+    ("ddp", "host"),
+    ("deepspeed-zero3", "host"),
+    ("deepspeed-hpz", "host"),
+)
+
+#: By engine, why its step does not run on the imitated accelerator: what was raised when tried.
+_REASONS = {
+    "ddp": "not run: DDP's reducer is C++ that reads tensors' contents, and fake ones have none",
+    "deepspeed": "not run: DeepSpeed chooses its device itself, here the CPU, and moves parameters "
+    "there by assigning param.data, which PyTorch refuses between these tensors (incompatible "
+    "tensor type)",
+}
+
+
+def cases(
+    models: Sequence[ModelSpec] = tuple(PAPER_MODELS.values()),
+    strategies: Sequence[str] | None = None,
+) -> list[Case]:
+    """Every strategy × model × {full, LoRA} × checkpointing {off, on}.
+
+    Raises ``ValueError`` for a strategy that is not among ``STRATEGIES``.
+    """
+    known = {name for name, _ in STRATEGIES}
+    for name in strategies or ():
+        if name not in known:
+            raise ValueError(f"strategy = {name!r}: allowed are {', '.join(sorted(known))}")
+    chosen = [pair for pair in STRATEGIES if strategies is None or pair[0] in strategies]
+    return [
+        Case(
+            strategy=strategy,
+            policy=policy,
+            model=model,
+            tuning=tuning,
+            checkpointing=checkpointing,
+            nodes=NODES,
+            ranks_per_node=RANKS_PER_NODE,
+            sequence_length=SEQUENCE_LENGTH,
+            lora_rank=LORA_RANK,
+            device_bytes=DEVICE_BYTES,
+            reserve_bytes=RESERVE_BYTES,
+        )
+        for (strategy, policy), checkpointing, tuning, model in product(
+            chosen, (False, True), get_args(Tuning), models
+        )
+    ]
+
+
+def place(record: MemoryRecord) -> tuple[int, str]:
+    """Sorts records as the tables have them."""
+    case = record.case
+    return [*STRATEGIES].index((case.strategy, case.policy)), case.model_dump_json()
+
+
+def settle(
+    pending: Iterable[Case],
+    jobs: int,
+    build: Build,
+    *,
+    commit: str | None,
+    versions: Mapping[str, str],
+) -> Iterator[MemoryRecord]:
+    """The records of all cases, as they are finished, by ``jobs`` processes.
+
+    ``build`` is called there, so that it must be a function of a module; ``commit`` and
+    ``versions`` are those that the records name.
+    """
+    origin = {"commit": commit, "versions": dict(versions)}
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a warning that fake groups do nothing
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        try:
+            futures = [pool.submit(_settle, case, build, origin) for case in pending]
+            for future in as_completed(futures):
+                yield future.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _settle(case: Case, build: Build, origin: dict[str, Any]) -> MemoryRecord:
+    started_at, started = datetime.now(timezone.utc).isoformat(timespec="seconds"), time.monotonic()
+    state: State = "skipped"
+    finding = None
+    error = _why_not(case)
+    if error is None:
+        try:
+            finding = find(case, build)
+            state = "ok" if finding.largest_micro_batch else "oom"
+        except Exception as failure:
+            state, error = "failed", f"{type(failure).__name__}: {failure}"
+    elif (least := _least_bytes(case, build)) > case.usable_bytes:
+        state = "oom"
+        error += f"; but it needs more than {least / 1e9:.0f} GB a rank"
+    return MemoryRecord(
+        case=case,
+        state=state,
+        error=error,
+        finding=finding,
+        started_at=started_at,
+        seconds=time.monotonic() - started,
+        **origin,
+    )
+
+
+def _why_not(case: Case) -> str | None:
+    return _REASONS.get(registry.find(case.strategy).engine)
+
+
+def _least_bytes(case: Case, build: Build) -> int:
+    """What DDP keeps: fp32 parameters, and for trained ones gradients and two Adam moments."""
+    import torch
+
+    if case.strategy != "ddp":
+        return 0
+    with torch.device("meta"):
+        model, _ = build(case)
+    return sum(param.numel() * (16 if param.requires_grad else 4) for param in model.parameters())
+
+
+def find(case: Case, build: Build) -> Finding:
+    """Run steps of the case in this process, on the imitated accelerator."""
+    # These import torch, for which commands that only ask must not wait.
+    from simulation.imitated.accelerator import NAME, imitated
+    from simulation.imitated.rank import Rank, imitated_host, world
+
+    with (
+        imitated(case.device_bytes) as allocations,
+        world(case.nodes * case.ranks_per_node, NAME),
+        imitated_host(),
+    ):
+        rank = Rank(case, NAME, build)
+        before = allocations.current[NAME]
+        allocations.reset_peak()
+        rank.step(1)  # makes the optimizer's states, which are at its peak not yet there
+        resting = allocations.current[NAME]
+        about_one = allocations.peak[NAME] + resting - before
+        peaks: list[Peak] = []
+
+        def peak(micro_batch: int) -> int:
+            allocations.reset_peak()
+            rank.step(micro_batch)
+            device, host = allocations.peak[NAME], allocations.peak["cpu"]
+            peaks.append(Peak(micro_batch=micro_batch, device_bytes=device, host_bytes=host))
+            return device
+
+        largest = largest_fitting(peak, case.usable_bytes, about_one)
+    cache = rank.trainable.host_cache_bytes
+    return Finding(
+        parameters=rank.parameters,
+        trainable_parameters=rank.trained,
+        resting_device_bytes=resting,
+        peaks=peaks,
+        largest_micro_batch=largest,
+        host_cache_bytes_per_node=None if cache is None else cache * case.ranks_per_node,
+    )

@@ -1,0 +1,277 @@
+"""Peak memory of a rank's device, a node's host and its disks, for each strategy, in bytes.
+
+What each part takes follows the code: FSDP2 and DeepSpeed shard what they shard, the cache holds
+what docs/memory.md says. Activations are what the layers of ``transformers`` keep for backward,
+counted by hand; a test compares them with real modules. Another compares whole peaks with those of
+real steps, in results/memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from simulation.hardware import Hardware
+from simulation.schemes import Scheme, scheme
+from simulation.units import Layout, layout
+from simulation.workload import Workload
+
+_MASTER_BYTES = 4
+_MOMENTS_BYTES = 8
+#: Of a token and word when the loss's backward begins, in fp32 whatever the logits are in: their
+#: log-softmax, its gradient and theirs.
+_LOSS_BYTES = 12
+#: While foreach AdamW steps: the roots of second moments, of all parameters that it is given.
+_STEP_BYTES = 4
+#: DeepSpeed's ``sub_group_size``: elements of a rank that it gives AdamW at a time, with gradients
+#: that it copies to fp32 for this.
+_SUB_GROUP = 1e9
+#: Gathered units other than the root's: one in use, one on its way.
+_GATHERED_UNITS = 2
+_LOOK_AHEAD = 1
+
+
+@dataclass(frozen=True)
+class CacheBytes:
+    """What the entries of one rank's cache take."""
+
+    device: float = 0.0
+    host: float = 0.0
+    disk: float = 0.0
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a step needs at its fullest moment, by part."""
+
+    #: One rank's device.
+    device: Mapping[str, float]
+    #: The same in forward, when all blocks have run.
+    forward: Mapping[str, float]
+    #: One node's host memory, for what this project or a vendor puts there.
+    host: Mapping[str, float]
+    #: One node's disks.
+    disk: Mapping[str, float]
+
+    @property
+    def device_bytes(self) -> float:
+        return sum(self.device.values())
+
+    @property
+    def host_bytes(self) -> float:
+        return sum(self.host.values())
+
+    def shortage(self, hardware: Hardware) -> str | None:
+        """What does not fit, with what it needs and has; ``None`` if all fits."""
+        if self.device_bytes > hardware.usable_device_bytes:
+            return (
+                f"a device needs {self.device_bytes / 1e9:.1f} GB, has "
+                f"{hardware.usable_device_bytes / 1e9:.1f} "
+                f"(most: {max(self.device, key=lambda part: self.device[part])})"
+            )
+        if self.host_bytes > hardware.host_memory_bytes:
+            return (
+                f"a node's host needs {self.host_bytes / 1e9:.1f} GB, has "
+                f"{hardware.host_memory_bytes / 1e9:.1f}"
+            )
+        return None
+
+
+def peak(workload: Workload, hardware: Hardware) -> Footprint:
+    """The peak of a steady step.
+
+    The cache is planned as if every unit went to the first tier of its strategy; a policy that
+    looks at memory in use is applied by the simulator, which calls ``footprint``.
+    """
+    plan = scheme(workload.strategy)
+    units = layout(workload, plan, hardware.nodes, hardware.ranks_per_node)
+    entries = entry_bytes(workload, plan, hardware)
+    place = plan.keeps_in(workload.policy)
+    cache = CacheBytes(
+        device=entries if place == "device" else 0.0,
+        host=entries if place in ("host", "auto") or str(place).startswith("threshold") else 0.0,
+        disk=entries if place == "disk" else 0.0,
+    )
+    return footprint(workload, plan, units, hardware, cache)
+
+
+def entry_bytes(workload: Workload, plan: Scheme, hardware: Hardware) -> float:
+    """Of one rank, all entries: our cache leaves out the rank's own shard, vendors do not."""
+    nodes, ranks = hardware.nodes, hardware.ranks_per_node
+    gathered = workload.parameters * workload.element_bytes
+    if plan.engine == "fcdp":
+        return (nodes - 1) / nodes * gathered / ranks
+    return gathered / ranks
+
+
+def footprint(
+    workload: Workload, plan: Scheme, units: Layout, hardware: Hardware, cache: CacheBytes
+) -> Footprint:
+    """The peak with what the cache holds given."""
+    nodes, ranks = hardware.nodes, hardware.ranks_per_node
+    sharers = {"world": hardware.world_size, "node": ranks, "rank": 1}[plan.shards]
+    deepspeed = plan.engine == "deepspeed"
+    element = workload.element_bytes
+    # FSDP2 shards fp32 parameters and gathers them in bf16; DeepSpeed shards bf16 beside a master.
+    stored = element if deepspeed else _MASTER_BYTES
+    master = _MASTER_BYTES if deepspeed and element < _MASTER_BYTES else 0
+    # Replicas are stepped whole; what DeepSpeed keeps whole, it steps in shards.
+    whole = 0 if deepspeed else units.whole
+    stepped = (workload.trained - whole) / sharers + whole
+    parameters = stored * ((workload.parameters - whole) / sharers + whole)
+    states = (_MOMENTS_BYTES + master) * stepped
+    on_device = plan.optimizer == "device"
+    gradients, step = _gradients_and_step(plan, element, stepped)
+    device: dict[str, float] = {}
+    host: dict[str, float] = {}
+    disk: dict[str, float] = {}
+    places = {"device": device, "host": host, "disk": disk}
+    for name, nbytes, place in (
+        ("parameters", parameters, plan.parameters),
+        ("gradients", gradients, "device" if on_device else "host"),
+        ("optimizer states", states, plan.optimizer),
+        ("optimizer step", step, "device" if on_device else "host"),
+    ):
+        places[place][name] = nbytes * (1 if place == "device" else ranks)
+    largest_slice = (nodes - 1) / nodes * element * units.largest / ranks
+    if cache.host and plan.engine == "fcdp":
+        device["staging"] = _LOOK_AHEAD * largest_slice
+    device["cache"], disk["cache"] = cache.device, ranks * cache.disk
+    buffers = (_LOOK_AHEAD + 2) * largest_slice if cache.disk else 0.0
+    host["cache"] = ranks * (cache.host + buffers)
+    gradients, step = device.pop("gradients", 0.0), device.pop("optimizer step", 0.0)
+    moments = _moments(workload, plan, units, ranks, gradients, step)
+    _, forward, *_ = moments
+    fullest = max(moments, key=lambda moment: sum(moment.values()))
+    return Footprint(
+        _positive(device | fullest),
+        _positive(device | forward),
+        _positive(host),
+        _positive(disk),
+    )
+
+
+def largest_micro_batch(
+    workload: Workload,
+    hardware: Hardware,
+    fits: Callable[[Workload], bool] | None = None,
+) -> int:
+    """Most sequences a rank and micro-batch that fit; 0 if not even one does.
+
+    ``fits`` is asked instead of ``peak`` where a policy decides by memory in use.
+    """
+
+    def _fits(micro_batch: int) -> bool:
+        tried = replace(workload, micro_batch=micro_batch)
+        if fits is not None:
+            return fits(tried)
+        return peak(tried, hardware).shortage(hardware) is None
+
+    if not _fits(1):
+        return 0
+    low, high = 1, 2
+    while _fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if _fits(middle) else (low, middle)
+    return low
+
+
+def block_activation_bytes(workload: Workload) -> float:
+    """Of one token in one block, kept from forward to backward where nothing is recomputed.
+
+    GPT-2: norms' and matrices' inputs, Q, K, V, attention's output, and five tensors of the MLP's
+    width, as its approximate GELU is written out. Llama: norms work in fp32. What is
+    frozen does not keep its input unless adapters need it; replicated ones need it in fp32, each
+    its own.
+    """
+    model, lora = workload.model, workload.lora
+    width, inner, element = model.width, model.mlp_width, workload.element_bytes
+    inputs = 0
+    if lora is not None and workload.adapters == "replicated" and element < _MASTER_BYTES:
+        inputs = (_MASTER_BYTES * len(lora.targets) - element) * width
+    if model.family == "gpt2":
+        if lora is None:
+            return element * (8 * width + 5 * inner)
+        return inputs + element * (7 * width + 4 * inner)
+    narrow = width * model.key_value_heads // model.heads
+    norms = 2 * _MASTER_BYTES * width
+    attention = element * (3 * width + 2 * narrow)
+    if lora is None:
+        return norms + attention + element * (3 * width + 4 * inner)
+    return inputs + norms + attention + element * 3 * inner
+
+
+def _gradients_and_step(plan: Scheme, element: int, stepped: float) -> tuple[float, float]:
+    """Gradients of so many parameters, and what their optimizer needs beside them as it steps."""
+    if plan.engine != "deepspeed":
+        return _MASTER_BYTES * stepped, _STEP_BYTES * stepped
+    if plan.optimizer == "device":
+        in_fp32 = (_MASTER_BYTES + _STEP_BYTES) * min(stepped, _SUB_GROUP)
+        return element * stepped, in_fp32
+    # On the host all gradients are there in fp32 too, and its own Adam steps in place.
+    return (element + _MASTER_BYTES) * stepped, 0.0
+
+
+def _moments(
+    workload: Workload, plan: Scheme, units: Layout, ranks: int, gradients: float, step: float
+) -> Sequence[dict[str, float]]:
+    """What comes and goes on a device: as forward begins, as its blocks have run, as the loss is
+    differentiated, in the last block's backward, in the first's, and in the optimizer's step.
+
+    Parts make room for one another: gradients come as activations go, unless earlier micro-batches
+    have left theirs, and what the ``step`` takes comes when all but gradients has gone.
+    """
+    model, tokens, element = workload.model, workload.tokens, workload.element_bytes
+    full = workload.lora is None
+    block = tokens * block_activation_bytes(workload)
+    entry = tokens * element * model.width
+    kept = model.layers * (workload.recomputed * entry + (1 - workload.recomputed) * block)
+    again = block if workload.recomputed else 0.0
+    # Gradients inside the MLP; where it is trained, its last matrix's input has gone by then.
+    inner = (2 if full else 3) * tokens * element * model.mlp_width
+    # The last norm's input and, for the gradient of the output matrix, what it gives.
+    output = (2 if full else 1) * entry + tokens * _LOSS_BYTES * model.vocabulary
+
+    unit = float(element * units.largest)
+    root = float(element * units.root.parameters)
+    if plan.engine == "deepspeed":
+        root += element * units.whole
+    trained = max((unit.trained for unit in units.units if unit is not units.root), default=0)
+    reductions = float(element * (units.root.trained + 2 * trained))
+    # At backward's end: gradients of what is whole, copied to bf16 and then put together; and what
+    # FSDP2 has all-reduced across nodes, which it keeps until then.
+    last = float(2 * element * units.whole_trained)
+    if plan.shards == "node" and plan.engine != "deepspeed":
+        last += element * workload.trained / ranks
+    if plan.shards == "rank":
+        # Autocast's bf16 copies of all weights, and DDP's buckets, which are the gradients.
+        root = float(element * workload.parameters if element < _MASTER_BYTES else 0)
+        reductions = unit = 0.0
+    gathered = root + _GATHERED_UNITS * unit
+    # FSDP2 copies what has come out of a buffer, which lasts until the next has come.
+    copies = plan.engine != "deepspeed" and plan.shards != "rank"
+
+    stay = plan.shards == "rank" or plan.engine == "deepspeed" or workload.accumulation > 1
+    left = {"gradients": gradients if stay else 0.0}
+    if plan.shards == "world" and plan.defers and workload.accumulation > 1:
+        left["gradient sums"] = _MASTER_BYTES * workload.trained / ranks
+    in_block = left | {"gathered": gathered, "reductions": reductions}
+    return (
+        left | {"gathered": gathered + copies * root},
+        left | {"gathered": gathered + copies * unit, "activations": kept},
+        left | {"gathered": root, "activations": kept + output},
+        in_block | {"activations": kept + again + inner},
+        in_block
+        | {
+            "activations": block + inner,
+            "reductions": reductions + last,
+            "gradients": gradients,
+        },
+        {"gradients": gradients, "optimizer step": step},
+    )
+
+
+def _positive(parts: Mapping[str, float]) -> dict[str, float]:
+    return {name: nbytes for name, nbytes in parts.items() if nbytes}

@@ -1,0 +1,155 @@
+"""One point of the grid: whether it fits, and how fast its steps are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from simulation import transformer as shapes
+from simulation.hardware import Hardware
+from simulation.memory import Footprint
+from simulation.prediction import Prediction, needed, predict, utilisations
+from simulation.workload import Workload
+
+#: Micro-batches of a step that are simulated; each one more is like the last of them.
+_SIMULATED = 3
+
+
+@dataclass(frozen=True)
+class Shortfall:
+    """What a workload lacks, in bytes; zero: it fits."""
+
+    #: On each device.
+    device_bytes: float
+    #: On each node's host.
+    host_bytes: float
+
+    @property
+    def fits(self) -> bool:
+        return self.device_bytes == 0 == self.host_bytes
+
+    def of_node(self, ranks_per_node: int) -> float:
+        """Of a node's devices and host together."""
+        return ranks_per_node * self.device_bytes + self.host_bytes
+
+
+@dataclass(frozen=True)
+class Speed:
+    """An optimizer step, simulated."""
+
+    step_seconds: float
+    #: Of the whole cluster.
+    tokens_per_s: float
+    mfu: float
+    hfu: float
+    #: Seconds of the critical path by the resource that its tasks wait for; their sum is the step.
+    waits_seconds: Mapping[str, float]
+    #: Seconds of full use of each resource.
+    busy_seconds: Mapping[str, float]
+    #: What one node sends to others.
+    inter_node_bytes: float
+
+    @property
+    def bottleneck(self) -> str:
+        """The resource that the step waits for longest."""
+        return max(self.waits_seconds, key=lambda name: self.waits_seconds[name])
+
+    @property
+    def bottleneck_share(self) -> float:
+        """Of the step."""
+        return self.waits_seconds[self.bottleneck] / self.step_seconds
+
+
+@dataclass(frozen=True)
+class Option:
+    """A workload that fits, with what it takes and gives."""
+
+    workload: Workload
+    footprint: Footprint
+    speed: Speed
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.speed.tokens_per_s
+
+    @property
+    def sent_bytes_per_token(self) -> float:
+        """What one node sends to others, by tokens of the whole cluster: steps differ in length."""
+        tokens = self.speed.tokens_per_s * self.speed.step_seconds
+        return self.speed.inter_node_bytes / tokens
+
+
+def shortfall(workload: Workload, hardware: Hardware) -> Shortfall:
+    """What the workload lacks on this hardware, with its cache where the policy puts it."""
+    peak = needed(workload, hardware)
+    return Shortfall(
+        max(0.0, peak.device_bytes - hardware.usable_device_bytes),
+        max(0.0, peak.host_bytes - hardware.host_memory_bytes),
+    )
+
+
+def most_tokens_per_s(workload: Workload, hardware: Hardware) -> float:
+    """What computation alone allows, with nothing to wait for: no schedule is faster."""
+    flops = shapes.hardware_flops(
+        workload.model, workload.sequence_length, workload.lora, workload.recomputed
+    )
+    return hardware.world_size * hardware.flops / flops
+
+
+def simulated(workload: Workload, hardware: Hardware) -> Option:
+    """The option of a workload that fits.
+
+    From the third micro-batch on each is like the one before, so that a step of many takes what
+    three do and the difference between three and two for each one more.
+    """
+    count = workload.accumulation
+    prediction = predict(replace(workload, accumulation=min(count, _SIMULATED)), hardware)
+    last = totals = _measures(prediction)
+    if count > _SIMULATED:
+        fewer = _measures(predict(replace(workload, accumulation=_SIMULATED - 1), hardware))
+        more = count - _SIMULATED
+        totals = {key: last[key] + more * (last[key] - fewer.get(key, 0.0)) for key in last}
+    seconds = totals["step", ""]
+    tokens = workload.tokens * count
+    per_gpu = tokens / seconds
+    mfu, hfu = utilisations(workload, hardware, per_gpu)
+    speed = Speed(
+        step_seconds=seconds,
+        tokens_per_s=per_gpu * hardware.world_size,
+        mfu=mfu,
+        hfu=hfu,
+        waits_seconds=_part(totals, "waits"),
+        busy_seconds=_part(totals, "busy"),
+        inter_node_bytes=totals["sent", ""],
+    )
+    return Option(workload, prediction.footprint, speed)
+
+
+def _measures(prediction: Prediction) -> dict[tuple[str, str], float]:
+    """All that grows with the number of micro-batches, by kind and resource."""
+    found = {
+        ("step", ""): prediction.step_seconds,
+        ("sent", ""): float(prediction.inter_node_bytes),
+    }
+    for name, share in prediction.busy.items():
+        found["busy", name] = share * prediction.step_seconds
+    for name, seconds in _waits(prediction).items():
+        found["waits", name] = seconds
+    return found
+
+
+def _waits(prediction: Prediction) -> dict[str, float]:
+    """Seconds of the critical path, by the resource that each task on it needs longest."""
+    run = prediction.run
+    waits: dict[str, float] = {}
+    for index in run.critical_path():
+        task, span = run.tasks[index], run.spans[index]
+        slowest = max(task.demands, key=lambda name: task.demands[name], default="latency")
+        if task.latency_seconds > task.demands.get(slowest, 0.0):
+            slowest = "latency"
+        waits[slowest] = waits.get(slowest, 0.0) + span.end - span.start
+    return waits
+
+
+def _part(totals: Mapping[tuple[str, str], float], kind: str) -> dict[str, float]:
+    return {name: value for (part, name), value in totals.items() if part == kind}

@@ -1,0 +1,155 @@
+"""The recommendation: which strategy, and why in one sentence; or that nothing fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from simulation.planner.option import Option
+from simulation.planner.refusal import lacking
+from simulation.planner.request import Request
+from simulation.planner.search import Verdict, search
+from simulation.schemes import Scheme, scheme
+
+#: Throughputs this close are taken to be the same: the simulator is no more exact.
+TIE = 0.05
+#: Of the strategies that are as fast, so many are named.
+_LISTED = 4
+_WAITS = {
+    "compute": "computation",
+    "inter_node": "the link between nodes",
+    "intra_node": "exchanges inside the node",
+    "host_to_device": "copies from the host",
+    "device_to_host": "copies to the host",
+    "disk": "the disk",
+    "cpu": "the optimizer on the CPU",
+    "latency": "latencies",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All strategies, and the one to take. Every figure in it is simulated."""
+
+    request: Request
+    #: Those that fit, fastest first; then those that do not, by what they lack.
+    verdicts: tuple[Verdict, ...]
+    strategy: str
+    option: Option
+    #: One sentence.
+    reason: str
+
+    def hours(self, option: Option) -> float:
+        """GPU-hours for the request's tokens."""
+        world = self.request.hardware.world_size
+        return self.request.tokens / option.tokens_per_s / 3600 * world
+
+    def cost(self, option: Option) -> float | None:
+        """In the currency of the price; ``None`` without one."""
+        price = self.request.price_per_gpu_hour
+        return None if price is None else price * self.hours(option)
+
+
+def plan(request: Request) -> Plan | None:
+    """Search the grid; ``None`` if nothing fits (``refusal`` then says what would help)."""
+    verdicts = sorted(search(request), key=lambda verdict: _order(verdict, request))
+    found: dict[str, Option] = {}
+    for verdict in verdicts:
+        if verdict.best is not None:
+            found[verdict.strategy] = verdict.best
+    if not found:
+        return None
+    # What quantises does not train the same: it is taken only where nothing else fits.
+    exact = {name: option for name, option in found.items() if not quantises(name)} or found
+    ties = _tied(exact)
+    strategy = min(ties, key=lambda name: _plainness(scheme(name)))
+    reason = _reason(strategy, ties, found, {verdict.strategy: verdict for verdict in verdicts})
+    return Plan(request, tuple(verdicts), strategy, found[strategy], reason)
+
+
+def quantises(strategy: str) -> bool:
+    """Whether what crosses nodes is rounded, so that results are not those of FSDP2."""
+    plan = scheme(strategy)
+    return plan.gather_codec is not None or plan.reduce_codec is not None
+
+
+def waits_for(option: Option) -> str:
+    """What the option's step waits for longest, in words."""
+    return _WAITS[option.speed.bottleneck]
+
+
+def _order(verdict: Verdict, request: Request) -> tuple[float, float]:
+    if verdict.best is not None:
+        return (-verdict.best.tokens_per_s, 0.0)
+    return (0.0, verdict.shortfall.of_node(request.hardware.ranks_per_node))
+
+
+def _tied(options: dict[str, Option]) -> dict[str, Option]:
+    """The fastest and those as fast."""
+    fastest = max(option.tokens_per_s for option in options.values())
+    return {
+        name: option
+        for name, option in options.items()
+        if option.tokens_per_s >= (1 - TIE) * fastest
+    }
+
+
+def _plainness(plan: Scheme) -> tuple[int, int]:
+    """Less is plainer: what it takes beyond memory that sharding or replicating needs anyway.
+
+    Nothing; host memory; device memory, which is scarcer; an optimizer on the CPU or on disk. Then
+    what PyTorch ships, this library, another framework.
+    """
+    if plan.optimizer != "device" or plan.parameters != "device":
+        takes = 3
+    elif plan.shards == "node" or plan.cache == "device" or plan.policy == "device":
+        takes = 2
+    else:
+        takes = 0 if plan.cache is None or plan.policy == "none" else 1
+    return takes, ("ddp", "fsdp2", "fcdp", "deepspeed").index(plan.engine)
+
+
+def _reason(
+    strategy: str,
+    ties: dict[str, Option],
+    found: dict[str, Option],
+    verdicts: dict[str, Verdict],
+) -> str:
+    chosen = found[strategy]
+    parts = [_against(strategy, chosen, found)]
+    others = [name for name in ties if name not in (strategy, "fcdp")]
+    if others:
+        parts.append(f"as fast, within {TIE:.0%}: {_listed(others)}")
+    if strategy != "fcdp" and "fcdp" in verdicts:
+        parts.append(_about_fcdp(chosen, "fcdp" in ties, verdicts["fcdp"]))
+    return "; ".join(parts)
+
+
+def _against(strategy: str, chosen: Option, found: dict[str, Option]) -> str:
+    """The choice next to plain ZeRO-3."""
+    base = found.get("fsdp2")
+    if strategy == "fsdp2" or base is None:
+        share = f"{chosen.speed.bottleneck_share:.0%}"
+        return f"{strategy} waits for {waits_for(chosen)} in {share} of its step"
+    times = chosen.tokens_per_s / base.tokens_per_s
+    text = f"{strategy} trains {times:.3g} times as many tokens a second as fsdp2"
+    sent, least = base.sent_bytes_per_token, chosen.sent_bytes_per_token
+    if least >= sent:
+        return text
+    return f"{text}: a node sends {least / 1e3:.3g} GB a million tokens, not {sent / 1e3:.3g}"
+
+
+def _about_fcdp(chosen: Option, tied: bool, verdict: Verdict) -> str:
+    best = verdict.best
+    if best is None:
+        return f"FCDP does not fit: it lacks {lacking(verdict.shortfall)}"
+    host = best.footprint.host.get("cache", 0.0) / 1e9
+    if tied:
+        price = f" for its {host:.1f} GB of host memory a node" if host else ""
+        return f"FCDP gains nothing here{price}"
+    share = best.tokens_per_s / chosen.tokens_per_s
+    return f"FCDP is not the best here: it reaches {share:.0%} of that, for {waits_for(best)}"
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _LISTED
+    return ", ".join(names[:_LISTED]) + (f" and {more} more" if more > 0 else "")

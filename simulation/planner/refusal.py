@@ -1,0 +1,81 @@
+"""Why nothing fits, and what would change that: each remedy is tried in the memory model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from simulation.planner.option import Shortfall
+from simulation.planner.request import Request
+from simulation.planner.search import shortfalls
+
+#: So many times as many nodes are tried, and sequences of so small a part.
+_TIMES = (2, 4, 8, 16)
+_LORA_RANK = 8
+
+
+def refusal(request: Request) -> str:
+    """The smallest shortfall, and what would help, for a request of which nothing fits."""
+    lacks = shortfalls(request)
+    ranks = request.hardware.ranks_per_node
+    strategy, least = min(lacks, key=lambda pair: pair[1].of_node(ranks))
+    remedies = (
+        _nodes(request),
+        _host_memory(request, [lack for _, lack in lacks]),
+        _length(request),
+        _adapters(request),
+    )
+    found = ", or ".join(filter(None, remedies))
+    return (
+        f"nothing fits {request.hardware.name}: the closest, {strategy}, lacks {lacking(least)}; "
+        + (f"what would help: {found}" if found else "what would help: GPUs with more memory")
+    )
+
+
+def lacking(lack: Shortfall) -> str:
+    """In words."""
+    parts = (
+        (lack.device_bytes, "GB on each device"),
+        (lack.host_bytes, "GB of host memory on each node"),
+    )
+    return " and ".join(f"{nbytes / 1e9:.1f} {what}" for nbytes, what in parts if nbytes)
+
+
+def _nodes(request: Request) -> str | None:
+    hardware, batch = request.hardware, request.global_batch
+    for times in _TIMES:
+        nodes = times * hardware.nodes
+        more = replace(
+            request,
+            hardware=replace(hardware, nodes=nodes),
+            global_batch=None if batch is None else times * batch,
+        )
+        if _fits(more):
+            return f"{nodes} nodes"
+    return None
+
+
+def _host_memory(request: Request, lacks: list[Shortfall]) -> str | None:
+    hosts = [lack.host_bytes for lack in lacks if lack.device_bytes == 0]
+    if not hosts:
+        return None
+    needed = request.hardware.host_memory_bytes + min(hosts)
+    return f"{needed / 1e9:.1f} GB of host memory a node"
+
+
+def _length(request: Request) -> str | None:
+    shortest = min(request.sequence_lengths)
+    for times in _TIMES:
+        length = shortest // times
+        if length and _fits(replace(request, sequence_lengths=(length,))):
+            return f"sequences of {length} tokens"
+    return None
+
+
+def _adapters(request: Request) -> str | None:
+    if request.lora_rank is None and _fits(replace(request, lora_rank=_LORA_RANK)):
+        return f"adapters in place of all parameters (--peft lora:{_LORA_RANK})"
+    return None
+
+
+def _fits(request: Request) -> bool:
+    return any(lack.fits for _, lack in shortfalls(request))

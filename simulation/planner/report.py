@@ -1,0 +1,184 @@
+"""A plan as a table and as JSON."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from simulation.planner.option import Option
+from simulation.planner.plan import Plan, quantises
+from simulation.planner.refusal import lacking
+from simulation.planner.request import Request
+from simulation.planner.search import Verdict
+from simulation.schemes import scheme
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+EVIDENCE = "simulated"
+
+
+def titles(request: Request) -> tuple[str, str]:
+    """What is trained, and on what, in a line each."""
+    hardware = request.hardware
+    tuning = "full" if request.lora_rank is None else f"LoRA {request.lora_rank}"
+    lengths = ", ".join(map(str, request.sequence_lengths))
+    link = f"{8 * hardware.inter_bytes_per_s / 1e9:.3g} Gbit/s reached between nodes"
+    nodes = f"{hardware.nodes} nodes" if hardware.nodes > 1 else "1 node"
+    return (
+        f"{request.model} · {tuning} · {lengths} tokens a sequence",
+        f"{nodes} × {hardware.ranks_per_node} {hardware.device.name} · "
+        + (f"{link} · " if hardware.nodes > 1 else "")
+        + f"{hardware.host_memory_bytes / 1e9:.4g} GB host memory a node · {EVIDENCE}",
+    )
+
+
+def table(plan: Plan) -> RenderableType:
+    """Strategies that fit, fastest first; those that do not; the recommendation."""
+    from rich.console import Group
+    from rich.text import Text
+
+    grid = _header(plan.request)
+    notes = []
+    for verdict in plan.verdicts:
+        option = verdict.best
+        if option is None:
+            lack = lacking(verdict.shortfall)
+            notes.append(Text(f"{verdict.strategy} does not fit: it lacks {lack}", style="dim"))
+            continue
+        style = "bold" if verdict.strategy == plan.strategy else ""
+        grid.add_row(_name(option), *_columns(plan, verdict, option), style=style)
+    advice = Text.assemble(
+        ("take ", "bold"), (_name(plan.option), "bold green"), f": {plan.reason}"
+    )
+    head = (Text(line, style="bold cyan") for line in titles(plan.request))
+    return Group(*head, Text(), grid, Text(), *notes, advice)
+
+
+def document(plan: Plan) -> dict[str, Any]:
+    """All of it, for JSON; sizes in bytes, times in seconds."""
+    request, hardware = plan.request, plan.request.hardware
+    return {
+        "evidence": EVIDENCE,
+        "model": request.model,
+        "lora_rank": request.lora_rank,
+        "nodes": hardware.nodes,
+        "ranks_per_node": hardware.ranks_per_node,
+        "gpu": hardware.device.name,
+        "inter_bytes_per_s": _finite(hardware.inter_bytes_per_s),
+        "intra_bytes_per_s": _finite(hardware.intra_bytes_per_s),
+        "host_memory_bytes": hardware.host_memory_bytes,
+        "matmul_efficiency": hardware.matmul_efficiency,
+        "global_batch": request.global_batch,
+        "tokens": request.tokens,
+        "price_per_gpu_hour": request.price_per_gpu_hour,
+        "recommended": plan.strategy,
+        "reason": plan.reason,
+        "strategies": [_verdict(plan, verdict) for verdict in plan.verdicts],
+    }
+
+
+def _finite(rate: float) -> float | None:
+    """A rate as JSON has it; ``None`` where nothing limits it."""
+    return rate if math.isfinite(rate) else None
+
+
+def _header(request: Request) -> Table:
+    from rich.table import Table
+
+    grid = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    grid.add_column("strategy\n", no_wrap=True)
+    several = len(request.sequence_lengths) > 1
+    titles = [
+        "largest\nbatch",
+        *(["tokens\nlong"] if several else []),
+        "batch\nused",
+        "recom-\nputed",
+        "device\nGB",
+        "host\nGB",
+        "sent GB/\nM tokens",
+        "tokens/s\n",
+        "MFU/HFU\n%",
+    ]
+    for name in titles:
+        grid.add_column(name, justify="right", no_wrap=True)
+    grid.add_column("waits for\n", no_wrap=True)
+    grid.add_column("GPU-\nhours", justify="right", no_wrap=True)
+    if request.price_per_gpu_hour is not None:
+        grid.add_column("cost\n", justify="right", no_wrap=True)
+    return grid
+
+
+def _name(option: Option) -> str:
+    """The strategy, with choices of its own that are not the usual ones."""
+    workload = option.workload
+    parts = [workload.strategy]
+    if workload.policy != "host":
+        parts.append(workload.policy)
+    if workload.adapters != "sharded":
+        parts.append(workload.adapters)
+    return ", ".join(parts)
+
+
+def _columns(plan: Plan, verdict: Verdict, option: Option) -> list[str]:
+    workload, speed = option.workload, option.speed
+    batch = str(workload.micro_batch)
+    if workload.accumulation > 1:
+        batch += f"×{workload.accumulation}"
+    cost = plan.cost(option)
+    several = len(plan.request.sequence_lengths) > 1
+    return [
+        str(verdict.largest_micro_batch),
+        *([str(workload.sequence_length)] if several else []),
+        batch,
+        f"{workload.recomputed:.0%}",
+        f"{option.footprint.device_bytes / 1e9:.1f}",
+        f"{option.footprint.host_bytes / 1e9:.1f}",
+        f"{option.sent_bytes_per_token / 1e3:.3g}",
+        f"{speed.tokens_per_s:,.0f}",
+        f"{100 * speed.mfu:.0f}/{100 * speed.hfu:.0f}",
+        f"{speed.bottleneck} {speed.bottleneck_share:.0%}",
+        f"{plan.hours(option):,.0f}",
+        *([] if cost is None else [f"{cost:,.0f}"]),
+    ]
+
+
+def _verdict(plan: Plan, verdict: Verdict) -> dict[str, Any]:
+    best = verdict.best
+    return {
+        "strategy": verdict.strategy,
+        "fits": best is not None,
+        "exact": not quantises(verdict.strategy),
+        "engine": scheme(verdict.strategy).engine,
+        "largest_micro_batch": verdict.largest_micro_batch,
+        "lacks_device_bytes": 0.0 if best else verdict.shortfall.device_bytes,
+        "lacks_host_bytes": 0.0 if best else verdict.shortfall.host_bytes,
+        "best": None if best is None else _option(plan, best),
+        "grid": [_option(plan, option) for option in verdict.options],
+    }
+
+
+def _option(plan: Plan, option: Option) -> dict[str, Any]:
+    workload, speed = option.workload, option.speed
+    return {
+        "policy": workload.policy,
+        "adapters": workload.adapters,
+        "sequence_length": workload.sequence_length,
+        "micro_batch": workload.micro_batch,
+        "accumulation": workload.accumulation,
+        "recomputed": workload.recomputed,
+        "device_bytes": dict(option.footprint.device),
+        "host_bytes": dict(option.footprint.host),
+        "disk_bytes": dict(option.footprint.disk),
+        "step_seconds": speed.step_seconds,
+        "tokens_per_s": speed.tokens_per_s,
+        "mfu": speed.mfu,
+        "hfu": speed.hfu,
+        "bottleneck": speed.bottleneck,
+        "waits_seconds": dict(speed.waits_seconds),
+        "busy_seconds": dict(speed.busy_seconds),
+        "inter_node_bytes": speed.inter_node_bytes,
+        "gpu_hours": plan.hours(option),
+        "cost": plan.cost(option),
+    }

@@ -1,0 +1,137 @@
+"""What somebody wants to train, on what, and which choices are theirs to make."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+from simulation import checks
+from simulation.hardware import Hardware
+from simulation.hugging_face import from_config
+from simulation.paper_models import PAPER_MODELS, SEQUENCE_LENGTH
+from simulation.schemes import SCHEMES, scheme
+from simulation.transformer import Transformer
+from simulation.workload import Workload
+
+#: Shares of the blocks whose activations are recomputed: all that a grid needs to be close.
+RECOMPUTED = (0.0, 0.25, 0.5, 0.75, 1.0)
+#: What our engine does with adapters: a gather and a reduction a step, or one all-reduce.
+_ADAPTERS = ("sharded", "replicated")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A model, a cluster, and the axes of the grid to search.
+
+    Raises ``ValueError`` naming the field for what cannot be.
+    """
+
+    #: A name in ``PAPER_MODELS``, the path of a Hugging Face ``config.json`` or of its folder, or a
+    #: name on the hub whose configuration is in the local cache.
+    model: str
+    hardware: Hardware
+    #: ``None``: all parameters are trained.
+    lora_rank: int | None = None
+    sequence_lengths: tuple[int, ...] = (SEQUENCE_LENGTH,)
+    #: Sequences a rank and micro-batch; none: the largest that fits.
+    micro_batches: tuple[int, ...] = ()
+    recomputed: tuple[float, ...] = RECOMPUTED
+    strategies: tuple[str, ...] = tuple(SCHEMES)
+    #: Of strategies that have the choice.
+    policies: tuple[str, ...] = ("host",)
+    #: Sequences an optimizer step, of all ranks; ``None``: one micro-batch each.
+    global_batch: int | None = None
+    #: To be trained on.
+    tokens: float = 1e9
+    price_per_gpu_hour: float | None = None
+
+    def __post_init__(self) -> None:
+        from baselines.policies import parse  # needs torch
+
+        checks.counts(**{f"sequence_length[{i}]": n for i, n in enumerate(self.sequence_lengths)})
+        checks.counts(**{f"micro_batch[{i}]": n for i, n in enumerate(self.micro_batches)})
+        checks.positive(tokens=self.tokens)
+        if self.price_per_gpu_hour is not None:
+            checks.not_negative(price_per_gpu_hour=self.price_per_gpu_hour)
+        for strategy in self.strategies:
+            scheme(strategy)
+        for policy in self.policies:
+            parse(policy)
+        ranks = self.hardware.world_size
+        if self.global_batch is not None and (self.global_batch < 1 or self.global_batch % ranks):
+            raise ValueError(
+                f"global_batch = {self.global_batch}: must be a multiple of the {ranks} ranks"
+            )
+        whole = self.sequences_a_rank
+        for size in self.micro_batches:
+            if whole is not None and whole % size:
+                raise ValueError(
+                    f"micro_batch = {size}: must divide the {whole} sequences of a rank "
+                    f"(global_batch = {self.global_batch}, {ranks} ranks)"
+                )
+        self.workloads()  # raises for what the model or a workload cannot be
+
+    @property
+    def sequences_a_rank(self) -> int | None:
+        """In an optimizer step, if the request says how many."""
+        return None if self.global_batch is None else self.global_batch // self.hardware.world_size
+
+    def workloads(self) -> list[Workload]:
+        """The grid but for the micro-batch, which is 1 here. What is simplest comes first."""
+        shapes = {length: shape(self.model, length) for length in self.sequence_lengths}
+        return [
+            Workload(
+                strategy=strategy,
+                model=shapes[length],
+                lora=None
+                if self.lora_rank is None
+                else shapes[length].attention_lora(self.lora_rank),
+                sequence_length=length,
+                micro_batch=1,
+                recomputed=recomputed,
+                element_bytes=2 if self.hardware.backend == "nccl" else 4,
+                policy=policy,
+                adapters=adapters,
+            )
+            for strategy, length in product(self.strategies, self.sequence_lengths)
+            for policy, adapters in self._choices(strategy)
+            for recomputed in sorted(self.recomputed)
+        ]
+
+    def _choices(self, strategy: str) -> list[tuple[str, str]]:
+        """Policies, and whether adapters are sharded, of a strategy that has the choice."""
+        plan = scheme(strategy)
+        if plan.cache != "policy" or plan.policy is not None:
+            return [("host", "sharded")]
+        return list(product(self.policies, _ADAPTERS[: 1 if self.lora_rank is None else 2]))
+
+
+def shape(model: str, sequence_length: int) -> Transformer:
+    """The model of this name. Nothing is fetched: a plan must not wait for a network.
+
+    Raises ``ValueError`` naming what is allowed.
+    """
+    if model in PAPER_MODELS:
+        return Transformer.of(PAPER_MODELS[model], sequence_length)
+    path = Path(model)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ValueError(f"model = {model!r}: the folder has no config.json")
+    return from_config(path if path.exists() else _cached(model), sequence_length)
+
+
+def _cached(name: str) -> Path:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        found = None
+    if not isinstance(found, str):
+        raise ValueError(
+            f"model = {name!r}: allowed are {', '.join(PAPER_MODELS)}, the path of a Hugging Face "
+            "config.json or of its folder, or a name on the hub whose configuration is in the "
+            f"local cache (hf download {name} config.json)"
+        )
+    return Path(found)

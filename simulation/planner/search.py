@@ -1,0 +1,116 @@
+"""The grid search: the largest batch that fits, and the fastest option of each strategy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import groupby
+from math import isqrt
+
+from simulation.hardware import Hardware
+from simulation.memory import largest_micro_batch
+from simulation.planner.option import (
+    Option,
+    Shortfall,
+    most_tokens_per_s,
+    shortfall,
+    simulated,
+)
+from simulation.planner.request import Request
+from simulation.workload import Workload
+
+#: Options of one strategy this close are the same; the simplest, which comes first, is taken.
+SAME = 0.01
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the search has found for one strategy."""
+
+    strategy: str
+    #: What was simulated; none: the strategy does not fit.
+    options: tuple[Option, ...]
+    #: Sequences a rank and micro-batch, at any point of the grid; 0 if it does not fit.
+    largest_micro_batch: int
+    #: Of the point of the grid that lacks least.
+    shortfall: Shortfall
+
+    @property
+    def best(self) -> Option | None:
+        """The fastest option, or a simpler one as fast; ``None`` if the strategy does not fit."""
+        if not self.options:
+            return None
+        fastest = max(option.tokens_per_s for option in self.options)
+        return next(
+            option for option in self.options if option.tokens_per_s >= (1 - SAME) * fastest
+        )
+
+
+def search(request: Request) -> tuple[Verdict, ...]:
+    """One verdict a strategy, in the order of the request."""
+    grouped = groupby(request.workloads(), key=lambda workload: workload.strategy)
+    return tuple(_verdict(strategy, list(points), request) for strategy, points in grouped)
+
+
+def shortfalls(request: Request) -> list[tuple[str, Shortfall]]:
+    """What each point of the grid lacks, by strategy; nothing is simulated."""
+    return [
+        (point.strategy, shortfall(tried, request.hardware))
+        for point in request.workloads()
+        for tried in _tried(point, request)
+    ]
+
+
+def _verdict(strategy: str, points: list[Workload], request: Request) -> Verdict:
+    hardware = request.hardware
+    options: list[Option] = []
+    lacking: list[Shortfall] = []
+    largest = 0
+    for point in points:
+        fitting = _fitting(point, request)
+        largest = max([largest, *(workload.micro_batch for workload in fitting)])
+        lacking += [shortfall(tried, hardware) for tried in _tried(point, request)]
+        bound = most_tokens_per_s(point, hardware)
+        for workload in fitting:
+            if any(option.tokens_per_s >= (1 - SAME) * bound for option in options):
+                break  # one that is as good comes earlier
+            options.append(simulated(workload, hardware))
+    least = min(lacking, key=lambda lack: lack.of_node(hardware.ranks_per_node))
+    return Verdict(strategy, tuple(options), largest, least)
+
+
+def _fitting(point: Workload, request: Request) -> list[Workload]:
+    """The point with the micro-batches that fit, largest first.
+
+    Unless the request names them this is one: a larger micro-batch spreads what a step costs
+    anyway over more tokens, so that none is faster than the largest.
+    """
+    hardware = request.hardware
+    if not request.micro_batches and request.sequences_a_rank is None:
+        most = largest_micro_batch(point, hardware, lambda tried: _fits(tried, hardware))
+        return [replace(point, micro_batch=most)] if most else []
+    fitting = [tried for tried in _tried(point, request) if _fits(tried, hardware)]
+    return fitting if request.micro_batches else fitting[:1]
+
+
+def _tried(point: Workload, request: Request) -> list[Workload]:
+    """The point with each micro-batch that the request allows, largest first; else with 1."""
+    whole = request.sequences_a_rank
+    if whole is None:
+        sizes = request.micro_batches or (1,)
+        return [replace(point, micro_batch=size) for size in sorted(sizes, reverse=True)]
+    sizes = request.micro_batches or _divisors(whole)
+    return [
+        replace(point, micro_batch=size, accumulation=whole // size)
+        for size in sorted(sizes, reverse=True)
+    ]
+
+
+@cache
+def _divisors(whole: int) -> tuple[int, ...]:
+    small = [n for n in range(1, isqrt(whole) + 1) if whole % n == 0]
+    return (*small, *(whole // n for n in small if n * n != whole))
+
+
+def _fits(workload: Workload, hardware: Hardware) -> bool:
+    return shortfall(workload, hardware).fits

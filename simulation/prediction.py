@@ -1,0 +1,115 @@
+"""What the simulator answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from simulation import transformer as shapes
+from simulation.hardware import Hardware
+from simulation.memory import Footprint, footprint
+from simulation.schemes import scheme
+from simulation.step.events import Run, simulate
+from simulation.step.placement import place
+from simulation.step.schedule import Step
+from simulation.units import layout
+from simulation.workload import Workload
+
+#: Bytes of one node by link (inter_node, intra_node, host_to_device, device_to_host, disk) and
+#: phase (forward, backward, reduce, optimizer), as a record's ledger has them.
+Moved = Mapping[str, Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One steady step: all caches hold what the step before has left in them."""
+
+    #: ``oom`` if device or host memory is too small; the rest is then as if it were not.
+    state: Literal["ok", "oom"]
+    error: str | None
+    step_seconds: float
+    #: Of the whole cluster.
+    tokens_per_s: float
+    #: Model FLOPS utilisation (frozen weights count 4, trained ones 6), and with recomputation.
+    mfu: float
+    hfu: float
+    #: Names of the tasks that followed one another without a gap.
+    critical_path: tuple[str, ...]
+    #: Share of the step that each resource was in full use. PCIe counts for both of its directions
+    #: what the network and the exchanges inside the node use of it.
+    busy: Mapping[str, float]
+    moved_bytes: Moved
+    footprint: Footprint
+    run: Run
+
+    @property
+    def inter_node_bytes(self) -> float:
+        """What one node sends to others."""
+        return sum(self.moved_bytes.get("inter_node", {}).values())
+
+    @property
+    def bottleneck(self) -> str:
+        """The resource in use most."""
+        return max(self.busy, key=lambda resource: self.busy[resource])
+
+
+def needed(workload: Workload, hardware: Hardware) -> Footprint:
+    """Device and host memory, with the cache where the policy puts it; raises as ``predict``."""
+    plan = scheme(workload.strategy)
+    units = layout(workload, plan, hardware.nodes, hardware.ranks_per_node)
+    cache = place(workload, plan, units, hardware).cache
+    return footprint(workload, plan, units, hardware, cache)
+
+
+def fits(workload: Workload, hardware: Hardware) -> bool:
+    """Whether the workload's device and host memory suffice; raises as ``predict``."""
+    return needed(workload, hardware).shortage(hardware) is None
+
+
+def utilisations(
+    workload: Workload, hardware: Hardware, tokens_per_gpu_s: float
+) -> tuple[float, float]:
+    """Of the device's peak: by the model's operations (MFU), and with recomputation (HFU)."""
+    length, lora, peak = workload.sequence_length, workload.lora, hardware.device.peak_flops
+    model_flops = shapes.model_flops(workload.model, length, lora)
+    all_flops = shapes.hardware_flops(workload.model, length, lora, workload.recomputed)
+    return (
+        shapes.utilisation(model_flops, tokens_per_gpu_s, peak),
+        shapes.utilisation(all_flops, tokens_per_gpu_s, peak),
+    )
+
+
+def predict(workload: Workload, hardware: Hardware) -> Prediction:
+    """Simulate one steady step.
+
+    Raises ``ValueError`` for a strategy that does not exist or is not simulated yet, for a policy
+    or codec that does not exist, and for fp32 on GPUs, whose rates are those of bf16.
+    """
+    if hardware.backend == "nccl" and workload.element_bytes != 2:
+        raise ValueError(
+            "dtype = 'float32': a simulated GPU computes in bfloat16; allowed: bfloat16"
+        )
+    plan = scheme(workload.strategy)
+    units = layout(workload, plan, hardware.nodes, hardware.ranks_per_node)
+    placement = place(workload, plan, units, hardware)
+    needs = footprint(workload, plan, units, hardware, placement.cache)
+    tasks = Step(workload, plan, units, placement, hardware).build()
+    run = simulate(tasks.tasks)
+    shortage = needs.shortage(hardware)
+    tokens = workload.tokens * workload.accumulation
+    per_gpu = tokens / run.seconds
+    mfu, hfu = utilisations(workload, hardware, per_gpu)
+    return Prediction(
+        state="ok" if shortage is None else "oom",
+        error=shortage,
+        step_seconds=run.seconds,
+        tokens_per_s=per_gpu * hardware.world_size,
+        mfu=mfu,
+        hfu=hfu,
+        critical_path=tuple(run.tasks[index].name for index in run.critical_path()),
+        busy={name: used / run.seconds for name, used in sorted(run.busy_seconds().items())},
+        moved_bytes=tasks.moved_bytes,
+        footprint=needs,
+        run=run,
+    )

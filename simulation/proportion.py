@@ -1,0 +1,29 @@
+"""Small clusters that stand in for large ones: the same ratio of communication to computation."""
+
+from __future__ import annotations
+
+from simulation.emulated import PAYLOAD_SHARE
+from simulation.hardware import Hardware
+from simulation.prediction import Prediction, predict
+from simulation.workload import Workload
+
+
+def communication_to_computation(workload: Workload, hardware: Hardware) -> float:
+    """Seconds that a node's link is busy in a step, for each second of a rank's computation."""
+    prediction = predict(workload, hardware)
+    seconds = prediction.inter_node_bytes / hardware.inter_bytes_per_s
+    return seconds / _computation_seconds(prediction)
+
+
+def link_bits_per_s(ratio: float, workload: Workload, unlimited: Hardware) -> float:
+    """The limit of an emulated link at which the workload has this ratio.
+
+    ``unlimited`` is the emulated cluster without one.
+    """
+    prediction = predict(workload, unlimited)
+    seconds = ratio * _computation_seconds(prediction)
+    return 8 * prediction.inter_node_bytes / seconds / PAYLOAD_SHARE
+
+
+def _computation_seconds(prediction: Prediction) -> float:
+    return prediction.run.busy_seconds()["compute"]

@@ -1,0 +1,121 @@
+"""The exchanges of one unit: what its gathers and reductions send, and where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from simulation import traffic as collectives
+from simulation.hardware import Hardware
+from simulation.schemes import Scheme
+from simulation.step.placement import shard_numel
+from simulation.traffic import Traffic
+from simulation.units import Unit
+from simulation.workload import Workload
+
+_FSDP2_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Exchanges:
+    """How one workload's units move under one strategy on one cluster."""
+
+    workload: Workload
+    plan: Scheme
+    hardware: Hardware
+
+    def gather(self, unit: Unit) -> list[Traffic]:
+        """From the ranks that share the parameters, one exchange after the other."""
+        nodes, ranks = self._nodes, self._ranks
+        if self.plan.shards == "rank":
+            return []
+        if self.plan.shards == "node" or nodes == 1:
+            return self.spread(unit)
+        if self.plan.hierarchical:
+            return [self._across(unit.gathered, self._gather_codec), *self.spread(unit)]
+        encoded = self._sent_bytes(unit.gathered, self._gather_codec)
+        return [collectives.flat(encoded, nodes, ranks)]
+
+    def spread(self, unit: Unit) -> list[Traffic]:
+        """Inside the node, where every rank has its slice already."""
+        return [collectives.inside(self.gathered_bytes(unit), self._ranks)]
+
+    def slice_bytes(self, unit: Unit) -> float:
+        """What a rank's entry takes: our cache leaves out what the rank holds anyway."""
+        whole = self.gathered_bytes(unit) / self._ranks
+        return (self._nodes - 1) / self._nodes * whole if self.plan.engine == "fcdp" else whole
+
+    def reduce(self, trained: int, *, last: bool) -> list[Traffic]:
+        """The reduction of the gradients of ``trained`` parameters in one micro-batch."""
+        nodes, ranks = self._nodes, self._ranks
+        nbytes = float(trained * self.workload.element_bytes)
+        if self.plan.shards == "rank":
+            return [collectives.flat_all_reduce(nbytes, nodes, ranks)] if last else []
+        if nodes == 1:
+            return [self._inside(nbytes)]
+        if self.plan.shards == "node":
+            both_ways = collectives.across(nbytes, nodes)
+            return [self._inside(nbytes), *([both_ways + both_ways] if last else [])]
+        codec = self._reduce_codec
+        if self.plan.hierarchical or codec != "none":  # the vendor's qgZ: two all-to-alls
+            crossing = last or not self.plan.defers
+            half = [self._across(trained, codec)] if crossing else []
+            return [self._inside(nbytes), *half]
+        ring = collectives.flat(nbytes, nodes, ranks)
+        return [ring + ring if self._gloo else ring]
+
+    def all_reduce(self, trained: int) -> list[Traffic]:
+        """The gradients of parameters that every rank keeps whole, by our engine."""
+        nbytes = float(trained * self.workload.element_bytes)
+        return [collectives.hierarchical_all_reduce(nbytes, self._nodes, self._ranks)]
+
+    def shard_bytes(self, unit: Unit) -> float:
+        """One rank's part as it waits on the host or the disk; FSDP2 copies fp32 and casts then."""
+        deepspeed = self.plan.engine == "deepspeed"
+        element = self.workload.element_bytes if deepspeed else _FSDP2_BYTES
+        return element * unit.parameters / self.hardware.world_size
+
+    def gathered_bytes(self, unit: Unit) -> float:
+        return float(unit.gathered * self.workload.element_bytes)
+
+    @property
+    def _nodes(self) -> int:
+        return self.hardware.nodes
+
+    @property
+    def _ranks(self) -> int:
+        return self.hardware.ranks_per_node
+
+    @property
+    def _gloo(self) -> bool:
+        """Whether a vendor's reduce-scatter is an all-reduce."""
+        return self.hardware.backend == "gloo" and self.plan.engine != "fcdp"
+
+    @property
+    def _gather_codec(self) -> str:
+        return self.plan.gather_codec or self._choice(self.workload.gather_codec)
+
+    @property
+    def _reduce_codec(self) -> str:
+        return self.plan.reduce_codec or self._choice(self.workload.reduce_codec)
+
+    def _choice(self, codec: str) -> str:
+        """The cell's codec, for strategies that have the choice."""
+        return codec if self.plan.engine == "fcdp" else "none"
+
+    def _inside(self, nbytes: float) -> Traffic:
+        half = collectives.inside(nbytes, self._ranks)
+        return half + half if self._gloo else half
+
+    def _across(self, parameters: int, codec: str) -> Traffic:
+        return collectives.across(self._sent_bytes(parameters, codec), self._nodes)
+
+    def _sent_bytes(self, parameters: int, codec: str) -> float:
+        """What the parameters are while they travel; codecs encode shards, padding included."""
+        if codec == "none":
+            return float(parameters * self.workload.element_bytes)
+        from baselines.codecs import parse  # needs torch
+
+        encoder = parse(codec)
+        assert encoder is not None
+        world = self.hardware.world_size
+        return float(world * encoder.encoded_bytes(shard_numel(parameters, world)))

@@ -1,0 +1,121 @@
+"""Which tier each unit's entry is in, in a steady step, as the library's own policies decide."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from simulation.hardware import Hardware
+from simulation.memory import CacheBytes, entry_bytes, footprint
+from simulation.schemes import Place, Scheme
+from simulation.units import Layout, Unit
+from simulation.workload import Workload
+
+if TYPE_CHECKING:
+    from fcdp.cache.memory import Usage
+
+#: Gathers after which every policy of the library has settled.
+_SETTLED = 6
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where entries are, and what they take of a rank's memory."""
+
+    tiers: Mapping[Unit, Place]
+    cache: CacheBytes
+
+
+@dataclass(frozen=True, eq=False)
+class _PolicyUnit:
+    """A unit as ``fcdp.cache.policy`` looks at it."""
+
+    name: str
+    shard_bytes: int
+    shard_numel: int
+    trainable: bool
+    reuses: int
+
+
+def place(workload: Workload, plan: Scheme, units: Layout, hardware: Hardware) -> Placement:
+    """Raises ``ValueError`` for a policy that ``baselines.policies`` does not know."""
+    if plan.cache is None or hardware.nodes == 1:
+        return Placement({}, CacheBytes())
+    if plan.cache != "policy":
+        whole = entry_bytes(workload, plan, hardware)
+        cache = CacheBytes(**{plan.cache: whole})
+        return Placement(dict.fromkeys(units.units, plan.cache), cache)
+    return _by_policy(plan.policy or workload.policy, workload, plan, units, hardware)
+
+
+def shard_numel(parameters: int, world_size: int) -> int:
+    """Elements of one rank's part, padding included."""
+    return -(-parameters // world_size)
+
+
+def _by_policy(
+    text: str, workload: Workload, plan: Scheme, units: Layout, hardware: Hardware
+) -> Placement:
+    from baselines.policies import parse  # needs torch
+
+    seen: dict[Unit, Any] = {}
+    for unit in units.units:
+        numel = shard_numel(unit.gathered, hardware.world_size)
+        frozen = unit.trained == 0
+        seen[unit] = _PolicyUnit(
+            unit.name, workload.element_bytes * numel, numel, not frozen, (not unit.kept) + frozen
+        )
+    decided: Any = parse(text).place(list(seen.values()), hardware)  # type: ignore[arg-type]
+    tiers: dict[Unit, Place] = {}
+    for unit, policy_unit in seen.items():
+        for tier in decided.preferences[policy_unit][:1]:
+            tiers[unit] = tier
+    if decided.guarded:
+        tiers = _by_usage(decided, seen, tiers, workload, plan, units, hardware)
+    sizes: dict[str, float] = {"device": 0.0, "host": 0.0, "disk": 0.0}
+    for unit, policy_unit in seen.items():
+        size = (hardware.nodes - 1) * policy_unit.shard_bytes
+        if unit in tiers:
+            sizes[tiers[unit]] += size
+        if decided.guarded and tiers.get(unit) == "device":
+            sizes["host"] += size  # the arena has room for every unit
+    return Placement(tiers, CacheBytes(**sizes))
+
+
+def _by_usage(
+    decided: Any,
+    seen: Mapping[Unit, _PolicyUnit],
+    tiers: Mapping[Unit, Place],
+    workload: Workload,
+    plan: Scheme,
+    units: Layout,
+    hardware: Hardware,
+) -> dict[Unit, Place]:
+    """Ask the policy as each unit is stored in forward, when activations have piled up so far."""
+    most = footprint(workload, plan, units, hardware, CacheBytes())
+    activations = most.forward["activations"]
+    rest = sum(most.forward.values()) - activations
+    found: dict[Unit, Place] = dict(tiers)
+    held: dict[Unit, float] = {}
+    for _ in range(_SETTLED):
+        for index, (unit, policy_unit) in enumerate(seen.items()):
+            used = rest + activations * index / len(seen) + sum(held.values())
+            usage = _usage(used, most.device_bytes + sum(held.values()), hardware)
+            on_device = decided.admits(policy_unit, usage)
+            found[unit] = "device" if on_device else "host"
+            held.pop(unit, None)
+            if on_device:
+                held[unit] = (hardware.nodes - 1) * policy_unit.shard_bytes
+        if not decided.moves:
+            break
+    return found
+
+
+def _usage(used: float, peak: float, hardware: Hardware) -> Usage:
+    from fcdp.cache.memory import Usage
+
+    # The reserve is used by others than tensors.
+    total = round(hardware.device.memory_bytes)
+    reserve = hardware.device_reserve_bytes
+    return Usage(min(round(used + reserve), total), min(round(peak + reserve), total), total)

@@ -1,0 +1,231 @@
+"""One training step of one rank as tasks; all ranks do the same at the same time.
+
+The order is FSDP2's, as docs/schedule.md has it. A gather begins once the computation before the
+one that is running has ended, so that two units are gathered at most. Computation waits for the
+reduction before the last one, whose buffer it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from simulation.hardware import Hardware
+from simulation.memory import block_activation_bytes
+from simulation.schemes import Scheme
+from simulation.step.exchanges import Exchanges
+from simulation.step.optimizer import optimizer_tasks
+from simulation.step.placement import Placement
+from simulation.step.tasks import COMPUTE, Tasks
+from simulation.traffic import Traffic
+from simulation.units import Layout, Segment, Unit
+from simulation.workload import Workload
+
+#: Fp32 gradients.
+_GRADIENT_BYTES = 4
+
+
+class Step:
+    """Builds the tasks of one steady step: caches hold what the step before has left."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        plan: Scheme,
+        units: Layout,
+        placement: Placement,
+        hardware: Hardware,
+    ) -> None:
+        self.tasks = Tasks(hardware)
+        self._workload = workload
+        self._plan = plan
+        self._units = units
+        self._tiers = placement.tiers
+        self._hardware = hardware
+        self._exchanges = Exchanges(workload, plan, hardware)
+        self._gloo = hardware.backend == "gloo"
+        #: Computation so far; reductions; the store of each unit's entry in this step.
+        self._computed: list[int] = []
+        self._reduced: list[int] = []
+        self._stored: dict[Unit, int] = {}
+        #: What the gather before has waited for: look-ahead copies may begin then.
+        self._latest_gather: tuple[int, ...] = ()
+        #: What is gathered, and by which task; what a micro-batch's gathers wait for.
+        self._gathered: dict[Unit, int | None] = {}
+        self._wait_for_all: tuple[int, ...] = ()
+        layers, block = workload.model.layers, workload.model.block_parameters
+        lead = min(plan.lead_per_block * layers, plan.most_lead)
+        self._over_turn = _over_turn(units, lead * block)
+        #: Beside matrix products, in one forward or one backward of all blocks.
+        overheads = hardware.overheads
+        kept = workload.tokens * block_activation_bytes(workload) * hardware.ranks_sharing_device
+        self._overhead_seconds = (layers / 2) * (
+            overheads.block_seconds.get(plan.engine, 0.0) + overheads.activation_byte_seconds * kept
+        )
+
+    def build(self) -> Tasks:
+        for index in range(self._workload.accumulation):
+            self._micro_batch(index)
+        ends = [*self._computed[-1:], *self._reduced]
+        optimizer_tasks(self.tasks, self._workload, self._plan, self._units, ends)
+        return self.tasks
+
+    def _micro_batch(self, index: int) -> None:
+        units, last = self._units, index == self._workload.accumulation - 1
+        first = index == 0
+        self._wait_for_all = tuple(self._computed[-1:])
+        self._gathered = {}
+        for segment in units.segments:
+            needs = (units.root, *segment.units)
+            self._run(segment, needs, "forward", segment.forward_flops, first)
+        self._run(units.head, (units.root,), "forward", units.head.forward_flops, first)
+        self._run(units.head, (units.root,), "backward", units.head.backward_flops, first)
+        waiting = 0
+        for segment in reversed(units.segments):
+            flops = segment.backward_flops + self._workload.recomputed * segment.forward_flops
+            needs = segment.units if segment.in_backward else ()
+            self._run(segment, needs, "backward", flops, first)
+            waiting += sum(unit.trained for unit in segment.units)
+            if segment.block:  # a vendor that gathers matrices reduces them a block at a time
+                self._reduce(segment.name, self._exchanges.reduce(waiting, last=last), waiting)
+                waiting = 0
+        whole = 0
+        if self._plan.engine == "fcdp":
+            replicas = self._exchanges.all_reduce(units.whole_trained) if last else []
+            self._reduce("replicas", replicas, units.whole_trained)
+        else:
+            whole = units.whole_trained
+        rest = units.root.trained + whole
+        self._reduce("root", self._exchanges.reduce(rest, last=last), rest)
+
+    def _run(
+        self, segment: Segment, needs: Sequence[Unit], phase: str, flops: float, first: bool
+    ) -> None:
+        """Gather what the segment needs and is not gathered; compute; free what is not kept."""
+        for unit in needs:
+            if unit not in self._gathered:
+                self._gathered[unit] = self._gather(unit, phase, first)
+        arrived = [self._gathered[unit] for unit in needs]
+        seconds = flops * self._workload.tokens / self._hardware.flops
+        if segment.units != (self._units.root,):
+            seconds += self._overhead_seconds / len(self._units.segments)
+        after = [at for at in arrived if at is not None] + self._reduced[-2:-1]
+        self._computed.append(self.tasks.compute(f"{phase} {segment.name}", seconds, after))
+        for unit in needs:
+            if not unit.kept and unit not in self._over_turn:
+                del self._gathered[unit]
+
+    def _gather(self, unit: Unit, phase: str, first: bool) -> int | None:
+        """The last task of the unit's gather; ``None`` if nothing has to be done."""
+        after = self._gather_may_begin()
+        name = f"{phase} gather {unit.name}"
+        tier = self._tiers.get(unit)
+        if tier is None or self._is_stale(unit, phase, first):
+            found = self._gather_anew(unit, name, phase, after)
+        else:
+            found = self._gather_from(tier, unit, name, phase, after)
+        self._latest_gather = after
+        return found
+
+    def _gather_may_begin(self) -> tuple[int, ...]:
+        """Not before the computation that precedes the running one has ended."""
+        return tuple(dict.fromkeys([*self._wait_for_all, *self._computed[-2:-1]]))
+
+    def _is_stale(self, unit: Unit, phase: str, first: bool) -> bool:
+        if self._plan.cached_for == "micro-batch":
+            return phase == "forward"
+        outlived = unit.trained == 0 and self._plan.cached_for == "change"
+        return first and phase == "forward" and not outlived
+
+    def _gather_anew(self, unit: Unit, name: str, phase: str, after: tuple[int, ...]) -> int | None:
+        exchanges = self._exchanges.gather(unit)
+        shard = self._exchanges.shard_bytes(unit)
+        start = after
+        if self._plan.parameters == "disk":
+            node_shards = shard * self._hardware.ranks_per_node
+            start = (self.tasks.disk(f"{name} read", "read", node_shards, phase, after),)
+        if self._plan.parameters != "device":
+            start = (self._copy_in(f"{name} copy in", shard, phase, start),)
+        at = None
+        for number, traffic in enumerate(exchanges):
+            stream = self._gather_stream(number)
+            last = number == len(exchanges) - 1
+            size = self._exchanges.gathered_bytes(unit) if last else 0.0
+            at = self.tasks.exchange(name, stream, traffic, phase, start, size)
+            start = (at,)
+            if number == 0 and unit in self._tiers:
+                self._store(unit, phase, at)
+        return at
+
+    def _gather_from(
+        self, tier: str, unit: Unit, name: str, phase: str, after: tuple[int, ...]
+    ) -> int | None:
+        start = after
+        if tier in ("host", "disk"):
+            size = self._exchanges.slice_bytes(unit)
+            begin = tuple(dict.fromkeys([*self._latest_gather, *self._stored_tasks(unit)]))
+            if self._plan.blocking:
+                begin = after
+            if tier == "disk":
+                node_bytes = size * self._hardware.ranks_per_node
+                read = self.tasks.disk(f"{name} read", "read", node_bytes, phase, begin)
+                begin = (read,)
+            start = (*after, self._copy_in(f"{name} copy in", size, phase, begin))
+        at = None
+        for traffic in self._exchanges.spread(unit):
+            size = self._exchanges.gathered_bytes(unit)
+            at = self.tasks.exchange(name, self._gather_stream(0), traffic, phase, start, size)
+        return at
+
+    def _stored_tasks(self, unit: Unit) -> tuple[int, ...]:
+        return (self._stored[unit],) if unit in self._stored else ()
+
+    def _copy_in(self, name: str, nbytes: float, phase: str, after: Sequence[int]) -> int:
+        stream = COMPUTE if self._plan.blocking or self._gloo else "copy in"
+        return self.tasks.copy(name, "host_to_device", stream, nbytes, phase, after)
+
+    def _store(self, unit: Unit, phase: str, gathered: int) -> None:
+        """Put what a gather has brought into the unit's tier, while other things go on."""
+        tier = self._tiers[unit]
+        if tier == "device":
+            return
+        size = self._exchanges.slice_bytes(unit)
+        name = f"{phase} store {unit.name}"
+        stream = COMPUTE if self._plan.blocking or self._gloo else "copy out"
+        at = self.tasks.copy(name, "device_to_host", stream, size, phase, (gathered,))
+        if tier == "disk":
+            node_bytes = size * self._hardware.ranks_per_node
+            at = self.tasks.disk(f"{name} write", "write", node_bytes, phase, (at,))
+        self._stored[unit] = at
+
+    def _gather_stream(self, number: int) -> str:
+        """On a host of one thread, only the first exchange of a prefetched gather is ahead."""
+        if self._gloo and (self._plan.engine == "fsdp2" or number > 0):
+            return COMPUTE
+        return "gather"
+
+    def _reduce(self, name: str, exchanges: Sequence[Traffic], trained: int) -> None:
+        if not trained:
+            return
+        after: tuple[int, ...] = tuple(self._computed[-1:])
+        for traffic in exchanges:
+            stream = COMPUTE if self._gloo else "reduce"
+            after = (self.tasks.exchange(f"reduce {name}", stream, traffic, "reduce", after),)
+        if self._plan.optimizer != "device":
+            size = _GRADIENT_BYTES * trained / self._hardware.world_size
+            stream = COMPUTE if self._gloo else "copy out"
+            title = f"gradients {name}"
+            after = (self.tasks.copy(title, "device_to_host", stream, size, "reduce", after),)
+        if after != tuple(self._computed[-1:]):
+            self._reduced += after
+
+
+def _over_turn(units: Layout, parameters: float) -> frozenset[Unit]:
+    """The last units of forward, up to so many parameters."""
+    found: set[Unit] = set()
+    for segment in reversed(units.segments):
+        for unit in segment.units:
+            parameters -= unit.parameters
+            if parameters < 0:
+                return frozenset(found)
+            found.add(unit)
+    return frozenset(found)

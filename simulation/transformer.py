@@ -1,0 +1,263 @@
+"""The shape of a transformer: its parameters and floating-point operations, in closed form.
+
+One multiplication and addition counts as two operations. Attention is counted as all trainers
+do: every token attends to the whole sequence (PaLM's 12·L·H·Q·T for forward and backward).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from simulation import checks
+from simulation.files import Name, Strict
+
+Family = Literal["gpt2", "llama"]
+#: Whether all parameters are trained, or adapters beside frozen ones.
+Tuning = Literal["full", "lora"]
+#: Matrices of a block that LoRA adapts where nothing else is said: Q, K, V and O, as in the paper.
+ATTENTION: Mapping[Family, tuple[str, ...]] = {
+    "gpt2": ("attn.c_attn", "attn.c_proj"),
+    "llama": ("q_proj", "k_proj", "v_proj", "o_proj"),
+}
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A weight of a block; ``bias`` has ``outputs`` elements where there is one."""
+
+    name: str
+    inputs: int
+    outputs: int
+    bias: bool
+
+    @property
+    def weights(self) -> int:
+        return self.inputs * self.outputs
+
+
+#: A parameter's first dimension, which is what is sharded, and the elements of a row of it.
+Rows = tuple[int, int]
+
+
+def padded_numel(parameters: Iterable[Rows], sharers: int, *, cut_rows: bool = False) -> int:
+    """Elements of the parameters where each has its rows filled up to a multiple of the ranks.
+
+    With ``cut_rows`` those of fewer rows than ranks are cut within rows, if that is even: see
+    ``fcdp.partition.placement``.
+    """
+    return sum(
+        rows * row
+        if cut_rows and rows < sharers and row % sharers == 0
+        else -(-rows // sharers) * sharers * row
+        for rows, row in parameters
+    )
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Low-rank adapters of ``rank`` on the matrices ``targets`` of each block."""
+
+    rank: int
+    targets: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        checks.counts(lora_rank=self.rank)
+
+
+class ModelSpec(Strict):
+    """A ``transformers`` configuration with random weights."""
+
+    name: Name
+    family: Family
+    layers: int = Field(ge=1)
+    width: int = Field(ge=8)
+    heads: int = Field(ge=1)
+    #: Training data are bytes: a larger vocabulary costs memory and time, and learns nothing more.
+    vocabulary: int = Field(default=256, ge=256)
+
+    @model_validator(mode="after")
+    def _heads_divide_width(self) -> ModelSpec:
+        if self.width % self.heads:
+            raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transformer:
+    """A GPT-2 or Llama model. Raises ``ValueError`` naming the field for an impossible shape."""
+
+    name: str
+    family: Family
+    layers: int
+    width: int
+    heads: int
+    vocabulary: int
+    #: Learned positions, of GPT-2.
+    positions: int = 0
+    mlp_width: int
+    key_value_heads: int
+    #: Whether the output layer is the embedding.
+    tied: bool
+
+    def __post_init__(self) -> None:
+        checks.counts(
+            layers=self.layers,
+            width=self.width,
+            heads=self.heads,
+            vocabulary=self.vocabulary,
+            mlp_width=self.mlp_width,
+            key_value_heads=self.key_value_heads,
+        )
+        if self.width % self.heads:
+            raise ValueError(f"width = {self.width}: must be a multiple of heads = {self.heads}")
+        if self.heads % self.key_value_heads:
+            raise ValueError(
+                f"key_value_heads = {self.key_value_heads}: must divide heads = {self.heads}"
+            )
+
+    @classmethod
+    def of(cls, spec: ModelSpec, sequence_length: int) -> Transformer:
+        """The model that ``transformers`` makes of ``spec``, for sequences of so many tokens."""
+        gpt2 = spec.family == "gpt2"
+        llama_mlp_width = -(-spec.width * 8 // 3 // 8) * 8  # its own ratio, in multiples of 8
+        return cls(
+            name=spec.name,
+            family=spec.family,
+            layers=spec.layers,
+            width=spec.width,
+            heads=spec.heads,
+            vocabulary=spec.vocabulary,
+            positions=sequence_length if gpt2 else 0,
+            mlp_width=4 * spec.width if gpt2 else llama_mlp_width,
+            key_value_heads=spec.heads,
+            tied=gpt2,
+        )
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """Those of one block."""
+        width, inner = self.width, self.mlp_width
+        if self.family == "gpt2":
+            return (
+                Matrix("attn.c_attn", width, 3 * width, True),
+                Matrix("attn.c_proj", width, width, True),
+                Matrix("mlp.c_fc", width, inner, True),
+                Matrix("mlp.c_proj", inner, width, True),
+            )
+        narrow = width * self.key_value_heads // self.heads
+        return (
+            Matrix("q_proj", width, width, False),
+            Matrix("k_proj", width, narrow, False),
+            Matrix("v_proj", width, narrow, False),
+            Matrix("o_proj", width, width, False),
+            Matrix("gate_proj", width, inner, False),
+            Matrix("up_proj", width, inner, False),
+            Matrix("down_proj", inner, width, False),
+        )
+
+    @property
+    def block_rows(self) -> list[Rows]:
+        """The parameters of one block without adapters: matrices, biases, two norms.
+
+        GPT-2 keeps its matrices as (inputs, outputs), Llama as (outputs, inputs).
+        """
+        gpt2 = self.family == "gpt2"
+        matrices = [(m.inputs, m.outputs) if gpt2 else (m.outputs, m.inputs) for m in self.matrices]
+        biases = [(matrix.outputs, 1) for matrix in self.matrices if matrix.bias]
+        return [*matrices, *biases, *[(self.width, 1)] * (4 if gpt2 else 2)]
+
+    @property
+    def root_rows(self) -> list[Rows]:
+        """The parameters outside of the blocks: embeddings, output layer, last norm."""
+        tables = [self.vocabulary, self.positions, 0 if self.tied else self.vocabulary]
+        norms = 2 if self.family == "gpt2" else 1
+        return [*((rows, self.width) for rows in tables if rows), *[(self.width, 1)] * norms]
+
+    def adapter_rows(self, lora: Lora) -> list[Rows]:
+        """The adapters of one block. Raises ``ValueError`` for a target that it does not have."""
+        names = [matrix.name for matrix in self.matrices]
+        for target in lora.targets:
+            if target not in names:
+                raise ValueError(f"lora targets = {target!r}: allowed are {', '.join(names)}")
+        adapted = [matrix for matrix in self.matrices if matrix.name in lora.targets]
+        return [
+            rows
+            for matrix in adapted
+            for rows in ((lora.rank, matrix.inputs), (matrix.outputs, lora.rank))
+        ]
+
+    @property
+    def block_parameters(self) -> int:
+        return padded_numel(self.block_rows, 1)
+
+    @property
+    def root_parameters(self) -> int:
+        return padded_numel(self.root_rows, 1)
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.block_parameters + self.root_parameters
+
+    def adapter_parameters(self, lora: Lora) -> int:
+        """Of one block; raises as ``adapter_rows``."""
+        return padded_numel(self.adapter_rows(lora), 1)
+
+    def attention_lora(self, rank: int) -> Lora:
+        """The paper's adapters: Q, K, V and O."""
+        return Lora(rank, ATTENTION[self.family])
+
+    def block_forward_flops(self, sequence_length: int, lora: Lora | None = None) -> float:
+        """Of one token in one block."""
+        adapters = 0 if lora is None else self.adapter_parameters(lora)
+        weights = sum(matrix.weights for matrix in self.matrices)
+        return 2.0 * (weights + adapters) + 4.0 * sequence_length * self.width
+
+    def block_backward_flops(self, sequence_length: int, lora: Lora | None = None) -> float:
+        """Of one token in one block: a frozen matrix has a gradient for its input only."""
+        weights = sum(matrix.weights for matrix in self.matrices)
+        attention = 8.0 * sequence_length * self.width
+        if lora is None:
+            return 4.0 * weights + attention
+        return 2.0 * weights + 4.0 * self.adapter_parameters(lora) + attention
+
+    @property
+    def head_flops(self) -> float:
+        """Of one token in the output layer, forward."""
+        return 2.0 * self.vocabulary * self.width
+
+
+def forward_flops(model: Transformer, sequence_length: int, lora: Lora | None = None) -> float:
+    """Of one token through the whole model."""
+    return model.layers * model.block_forward_flops(sequence_length, lora) + model.head_flops
+
+
+def backward_flops(model: Transformer, sequence_length: int, lora: Lora | None = None) -> float:
+    """Of one token, without recomputation."""
+    head = model.head_flops * (2 if lora is None else 1)
+    return model.layers * model.block_backward_flops(sequence_length, lora) + head
+
+
+def model_flops(model: Transformer, sequence_length: int, lora: Lora | None = None) -> float:
+    """Of one token, what training must compute: 6 a trained weight, 4 a frozen one, attention."""
+    return forward_flops(model, sequence_length, lora) + backward_flops(
+        model, sequence_length, lora
+    )
+
+
+def hardware_flops(
+    model: Transformer, sequence_length: int, lora: Lora | None = None, recomputed: float = 0.0
+) -> float:
+    """``model_flops`` and the forward again of the share ``recomputed`` of the blocks."""
+    checks.share(recomputed=recomputed)
+    again = model.layers * model.block_forward_flops(sequence_length, lora)
+    return model_flops(model, sequence_length, lora) + recomputed * again
+
+
+def utilisation(flops_per_token: float, tokens_per_gpu_s: float, peak_flops: float) -> float:
+    """MFU of ``model_flops``, HFU of ``hardware_flops``: a share of the GPU's peak."""
+    checks.positive(peak_flops=peak_flops)
+    return flops_per_token * tokens_per_gpu_s / peak_flops

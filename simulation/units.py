@@ -1,0 +1,202 @@
+"""How a strategy divides a model: what is gathered at a time, and what each gather is for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from simulation.schemes import Scheme
+from simulation.transformer import Rows, padded_numel
+from simulation.workload import Workload
+
+#: As ``fcdp.partition`` has them: adapters that stay gathered share units of this size at most.
+_BUCKET_BYTES = 25 * 2**20
+_STORED_BYTES = 4
+#: Matrices whose input, in the first block, comes from the embeddings through a norm.
+_READS_EMBEDDINGS = ("attn.c_attn", "q_proj", "k_proj", "v_proj")
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """One gather, and one reduction if any of it is trained."""
+
+    name: str
+    parameters: int
+    #: What a gather moves: with FSDP2's padding of each parameter to a multiple of the ranks.
+    gathered: int
+    #: What is trained of that; what a reduction moves.
+    trained: int
+    #: Whether it stays gathered from forward to backward.
+    kept: bool = False
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of computation of one rank and token, and the units that it waits for."""
+
+    name: str
+    forward_flops: float
+    backward_flops: float
+    units: tuple[Unit, ...]
+    #: Whether it is the first of its block.
+    block: bool = False
+    #: Whether backward needs the units: the gradient of an input that nothing trained has made is
+    #: not computed.
+    in_backward: bool = True
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A model under one strategy."""
+
+    #: What is outside of the blocks; gathered for all of forward and backward.
+    root: Unit
+    #: The blocks' computation in the order of forward, and what comes after them.
+    segments: tuple[Segment, ...]
+    head: Segment
+    #: Parameters that every rank keeps whole, by the vendor's threshold or as replicated adapters.
+    whole: int
+    #: Those of them that are trained.
+    whole_trained: int
+
+    @property
+    def units(self) -> list[Unit]:
+        """In the order of their first gather, each once."""
+        ordered = [self.root, *(unit for segment in self.segments for unit in segment.units)]
+        return list(dict.fromkeys(ordered))
+
+    @property
+    def largest(self) -> int:
+        """Parameters of the largest unit that is not kept."""
+        return max((unit.parameters for unit in self.units if not unit.kept), default=0)
+
+
+def layout(workload: Workload, scheme: Scheme, nodes: int, ranks_per_node: int) -> Layout:
+    """Units and computation of the workload's model under ``scheme``."""
+    return _Model(workload, scheme, nodes, ranks_per_node).layout()
+
+
+class _Model:
+    """One workload's model while it is divided."""
+
+    def __init__(self, workload: Workload, scheme: Scheme, nodes: int, ranks_per_node: int) -> None:
+        self._workload = workload
+        self._scheme = scheme
+        self._ranks_per_node = ranks_per_node
+        self._full = workload.lora is None
+        pads = scheme.engine in ("fcdp", "fsdp2")
+        sharers = {"world": nodes * ranks_per_node, "node": ranks_per_node, "rank": 1}
+        self._sharers = sharers[scheme.shards] if pads else 1
+        self._cut_rows = scheme.engine == "fcdp" and scheme.shards == "world"
+
+    def layout(self) -> Layout:
+        if self._scheme.unit == "matrix":
+            return self._by_matrix()
+        if self._scheme.shards == "rank" and self._scheme.hierarchical:
+            return self._in_one_piece()
+        return self._by_block()
+
+    def _by_block(self) -> Layout:
+        model, workload = self._workload.model, self._workload
+        apart = self._scheme.apart and not self._full
+        replicated = apart and workload.adapters == "replicated"
+        adapters = {} if not apart or replicated else self._adapters()
+        segments = []
+        for block in range(model.layers):
+            own = self._unit(f"block {block}", model.block_rows, [] if apart else None)
+            segments.append(self._block(block, (own, *adapters.get(block, ()))))
+        whole = model.layers * workload.block_adapters if replicated else 0
+        root = self._root()
+        return Layout(root, tuple(segments), self._head(root), whole, whole)
+
+    def _unit(self, name: str, rows: list[Rows], adapters: list[Rows] | None) -> Unit:
+        """A block's own unit; ``adapters`` are those that it holds, ``None``: all of them."""
+        model, lora = self._workload.model, self._workload.lora
+        if adapters is None:
+            adapters = [] if lora is None else model.adapter_rows(lora)
+        base, more = self._gathered(rows), self._gathered(adapters)
+        parameters = padded_numel([*rows, *adapters], 1)
+        return Unit(name, parameters, base + more, base + more if self._full else more)
+
+    def _gathered(self, rows: list[Rows]) -> int:
+        return padded_numel(rows, self._sharers, cut_rows=self._cut_rows)
+
+    def _root(self) -> Unit:
+        rows = self._workload.model.root_rows
+        gathered = self._gathered(rows)
+        trained = gathered if self._full else 0
+        return Unit("root", padded_numel(rows, 1), gathered, trained, kept=True)
+
+    def _head(self, root: Unit) -> Segment:
+        flops = self._workload.model.head_flops
+        return Segment("head", flops, (2 if self._full else 1) * flops, (root,))
+
+    def _block(self, block: int, units: tuple[Unit, ...]) -> Segment:
+        forward, backward = self._block_flops
+        return Segment(f"block {block}", forward, backward, units, block=True)
+
+    @property
+    def _block_flops(self) -> tuple[float, float]:
+        model, lora, length = (
+            self._workload.model,
+            self._workload.lora,
+            self._workload.sequence_length,
+        )
+        return model.block_forward_flops(length, lora), model.block_backward_flops(length, lora)
+
+    def _adapters(self) -> dict[int, list[Unit]]:
+        """Units of adapters, by the block that uses them first: see ``fcdp.partition``."""
+        lora = self._workload.lora
+        assert lora is not None
+        layers, adapters = self._workload.model.layers, self._workload.block_adapters
+        gathered = self._gathered(self._workload.model.adapter_rows(lora))
+        block = self._workload.model.block_parameters + adapters
+        kept = layers * adapters <= block / self._ranks_per_node
+        count = max(1, _BUCKET_BYTES // (_STORED_BYTES * adapters)) if kept else 1
+        units: dict[int, list[Unit]] = {}
+        for first in range(0, layers, count):
+            held = min(count, layers - first)
+            moved = held * gathered
+            units[first] = [Unit(f"adapters {first}", held * adapters, moved, moved, kept)]
+        return units
+
+    def _in_one_piece(self) -> Layout:
+        """Nothing is gathered, and all gradients are reduced at once."""
+        model, workload = self._workload.model, self._workload
+        root = Unit("root", model.root_parameters, 0, 0, kept=True)
+        size = model.block_parameters + workload.block_adapters
+        blocks = [
+            self._block(block, (Unit(f"block {block}", size, 0, 0),))
+            for block in range(model.layers)
+        ]
+        return Layout(root, tuple(blocks), self._head(root), workload.parameters, workload.trained)
+
+    def _by_matrix(self) -> Layout:
+        """DeepSpeed: a gather a matrix; vectors and adapters stay whole (persistence threshold).
+
+        Their changes reach all ranks by a gather after each step.
+        """
+        model, workload = self._workload.model, self._workload
+        weights = sum(matrix.weights for matrix in model.matrices)
+        forward, backward = self._block_flops
+        segments = []
+        for block in range(model.layers):
+            for index, matrix in enumerate(model.matrices):
+                name, part = f"block {block} {matrix.name}", matrix.weights / weights
+                size = matrix.weights
+                unit = Unit(name, size, size, size if self._full else 0)
+                unneeded = block == 0 and not self._full and matrix.name in _READS_EMBEDDINGS
+                segments.append(
+                    Segment(
+                        name,
+                        part * forward,
+                        part * backward,
+                        (unit,),
+                        block=index == 0,
+                        in_backward=not unneeded,
+                    )
+                )
+        vectors = model.layers * (model.block_parameters - weights)
+        adapters = model.layers * workload.block_adapters
+        trained = vectors if self._full else adapters
+        root = self._root()
+        return Layout(root, tuple(segments), self._head(root), vectors + adapters, trained)

@@ -1,0 +1,44 @@
+"""Commands are imported when they are called, and the help of all of them says what each does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from experiments.__main__ import app
+from experiments.commands import COMMANDS
+from experiments.provenance import ROOT
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_summary_is_the_first_line_of_its_command(name: str) -> None:
+    command = COMMANDS[name].load(name)
+    assert command.help.splitlines()[0] == COMMANDS[name].summary
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_has_help_of_its_own(name: str) -> None:
+    result = CliRunner().invoke(app, [name, "--help"])
+    assert result.exit_code == 0, result.output
+    assert " ".join(result.output.split()).startswith(f"Usage: root {name} ")
+
+
+def test_an_unknown_command_is_a_mistake() -> None:
+    result = CliRunner().invoke(app, ["plam"])
+    assert result.exit_code == 2
+    assert "No such command 'plam'" in result.output
+    assert "plan" in result.output
+
+
+def test_help_and_mistakes_import_no_command() -> None:
+    look = "import sys; from typer.testing import CliRunner; from experiments.__main__ import app; "
+    look += "CliRunner().invoke(app, [{}]); "
+    look += "print([m for m in sys.modules if m.startswith(('experiments.commands.', 'torch'))])"
+    for arguments in ("", "'--help'", "'plam'"):
+        done = subprocess.run(
+            [sys.executable, "-c", look.format(arguments)], cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.stdout == "[]\n", done.stderr

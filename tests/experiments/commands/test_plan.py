@@ -1,0 +1,178 @@
+"""``python -m experiments plan``: its table, its JSON, its mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from experiments.__main__ import app
+from experiments.preflight.schema import Compute
+from simulation.planner.request import shape
+from tests.experiments.preflight.made_up import preflight
+from tests.simulation.planner.made_up import config_file
+
+CLUSTER = {"--nodes": "4", "--gpus": "8", "--gpu": "a40", "--inter-node": "1Gbps"}
+
+
+def command(model: str, *more: str, **options: str | None) -> Any:
+    """With ``CLUSTER``, but for the options given; ``None`` leaves one out."""
+    given = CLUSTER | {f"--{name.replace('_', '-')}": value for name, value in options.items()}
+    pairs = [part for name, value in given.items() if value is not None for part in (name, value)]
+    return CliRunner().invoke(app, ["plan", "--model", model, *pairs, *more])
+
+
+def test_a_plan_for_adapters() -> None:
+    result = command(
+        "gpt-30b", peft="lora:8", strategies="fsdp2,fcdp,ddp", price_per_gpu_hour="0.5"
+    )
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0] == "gpt-30b · LoRA 8 · 512 tokens a sequence"
+    assert lines[1].startswith("4 nodes × 8 a40 · 0.8 Gbit/s reached between nodes · 512 GB host")
+    assert lines[1].endswith("simulated")
+    assert [line.split()[0].strip(",") for line in lines[5:7]] == ["fcdp", "fsdp2"]
+    assert any(line.startswith("ddp does not fit: it lacks ") for line in lines)
+    assert any(line.startswith("take fcdp: fcdp trains ") for line in lines)
+
+
+def test_the_json_has_the_grid_and_says_how_it_was_obtained(tmp_path: Path) -> None:
+    file = tmp_path / "deep" / "plan.json"
+    result = command("gpt-10b", "--json", str(file), strategies="fcdp,ddp", policies="host,disk")
+    assert result.exit_code == 0, result.output
+    document = json.loads(file.read_text())
+    assert document["evidence"] == "simulated"
+    assert document["recommended"] == "fcdp"
+    by_name = {verdict["strategy"]: verdict for verdict in document["strategies"]}
+    assert {option["policy"] for option in by_name["fcdp"]["grid"]} == {"host", "disk"}
+    assert by_name["fcdp"]["best"]["gpu_hours"] > 0
+    assert by_name["fcdp"]["best"]["cost"] is None
+    assert by_name["ddp"]["best"] is None
+    assert by_name["ddp"]["lacks_device_bytes"] > 0
+
+
+def test_several_lengths_and_steps_of_many_micro_batches(tmp_path: Path) -> None:
+    model = str(config_file(tmp_path))
+    result = command(
+        model, strategies="fcdp", sequence_length="1024,2048", micro_batch="2", global_batch="256"
+    )
+    assert result.exit_code == 0, result.output
+    assert "1024, 2048 tokens a sequence" in " ".join(result.stdout.split())
+    (row,) = (line.split() for line in result.stdout.splitlines() if line.startswith("fcdp "))
+    assert row[1:4] == ["2", "2048", "2×4"]  # a slow link favours long steps
+
+
+def test_a_preflight_stands_for_the_cluster(tmp_path: Path) -> None:
+    file = tmp_path / "preflight.json"
+    file.write_text(preflight(across=2.5e9, free=10**11).model_dump_json())
+    bare = {"nodes": None, "gpus": None, "inter_node": None, "strategies": "fsdp2"}
+    result = command(str(config_file(tmp_path)), "--preflight", str(file), **bare)
+    assert result.exit_code == 0, result.output
+    measured = "8 a40 · 20 Gbit/s reached between nodes · 100 GB host memory"
+    assert f"2 nodes × {measured}" in result.stdout
+    result = command("gpt-10b", "--preflight", str(file), **bare | {"nodes": "4"})
+    assert f"4 nodes × {measured}" in result.stdout
+    result = command("gpt-10b", "--preflight", str(file), **bare | {"inter_node": "10Gbps"})
+    assert "8 Gbit/s reached between nodes" in result.stdout
+    result = command("gpt-10b", "--preflight", str(file), **bare | {"gpu": None})
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: gpu: is missing; a GPU was measured")
+
+
+def test_a_link_that_was_not_measured_must_be_given(tmp_path: Path) -> None:
+    file = tmp_path / "preflight.json"
+    file.write_text(preflight(nodes=1).model_dump_json())
+    bare = {"nodes": None, "gpus": None, "inter_node": None, "strategies": "fsdp2"}
+    model, measured = str(config_file(tmp_path)), ("--preflight", str(file))
+    result = command(model, *measured, "--json", str(tmp_path / "plan.json"), **bare)
+    assert result.stdout.splitlines()[1].startswith("1 node × 8 a40 · 1000 GB")
+    document = json.loads((tmp_path / "plan.json").read_text(), parse_constant=pytest.fail)
+    assert document["inter_bytes_per_s"] is None
+    result = command(model, *measured, **bare | {"nodes": "4"})
+    assert result.exit_code == 2
+    assert result.stderr == (
+        f"error: --inter-node is missing: {file} has measured no link between nodes\n"
+    )
+    result = command(model, *measured, **bare | {"nodes": "4", "inter_node": "10Gbps"})
+    assert "4 nodes × 8 a40 · 8 Gbit/s reached between nodes" in result.stdout
+
+
+def test_a_cluster_of_cpus_is_planned_in_fp32(tmp_path: Path) -> None:
+    cpu = Compute(
+        device="cpu",
+        matmul_flops_per_s={"float32": 1e10},
+        alone_matmul_flops_per_s={"float32": 2e10},
+        memory_bytes=None,
+    )
+    measured, plan = tmp_path / "preflight.json", tmp_path / "plan.json"
+    measured.write_text(preflight(across=1e6, backend="gloo", compute=cpu).model_dump_json())
+    bare = {"nodes": None, "gpus": None, "gpu": None, "inter_node": None, "strategies": "fcdp"}
+    model = str(config_file(tmp_path, num_hidden_layers=1, hidden_size=64, vocab_size=256))
+    files = ("--preflight", str(measured), "--json", str(plan))
+    result = command(model, *files, **bare, micro_batch="1")
+    assert result.exit_code == 0, result.output
+    best = json.loads(plan.read_text())["strategies"][0]["best"]
+    parameters = shape(model, 512).parameters
+    assert best["host_bytes"]["cache"] == pytest.approx(parameters * 4 / 2, rel=1e-3)
+
+
+def test_one_node_needs_no_link(tmp_path: Path) -> None:
+    model = str(config_file(tmp_path))
+    result = command(model, nodes="1", inter_node=None, strategies="fsdp2,fcdp")
+    assert result.exit_code == 0, result.output
+    assert "1 node × 8 a40 · 512 GB host memory" in result.stdout
+    assert "take fsdp2: " in result.stdout
+
+
+def test_nothing_fits() -> None:
+    result = command("gpt-30b", nodes="1", strategies="fsdp2,fcdp")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: nothing fits 1x8-a40: the closest, ")
+    assert "what would help: " in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gpu": "a41"}, "gpu = 'a41': allowed are a40, "),
+        ({"inter_node": "-1Gbps"}, "--inter-node = '-1Gbps': allowed: a number above 0 and a unit"),
+        ({"inter_node": "0 Gbit/s"}, "--inter-node = '0 Gbit/s': allowed: "),
+        ({"inter_node": None}, "--inter-node is missing: give it, or what was measured"),
+        ({"nodes": None}, "--nodes is missing: give it, or what was measured (--preflight)"),
+        ({"nodes": "0"}, "--nodes = '0': allowed: whole numbers, 1 or more"),
+        ({"gpus": "eight"}, "--gpus = 'eight': allowed: whole numbers, 1 or more"),
+        ({"host_memory": "512"}, "--host-memory = '512': allowed: a number above 0 and a unit"),
+        ({"peft": "dora:8"}, "--peft = 'dora:8': allowed: lora:RANK"),
+        ({"strategies": "zero9"}, "strategy = 'zero9': allowed are zero3, "),
+        ({"policies": "hosts", "strategies": "fcdp"}, "policy = 'hosts': allowed are "),
+        ({"policies": "hosts", "strategies": "fsdp2"}, "policy = 'hosts': allowed are "),
+        ({"checkpointing": "2"}, "--checkpointing = '2': allowed: numbers from 0 to 1"),
+        ({"tokens": "0"}, "--tokens = '0': allowed: a number above 0"),
+        ({"preflight": "none.json"}, "[Errno 2] No such file or directory: 'none.json'"),
+    ],
+)
+def test_mistakes_are_one_clear_message(options: dict[str, str | None], message: str) -> None:
+    result = command("gpt-10b", **options)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: {message}")
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_an_unknown_model_is_told_what_is_known() -> None:
+    result = command("gpt-40b")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: model = 'gpt-40b': allowed are gpt-10b, gpt-20b, ")
+
+
+def test_a_destination_that_cannot_be_written_is_refused_before_the_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("simulation.planner.plan.plan", lambda request: pytest.fail("searched"))
+    result = command("gpt-10b", "--json", str(tmp_path))
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: --json = '{tmp_path}': cannot be written: ")
+    assert len(result.stderr.splitlines()) == 1

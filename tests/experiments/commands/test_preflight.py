@@ -1,0 +1,83 @@
+"""The command on an emulated cluster: what it measures is the link that was set."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from experiments.__main__ import app
+from experiments.clusters.interface import Outcome
+from experiments.preflight import run
+from experiments.preflight.schema import Preflight
+from experiments.provenance import ROOT
+from tests.experiments.stand_in import StandInCluster
+from tests.simulation.planner.made_up import config_file
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "experiments", "preflight", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("privileged")
+def test_it_measures_an_emulated_cluster_and_says_how_to_plan_for_it(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    if not request.config.getoption("--exhaustive"):
+        pytest.skip("half a minute: runs with --exhaustive")
+    file = tmp_path / "preflight.json"
+    done = command("--bandwidth", "100 Mbit/s", "--ranks", "1", "--output", str(file))
+    assert done.returncode == 0, done.stderr
+    measured = Preflight.read(file)
+    assert measured.evidence == "emulated"
+    assert measured.network["rate_bits_per_s"] == 10**8
+    for link in (measured.links.inter_node_point_to_point, measured.links.inter_node_all_gather):
+        assert link is not None
+        # Headers take one per cent of it.
+        assert link.bytes_per_s == pytest.approx(100e6 / 8, rel=0.15)
+    assert measured.links.intra_node_all_gather is None
+    assert measured.compute.device == "cpu"
+    assert measured.host.to_device_bytes_per_s is None
+    assert "between nodes, gather, a node sends" in done.stdout
+    assert f"figures  {file}" in done.stdout
+    plan = shlex.split(done.stdout.splitlines()[-1].partition("python -m experiments ")[2])
+    assert plan == ["plan", "--preflight", str(file), "--model", "MODEL"]
+    model = config_file(tmp_path, num_hidden_layers=1, hidden_size=64, vocab_size=256)
+    planned = CliRunner().invoke(app, [*plan[:-1], str(model)])
+    assert planned.exit_code == 0, planned.output
+    assert "take " in planned.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--bandwidth", "fast"], "'fast' is not a bandwidth; allowed: "),
+        (["--output", "tests"], "--output = 'tests': cannot be written: "),
+        (["--cluster", "rented"], "FCDP_HEAD = '': allowed is HOST:PORT"),
+    ],
+)
+def test_mistakes_are_one_clear_message(arguments: list[str], message: str) -> None:
+    done = command(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_rank_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = Outcome("failed", 3, "ValueError: the cause of it all")
+    monkeypatch.setattr(StandInCluster, "run", lambda *_, **__: failed)
+    message = "failed: rank 3: ValueError: the cause"
+    with StandInCluster() as cluster, pytest.raises(run.PreflightError, match=message):
+        run.measure(cluster, None, tmp_path / "logs")

@@ -1,0 +1,168 @@
+"""``python -m experiments validate`` on committed records."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from experiments import matrix
+from experiments.__main__ import app
+from experiments.clusters import kinds
+from experiments.commands.validate import CALIBRATION, PREDICTIONS
+from experiments.modelled import cluster_of, measured_step, workload_of
+from experiments.records import Cell, ClusterSpec, Record, read
+from simulation import files
+from simulation.calibration import MeasuredStep, calibrate
+from simulation.emulated import TWO_CORES, Constants, emulated
+from simulation.prediction import predict
+from tests.experiments.preflight.made_up import preflight
+from tests.experiments.stand_in import cell, record
+
+RESULTS = Path(__file__).parents[3] / "results"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    shutil.copy(RESULTS / "slow-link" / "records.jsonl", tmp_path)
+    return tmp_path
+
+
+def test_every_cell_that_ran_is_predicted(folder: Path) -> None:
+    for _ in range(2):  # the second time anew, not once more
+        result = CliRunner().invoke(app, ["validate", str(folder)])
+        assert result.exit_code == 0, result.output
+        ran, predicted = (read(folder / file) for file in ("records.jsonl", PREDICTIONS))
+        assert [record.cell_id for record in predicted] == [record.cell_id for record in ran]
+        assert {record.evidence for record in predicted} == {"simulated"}
+    assert "unshaped" in result.output
+    assert "limited" in result.output
+
+
+def test_simulated_cells_are_no_evidence(folder: Path) -> None:
+    file = folder / "records.jsonl"
+    emulated, simulated = ('"evidence":"emulated"', '"evidence":"simulated"')
+    file.write_text(file.read_text("utf-8").replace(emulated, simulated), "utf-8")
+    result = CliRunner().invoke(app, ["validate", str(folder)])
+    assert result.exit_code == 2
+    assert "no cell of an emulated cluster" in result.output
+    assert not (folder / PREDICTIONS).exists()
+
+
+def test_a_folder_without_records_is_an_error(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["validate", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "records.jsonl" in result.output
+
+
+#: A machine unlike that of the committed records.
+OTHER = Constants(
+    flops=100e9,
+    block_seconds={"ddp": 0.02, "deepspeed": 0.1, "fcdp": 0.05, "fsdp2": 0.04},
+    byte_seconds=1e-9,
+    gathered_byte_seconds=0.5e-9,
+    activation_byte_seconds=0.4e-9,
+)
+
+
+def steps(records: Sequence[Record]) -> list[MeasuredStep]:
+    found = (measured_step(each, cluster_of(each.cell)) for each in records)
+    return [step for step in found if step is not None]
+
+
+def timed_on(constants: Constants) -> list[Record]:
+    """The cells of ``calibration`` as a machine of these constants would time them."""
+    found = []
+    for planned in matrix.read(CALIBRATION).cells:
+        of, skipped = planned.cell, planned.skip_reason
+        hardware = emulated(of.cluster.nodes, of.cluster.ranks_per_node, None, constants)
+        seconds = predict(workload_of(of), hardware).step_seconds
+        state = "ok" if skipped is None else "skipped"
+        found.append(record(of, state, skipped, step_seconds=[seconds]))  # type: ignore[arg-type]
+    return found
+
+
+@pytest.mark.parametrize("constants", [TWO_CORES, OTHER])
+def test_the_calibrations_cells_tell_all_constants_apart(constants: Constants) -> None:
+    found = calibrate(steps(timed_on(constants)))
+    assert found.flops == pytest.approx(constants.flops, rel=0.01)
+    assert found.block_seconds == pytest.approx(dict(constants.block_seconds), rel=0.01)
+    for name in ("byte_seconds", "gathered_byte_seconds", "activation_byte_seconds"):
+        assert getattr(found, name) == pytest.approx(getattr(constants, name), rel=0.05)
+
+
+def test_a_calibrated_machine_is_predicted_by_its_own_constants(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(kinds, "enter_namespace", lambda: None)
+    for made_up in timed_on(OTHER):  # it was calibrated before, so that nothing is run
+        files.append(made_up, tmp_path / "runs" / CALIBRATION / "records.jsonl")
+    result = CliRunner().invoke(app, ["validate", "--calibrate", str(folder)])
+    assert result.exit_code == 0, result.output
+    assert "constants of this machine, from runs/calibration: 99.9" in result.output
+    for predicted in read(folder / PREDICTIONS):
+        constants = predicted.network["overheads"]["block_seconds"]
+        assert constants == pytest.approx(dict(OTHER.block_seconds), rel=0.01)
+
+    result = CliRunner().invoke(app, ["validate", str(folder)])
+    assert "constants of the host of the committed records: 244.6 GFLOP/s" in result.output
+    assert {str(predicted.network) for predicted in read(folder / PREDICTIONS)} == {"{}"}
+
+
+def test_the_committed_records_are_not_predicted_with_this_machines_constants() -> None:
+    result = CliRunner().invoke(app, ["validate", "--calibrate"])
+    assert result.exit_code == 2
+    assert "RESULTS: is missing" in result.output
+
+
+class TestNodesThatWereMeasured:
+    """Cells of rented GPU nodes."""
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        (tmp_path / "preflight.json").write_text(preflight().model_dump_json(), "utf-8")
+        self._write([cell(strategy="fcdp", **self.rented(ranks_per_node=8))], tmp_path)
+        return tmp_path
+
+    @staticmethod
+    def rented(ranks_per_node: int) -> dict[str, object]:
+        nodes = ClusterSpec(kind="rented", nodes=2, ranks_per_node=ranks_per_node)
+        return {"cluster": nodes, "dtype": "bfloat16", "inter_bandwidth_bits_per_s": None}
+
+    @staticmethod
+    def _write(cells: Sequence[Cell], folder: Path) -> None:
+        (folder / "records.jsonl").unlink(missing_ok=True)
+        for of in cells:
+            measured = record(of).model_copy(update={"evidence": "measured"})
+            files.append(measured, folder / "records.jsonl")
+
+    def validate(self, folder: Path, *options: str) -> tuple[int, str]:
+        result = CliRunner().invoke(app, ["validate", str(folder), *options])
+        return result.exit_code, " ".join(result.output.split())
+
+    def test_are_left_out_where_nothing_is_known_of_them(self, folder: Path) -> None:
+        status, said = self.validate(folder)
+        assert status == 2
+        assert "1 measured cells are left out, as their nodes are not known" in said
+        assert "--preflight" in said
+
+    def test_are_predicted_by_what_preflight_measured(self, folder: Path) -> None:
+        file = str(folder / "preflight.json")
+        status, said = self.validate(folder, "--preflight", file, "--gpu", "a40")
+        assert status == 0, said
+        (predicted,) = read(folder / PREDICTIONS)
+        assert predicted.evidence == "simulated"
+        assert predicted.network["name"] == "2x8-a40-measured"
+        assert predicted.network["inter_bytes_per_s"] == 1e9
+
+    def test_need_the_preflight_of_their_own(self, folder: Path) -> None:
+        self._write([cell(strategy="fcdp", **self.rented(ranks_per_node=4))], folder)
+        file = str(folder / "preflight.json")
+        status, said = self.validate(folder, "--preflight", file, "--gpu", "a40")
+        assert status == 2
+        assert "--preflight: is of 2 × 8 ranks" in said
+        assert "ran on 2 × 4" in said

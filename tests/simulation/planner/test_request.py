@@ -1,0 +1,85 @@
+"""Models by name, path and cache; requests that cannot be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simulation.paper_models import PAPER_MODELS
+from simulation.planner.request import shape
+from tests.simulation.planner.made_up import config_file, request
+
+
+def test_a_model_is_a_name_a_file_or_its_folder(tmp_path: Path) -> None:
+    assert shape("gpt-30b", 512).width == PAPER_MODELS["gpt-30b"].width
+    file = config_file(tmp_path)
+    assert shape(str(file), 512).layers == shape(str(file.parent), 512).layers == 4
+
+
+def test_a_name_on_the_hub_is_taken_from_the_cache_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    known = {"made/up": str(config_file(tmp_path))}
+    monkeypatch.setattr(
+        huggingface_hub, "try_to_load_from_cache", lambda name, file: known.get(name)
+    )
+    assert shape("made/up", 512).layers == 4
+    with pytest.raises(
+        ValueError, match=r"model = 'made/down': allowed are gpt-10b, .*local cache"
+    ):
+        shape("made/down", 512)
+
+
+@pytest.mark.parametrize("model", ["gpt-40b", "no such thing", "none/at/all.json"])
+def test_an_unknown_model_is_told_what_is_known(model: str) -> None:
+    with pytest.raises(ValueError, match=rf"model = '{model}': allowed are gpt-10b, gpt-20b"):
+        shape(model, 512)
+
+
+def test_a_folder_without_a_configuration(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model = .*: the folder has no config.json"):
+        shape(str(tmp_path), 512)
+
+
+def test_a_sequence_longer_than_the_model_allows(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="sequence_length = 8192"):
+        request(str(config_file(tmp_path)), sequence_lengths=(512, 8192))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"strategies": ("zero9",)}, "strategy = 'zero9': allowed are zero3, "),
+        ({"strategies": ("co2",)}, "strategy = 'co2': is not simulated yet"),
+        ({"global_batch": 100}, "global_batch = 100: must be a multiple of the 32 ranks"),
+        (
+            {"global_batch": 64, "micro_batches": (1, 8)},
+            "micro_batch = 8: must divide the 2 sequences of a rank",
+        ),
+        ({"tokens": 0.0}, "tokens = 0.0: must be above 0"),
+        ({"price_per_gpu_hour": -1.0}, "price_per_gpu_hour = -1.0: must be"),
+        ({"sequence_lengths": (0,)}, "sequence_length.* = 0: must be a whole number"),
+        ({"lora_rank": 0}, "lora_rank = 0: must be"),
+        ({"policies": ("nonsense",)}, "policy = 'nonsense': allowed are none, "),
+        ({"recomputed": (1.5,)}, "recomputed = 1.5: must be between 0 and 1"),
+    ],
+)
+def test_what_cannot_be_names_field_and_value(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        request(**settings)
+
+
+def test_the_grid_is_the_product_with_choices_for_fcdp_only() -> None:
+    axes = {"strategies": ("fsdp2", "fcdp"), "sequence_lengths": (256, 512)}
+    points = request(**axes, policies=("host", "auto")).workloads()
+    assert len(points) == 2 * 2 * (1 + 2)
+    assert {p.policy for p in points if p.strategy == "fsdp2"} == {"host"}
+    assert {p.policy for p in points if p.strategy == "fcdp"} == {"host", "auto"}
+    assert {p.adapters for p in points} == {"sharded"}
+    points = request(**axes, lora_rank=8).workloads()
+    assert {p.adapters for p in points if p.strategy == "fcdp"} == {"sharded", "replicated"}
+    assert {p.adapters for p in points if p.strategy == "fsdp2"} == {"sharded"}

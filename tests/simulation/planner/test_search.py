@@ -1,0 +1,162 @@
+"""The grid: what fits, how steps of many micro-batches are counted, and what can never be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from simulation.hardware import paper_cluster
+from simulation.planner.option import most_tokens_per_s, shortfall, simulated
+from simulation.planner.search import _divisors, search, shortfalls
+from simulation.prediction import predict
+from simulation.schemes import SCHEMES
+from simulation.workload import Workload
+from tests.simulation.planner.made_up import KINDS, config_file, request
+
+SLOW = settings(max_examples=15)
+TUNING = st.sampled_from([None, 8])
+
+
+def workload(strategy: str, lora_rank: int | None = None, layers: int = 6) -> Workload:
+    point = request("gpt-10b", strategies=(strategy,), lora_rank=lora_rank).workloads()[0]
+    return replace(point, model=replace(point.model, layers=layers), micro_batch=4)
+
+
+@SLOW
+@given(st.sampled_from(sorted(SCHEMES)), TUNING, st.integers(4, 12), st.sampled_from([1, 10, 100]))
+def test_many_micro_batches_take_what_the_simulator_says(
+    strategy: str, lora_rank: int | None, count: int, gbit_s: int
+) -> None:
+    hardware = paper_cluster(4, gbit_s * 1e9)
+    point = replace(workload(strategy, lora_rank), accumulation=count)
+    found, whole = simulated(point, hardware).speed, predict(point, hardware)
+    assert found.step_seconds == pytest.approx(whole.step_seconds, rel=1e-3)
+    assert found.inter_node_bytes == pytest.approx(whole.inter_node_bytes, rel=1e-6)
+    assert found.tokens_per_s == pytest.approx(whole.tokens_per_s, rel=1e-3)
+    assert (found.mfu, found.hfu) == pytest.approx((whole.mfu, whole.hfu), rel=1e-3)
+    for name, share in whole.busy.items():
+        assert found.busy_seconds[name] == pytest.approx(share * whole.step_seconds, rel=1e-3)
+
+
+@SLOW
+@given(st.sampled_from(sorted(SCHEMES)), TUNING, st.sampled_from([0.0, 0.5, 1.0]))
+def test_the_critical_path_is_the_step_and_no_step_beats_computation(
+    strategy: str, lora_rank: int | None, recomputed: float
+) -> None:
+    point = replace(workload(strategy, lora_rank), recomputed=recomputed)
+    hardware = paper_cluster()
+    speed = simulated(point, hardware).speed
+    assert sum(speed.waits_seconds.values()) == pytest.approx(speed.step_seconds)
+    assert speed.tokens_per_s <= most_tokens_per_s(point, hardware) * (1 + 1e-9)
+    assert 0 < speed.bottleneck_share <= 1
+
+
+@SLOW
+@given(
+    st.sampled_from(KINDS), TUNING, st.floats(0.1, 400), st.floats(1, 20), st.sampled_from([2, 4])
+)
+def test_more_bandwidth_never_lowers_throughput(
+    strategy: str, lora_rank: int | None, gbit_s: float, times: float, nodes: int
+) -> None:
+    point = workload(strategy, lora_rank)
+    slow = simulated(point, paper_cluster(nodes, gbit_s * 1e9))
+    fast = simulated(point, paper_cluster(nodes, gbit_s * times * 1e9))
+    assert fast.tokens_per_s >= slow.tokens_per_s * (1 - 1e-9)
+
+
+@given(
+    st.sampled_from(sorted(SCHEMES)),
+    TUNING,
+    st.floats(1, 600),
+    st.floats(1, 10),
+    st.integers(1, 64),
+)
+def test_more_host_memory_never_makes_a_fit_unfit(
+    strategy: str, lora_rank: int | None, gigabytes: float, times: float, micro_batch: int
+) -> None:
+    point = replace(
+        request(strategies=(strategy,), lora_rank=lora_rank).workloads()[-1],
+        micro_batch=micro_batch,
+    )
+    small = replace(paper_cluster(), host_memory_bytes=gigabytes * 1e9)
+    large = replace(small, host_memory_bytes=times * small.host_memory_bytes)
+    less, more = shortfall(point, small), shortfall(point, large)
+    assert more.host_bytes <= less.host_bytes
+    assert more.device_bytes == less.device_bytes
+    if less.fits:
+        assert more.fits
+
+
+@SLOW
+@given(st.sampled_from(KINDS), TUNING, st.integers(1, 12))
+def test_a_larger_micro_batch_is_never_slower(
+    strategy: str, lora_rank: int | None, micro_batch: int
+) -> None:
+    hardware = paper_cluster(4, 10e9)
+    point = replace(workload(strategy, lora_rank), micro_batch=micro_batch)
+    larger = replace(point, micro_batch=micro_batch + 1)
+    slow, fast = simulated(point, hardware), simulated(larger, hardware)
+    assert fast.tokens_per_s >= slow.tokens_per_s * (1 - 1e-9)
+
+
+def test_the_largest_batch_is_the_last_that_fits() -> None:
+    asked = request("gpt-10b", strategies=("fsdp2", "fcdp", "ddp"))
+    fsdp2, fcdp, ddp = search(asked)
+    for verdict in (fsdp2, fcdp):
+        assert verdict.best is not None
+        assert verdict.shortfall.fits
+        most = max(option.workload.micro_batch for option in verdict.options)
+        assert verdict.largest_micro_batch == most
+        for option in verdict.options:
+            more = replace(option.workload, micro_batch=option.workload.micro_batch + 1)
+            assert shortfall(option.workload, asked.hardware).fits
+            assert not shortfall(more, asked.hardware).fits
+    assert ddp.best is None
+    assert ddp.options == ()
+    assert ddp.largest_micro_batch == 0
+    assert ddp.shortfall.device_bytes > 0
+
+
+def test_a_global_batch_is_kept_by_accumulation() -> None:
+    asked = request("gpt-10b", strategies=("fsdp2", "fcdp"), global_batch=32 * 24)
+    for verdict in search(asked):
+        assert verdict.options
+        for option in verdict.options:
+            point = option.workload
+            assert point.micro_batch * point.accumulation == 24
+
+
+@given(st.integers(1, 5000))
+def test_micro_batches_are_all_that_divide_the_sequences(whole: int) -> None:
+    assert sorted(_divisors(whole)) == [n for n in range(1, whole + 1) if whole % n == 0]
+
+
+def test_a_huge_global_batch_is_answered() -> None:
+    asked = request("gpt-10b", strategies=("fsdp2",), recomputed=(1.0,), global_batch=32 * 10**12)
+    (verdict,) = search(asked)
+    assert verdict.best is not None
+    assert verdict.best.workload.micro_batch * verdict.best.workload.accumulation == 10**12
+
+
+def test_named_micro_batches_are_all_tried_and_no_other() -> None:
+    asked = request("gpt-10b", strategies=("fsdp2",), recomputed=(1.0,), micro_batches=(1, 8, 5000))
+    (verdict,) = search(asked)
+    assert [option.workload.micro_batch for option in verdict.options] == [8, 1]
+    assert verdict.largest_micro_batch == 8
+
+
+def test_what_cannot_be_faster_is_not_simulated(tmp_path: Path) -> None:
+    grid = {"strategies": ("fsdp2",), "recomputed": (0.0, 0.5, 1.0)}
+    (verdict,) = search(request(str(config_file(tmp_path)), gbit_s=10_000, **grid))
+    assert [option.workload.recomputed for option in verdict.options] == [0.0]
+
+
+def test_shortfalls_are_of_every_point() -> None:
+    asked = request(strategies=("fcdp", "ddp"), policies=("host", "disk"))
+    lacks = shortfalls(asked)
+    assert [strategy for strategy, _ in lacks] == 4 * ["fcdp"] + 2 * ["ddp"]
+    assert {strategy for strategy, lack in lacks if not lack.fits} == {"ddp"}

@@ -1,0 +1,113 @@
+"""Tasks on shared resources: order, sharing, and what bounds the whole."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simulation.step.events import Run, Task, simulate
+
+RESOURCES = ["compute", "link", "disk"]
+
+
+@st.composite
+def task_lists(draw: st.DrawFn) -> list[Task]:
+    tasks: list[Task] = []
+    for index in range(draw(st.integers(1, 12))):
+        demands = draw(st.dictionaries(st.sampled_from(RESOURCES), st.floats(0, 10), max_size=3))
+        after = draw(st.sets(st.integers(0, index - 1), max_size=3)) if index else set()
+        stream = draw(st.sampled_from("abc"))
+        latency = draw(st.sampled_from([0.0, 0.25]))
+        tasks.append(Task(str(index), stream, demands, tuple(sorted(after)), latency))
+    return tasks
+
+
+def spans(*tasks: Task) -> list[tuple[float, float]]:
+    return [(span.start, span.end) for span in simulate(tasks).spans]
+
+
+def test_a_stream_is_one_task_after_another() -> None:
+    assert spans(Task("a", "s", {"link": 2}), Task("b", "s", {"disk": 1})) == [(0, 2), (2, 3)]
+
+
+def test_streams_overlap_on_different_resources() -> None:
+    assert spans(Task("a", "s", {"link": 2}), Task("b", "t", {"disk": 1})) == [(0, 2), (0, 1)]
+
+
+def test_a_resource_is_shared_fairly() -> None:
+    found = spans(Task("a", "s", {"link": 2}), Task("b", "t", {"link": 1}))
+    assert found == [(0, 3), (0, 2)]
+
+
+def test_tasks_that_share_one_of_their_resources_are_slowed_alike() -> None:
+    """Alone the exchange takes half of PCIe; with the copy both run at two thirds."""
+    exchange = Task("exchange", "s", {"link": 4, "pcie": 2})
+    copy = Task("copy", "t", {"pcie": 3})
+    run = simulate([exchange, copy])
+    assert [span.end for span in run.spans] == pytest.approx([5.5, 4.5])
+
+
+def test_latency_takes_no_resource() -> None:
+    found = spans(Task("a", "s", {"link": 1}, latency_seconds=1), Task("b", "t", {"link": 1}))
+    assert found == [(0, 2), (0, 1)]
+
+
+def test_dependencies_and_the_critical_path() -> None:
+    run = simulate(
+        [
+            Task("short", "s", {"link": 1}),
+            Task("long", "t", {"disk": 5}),
+            Task("last", "s", {"link": 1}, after=(1,)),
+        ]
+    )
+    assert [run.tasks[index].name for index in run.critical_path()] == ["long", "last"]
+    assert run.seconds == 6
+    assert run.busy_seconds() == {"link": 2, "disk": 5}
+
+
+def test_a_task_that_takes_no_time() -> None:
+    assert (
+        spans(Task("a", "s", {}), Task("b", "s", {"link": 0}), Task("c", "t", {}, (1,)))
+        == [(0, 0)] * 3
+    )
+
+
+@given(task_lists())
+def test_order_and_bounds(tasks: list[Task]) -> None:
+    run = simulate(tasks)
+    for index, (task, span) in enumerate(zip(tasks, run.spans, strict=True)):
+        assert all(run.spans[earlier].end <= span.start + 1e-9 for earlier in task.after)
+        same = [other for other in range(index) if tasks[other].stream == task.stream]
+        assert all(run.spans[earlier].end <= span.start + 1e-9 for earlier in same)
+        assert span.end - span.start >= task.alone_seconds * (1 - 1e-6) - 1e-9
+    # No resource does more than a second's work a second, and something is always going on.
+    assert all(
+        seconds <= run.seconds * (1 + 1e-6) + 1e-9 for seconds in run.busy_seconds().values()
+    )
+    assert (
+        run.seconds
+        <= sum(task.latency_seconds for task in tasks)
+        + sum(sum(task.demands.values()) for task in tasks) * (1 + 1e-6)
+        + 1e-9
+    )
+
+
+@given(task_lists())
+def test_the_critical_path_has_no_gap(tasks: list[Task]) -> None:
+    run = simulate(tasks)
+    path = run.critical_path()
+    assert run.spans[path[0]].start == 0
+    assert run.spans[path[-1]].end == run.seconds
+    for earlier, later in itertools.pairwise(path):
+        assert run.spans[earlier].end == run.spans[later].start
+
+
+@given(task_lists())
+def test_it_is_deterministic(tasks: list[Task]) -> None:
+    def values(run: Run) -> list[tuple[float, float]]:
+        return [(span.start, span.end) for span in run.spans]
+
+    assert values(simulate(tasks)) == values(simulate(tasks))

@@ -1,0 +1,98 @@
+"""Headers and small messages: as many as the schedule has, and as the kernel has counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from experiments import framing
+from experiments.records import ClusterSpec, Record, read
+from simulation.schemes import SCHEMES
+from tests.experiments.cells import cell
+
+RESULTS = Path(__file__).parents[2] / "results"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "tuning", "accumulation", "messages"),
+    [
+        # Each of two ranks to its partner: a barrier, an agreement, and of three units (two
+        # blocks and what is around them) a gather and a reduction.
+        ("hpz", "full", 1, 2 * (1 + 1 + 3 + 3)),
+        # Blocks once more in backward, and all of it for each micro-batch; deferred reductions.
+        ("zero3", "full", 4, 2 * (1 + 4 + 4 * 5 + 3)),
+        # Adapters are one unit; frozen blocks are cached for ever.
+        ("fcdp", "lora", 8, 2 * (1 + 8 + 1 + 1)),
+        ("replicated", "full", 4, 2 * (1 + 2)),
+        # All-reduces between partners, over rings of two.
+        ("mics", "lora", 4, 2 * (1 + 4 * 2)),
+        # Rings round four ranks, in halves: five gathers; three reductions, which go round twice.
+        ("fsdp2", "full", 1, 2 + 6 * 5 + 12 * 3),
+        ("ddp", "full", 4, 2 + 12 * 3),
+        # One reduction; 8 vectors and 4 adapters a block and 2 vectors more, one by one.
+        ("deepspeed-hpz", "lora", 1, 2 + 12 * 1 + 6 * (2 * 12 + 2)),
+    ],
+)
+def test_messages_are_those_of_the_exchanges(
+    strategy: str, tuning: str, accumulation: int, messages: int
+) -> None:
+    assert framing.messages(cell(strategy, tuning=tuning, accumulation=accumulation)) == messages
+
+
+@pytest.mark.parametrize("strategy", SCHEMES)
+def test_nothing_crosses_nodes_where_there_is_one(strategy: str) -> None:
+    assert framing.messages(cell(strategy, cluster=ClusterSpec(nodes=1, ranks_per_node=4))) == 0
+
+
+def test_a_policy_that_may_keep_less_than_all_is_taken_to_keep_nothing() -> None:
+    none, some = (cell("fcdp", policy=policy) for policy in ("none", "threshold(0.8)"))
+    assert framing.messages(some) == framing.messages(none) > framing.messages(cell("fcdp"))
+
+
+def test_a_disk_is_asked_before_each_gather() -> None:
+    host, disk = (cell("fcdp", policy=policy, accumulation=2) for policy in ("host", "disk"))
+    # Three units, gathered in forward and in backward of two micro-batches, by two ranks.
+    assert framing.messages(disk) - framing.messages(host) == 2 * 2 * 2 * 3
+
+
+def test_framing_is_far_below_what_a_wrong_count_would_be() -> None:
+    of = cell("fcdp", tuning="lora")
+    payload = 49_152.0
+    assert framing.framing_bytes(of, payload) < 0.12 * payload
+    assert framing.agree(of, payload, 1.1 * payload)
+    assert not framing.agree(of, payload, 1.2 * payload)
+    assert not framing.agree(of, payload, 0.8 * payload)
+
+
+def test_deepspeed_keeps_vectors_and_adapters_whole() -> None:
+    # gpt2-2x128: 1664 elements of vectors and 6144 of adapters a block, 256 of the last norm;
+    # of each node's half one copy leaves it, 4 bytes an element.
+    assert framing.whole_bytes(cell("deepspeed-hpz", tuning="lora")) == 2 * (2 * 7808)
+    assert framing.whole_bytes(cell("fcdp", tuning="lora")) == 0
+
+
+def ran() -> list[Record]:
+    every = [record for file in sorted(RESULTS.rglob("records.jsonl")) for record in read(file)]
+    return [r for r in every if r.evidence == "emulated" and r.measurement and _ledger(r)]
+
+
+def _ledger(record: Record) -> float:
+    assert record.measurement is not None
+    ledger = record.measurement.ledger_bytes_per_step or {}
+    return sum(ledger.get("inter_node", {}).values())
+
+
+def test_counted_bytes_are_the_ledgers_and_framing_and_none_is_needless() -> None:
+    """By our engine's own count of the payload, on every committed record that has one."""
+    found = ran()
+    assert len(found) > 100
+    used = []
+    for record in found:
+        assert record.measurement is not None
+        payload = _ledger(record)
+        beside = record.measurement.inter_node_bytes_per_step - payload
+        assert 0 < beside < framing.framing_bytes(record.cell, payload), record.cell_id
+        messages = framing.messages(record.cell)
+        used.append((beside - framing.SHARE * payload) / messages)
+    assert max(used) > 0.8 * framing.MESSAGE_BYTES

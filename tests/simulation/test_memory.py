@@ -1,0 +1,255 @@
+"""Activations against real modules; what strategies hold where; the largest micro-batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baselines.strategy import trainable_parameters
+from experiments import models
+from experiments.modelled import workload_of
+from experiments.records import Cell
+from simulation import memory
+from simulation.hardware import paper_cluster
+from simulation.imitated.records import Case, MemoryRecord, read
+from simulation.paper_models import PAPER_MODELS
+from simulation.prediction import fits, needed
+from simulation.schemes import SCHEMES
+from simulation.workload import Workload
+from tests.experiments.cells import cell, model_spec
+
+HARDWARE = paper_cluster()
+#: Peaks of real training steps.
+STUDY = [
+    record
+    for record in read(Path(__file__).parents[2] / "results" / "memory" / "memory.jsonl")
+    if record.finding is not None
+]
+
+
+def workload(strategy: str, model: str = "gpt-10b", **more: Any) -> Workload:
+    given_cell = cell(strategy, model=PAPER_MODELS[model], dtype="bfloat16", sequence_length=512)
+    return replace(workload_of(given_cell), micro_batch=more.pop("micro_batch", 8), **more)
+
+
+@pytest.mark.parametrize(
+    ("tuning", "adapters"), [("full", "sharded"), ("lora", "sharded"), ("lora", "replicated")]
+)
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_activations_are_what_real_blocks_keep(
+    family: Literal["gpt2", "llama"], tuning: str, adapters: str
+) -> None:
+    length, layers = 64, 3
+    spec = model_spec(family, layers=layers, width=128)
+    given_cell = cell(
+        "fcdp",
+        model=spec,
+        sequence_length=length,
+        tuning=tuning,
+        micro_batch=2,
+        dtype="bfloat16",
+        lora_rank=1,
+        adapters=adapters,
+    )
+    model, blocks = models.build(given_cell)
+    model.to(torch.bfloat16)
+    if adapters == "replicated":  # FSDP2 casts what it shards
+        for parameter in trainable_parameters(model):
+            parameter.data = parameter.data.float()
+    weights = {param.untyped_storage().data_ptr() for param in model.parameters()}
+    weights |= {buffer.untyped_storage().data_ptr() for buffer in model.buffers()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    held: list[torch.Tensor] = []  # so that no address is used twice
+    inside = torch.randn(2, length, 128, dtype=torch.bfloat16, requires_grad=True)
+    position = torch.arange(length)[None]
+    arguments: dict[str, Any] = {}
+    if family == "llama":
+        arguments["position_embeddings"] = model.get_submodule(
+            "base_model.model.model.rotary_emb" if tuning == "lora" else "model.rotary_emb"
+        )(inside, position)
+        held += arguments["position_embeddings"]
+        weights |= {tensor.untyped_storage().data_ptr() for tensor in held}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = inside
+        for block in blocks:
+            output = block(output, **arguments)
+            output = output[0] if isinstance(output, tuple) else output
+            held.append(output)
+    expected = layers * given_cell.micro_batch * length
+    expected *= memory.block_activation_bytes(workload_of(given_cell))
+    assert sum(kept.values()) == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("strategy", SCHEMES)
+def test_memory_is_affine_in_the_micro_batch(strategy: str) -> None:
+    """From where activations, and not gradients, make a step's fullest moment."""
+    first, second, third = (
+        memory.peak(workload(strategy, micro_batch=size), HARDWARE).device_bytes
+        for size in (16, 17, 18)
+    )
+    assert third - second == pytest.approx(second - first)
+    assert second > first
+
+
+def test_states_take_sixteen_bytes_a_parameter_over_all_ranks() -> None:
+    """papers.md 5.2: 8φQ, where Q is 2."""
+    for strategy, sharers in (("fsdp2", 32), ("fsdp2-hsdp", 8), ("ddp", 1), ("fcdp", 32)):
+        given_workload = workload(strategy, accumulation=2)
+        parts = memory.peak(given_workload, HARDWARE).device
+        states = sum(parts[name] for name in ("parameters", "gradients", "optimizer states"))
+        assert states == pytest.approx(16 * given_workload.parameters / sharers)
+
+
+def test_what_caches_take() -> None:
+    """docs/memory.md: (n−1)/n · P / L a rank on the device, (n−1)/n · P a node on the host."""
+    gathered = 2 * workload("fcdp").parameters
+    host = memory.peak(workload("fcdp"), HARDWARE)
+    assert host.host["cache"] == pytest.approx(3 / 4 * gathered)
+    assert "cache" not in host.device
+    device = memory.peak(workload("hpz"), HARDWARE)
+    assert device.device["cache"] == pytest.approx(3 / 4 * gathered / 8)
+    assert not device.host
+    disk = memory.peak(workload("fcdp", policy="disk"), HARDWARE)
+    assert disk.disk["cache"] == pytest.approx(3 / 4 * gathered)
+    # The vendor keeps a second shard that is whole: 2W/L.
+    vendor = memory.peak(workload("deepspeed-hpz"), HARDWARE)
+    assert vendor.device["cache"] == pytest.approx(gathered / 8)
+
+
+def test_offload_moves_states_to_the_host() -> None:
+    device = memory.peak(workload("fsdp2", accumulation=2), HARDWARE)
+    host = memory.peak(workload("fsdp2-offload", accumulation=2), HARDWARE)
+    moved = ("parameters", "gradients", "optimizer states")
+    for part in moved:
+        assert host.host[part] == pytest.approx(8 * device.device[part])
+        assert part not in host.device
+    disk = memory.peak(workload("deepspeed-infinity"), HARDWARE)
+    assert set(disk.disk) == {"parameters", "optimizer states"}
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fcdp", "hpz", "fsdp2-offload"])
+@pytest.mark.parametrize("recomputed", [0.0, 1.0])
+def test_the_largest_micro_batch_fits_and_the_next_does_not(
+    strategy: str, recomputed: float
+) -> None:
+    given_workload = workload(strategy, recomputed=recomputed)
+    largest = memory.largest_micro_batch(given_workload, HARDWARE)
+    assert largest > 0
+    for size, fitting in ((largest, True), (largest + 1, False)):
+        shortage = memory.peak(replace(given_workload, micro_batch=size), HARDWARE).shortage(
+            HARDWARE
+        )
+        assert (shortage is None) == fitting
+
+
+def test_what_never_fits() -> None:
+    given_workload = workload("ddp", "gpt-30b", micro_batch=1)
+    assert memory.largest_micro_batch(given_workload, HARDWARE) == 0
+    shortage = memory.peak(given_workload, HARDWARE).shortage(HARDWARE)
+    assert shortage is not None
+    assert "a device needs" in shortage
+    small = replace(HARDWARE, host_memory_bytes=1e9)
+    shortage = memory.peak(workload("fcdp", micro_batch=1), small).shortage(small)
+    assert shortage is not None
+    assert "a node's host needs 14.8 GB, has 1.0" in shortage
+
+
+@settings(max_examples=30)
+@given(st.floats(0, 1), st.floats(0, 1))
+def test_recomputing_more_never_takes_more_once_a_block_is(less: float, more: float) -> None:
+    less, more = sorted((max(less, 1e-6), max(more, 1e-6)))
+    needed = [
+        memory.peak(workload("fsdp2", recomputed=share), HARDWARE).device_bytes
+        for share in (less, more)
+    ]
+    assert needed[1] <= needed[0] * (1 + 1e-9)
+
+
+def trained_in(case: Case, micro_batch: int = 1) -> Workload:
+    of_cell = replace(workload_of(Cell.of_case(case)), recomputed=float(case.checkpointing))
+    return replace(of_cell, micro_batch=micro_batch)
+
+
+def of_study(label: str) -> list[MemoryRecord]:
+    return [record for record in STUDY if record.case.label == label]
+
+
+def test_the_study_is_of_this_hardware() -> None:
+    for case in (record.case for record in STUDY):
+        assert (case.nodes, case.ranks_per_node) == (HARDWARE.nodes, HARDWARE.ranks_per_node)
+        assert case.usable_bytes == HARDWARE.usable_device_bytes
+
+
+@pytest.mark.parametrize("label", sorted({record.case.label for record in STUDY}))
+def test_peaks_are_those_of_real_steps(label: str) -> None:
+    """At most 1 % too low; at most 9 % too high, and 4 % where the device is nearly full."""
+    # The study's device tells policies nothing of the reserve.
+    hardware = replace(HARDWARE, device_reserve_bytes=0.0)
+    for record in of_study(label):
+        assert record.finding is not None
+        for peak in record.finding.peaks:
+            footprint = needed(trained_in(record.case, peak.micro_batch), hardware)
+            ratio = footprint.device_bytes / peak.device_bytes
+            nearly_full = peak.device_bytes > 0.75 * HARDWARE.usable_device_bytes
+            assert 0.99 < ratio < (1.04 if nearly_full else 1.09), (record.case, peak)
+            if footprint.host:
+                real = HARDWARE.ranks_per_node * peak.host_bytes
+                assert footprint.host_bytes == pytest.approx(real, rel=0.005), (record.case, peak)
+
+
+@pytest.mark.parametrize("label", sorted({record.case.label for record in STUDY}))
+def test_no_batch_is_promised_that_does_not_fit(label: str) -> None:
+    """And at most two sequences that would fit are not promised."""
+    for record in of_study(label):
+        assert record.finding is not None
+        largest = memory.largest_micro_batch(
+            trained_in(record.case), HARDWARE, lambda tried: fits(tried, HARDWARE)
+        )
+        real = record.finding.largest_micro_batch
+        assert real - 2 <= largest <= real, record.case
+
+
+def test_what_an_optimizer_needs_while_it_steps() -> None:
+    """Foreach AdamW 4 bytes more a parameter; DeepSpeed 8, of a sub-group; its CPU Adam nothing."""
+
+    def fewest(strategy: str) -> Workload:
+        return workload(strategy, "gpt-30b", micro_batch=1, recomputed=1.0)
+
+    for strategy, sharers in (("fsdp2-hsdp", 8), ("mics", 8), ("ddp", 1)):
+        mine = fewest(strategy).parameters / sharers
+        parts = memory.peak(fewest(strategy), HARDWARE).device
+        assert parts["optimizer step"] == pytest.approx(4 * mine)
+        assert sum(parts.values()) == pytest.approx(20 * mine)
+    for strategy, sharers in (("deepspeed-zero3", 32), ("deepspeed-mics", 8)):
+        mine = fewest(strategy).parameters / sharers
+        parts = memory.peak(fewest(strategy), HARDWARE).device
+        assert parts["optimizer step"] == pytest.approx(8 * min(mine, 1e9))
+        assert sum(parts.values()) - parts["optimizer step"] == pytest.approx(16 * mine)
+    for strategy, of_all in (("fsdp2-offload", 20), ("offload", 20), ("deepspeed-offload", 18)):
+        given_workload = workload(strategy, micro_batch=1)
+        footprint = memory.peak(given_workload, HARDWARE)
+        of_node = given_workload.parameters / HARDWARE.nodes
+        assert "optimizer step" not in footprint.device
+        assert footprint.host_bytes == pytest.approx(of_all * of_node)
+
+
+def test_replicated_adapters_are_whole_on_every_rank() -> None:
+    lora = workload("fsdp2").model.attention_lora(8)
+    sharded = memory.peak(workload("fcdp", lora=lora), HARDWARE).device
+    replicated = memory.peak(workload("fcdp", lora=lora, adapters="replicated"), HARDWARE).device
+    more = workload("fcdp", lora=lora).trained * 31 / 32
+    assert replicated["parameters"] - sharded["parameters"] == pytest.approx(4 * more)
+    assert replicated["optimizer states"] - sharded["optimizer states"] == pytest.approx(8 * more)

@@ -1,0 +1,59 @@
+"""The emulated matrix of the paper communicates for as long as the large cluster does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from experiments import matrix
+from experiments.modelled import cluster_of, workload_of
+from experiments.records import Cell
+from simulation.emulated import emulated
+from simulation.proportion import communication_to_computation, link_bits_per_s
+
+
+def zero3(name: str, model: str) -> Iterator[Cell]:
+    for planned in matrix.read(name).cells:
+        if (planned.cell.strategy, planned.cell.model.name) == ("deepspeed-zero3", model):
+            yield planned.cell
+
+
+def ratio(cell: Cell) -> float:
+    hardware = cluster_of(cell)
+    return communication_to_computation(workload_of(cell), hardware)
+
+
+def test_links_are_those_of_the_same_ratio() -> None:
+    large = list(zero3("paper/bandwidth", "gpt-30b"))
+    small = list(zero3("paper-emulated", "gpt2-4x768"))
+    assert len(large) == len(small) == 4
+    for one, other in zip(large, small, strict=True):
+        assert ratio(other) == pytest.approx(ratio(one), rel=0.05)
+        unlimited = emulated(other.cluster.nodes, other.cluster.ranks_per_node, None)
+        link = link_bits_per_s(ratio(one), workload_of(other), unlimited)
+        assert other.inter_bandwidth_bits_per_s == pytest.approx(link, rel=0.05)
+
+
+def test_full_fine_tuning_has_links_of_the_same_ratio() -> None:
+    at_100_gbit = ratio(next(zero3("paper/full", "gpt-30b")))
+    small = list(zero3("paper-emulated-full", "gpt2-4x768"))
+    assert [ratio(cell) for cell in small] == pytest.approx(
+        [at_100_gbit, 10 * at_100_gbit], rel=0.05
+    )
+    assert [float(f"{ratio(cell):.2g}") for cell in small] == [1.3, 13]
+
+
+def test_the_ablations_have_the_same_links() -> None:
+    full = {cell.inter_bandwidth_bits_per_s for cell in zero3("paper-emulated-full", "gpt2-4x768")}
+    lora = {cell.inter_bandwidth_bits_per_s for cell in zero3("paper-emulated", "gpt2-4x768")}
+    for name in ("paper-emulated-components", "paper-emulated-policies"):
+        links = {
+            (p.cell.tuning, p.cell.inter_bandwidth_bits_per_s) for p in matrix.read(name).cells
+        }
+        assert links == {("full", max(filter(None, full))), ("lora", max(filter(None, lora)))}
+
+
+def test_the_comment_says_the_ratios() -> None:
+    ratios = [ratio(cell) for cell in zero3("paper/bandwidth", "gpt-30b")]
+    assert [float(f"{value:.2g}") for value in ratios] == [1.1, 4.4, 11, 110]

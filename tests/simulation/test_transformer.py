@@ -1,0 +1,113 @@
+"""The closed forms of a model against its real modules."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from experiments import models
+from experiments.modelled import workload_of
+from simulation import transformer as shapes
+from simulation.transformer import Lora, ModelSpec, Transformer
+from tests.experiments.cells import cell, model_spec
+
+FAMILIES: list[Literal["gpt2", "llama"]] = ["gpt2", "llama"]
+LENGTH = 16
+
+
+def transformer(family: Literal["gpt2", "llama"], **settings: Any) -> Transformer:
+    return Transformer.of(model_spec(family, layers=3, width=32, **settings), LENGTH)
+
+
+@pytest.mark.parametrize("tuning", ["full", "lora"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_are_those_of_the_real_modules(
+    family: Literal["gpt2", "llama"], tuning: str
+) -> None:
+    spec = model_spec(family, layers=3, width=32)
+    given_cell = cell("fcdp", model=spec, sequence_length=LENGTH, tuning=tuning, lora_rank=2)
+    real, blocks = models.build(given_cell)
+    counted = workload_of(given_cell)
+    assert counted.parameters == sum(param.numel() for param in real.parameters())
+    assert counted.trained == sum(p.numel() for p in real.parameters() if p.requires_grad)
+    block = counted.model.block_parameters + counted.block_adapters
+    assert block == sum(param.numel() for param in blocks[0].parameters())
+
+
+@given(
+    st.sampled_from(FAMILIES),
+    st.integers(1, 100),
+    st.integers(1, 64),
+    st.integers(1, 8),
+    st.integers(1, 4096),
+)
+def test_training_takes_three_times_the_forward(
+    family: Literal["gpt2", "llama"], layers: int, heads: int, head: int, length: int
+) -> None:
+    spec = ModelSpec(name="m", family=family, layers=layers, width=8 * heads * head, heads=heads)
+    model = Transformer.of(spec, length)
+    forward = shapes.forward_flops(model, length)
+    assert shapes.model_flops(model, length) == pytest.approx(3 * forward)
+    blocks = layers * model.block_forward_flops(length)
+    assert shapes.hardware_flops(model, length, recomputed=1.0) == pytest.approx(
+        3 * forward + blocks
+    )
+    # 6N counts biases, norms and positions too, which are no matrix products.
+    naive = naive_flops(model, length)
+    assert shapes.model_flops(model, length) <= naive * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_frozen_weights_take_four_operations_and_adapters_six(
+    family: Literal["gpt2", "llama"],
+) -> None:
+    model = transformer(family)
+    lora = model.attention_lora(2)
+    frozen = model.layers * sum(matrix.weights for matrix in model.matrices)
+    frozen += model.vocabulary * model.width  # the output layer
+    adapters = model.layers * model.adapter_parameters(lora)
+    attention = 12 * model.layers * model.width * LENGTH
+    counted = shapes.model_flops(model, LENGTH, lora)
+    assert counted == 4 * frozen + 6 * adapters + attention
+    assert counted < naive_flops(model, LENGTH)
+
+
+def naive_flops(model: Transformer, sequence_length: int) -> float:
+    """Of one token as most trainers count, 6N + 12·L·H·Q·T, whether weights are frozen or not.
+
+    N leaves out embeddings that only look up.
+    """
+    lookup = model.positions + (0 if model.tied else model.vocabulary)
+    counted = model.parameters - lookup * model.width
+    return 6.0 * counted + 12.0 * model.layers * model.width * sequence_length
+
+
+def test_utilisation() -> None:
+    assert shapes.utilisation(1e9, 1000, 4e12) == 0.25
+    with pytest.raises(ValueError, match="peak_flops = 0"):
+        shapes.utilisation(1e9, 1000, 0)
+
+
+def test_an_unknown_target_of_adapters_is_an_error() -> None:
+    model = transformer("gpt2")
+    with pytest.raises(ValueError, match=r"'c_attn': allowed are attn\.c_attn, attn\.c_proj"):
+        model.adapter_parameters(Lora(2, ("c_attn",)))
+
+
+def test_a_width_that_heads_do_not_divide() -> None:
+    with pytest.raises(ValueError, match="width = 30: must be a multiple of heads = 4"):
+        Transformer(
+            name="m",
+            family="gpt2",
+            layers=1,
+            width=30,
+            heads=4,
+            vocabulary=10,
+            positions=8,
+            mlp_width=120,
+            key_value_heads=4,
+            tied=True,
+        )
