@@ -7,8 +7,9 @@ import math
 import pandas as pd
 
 from analysis import strategies, text
-from analysis.comparison import PANEL, annotated
+from analysis.comparison import annotated
 from analysis.provenance import provenance
+from analysis.tables import PANEL
 
 
 def both(cells: pd.DataFrame) -> str:

@@ -9,30 +9,12 @@ import numpy as np
 import pandas as pd
 
 from analysis import strategies
+from experiments import settings
+from experiments.records import Cell
 
+_CONDITIONS = settings.names(Cell, "condition")
 #: Cells are compared only where all of these agree; how many steps were timed may differ.
-SETTINGS = [
-    "matrix",
-    "evidence",
-    "cluster",
-    "nodes",
-    "ranks_per_node",
-    "model",
-    "layers",
-    "width",
-    "heads",
-    "tuning",
-    "lora_rank",
-    "sequence_length",
-    "micro_batch",
-    "accumulation",
-    "dtype",
-    "learning_rate",
-    "inter_bandwidth_bits_per_s",
-    "seed",
-]
-#: A figure's panel shows one of these, over all strategies, links and seeds.
-PANEL = ["model", "layers", "width", "heads", "tuning", "lora_rank"]
+SETTINGS = ["matrix", "evidence", *(name for name in _CONDITIONS if name != "matrix")]
 
 
 @dataclass(frozen=True)
@@ -70,20 +52,19 @@ def compare(table: pd.DataFrame, baseline: str = strategies.BASELINE) -> pd.Data
     groups = [
         group
         for _, matrix in table.groupby("matrix", sort=False)
-        for _, group in matrix.groupby(settings(matrix), dropna=False, sort=False)
+        for _, group in matrix.groupby(must_agree(matrix), dropna=False, sort=False)
     ]
     return _in_display_order(pd.concat([_compare_group(group, baseline) for group in groups]))
 
 
-def settings(matrix: pd.DataFrame) -> list[str]:
-    """The settings in which cells of this matrix must agree to be compared.
-
-    Not the micro-batch where each strategy has its own: in simulations, the largest that fits.
-    """
-    ran = matrix[matrix["state"] != "skipped"]
-    others = [name for name in SETTINGS if name != "micro_batch"]
-    own = not ran.duplicated([*others, "strategy"]).any() and ran["micro_batch"].nunique() > 1
-    return others if own and (ran["evidence"] == "simulated").all() else SETTINGS
+def must_agree(matrix: pd.DataFrame) -> list[str]:
+    """The columns in which cells of this matrix must agree to be compared."""
+    columns = [*SETTINGS, "strategy"]
+    ran = matrix.loc[matrix["state"] != "skipped", columns].astype(object)
+    # What is missing becomes None, which equals itself.
+    cells = ran.where(ran.notna(), None).itertuples(index=False)
+    rows = [dict(zip(columns, cell, strict=True)) for cell in cells]
+    return ["evidence", *settings.must_agree(Cell, rows)]
 
 
 def headlines(compared: pd.DataFrame, subject: str = strategies.SUBJECT) -> list[Headline]:

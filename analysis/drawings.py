@@ -21,9 +21,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from analysis import axes, strategies, text
-from analysis.comparison import PANEL
 from analysis.provenance import provenance
-from analysis.tables import OPTIONAL, varying
+from analysis.tables import PANEL, in_words, varying
 
 NO_BREAK = "\N{NO-BREAK SPACE}"
 
@@ -103,12 +102,12 @@ def style() -> Iterator[None]:
 
 def panels_of(cells: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     """Title and cells of each panel, in the table's order."""
-    named = [name for name in varying(cells) if name in PANEL and name != "matrix"]
+    named = [name for name in varying(cells) if name in PANEL]
     panels = []
     for _, panel in cells.groupby(PANEL, dropna=False, sort=False):
         first = panel.iloc[0]
         title = f"{first['model']}\n{text.TUNINGS[first['tuning']]}"
-        title += "".join(f", {OPTIONAL[name].lower()} {first[name]}" for name in named)
+        title += "".join(f", {in_words(name, first[name])}" for name in named)
         panels.append((title, panel))
     return panels
 

@@ -5,12 +5,14 @@ Every number drawn is a value of the comparison table.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from analysis import axes, captions, crowd, strategies, text
-from analysis.comparison import PANEL, settings
+from analysis.comparison import must_agree
 from analysis.drawings import (
     Drawing,
     drawing,
@@ -23,10 +25,8 @@ from analysis.drawings import (
     stroke,
     style,
 )
-from analysis.tables import OPTIONAL, varying
+from analysis.tables import AXES, PANEL, in_words, varying
 
-#: Settings in which the cells of one figure may differ, beside those of its panels.
-_WITHIN = ("inter_bandwidth_bits_per_s", "seed")
 #: Up to this many panels stand side by side; more are stacked.
 WIDEST = 4
 #: More strategies than this are drawn in small multiples, an engine a column.
@@ -38,17 +38,23 @@ def draw(compared: pd.DataFrame) -> list[Drawing]:
 
     A cell that its matrix leaves out is not drawn; one that ran and has no result is.
     """
-    ran = compared[compared["state"] != "skipped"]
-    looks = strategies.styles(ran["strategy"])
+    looks = strategies.styles(compared.loc[compared["state"] != "skipped", "strategy"])
     drawings = []
-    for _, matrix in ran.groupby("matrix", sort=False):
-        apart = [name for name in settings(matrix) if name not in (*PANEL, *_WITHIN)]
-        for _, cells in matrix.groupby(apart, dropna=False, sort=False):
-            if (cells["state"] != "ok").all():
-                continue
-            present = {name: look for name, look in looks.items() if name in set(cells["strategy"])}
-            drawings += _draw(cells, present, _setting(cells, matrix, apart))
+    for cells, setting in parted(compared):
+        if (cells["state"] != "ok").all():
+            continue
+        present = {name: look for name, look in looks.items() if name in set(cells["strategy"])}
+        drawings += _draw(cells, present, setting)
     return drawings
+
+
+def parted(compared: pd.DataFrame) -> Iterator[tuple[pd.DataFrame, str]]:
+    """The cells of each figure that ran, and what sets it apart from others of its matrix."""
+    ran = compared[compared["state"] != "skipped"]
+    for _, matrix in ran.groupby("matrix", sort=False):
+        apart = [name for name in must_agree(matrix) if name not in (*PANEL, *AXES)]
+        for _, cells in matrix.groupby(apart, dropna=False, sort=False):
+            yield cells, _setting(cells, matrix, apart)
 
 
 def _draw(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> list[Drawing]:
@@ -71,7 +77,7 @@ def _setting(cells: pd.DataFrame, matrix: pd.DataFrame, apart: list[str]) -> str
     """What sets this figure apart from the others of its matrix, such as ``accumulation 4``."""
     first = cells.iloc[0]
     differ = varying(matrix)
-    words = [f"{OPTIONAL[name].lower()} {first[name]}" for name in differ if name in apart]
+    words = [in_words(name, first[name]) for name in differ if name in apart]
     own = ["each at its own micro-batch"] if "micro_batch" in {*differ} - {*apart} else []
     return ", ".join(words + own)
 

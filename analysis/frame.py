@@ -11,8 +11,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from experiments.records import Measurement, Record, read
+from experiments import settings
+from experiments.records import Cell, Measurement, Record, read
 
+#: Settings of a cell that have a column; what it chooses for its strategy is in ``strategy``.
+_SETTINGS = settings.names(Cell, "condition", "incidental")
 #: Every column that is always there, with its type; ``ledger_*`` columns are added as found.
 COLUMNS = {
     "matrix": "string",
@@ -23,29 +26,15 @@ COLUMNS = {
     "engine": "string",
     "engine_version": "string",
     "policy": "string",
-    "model": "string",
+    # A link without a limit has none.
+    **{name: settings.described(Cell)[name].kind for name in _SETTINGS},
     "family": "string",
     "layers": "Int64",
     "width": "Int64",
     "heads": "Int64",
     "parameters": "Int64",
     "trainable_parameters": "Int64",
-    "sequence_length": "Int64",
-    "micro_batch": "Int64",
-    "accumulation": "Int64",
-    "dtype": "string",
-    "tuning": "string",
-    "lora_rank": "Int64",
-    "learning_rate": "float64",
-    "warmup_steps": "Int64",
-    "steps": "Int64",
-    "seed": "Int64",
-    "cluster": "string",
     "evidence": "string",
-    "nodes": "Int64",
-    "ranks_per_node": "Int64",
-    # Missing means unshaped.
-    "inter_bandwidth_bits_per_s": "float64",
     "step_seconds": "object",
     "step_seconds_median": "float64",
     "step_seconds_q1": "float64",
@@ -120,29 +109,14 @@ def write_parquet(table: pd.DataFrame, path: Path) -> None:
 def _row(record: Record) -> dict[str, Any]:
     """One record's values by column."""
     cell = record.cell
-    settings = {
-        "matrix": cell.matrix,
+    chosen = {
+        **settings.values(cell, _SETTINGS),
         "cell": record.cell_id,
-        "strategy": " ".join([cell.variant, *cell.choices]),
-        "model": cell.model.name,
+        "strategy": cell.subject,
         "family": cell.model.family,
         "layers": cell.model.layers,
         "width": cell.model.width,
         "heads": cell.model.heads,
-        "sequence_length": cell.sequence_length,
-        "micro_batch": cell.micro_batch,
-        "accumulation": cell.accumulation,
-        "dtype": cell.dtype,
-        "tuning": cell.tuning,
-        "lora_rank": cell.lora_rank,
-        "learning_rate": cell.learning_rate,
-        "warmup_steps": cell.warmup_steps,
-        "steps": cell.steps,
-        "seed": cell.seed,
-        "cluster": cell.cluster.kind,
-        "nodes": cell.cluster.nodes,
-        "ranks_per_node": cell.cluster.ranks_per_node,
-        "inter_bandwidth_bits_per_s": cell.inter_bandwidth_bits_per_s,
         "tokens_per_step": cell.tokens_per_step,
     }
     outcome = {
@@ -157,8 +131,8 @@ def _row(record: Record) -> dict[str, Any]:
         "seconds": record.seconds,
     }
     if record.measurement is None:
-        return {**settings, **outcome}
-    return {**settings, **outcome, **_measured(record, record.measurement)}
+        return {**chosen, **outcome}
+    return {**chosen, **outcome, **_measured(record, record.measurement)}
 
 
 def _measured(record: Record, measurement: Measurement) -> dict[str, Any]:

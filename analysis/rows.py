@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from analysis import text
+from experiments import settings
 from experiments.parity import promised
 from experiments.records import Cell, Evidence, Measurement, Record, State
 
@@ -20,9 +21,6 @@ Quantity = Literal[
     "hfu_bound", "parameters_over_named", "gain_of_bandwidth", "gain_of_free_memory",
     "gain_of_length", "gain_of_length_in_tokens",
 ]  # fmt: skip
-
-#: What may differ between cells that are compared: none of it changes what a step is.
-_APART = {"steps", "warmup_steps", "timeout_s"}
 
 
 @dataclass(frozen=True)
@@ -41,13 +39,13 @@ class Row:
 
 def row(record: Record) -> Row:
     """A cell that ran on a cluster, real, emulated or simulated."""
-    settings, measured = settings_of(record.cell), record.measurement
+    chosen, measured = settings_of(record.cell), record.measurement
     if measured is None:
-        return Row(settings, record.state, record.evidence)
+        return Row(chosen, record.state, record.evidence)
     values = {name: of(record.cell, measured) for name, of in _QUANTITIES.items()}
     values["tokens_per_s"] = record.tokens_per_s
     return Row(
-        settings,
+        chosen,
         record.state,
         record.evidence,
         {name: value for name, value in values.items() if value is not None},
@@ -56,17 +54,9 @@ def row(record: Record) -> Row:
 
 
 def settings_of(cell: Cell) -> dict[str, object]:
-    """A cell's settings; the model by its name, which is its own within a matrix."""
-    settings: dict[str, object] = {
-        name: getattr(cell, name) for name in Cell.model_fields if name not in _APART
-    }
-    del settings["inter_bandwidth_bits_per_s"]
-    return settings | {
-        "model": cell.model.name,
-        "link": text.link(cell.inter_bandwidth_bits_per_s),
-        "nodes": cell.cluster.nodes,
-        "cluster": cell.cluster.model_dump_json(exclude={"nodes", "port"}),
-    }
+    """All that decides what the cell's step is; the link as tables write it."""
+    found = settings.values(cell, settings.names(Cell, "condition", "subject"))
+    return found | {"link": text.link(found.pop("inter_bandwidth_bits_per_s"))}
 
 
 def _ledger(measured: Measurement, *phases: str) -> float | None:

@@ -8,29 +8,33 @@ import pandas as pd
 
 from analysis import strategies, text
 from analysis.comparison import SETTINGS
+from experiments import settings
+from experiments.records import Cell
 
-#: Settings that a table names only where they differ between its cells, and how.
+#: Settings that a table names only where they differ between its cells.
 OPTIONAL = {
-    "matrix": "Matrix",
-    "cluster": "Cluster",
-    "nodes": "Nodes",
-    "ranks_per_node": "Ranks a node",
-    "lora_rank": "LoRA rank",
-    "sequence_length": "Sequence",
-    "micro_batch": "Micro-batch",
-    "accumulation": "Accumulation",
-    "dtype": "Type",
-    "learning_rate": "Learning rate",
-    "seed": "Seed",
+    name: item
+    for name in settings.names(Cell, "condition")
+    if not (item := settings.described(Cell)[name]).setting.always
 }
+#: A panel of a figure shows cells that agree in the first of these, over all strategies and all
+#: values of the second.
+PANEL = settings.names(Cell, "condition", place="model")
+AXES = settings.names(Cell, "condition", place="axis")
 #: Columns of words; all others hold numbers and are set flush right.
-WORDS = {"Model", "Tuning", "Link", "Strategy", "Evidence", "State", *OPTIONAL.values()}
+WORDS = {"Model", "Tuning", "Link", "Strategy", "Evidence", "State"}
+WORDS |= {item.setting.label for item in OPTIONAL.values()}
 
 
 def varying(table: pd.DataFrame) -> list[str]:
     """The optional settings that differ between the cells of this table that ran."""
     ran = table[table["state"] != "skipped"]
     return [name for name in OPTIONAL if ran[name].nunique(dropna=False) > 1]
+
+
+def in_words(name: str, value: object) -> str:
+    """An optional setting and its value, such as ``accumulation 4``."""
+    return f"{OPTIONAL[name].setting.label.lower()} {OPTIONAL[name].written(value)}"
 
 
 def presentable(compared: pd.DataFrame) -> pd.DataFrame:
@@ -49,7 +53,10 @@ def presentable(compared: pd.DataFrame) -> pd.DataFrame:
     columns = {
         "Model": compared["model"],
         "Tuning": compared["tuning"],
-        **{OPTIONAL[name]: compared[name].astype(str) for name in varying(compared)},
+        **{
+            OPTIONAL[name].setting.label: compared[name].map(OPTIONAL[name].written)
+            for name in varying(compared)
+        },
         "Link": compared["inter_bandwidth_bits_per_s"].map(text.link),
         "Strategy": compared["strategy"].map(strategies.label),
         "s/step": shown("step_seconds_median", text.number),

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baselines import registry
+from experiments import settings
 from experiments.records import Cell, Record
 from simulation.schemes import scheme
 
@@ -152,19 +153,5 @@ def _keep_longest(kept: dict[tuple[object, ...], Record], record: Record) -> Non
 
 
 def _group(record: Record) -> tuple[object, ...]:
-    """What cells have in common that train on the same batches."""
-    cell = record.cell
-    return (
-        record.evidence,
-        cell.model,
-        cell.tuning,
-        cell.cluster.nodes,
-        cell.cluster.ranks_per_node,
-        cell.sequence_length,
-        cell.micro_batch,
-        cell.accumulation,
-        cell.dtype,
-        cell.lora_rank,
-        cell.learning_rate,
-        cell.seed,
-    )
+    """What cells have in common whose losses may be compared."""
+    return record.evidence, *settings.learned(record.cell)

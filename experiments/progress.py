@@ -184,7 +184,7 @@ class _CellLines:
         self._extra = varying_settings(cells)
         settings = [self._settings(cell) for cell in cells]
         titles = ["strategy", "tuning", "model", "link"]
-        titles += [_SHORT.get(name, name.replace("_", " ")) for name in self._extra]
+        titles += [_SHORT.get(item.name, item.setting.label.lower()) for item in self._extra]
         self._titles = titles
         self._widths = [
             max(len(title), *(len(row[i]) for row in settings)) for i, title in enumerate(titles)
@@ -215,8 +215,8 @@ class _CellLines:
 
     def _settings(self, cell: Cell) -> list[str]:
         link = format_bandwidth(cell.inter_bandwidth_bits_per_s)
-        extra = [str(getattr(cell, name)) for name in self._extra]
-        return [cell.variant, cell.tuning, cell.model.name, link, *extra]
+        extra = [item.written(item.of(cell)) for item in self._extra]
+        return [cell.subject, cell.tuning, cell.model.name, link, *extra]
 
 
 def seconds_left(
@@ -251,7 +251,7 @@ def clock(seconds: float) -> str:
 
 
 def _cell_status(cell: Cell, step: Step | None, elapsed: float) -> Table:
-    name = Text(cell.variant, style="bold")
+    name = Text(cell.subject, style="bold")
     name.append(f" · {cell.tuning} · {cell.model.name} · ", style="not bold")
     name.append(format_bandwidth(cell.inter_bandwidth_bits_per_s), style="not bold")
     if step is None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from experiments.settings import Parts, Setting, described, left_out_of_id
 from simulation import files
 from simulation.files import Name, Strict
 from simulation.transformer import ModelSpec, Tuning
@@ -28,25 +29,21 @@ State = Literal["ok", "oom", "failed", "timeout", "skipped"]
 Evidence = Literal["measured", "emulated", "simulated"]
 DType = Literal["float32", "bfloat16"]
 
-#: Settings that came after the first records: where they have their default, ids stay as they were.
-_CHOICES = (
-    "policy",
-    "gather_codec",
-    "reduce_codec",
-    "error_feedback",
-    "adapters",
-    "deepspeed",
-    "recomputed",
-)
+
+_KIND = Setting("Cluster", place="run")
+_NODES = Setting("Nodes", place="run", learns=True)
+_RANKS = Setting("Ranks per node", place="run", learns=True)
 
 
 class ClusterSpec(Strict):
     """The cluster a cell runs on: ``nodes`` × ``ranks_per_node`` processes."""
 
-    kind: Literal["emulated", "rented"] = "emulated"
-    nodes: int = Field(ge=1)
-    ranks_per_node: int = Field(ge=1)
-    port: int = Field(default=29500, ge=1024, le=65535)
+    kind: Annotated[Literal["emulated", "rented"], _KIND] = "emulated"
+    nodes: Annotated[int, _NODES] = Field(ge=1)
+    ranks_per_node: Annotated[int, _RANKS] = Field(ge=1)
+    port: Annotated[int, Setting("Port", "incidental", in_id="never")] = Field(
+        default=29500, ge=1024, le=65535
+    )
 
 
 class SimulatedSpec(Strict):
@@ -56,15 +53,23 @@ class SimulatedSpec(Strict):
     cell's bandwidth, of which ``link_efficiency`` is reached.
     """
 
-    kind: Literal["simulated"]
-    nodes: int = Field(ge=1)
-    ranks_per_node: int = Field(ge=1)
-    gpu: str
-    host_memory_gb: float = Field(default=512, gt=0)
+    kind: Annotated[Literal["simulated"], _KIND]
+    nodes: Annotated[int, _NODES] = Field(ge=1)
+    ranks_per_node: Annotated[int, _RANKS] = Field(ge=1)
+    gpu: Annotated[str, Setting("GPU", place="run")]
+    host_memory_gb: Annotated[
+        float, Setting("Host memory", place="run", write="{:g} GB".format)
+    ] = Field(default=512, gt=0)
     #: Shares of the data sheets' peaks that matrix products and links reach.
-    matmul_efficiency: float = Field(default=0.5, gt=0, le=1)
-    link_efficiency: float = Field(default=0.8, gt=0, le=1)
-    inter_latency_us: float = Field(default=15.0, ge=0)
+    matmul_efficiency: Annotated[float, Setting("Matmul efficiency", place="run")] = Field(
+        default=0.5, gt=0, le=1
+    )
+    link_efficiency: Annotated[float, Setting("Link efficiency", place="run")] = Field(
+        default=0.8, gt=0, le=1
+    )
+    inter_latency_us: Annotated[float, Setting("Latency", place="run", write="{:g} µs".format)] = (
+        Field(default=15.0, ge=0)
+    )
 
     @field_validator("gpu")
     @classmethod
@@ -80,36 +85,51 @@ AnyCluster = Annotated[ClusterSpec | SimulatedSpec, Field(discriminator="kind")]
 class Cell(Strict):
     """One point of a matrix: everything a worker needs to know."""
 
-    matrix: MatrixName
-    strategy: Name
-    model: ModelSpec
-    tuning: Tuning
-    cluster: AnyCluster
+    matrix: Annotated[MatrixName, Setting("Matrix", place="run")]
+    strategy: Annotated[Name, Setting("Strategy", "subject", always=True)]
+    model: Annotated[ModelSpec, Setting("Model", place="model", learns=True, always=True)]
+    tuning: Annotated[Tuning, Setting("Tuning", place="model", learns=True, always=True)]
+    cluster: Annotated[AnyCluster, Parts(named="kind")]
     #: Egress limit of each node in bits a second; ``None`` leaves the link unshaped.
-    inter_bandwidth_bits_per_s: int | None = Field(gt=0)
-    sequence_length: int = Field(ge=2)
+    inter_bandwidth_bits_per_s: Annotated[
+        int | None, Setting("Link", place="axis", always=True)
+    ] = Field(gt=0)
+    sequence_length: Annotated[int, Setting("Sequence", learns=True)] = Field(ge=2)
     #: Sequences a rank and micro-batch.
-    micro_batch: int = Field(ge=1)
+    micro_batch: Annotated[int, Setting("Micro-batch", learns=True)] = Field(ge=1)
     #: Micro-batches between two optimizer steps.
-    accumulation: int = Field(ge=1)
-    dtype: DType
+    accumulation: Annotated[int, Setting("Accumulation", learns=True)] = Field(ge=1)
+    dtype: Annotated[DType, Setting("Type", learns=True)]
     #: Cache policy of strategies that have one, as ``baselines.policies`` reads it.
-    policy: str = "host"
+    policy: Annotated[str, Setting("Policy", "subject", in_id="later")] = "host"
     #: What crosses nodes in gathers and reductions, as ``baselines.codecs`` reads it.
-    gather_codec: str = "none"
-    reduce_codec: str = "none"
-    error_feedback: bool = False
-    adapters: Literal["sharded", "replicated"] = "sharded"
+    gather_codec: Annotated[
+        str, Setting("Gather codec", "subject", in_id="later", write="gather {}".format)
+    ] = "none"
+    reduce_codec: Annotated[
+        str, Setting("Reduce codec", "subject", in_id="later", write="reduce {}".format)
+    ] = "none"
+    error_feedback: Annotated[
+        bool, Setting("Error feedback", "subject", in_id="later", write=lambda _: "error feedback")
+    ] = False
+    adapters: Annotated[
+        Literal["sharded", "replicated"],
+        Setting("Adapters", "subject", in_id="later", write="{} adapters".format),
+    ] = "sharded"
     #: Which of DeepSpeed's pins, as ``baselines.pins`` has them, for strategies that are its own.
-    deepspeed: Literal["current", "paper"] = "current"
+    deepspeed: Annotated[
+        Literal["current", "paper"], Setting("DeepSpeed", "subject", in_id="later")
+    ] = "current"
     #: Share of the blocks whose activations are recomputed in backward; simulated clusters only.
-    recomputed: float = Field(default=0.0, ge=0, le=1)
-    lora_rank: int = Field(ge=1)
-    learning_rate: float = Field(gt=0)
-    warmup_steps: int = Field(ge=0)
-    steps: int = Field(ge=1)
-    seed: int = 0
-    timeout_s: float = Field(gt=0)
+    recomputed: Annotated[float, Setting("Recomputed", in_id="later")] = Field(
+        default=0.0, ge=0, le=1
+    )
+    lora_rank: Annotated[int, Setting("LoRA rank", place="model", learns=True)] = Field(ge=1)
+    learning_rate: Annotated[float, Setting("Learning rate", learns=True)] = Field(gt=0)
+    warmup_steps: Annotated[int, Setting("Warm-up steps", "incidental")] = Field(ge=0)
+    steps: Annotated[int, Setting("Steps", "incidental")] = Field(ge=1)
+    seed: Annotated[int, Setting("Seed", place="axis", learns=True)] = 0
+    timeout_s: Annotated[float, Setting("Time limit", "incidental", in_id="never")] = Field(gt=0)
 
     @field_validator("error_feedback")
     @classmethod
@@ -157,17 +177,18 @@ class Cell(Strict):
     @property
     def choices(self) -> tuple[str, ...]:
         """What it chooses for its strategy other than the defaults, in words, for comparisons."""
-        words = {
-            "policy": self.policy,
-            "gather_codec": f"gather {self.gather_codec}",
-            "reduce_codec": f"reduce {self.reduce_codec}",
-            "error_feedback": "error feedback",
-            "adapters": f"{self.adapters} adapters",
-        }
-        fields = Cell.model_fields
         return tuple(
-            word for name, word in words.items() if getattr(self, name) != fields[name].default
+            item.written(value)
+            for name, item in described(type(self)).items()
+            if item.setting.role == "subject"
+            and name not in ("strategy", "deepspeed")  # the variant has them
+            and (value := getattr(self, name)) != type(self).model_fields[name].default
         )
+
+    @property
+    def subject(self) -> str:
+        """What is compared: the strategy with all that it chooses."""
+        return " ".join((self.variant, *self.choices))
 
     @property
     def id(self) -> str:
@@ -178,12 +199,9 @@ class Cell(Strict):
         """
         bandwidth = self.inter_bandwidth_bits_per_s
         link = "unshaped" if bandwidth is None else f"{bandwidth / 1e6:g}mbit"
-        exclude: dict[str, Any] = {"timeout_s": True, "cluster": {"port"}}
+        exclude = left_out_of_id(self)
         if self.model.vocabulary == ModelSpec.model_fields["vocabulary"].default:
-            exclude["model"] = {"vocabulary"}
-        for name in _CHOICES:
-            if getattr(self, name) == Cell.model_fields[name].default:  # as before there was one
-                exclude[name] = True
+            exclude["model"] = {"vocabulary"}  # as before models had one
         settings = self.model_dump_json(exclude=exclude)
         digest = hashlib.sha256(settings.encode()).hexdigest()[:8]
         return (

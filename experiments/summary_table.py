@@ -9,8 +9,10 @@ from rich.console import Group, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from experiments import settings
 from experiments.matrix import format_bandwidth
 from experiments.records import Cell, Record, State
+from experiments.settings import Described, described
 
 BASELINE = "deepspeed-zero3"
 STATE_STYLES = {
@@ -24,11 +26,6 @@ STATE_STYLES = {
 _LISTED = 3
 _ABSENT = Text("–", style="dim")
 
-#: Settings in which the cells of one comparison may differ: what is compared, and how long it ran.
-_WITHIN = ("strategy", "deepspeed", "timeout_s", "warmup_steps", "steps")
-#: Settings that every heading shows, or that no matrix varies.
-_ALWAYS = ("model", "tuning", "inter_bandwidth_bits_per_s", "matrix", "cluster")
-
 
 def summary(records: Sequence[Record]) -> RenderableType:
     """Cells by model, tuning and link; below them what did not run to its end, and why."""
@@ -36,24 +33,39 @@ def summary(records: Sequence[Record]) -> RenderableType:
     if not ran:
         return Group(*_notes(records))
     extra = varying_settings([record.cell for record in ran])
-    groups: dict[str, list[Record]] = {}
-    for record in ran:
-        settings = record.cell.model_dump_json(exclude=set(_WITHIN))
-        groups.setdefault(settings, []).append(record)
+    groups = _groups(ran)
     # The first column fits every strategy, so that the tables line up under one header.
-    longest = max(len(record.cell.variant) for record in ran)
+    longest = max(len(record.cell.subject) for record in ran)
     parts: list[RenderableType] = [_header(longest)]
-    for group in groups.values():
+    for group in groups:
         comparison = _Comparison.of(group)
-        parts.append(_heading(group[0].cell, extra, comparison))
+        parts.append(_heading([record.cell for record in group], extra, comparison))
         parts.append(_rows(group, comparison, longest))
     return Group(*parts, *_notes(records))
 
 
-def varying_settings(cells: Sequence[Cell]) -> list[str]:
-    """Settings beyond model, tuning and link in which these cells are different comparisons."""
-    names = [name for name in Cell.model_fields if name not in (*_WITHIN, *_ALWAYS)]
-    return [name for name in names if len({getattr(cell, name) for cell in cells}) > 1]
+def _groups(ran: Sequence[Record]) -> list[list[Record]]:
+    """Cells that may be compared, in the order of the first of each."""
+    rows = [
+        settings.values(record.cell, settings.names(Cell, "condition"))
+        | {"strategy": record.cell.subject, "evidence": record.evidence}
+        for record in ran
+    ]
+    alike = settings.must_agree(Cell, rows)
+    groups: dict[tuple[object, ...], list[Record]] = {}
+    for record, row in zip(ran, rows, strict=True):
+        groups.setdefault(tuple(row[name] for name in alike), []).append(record)
+    return list(groups.values())
+
+
+def varying_settings(cells: Sequence[Cell]) -> list[Described]:
+    """Settings beyond those always shown in which these cells are different comparisons."""
+    conditions = (described(Cell)[name] for name in settings.names(Cell, "condition"))
+    return [
+        item
+        for item in conditions
+        if not item.setting.always and len({item.of(cell) for cell in cells}) > 1
+    ]
 
 
 @dataclass(frozen=True)
@@ -69,7 +81,7 @@ class _Comparison:
 
     @classmethod
     def of(cls, group: Sequence[Record]) -> _Comparison:
-        baseline = next((record for record in group if record.cell.variant == BASELINE), None)
+        baseline = next((record for record in group if record.cell.subject == BASELINE), None)
         steps = {len(r.measurement.losses) for r in group if r.measurement} - {0}
         return cls(baseline, min(steps, default=0), len(steps) > 1)
 
@@ -84,7 +96,7 @@ class _Column:
 
 
 def _strategy(record: Record) -> Text:
-    return Text(record.cell.variant, style="bold" if record.cell.strategy == "fcdp" else "")
+    return Text(record.cell.subject, style="bold" if record.cell.strategy == "fcdp" else "")
 
 
 def _state(record: Record, _: _Comparison) -> Text:
@@ -189,9 +201,14 @@ def _rows(group: Sequence[Record], comparison: _Comparison, longest_strategy: in
     return table
 
 
-def _heading(cell: Cell, extra: Sequence[str], comparison: _Comparison) -> Text:
-    parts = [cell.model.name, cell.tuning, format_bandwidth(cell.inter_bandwidth_bits_per_s)]
-    parts += [f"{name.replace('_', ' ')} {getattr(cell, name)}" for name in extra]
+def _heading(cells: Sequence[Cell], extra: Sequence[Described], comparison: _Comparison) -> Text:
+    first = cells[0]
+    parts = [first.model.name, first.tuning, format_bandwidth(first.inter_bandwidth_bits_per_s)]
+    for item in extra:
+        label, own = item.setting.label.lower(), {item.of(cell) for cell in cells}
+        parts.append(
+            f"{label} {item.written(own.pop())}" if len(own) == 1 else f"each at its own {label}"
+        )
     if comparison.is_cut:
         # Losses of different steps would look like different results.
         parts.append(f"loss of step {comparison.step}")

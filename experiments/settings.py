@@ -1,0 +1,200 @@
+"""What each setting of a cell is to those who name, compare and show cells.
+
+A field of a cell says it once, where it is declared: ``Annotated[int, Setting("Sequence")]``. Ids,
+groups of cells that are compared, their baselines, columns of tables, panels and captions of
+figures, claims and the parity check read it here. A field that says nothing is a ``TypeError``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+#: ``condition``: cells are compared only where it is alike. ``subject``: it is what is compared.
+#: ``incidental``: it changes nothing of what a step is.
+Role = Literal["condition", "subject", "incidental"]
+#: Where cells that differ in it stand: ``run`` and ``training`` in figures of their own, ``model``
+#: in panels of one figure, ``axis`` in one panel. Tables sort by these in this order.
+Place = Literal["run", "model", "training", "axis"]
+#: ``later``: it came after the first records; where it has its default, ids are as they were.
+InId = Literal["always", "later", "never"]
+_PLACES = get_args(Place)
+#: Shown where a cell has no such setting.
+_ABSENT = "–"
+
+
+def _plain(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a field of a cell says of itself."""
+
+    #: The name that readers see.
+    label: str
+    role: Role = "condition"
+    place: Place = "training"
+    in_id: InId = "always"
+    #: Whether cells that differ in it train on other batches or other parameters, so that their
+    #: losses say nothing of one another.
+    learns: bool = False
+    #: Whether all tables and headings show it, and not only those whose cells differ in it.
+    always: bool = False
+    #: A value in words.
+    write: Callable[[Any], str] = _plain
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A field whose own fields are settings; ``named`` is the one that goes by its name."""
+
+    named: str
+
+
+@dataclass(frozen=True)
+class Described:
+    """A setting by the name that columns and claims know it by."""
+
+    name: str
+    setting: Setting
+    #: The type of a column of its values, as pandas calls it.
+    kind: str
+    #: Its plain value in a cell; ``None`` where the cell has no such setting.
+    of: Callable[[BaseModel], Any]
+
+    def written(self, value: Any) -> str:
+        """A value in words; a dash where there is none."""
+        # No number equals itself less than NaN, which is how tables write what is missing.
+        return _ABSENT if value is None or value != value else self.setting.write(value)
+
+
+@cache
+def described(cell: type[BaseModel]) -> Mapping[str, Described]:
+    """All settings of this type of cell in the order of its fields."""
+    found: dict[str, Described] = {}
+    for name, field in cell.model_fields.items():
+        for item in _of_field(cell, name, field):
+            found.setdefault(item.name, item)
+    return found
+
+
+def names(cell: type[BaseModel], *roles: Role, place: Place | None = None) -> list[str]:
+    """The settings of these roles, and of this place if given, in the order of places."""
+    chosen = [
+        item
+        for item in described(cell).values()
+        if item.setting.role in roles and place in (None, item.setting.place)
+    ]
+    chosen.sort(key=lambda item: _PLACES.index(item.setting.place))
+    return [item.name for item in chosen]
+
+
+def values(cell: BaseModel, chosen: Collection[str]) -> dict[str, Any]:
+    """The plain values of these settings in a cell, by name."""
+    every = described(type(cell))
+    return {name: every[name].of(cell) for name in chosen}
+
+
+def learned(cell: BaseModel) -> tuple[object, ...]:
+    """What cells have in common that train the same parameters on the same batches."""
+    return tuple(item.of(cell) for item in described(type(cell)).values() if item.setting.learns)
+
+
+def must_agree(cell: type[BaseModel], rows: Sequence[Mapping[str, object]]) -> list[str]:
+    """The settings in which cells must agree to be compared, among these of one matrix.
+
+    Each row has a cell's conditions by name, its ``strategy`` as it is compared, and its
+    ``evidence``. Not the micro-batch where each strategy has its own: in simulations, the largest
+    that fits.
+    """
+    every = names(cell, "condition")
+    if any(row["evidence"] != "simulated" for row in rows):
+        return every
+    others = [name for name in every if name != "micro_batch"]
+    apart = {tuple(row[name] for name in (*others, "strategy")) for row in rows}
+    own = len(apart) == len(rows) and len({row["micro_batch"] for row in rows}) > 1
+    return others if own else every
+
+
+def left_out_of_id(cell: BaseModel) -> dict[str, Any]:
+    """What an id does not depend on, as ``model_dump`` takes it."""
+    found: dict[str, Any] = {}
+    for name, field in type(cell).model_fields.items():
+        said = _said(type(cell), name, field)
+        value = getattr(cell, name)
+        if isinstance(said, Parts):
+            if parts := left_out_of_id(value):
+                found[name] = parts
+        elif said.in_id == "never" or (said.in_id == "later" and value == field.default):
+            found[name] = True
+    return found
+
+
+def _said(owner: type[BaseModel], name: str, field: FieldInfo) -> Setting | Parts:
+    said = [item for item in field.metadata if isinstance(item, Setting | Parts)]
+    if len(said) != 1:
+        raise TypeError(
+            f"{owner.__name__}.{name} must say once what it is to ids, comparisons and tables: "
+            "Annotated[..., Setting(...)]"
+        )
+    return said[0]
+
+
+def _of_field(owner: type[BaseModel], name: str, field: FieldInfo) -> list[Described]:
+    said = _said(owner, name, field)
+    if isinstance(said, Parts):
+        return _of_parts(name, said, _types(field.annotation))
+    (kind, *_) = _types(field.annotation)
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        # By its name, which is its own within a matrix, and all that the name stands for.
+        full = replace(said, label=f"{said.label} in full", always=True)
+        return [
+            Described(name, said, "string", lambda cell: getattr(cell, name).name),
+            Described(
+                f"{name}_in_full",
+                full,
+                "string",
+                lambda cell: getattr(cell, name).model_dump_json(),
+            ),
+        ]
+    return [Described(name, said, _column(field.annotation), lambda cell: getattr(cell, name))]
+
+
+def _of_parts(name: str, parts: Parts, kinds: Collection[Any]) -> list[Described]:
+    """Settings of a field that is one of several types, each with fields of its own."""
+    found = []
+    for kind in kinds:
+        for part, field in kind.model_fields.items():
+            said = _said(kind, part, field)
+            assert isinstance(said, Setting), "parts have no parts"
+            column = _column(field.annotation)
+            if not all(part in other.model_fields for other in kinds):
+                column = "float64" if column == "Int64" else column
+            own = name if part == parts.named else part
+            found.append(Described(own, said, column, _getter(name, part)))
+    return found
+
+
+def _getter(name: str, part: str) -> Callable[[BaseModel], Any]:
+    return lambda cell: getattr(getattr(cell, name), part, None)
+
+
+def _types(annotation: Any) -> list[Any]:
+    """The types of a union, or the one type."""
+    return [kind for kind in get_args(annotation) or (annotation,) if kind is not type(None)]
+
+
+def _column(annotation: Any) -> str:
+    """How a table keeps such values; a number that may be missing is a float."""
+    kinds = _types(annotation)
+    if kinds == [bool]:
+        return "boolean"
+    if kinds == [int]:
+        return "float64" if type(None) in get_args(annotation) else "Int64"
+    return "float64" if kinds == [float] else "string"
