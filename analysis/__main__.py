@@ -54,7 +54,7 @@ def report(
         return
     found = _load(records)
     _check_baseline(baseline, found)
-    from analysis.report import write
+    from analysis.report.run import write
 
     directory = output or (records if records.is_dir() else records.parent) / "report"
     try:
@@ -77,11 +77,12 @@ def table(
     """Print every cell next to the baseline that ran under the same settings."""
     found = _load(records)
     _check_baseline(baseline, found)
-    from analysis import frame, tables
-    from analysis.comparison import compare
-    from analysis.report import markdown as as_markdown
+    from analysis.compare.baseline import compare
+    from analysis.load.table import frame, latest
+    from analysis.report import tables
+    from analysis.report.run import markdown as as_markdown
 
-    compared = compare(frame.frame(frame.latest(found)), baseline)
+    compared = compare(frame(latest(found)), baseline)
     if markdown:
         typer.echo(as_markdown(compared), nl=False)
         return
@@ -97,11 +98,11 @@ def audit(records: Records) -> None:
     without records of cells that were run.
     """
     found = _load(records)
-    from analysis import frame
-    from analysis.audit import audit, markdown
+    from analysis.compare.audit import audit, markdown
+    from analysis.load.table import latest
 
     try:
-        findings = audit(frame.latest(found))
+        findings = audit(latest(found))
     except ValueError as error:
         _fail(f"{records}: {error}")
     typer.echo(markdown(findings), nl=False)
@@ -111,7 +112,7 @@ def audit(records: Records) -> None:
 
 def _reproduce() -> None:
     """Write the claims next to the committed records."""
-    from analysis import reproduction
+    from analysis.report import reproduction
 
     try:
         written = reproduction.write(RESULTS)
@@ -122,7 +123,7 @@ def _reproduce() -> None:
 
 def _load(path: Path) -> list[Record]:
     """The records, or one message and exit status 2."""
-    from analysis.frame import load
+    from analysis.load.table import load
 
     try:
         return load(path)

@@ -163,7 +163,7 @@ def _of_field(owner: type[BaseModel], name: str, field: FieldInfo) -> list[Descr
                 lambda cell: getattr(cell, name).model_dump_json(),
             ),
         ]
-    return [Described(name, said, _column(field.annotation), lambda cell: getattr(cell, name))]
+    return [Described(name, said, column(field.annotation), lambda cell: getattr(cell, name))]
 
 
 def _of_parts(name: str, parts: Parts, kinds: Collection[Any]) -> list[Described]:
@@ -173,11 +173,11 @@ def _of_parts(name: str, parts: Parts, kinds: Collection[Any]) -> list[Described
         for part, field in kind.model_fields.items():
             said = _said(kind, part, field)
             assert isinstance(said, Setting), "parts have no parts"
-            column = _column(field.annotation)
-            if not all(part in other.model_fields for other in kinds):
-                column = "float64" if column == "Int64" else column
+            values = column(field.annotation)
+            if values == "Int64" and not all(part in other.model_fields for other in kinds):
+                values = "float64"
             own = name if part == parts.named else part
-            found.append(Described(own, said, column, _getter(name, part)))
+            found.append(Described(own, said, values, _getter(name, part)))
     return found
 
 
@@ -190,8 +190,8 @@ def _types(annotation: Any) -> list[Any]:
     return [kind for kind in get_args(annotation) or (annotation,) if kind is not type(None)]
 
 
-def _column(annotation: Any) -> str:
-    """How a table keeps such values; a number that may be missing is a float."""
+def column(annotation: Any) -> str:
+    """How a table keeps values of this type; a number that may be missing is a float."""
     kinds = _types(annotation)
     if kinds == [bool]:
         return "boolean"

@@ -17,8 +17,8 @@ from pathlib import Path
 from rich.console import Console
 
 from analysis import text
-from analysis.audit import Finding, audit
-from analysis.frame import load
+from analysis.compare.audit import Finding, audit
+from analysis.load.table import load
 from experiments.matrix import format_bandwidth
 from experiments.records import Cell, Record
 from experiments.summary_table import summary

@@ -6,8 +6,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from analysis.comparison import compare
-from analysis.frame import frame
+from analysis.compare.baseline import compare
+from analysis.load.table import frame
 from experiments.records import Record
 from tests.analysis import made_up
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from analysis import text
-from analysis.frame import load
+from analysis.load.table import load
 from experiments.matrix import format_bandwidth
 from experiments.records import Record
 from tests.docs import ROOT, table

@@ -1,0 +1,195 @@
+"""How a claim is compared with records: a closed set of ways to get one number from rows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from analysis.load.rows import Quantity, Row
+from experiments.parity import largest_difference
+from experiments.records import State
+from simulation.files import Strict
+from simulation.transformer import Tuning
+
+#: What a number is written in, and what a number in basic units (a ratio, bytes) is multiplied by.
+Unit = Literal["×", "%", "GB", "MB", "tokens/s", "TFLOPS", "words/s", "perplexity", "servers"]
+SCALES: dict[Unit, float] = {"×": 1, "%": 100, "GB": 1e-9, "MB": 1e-6, "tokens/s": 1}
+#: Of several numbers; the middle one unless a claim says "up to" or "at least".
+Take = Literal["max", "min", "median"]
+_TAKE: dict[Take, Callable[[Sequence[float]], float]] = {"max": max, "min": min, "median": median}
+
+_LINK = re.compile(r"unshaped|\d+(\.\d+)? [MG]bit/s")
+
+
+class Selection(Strict):
+    """Cells that have all of these settings; what is not given may be anything."""
+
+    strategy: str | None = None
+    tuning: Tuning | None = None
+    model: str | None = None
+    #: As tables write it, such as ``8.5 Mbit/s`` or ``unshaped``.
+    link: str | None = None
+    nodes: int | None = Field(default=None, ge=1)
+    #: ``any`` in ``over``: whichever it is, where each strategy has one of its own.
+    micro_batch: Annotated[int, Field(ge=1)] | Literal["any"] | None = None
+    accumulation: int | None = Field(default=None, ge=1)
+    policy: str | None = None
+    #: Of a study of memory: whether blocks are computed again in backward.
+    checkpointing: bool | None = None
+
+    @field_validator("link")
+    @classmethod
+    def _is_a_link(cls, value: str | None) -> str | None:
+        if value is not None and not _LINK.fullmatch(value):
+            raise ValueError(
+                f"{value!r} is not a link; allowed: unshaped, or a number and Mbit/s or Gbit/s"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _selects(self) -> Selection:
+        if not self.settings:
+            raise ValueError(f"is empty; allowed are {', '.join(Selection.model_fields)}")
+        return self
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """What is asked for, by setting."""
+        return self.model_dump(exclude_none=True)
+
+    def matches(self, row: Row) -> bool:
+        """Whether the cell has all that is asked for."""
+        return all(
+            value in ("any", row.settings.get(name)) for name, value in self.settings.items()
+        )
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One number from records, in basic units, and the cell it is of."""
+
+    value: float
+    row: Row
+
+
+class Ratio(Strict):
+    """Each cell of ``of`` against the cell that differs from it in ``over`` alone.
+
+    ``ratio`` is a/b in ×; ``reduction`` 1 − a/b and ``gain`` a/b − 1, both in %.
+    """
+
+    kind: Literal["ratio", "reduction", "gain"]
+    quantity: Quantity
+    of: Selection
+    over: Selection
+    take: Take = "median"
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        return ("×", "%") if self.kind == "ratio" else ("%",)
+
+    def samples(self, rows: Sequence[Row]) -> list[Sample]:
+        found = []
+        for a, b in _pairs(rows, self.of, self.over):
+            top, bottom = (row.quantities.get(self.quantity) for row in (a, b))
+            if top is None or not bottom:
+                continue
+            ratio = top / bottom
+            value = {"ratio": ratio, "reduction": 1 - ratio, "gain": ratio - 1}[self.kind]
+            found.append(Sample(value, a))
+        return found
+
+
+class Value(Strict):
+    """A quantity itself."""
+
+    kind: Literal["value"]
+    quantity: Quantity
+    of: Selection
+    take: Take = "median"
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        if self.quantity == "tokens_per_s":
+            return ("tokens/s",)
+        return ("GB", "MB") if self.quantity.endswith("bytes") else ("×", "%")
+
+    def samples(self, rows: Sequence[Row]) -> list[Sample]:
+        chosen = [(row, row.quantities.get(self.quantity)) for row in rows if self.of.matches(row)]
+        return [Sample(value, row) for row, value in chosen if value is not None]
+
+
+class LossDifference(Strict):
+    """The largest difference of a step's loss from the other cell's, relative to the latter.
+
+    Infinite where a loss is missing or not finite.
+    """
+
+    kind: Literal["loss_difference"]
+    of: Selection
+    over: Selection
+    take: Take = "max"
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        return ("%",)
+
+    def samples(self, rows: Sequence[Row]) -> list[Sample]:
+        found = []
+        for a, b in _pairs(rows, self.of, self.over):
+            if a.losses and b.losses:
+                found.append(Sample(largest_difference(a.losses, b.losses), a))
+        return found
+
+
+class Outcome(Strict):
+    """The share of cells that end in a state, such as ``oom``."""
+
+    kind: Literal["outcome"]
+    of: Selection
+    state: State
+    take: Literal["mean"] = "mean"
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        return ("%",)
+
+    def samples(self, rows: Sequence[Row]) -> list[Sample]:
+        # What a matrix leaves out did not end in any state, unless that is what is asked for.
+        ended = [row for row in rows if self.state == "skipped" or row.state != "skipped"]
+        return [
+            Sample(float(row.state == self.state), row) for row in ended if self.of.matches(row)
+        ]
+
+
+Computation = Annotated[Ratio | Value | LossDifference | Outcome, Field(discriminator="kind")]
+
+
+def taken(samples: Sequence[Sample], take: Take | Literal["mean"]) -> float:
+    """One number of several, in basic units; there must be one at least."""
+    values = [sample.value for sample in samples]
+    return sum(values) / len(values) if take == "mean" else _TAKE[take](values)
+
+
+def _pairs(rows: Sequence[Row], of: Selection, over: Selection) -> Iterator[tuple[Row, Row]]:
+    """Cells of ``of``, each with the one that differs in the settings of ``over`` alone.
+
+    Evidence is never mixed; cells that left no figures have no part in a comparison.
+    """
+    finished = [row for row in rows if row.quantities]
+    others = {_rest(row, over): row for row in finished if over.matches(row)}
+    for row in finished:
+        partner = others.get(_rest(row, over))
+        if partner is not None and of.matches(row):
+            yield row, partner
+
+
+def _rest(row: Row, over: Selection) -> tuple[object, ...]:
+    """What two cells that are compared must have in common."""
+    named = over.settings
+    return row.evidence, *(value for name, value in row.settings.items() if name not in named)

@@ -1,0 +1,198 @@
+"""The papers' claims: what each says, and what tests it.
+
+``claims.yaml`` is the one place where papers' numbers are written down. A mistake in it raises
+``ValueError`` naming the file, the line, the claim, the key and what is allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from analysis.claims.computations import SCALES, Computation, Unit
+from analysis.load import matrices
+from experiments import yaml_lines
+from experiments.records import MatrixName
+from experiments.yaml_lines import Document, KeyPath
+from simulation.files import Name, Strict
+
+CLAIMS = Path(__file__).parents[1] / "claims.yaml"
+
+#: How well a paper's number is known.
+Label = Literal["text", "code", "2nd", "derived", "recalled", "measured"]
+LABELS: dict[Label, str] = {
+    "text": "read in the paper's own text (abstract, README, figure)",
+    "code": "read in the authors' released source",
+    "2nd": "read in a third party's note that quotes the paper; not checked against it",
+    "derived": "worked out by this project from the paper's definitions",
+    "recalled": "unverified memory; a hypothesis",
+    "measured": "measured earlier by this project, with a throw-away prototype",
+}
+
+
+class Paper(Strict):
+    """A paper, and why its claims are not tested where they do not say so themselves."""
+
+    title: str
+    arxiv: str = Field(pattern=r"^\d{4}\.\d{5}$")
+    untested: str | None = None
+
+
+class MatrixUse(Strict):
+    """A matrix that tests claims: how to run it, and what that takes where no record says it."""
+
+    command: str | None = None
+    #: Why there are no records yet; a matrix without a file or a command must say so.
+    planned: str | None = None
+    resources: str | None = None
+    #: What its records must not be used for.
+    caveat: str | None = None
+    #: What to know of its times where they are used.
+    noise: str | None = None
+
+
+class Tolerance(Strict):
+    """How far ours may be from the paper's; one of the three, the last two in the claim's unit."""
+
+    relative: float | None = Field(default=None, ge=0)
+    at_least: float | None = None
+    at_most: float | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Tolerance:
+        if len(self.model_dump(exclude_none=True)) != 1:
+            raise ValueError("must have exactly one of relative, at_least, at_most")
+        return self
+
+    def admits(self, ours: float, paper: float | None) -> bool:
+        """Whether ours is near enough; both in the claim's unit."""
+        if self.at_least is not None:
+            return ours >= self.at_least
+        if self.at_most is not None:
+            return ours <= self.at_most
+        assert self.relative is not None
+        assert paper is not None, "checked when the claim was read"
+        return abs(ours - paper) <= self.relative * abs(paper)
+
+
+class Check(Strict):
+    """How a matrix's records are compared with a claim."""
+
+    matrix: MatrixName
+    compute: Computation
+    tolerance: Tolerance
+    #: What to know of the comparison, whatever it says.
+    note: str | None = None
+    #: The reason found; shown only where the claim is indeed not reproduced.
+    because: str | None = None
+
+
+class Claim(Strict):
+    """One claim of one paper."""
+
+    id: Name
+    paper: str
+    #: The part of the paper or, where that is not known, of what quotes it.
+    where: str
+    claim: str
+    label: Label
+    number: float | None = None
+    unit: Unit | None = None
+    checks: tuple[Check, ...] = ()
+    #: Why nothing tests it yet; by default what its paper says.
+    untested: str | None = None
+    #: What a test would take, such as ``128 A100``.
+    needs: str | None = None
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Claim:
+        if self.number is not None and self.unit is None:
+            raise ValueError(f"unit is missing; allowed are {', '.join(SCALES)} and others")
+        for check in self.checks:
+            if self.unit not in check.compute.units:
+                raise ValueError(
+                    f"unit {self.unit!r} does not fit a check of kind {check.compute.kind}; "
+                    f"allowed: {', '.join(check.compute.units)}"
+                )
+            if check.tolerance.relative is not None and self.number is None:
+                raise ValueError("a relative tolerance needs a number")
+        return self
+
+
+class Claims(Strict):
+    """The file."""
+
+    papers: dict[Name, Paper]
+    matrices: dict[MatrixName, MatrixUse]
+    claims: tuple[Claim, ...]
+
+
+def load(path: Path = CLAIMS) -> Claims:
+    """Read and check the claims; ``ValueError`` as said above, ``OSError`` without a file."""
+    document = yaml_lines.load(path)
+    try:
+        claims = Claims.model_validate(document.values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(_said(document, first["loc"], first["msg"])) from error
+    for place, problem in _mistakes(claims):
+        raise ValueError(_said(document, place, problem))
+    return claims
+
+
+def _mistakes(claims: Claims) -> Iterator[tuple[KeyPath, str]]:
+    """What one claim alone cannot know: where it stands, and what is wrong."""
+    seen: set[str] = set()
+    existing = matrices.named()
+    for name, use in claims.matrices.items():
+        if name not in existing and use.planned is None and use.command is None:
+            there = ", ".join(existing)
+            problem = f"no such matrix, not planned, and without a command; there are {there}"
+            yield ("matrices", name), problem
+    for at, claim in enumerate(claims.claims):
+        place = ("claims", at)
+        if claim.id in seen:
+            yield (*place, "id"), f"{claim.id!r} is there already; ids are unique"
+        seen.add(claim.id)
+        if claim.paper not in claims.papers:
+            allowed = ", ".join(claims.papers)
+            yield (*place, "paper"), f"{claim.paper!r}: allowed are {allowed}"
+        elif not (claim.checks or claim.untested or claims.papers[claim.paper].untested):
+            yield place, "has neither checks nor a reason why it is untested"
+        for index, check in enumerate(claim.checks):
+            where = (*place, "checks", index)
+            if check.matrix not in claims.matrices:
+                allowed = ", ".join(claims.matrices)
+                yield (*where, "matrix"), f"{check.matrix!r} is no matrix; allowed are {allowed}"
+            for key, problem in _unknown_names(check):
+                yield (*where, "compute", *key), problem
+
+
+def _unknown_names(check: Check) -> Iterator[tuple[KeyPath, str]]:
+    """Names in a selection that no cell of the check's matrix has."""
+    known = matrices.names(check.matrix)
+    for part in ("of", "over"):
+        selection = getattr(check.compute, part, None)
+        for setting, allowed in known.items():
+            name = getattr(selection, setting, None)
+            if name is not None and name not in allowed:
+                there = ", ".join(sorted(allowed))
+                problem = f"{name!r} is not in the matrix {check.matrix}; allowed are {there}"
+                yield (part, setting), problem
+
+
+def _said(document: Document, place: Sequence[str | int], problem: str) -> str:
+    """One line: file, line, claim and key, and the problem."""
+    known: KeyPath = ()
+    for part in place:
+        # The name of a union's member, or a key that is missing, has no line.
+        known = (*known, part) if (*known, part) in document.lines else known
+    where = ".".join(str(part) for part in place)
+    if len(place) > 1 and place[0] == "claims":
+        of = document.values["claims"][place[1]]
+        where += f" ({of['id']})" if isinstance(of, dict) and "id" in of else ""
+    said = problem.removeprefix("Value error, ")
+    return f"{document.file}:{document.lines[known]}: {where}: {said}"

@@ -1,0 +1,127 @@
+"""What the committed records say of each claim."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from analysis import text
+from analysis.claims.computations import SCALES, Ratio, Sample, Unit, Value, taken
+from analysis.claims.papers import Check, Claim, Claims
+from analysis.load.rows import Row
+from experiments.records import Evidence
+
+Verdict = Literal["reproduced", "not reproduced", "not run"]
+#: A claim whose checks do not agree.
+Summary = Literal["reproduced", "reproduced in part", "not reproduced", "not run"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A claim against one matrix; without a check it says why there is none."""
+
+    claim: Claim
+    check: Check | None
+    verdict: Verdict
+    #: In the claim's unit; ``None`` where nothing was run.
+    ours: float | None
+    #: The evidence of the cells that ours is taken from; never more than one kind.
+    evidence: Evidence | None
+    #: Which cells ours is taken from.
+    cells: str
+    #: What to know of the comparison; why it was not reproduced, or why it was not run.
+    reason: str
+
+
+def judge(claims: Claims, rows: Mapping[str, Sequence[Row]]) -> list[Finding]:
+    """One finding for each check, or for each claim without one, in the order of the file.
+
+    ``rows`` are the cells of each matrix that has been run.
+    """
+    found = []
+    for claim in claims.claims:
+        if not claim.checks:
+            reason = claim.untested or claims.papers[claim.paper].untested
+            assert reason is not None, "checked when the file was read"
+            found.append(Finding(claim, None, "not run", None, None, "", reason))
+        found += [_check(claims, claim, check, rows.get(check.matrix)) for check in claim.checks]
+    return found
+
+
+def summarise(findings: Sequence[Finding]) -> dict[str, Summary]:
+    """Each claim's verdict over its checks, by id; checks that were not run do not count."""
+    verdicts: dict[str, set[Verdict]] = {}
+    for finding in findings:
+        verdicts.setdefault(finding.claim.id, set()).add(finding.verdict)
+    return {claim: _summary(of - {"not run"}) for claim, of in verdicts.items()}
+
+
+def _summary(verdicts: set[Verdict]) -> Summary:
+    if not verdicts:
+        return "not run"
+    return verdicts.pop() if len(verdicts) == 1 else "reproduced in part"
+
+
+def _check(claims: Claims, claim: Claim, check: Check, rows: Sequence[Row] | None) -> Finding:
+    """One check against the cells of its matrix, if there are any."""
+    if rows is None:
+        reason = claims.matrices[check.matrix].planned or "There are no records of its matrix."
+        return Finding(claim, check, "not run", None, None, "", reason)
+    samples = check.compute.samples(rows)
+    if not samples:
+        reason = f"No cell of {check.matrix} has a result with which to compare."
+        return Finding(claim, check, "not run", None, None, "", reason)
+    # A matrix that was run in several ways is judged by what was really measured, if it was.
+    evidence = min({sample.row.evidence for sample in samples}, key=list(text.EVIDENCE).index)
+    samples = [sample for sample in samples if sample.row.evidence == evidence]
+    assert claim.unit is not None, "checked when the claim was read"
+    ours = taken(samples, check.compute.take) * SCALES[claim.unit]
+    reproduced = check.tolerance.admits(ours, claim.number)
+    verdict: Verdict = "reproduced" if reproduced else "not reproduced"
+    reasons = [check.note, _noise(claims, check)]
+    if not reproduced:
+        reasons.append(check.because or "No reason has been found yet.")
+    cells = _cells(samples, check.compute.take)
+    return Finding(claim, check, verdict, ours, evidence, cells, " ".join(filter(None, reasons)))
+
+
+def _noise(claims: Claims, check: Check) -> str | None:
+    """What to know of the matrix's times, where they are what is compared."""
+    timed = isinstance(check.compute, Ratio | Value) and check.compute.quantity == "tokens_per_s"
+    return claims.matrices[check.matrix].noise if timed else None
+
+
+def _cells(samples: Sequence[Sample], take: str) -> str:
+    """The one cell, or what was taken of how many, and between which values."""
+    models = ", ".join(sorted({str(sample.row.settings["model"]) for sample in samples}))
+    if len(samples) == 1:
+        return f"{models}, {samples[0].row.settings['link']}"
+    return f"{take} of {len(samples)} cells ({models})"
+
+
+def quoted(value: float | None, unit: Unit | None) -> str:
+    """A paper's number as it stands in the file, with its unit; a dash where there is none."""
+    return text.ABSENT if value is None else _with_unit(f"{value:,.12g}", unit)
+
+
+def rounded(value: float | None, unit: Unit | None) -> str:
+    """One of our numbers, to as many digits as tell it from the paper's."""
+    if value is None:
+        return text.ABSENT
+    # A share near all of it is told by how much is missing.
+    return _with_unit(text.number(value, 4 if unit == "%" and 99 <= value < 100 else 3), unit)
+
+
+def asked(check: Check, unit: Unit | None) -> str:
+    """What the tolerance asks for, in words."""
+    tolerance = check.tolerance
+    if tolerance.relative is not None:
+        return f"within {_with_unit(f'{tolerance.relative * 100:g}', '%')}"
+    if tolerance.at_least is not None:
+        return f"at least {quoted(tolerance.at_least, unit)}"
+    return f"at most {quoted(tolerance.at_most, unit)}"
+
+
+def _with_unit(number: str, unit: Unit | None) -> str:
+    return f"{number}{unit}" if unit == "×" else f"{number} {unit}"

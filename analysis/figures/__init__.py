@@ -1,0 +1,1 @@
+"""Figures of the comparison, and what to print under them."""

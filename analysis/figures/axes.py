@@ -1,0 +1,274 @@
+"""What stands in one pair of axes of a figure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pandas as pd
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.patheffects import withStroke
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+from analysis import strategies, text
+from analysis.compare.baseline import annotated
+
+#: Each strategy's style, in the order of drawing.
+Looks = dict[str, strategies.Style]
+#: Draws one panel's cells.
+Draw = Callable[[Axes, pd.DataFrame, Looks], None]
+#: A spread of the steps below this share of their median would hide behind the marker.
+OUTGROWS_MARKER = 0.15
+#: Thickness of a bar; bars stand 1 apart.
+BAR = 0.62
+INK = "#333333"
+SOFT = "#888888"
+
+
+def draw_throughput(ax: Axes, panel: pd.DataFrame, looks: Looks) -> None:
+    """Lines over shaped links; a link without a limit stands apart, as it has no bandwidth."""
+    places = _places(panel)
+    panel = panel.assign(
+        place=panel["inter_bandwidth_bits_per_s"].map(places.at),
+        shaped=panel["inter_bandwidth_bits_per_s"].notna(),
+    )
+    finished = panel[panel["state"] == "ok"]
+    if finished["shaped"].any():
+        sns.lineplot(
+            finished[finished["shaped"]],
+            x="place",
+            y="tokens_per_s",
+            hue="strategy",
+            hue_order=list(looks),
+            palette={name: look.colour for name, look in looks.items()},
+            style="strategy",
+            style_order=list(looks),
+            markers={name: look.marker for name, look in looks.items()},
+            dashes={name: look.dashes[1] for name, look in looks.items()},
+            estimator="median",
+            errorbar=None,
+            legend=False,
+            linewidth=1.6,
+            markersize=5.5,
+            ax=ax,
+        )
+    for _, cell in finished.iterrows():
+        _draw_spread(ax, cell, looks[cell["strategy"]], hollow=not cell["shaped"])
+    ax.set(xscale="log", yscale="log", xlabel="", ylabel="")
+    _tick_links(ax, places)
+    _mark_missing(ax, panel[panel["state"] != "ok"], looks)
+    _annotate_speed_up(ax, finished)
+    ax.margins(y=0.18)
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where each link of a panel stands on the x axis, in Mbit/s."""
+
+    shaped: list[float]
+    #: Right of the fastest shaped link; ``None`` where every link is shaped.
+    unshaped: float | None
+
+    def at(self, bits_per_s: float) -> float:
+        """The place of one link."""
+        if self.unshaped is not None and math.isnan(bits_per_s):
+            return self.unshaped
+        return bits_per_s / 1e6
+
+
+def _places(panel: pd.DataFrame) -> _Places:
+    """The panel's links, the unshaped one a fair step to the right of the others."""
+    links = panel["inter_bandwidth_bits_per_s"]
+    shaped = sorted({bits / 1e6 for bits in links.dropna()})
+    if links.notna().all():
+        return _Places(shaped, None)
+    if not shaped:
+        return _Places(shaped, 1.0)
+    return _Places(shaped, shaped[-1] * max(4.0, (shaped[-1] / shaped[0]) ** 0.6))
+
+
+def _tick_links(ax: Axes, places: _Places) -> None:
+    """A tick for each link that was run."""
+    ticks, names = list(places.shaped), [f"{place:,g}" for place in places.shaped]
+    if places.unshaped is not None:
+        ticks.append(places.unshaped)
+        names.append("unshaped")
+        if places.shaped:
+            ax.axvline((places.shaped[-1] * places.unshaped) ** 0.5, color=SOFT, ls=":", lw=0.8)
+    ax.xaxis.set_major_locator(FixedLocator(ticks))
+    ax.set_xticklabels(names)
+    ax.xaxis.set_minor_locator(NullLocator())
+    # Room for the figures above the outermost points.
+    margin = max((ticks[-1] / ticks[0]) ** 0.16, 2.0)
+    ax.set_xlim(ticks[0] / margin, ticks[-1] * margin)
+
+
+def tick_throughput(ax: Axes) -> None:
+    """Plain numbers, closer together on a short axis; for all axes that share this one's scale."""
+    low, high = ax.get_ylim()
+    subs = (1.0, 2.0, 5.0) if high / low < 30 else (1.0, 3.0)
+    ax.yaxis.set_major_locator(LogLocator(subs=subs))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    ax.yaxis.set_minor_locator(NullLocator())
+
+
+def _draw_spread(ax: Axes, cell: pd.Series, look: strategies.Style, hollow: bool) -> None:
+    """The middle half of the steps; on an unshaped link the marker too, which has no line."""
+    if hollow:
+        ax.plot(
+            [cell["place"]],
+            [cell["tokens_per_s"]],
+            color=look.colour,
+            marker=look.marker,
+            markerfacecolor="none",
+            markersize=5.5,
+            linestyle="none",
+        )
+    if cell["step_seconds_iqr"] > OUTGROWS_MARKER * cell["step_seconds_median"]:
+        ends = [cell["tokens_per_step"] / cell[f"step_seconds_{q}"] for q in ("q3", "q1")]
+        ax.plot([cell["place"]] * 2, ends, color=look.colour, linewidth=1.0)
+
+
+def _mark_missing(ax: Axes, cells: pd.DataFrame, looks: Looks) -> None:
+    """A cross on the axis for each cell without a result, side by side where several meet."""
+    for _, group in cells.groupby("place"):
+        for at, (place, strategy) in enumerate(zip(group["place"], group["strategy"], strict=True)):
+            ax.plot(
+                [place * 1.35**at],
+                [0.035],
+                marker="x",
+                color=looks[strategy].colour,
+                markersize=6,
+                markeredgewidth=1.8,
+                linestyle="none",
+                transform=ax.get_xaxis_transform(),
+                clip_on=False,
+            )
+
+
+def _annotate_speed_up(ax: Axes, finished: pd.DataFrame) -> None:
+    """The subject's speed-up over the baseline, above the highest point of each link."""
+    for place, cells in finished.groupby("place"):
+        speed_up = float(annotated(cells)["speed_up"].median())
+        if math.isnan(speed_up):
+            continue
+        ax.annotate(
+            text.times(speed_up),
+            (place, cells["tokens_per_s"].max()),
+            # Left of the middle, so that a rising line passes by; the halo is for the grid.
+            xytext=(-4, 6),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
+            fontweight="bold",
+            color=strategies.styles([strategies.SUBJECT])[strategies.SUBJECT].colour,
+            path_effects=[withStroke(linewidth=2.5, foreground="white")],
+        )
+
+
+def draw_throughput_of_one_link(ax: Axes, panel: pd.DataFrame, looks: Looks) -> None:
+    """A bar a strategy; there is no second link to draw a line to."""
+    finished = panel[panel["state"] == "ok"]
+    _draw_bars(ax, finished, "tokens_per_s", looks)
+    for place, strategy in enumerate(looks):
+        cells = finished[finished["strategy"] == strategy]
+        value = float(cells["tokens_per_s"].median())
+        speed_up = float(annotated(cells)["speed_up"].median())
+        gain = "" if math.isnan(speed_up) else f"  {text.times(speed_up)}"
+        _label_bar(ax, place, value, f"{text.number(value)}{gain}")
+    if len(finished):
+        ax.set_xlim(0, float(finished["tokens_per_s"].max()) * 1.75)
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=3, prune="upper"))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+
+
+def draw_bytes(ax: Axes, panel: pd.DataFrame, looks: Looks) -> None:
+    """A bar a strategy, the median over its links, and its closed form."""
+    finished = panel[panel["state"] == "ok"]
+    drawn = finished.assign(
+        sent=finished["inter_node_bytes_per_step"] / 1e6,
+        least=finished["inter_node_bytes_closed_form"] / 1e6,
+    )
+    _draw_bars(ax, drawn, "sent", looks)
+    for place, strategy in enumerate(looks):
+        cells = drawn[drawn["strategy"] == strategy]
+        sent, least = float(cells["sent"].median()), float(cells["least"].median())
+        if not math.isnan(least):
+            ax.plot(
+                [least] * 2,
+                [place - BAR / 2, place + BAR / 2],
+                color=INK,
+                linewidth=1.6,
+                path_effects=[withStroke(linewidth=3.2, foreground="white")],  # for dark bars
+            )
+        end = max(sent, 0.0 if math.isnan(least) else least)
+        _label_bar(ax, place, end, text.number(sent, 3 if sent >= 1 else 2))
+    longest = float(drawn[["sent", "least"]].max().max())
+    if longest > 0:  # on one node nothing is sent
+        ax.set_xlim(0, longest * 1.28)
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=4, prune="upper"))
+
+
+def _draw_bars(ax: Axes, cells: pd.DataFrame, column: str, looks: Looks) -> None:
+    """A bar a strategy: the median of its cells."""
+    sns.barplot(
+        cells,
+        x=column,
+        y="strategy",
+        order=list(looks),
+        hue="strategy",
+        hue_order=list(looks),
+        palette={name: look.colour for name, look in looks.items()},
+        estimator="median",
+        errorbar=None,
+        saturation=1.0,
+        legend=False,
+        width=BAR,
+        ax=ax,
+    )
+    ax.set(xlabel="", ylabel="")
+    ax.set_yticks(range(len(looks)), [look.label for look in looks.values()])
+    ax.grid(False, axis="y")
+
+
+def _label_bar(ax: Axes, place: int, end: float, value: str) -> None:
+    """The value at the bar's end."""
+    if math.isnan(end) or value == text.ABSENT:
+        ax.text(0, place, "  no result", va="center", color=SOFT, fontsize=7)
+        return
+    ax.annotate(
+        value,
+        (end, place),
+        xytext=(4, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=7.5,
+    )
+
+
+def draw_loss(ax: Axes, panel: pd.DataFrame, looks: Looks) -> None:
+    """One line a cell."""
+    finished = panel[panel["state"] == "ok"]
+    steps = finished[["cell", "strategy", "losses"]].explode("losses", ignore_index=True)
+    steps["losses"] = steps["losses"].astype(float)
+    steps["step"] = steps.groupby("cell").cumcount() + 1
+    widths = {name: 5.2 - 4.0 * at / max(len(looks) - 1, 1) for at, name in enumerate(looks)}
+    sns.lineplot(
+        steps,
+        x="step",
+        y="losses",
+        hue="strategy",
+        hue_order=list(looks),
+        palette={name: look.colour for name, look in looks.items()},
+        size="strategy",
+        size_order=list(looks),
+        sizes=widths,
+        units="cell",
+        estimator=None,
+        legend=False,
+        ax=ax,
+    )
+    ax.set(xlabel="optimizer step", ylabel="")
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))

@@ -1,0 +1,178 @@
+"""What all figures have in common: style, panels, legend, source, and how they are saved.
+
+Figures are made without pyplot, so that nothing depends on, or changes, the caller's backend or
+style.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib as mpl
+import pandas as pd
+import seaborn as sns
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from analysis import strategies, text
+from analysis.compare.varying import PANEL, in_words, varying
+from analysis.figures import axes
+from analysis.load.provenance import provenance
+
+NO_BREAK = "\N{NO-BREAK SPACE}"
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure, its file name's stem, and what to print under it."""
+
+    name: str
+    title: str
+    caption: str
+    figure: Figure
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Where a drawing went."""
+
+    drawing: Drawing
+    png: Path
+    svg: Path
+
+
+def drawing(
+    figure: Figure, cells: pd.DataFrame, what: str, title: str, setting: str, caption: str
+) -> Drawing:
+    """A finished figure with its name and full title."""
+    full = ", ".join(part for part in (title, setting) if part)
+    return Drawing(_name(cells, setting, what), full, caption, figure)
+
+
+def _name(cells: pd.DataFrame, setting: str, what: str) -> str:
+    """The stem of a figure's file name."""
+    first = cells.iloc[0]
+    words = [first["matrix"], first["evidence"], setting, what]
+    return "-".join(re.sub(r"[^\w.]+", "-", word) for word in words if word)
+
+
+def save(drawing: Drawing, directory: Path) -> Saved:
+    """Write the PNG and the SVG; the same records give the same bytes."""
+    directory.mkdir(parents=True, exist_ok=True)
+    saved = Saved(drawing, *(directory / f"{drawing.name}.{end}" for end in ("png", "svg")))
+    drawing.figure.savefig(saved.png, dpi=200)
+    saved.svg.write_bytes(svg(drawing))
+    return saved
+
+
+def svg(drawing: Drawing) -> bytes:
+    """The drawing as SVG; the same records give the same bytes."""
+    content = io.BytesIO()
+    with mpl.rc_context({"svg.hashsalt": drawing.name}):
+        drawing.figure.savefig(content, format="svg", metadata={"Date": None})
+    return content.getvalue()
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """Small type in a font that ships with matplotlib, faint grid, no box."""
+    settings = {
+        **sns.axes_style("whitegrid"),
+        **sns.plotting_context("paper", font_scale=0.9),
+        "font.family": "sans-serif",
+        "font.sans-serif": ["DejaVu Sans"],
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.titlesize": 8.5,
+        "axes.edgecolor": "#BBBBBB",
+        "grid.color": "#E6E6E6",
+        "text.color": axes.INK,
+        "axes.labelcolor": axes.INK,
+        "xtick.color": axes.INK,
+        "ytick.color": axes.INK,
+    }
+    with mpl.rc_context(settings):
+        yield
+
+
+def panels_of(cells: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """Title and cells of each panel, in the table's order."""
+    named = [name for name in varying(cells) if name in PANEL]
+    panels = []
+    for _, panel in cells.groupby(PANEL, dropna=False, sort=False):
+        first = panel.iloc[0]
+        title = f"{first['model']}\n{text.TUNINGS[first['tuning']]}"
+        title += "".join(f", {in_words(name, first[name])}" for name in named)
+        panels.append((title, panel))
+    return panels
+
+
+def put_legend(figure: Figure, handles: Sequence[Line2D], columns: int | None = None) -> None:
+    """Above the axes, by default in as many columns as the width holds (1.4 inches an entry)."""
+    if not handles:
+        return
+    fitting = max(int(figure.get_figwidth() / 1.4), 1)
+    figure.legend(
+        handles=handles,
+        loc="outside upper center",
+        ncols=columns or min(len(handles), fitting),
+        columnspacing=1.5,
+        frameon=False,
+    )
+
+
+def put_source(figure: Figure, cells: pd.DataFrame, setting: str) -> None:
+    """Below the axes, broken between parts only; about 18 characters of this size fit an inch."""
+    parts = [setting.capitalize(), provenance(cells)] if setting else [provenance(cells)]
+    source = " · ".join(parts)
+    unbroken = source.replace(" ", NO_BREAK).replace(f"{NO_BREAK}·{NO_BREAK}", f"{NO_BREAK}· ")
+    lines = textwrap.fill(unbroken, int(18 * figure.get_figwidth()), break_on_hyphens=False)
+    figure.supxlabel(lines, fontsize=6.5, color=axes.SOFT)
+
+
+def line(look: strategies.Style) -> Line2D:
+    """A strategy's line and marker in the legend."""
+    return Line2D(
+        [],
+        [],
+        color=look.colour,
+        linestyle=look.dashes,
+        marker=look.marker,
+        markersize=5.5,
+        label=look.label,
+    )
+
+
+def stroke(look: strategies.Style) -> Line2D:
+    """A strategy in the legend of losses, whose lines lie on one another and have no dashes."""
+    return Line2D([], [], color=look.colour, linewidth=2.5, label=look.label)
+
+
+def least_mark(cells: pd.DataFrame) -> list[Line2D]:
+    """The closed form in the legend, where it is known."""
+    known = cells.loc[cells["state"] == "ok", "inter_node_bytes_closed_form"].notna().any()
+    return [_mark("|", "closed-form minimum", size=11)] if known else []
+
+
+def missing_mark(cells: pd.DataFrame) -> list[Line2D]:
+    """A cell without a result in the legend, where there is one."""
+    return [_mark("x", "no result", size=6)] if (cells["state"] != "ok").any() else []
+
+
+def _mark(marker: str, label: str, size: float) -> Line2D:
+    return Line2D(
+        [],
+        [],
+        color=axes.INK,
+        marker=marker,
+        markersize=size,
+        mew=1.6,
+        linestyle="none",
+        label=label,
+    )

@@ -1,0 +1,103 @@
+"""What a claim may ask of one cell, whichever kind of record it stands in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from analysis import text
+from analysis.load.table import values
+from experiments import settings
+from experiments.parity import promised
+from experiments.records import Cell, Evidence, Record, State
+
+#: A record's values by column of the table.
+_Columns = Mapping[str, Any]
+#: Bytes are those of a step. The first line's leave the busiest node, by the kernel's counters or
+#: the simulator; the second line's are the strategy's own count, its ledger. The last two lines'
+#: are of the bound of memory and bandwidth: itself, and what changing one thing multiplies it by.
+Quantity = Literal[
+    "tokens_per_s", "inter_node_bytes", "inter_node_bytes_over_least", "all_nodes_bytes",
+    "gather_bytes", "backward_gather_bytes", "all_nodes_forward_bytes", "all_nodes_backward_bytes",
+    "peak_device_bytes", "host_cache_share", "largest_micro_batch",
+    "hfu_bound", "parameters_over_named", "gain_of_bandwidth", "gain_of_free_memory",
+    "gain_of_length", "gain_of_length_in_tokens",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cell: its settings, how it ended, and its quantities in basic units."""
+
+    #: Everything that decides what a step is, by the names that a selection has.
+    settings: Mapping[str, object]
+    state: State
+    evidence: Evidence
+    #: Shares and bytes; what a cell does not have is not in it.
+    quantities: Mapping[Quantity, float] = field(default_factory=dict)
+    #: Of each step that it was to train, NaN where one is missing; none of a simulated cell.
+    losses: Sequence[float] = ()
+
+
+def row(record: Record) -> Row:
+    """A cell that ran on a cluster, real, emulated or simulated."""
+    chosen = settings_of(record.cell)
+    if record.measurement is None:
+        return Row(chosen, record.state, record.evidence)
+    columns = values(record)
+    found = {name: of(columns) for name, of in _QUANTITIES.items()}
+    return Row(
+        chosen,
+        record.state,
+        record.evidence,
+        {name: value for name, value in found.items() if value is not None},
+        () if record.evidence == "simulated" else promised(record),
+    )
+
+
+def settings_of(cell: Cell) -> dict[str, object]:
+    """All that decides what the cell's step is; the link as tables write it."""
+    found = settings.values(cell, settings.names(Cell, "condition", "subject"))
+    return found | {"link": text.link(found.pop("inter_bandwidth_bits_per_s"))}
+
+
+def _ledger(columns: _Columns, *phases: str) -> float | None:
+    """Bytes that a node sends to others in these phases; ``None`` without a ledger."""
+    if "ledger_inter_node_bytes_per_step" not in columns:
+        return None
+    sent = (columns.get(f"ledger_inter_node_{name}_bytes_per_step", 0.0) for name in phases)
+    return float(sum(sent))
+
+
+def _times(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor
+
+
+def _over(value: float | None, whole: float | None) -> float | None:
+    return value / whole if value is not None and whole else None
+
+
+def _gathered_model_bytes(columns: _Columns) -> float:
+    """W parameters in the type that is gathered."""
+    width = {"float32": 4, "bfloat16": 2}[columns["dtype"]]
+    return float(columns["parameters"] * width)
+
+
+# The nodes of a cluster send alike, so that all of them send the busiest one's bytes.
+_QUANTITIES: dict[Quantity, Callable[[_Columns], float | None]] = {
+    "tokens_per_s": lambda c: c["tokens_per_s"],
+    "inter_node_bytes": lambda c: c["inter_node_bytes_per_step"],
+    "inter_node_bytes_over_least": lambda c: _over(
+        c["inter_node_bytes_per_step"], c["inter_node_bytes_closed_form"]
+    ),
+    "all_nodes_bytes": lambda c: c["inter_node_bytes_per_step"] * c["nodes"],
+    "gather_bytes": lambda c: _ledger(c, "forward", "backward"),
+    "backward_gather_bytes": lambda c: _ledger(c, "backward"),
+    "all_nodes_forward_bytes": lambda c: _times(_ledger(c, "forward"), c["nodes"]),
+    "all_nodes_backward_bytes": lambda c: _times(_ledger(c, "backward", "reduce"), c["nodes"]),
+    "peak_device_bytes": lambda c: c["peak_device_bytes"],
+    "host_cache_share": lambda c: _over(
+        _times(c["host_cache_bytes"], c["ranks_per_node"]), _gathered_model_bytes(c)
+    ),
+}

@@ -1,0 +1,172 @@
+"""Records to a table of one row a cell, with the names of the record schema, flattened."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_origin
+
+import numpy as np
+import pandas as pd
+
+from experiments import settings
+from experiments.records import Cell, Measurement, Record, read
+
+#: Settings of a cell that have a column; what it chooses for its strategy is in ``strategy``.
+_SETTINGS = settings.names(Cell, "condition", "incidental")
+#: What has a column of a measurement: all but mappings, of which the ledger is flattened.
+_MEASURED = {
+    name: field.annotation
+    for name, field in Measurement.model_fields.items()
+    if name not in ("ledger_bytes_per_step", "simulation")
+}
+
+
+def _measured_kind(annotation: Any) -> str:
+    if get_origin(annotation) is list:
+        return "object"
+    kind = settings.column(annotation)
+    return "float64" if kind == "Int64" else kind  # not every cell has a measurement
+
+
+#: Every column that is always there, with its type; ``ledger_*`` columns are added as found.
+COLUMNS = {
+    "matrix": "string",
+    "cell": "string",
+    "state": "string",
+    "error": "string",
+    "strategy": "string",
+    # A link without a limit has none.
+    **{name: settings.described(Cell)[name].kind for name in _SETTINGS},
+    "family": "string",
+    "layers": "Int64",
+    "width": "Int64",
+    "heads": "Int64",
+    "evidence": "string",
+    **{name: _measured_kind(annotation) for name, annotation in _MEASURED.items()},
+    "step_seconds_median": "float64",
+    "step_seconds_q1": "float64",
+    "step_seconds_q3": "float64",
+    "step_seconds_iqr": "float64",
+    "tokens_per_step": "Int64",
+    "tokens_per_s": "float64",
+    "ledger_inter_node_bytes_per_step": "float64",
+    "loss_final": "float64",
+    "commit": "string",
+    # Open-ended mappings stay JSON text, so that the columns do not depend on the machine.
+    "versions": "string",
+    "hardware": "string",
+    "network": "string",
+    "started_at": "string",
+    "seconds": "float64",
+}
+
+#: Parts of a run's directory that hold other JSON Lines, or records of runs since replaced.
+NO_RECORDS = {"cells", "earlier", "report", "wandb"}
+
+
+def load(path: Path) -> list[Record]:
+    """Records of a file, or of every ``records.jsonl`` below a directory of runs.
+
+    Raises ``FileNotFoundError`` if there is no such file, ``ValueError`` for a malformed one.
+    """
+    if path.is_dir():
+        found = sorted(path.rglob("records.jsonl"))
+        files = [file for file in found if not NO_RECORDS & set(file.relative_to(path).parts)]
+    elif path.exists():
+        files = [path]
+    else:
+        raise FileNotFoundError(f"{path}: no such file or directory")
+    records = [record for file in files for record in read(file)]
+    if not records:
+        raise ValueError(f"{path}: no records found")
+    return records
+
+
+def latest(records: Sequence[Record]) -> list[Record]:
+    """One record a cell: where a cell was run again, the run that started last."""
+    kept: dict[tuple[str, str], Record] = {}
+    for record in sorted(records, key=lambda record: record.started_at):
+        kept[record.cell_id, record.evidence] = record
+    return list(kept.values())
+
+
+def frame(records: Sequence[Record]) -> pd.DataFrame:
+    """One row a record, typed by ``COLUMNS``."""
+    rows = [values(record) for record in records]
+    extra = sorted({name for row in rows for name in row} - set(COLUMNS))
+    table = pd.DataFrame(rows, columns=[*COLUMNS, *extra])
+    # Text as objects: with any string type, pandas 2 and 3 do not agree on what is missing.
+    kinds = {name: "object" if kind == "string" else kind for name, kind in COLUMNS.items()}
+    typed: pd.DataFrame = table.astype({**kinds, **dict.fromkeys(extra, "float64")})
+    return typed
+
+
+def write_parquet(table: pd.DataFrame, path: Path) -> None:
+    """Write the table for other tools; the records stay the source."""
+    texts = [name for name, kind in COLUMNS.items() if kind == "string"]
+    table.astype(dict.fromkeys(texts, "string")).to_parquet(path, index=False)
+
+
+def values(record: Record) -> dict[str, Any]:
+    """One record's values by column; what it does not have is not in it, or ``None``."""
+    cell = record.cell
+    chosen = {
+        **settings.values(cell, _SETTINGS),
+        "cell": record.cell_id,
+        "strategy": cell.subject,
+        "family": cell.model.family,
+        "layers": cell.model.layers,
+        "width": cell.model.width,
+        "heads": cell.model.heads,
+        "tokens_per_step": cell.tokens_per_step,
+    }
+    outcome = {
+        "state": record.state,
+        "error": record.error,
+        "evidence": record.evidence,
+        "commit": record.commit,
+        "versions": json.dumps(record.versions, sort_keys=True),
+        "hardware": json.dumps(record.hardware, sort_keys=True),
+        "network": json.dumps(record.network, sort_keys=True),
+        "started_at": record.started_at,
+        "seconds": record.seconds,
+    }
+    if record.measurement is None:
+        return {**chosen, **outcome}
+    return {**chosen, **outcome, **_measured(record, record.measurement)}
+
+
+def _measured(record: Record, measurement: Measurement) -> dict[str, Any]:
+    """The columns that only a cell with a measurement has."""
+    found: dict[str, Any] = {
+        **{name: getattr(measurement, name) for name in _MEASURED},
+        "loss_final": measurement.losses[-1] if measurement.losses else None,
+        **_ledger(measurement.ledger_bytes_per_step),
+    }
+    low, high = np.quantile(measurement.step_seconds, [0.25, 0.75])
+    return found | {
+        "step_seconds_median": record.step_seconds_median,
+        "step_seconds_q1": low,
+        "step_seconds_q3": high,
+        "step_seconds_iqr": high - low,
+        "tokens_per_s": record.tokens_per_s,
+    }
+
+
+def _ledger(ledger: dict[str, dict[str, float]] | None) -> dict[str, float]:
+    """``ledger_<link>_bytes_per_step`` and, by phase, ``ledger_<link>_<phase>_bytes_per_step``."""
+    found: dict[str, float] = {}
+    for link, phases in (ledger or {}).items():
+        name = f"ledger_{_identifier(link)}"
+        found[f"{name}_bytes_per_step"] = sum(phases.values())
+        for phase, amount in phases.items():
+            found[f"{name}_{_identifier(phase)}_bytes_per_step"] = amount
+    return found
+
+
+def _identifier(name: str) -> str:
+    """A ledger key as part of a column name: ``inter-node`` and ``inter_node`` read the same."""
+    return re.sub(r"\W+", "_", name.strip().lower())

@@ -1,0 +1,152 @@
+"""REPRODUCTION.md and its page: each claim of the papers next to what the committed records say."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import pandas as pd
+
+from analysis import text
+from analysis.claims import papers
+from analysis.claims.papers import LABELS, Claims, MatrixUse
+from analysis.claims.verdicts import Finding, Summary, asked, judge, quoted, rounded, summarise
+from analysis.compare import predictions
+from analysis.compare.baseline import compare
+from analysis.figures import matrix, memory
+from analysis.figures import predictions as predicted
+from analysis.figures.drawings import Drawing
+from analysis.load import runs
+from analysis.load.memory import MemoryStudy
+from analysis.load.runs import AnyRun, Run
+from analysis.report import pages
+from analysis.report.tables import escaped
+
+
+@dataclass(frozen=True)
+class Written:
+    """Where the document and its page are."""
+
+    document: Path
+    page: Path
+
+
+def write(results: Path) -> Written:
+    """Write REPRODUCTION.md beside the folder of results, and the page into it.
+
+    Raises ``ValueError`` for malformed claims or records, or without any.
+    """
+    claims, of = papers.load(), runs.load(results)
+    where = Written(results.resolve().parent / "REPRODUCTION.md", results / "report.html")
+    where.document.write_text(markdown(claims, of), encoding="utf-8")
+    where.page.write_text(page(claims, of), encoding="utf-8")
+    return where
+
+
+def markdown(claims: Claims, of: Sequence[AnyRun]) -> str:
+    """The document; it depends on the claims and the records alone."""
+    return pages.render("reproduction.md.j2", **_values(claims, of), cell=escaped)
+
+
+def page(claims: Claims, of: Sequence[AnyRun]) -> str:
+    """The self-contained HTML page, which has the figures of every run too."""
+    figures = {run.matrix: [pages.figure(drawn) for drawn in _drawn(run)] for run in of}
+    pairs = _predicted(claims, of)
+    validated = [] if pairs.empty else [pages.figure(predicted.draw(pairs))]
+    return pages.render(
+        "reproduction.html.j2", **_values(claims, of), figures=figures, validated=validated
+    )
+
+
+def _drawn(run: AnyRun) -> list[Drawing]:
+    """A run's figures; none of the bound's, whose table is the claims'."""
+    if isinstance(run, Run):
+        return matrix.draw(compare(run.table))
+    if isinstance(run, MemoryStudy) and any(record.finding for record in run.records):
+        return [memory.draw(run)]
+    return []
+
+
+def _values(claims: Claims, of: Sequence[AnyRun]) -> dict[str, Any]:
+    """What both documents show."""
+    by_matrix = {run.matrix: run for run in of}
+    findings = judge(claims, {run.matrix: run.rows for run in of})
+    lines = [_line(claims, finding, by_matrix) for finding in findings]
+    verdicts = Counter(summarise(findings).values())
+    evidence = {finding.evidence for finding in findings}
+    return {
+        "counts": [(verdict, verdicts[verdict]) for verdict in get_args(Summary)],
+        "claims": len(claims.claims),
+        "papers": [
+            {
+                **paper.model_dump(),
+                "checked": [line for line in lines if line["of"] == name and line["asked"]],
+                "unchecked": [line for line in lines if line["of"] == name and not line["asked"]],
+            }
+            for name, paper in claims.papers.items()
+        ],
+        "failed": _failed(lines),
+        "labels": LABELS,
+        "evidence": {name: text.EVIDENCE[name] for name in text.EVIDENCE if name in evidence},
+        "runs": of,
+        "validation": predictions.rows(pairs) if len(pairs := _predicted(claims, of)) else [],
+        "framing": predictions.FRAMING,
+        "fitted": predictions.FITTED,
+        "caveats": {
+            name: caveat
+            for name, use in claims.matrices.items()
+            if (caveat := use.caveat or use.noise)
+        },
+    }
+
+
+def _predicted(claims: Claims, of: Sequence[AnyRun]) -> pd.DataFrame:
+    """Cells that were predicted too, of matrices whose times may be read."""
+    read = [
+        run
+        for run in of
+        if isinstance(run, Run) and not claims.matrices.get(run.matrix, MatrixUse()).caveat
+    ]
+    pairs = [predictions.joined(run.matrix, run.records, run.predictions) for run in read]
+    return pd.DataFrame([pair for found in pairs for pair in found])
+
+
+def _line(claims: Claims, finding: Finding, of: Mapping[str, AnyRun]) -> dict[str, Any]:
+    """A finding's figures as text."""
+    claim, check = finding.claim, finding.check
+    line = {
+        "id": claim.id,
+        "of": claim.paper,
+        "claim": claim.claim,
+        "where": claim.where,
+        "label": claim.label,
+        "paper": quoted(claim.number, claim.unit),
+        "ours": rounded(finding.ours, claim.unit),
+        "asked": "",
+        "evidence": finding.evidence or text.ABSENT,
+        "verdict": finding.verdict,
+        "cells": finding.cells,
+        "reason": finding.reason,
+        "command": "",
+        "resources": claim.needs or "",
+    }
+    if check is not None:
+        use, run = claims.matrices[check.matrix], of.get(check.matrix)
+        line["asked"] = asked(check, claim.unit)
+        line["command"] = use.command or f"python -m experiments run {check.matrix}"
+        line["resources"] = run.resources if run else claim.needs or use.resources or ""
+    return line
+
+
+def _failed(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What did not reproduce, a claim and reason once however many matrices say so."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for line in lines:
+        if line["verdict"] == "not reproduced":
+            item = found.setdefault((line["id"], line["reason"]), {**line, "ours": []})
+            ours = {"value": line["ours"], "evidence": line["evidence"], "command": line["command"]}
+            item["ours"].append(ours)
+    return list(found.values())

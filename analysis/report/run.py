@@ -1,0 +1,184 @@
+"""One self-contained HTML file, and beside it the figures, the table and the data it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from analysis import strategies, text
+from analysis.compare.baseline import Headline, compare, headlines
+from analysis.figures import drawings
+from analysis.figures.matrix import draw
+from analysis.load import provenance
+from analysis.load.table import frame, latest, write_parquet
+from analysis.report import pages, tables
+from experiments.records import Record
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a report consists of."""
+
+    report: Path
+    table: Path
+    data: Path
+    figures: tuple[drawings.Saved, ...]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the large table: one model, one way of tuning, and what else differs."""
+
+    title: str
+    columns: list[str]
+    rows: list[dict[str, str]]
+
+
+def write(records: Sequence[Record], directory: Path, baseline: str) -> Written:
+    """Compare, draw and write everything to ``directory``."""
+    directory.mkdir(parents=True, exist_ok=True)
+    kept = latest(records)
+    compared = compare(frame(kept), baseline)
+    saved = [drawings.save(drawing, directory) for drawing in draw(compared)]
+    written = Written(
+        report=directory / "report.html",
+        table=directory / "comparison.md",
+        data=directory / "cells.parquet",
+        figures=tuple(saved),
+    )
+    write_parquet(compared, written.data)
+    written.table.write_text(markdown(compared), encoding="utf-8")
+    page = render(compared, saved, replaced=len(records) - len(kept))
+    written.report.write_text(page, encoding="utf-8")
+    return written
+
+
+def markdown(compared: pd.DataFrame) -> str:
+    """The comparison table with its notes, ready for a README."""
+    table = tables.markdown(tables.presentable(compared))
+    notes = "\n".join(f"- {note}" for note in tables.notes(compared))
+    return f"{table}\n\n{notes}\n"
+
+
+def render(compared: pd.DataFrame, saved: Sequence[drawings.Saved], replaced: int = 0) -> str:
+    """The report's HTML."""
+    return pages.render(
+        "report.html.j2",
+        matrices=sorted(compared["matrix"].unique()),
+        summary=provenance.provenance(compared),
+        headlines=[_headline(item, compared) for item in headlines(compared)],
+        figures=[pages.figure(item.drawing) for item in saved],
+        sections=_sections(compared),
+        words=tables.WORDS,
+        notes=tables.notes(compared),
+        failures=_failures(compared),
+        skipped=list(compared.loc[compared["state"] == "skipped", "cell"]),
+        evidence=[(name, text.EVIDENCE[name]) for name in sorted(compared["evidence"].unique())],
+        commits=provenance.commits(compared),
+        versions=provenance.distinct(compared, "versions"),
+        hardware=provenance.distinct(compared, "hardware"),
+        networks=_networks(compared),
+        engines=_engines(compared),
+        emulated=(compared["evidence"] == "emulated").any(),
+        above_closed_form=_above_closed_form(compared),
+        absent=text.ABSENT,
+        replaced=replaced,
+    )
+
+
+def _headline(item: Headline, compared: pd.DataFrame) -> dict[str, Any]:
+    """A headline's figures as text."""
+    return {
+        "tuning": text.TUNINGS[item.tuning],
+        "evidence": item.evidence,
+        "subject": strategies.label(item.subject),
+        "baseline": strategies.label(item.baseline),
+        "speed_up": text.times(item.speed_up),
+        "bytes": text.percent(item.bytes_of_baseline),
+        "bytes_of_closed_form": text.percent(item.bytes_of_baseline_closed_form),
+        "fastest_other": strategies.label(item.fastest_other),
+        "speed_up_over_fastest_other": text.times(item.speed_up_over_fastest_other),
+        "model": item.model,
+        "link": text.link(item.bandwidth),
+        "cell": item.cell,
+        "cells": len(item.speed_ups),
+        "speed_ups": text.one_or_range(item.speed_ups),
+        "all_bytes": text.one_or_range(item.bytes_of_baselines, "percent"),
+        "loss": text.number(_loss_difference(item.cell, compared)),
+    }
+
+
+def _loss_difference(cell: str, compared: pd.DataFrame) -> float:
+    return float(compared.loc[compared["cell"] == cell, "loss_difference_max"].max())
+
+
+def _sections(compared: pd.DataFrame) -> list[Section]:
+    """The table cut by model and tuning; a section does not repeat what its title says."""
+    shown = tables.presentable(compared)
+    titles = [name for name in ("Matrix", "Model", "Tuning", "Accumulation") if name in shown]
+    sections = []
+    for keys, rows in shown.groupby(titles, sort=False):
+        words = [text.TUNINGS.get(str(key), str(key)) for key in keys]
+        if "Accumulation" in titles:
+            words[-1] = f"accumulation {words[-1]}"
+        columns = [name for name in shown.columns if name not in titles]
+        sections.append(Section(" · ".join(words), columns, _as_text(rows[columns])))
+    return sections
+
+
+def _as_text(rows: pd.DataFrame) -> list[dict[str, str]]:
+    return [{str(name): str(value) for name, value in row.items()} for _, row in rows.iterrows()]
+
+
+def _failures(compared: pd.DataFrame) -> list[dict[str, str]]:
+    """Cells that ran and have no result."""
+    failed = compared[~compared["state"].isin(["ok", "skipped"])]
+    return [
+        {
+            "cell": row["cell"],
+            "state": row["state"],
+            "error": "no error text" if pd.isna(row["error"]) else row["error"],
+        }
+        for _, row in failed.iterrows()
+    ]
+
+
+def _networks(compared: pd.DataFrame) -> list[tuple[str, dict[str, str]]]:
+    """What the shaper was set to, for each link."""
+    found = []
+    keys = compared["inter_bandwidth_bits_per_s"].map(text.link)
+    for link, cells in compared.groupby(keys, sort=False):
+        found += [(str(link), setting) for setting in provenance.distinct(cells, "network")]
+    return found
+
+
+def _engines(compared: pd.DataFrame) -> list[dict[str, str]]:
+    """Which software each strategy ran on."""
+    columns = ["strategy", "engine", "engine_version", "policy"]
+    ran = compared.loc[compared["engine"].notna(), columns].drop_duplicates()
+    return [
+        {
+            "strategy": strategies.label(row["strategy"]),
+            "engine": f"{row['engine']} {row['engine_version']}",
+            "policy": "" if pd.isna(row["policy"]) else f", policy {row['policy']}",
+        }
+        for _, row in ran.iterrows()
+    ]
+
+
+def _above_closed_form(compared: pd.DataFrame) -> list[tuple[str, str]]:
+    """For each strategy, what it sent over the least that its schedule must send."""
+    finished = compared[compared["bytes_of_closed_form"].notna()]
+    return [
+        (
+            strategies.label(name),
+            text.one_or_range(
+                finished.loc[finished["strategy"] == name, "bytes_of_closed_form"], "ratio"
+            ),
+        )
+        for name in strategies.ordered(finished["strategy"])
+    ]

@@ -1,0 +1,121 @@
+"""The comparison as a reader sees it: strings with units, for Markdown and for the report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pandas as pd
+
+from analysis import strategies, text
+from analysis.compare.baseline import SETTINGS
+from analysis.compare.varying import OPTIONAL, varying
+
+#: Columns of words; all others hold numbers and are set flush right.
+WORDS = {"Model", "Tuning", "Link", "Strategy", "Evidence", "State"}
+WORDS |= {item.setting.label for item in OPTIONAL.values()}
+
+
+def presentable(compared: pd.DataFrame) -> pd.DataFrame:
+    """One row of strings a cell; a cell without a result keeps its row and says its state.
+
+    Cells that the matrix leaves out have no row: there may be more of them than of all others.
+    ``notes`` counts them and gives the reasons.
+    """
+    compared = compared[compared["state"] != "skipped"]
+    finished = compared["state"] == "ok"
+
+    def shown(column: str, form: Callable[[float], str]) -> pd.Series:
+        values: pd.Series = compared[column].where(finished).map(form)
+        return values
+
+    columns = {
+        "Model": compared["model"],
+        "Tuning": compared["tuning"],
+        **{
+            OPTIONAL[name].setting.label: compared[name].map(OPTIONAL[name].written)
+            for name in varying(compared)
+        },
+        "Link": compared["inter_bandwidth_bits_per_s"].map(text.link),
+        "Strategy": compared["strategy"].map(strategies.label),
+        "s/step": shown("step_seconds_median", text.number),
+        "tokens/s": shown("tokens_per_s", text.number),
+        "speed-up": shown("speed_up", text.times),
+        "MB sent/step": shown("inter_node_bytes_per_step", text.megabytes),
+        "of baseline": shown("bytes_of_baseline", text.percent),
+        "closed form MB": shown("inter_node_bytes_closed_form", text.megabytes),
+        "sent / closed form": shown("bytes_of_closed_form", text.number),
+        "ledger off by": shown("ledger_disagreement_percent", text.signed_percent),
+        "host MB": shown("peak_host_bytes", text.megabytes),
+        "device MB": shown("peak_device_bytes", text.megabytes),
+        "final loss": shown("loss_final", text.loss),
+        "loss difference": shown("loss_difference", text.signed_loss),
+        "Evidence": compared["evidence"],
+        "State": compared["state"],
+    }
+    return _without_empty(pd.DataFrame(columns))
+
+
+def _without_empty(table: pd.DataFrame) -> pd.DataFrame:
+    """Leave out the columns for which no cell has a value, such as device memory on CPU."""
+    filled: pd.DataFrame = table.loc[:, (table != text.ABSENT).any()]
+    return filled
+
+
+def markdown(table: pd.DataFrame) -> str:
+    """A Markdown table; words flush left, numbers flush right."""
+    header = [str(name) for name in table.columns]
+    rule = ["---" if name in WORDS else "--:" for name in header]
+    rows = [[escaped(value) for value in row] for row in table.itertuples(index=False)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [header, rule, *rows])
+
+
+def notes(compared: pd.DataFrame) -> list[str]:
+    """What a reader of the table must know: what it compares with, and how it was obtained."""
+    found = [
+        "speed-up and “of baseline” compare with the cell of the same settings that ran "
+        + "; ".join(_baselines(compared))
+        + ".",
+        "MB sent/step: 10⁶ bytes that leave the busiest node; closed form: the least that the "
+        "strategy's schedule must send.",
+    ]
+    if compared["ledger_disagreement_percent"].notna().any():
+        found.append(
+            "ledger off by: the payload that the strategy counted itself against the kernel's "
+            "counters, which include the transport's framing and control messages."
+        )
+    if compared["loss_difference"].notna().any() and compared["steps"].nunique() > 1:
+        found.append(
+            "final loss: after each cell's own last step; loss difference: after the last step "
+            "that both cells trained."
+        )
+    found += [f"{name}: {text.EVIDENCE[name]}." for name in sorted(compared["evidence"].unique())]
+    states = compared["state"].value_counts()
+    lacking = [f"{count} {state}" for state, count in states.items() if state != "ok"]
+    if lacking:
+        found.append(f"Of {len(compared)} cells, {', '.join(lacking)}.")
+    return found + skip_reasons(compared)
+
+
+def skip_reasons(compared: pd.DataFrame) -> list[str]:
+    """How many cells each rule of the matrix leaves out."""
+    reasons = compared.loc[compared["state"] == "skipped", "error"].fillna("no reason given")
+    return [f"{count} skipped: {reason}." for reason, count in reasons.value_counts().items()]
+
+
+def _baselines(compared: pd.DataFrame) -> list[str]:
+    """Each baseline that was used and, where there are several, for how many settings."""
+    chosen = compared.drop_duplicates(SETTINGS)["baseline"].dropna()
+    counts = chosen.value_counts()
+    if counts.empty:
+        return ["no baseline, as no cell finished"]
+    if len(counts) == 1:
+        return [strategies.label(str(counts.index[0]))]
+    return [
+        f"{strategies.label(str(name))} ({count} of {len(chosen)} settings)"
+        for name, count in counts.items()
+    ]
+
+
+def escaped(value: object) -> str:
+    """A cell's text that cannot break the table's row."""
+    return " ".join(str(value).split()).replace("|", "\\|")

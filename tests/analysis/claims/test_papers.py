@@ -1,0 +1,200 @@
+"""The committed claims are well-formed, and a mistake in such a file is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from analysis.claims import papers
+
+CHECK: dict[str, Any] = {
+    "matrix": "parity",
+    "compute": {
+        "kind": "ratio",
+        "quantity": "tokens_per_s",
+        "of": {"strategy": "fcdp"},
+        "over": {"strategy": "fsdp2"},
+    },
+    "tolerance": {"relative": 0.1},
+}
+CLAIM: dict[str, Any] = {
+    "id": "faster",
+    "paper": "fcdp",
+    "where": "abstract",
+    "claim": "It is faster.",
+    "label": "text",
+    "number": 2,
+    "unit": "×",
+    "checks": [CHECK],
+}
+
+
+def content(**changes: Any) -> dict[str, Any]:
+    return {
+        "papers": {"fcdp": {"title": "FCDP", "arxiv": "2602.06499"}},
+        "matrices": {"parity": {}},
+        "claims": [CLAIM],
+        **changes,
+    }
+
+
+def written(values: dict[str, Any], folder: Path) -> Path:
+    path = folder / "claims.yaml"
+    path.write_text(yaml.safe_dump(values, allow_unicode=True, sort_keys=False), "utf-8")
+    return path
+
+
+def test_every_paper_has_claims_and_every_claim_is_checked_or_says_why_not() -> None:
+    found = papers.load()
+
+    assert {claim.paper for claim in found.claims} == set(found.papers)
+    assert len(found.papers) == 6
+    for claim in found.claims:
+        assert claim.checks or claim.untested or found.papers[claim.paper].untested
+
+
+def test_a_well_formed_file_is_read(tmp_path: Path) -> None:
+    (claim,) = papers.load(written(content(), tmp_path)).claims
+
+    assert claim.checks[0].tolerance.relative == 0.1
+    assert claim.checks[0].compute.of.strategy == "fcdp"
+
+
+@pytest.mark.parametrize(
+    ("change", "messages"),
+    [
+        ({"label": "heard"}, [":12: claims.0.label (faster)", "'text', 'code', '2nd'"]),
+        ({"unit": "furlongs"}, ["claims.0.unit (faster)", "'×', '%', 'GB'"]),
+        ({"unit": None}, ["claims.0 (faster)", "unit is missing", "allowed are ×"]),
+        ({"unit": "%", "checks": [{**CHECK, "compute": {**CHECK["compute"], "kind": "value"}}]},
+         ["claims.0.checks.0.compute.value.over (faster)", "Extra inputs"]),
+        ({"unit": "GB"}, ["'GB' does not fit a check of kind ratio; allowed: ×, %"]),
+        ({"paper": "other"}, [":9: claims.0.paper (faster)", "allowed are fcdp"]),
+        ({"checks": []}, ["neither checks nor a reason"]),
+        ({"checks": [{**CHECK, "matrix": "nowhere"}]},
+         [":16: claims.0.checks.0.matrix (faster)", "'nowhere' is no matrix", "are parity"]),
+        ({"number": None}, ["a relative tolerance needs a number"]),
+        ({"checks": [{**CHECK, "tolerance": {}}]}, ["exactly one of relative, at_least, at_most"]),
+        ({"checks": [{**CHECK, "tolerance": {"relative": 0.1, "at_least": 1}}]}, ["exactly one"]),
+        ({"typo": 1}, ["claims.0.typo (faster)", "Extra inputs"]),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_named_with_its_line_and_claim(
+    change: dict[str, Any], messages: list[str], tmp_path: Path
+) -> None:
+    path = written(content(claims=[{**CLAIM, **change}]), tmp_path)
+
+    with pytest.raises(ValueError, match=r"^claims\.yaml:\d+: ") as error:
+        papers.load(path)
+
+    for message in messages:
+        assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("selection", "message"),
+    [
+        ({"link": "10 Mbps"}, "'10 Mbps' is not a link; allowed: unshaped, or a number"),
+        ({}, "is empty; allowed are strategy, tuning"),
+        ({"accumulation": 0}, "greater than or equal to 1"),
+    ],
+)
+def test_a_selection_that_cannot_match_is_an_error(
+    selection: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    check = {**CHECK, "compute": {**CHECK["compute"], "of": selection}}
+    path = written(content(claims=[{**CLAIM, "checks": [check]}]), tmp_path)
+
+    with pytest.raises(ValueError, match=message):
+        papers.load(path)
+
+
+def test_a_matrix_must_exist_or_be_planned(tmp_path: Path) -> None:
+    path = written(content(matrices={"parity": {}, "soon": {}}), tmp_path)
+    with pytest.raises(ValueError, match=r"claims.yaml:\d+: matrices.soon: no such matrix"):
+        papers.load(path)
+
+    use = {"parity": {}, "study": {"command": "run"}, "soon": {"planned": "Not yet."}}
+    papers.load(written(content(matrices=use), tmp_path))
+
+
+def test_ids_are_unique(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'faster' is there already"):
+        papers.load(written(content(claims=[CLAIM, CLAIM]), tmp_path))
+
+
+def test_what_is_not_yaml_is_named_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "claims.yaml"
+    path.write_text("papers: {}\nclaims: [\n", "utf-8")
+
+    with pytest.raises(ValueError, match=r"claims.yaml:\d: not valid YAML"):
+        papers.load(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("papers: {}\nmatrices: {}\nmatrices: {}\n", ":3: matrices: this key is already on line 2"),
+        ("papers: {}\nclaims: \x07\n", ":2: not valid YAML: special characters are not allowed"),
+    ],
+)
+def test_keys_given_twice_and_control_characters_are_named_with_their_line(
+    content: str, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "claims.yaml"
+    path.write_text(content, "utf-8")
+
+    with pytest.raises(ValueError, match="^claims.yaml" + message):
+        papers.load(path)
+
+
+@pytest.mark.parametrize("part", ["of", "over"])
+@pytest.mark.parametrize(
+    ("selection", "allowed"),
+    [
+        ({"strategy": "fcpd"}, "ddp, deepspeed-hpz, "),
+        ({"model": "its own"}, "gpt2-4x128"),
+        ({"link": "1000 Mbit/s"}, "unshaped"),
+    ],
+)
+def test_a_name_that_no_cell_of_the_matrix_has_is_an_error(
+    part: str, selection: dict[str, str], allowed: str, tmp_path: Path
+) -> None:
+    check = {**CHECK, "compute": {**CHECK["compute"], part: selection}}
+    path = written(content(claims=[{**CLAIM, "checks": [check]}]), tmp_path)
+    ((setting, name),) = selection.items()
+    line = path.read_text("utf-8").splitlines().index(f"        {setting}: {name}") + 1
+
+    with pytest.raises(ValueError, match="is not in the matrix parity") as error:
+        papers.load(path)
+
+    where = f"claims.yaml:{line}: claims.0.checks.0.compute.{part}.{setting} (faster): "
+    assert str(error.value).startswith(f"{where}{name!r} is not in the matrix parity; allowed are ")
+    assert allowed in str(error.value)
+
+
+def test_strategies_of_a_matrix_without_a_file_are_those_of_any(tmp_path: Path) -> None:
+    def load(strategy: str) -> None:
+        compute = {**CHECK["compute"], "of": {"strategy": strategy, "model": "gpt-30b"}}
+        claim = {**CLAIM, "checks": [{**CHECK, "matrix": "study", "compute": compute}]}
+        use = {"study": {"command": "run"}}
+        papers.load(written(content(claims=[claim], matrices=use), tmp_path))
+
+    load("qwz")
+    with pytest.raises(ValueError, match="'qzw' is not in the matrix study"):
+        load("qzw")
+
+
+@given(paper=st.floats(0.1, 1e6), relative=st.floats(0, 1), off=st.floats(-2, 2))
+def test_a_relative_tolerance_admits_what_is_that_near(
+    paper: float, relative: float, off: float
+) -> None:
+    admits = papers.Tolerance(relative=relative).admits(paper * (1 + off), paper)
+
+    if abs(abs(off) - relative) > 1e-9:
+        assert admits == (abs(off) < relative)

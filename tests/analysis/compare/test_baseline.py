@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import math
+
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from analysis.compare.baseline import compare, headlines, ratio
+from analysis.load.table import frame
+from experiments.records import Record
+from tests.analysis import made_up
+
+GPT2, LLAMA = made_up.MODELS
+SLOW = made_up.LINKS[0]
+POSITIVE = st.floats(min_value=1e-3, max_value=1e12)
+
+
+def row(compared: pd.DataFrame, strategy: str) -> pd.Series:
+    rows = compared[compared["strategy"] == strategy]
+    assert len(rows) == 1
+    return rows.iloc[0]
+
+
+def pair(**fcdp: object) -> list[Record]:
+    """A baseline and FCDP under the same settings, FCDP's measurement changed."""
+    baseline = made_up.record(made_up.cell("deepspeed-zero3", GPT2, "full", SLOW))
+    subject = made_up.record(made_up.cell("fcdp", GPT2, "full", SLOW))
+    assert subject.measurement is not None
+    changed = subject.measurement.model_copy(update=fcdp)
+    return [baseline, subject.model_copy(update={"measurement": changed})]
+
+
+@settings(max_examples=15)
+@given(seconds=POSITIVE, sent=POSITIVE, closed_form=POSITIVE, ledger=POSITIVE)
+def test_arithmetic(seconds: float, sent: float, closed_form: float, ledger: float) -> None:
+    baseline, subject = pair(
+        step_seconds=[seconds],
+        inter_node_bytes_per_step=sent,
+        inter_node_bytes_closed_form=closed_form,
+        ledger_bytes_per_step={"inter_node": {"forward": ledger}},
+    )
+    of = baseline.measurement
+    assert of is not None
+    assert baseline.step_seconds_median is not None
+    assert of.inter_node_bytes_closed_form is not None
+
+    found = row(compare(frame([baseline, subject])), "fcdp")
+
+    assert found["baseline"] == "deepspeed-zero3"
+    assert found["speed_up"] == pytest.approx(baseline.step_seconds_median / seconds)
+    assert found["bytes_of_baseline"] == pytest.approx(sent / of.inter_node_bytes_per_step)
+    assert found["bytes_of_baseline_closed_form"] == pytest.approx(
+        sent / of.inter_node_bytes_closed_form
+    )
+    assert found["bytes_of_closed_form"] == pytest.approx(sent / closed_form)
+    assert found["ledger_disagreement_percent"] == pytest.approx(
+        100 * (ledger - sent) / sent, rel=1e-6, abs=1e-9
+    )
+
+
+def test_losses_are_compared_at_steps_that_both_have() -> None:
+    baseline, subject = pair(losses=[5.6, 5.5 - 0.2, 5.38 + 0.01])
+    assert baseline.measurement is not None
+    reference = baseline.measurement.losses
+
+    found = row(compare(frame([baseline, subject])), "fcdp")
+
+    assert found["loss_difference"] == pytest.approx(5.39 - reference[2])
+    assert found["loss_difference_max"] == pytest.approx(abs(5.3 - reference[1]))
+
+
+def test_a_diverged_loss_is_no_number_and_no_error() -> None:
+    found = row(compare(frame(pair(losses=[math.nan] * 3))), "fcdp")
+
+    assert math.isnan(found["loss_difference"])
+
+
+@given(st.floats(allow_nan=True), st.sampled_from([0.0, math.nan]))
+def test_a_ratio_to_nothing_is_no_number(value: float, reference: float) -> None:
+    assert math.isnan(ratio(value, reference))
+
+
+def test_the_fastest_other_strategy_is_named(compared: pd.DataFrame) -> None:
+    group = compared[
+        (compared["model"] == GPT2.name)
+        & (compared["tuning"] == "full")
+        & (compared["inter_bandwidth_bits_per_s"] == SLOW)
+    ]
+    seconds = group.set_index("strategy")["step_seconds_median"]
+
+    found = row(group, "fcdp")
+
+    assert found["fastest_other"] == "fsdp2"
+    assert found["speed_up_over_fastest_other"] == seconds["fsdp2"] / seconds["fcdp"]
+    assert row(group, "fsdp2")["fastest_other"] == "fcdp"
+
+
+def test_a_strategy_is_its_own_equal(compared: pd.DataFrame) -> None:
+    own = compared[(compared["strategy"] == compared["baseline"]) & (compared["state"] == "ok")]
+
+    assert (own["speed_up"] == 1).all()
+    assert (own["bytes_of_baseline"] == 1).all()
+    assert (own["loss_difference_max"] == 0).all()
+
+
+def test_no_cell_is_lost_and_states_stay(records: list[Record], compared: pd.DataFrame) -> None:
+    assert sorted(compared["cell"]) == sorted(record.cell_id for record in records)
+    lacking = compared[compared["state"] != "ok"]
+    assert sorted(lacking["state"]) == ["failed", "skipped"]
+    assert lacking["speed_up"].isna().all()
+
+
+def test_without_the_baseline_the_first_strategy_that_finished_stands_in(
+    compared: pd.DataFrame,
+) -> None:
+    group = compared[
+        (compared["model"] == LLAMA.name)
+        & (compared["tuning"] == "lora")
+        & compared["inter_bandwidth_bits_per_s"].isna()
+    ]
+
+    assert set(group["baseline"]) == {"fsdp2"}
+
+
+def test_another_baseline_can_be_asked_for(records: list[Record]) -> None:
+    asked = compare(frame(records), "fsdp2")
+
+    failed = (asked["model"] == LLAMA.name) & (asked["tuning"] == "full")
+    failed &= asked["inter_bandwidth_bits_per_s"] == SLOW
+    assert set(asked.loc[~failed, "baseline"]) == {"fsdp2"}
+    assert set(asked.loc[failed, "baseline"]) == {"deepspeed-zero3"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"accumulation": 4},
+        {"micro_batch": 8},
+        {"dtype": "float32"},
+        {"seed": 1},
+        {"matrix": "other"},
+    ],
+)
+def test_cells_of_other_settings_are_not_compared(change: dict[str, object]) -> None:
+    baseline = made_up.record(made_up.cell("deepspeed-zero3", GPT2, "full", SLOW))
+    subject = made_up.record(made_up.cell("fcdp", GPT2, "full", SLOW, **change))
+
+    assert row(compare(frame([baseline, subject])), "fcdp")["baseline"] == "fcdp"
+
+
+def test_evidence_of_other_kinds_is_not_compared() -> None:
+    baseline, subject = pair()
+    simulated = subject.model_copy(update={"evidence": "simulated"})
+
+    assert row(compare(frame([baseline, simulated])), "fcdp")["baseline"] == "fcdp"
+
+
+def test_how_long_a_cell_ran_does_not_part_it_from_its_baseline() -> None:
+    baseline = made_up.record(made_up.cell("deepspeed-zero3", GPT2, "full", SLOW, steps=3))
+    subject = made_up.record(made_up.cell("fcdp", GPT2, "full", SLOW))
+
+    assert row(compare(frame([baseline, subject])), "fcdp")["baseline"] == "deepspeed-zero3"
+
+
+def test_headlines_are_the_largest_speed_ups_over_the_usual_baseline(
+    compared: pd.DataFrame,
+) -> None:
+    found = {item.tuning: item for item in headlines(compared)}
+
+    assert set(found) == {"full", "lora"}
+    for tuning, item in found.items():
+        cells = compared[
+            (compared["strategy"] == "fcdp")
+            & (compared["tuning"] == tuning)
+            & (compared["baseline"] == "deepspeed-zero3")
+        ]
+        assert item.baseline == "deepspeed-zero3"
+        assert item.speed_up == cells["speed_up"].max()
+        assert sorted(item.speed_ups) == sorted(cells["speed_up"])
+        cell = cells[cells["cell"] == item.cell].iloc[0]
+        assert item.bytes_of_baseline == cell["bytes_of_baseline"]
+
+
+def test_links_run_from_slow_to_unshaped_and_strategies_in_their_order(
+    compared: pd.DataFrame,
+) -> None:
+    first = compared[(compared["model"] == GPT2.name) & (compared["tuning"] == "full")]
+
+    links = first["inter_bandwidth_bits_per_s"].drop_duplicates().tolist()
+    assert links[:2] == [10e6, 100e6]
+    assert math.isnan(links[2])
+    assert first["strategy"].tolist() == ["deepspeed-zero3", "fsdp2", "fcdp"] * 3
+
+
+def test_simulations_may_compare_each_at_its_own_micro_batch() -> None:
+    cells = [
+        made_up.cell(name, GPT2, "full", SLOW, micro_batch=size)
+        for name, size in (("deepspeed-zero3", 4), ("fcdp", 8))
+    ]
+    found = row(compare(frame([made_up.record(c, evidence="simulated") for c in cells])), "fcdp")
+    assert found["baseline"] == "deepspeed-zero3"
+    sizes = {cell.strategy: made_up.record(cell).tokens_per_s for cell in cells}
+    assert found["speed_up"] == pytest.approx(sizes["fcdp"] / sizes["deepspeed-zero3"])
+
+
+def test_policies_and_codecs_are_variants() -> None:
+    choices: list[dict[str, object]] = [{}, {"policy": "auto"}, {"gather_codec": "int8"}]
+    cells = [made_up.cell("fcdp", GPT2, "full", SLOW, **choice) for choice in choices]
+    compared = compare(frame([made_up.record(cell) for cell in cells]))
+    assert list(compared["strategy"]) == ["fcdp", "fcdp auto", "fcdp gather int8"]

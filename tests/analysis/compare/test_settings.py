@@ -1,0 +1,194 @@
+"""Every field of a cell says once what it is, and all that compares and shows cells reads it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, get_args
+
+import pytest
+
+from analysis.claims.computations import Ratio, Selection
+from analysis.compare.baseline import compare
+from analysis.figures import matrix
+from analysis.figures.drawings import panels_of
+from analysis.load.provenance import provenance
+from analysis.load.rows import row
+from analysis.load.table import frame
+from analysis.report import tables
+from experiments import parity
+from experiments.records import Cell, ClusterSpec, Record, SimulatedSpec
+from experiments.settings import Described, Setting, described
+from experiments.summary_table import summary, varying_settings
+from simulation.files import Strict
+from tests.analysis import made_up
+from tests.experiments.test_progress import rendered
+
+GPT2, LLAMA = made_up.MODELS
+#: Other values where not any value will do.
+OTHERS: dict[str, dict[str, Any]] = {
+    "gpu": {"gpu": "a10g"},
+    "cluster": {"cluster": ClusterSpec(nodes=2, ranks_per_node=2)},
+    "model": {"model": LLAMA},
+    "model_in_full": {"model": GPT2.model_copy(update={"vocabulary": 512})},
+    "tuning": {"tuning": "lora"},
+    "strategy": {"strategy": "zero3"},
+}
+SETTINGS = [pytest.param(item, id=name) for name, item in described(Cell).items() if name != "port"]
+
+
+def cell(strategy: str = "fcdp", **changes: Any) -> Cell:
+    simulated = SimulatedSpec(kind="simulated", nodes=2, ranks_per_node=2, gpu="a40")
+    every = {"cluster": simulated, "reduce_codec": "int8", **changes}
+    made = made_up.cell(strategy, GPT2, "full", 10**8)
+    return Cell(**{name: getattr(made, name) for name in Cell.model_fields} | every)
+
+
+def changed(item: Described) -> Cell:
+    """A cell of FCDP that differs from ``cell()`` in this setting alone."""
+    change = OTHERS.get(item.name) or {item.name: _other(item)}
+    if item.name in SimulatedSpec.model_fields:
+        simulated = cell().cluster
+        change = {"cluster": type(simulated)(**{**simulated.model_dump(), **change})}
+    return cell(**change)
+
+
+def _other(item: Described) -> Any:
+    value = item.of(cell())
+    field = Cell.model_fields.get(item.name)
+    choices = get_args(field.annotation) if field else ()
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return 2 * value or 1
+    if isinstance(value, float):
+        return value / 2 or 0.5
+    return next((other for other in choices if other != value), "other")
+
+
+def record(of: Cell) -> Record:
+    made = made_up.record(made_up.cell("fcdp", GPT2, "full", 10**8))
+    return made.model_copy(update={"cell": of, "cell_id": of.id})
+
+
+@pytest.mark.parametrize("item", SETTINGS)
+def test_each_setting_is_part_of_the_id_or_says_that_it_is_not(item: Described) -> None:
+    assert item.of(changed(item)) != item.of(cell())
+    assert (changed(item).id == cell().id) == (item.setting.in_id == "never")
+
+
+@pytest.mark.parametrize("item", SETTINGS)
+def test_each_setting_parts_cells_from_their_baseline_or_says_that_it_does_not(
+    item: Described,
+) -> None:
+    baseline, subject = record(cell("deepspeed-zero3")), record(changed(item))
+    of = compare(frame([baseline, subject]), baseline.cell.subject)
+    found = of[of["strategy"] == subject.cell.subject].iloc[0]
+    alike = found["baseline"] == baseline.cell.subject
+    assert alike == (item.setting.role != "condition")
+    shown = [line for line in rendered(summary([baseline, subject]), 400) if "·" in line]
+    assert len(shown) == (2 if item.setting.role == "condition" else 1)
+
+
+@pytest.mark.parametrize("item", SETTINGS)
+def test_each_setting_parts_losses_or_says_that_it_does_not(item: Described) -> None:
+    reference = record(cell("fsdp2"))
+    (_, found) = parity.compare([reference, record(changed(item))])
+    assert (found.difference is None) == item.setting.learns
+
+
+@pytest.mark.parametrize("item", SETTINGS)
+def test_a_claim_compares_cells_that_differ_in_nothing_else(item: Described) -> None:
+    ratio = Ratio(
+        kind="ratio",
+        quantity="tokens_per_s",
+        of=Selection(strategy=changed(item).strategy),
+        over=Selection(strategy="fsdp2"),
+    )
+    rows = [row(record(cell("fsdp2"))), row(record(changed(item)))]
+    compared = item.setting.role == "incidental" or item.name == "strategy"
+    assert bool(ratio.samples(rows)) == compared
+
+
+@pytest.mark.parametrize("item", SETTINGS)
+def test_tables_and_figures_say_in_which_setting_cells_differ(item: Described) -> None:
+    cells = [cell(), changed(item)]
+    table = compare(frame([record(of) for of in cells]))
+    shown = tables.presentable(table)
+    parted = list(matrix.parted(table))
+    panels = [title for part, _ in parted for title, _ in panels_of(part)]
+    # The model's name stands for all that it is: see its own label.
+    values = [item.written(item.of(of)) for of in cells]
+    if item.setting.role == "subject":
+        names = {of.subject for of in cells}
+        assert len(names) == 2
+        assert names == set(table["strategy"])
+    elif item.setting.role == "condition" and not item.setting.always:
+        assert sorted(shown[item.setting.label]) == sorted(values)
+        assert item in varying_settings(cells)
+        # Of several matrices each has figures of its own, which name it below.
+        said = (
+            values
+            if item.name == "matrix"
+            else [f"{item.setting.label.lower()} {value}" for value in values]
+        )
+        own = [f"{words} {provenance(part)}" for part, words in parted]
+        places = {"model": panels, "run": own, "training": own, "axis": said}[item.setting.place]
+        assert all(any(words in place for place in places) for words in said)
+    if item.setting.role == "condition":
+        apart = {"run": (2, 2), "training": (2, 2), "model": (1, 2), "axis": (1, 1)}
+        assert (len(parted), len(panels)) == apart[item.setting.place]
+
+
+def test_cells_that_recompute_another_share_are_not_compared() -> None:
+    slow = record(cell("fsdp2", recomputed=1.0))
+    assert slow.measurement is not None
+    twice = [2 * seconds for seconds in slow.measurement.step_seconds]
+    slow = slow.model_copy(
+        update={"measurement": slow.measurement.model_copy(update={"step_seconds": twice})}
+    )
+    compared = compare(frame([record(cell("fsdp2")), slow]), "fsdp2")
+    assert list(compared["speed_up"]) == [1.0, 1.0]
+    assert list(tables.presentable(compared)["Recomputed"]) == ["0", "1"]
+
+
+class Longer(Cell):
+    """A cell with an axis more."""
+
+    momentum: Annotated[float, Setting("Momentum", in_id="later")] = 0.0
+
+
+class Silent(Cell):
+    """A cell with a field that says nothing."""
+
+    momentum: float = 0.0
+
+
+def of_type(kind: type[Cell], **more: Any) -> Cell:
+    return kind(**{name: getattr(cell(), name) for name in Cell.model_fields}, **more)
+
+
+def test_a_setting_is_one_line() -> None:
+    assert of_type(Longer).id == cell().id
+    assert of_type(Longer, momentum=0.5).id != cell().id
+    item = described(Longer)["momentum"]
+    assert (item.kind, item.written(0.5)) == ("float64", "0.5")
+
+
+def test_a_field_that_says_nothing_is_an_error() -> None:
+    with pytest.raises(TypeError, match=r"Silent\.momentum must say once what it is"):
+        _ = of_type(Silent).id
+    with pytest.raises(TypeError, match=r"Silent\.momentum"):
+        described(Silent)
+
+
+def test_every_field_of_a_cell_says_something() -> None:
+    fields = {
+        part
+        for name, field in Cell.model_fields.items()
+        for kind in get_args(field.annotation) or (field.annotation,)
+        for part in (
+            kind.model_fields
+            if name == "cluster" and isinstance(kind, type) and issubclass(kind, Strict)
+            else (name,)
+        )
+    }
+    assert fields - {"kind"} <= set(described(Cell))

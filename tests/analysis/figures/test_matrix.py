@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
+
+from analysis import strategies
+from analysis.compare.baseline import compare
+from analysis.figures import matrix
+from analysis.figures.drawings import Drawing, save
+from analysis.load.table import frame
+from baselines.registry import STRATEGY_NAMES
+from experiments.records import Record
+from tests.analysis import made_up
+
+LINKS = [link for link in made_up.LINKS if link is not None]
+
+
+@pytest.fixture(scope="module")
+def drawings(compared: pd.DataFrame) -> list[Drawing]:
+    return matrix.draw(compared)
+
+
+def panel_title(record: Record) -> str:
+    tuning = {"full": "full fine-tuning", "lora": "LoRA"}[record.cell.tuning]
+    return f"{record.cell.model.name}\n{tuning}"
+
+
+def points(ax: Axes, colour: str) -> set[tuple[float, float]]:
+    """Every point of a line or marker of this colour, in data coordinates."""
+    lines: list[Any] = [line for line in ax.lines if line.get_transform() == ax.transData]
+    return {
+        (round(x, 6), round(y, 6))
+        for line in lines
+        if to_hex(line.get_color()) == colour.lower()
+        for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)
+    }
+
+
+def widths(ax: Axes, colour: str | None = None) -> list[float]:
+    """The lengths of the bars of this colour."""
+    bars: list[Any] = list(ax.patches)
+    return [
+        bar.get_width()
+        for bar in bars
+        if colour is None or to_hex(bar.get_facecolor()) == colour.lower()
+    ]
+
+
+def test_throughput_drawn_is_the_records(records: list[Record], drawings: list[Drawing]) -> None:
+    axes = {ax.get_title(): ax for ax in drawings[0].figure.axes if ax.get_title()}
+    assert len(axes) == 4
+    expected: dict[tuple[str, str], set[tuple[float, float]]] = defaultdict(set)
+    for record in records:
+        ticks = axes[panel_title(record)].get_xticks()
+        link = record.cell.inter_bandwidth_bits_per_s
+        place = ticks[-1] if link is None else link / 1e6
+        if record.tokens_per_s is not None:
+            point = (round(float(place), 6), round(record.tokens_per_s, 6))
+            expected[panel_title(record), record.cell.strategy].add(point)
+
+    for (title, strategy), wanted in expected.items():
+        look = strategies.styles([strategy])[strategy]
+        assert points(axes[title], look.colour) == wanted
+
+
+def test_an_unshaped_link_has_a_name_and_no_number(drawings: list[Drawing]) -> None:
+    ax = drawings[0].figure.axes[0]
+
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["10", "100", "unshaped"]
+
+
+def test_bytes_drawn_are_the_records(records: list[Record], drawings: list[Drawing]) -> None:
+    columns = len(drawings[0].figure.axes) // 2
+    for at in range(columns):
+        upper, lower = (drawings[0].figure.axes[at + row * columns] for row in (0, 1))
+        for strategy, look in strategies.styles(made_up.TRAFFIC).items():
+            cells = [
+                record.measurement
+                for record in records
+                if panel_title(record) == upper.get_title()
+                and record.cell.strategy == strategy
+                and record.measurement is not None
+            ]
+            sent = pd.Series([cell.inter_node_bytes_per_step for cell in cells]).median()
+            least = pd.Series([cell.inter_node_bytes_closed_form for cell in cells]).median()
+            assert widths(lower, look.colour) == pytest.approx([sent / 1e6])
+            marks: list[Any] = list(lower.lines)
+            assert any(mark.get_xdata()[0] == pytest.approx(least / 1e6) for mark in marks)
+
+
+def test_speed_ups_drawn_are_the_comparisons(
+    compared: pd.DataFrame, drawings: list[Drawing]
+) -> None:
+    drawn = [
+        item.get_text()
+        for ax in drawings[0].figure.axes
+        for item in ax.texts
+        if item.get_text().endswith("×")
+    ]
+    fcdp = compared[
+        (compared["strategy"] == "fcdp") & (compared["baseline"] == strategies.BASELINE)
+    ]
+
+    assert len(drawn) == len(fcdp) == 11
+    assert "28×" in drawn
+
+
+def test_losses_drawn_are_the_records(records: list[Record], drawings: list[Drawing]) -> None:
+    ax = drawings[1].figure.axes[0]
+    cells = [
+        record.measurement.losses
+        for record in records
+        if panel_title(record) == ax.get_title() and record.measurement is not None
+    ]
+
+    lines: list[Any] = list(ax.lines)
+    assert sorted(list(line.get_ydata()) for line in lines) == sorted(cells)
+
+
+def test_files_are_written_and_the_same_every_time(records: list[Record], tmp_path: Path) -> None:
+    few = compare(frame(records[:3]))
+
+    first, again = (
+        [save(drawing, tmp_path / name) for drawing in matrix.draw(few)] for name in ("a", "b")
+    )
+
+    for one, other in zip(first, again, strict=True):
+        assert one.png.read_bytes()[:4] == b"\x89PNG"
+        assert one.png.read_bytes() == other.png.read_bytes()
+        assert one.svg.read_bytes() == other.svg.read_bytes()
+
+
+def test_the_caption_says_where_the_numbers_come_from(drawings: list[Drawing]) -> None:
+    caption = drawings[0].caption
+
+    for part in (
+        "Matrix made-up",
+        "2 nodes × 2 ranks, emulated",
+        "gpt2-4x128 (1.70 M)",
+        "2026-01-02",
+        "commit 0123456789",
+        "deepspeed 0.19.6",
+        "(failed)",
+    ):
+        assert part in caption
+
+
+def test_a_commit_with_changes_is_said_to_have_them() -> None:
+    cell = made_up.cell("fcdp", made_up.MODELS[0], "full", LINKS[0])
+    record = made_up.record(cell, commit="0123456789abcdef-dirty")
+
+    assert "commit 0123456789-dirty" in matrix.draw(compare(frame([record])))[0].caption
+
+
+def test_kinds_of_evidence_and_accumulations_have_figures_of_their_own() -> None:
+    cells = [
+        made_up.cell("fcdp", made_up.MODELS[0], "full", LINKS[0], accumulation=count)
+        for count in (1, 4)
+    ]
+    mixed = [made_up.record(cell) for cell in cells]
+    mixed += [made_up.record(cell, evidence="simulated") for cell in cells]
+
+    names = [drawing.name for drawing in matrix.draw(compare(frame(mixed)))]
+
+    assert sorted(names) == sorted(
+        f"made-up-{evidence}-accumulation-{count}-{what}"
+        for evidence in ("emulated", "simulated")
+        for count in (1, 4)
+        for what in ("traffic", "losses")
+    )
+
+
+@pytest.mark.filterwarnings("error")
+def test_one_link_is_drawn_as_bars() -> None:
+    cells = [made_up.cell(name, made_up.MODELS[0], "lora", LINKS[1]) for name in made_up.TRAFFIC]
+    made = [made_up.record(cell) for cell in cells]
+
+    ax = matrix.draw(compare(frame(made)))[0].figure.axes[0]
+
+    assert widths(ax) == [record.tokens_per_s for record in made]
+
+
+@pytest.mark.filterwarnings("error")
+def test_strategies_without_a_colour_of_their_own_and_many_panels() -> None:
+    models = [
+        made_up.MODELS[0].model_copy(update={"name": f"gpt2-{at}"})
+        for at in range(matrix.WIDEST + 1)
+    ]
+    made = []
+    for model in models:
+        for strategy in ("fcdp", "fsdp2", "another"):
+            record = made_up.record(made_up.cell("fsdp2", model, "full", LINKS[0]))
+            cell = record.cell.model_copy(update={"strategy": strategy})
+            made.append(record.model_copy(update={"cell": cell, "cell_id": cell.id}))
+
+    drawn = matrix.draw(compare(frame(made)))[0].figure
+
+    assert len(drawn.axes) == 2 * len(models)
+    labels = [label.get_text() for label in drawn.axes[0].get_yticklabels()]
+    assert labels == ["FSDP2", "another", "FCDP"]
+
+
+def test_no_figure_without_a_result() -> None:
+    cell = made_up.cell("fcdp", made_up.MODELS[0], "full", None)
+    oom = made_up.record(cell, state="oom", error="out of memory", measurement=None)
+
+    assert matrix.draw(compare(frame([oom]))) == []
+
+
+def test_looks_differ() -> None:
+    names = [*STRATEGY_NAMES, "a", "b", "c"]
+    looks = strategies.styles(names)
+
+    assert list(looks) == strategies.ordered(names)
+    assert len({look.colour for look in looks.values()}) == len(looks)
+    assert all(re.fullmatch("#[0-9A-F]{6}", look.colour) for look in looks.values())
+    for engine in ("DeepSpeed", "PyTorch", "This engine"):
+        own = [look for name, look in looks.items() if strategies.engine(name) == engine]
+        assert len({look.marker for look in own}) == len(own)
+        assert len({look.dashes for look in own}) == 1

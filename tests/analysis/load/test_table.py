@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from analysis.load.table import COLUMNS, frame, latest, load, write_parquet
+from experiments.records import Record
+from tests.analysis import made_up
+from tests.analysis.conftest import write_records
+
+GPT2 = made_up.MODELS[0]
+
+
+def test_every_record_is_one_row_with_the_values_of_its_record(records: list[Record]) -> None:
+    table = frame(records)
+
+    assert list(table["cell"]) == [record.cell_id for record in records]
+    assert list(table.columns[: len(COLUMNS)]) == list(COLUMNS)
+    for record, (_, row) in zip(records, table.iterrows(), strict=True):
+        assert row["strategy"] == record.cell.strategy
+        assert row["nodes"] == record.cell.cluster.nodes
+        assert row["state"] == record.state
+        if record.measurement is None:
+            assert pd.isna(row["tokens_per_s"])
+            assert pd.isna(row["inter_node_bytes_per_step"])
+        else:
+            assert row["tokens_per_s"] == record.tokens_per_s
+            assert row["step_seconds_median"] == record.step_seconds_median
+            assert row["losses"] == record.measurement.losses
+            assert row["loss_final"] == record.measurement.losses[-1]
+
+
+def test_an_unshaped_link_has_no_bandwidth() -> None:
+    table = frame([made_up.record(made_up.cell("fcdp", GPT2, "full", None))])
+
+    assert table["inter_bandwidth_bits_per_s"].isna().all()
+
+
+def test_the_ledger_is_summed_by_link_and_kept_by_phase() -> None:
+    record = made_up.record(made_up.cell("fcdp", GPT2, "full", None))
+    assert record.measurement is not None
+    assert record.measurement.ledger_bytes_per_step is not None
+    phases = record.measurement.ledger_bytes_per_step["inter_node"]
+
+    row = frame([record]).iloc[0]
+
+    assert row["ledger_inter_node_bytes_per_step"] == sum(phases.values())
+    assert row["ledger_inter_node_reduce_bytes_per_step"] == phases["reduce"]
+
+
+def test_text_that_is_missing_stays_missing() -> None:
+    row = frame([made_up.record(made_up.cell("fsdp2", GPT2, "full", None))]).iloc[0]
+
+    assert pd.isna(row["error"])
+    assert pd.isna(row["policy"])
+
+
+def test_parquet_holds_the_same_table(compared: pd.DataFrame, tmp_path: Path) -> None:
+    write_parquet(compared, tmp_path / "cells.parquet")
+
+    read = pd.read_parquet(tmp_path / "cells.parquet")
+
+    assert list(read.columns) == list(compared.columns)
+    assert list(read["cell"]) == list(compared["cell"])
+    assert read["speed_up"].equals(compared["speed_up"])
+
+
+def test_of_a_cell_that_ran_again_the_last_run_counts() -> None:
+    cell = made_up.cell("fcdp", GPT2, "full", None)
+    first = made_up.record(cell, state="failed", error="x", measurement=None)
+    again = made_up.record(cell, started_at="2026-01-03T00:00:00+00:00")
+
+    assert latest([again, first]) == [again]
+
+
+def test_a_directory_is_searched_but_not_what_a_run_keeps_beside_its_records(
+    tmp_path: Path, records: list[Record]
+) -> None:
+    run = tmp_path / "run"
+    for part in ("cells/a", "earlier/2026", "wandb"):
+        (run / part).mkdir(parents=True)
+        (run / part / "progress.jsonl").write_text("not a record\n")
+    write_records(records[:2], run / "records.jsonl")
+
+    assert load(tmp_path) == records[:2]
+
+
+def test_no_records_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no records"):
+        load(tmp_path)

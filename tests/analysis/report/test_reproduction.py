@@ -1,0 +1,107 @@
+"""REPRODUCTION.md is what the committed records and claims give; its page is whole."""
+
+from __future__ import annotations
+
+import html
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from analysis.__main__ import RESULTS, app
+from analysis.claims import papers
+from analysis.load import runs
+from analysis.report import reproduction
+from tests.analysis import made_up
+from tests.analysis.conftest import write_records
+from tests.analysis.pages import check_page
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The page of made-up records, which are named as a matrix of this repository."""
+    results = tmp_path_factory.mktemp("root") / "results"
+    (results / "parity").mkdir(parents=True)
+    write_records(made_up.records(), results / "parity" / "records.jsonl")
+    (results / "memory").mkdir()
+    (results / "memory" / "records.jsonl").write_text('{"of": "another schema"}\n', "utf-8")
+
+    written = reproduction.write(results)
+
+    assert written.document == results.parent / "REPRODUCTION.md"
+    return written.page.read_text("utf-8")
+
+
+def test_the_committed_document_is_up_to_date() -> None:
+    document = reproduction.markdown(papers.load(), runs.load(RESULTS))
+
+    assert (ROOT / "REPRODUCTION.md").read_text("utf-8") == document, (
+        "REPRODUCTION.md differs from the records: run python -m analysis report"
+    )
+
+
+def test_every_claim_is_in_the_document_with_its_verdict() -> None:
+    document = reproduction.markdown(papers.load(), runs.load(RESULTS))
+
+    for claim in papers.load().claims:
+        lines = [line for line in document.splitlines() if line.startswith(f"| {claim.claim} |")]
+        assert len(lines) == max(len(claim.checks), 1), claim.id
+    rows = [line for line in document.splitlines() if "`python -m experiments run" in line]
+    verdicts = ("| reproduced |", "| **not reproduced** |", "| not run |")
+    assert all(any(verdict in row for verdict in verdicts) for row in rows if row.startswith("|"))
+
+
+def test_the_finding_about_hpz_is_stated_where_the_51_times_are() -> None:
+    document = reproduction.markdown(papers.load(), runs.load(RESULTS))
+    failed = document.split("## What did not reproduce")[1].split("\n## ")[0]
+
+    findings = [line for line in failed.splitlines() if "51 times" in line]
+    assert findings
+    assert all("keeps those of frozen ones" in " ".join(finding.split()) for finding in findings)
+
+
+def test_the_page_is_whole_and_loads_nothing(page: str) -> None:
+    check_page(page, pictures=2)
+
+
+def test_the_page_has_a_row_for_each_claim_and_check(page: str) -> None:
+    expected = sum(max(len(claim.checks), 1) for claim in papers.load().claims)
+
+    assert len(re.findall('class="claim"', page)) == expected
+    assert html.escape("CO2 is a sibling system") in page
+    assert "made-up CPU" in page
+    assert str(ROOT) not in page
+
+
+def test_without_records_there_is_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("analysis.__main__.RESULTS", tmp_path)
+
+    result = CliRunner().invoke(app, ["report"])
+
+    assert result.exit_code == 2
+    assert "no records of any matrix" in result.stderr
+
+
+def test_options_need_records() -> None:
+    result = CliRunner().invoke(app, ["report", "--output", "elsewhere"])
+
+    assert result.exit_code == 2
+    assert result.stderr == "error: --output and --baseline need RECORDS\n"
+
+
+def test_the_command_writes_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = tmp_path / "results"
+    (results / "parity").mkdir(parents=True)
+    write_records(made_up.records()[:3], results / "parity" / "records.jsonl")
+    monkeypatch.setattr("analysis.__main__.RESULTS", results)
+
+    result = CliRunner().invoke(app, ["report"])
+
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "REPRODUCTION.md").exists()
+    assert str(results / "report.html") in result.output

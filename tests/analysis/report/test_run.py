@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import html
+import re
+from pathlib import Path
+
+import pytest
+
+from analysis.report import run
+from experiments.records import Record
+from tests.analysis import made_up
+from tests.analysis.pages import check_page
+
+
+@pytest.fixture(scope="module")
+def written(records: list[Record], tmp_path_factory: pytest.TempPathFactory) -> run.Written:
+    again = records[0].model_copy(update={"started_at": "2025-12-31T00:00:00+00:00"})
+    return run.write([again, *records], tmp_path_factory.mktemp("report"), "deepspeed-zero3")
+
+
+@pytest.fixture(scope="module")
+def page(written: run.Written) -> str:
+    return written.report.read_text("utf-8")
+
+
+def test_the_page_is_whole_and_loads_nothing(page: str) -> None:
+    check_page(page, pictures=2)
+
+
+def test_error_texts_are_escaped(page: str) -> None:
+    assert "<script>alert(" not in page
+    assert html.escape("<script>alert(", quote=False) in page
+
+
+def test_headlines_are_there_with_their_cells(page: str) -> None:
+    assert '<span class="big">3.3×</span>' in page
+    assert '<span class="big">30 %</span>' in page
+    assert '<span class="big">28×</span>' in page
+    assert '<span class="big">1.3 %</span>' in page
+    assert "The fastest other strategy there is FSDP2" in page
+
+
+def test_every_cell_that_ran_has_a_row(page: str, records: list[Record]) -> None:
+    ran = [record for record in records if record.state != "skipped"]
+
+    assert len(re.findall("<tr class=", page)) == len(ran)
+
+
+def test_provenance_is_there(page: str, records: list[Record]) -> None:
+    record = records[0]
+    assert record.commit is not None
+    for part in (record.commit, "made-up CPU", "rate bits per s: 10000000", "transformers 4.57.0"):
+        assert part in page
+    assert "1 older record of cells that were run again left out" in page
+    assert "gloo implements a reduce-scatter" in page
+    assert "DeepSpeed ZeRO-3 1.03 to 1.30, FSDP2 1.02 to 1.25" in page
+
+
+def test_a_baseline_without_a_closed_form(records: list[Record], tmp_path: Path) -> None:
+    without = [
+        record.model_copy(
+            update={
+                "measurement": record.measurement.model_copy(
+                    update={"inter_node_bytes_closed_form": None}
+                )
+            }
+        )
+        for record in records[:3]
+        if record.measurement is not None
+    ]
+
+    page = run.write(without, tmp_path, "deepspeed-zero3").report.read_text("utf-8")
+
+    assert "the least that" not in page.split("<h2>")[0]
+    assert "closed form" not in page.split("What to keep in mind")[1]
+
+
+def test_a_page_of_nothing_but_failures(tmp_path: Path) -> None:
+    cell = made_up.cell("fcdp", made_up.MODELS[0], "full", None)
+    failed = made_up.record(cell, state="failed", error=None, measurement=None, network={})
+
+    written = run.write([failed], tmp_path, "deepspeed-zero3")
+
+    assert written.figures == ()
+    assert "no error text" in written.report.read_text("utf-8")
+
+
+def test_the_page_names_no_path_of_this_machine(page: str, written: run.Written) -> None:
+    assert str(written.report.parent) not in page
+    assert str(Path.cwd()) not in page

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import math
+
+import pandas as pd
+import pytest
+
+from analysis import text
+from analysis.compare.baseline import compare
+from analysis.load.table import frame
+from analysis.report import tables
+from tests.analysis import made_up
+
+
+def test_every_cell_that_ran_has_a_row_with_its_evidence_and_state(
+    compared: pd.DataFrame,
+) -> None:
+    shown = tables.presentable(compared)
+
+    assert len(shown) == (compared["state"] != "skipped").sum()
+    assert set(shown["Evidence"]) == {"emulated"}
+    failed = shown[shown["State"] == "failed"].iloc[0]
+    assert failed["s/step"] == failed["MB sent/step"] == text.ABSENT
+
+
+def test_markdown_has_as_many_fields_in_every_row(compared: pd.DataFrame) -> None:
+    lines = tables.markdown(tables.presentable(compared)).splitlines()
+
+    assert len({line.count("|") for line in lines}) == 1
+    assert lines[1].startswith("| --- |")
+
+
+def test_markdown_fields_cannot_break_the_table() -> None:
+    table = tables.markdown(pd.DataFrame({"Model": ["a|b\nc"]}))
+
+    assert table.splitlines()[2] == "| a\\|b c |"
+
+
+def test_a_setting_is_a_column_only_where_it_differs() -> None:
+    cells = [
+        made_up.cell("fcdp", made_up.MODELS[0], "full", None, accumulation=count)
+        for count in (1, 4)
+    ]
+    both = compare(frame([made_up.record(cell) for cell in cells]))
+    one = compare(frame([made_up.record(cells[0])]))
+
+    assert list(tables.presentable(both)["Accumulation"]) == ["1", "4"]
+    assert "Accumulation" not in tables.presentable(one)
+
+
+def test_notes_name_every_baseline_and_why_cells_were_skipped(compared: pd.DataFrame) -> None:
+    notes = "\n".join(tables.notes(compared))
+
+    assert "DeepSpeed ZeRO-3 (11 of 12 settings); FSDP2 (1 of 12 settings)" in notes
+    assert "1 skipped: skip rule." in notes
+    assert "1 failed" in notes
+
+
+def test_notes_say_of_which_steps_losses_are_where_cells_differ_in_them() -> None:
+    cells = [
+        made_up.cell(strategy, made_up.MODELS[0], "full", None, steps=steps)
+        for strategy, steps in (("deepspeed-zero3", 2), ("fcdp", 3))
+    ]
+    both = compare(frame([made_up.record(cell) for cell in cells]))
+    assert "that both cells trained" in "\n".join(tables.notes(both))
+    assert "both cells" not in "\n".join(tables.notes(both[:1]))
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (9.157, "9.16"),
+        (0.04567, "0.0457"),
+        (12345.6, "12,300"),
+        (99.96, "100"),
+        (0.0, "0"),
+        (math.nan, text.ABSENT),
+        (None, text.ABSENT),
+    ],
+)
+def test_numbers_have_three_digits(value: float | None, shown: str) -> None:
+    assert text.number(value) == shown
+
+
+def test_links_and_ratios() -> None:
+    assert [text.link(bits) for bits in (10e6, 2.5e9, math.nan)] == [
+        "10 Mbit/s",
+        "2.5 Gbit/s",
+        "unshaped",
+    ]
+    assert [text.times(value) for value in (3.04, 26.6, 120.4)] == ["3.0×", "27×", "120×"]
+    assert text.one_or_range([2.0, 3.1, math.nan]) == "2.0× to 3.1×"
+    assert text.one_or_range([2.0, 2.001]) == "2.0×"
