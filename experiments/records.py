@@ -2,7 +2,7 @@
 
 A matrix expands to cells; each cell runs in fresh processes and ends as one ``Record``, one line
 of a JSON Lines file. ``analysis`` imports this module and the studies' own records, and of the rest
-of ``experiments`` only what judges records (``parity``, ``framing``) and ``yaml_lines``.
+of ``experiments`` only ``settings``, what judges records (``parity``, ``framing``), ``yaml_lines``.
 """
 
 from __future__ import annotations
