@@ -63,7 +63,7 @@ class Palette:
 PALETTES = (
     Palette(
         "light", "#ffffff", "#1f2328", "#59636e", "#f6f8fa", "#818b98", "#eaeef2",
-        gather="#b04500", reduce="#6e4bb8", inside="#0b63b5", host="#1a7f37",
+        gather="#b04500", reduce="#6e4bb8", inside="#0b63b5", host="#116329",
     ),
     Palette(
         "dark", "#0d1117", "#f0f6fc", "#9198a1", "#161b22", "#656c76", "#21262d",
