@@ -100,7 +100,7 @@ def _result(records: Sequence[Record]) -> str:
             deepspeed, fsdp2, fcdp = (by[name] for name in ("deepspeed-zero3", "fsdp2", "fcdp"))
             slower = [_faster(fcdp, other) or math.inf for other in (deepspeed, fsdp2)]
             columns = [
-                f"{tuning}, k = {micro_batches}",
+                f"{tuning}, k = {micro_batches}".replace(" = ", "\u00a0=\u00a0"),
                 *(text.number(_seconds(record)) for record in (deepspeed, fsdp2, fcdp)),
                 text.times(min(slower)),
                 text.number(_least_megabytes(fsdp2)),

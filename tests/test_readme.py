@@ -57,8 +57,9 @@ def test_the_api_is_five_lines() -> None:
 
 def commands() -> list[list[str]]:
     """Words of each command that the README shows, without comments."""
-    blocks = re.findall(r"```\n(.*?)```", README, re.DOTALL)
-    return [shlex.split(line, comments=True) for line in "".join(blocks).splitlines()]
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+    lines = "".join(block for language, block in blocks if not language).splitlines()
+    return [shlex.split(line, comments=True) for line in lines]
 
 
 def named(words: list[str]) -> bool:

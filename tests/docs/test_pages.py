@@ -33,6 +33,8 @@ def test_code_compiles_and_names_only_what_there_is(page: str) -> None:
     text = (DOCS / page).read_text(encoding="utf-8")
     for block in code_blocks(page):
         compile(block, page, "exec")
+        if "from baselines import fcdp" in block:  # the strategy of that name
+            text = text.replace(block, "")
     names = re.findall(r"\bfcdp\.([A-Za-z]\w*)", re.sub(r"from fcdp\S*", "", text))
     assert [name for name in names if not hasattr(fcdp, name)] == []
 
@@ -66,8 +68,7 @@ TERMS = """
 
 def test_the_glossary_has_each_term_once_on_one_page() -> None:
     text = (DOCS / "glossary.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| ([^|]+?) \|", text, re.MULTILINE)
-    terms = [row for row in rows if row != "Term" and set(row) != {"-"}]
+    terms = re.findall(r"^- \*\*(.+?)\*\*: ", text, re.MULTILINE)
     assert sorted(set(terms)) == sorted(terms)
     assert {" ".join(term.split()) for term in TERMS.split(",")} <= set(terms)
     assert len(text.splitlines()) <= 60
