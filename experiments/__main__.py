@@ -6,7 +6,6 @@ import typer
 
 from experiments import commands
 from experiments.bound.command import bound
-from experiments.clusters.node_command import node
 from experiments.planner.command import plan
 from experiments.preflight.command import preflight
 from experiments.trace import trace
@@ -22,7 +21,6 @@ app.command(no_args_is_help=True)(commands.run)
 app.command()(commands.strategies)
 app.command(no_args_is_help=True)(plan)
 app.command()(preflight)
-app.command()(node)
 app.command()(commands.memory)
 app.command()(bound)
 app.command()(validate)

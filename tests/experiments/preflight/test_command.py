@@ -59,7 +59,7 @@ def test_it_measures_an_emulated_cluster_and_gives_its_reason(
         (["--parameters", "-1"], "parameters = -1.0: allowed are numbers from 1"),
         (["--parameters", "nan"], "parameters = nan: allowed are numbers from 1"),
         (["--output", "tests"], "--output = 'tests': cannot be written: "),
-        (["--cluster", "rented"], "FCDP_HEAD = '': allowed is HOST:PORT"),
+        (["--cluster", "rented"], "no rented nodes: set FCDP_HOSTS"),
     ],
 )
 def test_mistakes_are_one_clear_message(arguments: list[str], message: str) -> None:
