@@ -22,6 +22,9 @@ from pydantic import (
     model_validator,
 )
 
+from experiments.clusters.abilities import ABILITIES, Abilities
+from experiments.clusters.abilities import Evidence as Evidence  # part of this schema
+
 #: Parts of a cell's id, and so of its directory's name: no separators, no spaces, not too long.
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
 #: A matrix's: that of its suite, if it is in one, a slash, and its own.
@@ -29,7 +32,6 @@ MatrixName = Annotated[
     str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*/)?[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)
 ]
 State = Literal["ok", "oom", "failed", "timeout", "skipped"]
-Evidence = Literal["measured", "emulated", "simulated"]
 Tuning = Literal["full", "lora"]
 DType = Literal["float32", "bfloat16"]
 
@@ -84,6 +86,11 @@ class ClusterSpec(Strict):
     ranks_per_node: int = Field(ge=1)
     port: int = Field(default=29500, ge=1024, le=65535)
 
+    @property
+    def can(self) -> Abilities:
+        """What such a cluster can do."""
+        return ABILITIES[self.kind]
+
 
 class SimulatedSpec(Strict):
     """A cluster that need not exist: nodes of one kind of GPU, simulated; see ``costs.hardware``.
@@ -100,6 +107,11 @@ class SimulatedSpec(Strict):
     matmul_efficiency: float = Field(default=0.5, gt=0, le=1)
     link_efficiency: float = Field(default=0.8, gt=0, le=1)
     inter_latency_us: float = Field(default=15.0, ge=0)
+
+    @property
+    def can(self) -> Abilities:
+        """What such a cluster can do."""
+        return ABILITIES[self.kind]
 
     @field_validator("gpu")
     @classmethod
@@ -155,7 +167,7 @@ class Cell(Strict):
 
     @model_validator(mode="after")
     def _recomputes_in_simulations(self) -> Cell:
-        if self.recomputed and self.cluster.kind != "simulated":
+        if self.recomputed and self.cluster.can.start_processes:
             raise ValueError(
                 f"recomputed {self.recomputed:g} is for clusters of kind simulated, "
                 f"not {self.cluster.kind}: the worker recomputes nothing"

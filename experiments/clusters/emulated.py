@@ -11,9 +11,10 @@ from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 from experiments.clusters import causes, lifetimes, namespaces, preload, privileges, ranks
+from experiments.clusters.abilities import ABILITIES
 from experiments.clusters.causes import Board
 from experiments.clusters.counters import out_of_memory_kills
 from experiments.clusters.interface import ClusterError, Outcome
@@ -39,7 +40,7 @@ class EmulatedCluster:
     calling script needs the ``if __name__ == "__main__"`` guard of ``multiprocessing``.
     """
 
-    evidence: Literal["measured", "emulated", "simulated"] = "emulated"
+    can = ABILITIES["emulated"]
 
     def __init__(self, spec: ClusterSpec, preload: Sequence[str] = ("torch",)) -> None:
         self.nodes = spec.nodes

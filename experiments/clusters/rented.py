@@ -15,10 +15,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 from experiments import provenance
 from experiments.clusters import causes, ranks
+from experiments.clusters.abilities import ABILITIES
 from experiments.clusters.allocation import Allocation
 from experiments.clusters.causes import Exit, NodeResult, Report
 from experiments.clusters.interface import ClusterError, Outcome
@@ -43,7 +44,7 @@ class RentedCluster:
     does not answer or cannot take part. Nothing runs on a node but during a job.
     """
 
-    evidence: Literal["measured", "emulated", "simulated"] = "measured"
+    can = ABILITIES["rented"]
 
     def __init__(self, allocation: Allocation, spec: ClusterSpec) -> None:
         rented = allocation.spec

@@ -6,17 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 from baselines import registry
 from experiments import gate
+from experiments.clusters.abilities import ABILITIES
 from experiments.clusters.interface import ClusterError, Outcome
 from experiments.costs import memory
 from experiments.costs.emulated import emulated
 from experiments.costs.hardware import GB, Hardware
 from experiments.costs.hardware import cluster as gpu_cluster
 from experiments.costs.workload import Workload
-from experiments.records import AnyCluster, Cell, Measurement, Simulation
+from experiments.records import AnyCluster, Cell, Measurement, SimulatedSpec, Simulation
 from experiments.simulator.prediction import Prediction, fits, predict
 
 #: Bits a second for a cell without a limit: no link between nodes is faster today.
@@ -30,13 +31,13 @@ class SimulatedCluster:
     measured on. Raises ``ClusterError`` for one of rented nodes, of which nothing is known.
     """
 
-    evidence: Literal["measured", "emulated", "simulated"] = "simulated"
+    can = ABILITIES["simulated"]
 
     def __init__(self, spec: AnyCluster) -> None:
-        if spec.kind == "rented":
+        if not spec.can.describe_hardware:
             raise ClusterError(
-                "cluster.kind = 'rented': is not simulated, because its hardware is not described; "
-                "allowed are emulated and simulated"
+                f"cluster.kind = {spec.kind!r}: is not simulated, because its hardware is not "
+                "described; allowed are emulated and simulated"
             )
         self.nodes = spec.nodes
         self.ranks_per_node = spec.ranks_per_node
@@ -93,7 +94,7 @@ def largest_micro_batch(cell: Cell) -> int:
 
 def hardware_of(spec: AnyCluster, inter_bits_per_s: float | None) -> Hardware:
     """What the simulation assumes of a cluster whose nodes send this many bits a second."""
-    if spec.kind != "simulated":
+    if not isinstance(spec, SimulatedSpec):
         return emulated(spec.nodes, spec.ranks_per_node, inter_bits_per_s)
     return gpu_cluster(
         spec.gpu,

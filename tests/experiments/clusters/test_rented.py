@@ -105,7 +105,7 @@ def test_what_a_rank_sees(cluster: RentedCluster, tmp_path: Path) -> None:
 
 
 def test_the_network_is_described_without_secrets_and_not_limited(cluster: RentedCluster) -> None:
-    assert cluster.evidence == "measured"
+    assert cluster.can.evidence == "measured"
     described = cluster.shape(None)
     assert described["counted_interface"] == "lo"
     assert described["nccl"] == {"NCCL_DEBUG": "WARN"}
