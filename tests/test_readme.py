@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@pytest.mark.ranks
 def test_the_tables_are_those_of_the_records() -> None:
     check = subprocess.run(
         [sys.executable, "scripts/readme.py", "--check"],

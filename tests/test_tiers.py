@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.tiers import tier_of
+from tests.tiers import FIXTURES, FOLDERS, tier_of
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -57,18 +58,31 @@ def privileged(): pass
 
 
 @pytest.mark.parametrize(
-    ("marks", "fixtures", "tier"),
+    ("marks", "fixtures", "folder", "tier"),
     [
-        (set(), set(), "unit"),
-        ({"slow"}, {"tmp_path"}, "unit"),
-        (set(), {"tmp_path", "ranks"}, "ranks"),
-        ({"ranks"}, {"tmp_path"}, "ranks"),
-        (set(), {"ranks", "privileged"}, "cluster"),
-        ({"cluster"}, {"ranks"}, "cluster"),
+        (set(), set(), "tests/fcdp", "unit"),
+        ({"gpu"}, {"tmp_path"}, "tests/fcdp", "unit"),
+        (set(), {"tmp_path", "ranks"}, "tests/fcdp", "ranks"),
+        ({"ranks"}, {"tmp_path"}, "tests/fcdp", "ranks"),
+        (set(), {"ranks", "privileged"}, "tests/fcdp", "cluster"),
+        ({"cluster"}, {"ranks"}, "tests/fcdp", "cluster"),
+        (set(), set(), "tests/launch/deeper", "cluster"),
+        (set(), {"ranks"}, "tests/launch", "cluster"),
+        ({"unit"}, set(), "tests/launch", "unit"),
+        (set(), set(), "tests/launcher", "unit"),
     ],
 )
-def test_fixtures_and_marks_say_the_tier(marks: set[str], fixtures: set[str], tier: str) -> None:
-    assert tier_of(marks, fixtures) == tier
+def test_fixtures_marks_and_folders_say_the_tier(
+    marks: set[str], fixtures: set[str], folder: str, tier: str
+) -> None:
+    assert tier_of(marks, fixtures, folder) == tier
+
+
+def test_the_folders_and_fixtures_are_there() -> None:
+    assert [folder for folder in FOLDERS if not (ROOT / folder).is_dir()] == []
+    texts = [path.read_text() for path in (ROOT / "tests").rglob("conftest.py")]
+    defined = {name for text in texts for name in re.findall(r"^def (\w+)\(", text, re.MULTILINE)}
+    assert FIXTURES.keys() <= defined
 
 
 def test_a_test_is_in_one_tier() -> None:

@@ -1,8 +1,9 @@
 """Tiers of tests: ``unit``, ``ranks`` and ``cluster``, each test in one.
 
-A test's tier follows from the fixtures that it uses (``FIXTURES``), or is marked where those do not
-show it: ``pytestmark = pytest.mark.ranks``. All others are unit tests, and are held to it: one
-that starts a process or a process group fails, so that none takes the quick tier's time unnoticed.
+A test's tier follows from the fixtures that it uses (``FIXTURES``) and the folder that it is in
+(``FOLDERS``), or is marked where those do not show it: ``@pytest.mark.ranks``. All others are unit
+tests, and are held to it: one that starts a process or a process group fails, so that none takes
+the quick tier's time unnoticed.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import functools
 import multiprocessing.process
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -21,30 +22,40 @@ TIERS = {
     "ranks": "processes: rank pools, process groups, commands",
     "cluster": "network namespaces, emulated clusters, launchers",
 }
-_ORDER = [*TIERS]
 #: Who uses one of these is in the tier beside it; the highest counts.
-FIXTURES = {"ranks": "ranks", "privileged": "cluster"}
+FIXTURES = {"ranks": "ranks", "apart": "ranks", "privileged": "cluster"}
+#: What is in one of these, unless it is marked, is in the tier beside it: commands, launchers.
+FOLDERS = {
+    "tests/packaging": "ranks",
+    "tests/examples": "ranks",
+    "tests/launch": "cluster",
+    "tests/experiments/clusters": "cluster",
+}
 #: Audit events of what starts a process, and where in their arguments the program is.
 _EVENTS = {"subprocess.Popen": 0, "os.posix_spawn": 0, "os.system": 0, "os.fork": None}
 #: Programs that libraries ask for facts, in milliseconds: which commit, which libraries.
 _QUICK = frozenset({"git", "ldconfig", "/sbin/ldconfig", "uname"})
 
 
-def tier_of(marks: set[str], fixtures: set[str]) -> str:
-    """The tier of a test with these markers and fixtures.
+def tier_of(marks: set[str], fixtures: set[str], folder: str = "tests") -> str:
+    """The tier of a test with these markers and fixtures, in a folder of the repository.
 
     Raises ``ValueError`` for one that is marked with several tiers, or with a lower one than a
     fixture that it uses.
     """
-    marked = [tier for tier in _ORDER if tier in marks]
+    marked = [tier for tier in TIERS if tier in marks]
     if len(marked) > 1:
         raise ValueError(f"marked as {' and '.join(marked)}: a test is in one tier")
-    shown = max(
-        (FIXTURES[name] for name in fixtures & {*FIXTURES}), key=_ORDER.index, default="unit"
-    )
-    if marked and _ORDER.index(marked[0]) < _ORDER.index(shown):
-        raise ValueError(f"marked as {marked[0]}, and uses a fixture of {shown}")
-    return marked[0] if marked else shown
+    used = _highest(FIXTURES.get(name) for name in fixtures)
+    if marked and _highest([*marked, used]) != marked[0]:
+        raise ValueError(f"marked as {marked[0]}, and uses a fixture of {used}")
+    placed = (tier for place, tier in FOLDERS.items() if f"{folder}/".startswith(f"{place}/"))
+    return marked[0] if marked else _highest([used, *placed])
+
+
+def _highest(tiers: Iterable[str | None]) -> str:
+    order = [*TIERS]
+    return order[max((order.index(tier) for tier in tiers if tier), default=0)]
 
 
 def install(config: pytest.Config) -> None:
@@ -68,8 +79,10 @@ class _Tiers:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         for item in items:
             marks = {mark.name for mark in item.iter_markers()}
+            fixtures = {*getattr(item, "fixturenames", ())}
+            folder = item.nodeid.partition("::")[0].rpartition("/")[0]
             try:
-                tier = tier_of(marks, {*getattr(item, "fixturenames", ())})
+                tier = tier_of(marks, fixtures, folder)
             except ValueError as error:
                 raise pytest.UsageError(f"{item.nodeid}: {error}") from error
             item.add_marker(tier)

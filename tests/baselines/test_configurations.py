@@ -57,6 +57,7 @@ def test_they_are_what_the_code_makes() -> None:
     assert committed() == configurations()
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("pin", pins.PINS)
 def test_each_departure_from_a_default_is_explained(pin: Pin) -> None:
     readme = (BASELINES / "README.md").read_text(encoding="utf-8")
@@ -70,6 +71,7 @@ def test_each_departure_from_a_default_is_explained(pin: Pin) -> None:
         assert departing <= {name.strip() for name in explained}, strategy
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("pin", pins.PINS)
 def test_both_pins_know_every_setting(pin: Pin) -> None:
     """A misspelt one would be ignored, and the default taken in its place."""

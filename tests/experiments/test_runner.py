@@ -314,6 +314,7 @@ def wait_for_records(file: Path, count: int) -> None:
     wait_until(lambda: file.exists() and file.read_bytes().count(b"\n") >= count)
 
 
+@pytest.mark.ranks
 def test_a_killed_runner_resumes_where_it_was(tmp_path: Path) -> None:
     file, directory = matrix_file(tmp_path), RunDirectory(tmp_path / "run")
     process = start(file, directory.path, behaviours={"fsdp2-full-tiny-10mbit": "hang"})
@@ -349,7 +350,7 @@ def test_a_killed_runner_resumes_where_it_was(tmp_path: Path) -> None:
     assert all(r.state == "ok" for r in after)
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_killed_anywhere_and_resumed_it_has_the_records_of_an_undisturbed_run(
     tmp_path: Path,
 ) -> None:
@@ -391,6 +392,7 @@ def _told(file: Path) -> list[dict[str, Any]]:
     return [record.model_dump(exclude=when) for record in records.read(file)]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_command_says_how_to_go_on(tmp_path: Path, number: int) -> None:
     file, directory = matrix_file(tmp_path), RunDirectory(tmp_path / "run")

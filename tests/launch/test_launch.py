@@ -225,7 +225,6 @@ def test_a_node_that_has_no_use_for_more_commands_stops(tmp_path: Path) -> None:
     assert "third" not in done.stdout
 
 
-@pytest.mark.slow
 def test_cells_train_on_two_nodes_of_this_host(tmp_path: Path, stand_ins: Path) -> None:
     """Everything real but the machines: agents, torchelastic, gloo, training, records."""
     matrix = tmp_path / "tiny.yaml"
