@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 from analysis import strategies, text
 from analysis.drawings import Drawing, style
+from baselines.schedule import DEEPSPEED
 from experiments import framing
 from experiments.records import Record
 
@@ -28,7 +29,7 @@ _BAND = 0.1
 #: What counted bytes may be more than those predicted, in words.
 FRAMING = (
     f"headers and acknowledgements: {100 * framing.SHARE:g} % and {framing.MESSAGE_BYTES} bytes a "
-    f"message; of DeepSpeed's, {100 * framing.ESTIMATED_SHARE['deepspeed']:g} % more"
+    f"message; of DeepSpeed's, {100 * DEEPSPEED.estimated_share:g} % more"
 )
 _LINKS = {True: "limited", False: "unshaped"}
 #: One each for what is predicted, and what the constants of the simulator were fitted to.

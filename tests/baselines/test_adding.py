@@ -26,12 +26,12 @@ def block(name: str) -> str:
 
 
 def train_with(code: str, line: str) -> list[float]:
-    entry = eval(line, {"Entry": registry.Entry})
+    entry = eval(line, vars(registry))
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "fcdp_disk.py").write_text(code)
         with (
             mock.patch.object(baselines, "__path__", [*baselines.__path__, folder]),
-            mock.patch.object(registry, "ENTRIES", (*registry.ENTRIES, entry)),
+            mock.patch.object(registry, "STRATEGIES", (*registry.STRATEGIES, entry)),
         ):
             build = strategy.load("fcdp-disk")
             assert build.__module__ == "baselines.fcdp_disk"
