@@ -15,6 +15,8 @@ import pytest
 from baselines import pins
 from baselines.pins import Pin
 
+pytestmark = pytest.mark.ranks
+
 BASELINES = Path(__file__).resolve().parents[2] / "baselines"
 #: What each setting is without a configuration; settings of no default are not among them.
 DEFAULTS = """
@@ -57,7 +59,6 @@ def test_they_are_what_the_code_makes() -> None:
     assert committed() == configurations()
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("pin", pins.PINS)
 def test_each_departure_from_a_default_is_explained(pin: Pin) -> None:
     readme = (BASELINES / "README.md").read_text(encoding="utf-8")
@@ -71,7 +72,6 @@ def test_each_departure_from_a_default_is_explained(pin: Pin) -> None:
         assert departing <= {name.strip() for name in explained}, strategy
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("pin", pins.PINS)
 def test_both_pins_know_every_setting(pin: Pin) -> None:
     """A misspelt one would be ignored, and the default taken in its place."""

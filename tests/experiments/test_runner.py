@@ -31,6 +31,8 @@ from simulation import files
 from tests.experiments.stand_in import StandInCluster, cell, matrix_file, record
 from tests.experiments.waiting import wait_until
 
+pytestmark = pytest.mark.ranks
+
 
 class Silent:
     """An observer that only counts."""
@@ -314,7 +316,6 @@ def wait_for_records(file: Path, count: int) -> None:
     wait_until(lambda: file.exists() and file.read_bytes().count(b"\n") >= count)
 
 
-@pytest.mark.ranks
 def test_a_killed_runner_resumes_where_it_was(tmp_path: Path) -> None:
     file, directory = matrix_file(tmp_path), RunDirectory(tmp_path / "run")
     process = start(file, directory.path, behaviours={"fsdp2-full-tiny-10mbit": "hang"})
@@ -350,7 +351,6 @@ def test_a_killed_runner_resumes_where_it_was(tmp_path: Path) -> None:
     assert all(r.state == "ok" for r in after)
 
 
-@pytest.mark.ranks
 def test_killed_anywhere_and_resumed_it_has_the_records_of_an_undisturbed_run(
     tmp_path: Path,
 ) -> None:
@@ -392,7 +392,6 @@ def _told(file: Path) -> list[dict[str, Any]]:
     return [record.model_dump(exclude=when) for record in records.read(file)]
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_command_says_how_to_go_on(tmp_path: Path, number: int) -> None:
     file, directory = matrix_file(tmp_path), RunDirectory(tmp_path / "run")

@@ -15,6 +15,8 @@ from experiments.provenance import ROOT
 from experiments.wandb_sink import export
 from tests.experiments.stand_in import cell, record
 
+pytestmark = pytest.mark.ranks
+
 KEY = "markermarkermarkermarkermarkermarkermark"
 
 
@@ -116,7 +118,6 @@ def test_twenty_four_cells_are_quick(tmp_path: Path) -> None:
     assert time.monotonic() - started < 120
 
 
-@pytest.mark.ranks
 def test_the_key_is_nowhere(tmp_path: Path) -> None:
     """Also not when W&B is asked to use it, here with a server that does not answer."""
     code = (

@@ -138,6 +138,7 @@ def faulty(fault: str, limit_s: float) -> groups.Outcome:
     return groups.run("fault", job, world_size=2, device="cpu", limit_s=limit_s, apart=True)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("fault", "said"), [("raise", "made to fail"), ("crash", "Segmentation")])
 def test_a_rank_that_dies_ends_its_group_with_its_words(fault: str, said: str) -> None:
     found = faulty(fault, 120)
@@ -148,6 +149,7 @@ def test_a_rank_that_dies_ends_its_group_with_its_words(fault: str, said: str) -
     assert [lines[0]["host"] for lines in found.lines] == ["fcdp-0", "fcdp-1"]
 
 
+@pytest.mark.ranks
 def test_a_hang_ends_with_the_limit_and_the_stacks() -> None:
     found = faulty("hang", 25)
     assert found.state == "hung"
