@@ -33,19 +33,38 @@ assert fcdp.__file__.startswith(sys.prefix), fcdp.__file__
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy of the checkout, where no build has left anything."""
-    source, target = (tmp_path_factory.mktemp(name) for name in ("source", "wheels"))
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the checkout, in which no build has left anything."""
+    source = tmp_path_factory.mktemp("source")
     for name in ("fcdp", "baselines", "tests"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
-    build = "import sys, setuptools.build_meta as b; b.build_wheel(sys.argv[1])"
-    command = [sys.executable, "-c", build, target]
+    return source
+
+
+def built(hook: str, source: Path, target: Path) -> Path:
+    """What the build backend's ``hook`` makes, without pip and so without a network."""
+    code = f"import sys, setuptools.build_meta as backend; backend.{hook}(sys.argv[1])"
+    command = [sys.executable, "-c", code, target]
     done = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (found,) = target.glob("*.whl")
     return found
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built("build_wheel", source, tmp_path_factory.mktemp("wheels"))
+
+
+def test_an_editable_install_finds_the_parts_beside_the_library(
+    source: Path, tmp_path: Path
+) -> None:
+    """By the path of the checkout, so that a part that is added later is found as well."""
+    with zipfile.ZipFile(built("build_editable", source, tmp_path)) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".pth"))
+        assert archive.read(name).decode().strip() == str(source)
 
 
 def described(wheel: Path) -> Message:
