@@ -34,7 +34,7 @@ check: setup ## linters, types and unit tests: before each commit
 	@$(MAKE) --no-print-directory --output-sync -j 2 lint unit
 
 unit: setup
-	$(VENV)/bin/python -m pytest -q -m unit
+	$(VENV)/bin/python -m pytest -q -m unit -n 2 --dist loadfile
 
 # DeepSpeed's operator compiles beside the linters: the tests would wait for it, most of a minute.
 test: setup ## linters and types, then the tests
