@@ -23,12 +23,13 @@
 ARG BASE=nvidia/cuda:13.0.1-devel-ubuntu24.04
 FROM ${BASE}
 
-# What scripts/setup.sh would ask for, git for the commit that each record names, and libaio for
-# DeepSpeed's offload to NVMe. Debian and Ubuntu keep one version of each, so there is none to pin.
+# What scripts/setup.sh would ask for, git for the commit that each record names, libaio for
+# DeepSpeed's offload to NVMe, and ssh to start ranks on other nodes. Debian and Ubuntu keep one
+# version of each, so there is none to pin.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-        ca-certificates g++ git libaio-dev make python3 python3-dev python3-venv \
+        ca-certificates g++ git libaio-dev make openssh-client python3 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*
 
 # Root may use the repository too (for the emulated cluster), and git is to trust its owner.

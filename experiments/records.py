@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from experiments.abilities import ABILITIES, Abilities
+from experiments.abilities import Evidence as Evidence  # part of this schema
 from simulation import files
 from simulation.files import Name, Strict
 from simulation.transformer import ModelSpec, Tuning
@@ -25,7 +27,6 @@ MatrixName = Annotated[
     str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*/)?[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)
 ]
 State = Literal["ok", "oom", "failed", "timeout", "skipped"]
-Evidence = Literal["measured", "emulated", "simulated"]
 DType = Literal["float32", "bfloat16"]
 
 #: Settings that came after the first records: where they have their default, ids stay as they were.
@@ -48,6 +49,11 @@ class ClusterSpec(Strict):
     ranks_per_node: int = Field(ge=1)
     port: int = Field(default=29500, ge=1024, le=65535)
 
+    @property
+    def can(self) -> Abilities:
+        """What such a cluster can do."""
+        return ABILITIES[self.kind]
+
 
 class SimulatedSpec(Strict):
     """A cluster that need not exist: nodes of one kind of GPU, simulated.
@@ -65,6 +71,11 @@ class SimulatedSpec(Strict):
     matmul_efficiency: float = Field(default=0.5, gt=0, le=1)
     link_efficiency: float = Field(default=0.8, gt=0, le=1)
     inter_latency_us: float = Field(default=15.0, ge=0)
+
+    @property
+    def can(self) -> Abilities:
+        """What such a cluster can do."""
+        return ABILITIES[self.kind]
 
     @field_validator("gpu")
     @classmethod
@@ -120,7 +131,7 @@ class Cell(Strict):
 
     @model_validator(mode="after")
     def _recomputes_in_simulations(self) -> Cell:
-        if self.recomputed and self.cluster.kind != "simulated":
+        if self.recomputed and self.cluster.can.start_processes:
             raise ValueError(
                 f"recomputed {self.recomputed:g} is for clusters of kind simulated, "
                 f"not {self.cluster.kind}: the worker recomputes nothing"

@@ -65,7 +65,7 @@ def test_it_measures_an_emulated_cluster_and_says_how_to_plan_for_it(
     [
         (["--bandwidth", "fast"], "'fast' is not a bandwidth; allowed: "),
         (["--output", "tests"], "--output = 'tests': cannot be written: "),
-        (["--cluster", "rented"], "FCDP_HEAD = '': allowed is HOST:PORT"),
+        (["--cluster", "rented"], "no rented nodes: set FCDP_HOSTS"),
     ],
 )
 def test_mistakes_are_one_clear_message(arguments: list[str], message: str) -> None:
