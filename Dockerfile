@@ -40,15 +40,13 @@ USER 10001
 WORKDIR /opt/fcdp
 
 # The environment comes before the code, so that a change of code does not install it again. The
-# editable install needs to find the packages; where they are is all that it keeps of them. Compiled
+# editable install needs to find the library; where it is is all that it keeps of it. Compiled
 # here, or every container would compile again; a few files of packages are templates, not Python.
 ARG TORCH=cuda
 ENV TORCH=${TORCH} VENV=/opt/venv
 COPY --chown=fcdp:fcdp LICENSE constraints.txt constraints-paper.txt pyproject.toml ./
 COPY --chown=fcdp:fcdp scripts scripts
-RUN for package in fcdp baselines simulation experiments analysis; do \
-        mkdir "$package" && touch "$package/__init__.py"; \
-    done \
+RUN mkdir fcdp && touch fcdp/__init__.py \
     && PIP_NO_CACHE_DIR=1 scripts/setup.sh --pins \
     && { "$VENV/bin/python" -m compileall -q -j 0 "$VENV/lib" "$VENV-paper/lib" || true; }
 

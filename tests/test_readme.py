@@ -24,6 +24,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.ranks
 def test_the_tables_are_those_of_the_records() -> None:
     """Those of the README, and of the pages that have some."""
     check = subprocess.run(

@@ -157,7 +157,6 @@ def test_a_command_that_cannot_run_ends_the_script(tmp_path: Path) -> None:
     assert "third" not in done.stdout
 
 
-@pytest.mark.slow
 def test_cells_train_on_two_nodes_of_this_host(tmp_path: Path) -> None:
     """Everything real but the machines and ssh: torchrun, gloo, training, records."""
     matrix = tmp_path / "tiny.yaml"

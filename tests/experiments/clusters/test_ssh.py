@@ -20,7 +20,7 @@ from tests.experiments.clusters.two_nodes import (
 )
 from tests.experiments.waiting import wait_until, wait_until_ended
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("privileged")]
+pytestmark = pytest.mark.usefixtures("privileged")
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,6 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("privileged")
 def test_it_measures_an_emulated_cluster_and_says_how_to_plan_for_it(
     request: pytest.FixtureRequest, tmp_path: Path
@@ -60,6 +59,7 @@ def test_it_measures_an_emulated_cluster_and_says_how_to_plan_for_it(
     assert "take " in planned.output
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
