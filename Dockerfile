@@ -23,12 +23,13 @@
 ARG BASE=nvidia/cuda:13.0.1-devel-ubuntu24.04
 FROM ${BASE}
 
-# What scripts/setup.sh would ask for, git for the commit that each record names, and libaio for
-# DeepSpeed's offload to NVMe. Debian and Ubuntu keep one version of each, so there is none to pin.
+# What scripts/setup.sh would ask for, git for the commit that each record names, libaio for
+# DeepSpeed's offload to NVMe, and ssh to start ranks on other nodes. Debian and Ubuntu keep one
+# version of each, so there is none to pin.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-        ca-certificates g++ git libaio-dev make python3 python3-dev python3-venv \
+        ca-certificates g++ git libaio-dev make openssh-client python3 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*
 
 # Root may use the repository too (for the emulated cluster), and git is to trust its owner.
@@ -39,15 +40,13 @@ USER 10001
 WORKDIR /opt/fcdp
 
 # The environment comes before the code, so that a change of code does not install it again. The
-# editable install needs to find the packages; where they are is all that it keeps of them. Compiled
+# editable install needs to find the library; where it is is all that it keeps of it. Compiled
 # here, or every container would compile again; a few files of packages are templates, not Python.
 ARG TORCH=cuda
 ENV TORCH=${TORCH} VENV=/opt/venv
 COPY --chown=fcdp:fcdp LICENSE constraints.txt constraints-paper.txt pyproject.toml ./
 COPY --chown=fcdp:fcdp scripts scripts
-RUN for package in fcdp baselines simulation experiments analysis; do \
-        mkdir "$package" && touch "$package/__init__.py"; \
-    done \
+RUN mkdir fcdp && touch fcdp/__init__.py \
     && PIP_NO_CACHE_DIR=1 scripts/setup.sh --pins \
     && { "$VENV/bin/python" -m compileall -q -j 0 "$VENV/lib" "$VENV-paper/lib" || true; }
 

@@ -13,7 +13,7 @@ EMULATED := quickstart reference unshaped slow-link parity volume baselines pape
 	paper-emulated-full paper-emulated-components paper-emulated-policies
 
 .DEFAULT_GOAL := help
-.PHONY: quickstart reproduce test lint operators gpu setup baselines pins clean help
+.PHONY: quickstart reproduce check test lint unit operators gpu setup baselines pins clean help
 
 quickstart: setup ## FCDP next to ZeRO-3 on this machine: table, figure, report
 	$(VENV)/bin/python -m experiments run quickstart
@@ -29,6 +29,12 @@ reproduce: setup ## all matrices of results anew, then REPRODUCTION.md and its p
 	$(VENV)/bin/python -m experiments bound --output results/bound
 	$(VENV)/bin/python -m experiments validate
 	$(VENV)/bin/python -m analysis report
+
+check: setup ## linters, types and unit tests: before each commit
+	@$(MAKE) --no-print-directory --output-sync -j 2 lint unit
+
+unit: setup
+	$(VENV)/bin/python -m pytest -q -m unit -n 2 --dist loadfile
 
 # DeepSpeed's operator compiles beside the linters: the tests would wait for it, most of a minute.
 test: setup ## linters and types, then the tests

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from baselines import registry
+
 #: What everything is compared with unless the caller says otherwise.
 BASELINE = "deepspeed-zero3"
 #: The strategy whose gains the figures annotate and the report's headlines state.
@@ -24,38 +26,17 @@ class Style:
     dashes: Dashes
 
 
-# One hue and one kind of line an engine, one marker a strategy: warm and dashed, blue and dotted,
-# purple and solid; FCDP alone is green. The three main ones have Okabe and Ito's colours, which
-# stay apart under the common colour-vision deficiencies; markers say the same in black and white.
+# One kind of line per engine; hues and markers are the strategies' own.
 _LINES: dict[str, Dashes] = {
     "DeepSpeed": (0, (5, 1.5)),
     "PyTorch": (0, (1.5, 1)),
     "This engine": (0, ()),
 }
-_LOOKS = {
-    "deepspeed-zero3": ("#D55E00", "s"),
-    "deepspeed-hpz": ("#E69F00", "D"),
-    "deepspeed-hpz-offload": ("#8C3B00", "X"),
-    "deepspeed-offload": ("#F0904F", "v"),
-    "deepspeed-offload-param": ("#A67C00", "<"),
-    "deepspeed-infinity": ("#5C2E00", ">"),
-    "deepspeed-qwz": ("#FFB000", "P"),
-    "deepspeed-qgz": ("#C04000", "p"),
-    "deepspeed-zeropp": ("#7A5C00", "h"),
-    "deepspeed-mics": ("#B35900", "*"),
-    "deepspeed-mics-hierarchical": ("#A0522D", "d"),
-    "fsdp2": ("#0072B2", "^"),
-    "fsdp2-hsdp": ("#56B4E9", "D"),
-    "fsdp2-reshard": ("#003F6B", "s"),
-    "fsdp2-offload": ("#7B9FC4", "v"),
-    "ddp": ("#4D4D4D", "P"),
-    "zero3": ("#CC79A7", "s"),
-    "hpz": ("#882255", "D"),
-    "qwz": ("#AA4499", "v"),
-    "qgz": ("#5B3F8C", "<"),
-    "zeropp": ("#9C86CF", "P"),
-    "fcdp-sched": ("#7B4173", "^"),
-    "fcdp": ("#009E73", "o"),
+_ENGINES: dict[registry.Engine, str] = {
+    "deepspeed": "DeepSpeed",
+    "fsdp2": "PyTorch",
+    "ddp": "PyTorch",
+    "fcdp": "This engine",
 }
 _SPARE = (
     ("#8C7A00", ">"),
@@ -65,19 +46,21 @@ _SPARE = (
     ("#117733", "p"),
     ("#B2B200", "*"),
 )
-_LABELS = {"deepspeed-zero3": "DeepSpeed ZeRO-3", "fsdp2": "FSDP2", "fcdp": "FCDP"}
 
 
 def engine(strategy: str) -> str:
-    """The engine that a strategy runs on, as a reader knows it."""
-    if strategy.startswith("deepspeed"):
-        return "DeepSpeed"
-    return "PyTorch" if strategy.startswith(("fsdp2", "ddp")) else "This engine"
+    """The engine that a strategy runs on, as a reader knows it; of a variant, its strategy's."""
+    found = _described(strategy)
+    if found is None:
+        starts = (each for each in registry.STRATEGIES if strategy.startswith(each.name))
+        found = max(starts, key=lambda each: len(each.name), default=None)
+    return _ENGINES["fcdp" if found is None else found.engine]
 
 
 def ordered(strategies: Iterable[str]) -> list[str]:
     """By engine, known strategies first, others by name; FCDP and its variants last."""
-    known, engines = list(_LOOKS), list(_LINES)
+    known = [each.name for each in registry.STRATEGIES if each.look is not None]
+    engines = list(_LINES)
 
     def place(strategy: str) -> tuple[bool, int, int, str]:
         at = known.index(strategy) if strategy in known else len(known)
@@ -91,8 +74,9 @@ def styles(strategies: Iterable[str]) -> dict[str, Style]:
     looks: dict[str, Style] = {}
     spare = 0
     for strategy in ordered(strategies):
-        if strategy in _LOOKS:
-            colour, marker = _LOOKS[strategy]
+        found = _described(strategy)
+        if found is not None and found.look is not None:
+            colour, marker = found.look.colour, found.look.marker
         else:
             colour, marker = _SPARE[spare % len(_SPARE)]
             spare += 1
@@ -116,4 +100,9 @@ def by_engine(looks: dict[str, Style]) -> dict[str, dict[str, Style]]:
 
 def label(strategy: str) -> str:
     """The name that a reader sees."""
-    return _LABELS.get(strategy, strategy)
+    found = _described(strategy)
+    return strategy if found is None else found.label
+
+
+def _described(strategy: str) -> registry.Strategy | None:
+    return next((each for each in registry.STRATEGIES if each.name == strategy), None)

@@ -1,25 +1,51 @@
-"""The strategies: one line each. Imports no engine, for programs that must not wait for torch."""
+"""The strategies, each described once: whatever else knows one derives it from here.
+
+Imports no engine, for programs that must not wait for torch.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
 from baselines import pins
 from baselines.pins import Pin
+from baselines.schedule import DDP, DEEPSPEED, FCDP, FSDP2, Schedule, within_node
 
+#: From what PyTorch ships to another framework.
+ENGINES = ("ddp", "fsdp2", "fcdp", "deepspeed")
 Engine = Literal["fcdp", "fsdp2", "ddp", "deepspeed"]
+#: Whether it trains as FSDP2 does but for the order of sums, within what quantisation loses, or by
+#: an optimization of its own.
+Numerics = Literal["exact", "bounded", "own"]
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A strategy: the module of its name in this folder, with ``-`` for ``_``."""
+class Look:
+    """A strategy in figures: hex colour and Matplotlib's marker."""
+
+    colour: str
+    marker: str
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A strategy, built by the function ``build`` of a module of this folder."""
 
     name: str
     engine: Engine
     what: str
+    #: ``None``: it is not simulated, nor is anything promised of its bytes.
+    schedule: Schedule | None
+    look: Look | None = None
+    numerics: Numerics = "exact"
+    #: The module that builds it, with the policy and the codecs that its schedule fixes. ``None``:
+    #: that of its name, with ``-`` for ``_``.
+    preset_of: str | None = None
+    #: What a reader of tables and figures knows it as, if not by its name.
+    title: str | None = None
     #: What its engine does that needs CUDA and NCCL; ``None`` if a CPU over gloo will do.
     needs_cuda: str | None = None
     #: Builders of operators that its engine compiles at their first use, beside those of all.
@@ -29,7 +55,11 @@ class Entry:
 
     @property
     def module(self) -> str:
-        return "baselines." + self.name.replace("-", "_")
+        return "baselines." + (self.preset_of or self.name.replace("-", "_"))
+
+    @property
+    def label(self) -> str:
+        return self.title or self.name
 
     def engine_version(self, deepspeed: Pin = "current") -> str | None:
         """Of the package that the engine is in; ``None`` if it is not installed."""
@@ -59,58 +89,234 @@ def has_cuda() -> bool:
 
 _FUSED = "quantises with its CUDA operator quantizer, which has no CPU build"
 _COALESCED = "gathers MiCS's shards by NCCL's coalesced all-gather, which gloo has not"
+_DEEPSPEED_HPZ = replace(DEEPSPEED, cache="device")
+_DEEPSPEED_OFFLOAD = replace(DEEPSPEED, optimizer="host")
 
-ENTRIES: tuple[Entry, ...] = (
-    Entry("deepspeed-zero3", "deepspeed", "ZeRO stage 3"),
-    Entry("deepspeed-hpz", "deepspeed", "ZeRO++ hpZ: a second shard inside the node"),
-    Entry("deepspeed-qwz", "deepspeed", "ZeRO++ qwZ: int8 gathers", _FUSED),
-    Entry("deepspeed-qgz", "deepspeed", "ZeRO++ qgZ: int4 reductions", _FUSED),
-    Entry("deepspeed-zeropp", "deepspeed", "ZeRO++: hpZ, qwZ and qgZ", _FUSED),
-    Entry("deepspeed-mics", "deepspeed", "MiCS: sharded inside the node", _COALESCED),
-    Entry("deepspeed-mics-hierarchical", "deepspeed", "MiCS, gathers in two hops", _COALESCED),
-    Entry(
+# In the order of tables and figures. One hue per engine (DeepSpeed warm, PyTorch blue, this one
+# purple; FCDP alone is green) and one marker per strategy. The three main ones have Okabe and Ito's
+# colours, which stay apart under the common colour-vision deficiencies; markers say the same in
+# black and white.
+STRATEGIES: tuple[Strategy, ...] = (
+    Strategy(
+        "deepspeed-zero3",
+        "deepspeed",
+        "ZeRO stage 3",
+        DEEPSPEED,
+        Look("#D55E00", "s"),
+        title="DeepSpeed ZeRO-3",
+    ),
+    Strategy(
+        "deepspeed-hpz",
+        "deepspeed",
+        "ZeRO++ hpZ: a second shard inside the node",
+        _DEEPSPEED_HPZ,
+        Look("#E69F00", "D"),
+    ),
+    Strategy(
+        "deepspeed-hpz-offload",
+        "deepspeed",
+        "hpZ, with parameters on the CPU",
+        # A second shard in host memory: copied a parameter at a time, while nothing computes.
+        replace(DEEPSPEED, cache="host", parameters="host", blocking=True),
+        Look("#8C3B00", "X"),
+    ),
+    Strategy(
         "deepspeed-offload",
         "deepspeed",
         "ZeRO-Offload: optimizer on the CPU",
+        _DEEPSPEED_OFFLOAD,
+        Look("#F0904F", "v"),
         operators=("CPUAdamBuilder",),
     ),
-    Entry(
+    Strategy(
         "deepspeed-offload-param",
         "deepspeed",
         "ZeRO-Offload: parameters on the CPU too",
+        replace(_DEEPSPEED_OFFLOAD, parameters="host"),
+        Look("#A67C00", "<"),
         operators=("CPUAdamBuilder",),
     ),
-    Entry(
+    Strategy(
         "deepspeed-infinity",
         "deepspeed",
         "ZeRO-Infinity: parameters and optimizer on NVMe",
+        replace(DEEPSPEED, parameters="disk", optimizer="disk"),
+        Look("#5C2E00", ">"),
         operators=("AsyncIOBuilder", "CPUAdamBuilder"),
         needs_header=(Path("/usr/include/libaio.h"), "libaio-dev"),
     ),
-    Entry("deepspeed-hpz-offload", "deepspeed", "hpZ, with parameters on the CPU"),
-    Entry("fsdp2", "fsdp2", "ZeRO-3 as PyTorch ships it"),
-    Entry("fsdp2-hsdp", "fsdp2", "hybrid sharding: inside the node, replicated across"),
-    Entry("fsdp2-reshard", "fsdp2", "resharded over the node after forward, as hpZ does"),
-    Entry("fsdp2-offload", "fsdp2", "parameters and optimizer on the CPU"),
-    Entry("ddp", "ddp", "replicated on every rank"),
-    Entry("zero3", "fcdp", "ZeRO-3 over this engine: nothing is cached"),
-    Entry("hpz", "fcdp", "ZeRO++ hpZ over this engine: cached on the device"),
-    Entry("mics", "fcdp", "MiCS over this engine: sharded inside the node"),
-    Entry("offload", "fcdp", "ZeRO-Offload over this engine: parts and optimizer on the CPU"),
-    Entry("replicated", "fcdp", "data parallel over this engine: one all-reduce a step"),
-    Entry("qwz", "fcdp", "ZeRO++ qwZ over this engine: int8 gathers"),
-    Entry("qgz", "fcdp", "ZeRO++ qgZ over this engine: int4 reductions"),
-    Entry("zeropp", "fcdp", "ZeRO++ over this engine: hpZ, qwZ and qgZ"),
-    Entry("fcdp-sched", "fcdp", "FCDP without FCDP-Comm: frozen parameters cross each step"),
-    Entry("fcdp", "fcdp", "cached in host memory, or as the cell's policy says"),
+    Strategy(
+        "deepspeed-qwz",
+        "deepspeed",
+        "ZeRO++ qwZ: int8 gathers",
+        replace(DEEPSPEED, gather_codec="int8"),
+        Look("#FFB000", "P"),
+        numerics="bounded",
+        needs_cuda=_FUSED,
+    ),
+    Strategy(
+        "deepspeed-qgz",
+        "deepspeed",
+        "ZeRO++ qgZ: int4 reductions",
+        # Its quantised reduction is two all-to-alls, inside the node and across.
+        replace(DEEPSPEED, reduce_codec="int4"),
+        Look("#C04000", "p"),
+        numerics="bounded",
+        needs_cuda=_FUSED,
+    ),
+    Strategy(
+        "deepspeed-zeropp",
+        "deepspeed",
+        "ZeRO++: hpZ, qwZ and qgZ",
+        replace(_DEEPSPEED_HPZ, gather_codec="int8", reduce_codec="int4"),
+        Look("#7A5C00", "h"),
+        numerics="bounded",
+        needs_cuda=_FUSED,
+    ),
+    Strategy(
+        "deepspeed-mics",
+        "deepspeed",
+        "MiCS: sharded inside the node",
+        within_node(DEEPSPEED),
+        Look("#B35900", "*"),
+        needs_cuda=_COALESCED,
+    ),
+    Strategy(
+        "deepspeed-mics-hierarchical",
+        "deepspeed",
+        "MiCS, gathers in two hops",
+        # Its two hops are inside the shard group, here one node: the same exchanges.
+        within_node(DEEPSPEED),
+        Look("#A0522D", "d"),
+        needs_cuda=_COALESCED,
+    ),
+    Strategy(
+        "fsdp2",
+        "fsdp2",
+        "ZeRO-3 as PyTorch ships it",
+        FSDP2,
+        Look("#0072B2", "^"),
+        title="FSDP2",
+    ),
+    Strategy(
+        "fsdp2-hsdp",
+        "fsdp2",
+        "hybrid sharding: inside the node, replicated across",
+        within_node(FSDP2),
+        Look("#56B4E9", "D"),
+    ),
+    Strategy(
+        "fsdp2-reshard",
+        "fsdp2",
+        "resharded over the node after forward, as hpZ does",
+        replace(FSDP2, cache="device", cached_for="micro-batch"),
+        Look("#003F6B", "s"),
+    ),
+    Strategy(
+        "fsdp2-offload",
+        "fsdp2",
+        "parameters and optimizer on the CPU",
+        replace(FSDP2, parameters="host", optimizer="host"),
+        Look("#7B9FC4", "v"),
+    ),
+    Strategy("ddp", "ddp", "replicated on every rank", DDP, Look("#4D4D4D", "P")),
+    Strategy(
+        "zero3",
+        "fcdp",
+        "ZeRO-3 over this engine: nothing is cached",
+        replace(FCDP, policy="none"),
+        Look("#CC79A7", "s"),
+        preset_of="fcdp",
+    ),
+    Strategy(
+        "hpz",
+        "fcdp",
+        "ZeRO++ hpZ over this engine: cached on the device",
+        replace(FCDP, policy="device"),
+        Look("#882255", "D"),
+        preset_of="fcdp",
+    ),
+    Strategy(
+        "qwz",
+        "fcdp",
+        "ZeRO++ qwZ over this engine: int8 gathers",
+        replace(FCDP, policy="none", gather_codec="int8"),
+        Look("#AA4499", "v"),
+        numerics="bounded",
+        preset_of="fcdp",
+    ),
+    Strategy(
+        "qgz",
+        "fcdp",
+        "ZeRO++ qgZ over this engine: int4 reductions",
+        replace(FCDP, policy="none", reduce_codec="int4"),
+        Look("#5B3F8C", "<"),
+        numerics="bounded",
+        preset_of="fcdp",
+    ),
+    Strategy(
+        "zeropp",
+        "fcdp",
+        "ZeRO++ over this engine: hpZ, qwZ and qgZ",
+        replace(FCDP, policy="device", gather_codec="int8", reduce_codec="int4"),
+        Look("#9C86CF", "P"),
+        numerics="bounded",
+        preset_of="fcdp",
+    ),
+    Strategy("mics", "fcdp", "MiCS over this engine: sharded inside the node", within_node(FCDP)),
+    Strategy(
+        "offload",
+        "fcdp",
+        "ZeRO-Offload over this engine: parts and optimizer on the CPU",
+        replace(FCDP, policy="none", parameters="host", optimizer="host"),
+    ),
+    Strategy(
+        "replicated",
+        "fcdp",
+        "data parallel over this engine: one all-reduce a step",
+        # One all-reduce when backward has ended.
+        replace(DDP, hierarchical=True, takes_codecs=True, pairwise=True, caches_own_shard=False),
+    ),
+    Strategy(
+        "fcdp-sched",
+        "fcdp",
+        "FCDP without FCDP-Comm: frozen parameters cross each step",
+        replace(FCDP, cached_for="step"),
+        Look("#7B4173", "^"),
+    ),
+    Strategy(
+        "fcdp",
+        "fcdp",
+        "cached in host memory, or as the cell's policy says",
+        FCDP,
+        Look("#009E73", "o"),
+        title="FCDP",
+    ),
 )
+#: Sibling systems that have their place here, by the name of their folder to come.
+PLANNED = ("co2", "cyclic", "luwu", "fuyou")
 
-STRATEGY_NAMES: tuple[str, ...] = tuple(entry.name for entry in ENTRIES)
+STRATEGY_NAMES: tuple[str, ...] = tuple(strategy.name for strategy in STRATEGIES)
 
 
-def find(name: str) -> Entry:
+def find(name: str) -> Strategy:
     """Raises ``ValueError`` for a strategy that does not exist."""
-    for entry in ENTRIES:
-        if entry.name == name:
-            return entry
+    for strategy in STRATEGIES:
+        if strategy.name == name:
+            return strategy
     raise ValueError(f"strategy = {name!r}: allowed are {', '.join(STRATEGY_NAMES)}")
+
+
+def simulated() -> tuple[str, ...]:
+    """Names of the strategies whose schedule is described."""
+    return tuple(strategy.name for strategy in STRATEGIES if strategy.schedule is not None)
+
+
+def schedule_of(name: str) -> Schedule:
+    """Raises ``ValueError`` for a strategy that does not exist or is not simulated."""
+    found = None if name in PLANNED else find(name).schedule
+    if found is None:
+        raise ValueError(
+            f"strategy = {name!r}: is not simulated yet; allowed are {', '.join(simulated())}"
+        )
+    return found

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 import torch.nn as nn
 
 from baselines import registry
+from baselines.schedule import Schedule
 from fcdp import Topology
 from fcdp.api import Adapters
 
@@ -65,20 +66,35 @@ class Trainable(Protocol):
         ...
 
 
-class Strategy(Protocol):
+class Builder(Protocol):
     """Every strategy's module has a function ``build`` of this type."""
 
     def __call__(self, model: nn.Module, job: Job) -> Trainable: ...
 
 
-def load(name: str) -> Strategy:
-    """The strategy of this name. Raises ``ValueError`` for one that does not exist.
+def load(name: str) -> Builder:
+    """What builds the strategy of this name. Raises ``ValueError`` for one that does not exist.
 
-    A strategy is the module of its name; only that module, and so only its engine, is imported.
+    Only its module, and so only its engine, is imported.
     """
-    module = importlib.import_module(registry.find(name).module)
-    build: Strategy = module.build
-    return build
+    found = registry.find(name)
+    build: Builder = importlib.import_module(found.module).build
+    return build if found.preset_of is None else _preset(build, registry.schedule_of(name))
+
+
+def _preset(build: Builder, schedule: Schedule) -> Builder:
+    """The same with the settings that a schedule fixes, whatever the cell says."""
+    named = {
+        "policy": schedule.policy,
+        "gather_codec": schedule.gather_codec,
+        "reduce_codec": schedule.reduce_codec,
+    }
+    fixed: Any = {name: value for name, value in named.items() if value is not None}
+
+    def built(model: nn.Module, job: Job) -> Trainable:
+        return build(model, replace(job, **fixed))
+
+    return built
 
 
 def crossing_bytes(elements: int, job: Job, size: float | None = None) -> float:

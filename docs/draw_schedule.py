@@ -31,12 +31,12 @@ class Kind(Enum):
     BACKWARD = ("backward", "#6baed6", 8.0)
     RECOMPUTE = ("recomputation", "#deebf7", 4.0)
     OPTIMIZER = ("optimizer", "#bdbdbd", 2.0)
-    GATHER_INTER = ("gather across nodes", "#fd8d3c", 6.0)
-    GATHER_INTRA = ("gather inside the node", "#fdd0a2", 1.5)
+    GATHER_INTER = ("inter-node all-gather", "#fd8d3c", 6.0)
+    GATHER_INTRA = ("intra-node all-gather", "#fdd0a2", 1.5)
     STORE = ("into the cache", "#74c476", 2.0)
     LOAD = ("out of the cache", "#c7e9c0", 2.0)
-    REDUCE_INTRA = ("reduce inside the node", "#dadaeb", 1.5)
-    REDUCE_INTER = ("reduce across nodes", "#9e9ac8", 6.0)
+    REDUCE_INTRA = ("intra-node reduce-scatter", "#dadaeb", 1.5)
+    REDUCE_INTER = ("inter-node reduce-scatter", "#9e9ac8", 6.0)
 
     def __init__(self, legend: str, colour: str, length: float) -> None:
         self.legend = legend

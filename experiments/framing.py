@@ -5,10 +5,9 @@ from __future__ import annotations
 from experiments.modelled import workload_of
 from experiments.records import Cell
 from simulation import framing
-from simulation.framing import ESTIMATED_SHARE, MESSAGE_BYTES, SHARE
+from simulation.framing import MESSAGE_BYTES, SHARE
 
 __all__ = [
-    "ESTIMATED_SHARE",
     "MESSAGE_BYTES",
     "SHARE",
     "agree",

@@ -73,7 +73,7 @@ class Matrix:
         """How its records are obtained."""
         if self.simulated:
             return "simulated"
-        return "measured" if self.cluster.kind == "rented" else "emulated"
+        return self.cluster.can.evidence
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class _Expansion:
                 document.fail((key,), f"{self._top[key]!r} is not text")
         own_cluster = self._cluster_spec()
         self._cluster = cluster or own_cluster
-        self._simulated = simulated or self._cluster.kind == "simulated"
+        self._simulated = simulated or not self._cluster.can.start_processes
         self._models = self._model_specs()
         self._axes = self._axis_values()
         self._constants = self._constant_values()
@@ -288,7 +288,7 @@ class _Expansion:
         try:
             if setting == "inter_bandwidth":
                 return parse_bandwidth(item)
-            if self._cluster.kind != "simulated" and _simulated_only(setting, item):
+            if self._cluster.can.start_processes and _simulated_only(setting, item):
                 raise ValueError(f"is for clusters of kind simulated, not {self._cluster.kind}")
             if setting in ("policy", "gather_codec", "reduce_codec"):
                 # These import torch, which most matrices need not wait for.
@@ -396,7 +396,7 @@ def _with_largest_micro_batch(cell: Cell) -> Cell:
 
 def _why_not_there(cell: Cell) -> str | None:
     """Why the cell's cluster cannot run it; ``None`` if it can."""
-    if cell.cluster.kind == "rented" and cell.inter_bandwidth_bits_per_s is not None:
+    if not cell.cluster.can.limit_links and cell.inter_bandwidth_bits_per_s is not None:
         return "the links of rented nodes are what they are: nothing limits them to a bandwidth"
     return None
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from baselines import registry
 from experiments import settings
 from experiments.records import Cell, Record
-from simulation.schemes import scheme
 
 #: What strategies are compared with where nothing else is said.
 REFERENCE = "fsdp2"
@@ -131,18 +130,17 @@ def _adds_in_one_order(cell: Cell) -> bool:
     """
     if registry.find(cell.strategy).engine != "fcdp" or _quantised(cell):
         return False
-    whole = cell.strategy == "replicated" or cell.adapters == "replicated"
-    if not whole and cell.strategy != "mics":
+    shards = registry.schedule_of(cell.strategy).shards
+    whole = shards == "rank" or cell.adapters == "replicated"
+    if not whole and shards == "world":
         return True
     pairs = max(cell.cluster.nodes, cell.cluster.ranks_per_node) <= 2
     return pairs and cell.dtype == "float32" and not (whole and cell.accumulation > 1)
 
 
 def _quantised(cell: Cell) -> bool:
-    plan = scheme(cell.strategy)
-    if plan.gather_codec or plan.reduce_codec:
-        return True
-    return (cell.gather_codec, cell.reduce_codec) != ("none", "none")
+    bounded = registry.find(cell.strategy).numerics == "bounded"
+    return bounded or (cell.gather_codec, cell.reduce_codec) != ("none", "none")
 
 
 def _keep_longest(kept: dict[tuple[object, ...], Record], record: Record) -> None:

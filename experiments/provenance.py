@@ -20,7 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 #: Variables whose values are in no record, no log and no rank's environment.
-SECRETS = ("WANDB_API_KEY", "FCDP_TOKEN")
+SECRETS = ("WANDB_API_KEY",)
 _PACKAGES = ("torch", "deepspeed", "transformers", "peft")
 _NVIDIA = Path("/proc/driver/nvidia")
 #: An error text keeps its beginning, where the rank is named, and its end, where the cause is.

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from experiments.abilities import ABILITIES, Abilities
+from experiments.abilities import Evidence as Evidence  # part of this schema
 from experiments.settings import Parts, Setting, described, left_out_of_id
 from simulation import files
 from simulation.files import Name, Strict
@@ -26,7 +28,6 @@ MatrixName = Annotated[
     str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*/)?[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)
 ]
 State = Literal["ok", "oom", "failed", "timeout", "skipped"]
-Evidence = Literal["measured", "emulated", "simulated"]
 DType = Literal["float32", "bfloat16"]
 
 
@@ -44,6 +45,11 @@ class ClusterSpec(Strict):
     port: Annotated[int, Setting("Port", "incidental", in_id="never")] = Field(
         default=29500, ge=1024, le=65535
     )
+
+    @property
+    def can(self) -> Abilities:
+        """What such a cluster can do."""
+        return ABILITIES[self.kind]
 
 
 class SimulatedSpec(Strict):
@@ -70,6 +76,11 @@ class SimulatedSpec(Strict):
     inter_latency_us: Annotated[float, Setting("Latency", place="run", write="{:g} µs".format)] = (
         Field(default=15.0, ge=0)
     )
+
+    @property
+    def can(self) -> Abilities:
+        """What such a cluster can do."""
+        return ABILITIES[self.kind]
 
     @field_validator("gpu")
     @classmethod
@@ -140,7 +151,7 @@ class Cell(Strict):
 
     @model_validator(mode="after")
     def _recomputes_in_simulations(self) -> Cell:
-        if self.recomputed and self.cluster.kind != "simulated":
+        if self.recomputed and self.cluster.can.start_processes:
             raise ValueError(
                 f"recomputed {self.recomputed:g} is for clusters of kind simulated, "
                 f"not {self.cluster.kind}: the worker recomputes nothing"

@@ -164,8 +164,8 @@ class _Runner:
         """
         entry = registry.find(cell.strategy)
         needed = (entry.operators, cell.deepspeed)
-        simulated = self._cluster.evidence == "simulated"
-        if simulated or entry.engine != "deepspeed" or needed in self._compiled:
+        predicted = not self._cluster.can.start_processes
+        if predicted or entry.engine != "deepspeed" or needed in self._compiled:
             return Outcome("ok")
         outcome = self._cluster.run(
             OPERATORS,
@@ -194,7 +194,7 @@ class _Runner:
             cell_id=cell.id,
             state=state,
             error=error,
-            evidence=self._cluster.evidence,
+            evidence=self._cluster.can.evidence,
             measurement=measurement,
             commit=self._origin.commit,
             versions=self._versions(cell),

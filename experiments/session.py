@@ -37,7 +37,7 @@ def opened(
     from experiments.run_directory import RunDirectory
 
     directory = RunDirectory(path)
-    if plan.cluster.kind == "emulated" and not plan.simulated:
+    if plan.cluster.can.make_nodes and not plan.simulated:
         kinds.enter_namespace()
     interrupts.raise_them()
     with ExitStack() as stack:

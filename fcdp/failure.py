@@ -145,13 +145,14 @@ class Failures:
 
     def raise_out_of_step(self) -> NoReturn:
         """End what all ranks do together: some have left out exchanges that others were in."""
-        self._end(
-            self._give_up(
-                "ranks are not at the same exchange: one has left some out, as by an error that "
-                "it alone raised and caught; go on from the last checkpoint"
-            )
+        reason = (
+            "ranks are not at the same exchange: one has left some out, as by an error that it "
+            "alone raised and caught; go on from the last checkpoint"
         )
-        raise RankFailed(self._over)
+        with contextlib.suppress(Exception):
+            reason = self._give_up(reason)
+        self._end(reason)
+        raise RankFailed(reason)
 
     def forward_ends(self) -> None:
         """Announce the error that ends the forward, if one does: for an ``always_call`` hook.

@@ -1,7 +1,7 @@
-"""Writes the README's tables from the committed records, and its plan by the real command.
+"""Writes tables of the README and docs from the committed records, docs' plan by the command.
 
-python scripts/readme.py           rewrite the README
-python scripts/readme.py --check   fail if that would change it
+python -m scripts.readme           rewrite the pages
+python -m scripts.readme --check   fail if that would change one
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -28,6 +28,11 @@ _PLAN = (
     "plan --model gpt-30b --nodes 4 --gpus 8 --gpu a40 --inter-node 1Gbps --peft lora:8 "
     "--price-per-gpu-hour 0.5 --strategies fsdp2,fsdp2-hsdp,ddp,hpz,deepspeed-zero3,fcdp"
 )
+_RESULT_HEAD = (
+    "| Trained | DeepSpeed s | FSDP2 s | FCDP s | over the faster | ZeRO-3 at least MB "
+    "| DeepSpeed MB | FSDP2 MB | FCDP MB |\n"
+    "|---|--:|--:|--:|--:|--:|--:|--:|--:|"
+)
 _HEAD = (
     "| Model | Tuning | Link | Micro-batches | ZeRO-3, DeepSpeed s/step | ZeRO-3, FSDP2 s/step "
     "| FCDP s/step | speed-up | over FSDP2 | DeepSpeed MB/step | FSDP2 MB/step | FCDP MB/step "
@@ -36,27 +41,33 @@ _HEAD = (
 )
 
 
-def tables() -> dict[str, str]:
-    """The text of each marked place, by its name."""
-    return {
-        "quickstart": _printed("quickstart"),
-        "plan": _answered(_PLAN),
-        **{matrix: _condensed(load(_records(matrix))) for matrix in ("reference", "unshaped")},
-        "slow-link": _kept(load(_records("slow-link"))),
-        **{matrix: _speeds(load(_records(matrix))) for matrix in ("paper-emulated", "baselines")},
-        "audit": _audited(audit(load(_records("parity")))),
-    }
+#: The marked places of each page, and what is written there.
+PAGES: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"result": lambda: _result(load(_records("reference")))},
+    "docs/quickstart.md": {"quickstart": lambda: _printed("quickstart")},
+    "docs/planning.md": {"plan": lambda: _answered(_PLAN)},
+    "docs/measurements.md": {
+        "reference": lambda: _condensed(load(_records("reference"))),
+        "unshaped": lambda: _condensed(load(_records("unshaped"))),
+        "slow-link": lambda: _kept(load(_records("slow-link"))),
+        "paper-emulated": lambda: _speeds(load(_records("paper-emulated"))),
+    },
+    "docs/strategies.md": {
+        "audit": lambda: _audited(audit(load(_records("parity")))),
+        "baselines": lambda: _speeds(load(_records("baselines"))),
+    },
+}
 
 
-def rewritten(readme: str) -> str:
-    """The README with each marked place filled; raises ``ValueError`` if one is missing."""
-    for name, table in tables().items():
+def rewritten(page: str, text: str) -> str:
+    """The page's text with each marked place filled; raises ``ValueError`` if one is missing."""
+    for name, table in PAGES[page].items():
         place = re.compile(f"(<!-- {name}: .*? -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
-        filled = table.replace("\\", r"\\")
-        readme, count = place.subn(rf"\g<1>{filled}\n\g<2>", readme)
+        filled = table().replace("\\", r"\\")
+        text, count = place.subn(rf"\g<1>{filled}\n\g<2>", text)
         if count != 1:
-            raise ValueError(f"README.md: found {count} places for {name}, expected 1")
-    return readme
+            raise ValueError(f"{page}: found {count} places for {name}, expected 1")
+    return text
 
 
 def _records(matrix: str) -> Path:
@@ -80,13 +91,38 @@ def _answered(command: str) -> str:
     return f"```\n$ python -m experiments {shown}\n" + "\n".join(lines) + "\n```"
 
 
-def _condensed(records: Sequence[Record]) -> str:
-    """One row a comparison, as Markdown."""
+def _result(records: Sequence[Record]) -> str:
+    """The README's four rows: one model on one link, by what is trained and micro-batches."""
+    lines = [_RESULT_HEAD]
+    for setting, by in _comparisons(records).items():
+        model, tuning, link, micro_batches = setting
+        if (model, link) == ("gpt2-4x256", "100 Mbit/s"):
+            deepspeed, fsdp2, fcdp = (by[name] for name in ("deepspeed-zero3", "fsdp2", "fcdp"))
+            slower = [_faster(fcdp, other) or math.inf for other in (deepspeed, fsdp2)]
+            columns = [
+                f"{tuning}, k = {micro_batches}".replace(" = ", "\u00a0=\u00a0"),
+                *(text.number(_seconds(record)) for record in (deepspeed, fsdp2, fcdp)),
+                text.times(min(slower)),
+                text.number(_least_megabytes(fsdp2)),
+                *(text.number(_megabytes(record)) for record in (deepspeed, fsdp2, fcdp)),
+            ]
+            lines.append(f"| {' | '.join(columns)} |")
+    return "\n".join(lines)
+
+
+def _comparisons(records: Sequence[Record]) -> dict[tuple[object, ...], dict[str, Record]]:
+    """Records by setting, then by strategy."""
     comparisons: dict[tuple[object, ...], dict[str, Record]] = {}
     for record in records:
         if record.state != "skipped":
             comparisons.setdefault(_setting(record.cell), {})[record.cell.strategy] = record
-    return "\n".join([_HEAD, *(_row(setting, by) for setting, by in comparisons.items())])
+    return comparisons
+
+
+def _condensed(records: Sequence[Record]) -> str:
+    """One row per comparison, as Markdown."""
+    rows = (_row(setting, by) for setting, by in _comparisons(records).items())
+    return "\n".join([_HEAD, *rows])
 
 
 def _kept(records: Sequence[Record]) -> str:
@@ -122,7 +158,7 @@ def _trained_share(records: Sequence[Record]) -> str:
 
 
 def _speeds(records: Sequence[Record]) -> str:
-    """Tokens a second of each strategy, one column a setting, as Markdown."""
+    """Tokens per second of each strategy, one column per setting, as Markdown."""
     ran = [record for record in records if record.state != "skipped"]
     settings = list(dict.fromkeys(_setting(record.cell)[1:] for record in ran))
     names = [f"{tuning}, {link}, k = {count}" for tuning, link, count in settings]
@@ -157,7 +193,7 @@ def _noise(records: Sequence[Record]) -> list[str]:
 
 
 def _audited(findings: Sequence[Finding]) -> str:
-    """How much more than its least each strategy sends, one column a setting, as Markdown."""
+    """How much more than its least each strategy sends, one column per setting, as Markdown."""
     settings = list(dict.fromkeys((f.cell.tuning, f.cell.accumulation) for f in findings))
     names = [f"{tuning}, k = {count}" for tuning, count in settings]
     lines = [
@@ -230,15 +266,17 @@ def _least_megabytes(record: Record | None) -> float | None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    path = ROOT / "README.md"
-    before = path.read_text(encoding="utf-8")
-    after = rewritten(before)
-    if "--check" in arguments:
-        if after != before:
-            print("README.md differs from the records: run python scripts/readme.py")
-        return int(after != before)
-    path.write_text(after, encoding="utf-8")
-    return 0
+    differs = False
+    for page in PAGES:
+        path = ROOT / page
+        before = path.read_text(encoding="utf-8")
+        after = rewritten(page, before)
+        if "--check" not in arguments:
+            path.write_text(after, encoding="utf-8")
+        elif after != before:
+            print(f"{page} differs from the records: run python -m scripts.readme")
+            differs = True
+    return int(differs)
 
 
 if __name__ == "__main__":

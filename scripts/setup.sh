@@ -110,7 +110,7 @@ install_torch() {
 
 install_project() {
     pip_install --constraint constraints.txt --no-build-isolation \
-        --editable '.[experiments,analysis,tests]'
+        --group experiments --group analysis --group tests --editable .
 }
 
 # DeepSpeed is compiled from source, in this environment and not in one of pip's, with none of its
@@ -118,7 +118,7 @@ install_project() {
 # leaves no trace in what is installed. It comes last, so that all else works if it cannot be had.
 install_current() {
     DS_BUILD_OPS=0 DS_ACCELERATOR=cpu \
-        pip_install --constraint constraints.txt --no-build-isolation --editable '.[all]'
+        pip_install --constraint constraints.txt --no-build-isolation --group baselines
 }
 
 # The paper's DeepSpeed, in an environment that sees all of the first one's packages behind its own:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from baselines.registry import find, schedule_of
 from simulation.emulated import Constants, emulated
 from simulation.hardware import Hardware
-from simulation.schemes import scheme
 from simulation.step.placement import place
 from simulation.step.schedule import Step
 from simulation.units import layout
@@ -38,7 +38,7 @@ def calibrate(steps: Sequence[MeasuredStep]) -> Constants:
     constants. Raises ``ValueError`` if there are fewer steps without a limit than constants.
     """
     free = [step for step in steps if math.isinf(step.hardware.inter_bytes_per_s)]
-    engines = sorted({scheme(step.workload.strategy).engine for step in free})
+    engines = sorted({find(step.workload.strategy).engine for step in free})
     units = _unit_constants(engines)
     if len(free) < len(units):
         raise ValueError(
@@ -74,7 +74,7 @@ def _busy(step: MeasuredStep, constants: Constants) -> float:
     """Seconds that the host's cores are in full use."""
     workload = step.workload
     hardware = emulated(step.hardware.nodes, step.hardware.ranks_per_node, None, constants)
-    plan = scheme(workload.strategy)
+    plan = schedule_of(workload.strategy)
     units = layout(workload, plan, hardware.nodes, hardware.ranks_per_node)
     placement = place(workload, plan, units, hardware)
     tasks = Step(workload, plan, units, placement, hardware).build().tasks

@@ -6,7 +6,8 @@ gloo is two packets and their acknowledgements: the data, and the receiver's wor
 
 from __future__ import annotations
 
-from simulation.schemes import Scheme, scheme
+from baselines.registry import schedule_of
+from baselines.schedule import Schedule
 from simulation.units import Layout, layout
 from simulation.workload import Workload
 
@@ -15,8 +16,6 @@ from simulation.workload import Workload
 SHARE = 0.015
 #: Four such headers and gloo's own two are 350. Of the committed records none needs more than 500.
 MESSAGE_BYTES = 600
-#: How much DeepSpeed keeps over the turn from forward to backward is an estimate.
-ESTIMATED_SHARE = {"deepspeed": 0.01}
 #: Halves of a buffer that go round gloo's rings one after the other.
 _SEGMENTS = 2
 #: Policies that keep every unit.
@@ -32,7 +31,7 @@ def agree(
     workload: Workload, nodes: int, ranks_per_node: int, *, predicted: float, counted: float
 ) -> bool:
     """Whether the kernel has counted the bytes that were predicted, within framing."""
-    estimated = ESTIMATED_SHARE.get(scheme(workload.strategy).engine, 0.0) * predicted
+    estimated = schedule_of(workload.strategy).estimated_share * predicted
     allowed = framing_bytes(workload, nodes, ranks_per_node, predicted) + estimated
     return abs(counted - predicted) <= allowed
 
@@ -45,7 +44,7 @@ def messages(workload: Workload, nodes: int, ranks_per_node: int) -> int:
     """
     if nodes == 1:
         return 0
-    plan = scheme(workload.strategy)
+    plan = schedule_of(workload.strategy)
     units = layout(workload, plan, nodes, ranks_per_node)
     # One from each rank to its partner on each other node; round all ranks; and the latter twice.
     pairwise = ranks_per_node * (nodes - 1)
@@ -53,11 +52,11 @@ def messages(workload: Workload, nodes: int, ranks_per_node: int) -> int:
     gathers, reductions = _gathers(workload, plan, units), _reductions(workload, plan, units)
     if plan.shards == "node":  # by an all-reduce of gloo's among partners
         return (1 + 2 * _SEGMENTS * reductions) * pairwise
-    if plan.engine == "fcdp":
+    if plan.pairwise:
         asked = 2 * len(units.units) if "disk" in (plan.keeps_in(workload.policy) or "") else 0
         agreements = workload.accumulation * (1 + asked) if plan.shards == "world" else 0
         return (1 + gathers + reductions + agreements) * pairwise
-    whole = _kept_whole(workload) if plan.engine == "deepspeed" else 0
+    whole = _kept_whole(workload) if plan.keeps_small_whole else 0
     return pairwise + ring * (gathers + whole) + 2 * ring * reductions
 
 
@@ -66,14 +65,14 @@ def whole_bytes(workload: Workload, nodes: int, ranks_per_node: int) -> float:
 
     It gathers that after each step, what is frozen too.
     """
-    plan = scheme(workload.strategy)
-    if plan.engine != "deepspeed":
+    plan = schedule_of(workload.strategy)
+    if not plan.keeps_small_whole:
         return 0.0
     units = layout(workload, plan, nodes, ranks_per_node)
     return (nodes - 1) / nodes * units.whole * workload.element_bytes
 
 
-def _gathers(workload: Workload, plan: Scheme, units: Layout) -> int:
+def _gathers(workload: Workload, plan: Schedule, units: Layout) -> int:
     """Gathers of a step that cross nodes."""
     if plan.shards != "world":
         return 0
@@ -89,13 +88,13 @@ def _gathers(workload: Workload, plan: Scheme, units: Layout) -> int:
     return found
 
 
-def _reductions(workload: Workload, plan: Scheme, units: Layout) -> int:
+def _reductions(workload: Workload, plan: Schedule, units: Layout) -> int:
     """Reductions of a step that cross nodes; our all-reduce is two exchanges."""
     trained = sum(unit.trained > 0 for unit in units.units)
     if plan.unit == "matrix":  # reduced a block at a time
         trained = min(trained, workload.model.layers + 1)
     if units.whole_trained:
-        trained += 2 if plan.engine == "fcdp" else 1
+        trained += 1 if plan.keeps_small_whole else 2
     return trained * (1 if plan.defers else workload.accumulation)
 
 

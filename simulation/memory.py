@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from baselines.registry import schedule_of
+from baselines.schedule import Schedule
 from simulation.hardware import Hardware
-from simulation.schemes import Scheme, scheme
 from simulation.units import Layout, layout
 from simulation.workload import Workload
 
@@ -83,7 +84,7 @@ def peak(workload: Workload, hardware: Hardware) -> Footprint:
     The cache is planned as if every unit went to the first tier of its strategy; a policy that
     looks at memory in use is applied by the simulator, which calls ``footprint``.
     """
-    plan = scheme(workload.strategy)
+    plan = schedule_of(workload.strategy)
     units = layout(workload, plan, hardware.nodes, hardware.ranks_per_node)
     entries = entry_bytes(workload, plan, hardware)
     place = plan.keeps_in(workload.policy)
@@ -95,28 +96,27 @@ def peak(workload: Workload, hardware: Hardware) -> Footprint:
     return footprint(workload, plan, units, hardware, cache)
 
 
-def entry_bytes(workload: Workload, plan: Scheme, hardware: Hardware) -> float:
+def entry_bytes(workload: Workload, plan: Schedule, hardware: Hardware) -> float:
     """Of one rank, all entries: our cache leaves out the rank's own shard, vendors do not."""
     nodes, ranks = hardware.nodes, hardware.ranks_per_node
     gathered = workload.parameters * workload.element_bytes
-    if plan.engine == "fcdp":
+    if not plan.caches_own_shard:
         return (nodes - 1) / nodes * gathered / ranks
     return gathered / ranks
 
 
 def footprint(
-    workload: Workload, plan: Scheme, units: Layout, hardware: Hardware, cache: CacheBytes
+    workload: Workload, plan: Schedule, units: Layout, hardware: Hardware, cache: CacheBytes
 ) -> Footprint:
     """The peak with what the cache holds given."""
     nodes, ranks = hardware.nodes, hardware.ranks_per_node
     sharers = {"world": hardware.world_size, "node": ranks, "rank": 1}[plan.shards]
-    deepspeed = plan.engine == "deepspeed"
     element = workload.element_bytes
     # FSDP2 shards fp32 parameters and gathers them in bf16; DeepSpeed shards bf16 beside a master.
-    stored = element if deepspeed else _MASTER_BYTES
-    master = _MASTER_BYTES if deepspeed and element < _MASTER_BYTES else 0
+    stored = _MASTER_BYTES if plan.shards_fp32 else element
+    master = _MASTER_BYTES if stored < _MASTER_BYTES else 0
     # Replicas are stepped whole; what DeepSpeed keeps whole, it steps in shards.
-    whole = 0 if deepspeed else units.whole
+    whole = 0 if plan.keeps_small_whole else units.whole
     stepped = (workload.trained - whole) / sharers + whole
     parameters = stored * ((workload.parameters - whole) / sharers + whole)
     states = (_MOMENTS_BYTES + master) * stepped
@@ -134,7 +134,7 @@ def footprint(
     ):
         places[place][name] = nbytes * (1 if place == "device" else ranks)
     largest_slice = (nodes - 1) / nodes * element * units.largest / ranks
-    if cache.host and plan.engine == "fcdp":
+    if cache.host and plan.stages:
         device["staging"] = _LOOK_AHEAD * largest_slice
     device["cache"], disk["cache"] = cache.device, ranks * cache.disk
     buffers = (_LOOK_AHEAD + 2) * largest_slice if cache.disk else 0.0
@@ -203,9 +203,9 @@ def block_activation_bytes(workload: Workload) -> float:
     return inputs + norms + attention + element * 3 * inner
 
 
-def _gradients_and_step(plan: Scheme, element: int, stepped: float) -> tuple[float, float]:
+def _gradients_and_step(plan: Schedule, element: int, stepped: float) -> tuple[float, float]:
     """Gradients of so many parameters, and what their optimizer needs beside them as it steps."""
-    if plan.engine != "deepspeed":
+    if plan.shards_fp32:
         return _MASTER_BYTES * stepped, _STEP_BYTES * stepped
     if plan.optimizer == "device":
         in_fp32 = (_MASTER_BYTES + _STEP_BYTES) * min(stepped, _SUB_GROUP)
@@ -215,7 +215,7 @@ def _gradients_and_step(plan: Scheme, element: int, stepped: float) -> tuple[flo
 
 
 def _moments(
-    workload: Workload, plan: Scheme, units: Layout, ranks: int, gradients: float, step: float
+    workload: Workload, plan: Schedule, units: Layout, ranks: int, gradients: float, step: float
 ) -> Sequence[dict[str, float]]:
     """What comes and goes on a device: as forward begins, as its blocks have run, as the loss is
     differentiated, in the last block's backward, in the first's, and in the optimizer's step.
@@ -236,14 +236,14 @@ def _moments(
 
     unit = float(element * units.largest)
     root = float(element * units.root.parameters)
-    if plan.engine == "deepspeed":
+    if plan.keeps_small_whole:
         root += element * units.whole
     trained = max((unit.trained for unit in units.units if unit is not units.root), default=0)
     reductions = float(element * (units.root.trained + 2 * trained))
     # At backward's end: gradients of what is whole, copied to bf16 and then put together; and what
     # FSDP2 has all-reduced across nodes, which it keeps until then.
     last = float(2 * element * units.whole_trained)
-    if plan.shards == "node" and plan.engine != "deepspeed":
+    if plan.shards == "node" and plan.copies_out:
         last += element * workload.trained / ranks
     if plan.shards == "rank":
         # Autocast's bf16 copies of all weights, and DDP's buckets, which are the gradients.
@@ -251,9 +251,9 @@ def _moments(
         reductions = unit = 0.0
     gathered = root + _GATHERED_UNITS * unit
     # FSDP2 copies what has come out of a buffer, which lasts until the next has come.
-    copies = plan.engine != "deepspeed" and plan.shards != "rank"
+    copies = plan.copies_out
 
-    stay = plan.shards == "rank" or plan.engine == "deepspeed" or workload.accumulation > 1
+    stay = plan.keeps_gradients or workload.accumulation > 1
     left = {"gradients": gradients if stay else 0.0}
     if plan.shards == "world" and plan.defers and workload.accumulation > 1:
         left["gradient sums"] = _MASTER_BYTES * workload.trained / ranks

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from baselines.registry import schedule_of
 from simulation import transformer as shapes
 from simulation.hardware import Hardware
 from simulation.memory import Footprint, footprint
-from simulation.schemes import scheme
 from simulation.step.events import Run, simulate
 from simulation.step.placement import place
 from simulation.step.schedule import Step
@@ -56,7 +56,7 @@ class Prediction:
 
 def needed(workload: Workload, hardware: Hardware) -> Footprint:
     """Device and host memory, with the cache where the policy puts it; raises as ``predict``."""
-    plan = scheme(workload.strategy)
+    plan = schedule_of(workload.strategy)
     units = layout(workload, plan, hardware.nodes, hardware.ranks_per_node)
     cache = place(workload, plan, units, hardware).cache
     return footprint(workload, plan, units, hardware, cache)
@@ -90,7 +90,7 @@ def predict(workload: Workload, hardware: Hardware) -> Prediction:
         raise ValueError(
             "dtype = 'float32': a simulated GPU computes in bfloat16; allowed: bfloat16"
         )
-    plan = scheme(workload.strategy)
+    plan = schedule_of(workload.strategy)
     units = layout(workload, plan, hardware.nodes, hardware.ranks_per_node)
     placement = place(workload, plan, units, hardware)
     needs = footprint(workload, plan, units, hardware, placement.cache)

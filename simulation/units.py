@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from simulation.schemes import Scheme
+from baselines.schedule import Schedule
 from simulation.transformer import Rows, padded_numel
 from simulation.workload import Workload
 
@@ -70,34 +70,35 @@ class Layout:
         return max((unit.parameters for unit in self.units if not unit.kept), default=0)
 
 
-def layout(workload: Workload, scheme: Scheme, nodes: int, ranks_per_node: int) -> Layout:
-    """Units and computation of the workload's model under ``scheme``."""
-    return _Model(workload, scheme, nodes, ranks_per_node).layout()
+def layout(workload: Workload, schedule: Schedule, nodes: int, ranks_per_node: int) -> Layout:
+    """Units and computation of the workload's model under ``schedule``."""
+    return _Model(workload, schedule, nodes, ranks_per_node).layout()
 
 
 class _Model:
     """One workload's model while it is divided."""
 
-    def __init__(self, workload: Workload, scheme: Scheme, nodes: int, ranks_per_node: int) -> None:
+    def __init__(
+        self, workload: Workload, schedule: Schedule, nodes: int, ranks_per_node: int
+    ) -> None:
         self._workload = workload
-        self._scheme = scheme
+        self._schedule = schedule
         self._ranks_per_node = ranks_per_node
         self._full = workload.lora is None
-        pads = scheme.engine in ("fcdp", "fsdp2")
         sharers = {"world": nodes * ranks_per_node, "node": ranks_per_node, "rank": 1}
-        self._sharers = sharers[scheme.shards] if pads else 1
-        self._cut_rows = scheme.engine == "fcdp" and scheme.shards == "world"
+        self._sharers = sharers[schedule.shards] if schedule.pads else 1
+        self._cut_rows = schedule.cuts_low_rank
 
     def layout(self) -> Layout:
-        if self._scheme.unit == "matrix":
+        if self._schedule.unit == "matrix":
             return self._by_matrix()
-        if self._scheme.shards == "rank" and self._scheme.hierarchical:
+        if self._schedule.shards == "rank" and self._schedule.hierarchical:
             return self._in_one_piece()
         return self._by_block()
 
     def _by_block(self) -> Layout:
         model, workload = self._workload.model, self._workload
-        apart = self._scheme.apart and not self._full
+        apart = self._schedule.apart and not self._full
         replicated = apart and workload.adapters == "replicated"
         adapters = {} if not apart or replicated else self._adapters()
         segments = []

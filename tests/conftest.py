@@ -6,6 +6,7 @@ import pytest
 from hypothesis import settings
 
 from experiments.clusters.privileges import missing_capabilities
+from tests import tiers
 from tests.ranks import Pools
 
 # How long an example takes says something about the machine only.
@@ -15,6 +16,10 @@ settings.load_profile("fcdp")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exhaustive", action="store_true", help="whole products, not samples")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    tiers.install(config)
 
 
 @pytest.fixture(scope="session")

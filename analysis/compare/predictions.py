@@ -10,6 +10,7 @@ from statistics import median
 import pandas as pd
 
 from analysis import strategies, text
+from baselines.schedule import DEEPSPEED
 from experiments import framing
 from experiments.records import Record
 
@@ -22,7 +23,7 @@ FITTED = (
 #: What counted bytes may be more than those predicted, in words.
 FRAMING = (
     f"headers and acknowledgements: {100 * framing.SHARE:g} % and {framing.MESSAGE_BYTES} bytes a "
-    f"message; of DeepSpeed's, {100 * framing.ESTIMATED_SHARE['deepspeed']:g} % more"
+    f"message; of DeepSpeed's, {100 * DEEPSPEED.estimated_share:g} % more"
 )
 _LINKS = {True: "limited", False: "unshaped"}
 

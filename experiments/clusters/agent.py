@@ -1,4 +1,7 @@
-"""The agent of one node: enters its namespace, if it has one, and launches the node's ranks."""
+"""The agent of one emulated node: enters its namespace and launches the ranks, as torchrun would.
+
+It is forked from a process that has imported everything, torchelastic included.
+"""
 
 from __future__ import annotations
 
@@ -6,72 +9,48 @@ import os
 import signal
 import sys
 import tempfile
+import time
 import traceback
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib.machinery import PathFinder
 from multiprocessing.connection import Connection
+from typing import Any
 
 from pyroute2 import netns
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from experiments import provenance
-from experiments.clusters import _preloaded, lifelines, namespaces, ranks
+from experiments.clusters import _preloaded, lifetimes, namespaces, ranks
+from experiments.clusters.causes import Exit, NodeResult
+from experiments.clusters.ranks import Job, Node
+from experiments.clusters.torchrun import Meeting
+
+#: Seconds between two looks at the ranks, ...
+_MONITOR_INTERVAL_S = 0.05
+#: ... until the nodes have met, ...
+_MEETING_TIMEOUT_S = 60
+#: ... for the ranks of a node to end by themselves after the first failure, and after SIGKILL.
+_GRACE_S = 1.0
+_END_TIMEOUT_S = 5
 
 
-@dataclass(frozen=True)
-class Node:
-    """What one node's agent needs to know."""
-
-    node: int
-    nodes: int
-    ranks_per_node: int
-    #: The network namespace that is the node; ``None`` where the node is this machine.
-    namespace: str | None
-    #: Addresses of this node and of node 0, where the ranks meet.
-    address: str
-    master_address: str
-    port: int
-    #: The whole environment of the node's ranks, but for what torchrun adds and for secrets.
-    environment: dict[str, str]
-    #: Modules that should be imported already.
-    preload: tuple[str, ...]
-    #: A directory, not there yet, for temporary files: torchelastic's and the ranks'.
-    scratch: str
-    timeout_s: float
-
-
-@dataclass(frozen=True)
-class Exit:
-    """The end of a rank's process before its function has returned."""
-
-    #: Negative: the number of the signal that killed it.
-    code: int
-    #: When it was noticed, on the clock of ``time.monotonic_ns``.
-    moment_ns: int
-
-
-@dataclass(frozen=True)
-class NodeResult:
-    """How the ranks of one node ended."""
-
-    #: The ranks, by global rank, that failed before their agent ended the others.
-    exits: dict[int, Exit] = field(default_factory=dict)
-    #: Traceback of the agent itself, if it could not launch the ranks.
-    error: str | None = None
-
-    @property
-    def ok(self) -> bool:
-        """Whether every rank of the node has returned."""
-        return not self.exits and self.error is None
-
-
-def serve(node: Node, job: ranks.Job, parent: Connection) -> None:
+def serve(node: Node, job: Job, parent: Connection) -> None:
     """Run the ranks of one node in this fresh process and send their ``NodeResult``."""
     # A group of its own: the terminal's Ctrl-C reaches the parent only, which ends the job.
     os.setsid()
-    lifelines.die_with(_preloaded.SERVER)
-    lifelines.die_with_launcher(lambda: _end_others(node.namespace))
+    lifetimes.die_with(_preloaded.SERVER)
+    lifetimes.die_with_launcher(
+        lambda: namespaces.end_processes(node.namespace, spare=frozenset({os.getpid()}))
+    )
     ranks.write_to(job.logs / f"node{node.node}.log")
     with suppress(BrokenPipeError):  # the parent has given up meanwhile
         try:
@@ -81,18 +60,14 @@ def serve(node: Node, job: ranks.Job, parent: Connection) -> None:
             parent.send(NodeResult(error=error))
 
 
-def _serve(node: Node, job: ranks.Job, parent: Connection) -> None:
+def _serve(node: Node, job: Job, parent: Connection) -> None:
     os.environ.clear()
     os.environ.update(provenance.without_secrets(node.environment))
     _put_temporary_files_in(node.scratch)
-    if node.namespace is not None:
-        netns.setns(node.namespace, flags=0)
+    netns.setns(node.namespace, flags=0)
     _search_first(node.environment.get("PYTHONPATH", "").split(os.pathsep))
     _preloaded.import_modules(list(node.preload))
-    # Here rather than above: the parent imports this module, and needs no torch.
-    from experiments.clusters import elastic
-
-    with elastic.launched(node, job) as result:
+    with _launched(node, job) as result:
         parent.send(result)
         # Other nodes may still use the store: until the parent, who closes its end, has heard
         # from all of them.
@@ -118,8 +93,79 @@ def _search_first(folders: Sequence[str]) -> None:
     sys.path[:0] = new
 
 
-def _end_others(namespace: str | None) -> None:
-    if namespace is None:
-        os.killpg(os.getpid(), signal.SIGKILL)
-    else:
-        namespaces.end_processes(namespace, spare=frozenset({os.getpid()}))
+class _Agent(LocalElasticAgent):
+    """Torchelastic's agent, but it lets the ranks of a failed node end by themselves first.
+
+    Otherwise the first exit that it notices ends the other ranks at once, and the one that was
+    the cause may not have said so yet. It also notices a rank that ends with code 0 too early.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.exits: dict[int, Exit] = {}
+        self._first_exit_s = 0.0
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        for worker in worker_group.workers:
+            # Ranks that return wait for the others of their node inside the next call.
+            self._look_at(worker)
+        if not self.exits:
+            healthy: RunResult = super()._monitor_workers(worker_group)
+            return healthy
+        left = len(worker_group.workers) - len(self.exits)
+        if left and time.monotonic() < self._first_exit_s + _GRACE_S:
+            return RunResult(state=WorkerState.HEALTHY)
+        return RunResult(state=WorkerState.FAILED)
+
+    def _look_at(self, worker: Worker) -> None:
+        if worker.global_rank in self.exits:
+            return
+        # Without reaping: torchelastic does that.
+        ended = os.waitid(os.P_PID, worker.id, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
+            return
+        if not self.exits:
+            self._first_exit_s = time.monotonic()
+        code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        self.exits[worker.global_rank] = Exit(code, time.monotonic_ns())
+
+    def _shutdown(
+        self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = _END_TIMEOUT_S
+    ) -> None:
+        # Ranks have no handler for SIGTERM but what the job's function may have set.
+        super()._shutdown(signal.SIGKILL, _END_TIMEOUT_S)
+
+
+@contextmanager
+def _launched(node: Node, job: Job) -> Iterator[NodeResult]:
+    """Launch the ranks of one node, as torchrun would, and wait for them; yield how they ended.
+
+    The store where the nodes meet, which is node 0's, ends with the context.
+    Not through ``launch_agent``: it asks CUDA for its devices, after which no forked rank could
+    use them, and it hides the agent.
+    """
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=node.ranks_per_node,
+        rdzv_handler=Meeting(
+            node.node, node.nodes, (node.master_address, node.port), _MEETING_TIMEOUT_S
+        ),
+        # As one object: torchelastic replaces "$" in arguments that are strings.
+        entrypoint=ranks.run,
+        args=(job, os.getpid()),
+        max_restarts=0,
+        monitor_interval=_MONITOR_INTERVAL_S,
+        master_addr=node.master_address,
+        master_port=node.port,
+        local_addr=node.address,
+    )
+    agent = _Agent(
+        spec,
+        logs_specs=DefaultLogsSpecs(log_dir=node.scratch),
+        start_method="fork",
+        exit_barrier_timeout=node.timeout_s,
+    )
+    result = agent.run()
+    for rank, failure in result.failures.items():
+        agent.exits.setdefault(rank, Exit(failure.exitcode, time.monotonic_ns()))
+    yield NodeResult(exits=agent.exits)

@@ -1,70 +1,180 @@
-"""Rented nodes as the launcher describes them, in variables that are the same on every node."""
+"""Rented nodes: those of a Slurm allocation, or machines that ssh reaches."""
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
+import socket
+import subprocess
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from experiments.clusters.interface import ClusterError
+from experiments.provenance import ROOT
 from experiments.records import ClusterSpec
 
-_SHORTEST_TOKEN = 32
+#: What a launcher starts on a node.
+_PROGRAM = (sys.executable, "-m", "experiments.clusters.node")
+_SCONTROL_S = 60
+
+
+class Launcher(Protocol):
+    """Starts a program on a node, joined to this process by its standard streams."""
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The nodes, as the launcher knows them; the first has the runner's directory."""
+        ...
+
+    def command(self, node: int) -> list[str]:
+        """The command that starts ``experiments.clusters.node`` there and lasts as long."""
+        ...
+
+    def head(self) -> str:
+        """The first node's name or address for the other nodes."""
+        ...
+
+
+@dataclass(frozen=True)
+class Ssh:
+    """Machines that ssh reaches without a question; the first of them is this one.
+
+    Each has this repository, set up, at the same path. ``prefix`` is put before the program on
+    all but the first: ``docker run --rm -i …`` where they run it in a container.
+    """
+
+    hosts: tuple[str, ...]
+    prefix: tuple[str, ...] = ()
+
+    #: A silent machine is given up after 20 s, one that does not answer at all after as long.
+    OPTIONS = (
+        "BatchMode=yes",
+        "ConnectTimeout=20",
+        "ServerAliveInterval=5",
+        "ServerAliveCountMax=4",
+        # Not over a connection that another command keeps and may end.
+        "ControlPath=none",
+    )
+
+    def command(self, node: int) -> list[str]:
+        if node == 0:
+            return list(_PROGRAM)
+        program = shlex.join((*self.prefix, *_PROGRAM))
+        if not self.prefix:
+            program = f"cd {shlex.quote(str(ROOT))} && exec {program}"
+        options = [word for option in self.OPTIONS for word in ("-o", option)]
+        return ["ssh", "-a", "-x", "-T", *options, "--", self.hosts[node], program]
+
+    def head(self) -> str:
+        # A user's name goes to ssh alone.
+        return self.hosts[0].rpartition("@")[2]
+
+
+@dataclass(frozen=True)
+class Srun:
+    """The nodes of a Slurm allocation, which see this repository at the same path."""
+
+    hosts: tuple[str, ...]
+
+    def command(self, node: int) -> list[str]:
+        return [
+            "srun",
+            f"--nodelist={self.hosts[node]}",
+            *("--nodes=1", "--ntasks=1", "--ntasks-per-node=1"),
+            # All cores for the ranks, which bind themselves if they want to.
+            "--cpu-bind=none",
+            # A step that an interactive shell runs in has the node's resources already.
+            "--overlap",
+            "--kill-on-bad-exit=1",
+            "--mpi=none",
+            f"--chdir={ROOT}",
+            *_PROGRAM,
+        ]
+
+    def head(self) -> str:
+        # Slurm's daemons know the node by it; the plain name may be 127.0.1.1 on the node itself.
+        described = _scontrol("show", "node", self.hosts[0], "--oneliner")
+        found = re.search(r"\bNodeAddr=(\S+)", described)
+        return found[1] if found else self.hosts[0]
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """``FCDP_HEAD``, ``FCDP_TOKEN``, ``FCDP_NODES`` and ``FCDP_RANKS_PER_NODE``."""
+    """What is rented: ``FCDP_HOSTS`` or Slurm's variables, and ``FCDP_RANKS_PER_NODE``."""
 
-    #: Where the runner listens: its machine's address between nodes, and a free port.
-    head: tuple[str, int]
-    #: What an agent and the runner must both know.
-    token: bytes = field(repr=False)
-    nodes: int
+    launcher: Launcher
     ranks_per_node: int
+    #: ``FCDP_HEAD``: the first node's address on the network between nodes.
+    head: str | None = None
 
     @classmethod
     def from_env(cls, environment: Mapping[str, str] = os.environ) -> Allocation:
         """Raises ``ClusterError`` naming the variable that is missing or not allowed."""
-        return cls(
-            head=_head(environment.get("FCDP_HEAD", "")),
-            token=_token(environment.get("FCDP_TOKEN", "")),
-            nodes=_count("FCDP_NODES", environment.get("FCDP_NODES", "")),
-            ranks_per_node=_ranks(environment),
-        )
+        launcher = _launcher(environment)
+        return cls(launcher, _ranks(environment), environment.get("FCDP_HEAD") or None)
 
     @property
     def spec(self) -> ClusterSpec:
         """The cluster that a matrix runs on here, whatever its file names."""
-        return ClusterSpec(kind="rented", nodes=self.nodes, ranks_per_node=self.ranks_per_node)
+        nodes = len(self.launcher.hosts)
+        return ClusterSpec(kind="rented", nodes=nodes, ranks_per_node=self.ranks_per_node)
+
+    def head_address(self) -> str:
+        """An IPv4 address of the first node. Raises ``ClusterError`` if others cannot reach it."""
+        name = self.head or self.launcher.head()
+        try:
+            address = socket.gethostbyname(name)
+        except OSError as error:
+            raise ClusterError(
+                f"{name}: no address of the first node: {error.strerror}; set FCDP_HEAD to its "
+                "address on the network between nodes"
+            ) from error
+        others = set(self.launcher.hosts[1:]) - {self.launcher.hosts[0]}
+        if others and not self.head and address.startswith("127."):
+            raise ClusterError(
+                f"{name} is {address} here, which other nodes cannot reach; set FCDP_HEAD to the "
+                "first node's address on the network between nodes"
+            )
+        return address
 
 
-def _head(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or not 1024 <= int(port) <= 65535:
-        raise ClusterError(
-            f"FCDP_HEAD = {text!r}: allowed is HOST:PORT, the address of the runner's machine on "
-            "the network between nodes and a free port from 1024 to 65535"
+def _launcher(environment: Mapping[str, str]) -> Launcher:
+    if hosts := environment.get("FCDP_HOSTS", "").split():
+        return Ssh(tuple(hosts), tuple(shlex.split(environment.get("FCDP_PREFIX", ""))))
+    nodes = environment.get("SLURM_JOB_NODELIST", "")
+    if environment.get("SLURM_JOB_ID") and nodes:
+        return Srun(tuple(_scontrol("show", "hostnames", nodes).split()))
+    raise ClusterError(
+        "no rented nodes: set FCDP_HOSTS to the machines that ssh reaches, this one first "
+        '("10.0.0.1 10.0.0.2"), or call this in a Slurm allocation'
+    )
+
+
+def _scontrol(*arguments: str) -> str:
+    try:
+        done = subprocess.run(
+            ["scontrol", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=_SCONTROL_S,
+            check=True,
         )
-    return host, int(port)
-
-
-def _token(text: str) -> bytes:
-    # Never shown, not even a wrong one.
-    if len(text.strip()) < _SHORTEST_TOKEN:
-        raise ClusterError(
-            f"FCDP_TOKEN: allowed are {_SHORTEST_TOKEN} characters or more, the same on every "
-            f"node; `openssl rand -hex {_SHORTEST_TOKEN}` makes one"
-        )
-    return text.strip().encode()
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", "") or str(error)
+        raise ClusterError(f"scontrol {' '.join(arguments)}: {said.strip()}") from error
+    return done.stdout
 
 
 def _ranks(environment: Mapping[str, str]) -> int:
     text = environment.get("FCDP_RANKS_PER_NODE", "")
     if text:
-        return _count("FCDP_RANKS_PER_NODE", text)
+        if not text.isdigit() or int(text) < 1:
+            raise ClusterError(f"FCDP_RANKS_PER_NODE = {text!r}: allowed are whole numbers from 1")
+        return int(text)
     gpus = visible_gpus(environment)
     if gpus == 0:
         raise ClusterError(
@@ -72,12 +182,6 @@ def _ranks(environment: Mapping[str, str]) -> int:
             "numbers from 1"
         )
     return gpus
-
-
-def _count(name: str, text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise ClusterError(f"{name} = {text!r}: allowed are whole numbers from 1")
-    return int(text)
 
 
 def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> int:

@@ -11,10 +11,11 @@ from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
-from experiments.clusters import agent, causes, namespaces, preload, privileges, ranks, scratch
-from experiments.clusters.board import Board
+from experiments.abilities import ABILITIES
+from experiments.clusters import causes, lifetimes, namespaces, preload, privileges, ranks
+from experiments.clusters.causes import Board
 from experiments.clusters.counters import out_of_memory_kills
 from experiments.clusters.interface import ClusterError, Outcome
 from experiments.clusters.launch import ALWAYS_PRELOADED, NodeProcess
@@ -39,7 +40,7 @@ class EmulatedCluster:
     calling script needs the ``if __name__ == "__main__"`` guard of ``multiprocessing``.
     """
 
-    evidence: Literal["measured", "emulated", "simulated"] = "emulated"
+    can = ABILITIES["emulated"]
 
     def __init__(self, spec: ClusterSpec, preload: Sequence[str] = ("torch",)) -> None:
         self.nodes = spec.nodes
@@ -100,8 +101,8 @@ class EmulatedCluster:
         logs = logs.absolute()
         logs.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
-            folder = stack.enter_context(scratch.folder())
-            board = Board(folder, self.nodes * self.ranks_per_node)
+            folder = stack.enter_context(lifetimes.folder())
+            board = Board(folder, range(self.nodes * self.ranks_per_node))
             board.create()
             job = ranks.Job(entry, tuple(arguments), logs, board)
             agents = []
@@ -140,7 +141,7 @@ class EmulatedCluster:
         environment: Mapping[str, str],
         folder: Path,
         timeout_s: float,
-    ) -> agent.Node:
+    ) -> ranks.Node:
         variables = {
             "OMP_NUM_THREADS": "1",
             **os.environ,
@@ -150,7 +151,7 @@ class EmulatedCluster:
             "NCCL_SOCKET_IFNAME": INTERFACE,
             **environment,
         }
-        return agent.Node(
+        return ranks.Node(
             node=number,
             nodes=self.nodes,
             ranks_per_node=self.ranks_per_node,

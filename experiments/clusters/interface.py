@@ -8,6 +8,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
+from experiments.abilities import Abilities
+
 
 class ClusterError(RuntimeError):
     """The cluster cannot be built or used; the message says what is missing and what to do."""
@@ -33,7 +35,7 @@ class Cluster(Protocol):
     A context manager: ``__enter__`` builds it, ``__exit__`` leaves nothing behind.
     """
 
-    evidence: Literal["measured", "emulated", "simulated"]
+    can: Abilities
     nodes: int
     ranks_per_node: int
 

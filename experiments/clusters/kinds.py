@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from experiments import terminal
 
 if TYPE_CHECKING:
+    from experiments.abilities import Kind
     from experiments.clusters.interface import Cluster
     from experiments.records import AnyCluster, Cell, ClusterSpec
 
-#: Imported once by the cluster, before the first cell; the ranks of all cells start from there.
+#: Imported once by an emulated cluster, before the first cell; all ranks start from there.
 PRELOADED = (
     "torch",
     "transformers.models.gpt2.modeling_gpt2",
@@ -43,7 +44,9 @@ def emulated(own: AnyCluster) -> ClusterSpec:
 
     Raises ``ValueError`` for a simulated one, whose cells are for GPUs of their own.
     """
-    if own.kind == "simulated":
+    from experiments.records import SimulatedSpec
+
+    if isinstance(own, SimulatedSpec):
         raise ValueError(
             f"--cluster emulated: the matrix is for {own.nodes} × {own.ranks_per_node} simulated "
             f"{own.gpu}, whose cells this machine cannot train; allowed: simulated"
@@ -71,16 +74,27 @@ def simulated_cluster(spec: AnyCluster) -> Cluster:
 
 def cluster(spec: AnyCluster, preload: Sequence[str] = PRELOADED) -> Cluster:
     """The cluster that ``spec`` describes, not yet built, for jobs that need these modules."""
-    if spec.kind == "simulated":
-        return simulated_cluster(spec)
-    if spec.kind == "rented":
-        from experiments.clusters.allocation import Allocation
-        from experiments.clusters.rented import RentedCluster
+    return _BUILDERS[spec.kind](spec, preload)
 
-        return RentedCluster(Allocation.from_env(), spec)
+
+def _emulated_cluster(spec: Any, preload: Sequence[str]) -> Cluster:
     from experiments.clusters.emulated import EmulatedCluster
 
     return EmulatedCluster(spec, preload)
+
+
+def _rented_cluster(spec: Any, _: Sequence[str]) -> Cluster:
+    from experiments.clusters.allocation import Allocation
+    from experiments.clusters.rented import RentedCluster
+
+    return RentedCluster(Allocation.from_env(), spec)
+
+
+_BUILDERS: dict[Kind, Callable[[Any, Sequence[str]], Cluster]] = {
+    "emulated": _emulated_cluster,
+    "rented": _rented_cluster,
+    "simulated": lambda spec, _: simulated_cluster(spec),
+}
 
 
 def enter_namespace() -> None:

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from pyroute2 import netns
 
-from experiments.clusters import owners
+from experiments.clusters import lifetimes
 from experiments.clusters.interface import ClusterError
 
 _Value = TypeVar("_Value")
@@ -39,7 +39,7 @@ def remove(name: str) -> None:
 
 def remove_stale() -> list[str]:
     """Remove the namespaces whose owner no longer runs; return their names."""
-    stale = [name for name in netns.listnetns() if owners.is_orphan(name)]
+    stale = [name for name in netns.listnetns() if lifetimes.is_orphan(name)]
     for name in stale:
         remove(name)
     return stale

@@ -11,7 +11,7 @@ from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
 from pyroute2.netlink.rtnl import TC_H_ROOT
 
-from experiments.clusters import namespaces, owners
+from experiments.clusters import lifetimes, namespaces
 from experiments.clusters.interface import ClusterError
 
 #: The interface of a node that leads to the other nodes; the same name inside every node.
@@ -42,7 +42,7 @@ class Network:
     def __init__(self, nodes: int) -> None:
         if nodes < 1:
             raise ValueError(f"nodes = {nodes}: allowed are whole numbers from 1")
-        prefix = owners.new_prefix()
+        prefix = lifetimes.new_prefix()
         self._switch = f"{prefix}-switch"
         #: Name of each node's namespace.
         self.nodes = [f"{prefix}-node{node}" for node in range(nodes)]

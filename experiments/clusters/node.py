@@ -1,242 +1,272 @@
-"""A rented node's side: connects to the runner and launches the ranks that it asks for."""
+"""A rented node's side: what the runner's launcher starts on it, for one job or one question.
+
+The question comes as one line by standard input, the answer goes as one line to standard output.
+When the input is closed, nothing that was started here goes on.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import json
 import os
+import select
+import signal
+import socket
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import wait
-from multiprocessing.context import ForkServerContext
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import psutil
 
 from experiments import provenance
-from experiments.clusters import agent, preload, ranks, scratch, wire
-from experiments.clusters.allocation import Allocation
-from experiments.clusters.board import Board
+from experiments.clusters import lifetimes, ranks
+from experiments.clusters.causes import Board
 from experiments.clusters.counters import out_of_memory_kills, transmitted_bytes
-from experiments.clusters.interface import ClusterError
-from experiments.clusters.launch import ALWAYS_PRELOADED, NodeProcess
-from experiments.clusters.wire import Channel, Lost
+from experiments.clusters.messages import (
+    BEAT_S,
+    SILENCE_S,
+    Description,
+    Ended,
+    Inquiry,
+    RankExit,
+    RankReport,
+    Task,
+    question,
+)
 
-#: Seconds between two attempts to reach the runner.
-_RETRY_S = 1.0
 #: Bytes of each log that travel; the end says why a rank failed.
 _LONGEST_LOG = 1_000_000
+#: Bytes of a log that are quoted where torchrun itself fails.
+_LONGEST_QUOTE = 4000
 #: Settings of NCCL that name a machine, a file or an identity.
 _PRIVATE_SETTINGS = ("FILE", "HOST", "COMM_ID", "PATH", "PLUGIN")
+_PR_SET_CHILD_SUBREAPER = 36
+_TORCHRUN = (sys.executable, "-u", "-m", "experiments.clusters.torchrun")
+#: Seconds between two looks at the ranks.
+_WATCH_INTERVAL_S = 0.1
+
+_APART = "the runner must be on the first node, or its directory (--output) one that both see"
 
 
-def serve(
-    allocation: Allocation,
-    number: int,
-    preloaded: Sequence[str],
-    *,
-    patience_s: float,
-    say: Callable[[str], None],
-) -> None:
-    """Be node ``number`` for one runner after another, until none comes for ``patience_s``.
-
-    A runner that was killed may so be resumed without starting the nodes again. Raises
-    ``ClusterError`` if a module cannot be imported, the runner refuses this node, or none ever
-    came.
-    """
-    modules = (*ALWAYS_PRELOADED, *preloaded)
-    context = preload.start(modules)
-    served = False
-    while (channel := _reach(allocation, patience_s)) is not None:
-        try:
-            hello = _introduce(allocation, number, channel)
-            say(f"node {number}: the runner is here; interface {hello.interface}")
-            served = True
-            _Node(context, modules, hello).serve(channel)
-        except Lost as lost:
-            say(f"node {number}: the runner is gone ({lost}); waiting for another")
-        finally:
-            channel.close()
-    if not served:
-        host, port = allocation.head
-        raise ClusterError(f"no runner at {host} port {port} for {patience_s:g} s")
+def main() -> None:
+    """Answer one question."""
+    # Whatever else is printed here goes to standard error: the answer must stand alone.
+    answers = os.dup(1)
+    os.dup2(2, 1)
+    # Slurm ends a job with SIGTERM: what was started here must be ended all the same.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    answered = Event()
+    beating = Thread(target=_beat, args=(answers, answered), daemon=True)
+    beating.start()
+    asked = question.validate_json(sys.stdin.buffer.readline())
+    answer = describe(asked, os.environ) if isinstance(asked, Inquiry) else run(asked)
+    answered.set()
+    beating.join()
+    with suppress(BrokenPipeError), open(answers, "wb") as file:  # the runner may be gone
+        file.write(answer.model_dump_json().encode() + b"\n")
 
 
-def _reach(allocation: Allocation, patience_s: float) -> Channel | None:
-    deadline = time.monotonic() + patience_s
-    while True:
-        try:
-            return wire.connect(allocation.head, allocation.token)
-        except Lost as lost:
-            if time.monotonic() > deadline:
-                raise ClusterError(f"the runner did not take this node: {lost}") from lost
-        except OSError:
-            if time.monotonic() > deadline:
-                return None
-        time.sleep(_RETRY_S)
+def _beat(descriptor: int, answered: Event) -> None:
+    with suppress(BrokenPipeError):
+        while not answered.wait(BEAT_S):
+            os.write(descriptor, b"\n")
 
 
-def _introduce(allocation: Allocation, number: int, channel: Channel) -> wire.Hello:
-    address = channel.local_address
+def describe(inquiry: Inquiry, environment: Mapping[str, str]) -> Description:
+    """This node as the others see it. Raises ``ValueError`` for an interface that is not there."""
+    address = _address_towards(inquiry.head)
     interface = _interface_with(address)
-    hello = wire.Hello(
-        node=number,
-        ranks=allocation.ranks_per_node,
-        address=address,
-        interface=interface,
-        commit=provenance.gather().commit,
-        network=_describe_network(interface, os.environ),
-    )
-    channel.send(hello)
-    answer = channel.expect(wire.Answer)
-    if answer.refusal is not None:
-        raise ClusterError(f"the runner refuses node {number}: {answer.refusal}")
-    return hello
-
-
-def _interface_with(address: str) -> str:
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(each.address == address for each in addresses):
-            return name
-    raise ClusterError(f"no network interface of this node has the address {address}")
-
-
-def _describe_network(interface: str, environment: Mapping[str, str]) -> dict[str, Any]:
-    counted = environment.get("FCDP_INTERFACE") or interface
+    counted = inquiry.counted_interface or environment.get("FCDP_INTERFACE") or interface
     try:
         transmitted_bytes(counted)
     except ValueError as error:
-        raise ClusterError(f"FCDP_INTERFACE: {error}") from error
-    speed = psutil.net_if_stats()[interface].speed
+        raise ValueError(f"FCDP_INTERFACE: {error}") from error
     settings = {
         name: provenance.scrub(value)
         for name, value in sorted(environment.items())
         if name.startswith("NCCL_") and not any(part in name for part in _PRIVATE_SETTINGS)
     }
-    return {
+    speed = psutil.net_if_stats()[interface].speed
+    network: dict[str, Any] = {
         "interface": interface,
         "counted_interface": counted,
         # As the driver says; virtual interfaces say nothing.
         "nominal_bits_per_s": speed * 10**6 or None,
         "nccl": settings,
     }
+    commit = provenance.gather().commit
+    return Description(address=address, interface=interface, commit=commit, network=network)
 
 
-class _Node:
-    """This node, while one runner uses it."""
+def _address_towards(head: str) -> str:
+    """The address from which this machine would send to ``head``; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((head, 9))
+        return str(probe.getsockname()[0])
 
-    def __init__(
-        self, context: ForkServerContext, modules: tuple[str, ...], hello: wire.Hello
-    ) -> None:
-        self._context = context
-        self._modules = modules
-        self._hello = hello
 
-    def serve(self, channel: Channel) -> None:
-        """Run one task after another. Raises ``Lost`` when the runner is gone."""
-        while True:
-            task = channel.expect(wire.Task)
-            with scratch.folder() as folder:
-                channel.send(self._run(task, folder, channel))
+def _interface_with(address: str) -> str:
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address == address for each in addresses):
+            return name
+    raise ValueError(f"no network interface of this node has the address {address}")
 
-    def _run(self, task: wire.Task, folder: Path, channel: Channel) -> wire.Idle:
-        kills_before = out_of_memory_kills()
+
+def run(task: Task) -> Ended:
+    """Launch the ranks and wait until they have ended, the input is closed, or time is over."""
+    _adopt_orphans()
+    kills_before = out_of_memory_kills()
+    with lifetimes.folder() as folder:
         logs = Path(task.logs)
         shared = (logs / task.marker).exists()
         if not shared:
             logs = folder / "logs"
             logs.mkdir()
-        board = Board(folder, task.nodes * self._hello.ranks)
+        board = Board(folder, range(task.node * task.ranks, (task.node + 1) * task.ranks))
         board.create()
-        if self._hello.node == 0 and not shared:
-            channel.send(wire.Ended(exits=[], error=f"node 0 does not see {task.logs}: {_APART}"))
-            channel.expect(wire.Finish)
+        exits: dict[int, RankExit] = {}
+        error = None
+        if task.node == 0 and not shared:
+            error = f"node 0 does not see {task.logs}: {_APART}"
         else:
-            job = ranks.Job(task.entry, _arguments(task, folder), logs, board)
-            process = NodeProcess(self._context, self._described(task, folder), job)
             try:
-                _follow(process, channel)
-            finally:
-                process.end()
-        return wire.Idle(
+                exits = _Ranks(task, folder, logs, board).run()
+            except Exception:
+                error = f"node {task.node} failed:\n{traceback.format_exc()}"
+        return Ended(
+            exits=exits,
             reports=_reports(board),
+            error=error,
             logs={} if shared else _logs(logs),
             out_of_memory_kills=out_of_memory_kills() - kills_before,
         )
 
-    def _described(self, task: wire.Task, folder: Path) -> agent.Node:
-        hello = self._hello
-        return agent.Node(
-            node=hello.node,
-            nodes=task.nodes,
-            ranks_per_node=hello.ranks,
-            namespace=None,
-            address=hello.address,
-            master_address=task.master_address,
-            port=task.port,
-            environment=self._environment() | task.environment,
-            preload=self._modules,
-            scratch=str(folder / "temporary"),
-            timeout_s=task.timeout_s,
-        )
 
-    def _environment(self) -> dict[str, str]:
-        interface = self._hello.interface
+class _Ranks:
+    """The ranks of one task on this node, below one ``torchrun``."""
+
+    def __init__(self, task: Task, folder: Path, logs: Path, board: Board) -> None:
+        self._task = task
+        self._folder = folder
+        self._board = board
+        self._log = logs / f"node{task.node}.log"
+        #: When ranks were first seen to have ended without a word.
+        self._silent_since: dict[int, int] = {}
+        (folder / "task.json").write_text(task.model_dump_json(), encoding="utf-8")
+        job = ranks.Job(task.entry, _arguments(task, folder), logs, board)
+        ranks.leave(job, folder)
+
+    def run(self) -> dict[int, RankExit]:
+        """The ranks that ended, but not as they should, before anybody ended them.
+
+        Raises ``RuntimeError`` with the end of its log if torchrun itself failed.
+        """
+        temporary = self._folder / "temporary"
+        temporary.mkdir()
+        with self._log.open("ab") as log:
+            launched = subprocess.Popen(
+                [*_TORCHRUN, str(self._folder), str(os.getpid())],
+                cwd=provenance.ROOT,
+                env=_environment(self._task) | {"TMPDIR": str(temporary)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        try:
+            if not self._wait(launched.pid):
+                return {}
+            return self._exits(launched.wait())
+        finally:
+            _end_descendants()
+            launched.wait()
+
+    def _wait(self, torchrun: int) -> bool:
+        """Whether torchrun ends before the runner is done with it and the time is over."""
+        deadline = time.monotonic() + self._task.at_most_s
+        heard = time.monotonic()
+        ended = os.pidfd_open(torchrun)
+        try:
+            while time.monotonic() < min(deadline, heard + SILENCE_S):
+                ready, _, _ = select.select([ended, 0], [], [], _WATCH_INTERVAL_S)
+                for rank in self._board.silent():
+                    self._silent_since.setdefault(rank, time.monotonic_ns())
+                if ended in ready:
+                    return True
+                if 0 in ready:
+                    if not os.read(0, 1024):
+                        return False
+                    heard = time.monotonic()
+            return False
+        finally:
+            os.close(ended)
+
+    def _exits(self, code: int) -> dict[int, RankExit]:
+        failures = self._folder / "failures.json"
+        if code == 0:
+            # Torchrun takes a rank that leaves with code 0 for one that has finished.
+            codes = dict.fromkeys(self._silent_since, 0)
+        elif failures.exists():
+            codes = {int(rank): end for rank, end in json.loads(failures.read_text()).items()}
+        else:
+            quoted = self._log.read_bytes()[-_LONGEST_QUOTE:].decode("utf-8", errors="replace")
+            raise RuntimeError(f"torchrun ended with exit code {code}:\n{quoted}")
+        now = time.monotonic_ns()
         return {
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": interface,
-            "TP_SOCKET_IFNAME": interface,
-            "NCCL_SOCKET_IFNAME": f"={interface}",
-            **os.environ,
-            "FCDP_INTERFACE": self._hello.network["counted_interface"],
+            rank: RankExit(code=end, age_ns=now - self._silent_since.get(rank, now))
+            for rank, end in codes.items()
         }
 
 
-_APART = (
-    "start its agent on the runner's machine, or give the run a directory that both see (--output)"
-)
+def _adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent ends, to find and end them all."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
 
 
-def _follow(process: NodeProcess, channel: Channel) -> None:
-    """Until the runner says that the job is over; tell it when the ranks end before."""
-    told = False
-    while True:
-        ends = [channel.fileno()] if told else [channel.fileno(), process.connection.fileno()]
-        wait(ends)
-        if channel.poll(0):
-            channel.expect(wire.Finish)
+def _end_descendants(within_s: float = 10.0) -> None:
+    """Kill all that was started here, however deep, and wait until it is gone.
+
+    What the kernel cannot end within ``within_s`` seconds (a device that hangs) stays.
+    """
+    deadline = time.monotonic() + within_s
+    while left := _descendants():
+        if time.monotonic() > deadline:
             return
-        if not told:
-            process.collect()
-            if process.result is not None:
-                channel.send(_ended(process.result))
-                told = True
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGKILL)
+        time.sleep(0.01)
 
 
-def _ended(result: agent.NodeResult) -> wire.Ended:
-    now = time.monotonic_ns()
-    exits = [
-        wire.RankExit(rank=rank, code=exit_.code, age_ns=now - exit_.moment_ns)
-        for rank, exit_ in result.exits.items()
-    ]
-    return wire.Ended(exits=exits, error=result.error)
+def _descendants() -> list[psutil.Process]:
+    alive = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                alive.append(process)
+    return alive
 
 
-def _reports(board: Board) -> list[wire.RankReport]:
-    now = time.monotonic_ns()
-    return [
-        wire.RankReport(
-            rank=report.rank,
-            age_ns=now - report.moment_ns,
-            state=report.state,
-            error=report.error,
-            lost_peer=report.lost_peer,
-            silent_before=report.silent_before,
-        )
-        for report in board.reports()
-    ]
+def _environment(task: Task) -> dict[str, str]:
+    interface = _interface_with(task.address)
+    return {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": interface,
+        "TP_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": f"={interface}",
+        **provenance.without_secrets(os.environ),
+        **task.environment,
+    }
 
 
-def _arguments(task: wire.Task, folder: Path) -> tuple[str, ...]:
+def _arguments(task: Task, folder: Path) -> tuple[str, ...]:
     """The arguments, with files that this node does not see written to ``folder``."""
     arguments = []
     for i, argument in enumerate(task.arguments):
@@ -248,8 +278,27 @@ def _arguments(task: wire.Task, folder: Path) -> tuple[str, ...]:
     return tuple(arguments)
 
 
+def _reports(board: Board) -> list[RankReport]:
+    now = time.monotonic_ns()
+    return [
+        RankReport(
+            rank=report.rank,
+            age_ns=now - report.moment_ns,
+            state=report.state,
+            error=report.error,
+            lost_peer=report.lost_peer,
+            silent_before=report.silent_before,
+        )
+        for report in board.reports()
+    ]
+
+
 def _logs(directory: Path) -> dict[str, str]:
     texts = {}
     for file in sorted(directory.glob("*.log")):
         texts[file.name] = file.read_bytes()[-_LONGEST_LOG:].decode("utf-8", errors="replace")
     return texts
+
+
+if __name__ == "__main__":
+    main()

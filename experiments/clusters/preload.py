@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 
 from experiments import provenance
-from experiments.clusters import _preloaded, scratch
+from experiments.clusters import _preloaded, lifetimes
 from experiments.clusters.interface import ClusterError
 
 
@@ -61,7 +61,7 @@ def _own_sockets() -> None:
 
     multiprocessing removes its folder when this process ends, but not if this process is killed.
     """
-    folder = scratch.new_folder_for_sockets()
+    folder = lifetimes.new_folder_for_sockets()
     # After multiprocessing has removed its own folder, which it does with the priority -100.
     util.Finalize(
         None, shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True}, exitpriority=-101

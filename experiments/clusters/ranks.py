@@ -1,9 +1,13 @@
-"""What a rank's process does around the job's function."""
+"""What a rank's process does around the job's function.
+
+Forked by an emulated node's agent, or started by a rented node's torchrun as a module.
+"""
 
 from __future__ import annotations
 
 import importlib
 import io
+import json
 import os
 import signal
 import sys
@@ -11,8 +15,8 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.clusters import lifelines
-from experiments.clusters.board import Board
+from experiments.clusters import lifetimes
+from experiments.clusters.causes import Board
 
 
 @dataclass(frozen=True)
@@ -26,16 +30,69 @@ class Job:
     board: Board
 
 
+_FILE = "job.json"
+
+
+def leave(job: Job, folder: Path) -> None:
+    """Write the job down, for ``main`` to find it there; the board must be ``folder``'s."""
+    written = {
+        "entry": job.entry,
+        "arguments": job.arguments,
+        "logs": str(job.logs),
+        "ranks": [job.board.ranks.start, job.board.ranks.stop],
+    }
+    (folder / _FILE).write_text(json.dumps(written), encoding="utf-8")
+
+
+def main(folder: Path, torchrun: int) -> None:
+    """Run the job that ``folder`` has, in a process that torchrun, that pid, has started."""
+    lifetimes.die_with(torchrun)
+    # With SIGTERM torchrun ends the others of a rank that failed, and SIGKILL follows in a second:
+    # until then a rank that is the cause, or has lost a peer, can say so. A handler rather than
+    # SIG_IGN, which would outlive an exec; what this process forks ends as usual.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    written = json.loads((folder / _FILE).read_text(encoding="utf-8"))
+    board = Board(folder, range(*written["ranks"]))
+    _run(Job(written["entry"], tuple(written["arguments"]), Path(written["logs"]), board))
+
+
+@dataclass(frozen=True)
+class Node:
+    """What the agent of one emulated node needs to know."""
+
+    node: int
+    nodes: int
+    ranks_per_node: int
+    #: The network namespace that is the node.
+    namespace: str
+    #: Addresses of this node and of node 0, where the ranks meet.
+    address: str
+    master_address: str
+    port: int
+    #: The whole environment of the node's ranks, but for what torchrun adds and for secrets.
+    environment: dict[str, str]
+    #: Modules that should be imported already.
+    preload: tuple[str, ...]
+    #: A directory, not there yet, for temporary files: torchelastic's and the ranks'.
+    scratch: str
+    timeout_s: float
+
+
 def run(job: Job, agent: int) -> None:
     """Run the job's function in the environment that torchelastic has set for this rank.
 
     ``agent`` is the pid of the process that forked this one.
     """
-    lifelines.die_with(agent)
+    lifetimes.die_with(agent)
     # Forked from torchelastic's agent, the rank would raise the agent's exception on SIGTERM, and
     # only once the interpreter runs again: a rank that waits in a collective would go on.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
+    _run(job)
+
+
+def _run(job: Job) -> None:
     rank = int(os.environ["RANK"])
     write_to(job.logs / f"rank{rank}.log")
     with job.board.alive(rank):
@@ -84,3 +141,7 @@ def _exit_at_once(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 from baselines import registry
 from experiments import gate
+from experiments.abilities import ABILITIES
 from experiments.clusters.interface import ClusterError, Outcome
 from experiments.modelled import cluster_of, hardware_of, workload_of
 from experiments.records import AnyCluster, Cell, Measurement, Simulation
@@ -26,13 +27,13 @@ class SimulatedCluster:
     measured on. Raises ``ClusterError`` for one of rented nodes, of which nothing is known.
     """
 
-    evidence: Literal["measured", "emulated", "simulated"] = "simulated"
+    can = ABILITIES["simulated"]
 
     def __init__(self, spec: AnyCluster) -> None:
-        if spec.kind == "rented":
+        if not spec.can.describe_hardware:
             raise ClusterError(
-                "cluster.kind = 'rented': is not simulated, because its hardware is not described; "
-                "allowed are emulated and simulated"
+                f"cluster.kind = {spec.kind!r}: is not simulated, because its hardware is not "
+                "described; allowed are emulated and simulated"
             )
         self.nodes = spec.nodes
         self.ranks_per_node = spec.ranks_per_node

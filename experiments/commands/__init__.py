@@ -61,10 +61,6 @@ COMMANDS: Mapping[str, Command] = {
         "experiments.commands.preflight",
         "Measure a cluster's links, copies and compute, for the planner and the simulator.",
     ),
-    "node": Command(
-        "experiments.clusters.node_command",
-        "Be one node of a rented cluster: launch the ranks that `run --cluster rented` asks for.",
-    ),
     "memory": Command(
         "experiments.commands.memory",
         "Find the largest micro-batch of the paper's models, by strategy, without a GPU.",

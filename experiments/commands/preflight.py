@@ -49,7 +49,7 @@ def preflight(
         limit = parse_bandwidth(bandwidth)
         spec = kinds.override(cluster) or ClusterSpec(nodes=nodes, ranks_per_node=ranks)
         destination.check("--output", output)
-        if spec.kind == "emulated":
+        if spec.can.make_nodes:
             kinds.enter_namespace()
         measured = _measured(spec, limit, output)
     except (ValueError, OSError, ClusterError, run.PreflightError) as error:

@@ -90,7 +90,7 @@ def _read(name: str, cluster: ClusterKind | None) -> Matrix:
 
     simulated = cluster is ClusterKind.SIMULATED
     plan = matrices.read(name, kinds.override(cluster), simulated=simulated)
-    if cluster is ClusterKind.EMULATED and plan.cluster.kind != "emulated":
+    if cluster is ClusterKind.EMULATED:
         return matrices.read(name, kinds.emulated(plan.cluster))
     return plan
 
@@ -110,5 +110,5 @@ def _path(plan: Matrix, output: Path | None, *, suite: bool) -> Path:
     if output is not None:
         return output / Path(plan.name).name if suite else output
     # Records of one kind of evidence a directory: cells are the same, whoever answers for them.
-    apart = "-simulated" * (plan.simulated and plan.cluster.kind != "simulated")
+    apart = "-simulated" * (plan.simulated and plan.cluster.can.start_processes)
     return Path("runs") / f"{plan.name}{apart}"

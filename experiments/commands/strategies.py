@@ -15,7 +15,7 @@ def strategies() -> None:
 
     table = Table("strategy", "engine", "version", "what it is", "here", box=None)
     cuda = registry.has_cuda()
-    for entry in registry.ENTRIES:
+    for entry in registry.STRATEGIES:
         for pin in pins.PINS if entry.engine == "deepspeed" else pins.PINS[:1]:
             reason = entry.why_not(cuda=cuda, deepspeed=pin)
             engine_version = entry.engine_version(pin) or "–"

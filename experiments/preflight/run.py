@@ -44,7 +44,7 @@ def measure(cluster: Cluster, bits_per_s: int | None, directory: Path) -> Prefli
     origin = provenance.gather()
     return Preflight(
         **dict(probed),
-        evidence=cluster.evidence,
+        evidence=cluster.can.evidence,
         nodes=cluster.nodes,
         ranks_per_node=cluster.ranks_per_node,
         inter_bandwidth_bits_per_s=bits_per_s,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from baselines.registry import ENGINES, Strategy, find, schedule_of
 from simulation.planner.option import Option
 from simulation.planner.refusal import lacking
 from simulation.planner.request import Request
 from simulation.planner.search import Verdict, search
-from simulation.schemes import Scheme, scheme
 
 #: Throughputs this close are taken to be the same: the simulator is no more exact.
 TIE = 0.05
@@ -61,14 +61,14 @@ def plan(request: Request) -> Plan | None:
     # What quantises does not train the same: it is taken only where nothing else fits.
     exact = {name: option for name, option in found.items() if not quantises(name)} or found
     ties = _tied(exact)
-    strategy = min(ties, key=lambda name: _plainness(scheme(name)))
+    strategy = min(ties, key=lambda name: _plainness(find(name)))
     reason = _reason(strategy, ties, found, {verdict.strategy: verdict for verdict in verdicts})
     return Plan(request, tuple(verdicts), strategy, found[strategy], reason)
 
 
 def quantises(strategy: str) -> bool:
     """Whether what crosses nodes is rounded, so that results are not those of FSDP2."""
-    plan = scheme(strategy)
+    plan = schedule_of(strategy)
     return plan.gather_codec is not None or plan.reduce_codec is not None
 
 
@@ -93,19 +93,20 @@ def _tied(options: dict[str, Option]) -> dict[str, Option]:
     }
 
 
-def _plainness(plan: Scheme) -> tuple[int, int]:
+def _plainness(strategy: Strategy) -> tuple[int, int]:
     """Less is plainer: what it takes beyond memory that sharding or replicating needs anyway.
 
     Nothing; host memory; device memory, which is scarcer; an optimizer on the CPU or on disk. Then
     what PyTorch ships, this library, another framework.
     """
+    plan = schedule_of(strategy.name)
     if plan.optimizer != "device" or plan.parameters != "device":
         takes = 3
     elif plan.shards == "node" or plan.cache == "device" or plan.policy == "device":
         takes = 2
     else:
         takes = 0 if plan.cache is None or plan.policy == "none" else 1
-    return takes, ("ddp", "fsdp2", "fcdp", "deepspeed").index(plan.engine)
+    return takes, ENGINES.index(strategy.engine)
 
 
 def _reason(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from baselines.registry import find
 from simulation.planner.option import Option
 from simulation.planner.plan import Plan, quantises
 from simulation.planner.refusal import lacking
 from simulation.planner.request import Request
 from simulation.planner.search import Verdict
-from simulation.schemes import scheme
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -150,7 +150,7 @@ def _verdict(plan: Plan, verdict: Verdict) -> dict[str, Any]:
         "strategy": verdict.strategy,
         "fits": best is not None,
         "exact": not quantises(verdict.strategy),
-        "engine": scheme(verdict.strategy).engine,
+        "engine": find(verdict.strategy).engine,
         "largest_micro_batch": verdict.largest_micro_batch,
         "lacks_device_bytes": 0.0 if best else verdict.shortfall.device_bytes,
         "lacks_host_bytes": 0.0 if best else verdict.shortfall.host_bytes,

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
+from baselines.registry import schedule_of, simulated
 from simulation import checks
 from simulation.hardware import Hardware
 from simulation.hugging_face import from_config
 from simulation.paper_models import PAPER_MODELS, SEQUENCE_LENGTH
-from simulation.schemes import SCHEMES, scheme
 from simulation.transformer import Transformer
 from simulation.workload import Workload
 
@@ -37,7 +37,7 @@ class Request:
     #: Sequences a rank and micro-batch; none: the largest that fits.
     micro_batches: tuple[int, ...] = ()
     recomputed: tuple[float, ...] = RECOMPUTED
-    strategies: tuple[str, ...] = tuple(SCHEMES)
+    strategies: tuple[str, ...] = simulated()
     #: Of strategies that have the choice.
     policies: tuple[str, ...] = ("host",)
     #: Sequences an optimizer step, of all ranks; ``None``: one micro-batch each.
@@ -55,7 +55,7 @@ class Request:
         if self.price_per_gpu_hour is not None:
             checks.not_negative(price_per_gpu_hour=self.price_per_gpu_hour)
         for strategy in self.strategies:
-            scheme(strategy)
+            schedule_of(strategy)
         for policy in self.policies:
             parse(policy)
         ranks = self.hardware.world_size
@@ -101,7 +101,7 @@ class Request:
 
     def _choices(self, strategy: str) -> list[tuple[str, str]]:
         """Policies, and whether adapters are sharded, of a strategy that has the choice."""
-        plan = scheme(strategy)
+        plan = schedule_of(strategy)
         if plan.cache != "policy" or plan.policy is not None:
             return [("host", "sharded")]
         return list(product(self.policies, _ADAPTERS[: 1 if self.lora_rank is None else 2]))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from baselines.schedule import Schedule
 from simulation import traffic as collectives
 from simulation.hardware import Hardware
-from simulation.schemes import Scheme
 from simulation.step.placement import shard_numel
 from simulation.traffic import Traffic
 from simulation.units import Unit
@@ -20,7 +20,7 @@ class Exchanges:
     """How one workload's units move under one strategy on one cluster."""
 
     workload: Workload
-    plan: Scheme
+    plan: Schedule
     hardware: Hardware
 
     def gather(self, unit: Unit) -> list[Traffic]:
@@ -42,7 +42,7 @@ class Exchanges:
     def slice_bytes(self, unit: Unit) -> float:
         """What a rank's entry takes: our cache leaves out what the rank holds anyway."""
         whole = self.gathered_bytes(unit) / self._ranks
-        return (self._nodes - 1) / self._nodes * whole if self.plan.engine == "fcdp" else whole
+        return whole if self.plan.caches_own_shard else (self._nodes - 1) / self._nodes * whole
 
     def reduce(self, trained: int, *, last: bool) -> list[Traffic]:
         """The reduction of the gradients of ``trained`` parameters in one micro-batch."""
@@ -70,8 +70,7 @@ class Exchanges:
 
     def shard_bytes(self, unit: Unit) -> float:
         """One rank's part as it waits on the host or the disk; FSDP2 copies fp32 and casts then."""
-        deepspeed = self.plan.engine == "deepspeed"
-        element = self.workload.element_bytes if deepspeed else _FSDP2_BYTES
+        element = _FSDP2_BYTES if self.plan.shards_fp32 else self.workload.element_bytes
         return element * unit.parameters / self.hardware.world_size
 
     def gathered_bytes(self, unit: Unit) -> float:
@@ -88,7 +87,7 @@ class Exchanges:
     @property
     def _gloo(self) -> bool:
         """Whether a vendor's reduce-scatter is an all-reduce."""
-        return self.hardware.backend == "gloo" and self.plan.engine != "fcdp"
+        return self.hardware.backend == "gloo" and not self.plan.pairwise
 
     @property
     def _gather_codec(self) -> str:
@@ -100,7 +99,7 @@ class Exchanges:
 
     def _choice(self, codec: str) -> str:
         """The cell's codec, for strategies that have the choice."""
-        return codec if self.plan.engine == "fcdp" else "none"
+        return codec if self.plan.takes_codecs else "none"
 
     def _inside(self, nbytes: float) -> Traffic:
         half = collectives.inside(nbytes, self._ranks)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from baselines.schedule import Schedule
 from simulation import traffic as collectives
-from simulation.schemes import Scheme
 from simulation.step.tasks import COMPUTE, Tasks
 from simulation.units import Layout
 from simulation.workload import Workload
@@ -16,7 +16,7 @@ _STATES_BYTES = 12
 
 
 def optimizer_tasks(
-    tasks: Tasks, workload: Workload, plan: Scheme, units: Layout, ends: Sequence[int]
+    tasks: Tasks, workload: Workload, plan: Schedule, units: Layout, ends: Sequence[int]
 ) -> None:
     """Append the optimizer's step, which begins when all gradients are reduced."""
     hardware = tasks.hardware
@@ -43,7 +43,7 @@ def optimizer_tasks(
             at = tasks.copy(
                 "updated parameters", "host_to_device", "copy in", size, "optimizer", (at,)
             )
-    if units.whole and plan.engine == "deepspeed":
+    if units.whole and plan.keeps_small_whole:
         # What every rank keeps whole is stepped in shards and gathered again.
         nbytes = float(workload.element_bytes * units.whole)
         if plan.shards == "node" or hardware.nodes == 1:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from baselines.schedule import Place, Schedule
 from simulation.hardware import Hardware
 from simulation.memory import CacheBytes, entry_bytes, footprint
-from simulation.schemes import Place, Scheme
 from simulation.units import Layout, Unit
 from simulation.workload import Workload
 
@@ -38,7 +38,7 @@ class _PolicyUnit:
     reuses: int
 
 
-def place(workload: Workload, plan: Scheme, units: Layout, hardware: Hardware) -> Placement:
+def place(workload: Workload, plan: Schedule, units: Layout, hardware: Hardware) -> Placement:
     """Raises ``ValueError`` for a policy that ``baselines.policies`` does not know."""
     if plan.cache is None or hardware.nodes == 1:
         return Placement({}, CacheBytes())
@@ -55,7 +55,7 @@ def shard_numel(parameters: int, world_size: int) -> int:
 
 
 def _by_policy(
-    text: str, workload: Workload, plan: Scheme, units: Layout, hardware: Hardware
+    text: str, workload: Workload, plan: Schedule, units: Layout, hardware: Hardware
 ) -> Placement:
     from baselines.policies import parse  # needs torch
 
@@ -88,7 +88,7 @@ def _by_usage(
     seen: Mapping[Unit, _PolicyUnit],
     tiers: Mapping[Unit, Place],
     workload: Workload,
-    plan: Scheme,
+    plan: Schedule,
     units: Layout,
     hardware: Hardware,
 ) -> dict[Unit, Place]:

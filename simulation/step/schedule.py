@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from baselines.registry import find
+from baselines.schedule import Schedule
 from simulation.hardware import Hardware
 from simulation.memory import block_activation_bytes
-from simulation.schemes import Scheme
 from simulation.step.exchanges import Exchanges
 from simulation.step.optimizer import optimizer_tasks
 from simulation.step.placement import Placement
@@ -30,7 +31,7 @@ class Step:
     def __init__(
         self,
         workload: Workload,
-        plan: Scheme,
+        plan: Schedule,
         units: Layout,
         placement: Placement,
         hardware: Hardware,
@@ -58,9 +59,8 @@ class Step:
         #: Beside matrix products, in one forward or one backward of all blocks.
         overheads = hardware.overheads
         kept = workload.tokens * block_activation_bytes(workload) * hardware.ranks_sharing_device
-        self._overhead_seconds = (layers / 2) * (
-            overheads.block_seconds.get(plan.engine, 0.0) + overheads.activation_byte_seconds * kept
-        )
+        each = overheads.block_seconds.get(find(workload.strategy).engine, 0.0)
+        self._overhead_seconds = (layers / 2) * (each + overheads.activation_byte_seconds * kept)
 
     def build(self) -> Tasks:
         for index in range(self._workload.accumulation):
@@ -89,7 +89,7 @@ class Step:
                 self._reduce(segment.name, self._exchanges.reduce(waiting, last=last), waiting)
                 waiting = 0
         whole = 0
-        if self._plan.engine == "fcdp":
+        if not self._plan.keeps_small_whole:
             replicas = self._exchanges.all_reduce(units.whole_trained) if last else []
             self._reduce("replicas", replicas, units.whole_trained)
         else:
@@ -199,7 +199,7 @@ class Step:
 
     def _gather_stream(self, number: int) -> str:
         """On a host of one thread, only the first exchange of a prefetched gather is ahead."""
-        if self._gloo and (self._plan.engine == "fsdp2" or number > 0):
+        if self._gloo and (number > 0 or not self._plan.gathers_ahead_on_host):
             return COMPUTE
         return "gather"
 

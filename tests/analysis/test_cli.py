@@ -111,6 +111,7 @@ def test_an_output_that_cannot_be_written_is_one_message(records_file: Path) -> 
     assert "cannot write the report" in result.stderr
 
 
+@pytest.mark.ranks
 def test_help_does_not_wait_for_pandas() -> None:
     code = "import sys, analysis.__main__; sys.exit('pandas' in sys.modules)"
 

@@ -1,4 +1,4 @@
-"""The strategy that the README adds loads, trains, and keeps its entries on disk."""
+"""The strategy that docs/strategies.md adds loads, trains, and keeps its entries on disk."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from baselines import registry, strategy
 from tests.baselines.test_strategies import losses
 from tests.ranks import Pools
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/strategies.md"
 
 
 def block(name: str) -> str:
-    match = re.search(rf"<!-- {name} -->\n```python\n(.*?)```", README.read_text(), re.DOTALL)
+    match = re.search(rf"<!-- {name} -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert match is not None
     return match[1]
 
 
 def train_with(code: str, line: str) -> list[float]:
-    entry = eval(line, {"Entry": registry.Entry})
+    entry = eval(line, vars(registry))
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "fcdp_disk.py").write_text(code)
         with (
             mock.patch.object(baselines, "__path__", [*baselines.__path__, folder]),
-            mock.patch.object(registry, "ENTRIES", (*registry.ENTRIES, entry)),
+            mock.patch.object(registry, "STRATEGIES", (*registry.STRATEGIES, entry)),
         ):
             build = strategy.load("fcdp-disk")
             assert build.__module__ == "baselines.fcdp_disk"
@@ -40,7 +40,7 @@ def train_with(code: str, line: str) -> list[float]:
     return trained
 
 
-def test_the_readmes_strategy_trains(ranks: Pools) -> None:
+def test_the_pages_strategy_trains(ranks: Pools) -> None:
     added = ranks.run(4, train_with, block("strategy"), block("registry"))
     for mine, expected in zip(added, ranks.run(4, losses, "fcdp", "full", 1), strict=True):
         assert mine == pytest.approx(expected, rel=1e-6, abs=0)

@@ -40,6 +40,7 @@ def test_the_usual_pin_is_this_environments() -> None:
     assert pins.variables("current") == {}
 
 
+@pytest.mark.ranks
 def test_a_process_with_its_variables_imports_it(
     environment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,14 +12,14 @@ from baselines import pins, registry
 from baselines.pins import Pin
 
 
-@pytest.mark.parametrize("entry", registry.ENTRIES, ids=lambda entry: entry.name)
-def test_a_strategy_is_the_module_of_its_name(entry: registry.Entry) -> None:
+@pytest.mark.parametrize("entry", registry.STRATEGIES, ids=lambda entry: entry.name)
+def test_a_strategy_is_the_module_of_its_name(entry: registry.Strategy) -> None:
     assert importlib.util.find_spec(entry.module) is not None
     assert entry.engine_version()
 
 
 def test_names_are_given_once() -> None:
-    assert len(set(registry.STRATEGY_NAMES)) == len(registry.ENTRIES)
+    assert len(set(registry.STRATEGY_NAMES)) == len(registry.STRATEGIES)
 
 
 def test_an_unknown_strategy_is_refused_with_what_there_is() -> None:

@@ -60,7 +60,7 @@ def test_losses_are_fsdp2s(
 def test_all_that_need_no_cuda_and_no_vendor_are_compared() -> None:
     names = {
         entry.name
-        for entry in registry.ENTRIES
+        for entry in registry.STRATEGIES
         if entry.engine != "deepspeed" and entry.needs_cuda is None
     }
     assert names == {*TOLERANCES, "fsdp2", "fcdp"}

@@ -54,6 +54,7 @@ def test_an_unknown_strategy_is_refused(name: str) -> None:
     assert str(caught.value).startswith(f"strategy = {name!r}: allowed are deepspeed-zero3, ")
 
 
+@pytest.mark.ranks
 def test_a_strategy_imports_no_other_engine() -> None:
     program = (
         "import json, sys\n"

@@ -17,8 +17,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
+from experiments.abilities import ABILITIES
 from experiments.clusters.interface import ClusterError, Outcome
 from experiments.records import Cell, ClusterSpec, Measurement, Record, State
 from experiments.runner import OPERATORS, WORKER
@@ -63,7 +64,7 @@ class StandInCluster:
     cluster first forks a process and ends it with SIGTERM, as network libraries do.
     """
 
-    evidence: Literal["measured", "emulated"] = "emulated"
+    can = ABILITIES["emulated"]
 
     def __init__(
         self,

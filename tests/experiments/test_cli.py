@@ -18,6 +18,8 @@ from experiments.provenance import ROOT
 from experiments.run_directory import RunDirectory
 from tests.experiments.stand_in import matrix_file
 
+pytestmark = pytest.mark.ranks
+
 
 def command(*arguments: str, module: str = "experiments", **environment: str) -> Any:
     return subprocess.run(

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from experiments import matrix, matrix_files, paper_models
+from experiments import matrix, matrix_files
 from experiments.modelled import cluster_of, hardware_of, workload_of
 from experiments.records import Cell, SimulatedSpec, read
+from simulation import paper_models
 from simulation.hardware import paper_cluster
 from simulation.prediction import fits, predict
 from tests.experiments.test_matrix import FILE, written

@@ -20,8 +20,6 @@ from experiments.records import ClusterSpec
 from tests.experiments import cells, operators
 from tests.experiments.cells import NODES, RANKS_PER_NODE, Run, cell, model_spec
 
-pytestmark = pytest.mark.slow
-
 
 @dataclass(frozen=True)
 class Runs:

@@ -23,6 +23,7 @@ def test_it_names_versions_and_machine() -> None:
     assert origin.hardware["memory_bytes"] > 2**28
 
 
+@pytest.mark.ranks
 def test_it_imports_no_library_to_ask_its_version() -> None:
     code = (
         "from experiments import provenance; provenance.gather(); import sys; print(*sys.modules)"

@@ -31,6 +31,8 @@ from simulation import files
 from tests.experiments.stand_in import StandInCluster, cell, matrix_file, record
 from tests.experiments.waiting import wait_until
 
+pytestmark = pytest.mark.ranks
+
 
 class Silent:
     """An observer that only counts."""
@@ -349,7 +351,6 @@ def test_a_killed_runner_resumes_where_it_was(tmp_path: Path) -> None:
     assert all(r.state == "ok" for r in after)
 
 
-@pytest.mark.slow
 def test_killed_anywhere_and_resumed_it_has_the_records_of_an_undisturbed_run(
     tmp_path: Path,
 ) -> None:

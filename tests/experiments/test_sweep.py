@@ -46,6 +46,7 @@ def test_mistakes_are_named(arguments: list[str], message: str) -> None:
         sweep.pick(matrix.read("tau-batch"), arguments)
 
 
+@pytest.mark.ranks
 def test_a_cell_of_a_sweep_is_run_once_and_written_as_the_agents_run(tmp_path: Path) -> None:
     file = matrix_file(tmp_path)
     settings = ["--strategy=fcdp", "--inter_bandwidth_bits_per_s=10000000"]

@@ -22,8 +22,6 @@ from simulation.transformer import Tuning
 from tests.experiments import cells, operators
 from tests.experiments.cells import NODES, RANKS_PER_NODE, cell, model_spec
 
-pytestmark = pytest.mark.slow
-
 #: MB a step that one node sent.
 MEASURED: dict[tuple[str, Tuning], float] = {
     ("deepspeed-zero3", "full"): 21.68,

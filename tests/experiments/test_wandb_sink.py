@@ -15,6 +15,8 @@ from experiments.provenance import ROOT
 from experiments.wandb_sink import export
 from tests.experiments.stand_in import cell, record
 
+pytestmark = pytest.mark.ranks
+
 KEY = "markermarkermarkermarkermarkermarkermark"
 
 

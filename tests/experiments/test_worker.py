@@ -25,8 +25,6 @@ from experiments.records import ClusterSpec
 from tests.experiments import cells
 from tests.experiments.cells import NODES, RANKS_PER_NODE, Run, cell, model_spec
 
-pytestmark = pytest.mark.slow
-
 STRATEGIES = ("deepspeed-zero3", "deepspeed-hpz", "fsdp2", "fcdp")
 LORA = {"tuning": "lora"}
 LLAMA = {"model": model_spec("llama")}

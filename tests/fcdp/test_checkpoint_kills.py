@@ -19,6 +19,8 @@ from fcdp.checkpoint import files
 from tests.fcdp.checkpoints import Run, assert_equal
 from tests.ranks import Pools, RankFailure, RankPool
 
+pytestmark = pytest.mark.ranks
+
 _EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree")
 
 

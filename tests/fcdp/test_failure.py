@@ -342,6 +342,7 @@ def _run_job(failing: int, how: str) -> list[tuple[int, str]]:
     ]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("failing", [0, 2], ids=["serves-the-store", "another"])
 def test_an_uncaught_error_is_in_the_messages_of_all_ranks(failing: int) -> None:
     for rank, (status, output) in enumerate(_run_job(failing, "raises")):
@@ -356,6 +357,7 @@ def test_an_uncaught_error_is_in_the_messages_of_all_ranks(failing: int) -> None
             assert "was the direct cause of the following exception" in output
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("failing", [0, 2], ids=["serves-the-store", "another"])
 def test_a_killed_rank_ends_the_others(failing: int) -> None:
     for rank, (status, output) in enumerate(_run_job(failing, "is-killed")):

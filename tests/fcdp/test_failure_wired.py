@@ -25,6 +25,8 @@ from tests.fcdp.training import (
 )
 from tests.ranks import RankPool
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.fixture
 def own_ranks() -> Iterator[RankPool]:

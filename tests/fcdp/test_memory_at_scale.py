@@ -25,6 +25,8 @@ import fcdp
 from fcdp.engine import engine_of
 from tests.ranks import Pools
 
+pytestmark = pytest.mark.ranks
+
 NODES, RANKS_PER_NODE = 4, 8
 #: Layers and width: 10.0 and 30.1 billion parameters.
 MODELS = {"10B": (50, 4096), "30B": (48, 7168)}

@@ -16,6 +16,8 @@ import fcdp
 from fcdp.exchange import any_rank
 from tests.ranks import _context
 
+pytestmark = pytest.mark.ranks
+
 NODES, RANKS_PER_NODE = 4, 3
 PEERS = (RANKS_PER_NODE - 1) + (NODES - 1)
 

@@ -15,6 +15,8 @@ from tests.fcdp.upstream.models import mlps
 from tests.fcdp.upstream.running import Run, adam
 from tests.ranks import RankPool
 
+pytestmark = pytest.mark.ranks
+
 
 class Numbers(Dataset[torch.Tensor]):
     """Each item is made from its index, wherever it is asked for."""

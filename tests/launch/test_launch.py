@@ -1,14 +1,12 @@
-"""The launch scripts, with stand-ins for ssh, srun and docker that start everything here."""
+"""The launch scripts, with stand-ins for ssh and docker."""
 
 from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import textwrap
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from experiments import records
 from experiments.provenance import ROOT
 
 SKYPILOT = ROOT / "launch/skypilot.yaml"
-TOKEN = "marker" * 8
 COMMANDS = ["preflight", "run small --resume"]
 
 #: Says with what arguments and settings it was called.
@@ -32,37 +29,6 @@ with open({file!r}, "a") as file:
     file.write(line + "\\n")
 """
 
-#: Node 0's commands, whose end is that of every agent, end once all agents have spoken.
-_AFTER_THE_AGENTS = """\
-import time
-deadline = time.monotonic() + 60
-while sys.argv[-1] != "node" and time.monotonic() < deadline:
-    calls = [json.loads(line) for line in open({file!r})]
-    if sum(c["arguments"][-1] == "node" for c in calls) == int(settings["FCDP_NODES"]):
-        break
-    time.sleep(0.01)
-"""
-
-
-@pytest.fixture
-def stand_ins(tmp_path: Path) -> Path:
-    """A folder for the PATH: ssh and srun that run commands here."""
-    folder = tmp_path / "stand-ins"
-    folder.mkdir()
-    tell = _TELL.format(python=sys.executable, name="ssh", file=str(tmp_path / "ssh.jsonl"))
-    # ssh -o OPTION HOST COMMAND
-    _program(folder / "ssh", tell + "os.execvp('bash', ['bash', '-c', sys.argv[-1]])\n")
-    _program(
-        folder / "srun",
-        """\
-        #!/usr/bin/env bash
-        while [[ $1 == --* ]]; do shift; done
-        for ((i = 0; i < SLURM_JOB_NUM_NODES; i++)); do SLURM_NODEID=$i "$@" & done
-        wait
-        """,
-    )
-    return folder
-
 
 @pytest.fixture
 def python(tmp_path: Path) -> Path:
@@ -70,7 +36,7 @@ def python(tmp_path: Path) -> Path:
     (tmp_path / "venv/bin").mkdir(parents=True)
     file = str(tmp_path / "python.jsonl")
     tell = _TELL.format(python=sys.executable, name="python", file=file)
-    _program(tmp_path / "venv/bin/python", tell + _AFTER_THE_AGENTS.format(file=file))
+    _program(tmp_path / "venv/bin/python", tell)
     return tmp_path / "venv"
 
 
@@ -80,13 +46,13 @@ def _program(path: Path, text: str) -> None:
 
 
 def start(
-    command: list[str | Path], stand_ins: Path, **settings: str
+    command: list[str | Path], path: Path | None = None, **settings: str
 ) -> subprocess.CompletedProcess[str]:
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("FCDP_", "NCCL_"))}
     return subprocess.run(
         command,
         cwd=ROOT,
-        env={**inherited, "PATH": f"{stand_ins}:{os.environ['PATH']}", **settings},
+        env={**inherited, "PATH": f"{path or ROOT}:{os.environ['PATH']}", **settings},
         capture_output=True,
         text=True,
         timeout=200,
@@ -98,112 +64,84 @@ def told(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def check_calls(tmp_path: Path) -> list[dict[str, Any]]:
-    """Both nodes ran their agent, node 0 the commands, all with one token that no argument has."""
+def check_calls(tmp_path: Path) -> dict[str, str]:
+    """The commands ran one after another with the same settings, which are returned."""
     calls = told(tmp_path / "python.jsonl")
-    agents = [call for call in calls if call["arguments"] == ["-m", "experiments", "node"]]
-    assert sorted(call["settings"]["FCDP_NODE"] for call in agents) == ["0", "1"]
-    commands = [call for call in calls if call not in agents]
-    assert [" ".join(call["arguments"]) for call in commands] == [
+    assert [" ".join(call["arguments"]) for call in calls] == [
         f"-m experiments {command} --cluster rented" for command in COMMANDS
     ]
-    assert {call["settings"]["FCDP_NODE"] for call in commands} == {"0"}
-    for name in ("FCDP_HEAD", "FCDP_NODES", "FCDP_TOKEN"):
-        assert len({call["settings"][name] for call in calls}) == 1
-    settings = calls[0]["settings"]
-    assert settings["FCDP_NODES"] == "2"
-    assert settings["FCDP_HEAD"].endswith(":29400")
-    assert len(settings["FCDP_TOKEN"]) >= 32
-    assert settings["FCDP_TOKEN"] not in str([call["arguments"] for call in calls])
-    return calls
+    assert calls[0]["settings"] == calls[1]["settings"]
+    return dict(calls[0]["settings"])
 
 
-def test_ssh_starts_every_node_and_shows_the_token_to_nobody(
-    tmp_path: Path, stand_ins: Path, python: Path
-) -> None:
+def test_ssh_runs_the_commands_for_its_hosts(tmp_path: Path, python: Path) -> None:
     done = start(
-        [ROOT / "launch/ssh.sh", "node0 node1", *COMMANDS],
-        stand_ins,
-        VENV=str(python),
-        NCCL_DEBUG="WARN",
+        [ROOT / "launch/ssh.sh", "node0 node1", *COMMANDS], VENV=str(python), NCCL_DEBUG="WARN"
     )
     assert done.returncode == 0, done.stderr
-    calls = check_calls(tmp_path)
-    assert {call["settings"]["NCCL_DEBUG"] for call in calls} == {"WARN"}
-    assert calls[0]["settings"]["FCDP_HEAD"] == "node0:29400"
-    (ssh,) = told(tmp_path / "ssh.jsonl")
-    assert ssh["arguments"][-2] == "node1"
-    assert calls[0]["settings"]["FCDP_TOKEN"] not in str(ssh["arguments"])
+    assert check_calls(tmp_path) == {"FCDP_HOSTS": "node0 node1", "NCCL_DEBUG": "WARN"}
 
 
-def test_slurm_starts_every_node(tmp_path: Path, stand_ins: Path, python: Path) -> None:
+def test_slurm_runs_the_commands_in_its_allocation(tmp_path: Path, python: Path) -> None:
     done = start(
         ["bash", ROOT / "launch/slurm.sbatch", *COMMANDS],
-        stand_ins,
         VENV=str(python),
         SLURM_SUBMIT_DIR=str(ROOT),
-        SLURM_JOB_NUM_NODES="2",
-        FCDP_HEAD="10.0.0.1:29400",
     )
     assert done.returncode == 0, done.stderr
-    check_calls(tmp_path)
+    assert check_calls(tmp_path) == {}
 
 
-def test_skypilot_starts_every_node(tmp_path: Path, stand_ins: Path, python: Path) -> None:
+def test_skypilot_runs_the_commands_on_the_first_node(tmp_path: Path, python: Path) -> None:
     task = yaml.safe_load(SKYPILOT.read_text())
-    allowed = {"name", "workdir", "num_nodes", "resources", "envs", "secrets", "setup", "run"}
-    assert set(task) == allowed
-    assert task["secrets"] == {"FCDP_TOKEN": None}
-
-    def start_node(rank: int) -> subprocess.CompletedProcess[str]:
-        return start(
+    assert set(task) == {"name", "workdir", "num_nodes", "resources", "envs", "setup", "run"}
+    for rank in range(2):
+        done = start(
             ["bash", "-c", task["run"]],
-            stand_ins,
             VENV=str(python),
-            FCDP_TOKEN=TOKEN,
             FCDP_COMMANDS="\n".join(COMMANDS) + "\n",
             SKYPILOT_NODE_IPS="10.0.0.1\n10.0.0.2",
-            SKYPILOT_NUM_NODES="2",
             SKYPILOT_NODE_RANK=str(rank),
         )
-
-    with ThreadPoolExecutor() as executor:
-        for done in executor.map(start_node, range(2)):
-            assert done.returncode == 0, done.stderr
-    calls = check_calls(tmp_path)
-    assert calls[0]["settings"]["FCDP_HEAD"] == "10.0.0.1:29400"
+        assert done.returncode == 0, done.stderr
+    assert check_calls(tmp_path)["FCDP_HOSTS"] == "10.0.0.1 10.0.0.2"
 
 
-def test_docker_gets_the_flags_and_the_settings_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("gpus", ["all", "none"])
+def test_docker_gets_the_flags_and_the_settings_by_name(tmp_path: Path, gpus: str) -> None:
     folder = tmp_path / "stand-ins"
     folder.mkdir()
     file = tmp_path / "docker.jsonl"
-    tell = _TELL.format(python=sys.executable, name="docker", file=str(file))
-    _program(folder / "docker", tell)
+    _program(folder / "docker", _TELL.format(python=sys.executable, name="docker", file=str(file)))
     done = start(
-        [ROOT / "launch/docker.sh", *COMMANDS],
+        [ROOT / "launch/docker.sh", "node0 node1", *COMMANDS],
         folder,
-        FCDP_TOKEN=TOKEN,
-        FCDP_NODE="0",
-        NCCL_DEBUG="WARN",
+        NCCL_DEBUG="a setting",
+        FCDP_GPUS=gpus,
         FCDP_DOCKER_OPTIONS="--device /dev/infiniband",
     )
     assert done.returncode == 0, done.stderr
     (call,) = told(file)
     line = " ".join(call["arguments"])
-    for part in (
-        *("--network host", "--ipc host", "--ulimit memlock=-1", "--gpus all"),
-        *("--env FCDP_TOKEN", "--env NCCL_DEBUG", "--device /dev/infiniband"),
-    ):
+    there = call["settings"]["FCDP_PREFIX"]
+    assert call["settings"]["FCDP_HOSTS"] == "node0 node1"
+    assert there.startswith("docker run --interactive --rm ")
+    assert there.endswith(" fcdp")
+    for part in ("--network host", "--ipc host", "--ulimit memlock=-1", "--device /dev/infiniband"):
         assert part in line
-    assert TOKEN not in line
-    assert call["arguments"][-4:] == ["fcdp", "launch/node.sh", *COMMANDS]
+        assert part in there
+    assert ("--gpus all" in line) == ("--gpus all" in there) == (gpus == "all")
+    for name in ("FCDP_HOSTS", "FCDP_PREFIX", "NCCL_DEBUG"):
+        assert f"--env {name} " in line
+    assert "a setting" not in line
+    assert call["arguments"][-4:] == ["fcdp", "launch/commands.sh", *COMMANDS]
 
 
-def test_a_node_that_has_no_use_for_more_commands_stops(tmp_path: Path) -> None:
+def test_a_command_that_cannot_run_ends_the_script(tmp_path: Path) -> None:
     """A command that could not run (2) ends the script; a failed cell (1) does not."""
+    (tmp_path / "bin").mkdir()
     _program(
-        tmp_path / "python",
+        tmp_path / "bin/python",
         """\
         #!/usr/bin/env bash
         echo "$@"
@@ -212,36 +150,27 @@ def test_a_node_that_has_no_use_for_more_commands_stops(tmp_path: Path) -> None:
         exit 0
         """,
     )
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "python").rename(tmp_path / "bin/python")
-    done = start(
-        [ROOT / "launch/node.sh", "first", "second", "third"],
-        tmp_path,
-        VENV=str(tmp_path),
-        FCDP_NODE="0",
-    )
+    command = [ROOT / "launch/commands.sh", "first", "second", "third"]
+    done = start(command, VENV=str(tmp_path), FCDP_HOSTS="node0")
     assert done.returncode == 2
     assert "second" in done.stdout
     assert "third" not in done.stdout
 
 
-@pytest.mark.slow
-def test_cells_train_on_two_nodes_of_this_host(tmp_path: Path, stand_ins: Path) -> None:
-    """Everything real but the machines: agents, torchelastic, gloo, training, records."""
+def test_cells_train_on_two_nodes_of_this_host(tmp_path: Path) -> None:
+    """Everything real but the machines and ssh: torchrun, gloo, training, records."""
     matrix = tmp_path / "tiny.yaml"
     matrix.write_text(_MATRIX)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    # ssh -o OPTION … HOST COMMAND
+    _program(tmp_path / "ssh", '#!/bin/sh\nfor last; do :; done\nexec sh -c "$last"\n')
     output = tmp_path / "run"
     done = start(
         [
             *(ROOT / "launch/ssh.sh", "localhost localhost"),
             f"run {matrix} --no-wandb --output {output}",
         ],
-        stand_ins,
+        tmp_path,
         VENV=str(Path(sys.executable).parent.parent),
-        FCDP_HEAD=f"127.0.0.1:{port}",
         FCDP_RANKS_PER_NODE="1",
     )
     assert done.returncode == 0, done.stdout + done.stderr

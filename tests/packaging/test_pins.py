@@ -24,13 +24,20 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+pytestmark = pytest.mark.unit
+
 PINS = [
     Requirement(line)
     for line in (ROOT / "constraints.txt").read_text().splitlines()
     if line and not line.startswith("#")
 ]
-PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT: dict[str, Any] = PYPROJECT["project"]
+GROUPS: dict[str, list[Any]] = PYPROJECT["dependency-groups"]
+ALL = GROUPS.pop("all")
+LISTED = [
+    Requirement(line) for lines in (PROJECT["dependencies"], *GROUPS.values()) for line in lines
+]
 PYTHONS = ["3.10.12", "3.11.2", "3.12.3", "3.13.5", "3.14.0"]
 
 
@@ -68,9 +75,8 @@ def test_every_pin_is_exact() -> None:
 def test_every_requirement_has_a_pin_that_satisfies_it(python: str, machine: str) -> None:
     env = environment(python, machine)
     pinned = pins_for(env)
-    listed = [*PROJECT["dependencies"], *(line for lines in EXTRAS.values() for line in lines)]
-    for requirement in map(Requirement, listed):
-        if requirement.name != PROJECT["name"] and holds(requirement, env):
+    for requirement in LISTED:
+        if holds(requirement, env):
             assert pinned[canonicalize_name(requirement.name)] in requirement.specifier
     assert {"pip", "setuptools", "wheel"} <= pinned.keys()
 
@@ -79,14 +85,11 @@ def test_what_is_required_indirectly_is_pinned_and_installed_so() -> None:
     """Follows the requirements of what is installed here to the end."""
     env = {key: str(value) for key, value in default_environment().items()}
     pinned = pins_for(env)
-    listed = [*PROJECT["dependencies"], *(line for lines in EXTRAS.values() for line in lines)]
-    queue = [requirement for requirement in map(Requirement, listed) if holds(requirement, env)]
+    queue = [requirement for requirement in LISTED if holds(requirement, env)]
     seen: set[tuple[str, str]] = set()
     while queue:
         requirement = queue.pop()
         name = canonicalize_name(requirement.name)
-        if name == PROJECT["name"]:
-            continue
         try:
             installed = metadata.distribution(name)
         except metadata.PackageNotFoundError:
@@ -115,10 +118,8 @@ def test_the_papers_deepspeed_finds_what_it_needs_among_the_pins() -> None:
             assert pinned[canonicalize_name(needed.name)] in needed.specifier
 
 
-def test_the_extra_all_has_every_other() -> None:
-    (everything,) = map(Requirement, EXTRAS["all"])
-    assert everything.name == PROJECT["name"]
-    assert everything.extras == EXTRAS.keys() - {"all"}
+def test_the_group_all_has_every_other() -> None:
+    assert [{"include-group": name} for name in GROUPS] == ALL
 
 
 def test_the_library_itself_needs_torch_only() -> None:

@@ -1,12 +1,10 @@
-"""Make targets, the CI command, the wheel, and the files that a reader looks for first."""
+"""Make targets, the CI command, and the files that a reader looks for first."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
-import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -14,10 +12,10 @@ import yaml
 
 from tests.packaging import ROOT
 
-PACKAGES = ("fcdp", "baselines", "simulation", "experiments", "analysis")
 TARGETS = (
     "quickstart",
     "reproduce",
+    "check",
     "test",
     "lint",
     "gpu",
@@ -43,7 +41,7 @@ def test_every_target_can_be_shown_without_running_it(target: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("target", ["quickstart", "test", "lint"])
+@pytest.mark.parametrize("target", ["quickstart", "check", "test", "lint"])
 def test_targets_that_need_the_environment_make_it_first(target: str) -> None:
     done = make("-n", target)
     assert "scripts/setup.sh" in done.stdout.splitlines()[0]
@@ -79,25 +77,6 @@ def test_ci_fails_with_the_tests_and_ends_with_their_closing_line(
     assert done.returncode == status
     lines = [line for line in done.stdout.splitlines() if not line.startswith("make")]
     assert lines[-1].startswith(last_line)
-
-
-def test_the_wheel_has_every_file_of_the_packages(tmp_path: Path) -> None:
-    source, target = tmp_path / "source", tmp_path / "wheels"
-    for name in PACKAGES:
-        ignored = shutil.ignore_patterns("__pycache__", ".*")
-        shutil.copytree(ROOT / name, source / name, ignore=ignored)
-    for name in ("pyproject.toml", "LICENSE"):
-        shutil.copy(ROOT / name, source / name)
-    build = "import sys, setuptools.build_meta as b; b.build_wheel(sys.argv[1])"
-    done = subprocess.run(
-        [sys.executable, "-c", build, target], cwd=source, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    (wheel,) = target.glob("*.whl")
-    files = [path for name in PACKAGES for path in (source / name).rglob("*") if path.is_file()]
-    expected = {path.relative_to(source).as_posix() for path in files}
-    found = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert found == expected
 
 
 def test_licence_and_citation() -> None:

@@ -34,6 +34,8 @@ exit 0
 
 #: Calls of pip that a set-up consists of: tools, torch, the project, DeepSpeed.
 INSTALLS = 4
+#: How the last of them is told apart.
+BASELINES = "--group baselines"
 FILES = ("constraints.txt", "constraints-paper.txt", "pyproject.toml", "scripts/setup.sh")
 
 
@@ -107,9 +109,10 @@ def test_the_cpu_build_of_torch_comes_first_and_alone(machine: Machine) -> None:
     assert tools == "--constraint constraints.txt pip setuptools wheel"
     assert torch.startswith("--no-deps")
     assert torch.endswith(f"https://download.pytorch.org/whl/cpu {pin('torch')}+cpu")
-    project = "--constraint constraints.txt --no-build-isolation --editable"
-    assert rest == f"{project} .[experiments,analysis,tests]"
-    assert deepspeed == f"{project} .[all]"
+    pinned = "--constraint constraints.txt --no-build-isolation"
+    groups = "--group experiments --group analysis --group tests"
+    assert rest == f"{pinned} {groups} --editable ."
+    assert deepspeed == f"{pinned} --group baselines"
 
 
 def test_a_gpu_machine_takes_torch_from_pypi(machine: Machine) -> None:
@@ -159,10 +162,10 @@ def test_a_failed_set_up_says_why_and_is_redone(machine: Machine, step: str) -> 
 def test_without_deepspeed_the_rest_is_complete_and_it_alone_is_tried_again(
     machine: Machine,
 ) -> None:
-    done = machine.setup(FAIL=".[all]")
+    done = machine.setup(FAIL=BASELINES)
     assert done.returncode == 0
     assert len(machine.installs) == INSTALLS
-    for trial in (done, machine.setup(FAIL=".[all]")):
+    for trial in (done, machine.setup(FAIL=BASELINES)):
         assert trial.returncode == 0
         assert "this is the reason" in trial.stderr
         assert f"DeepSpeed {DEEPSPEED} is missing in .venv" in trial.stderr
@@ -170,7 +173,7 @@ def test_without_deepspeed_the_rest_is_complete_and_it_alone_is_tried_again(
     assert f"would install DeepSpeed {DEEPSPEED}" in machine.setup("--check").stdout
     assert machine.setup().stderr == ""
     (deepspeed,) = machine.installs
-    assert deepspeed.endswith("--editable .[all]")
+    assert deepspeed.endswith(BASELINES)
     assert machine.setup().stdout == "setup: .venv is up to date\n"
     assert machine.installs == []
 
@@ -214,7 +217,7 @@ def test_without_the_papers_pin_the_usual_one_is_complete(machine: Machine) -> N
 
 
 def test_without_the_usual_pin_the_papers_is_complete(machine: Machine) -> None:
-    failed = machine.setup("--pins", FAIL=".[all]")
+    failed = machine.setup("--pins", FAIL=BASELINES)
     assert failed.returncode == 1
     assert f"DeepSpeed {DEEPSPEED} is missing" in failed.stderr
     assert "try again: make setup" in failed.stderr

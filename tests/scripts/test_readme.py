@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from scripts import readme
 from tests.experiments.stand_in import cell, record
 
@@ -28,3 +30,25 @@ def test_what_no_link_explains_is_said_to_be_noise() -> None:
     assert "noise" not in readme._speeds(usual)
     last = readme._speeds(odd).splitlines()[-1]
     assert last.startswith("In 1 of 1 comparisons of links a slower one is faster, by up to 2.0×")
+
+
+def test_the_result_has_the_rows_of_one_model_on_one_link_over_the_faster_zero3() -> None:
+    shown = cell().model.model_copy(update={"name": "gpt2-4x256"})
+    link = 100_000_000
+    seconds = {"deepspeed-zero3": 4.0, "fsdp2": 6.0, "fcdp": 2.0}
+    cells = [
+        (name, cell(strategy=name, model=shown, inter_bandwidth_bits_per_s=bits))
+        for bits in (link, None)
+        for name in seconds
+    ]
+    rows = [record(of, step_seconds=[seconds[name]]) for name, of in cells]
+
+    _, _, *shown_rows = readme._result(rows).splitlines()
+
+    (columns,) = ([column.strip() for column in row.split("|")] for row in shown_rows)
+    assert columns[2:6] == ["4.00", "6.00", "2.00", "2.0×"]
+
+
+def test_a_page_without_a_place_for_its_table_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"README\.md: found 0 places for result, expected 1"):
+        readme.rewritten("README.md", "# FCDP\n")

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from baselines.registry import simulated
 from experiments import framing
 from experiments.records import ClusterSpec, Record, read
-from simulation.schemes import SCHEMES
 from tests.experiments.cells import cell
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -40,7 +40,7 @@ def test_messages_are_those_of_the_exchanges(
     assert framing.messages(cell(strategy, tuning=tuning, accumulation=accumulation)) == messages
 
 
-@pytest.mark.parametrize("strategy", SCHEMES)
+@pytest.mark.parametrize("strategy", simulated())
 def test_nothing_crosses_nodes_where_there_is_one(strategy: str) -> None:
     assert framing.messages(cell(strategy, cluster=ClusterSpec(nodes=1, ranks_per_node=4))) == 0
 

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baselines.registry import simulated
 from baselines.strategy import trainable_parameters
 from experiments import models
 from experiments.modelled import workload_of
@@ -20,7 +21,6 @@ from simulation.hardware import paper_cluster
 from simulation.imitated.records import Case, MemoryRecord, read
 from simulation.paper_models import PAPER_MODELS
 from simulation.prediction import fits, needed
-from simulation.schemes import SCHEMES
 from simulation.workload import Workload
 from tests.experiments.cells import cell, model_spec
 
@@ -93,7 +93,7 @@ def test_activations_are_what_real_blocks_keep(
     assert sum(kept.values()) == pytest.approx(expected, rel=0.01)
 
 
-@pytest.mark.parametrize("strategy", SCHEMES)
+@pytest.mark.parametrize("strategy", simulated())
 def test_memory_is_affine_in_the_micro_batch(strategy: str) -> None:
     """From where activations, and not gradients, make a step's fullest moment."""
     first, second, third = (

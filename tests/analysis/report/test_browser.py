@@ -20,9 +20,10 @@ from tests.analysis.conftest import write_records
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="no Chromium here: sudo apt-get install chromium"
-)
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: sudo apt-get install chromium"),
+]
 
 PHONE, DESK = 390, 1280
 PROBE = """

@@ -2,37 +2,74 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from pathlib import Path
 
 import pytest
 
-from experiments.clusters.allocation import Allocation, visible_gpus
+from experiments.clusters.allocation import Allocation, Srun, Ssh, visible_gpus
 from experiments.clusters.interface import ClusterError
+from experiments.provenance import ROOT
 from experiments.records import ClusterSpec
+from tests.experiments.clusters.engines import program
 
-GOOD = {
-    "FCDP_HEAD": "10.0.0.1:29400",
-    "FCDP_TOKEN": "secret" * 8,
-    "FCDP_NODES": "4",
-    "FCDP_RANKS_PER_NODE": "8",
-}
+GOOD = {"FCDP_HOSTS": "10.0.0.1 me@10.0.0.2", "FCDP_RANKS_PER_NODE": "8"}
 
 
-def test_the_variables_make_a_cluster() -> None:
+def test_hosts_make_a_cluster() -> None:
     allocation = Allocation.from_env(GOOD)
-    assert allocation.head == ("10.0.0.1", 29400)
-    assert allocation.spec == ClusterSpec(kind="rented", nodes=4, ranks_per_node=8)
-    assert "secret" not in repr(allocation)
+    assert allocation.launcher == Ssh(("10.0.0.1", "me@10.0.0.2"))
+    assert allocation.spec == ClusterSpec(kind="rented", nodes=2, ranks_per_node=8)
+    assert allocation.head_address() == "10.0.0.1"
+
+
+def test_the_first_host_is_this_machine_and_the_others_are_reached_by_ssh() -> None:
+    launcher = Ssh(("10.0.0.1", "me@10.0.0.2"))
+    assert "ssh" not in launcher.command(0)
+    *options, host, command = launcher.command(1)
+    assert host == "me@10.0.0.2"
+    # Nothing to be asked for, and no machine that is waited for without end.
+    assert {"BatchMode=yes", "ConnectTimeout=20", "ServerAliveInterval=5"} <= set(options)
+    assert command.startswith(f"cd {shlex.quote(str(ROOT))} && exec ")
+    assert command.endswith(" -m experiments.clusters.node")
+
+
+def test_a_prefix_starts_the_program_of_the_others_in_a_container() -> None:
+    prefix = "docker run --interactive 'an image'"
+    launcher = Allocation.from_env(GOOD | {"FCDP_PREFIX": prefix}).launcher
+    assert "docker" not in launcher.command(0)
+    assert launcher.command(1)[-1].startswith(f"{prefix} /")
+
+
+def test_a_slurm_allocation_makes_a_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = '[ "$2" = hostnames ] && printf "a\\nb\\n" || echo "NodeName=a NodeAddr=10.0.0.7 X=1"'
+    program(tmp_path / "scontrol", answers)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "[a-b]", "FCDP_RANKS_PER_NODE": "1"}
+    allocation = Allocation.from_env(slurm)
+    assert allocation.launcher == Srun(("a", "b"))
+    assert allocation.head_address() == "10.0.0.7"
+    assert {"srun", "--nodelist=b", "--nodes=1"} <= set(allocation.launcher.command(1))
+    # A list of hosts is asked for; an allocation may be there anyway.
+    assert isinstance(Allocation.from_env(slurm | GOOD).launcher, Ssh)
+
+
+def test_slurm_without_its_programs_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ClusterError, match="scontrol show hostnames a: .*No such file"):
+        Allocation.from_env({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a"})
 
 
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("FCDP_HEAD", "10.0.0.1", "FCDP_HEAD = '10.0.0.1': allowed is HOST:PORT"),
-        ("FCDP_HEAD", "10.0.0.1:80", "free port from 1024"),
-        ("FCDP_NODES", "none", "FCDP_NODES = 'none': allowed are whole numbers from 1"),
-        ("FCDP_NODES", "0", "FCDP_NODES = '0'"),
-        ("FCDP_RANKS_PER_NODE", "-1", "FCDP_RANKS_PER_NODE = '-1'"),
+        ("FCDP_HOSTS", " ", "no rented nodes: set FCDP_HOSTS"),
+        ("FCDP_RANKS_PER_NODE", "-1", "FCDP_RANKS_PER_NODE = '-1': allowed are whole numbers"),
     ],
 )
 def test_a_mistake_names_the_variable(name: str, value: str, message: str) -> None:
@@ -40,10 +77,16 @@ def test_a_mistake_names_the_variable(name: str, value: str, message: str) -> No
         Allocation.from_env(GOOD | {name: value})
 
 
-def test_a_short_token_is_refused_and_not_shown() -> None:
-    with pytest.raises(ClusterError, match="FCDP_TOKEN: allowed are 32 characters") as raised:
-        Allocation.from_env(GOOD | {"FCDP_TOKEN": "hunter2"})
-    assert "hunter2" not in str(raised.value)
+def test_a_head_that_others_cannot_reach_is_refused() -> None:
+    with pytest.raises(ClusterError, match=r"localhost is 127\.0\.0\.1 here.*set FCDP_HEAD"):
+        Allocation.from_env(GOOD | {"FCDP_HOSTS": "localhost other"}).head_address()
+    given = Allocation.from_env(GOOD | {"FCDP_HOSTS": "localhost other", "FCDP_HEAD": "10.0.0.3"})
+    assert given.head_address() == "10.0.0.3"
+
+
+def test_a_head_without_an_address_is_named() -> None:
+    with pytest.raises(ClusterError, match=r"nowhere\.invalid: no address of the first node"):
+        Allocation.from_env(GOOD | {"FCDP_HEAD": "nowhere.invalid"}).head_address()
 
 
 @pytest.mark.parametrize(("chosen", "count"), [(None, 2), ("0", 1), ("1,0", 2), ("", 0), ("-1", 0)])

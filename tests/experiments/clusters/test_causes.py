@@ -9,9 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.clusters.agent import Exit, NodeResult
-from experiments.clusters.board import Board, Report, is_out_of_memory
-from experiments.clusters.causes import outcome
+from experiments.clusters.causes import (
+    Board,
+    Exit,
+    NodeResult,
+    Report,
+    is_out_of_memory,
+    outcome,
+)
 from experiments.clusters.interface import Outcome
 
 
@@ -94,7 +99,7 @@ def test_other_errors_are_not_taken_for_out_of_memory(error: BaseException) -> N
 
 
 def test_a_rank_that_lives_has_finished_or_has_reported_is_not_silent(tmp_path: Path) -> None:
-    board = Board(tmp_path, 3)
+    board = Board(tmp_path, range(3))
     board.create()
     assert board.silent() == set()
     with board.alive(0):

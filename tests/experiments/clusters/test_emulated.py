@@ -15,7 +15,7 @@ import pytest
 from pyroute2 import netns
 
 from experiments import provenance
-from experiments.clusters import namespaces, scratch
+from experiments.clusters import lifetimes, namespaces
 from experiments.clusters.emulated import EmulatedCluster
 from experiments.clusters.interface import ClusterError, Outcome
 from experiments.records import ClusterSpec
@@ -345,7 +345,7 @@ def test_everything_ends_by_itself_when_the_parent_is_killed(
     namespaces.remove_stale()
     assert names_of(parent.pid) == []
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    with scratch.folder() as folder:
+    with lifetimes.folder() as folder:
         assert list(temporary.iterdir()) == [folder]
 
 

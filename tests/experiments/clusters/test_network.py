@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from pyroute2 import netns
 
-from experiments.clusters import namespaces, owners
+from experiments.clusters import lifetimes, namespaces
 from experiments.clusters.interface import ClusterError
 from experiments.clusters.network import HIGHEST_RATE, LOWEST_RATE, MTU, Network, burst_bytes
 
@@ -165,7 +165,7 @@ def test_namespaces_of_a_killed_owner_are_removed_and_those_of_a_live_one_stay(
 
 
 def test_a_namespace_whose_owners_pid_was_given_away_is_stale() -> None:
-    scope, pid, started, cluster = owners.new_prefix().split("-")[1:]
+    scope, pid, started, cluster = lifetimes.new_prefix().split("-")[1:]
     name = f"fcdp-{scope}-{pid}-{int(started) - 1}-{cluster}-node0"
     namespaces.create(name)
     assert name in namespaces.remove_stale()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.clusters import owners, scratch
+from experiments.clusters import lifetimes
 from experiments.provenance import ROOT
 
 START = """
@@ -48,10 +48,10 @@ def test_it_is_removed_with_the_process_or_by_the_next(
         temporary.mkdir()
         assert not folder_of_sockets(temporary, NO_SIGNAL).exists()
         left = folder_of_sockets(temporary, signal.SIGKILL)
-        assert owners.is_orphan(left.name)
+        assert lifetimes.is_orphan(left.name)
         assert left.exists()
         assert (left.parent == temporary) == (name == "short")
         monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-        with scratch.folder() as folder:
+        with lifetimes.folder() as folder:
             assert not left.exists()
             assert list(temporary.iterdir()) == [folder]

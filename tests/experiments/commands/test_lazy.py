@@ -12,6 +12,8 @@ from experiments.__main__ import app
 from experiments.commands import COMMANDS
 from experiments.provenance import ROOT
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_summary_is_the_first_line_of_its_command(name: str) -> None:

@@ -15,6 +15,8 @@ from experiments.terminal import UNUSABLE
 from simulation.imitated import study
 from simulation.imitated.records import read
 
+pytestmark = pytest.mark.ranks
+
 
 def test_finished_cases_are_kept_and_not_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -147,7 +147,7 @@ def test_nothing_fits() -> None:
         ({"gpus": "eight"}, "--gpus = 'eight': allowed: whole numbers, 1 or more"),
         ({"host_memory": "512"}, "--host-memory = '512': allowed: a number above 0 and a unit"),
         ({"peft": "dora:8"}, "--peft = 'dora:8': allowed: lora:RANK"),
-        ({"strategies": "zero9"}, "strategy = 'zero9': allowed are zero3, "),
+        ({"strategies": "zero9"}, "strategy = 'zero9': allowed are deepspeed-zero3, "),
         ({"policies": "hosts", "strategies": "fcdp"}, "policy = 'hosts': allowed are "),
         ({"policies": "hosts", "strategies": "fsdp2"}, "policy = 'hosts': allowed are "),
         ({"checkpointing": "2"}, "--checkpointing = '2': allowed: numbers from 0 to 1"),

@@ -30,7 +30,6 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("privileged")
 def test_it_measures_an_emulated_cluster_and_says_how_to_plan_for_it(
     request: pytest.FixtureRequest, tmp_path: Path
@@ -60,12 +59,13 @@ def test_it_measures_an_emulated_cluster_and_says_how_to_plan_for_it(
     assert "take " in planned.output
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--bandwidth", "fast"], "'fast' is not a bandwidth; allowed: "),
         (["--output", "tests"], "--output = 'tests': cannot be written: "),
-        (["--cluster", "rented"], "FCDP_HEAD = '': allowed is HOST:PORT"),
+        (["--cluster", "rented"], "no rented nodes: set FCDP_HOSTS"),
     ],
 )
 def test_mistakes_are_one_clear_message(arguments: list[str], message: str) -> None:

@@ -238,6 +238,7 @@ class Seen(Dataset[list[int]]):
         return [index, os.getpid(), bool(mapping_at(self.address))]
 
 
+@pytest.mark.ranks
 def test_forked_data_loader_workers_run_and_have_no_arena() -> None:
     arena = Arena(LARGE, CPU, poison=True)
     loader = DataLoader(
@@ -264,6 +265,7 @@ def in_a_fork(child: Callable[[], bool]) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
 
 
+@pytest.mark.ranks
 def test_an_arena_that_ends_in_a_forked_child_takes_nothing_from_it() -> None:
     """The child may have something else at the address by then, and must not call CUDA."""
     with host() as recorder:

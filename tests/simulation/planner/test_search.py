@@ -9,14 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baselines import registry
 from simulation.hardware import paper_cluster
 from simulation.planner.option import most_tokens_per_s, shortfall, simulated
 from simulation.planner.search import _divisors, search, shortfalls
 from simulation.prediction import predict
-from simulation.schemes import SCHEMES
 from simulation.workload import Workload
 from tests.simulation.planner.made_up import KINDS, config_file, request
 
+STRATEGIES = sorted(registry.simulated())
 SLOW = settings(max_examples=15)
 TUNING = st.sampled_from([None, 8])
 
@@ -27,7 +28,7 @@ def workload(strategy: str, lora_rank: int | None = None, layers: int = 6) -> Wo
 
 
 @SLOW
-@given(st.sampled_from(sorted(SCHEMES)), TUNING, st.integers(4, 12), st.sampled_from([1, 10, 100]))
+@given(st.sampled_from(STRATEGIES), TUNING, st.integers(4, 12), st.sampled_from([1, 10, 100]))
 def test_many_micro_batches_take_what_the_simulator_says(
     strategy: str, lora_rank: int | None, count: int, gbit_s: int
 ) -> None:
@@ -43,7 +44,7 @@ def test_many_micro_batches_take_what_the_simulator_says(
 
 
 @SLOW
-@given(st.sampled_from(sorted(SCHEMES)), TUNING, st.sampled_from([0.0, 0.5, 1.0]))
+@given(st.sampled_from(STRATEGIES), TUNING, st.sampled_from([0.0, 0.5, 1.0]))
 def test_the_critical_path_is_the_step_and_no_step_beats_computation(
     strategy: str, lora_rank: int | None, recomputed: float
 ) -> None:
@@ -69,7 +70,7 @@ def test_more_bandwidth_never_lowers_throughput(
 
 
 @given(
-    st.sampled_from(sorted(SCHEMES)),
+    st.sampled_from(STRATEGIES),
     TUNING,
     st.floats(1, 600),
     st.floats(1, 10),

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baselines.registry import find, simulated
 from simulation.prediction import Prediction, predict
-from simulation.schemes import SCHEMES
 from tests.simulation.workloads import hardware, predicted, workload
 
-OURS = [name for name, scheme in SCHEMES.items() if scheme.engine == "fcdp"]
+OURS = [name for name in simulated() if find(name).engine == "fcdp"]
 
 
 def spans(prediction: Prediction, start: str) -> dict[str, tuple[float, float]]:
@@ -25,7 +25,7 @@ def spans(prediction: Prediction, start: str) -> dict[str, tuple[float, float]]:
 
 
 @pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("strategy", SCHEMES)
+@pytest.mark.parametrize("strategy", simulated())
 def test_every_strategy_is_predicted(strategy: str, lora: bool) -> None:
     found = predicted(strategy, lora=lora, accumulation=2)
     # A step takes as long as its busiest resource at least, and no resource is over-used.
@@ -36,7 +36,7 @@ def test_every_strategy_is_predicted(strategy: str, lora: bool) -> None:
     assert found.run.spans[found.run.critical_path()[0]].start == 0
 
 
-@pytest.mark.parametrize("strategy", SCHEMES)
+@pytest.mark.parametrize("strategy", simulated())
 def test_one_node_sends_nothing_to_others(strategy: str) -> None:
     assert predicted(strategy, on=hardware(nodes=1)).inter_node_bytes == 0
 
@@ -194,7 +194,7 @@ def test_offloaded_states_cost_copies_and_the_cpu() -> None:
 
 @settings(max_examples=25)
 @given(
-    st.sampled_from(sorted(SCHEMES)),
+    st.sampled_from(sorted(simulated())),
     st.booleans(),
     st.floats(1e6, 1e12),
     st.floats(1, 100),

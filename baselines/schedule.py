@@ -1,0 +1,121 @@
+"""The schedule of a strategy: where its shards are, what each gather reads, what crosses when.
+
+What the closed forms, the simulator and the planner know of a strategy. A vendor's implementation
+is the same algorithm with the differences that are recorded here: flat rings, units of one matrix,
+blocking copies, reductions that are not deferred.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Place = Literal["device", "host", "disk"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """What a strategy does with the parameters, gradients and optimizer states of a rank."""
+
+    #: Who shares one copy of the parameters: all ranks, those of a node, or nobody.
+    shards: Literal["world", "node", "rank"] = "world"
+    #: Whether exchanges among all ranks are one ring, or go inside the node and across apart.
+    hierarchical: bool = False
+    #: Where a gather finds what an earlier one has brought: a second shard inside the node, on its
+    #: devices or in host memory, or what the cell's policy says; ``None``: it gathers anew.
+    cache: Place | Literal["policy"] | None = None
+    #: The policy of a strategy that fixes it.
+    policy: str | None = None
+    #: How long that lasts: the micro-batch, the step, or until the parameters change (frozen ones:
+    #: forever).
+    cached_for: Literal["micro-batch", "step", "change"] = "change"
+    #: Whether only the last micro-batch reduces across nodes.
+    defers: bool = False
+    #: Whether frozen and trained parameters of a block have units of their own.
+    apart: bool = False
+    #: What is gathered at a time.
+    unit: Literal["block", "matrix"] = "block"
+    #: Where shards wait between gathers, and where the optimizer's states are and step.
+    parameters: Place = "device"
+    optimizer: Place = "device"
+    #: Whether copies of parameters to the device stop computation.
+    blocking: bool = False
+    #: How far it gathers ahead, in blocks: over all that it has come through, and at most. What it
+    #: has ahead at the end of forward it does not gather again in backward.
+    lead_per_block: float = 0.0
+    most_lead: float = 0.0
+    #: What crosses nodes, where the strategy fixes it.
+    gather_codec: str | None = None
+    reduce_codec: str | None = None
+
+    #: Whether the cell chooses what crosses nodes, where the strategy does not.
+    takes_codecs: bool = False
+
+    # How the implementation does it.
+
+    #: Whether every parameter is padded to the same shard on all ranks.
+    pads: bool = False
+    #: Whether a low-rank factor of fewer rows than ranks is cut along another dimension.
+    cuts_low_rank: bool = False
+    #: Whether an entry of the cache has the rank's own shard in it, which it holds anyway.
+    caches_own_shard: bool = True
+    #: Whether slices of a unit wait on the device on their way from the host's cache.
+    stages: bool = False
+    #: Whether ranks exchange in pairs, and ask each other what is stale. If not, gloo's rings carry
+    #: it, whose reduce-scatter is an all-reduce.
+    pairwise: bool = False
+    #: Whether a gather inside the node runs ahead on a host of one thread.
+    gathers_ahead_on_host: bool = True
+    #: What ranks shard: fp32 parameters, which a gather casts, or what is gathered, beside an fp32
+    #: master that the optimizer steps in pieces.
+    shards_fp32: bool = True
+    #: Whether vectors and adapters stay whole on every rank, and are gathered after each step.
+    keeps_small_whole: bool = False
+    #: Whether what comes out of a gather or a reduction is copied out of its buffer.
+    copies_out: bool = False
+    #: Whether gradients keep their memory from one step to the next.
+    keeps_gradients: bool = False
+    #: How much of the bytes is an estimate, relative to them.
+    estimated_share: float = 0.0
+
+    def keeps_in(self, policy: str) -> str | None:
+        """The place or policy by which entries are kept, in a cell of ``policy``."""
+        return (self.policy or policy) if self.cache == "policy" else self.cache
+
+
+#: This library's.
+FCDP = Schedule(
+    hierarchical=True,
+    cache="policy",
+    defers=True,
+    apart=True,
+    takes_codecs=True,
+    pads=True,
+    cuts_low_rank=True,
+    caches_own_shard=False,
+    stages=True,
+    pairwise=True,
+    copies_out=True,
+)
+FSDP2 = Schedule(pads=True, copies_out=True, gathers_ahead_on_host=False)
+DDP = Schedule(shards="rank", defers=True, keeps_gradients=True)
+# One matrix is gathered ahead: its prefetch bucket of 5e7 elements is less than one at 30B. But
+# modules that hold others gather one ahead too, so that the lead grows until two blocks are alive.
+# By the bytes that it sent on the emulated cluster: 1.2 to 1.4 blocks on a model of two, on one of
+# four between 1 and 1.8, most often over 5/3.
+DEEPSPEED = Schedule(
+    unit="matrix",
+    lead_per_block=0.7,
+    most_lead=1.7,
+    shards_fp32=False,
+    keeps_small_whole=True,
+    keeps_gradients=True,
+    estimated_share=0.01,
+)
+
+
+def within_node(schedule: Schedule) -> Schedule:
+    """The same, sharded inside the node and replicated across nodes: MiCS, hybrid sharding."""
+    return replace(
+        schedule, shards="node", cache=None, apart=False, defers=True, cuts_low_rank=False
+    )

@@ -1,0 +1,55 @@
+"""What clusters can do, by their kind: who wants to know asks for that, never for the kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+Evidence = Literal["measured", "emulated", "simulated"]
+Kind = Literal["emulated", "rented", "simulated"]
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """The abilities of one kind of cluster."""
+
+    #: How the figures of its records are obtained.
+    evidence: Evidence
+    #: Limit the links between nodes to a bandwidth of the cell's.
+    limit_links: bool
+    #: Start the processes of a cell's ranks; what starts none predicts them.
+    start_processes: bool
+    #: Make the nodes themselves, from network namespaces, which takes rights.
+    make_nodes: bool
+    #: Say what hardware its nodes have, so that cells can be simulated on it.
+    describe_hardware: bool
+
+
+ABILITIES: Mapping[Kind, Abilities] = MappingProxyType(
+    {
+        "emulated": Abilities(
+            evidence="emulated",
+            limit_links=True,
+            start_processes=True,
+            make_nodes=True,
+            # As the host that the committed records were measured on.
+            describe_hardware=True,
+        ),
+        "rented": Abilities(
+            evidence="measured",
+            limit_links=False,
+            start_processes=True,
+            make_nodes=False,
+            describe_hardware=False,
+        ),
+        "simulated": Abilities(
+            evidence="simulated",
+            limit_links=True,
+            start_processes=False,
+            make_nodes=False,
+            describe_hardware=True,
+        ),
+    }
+)

@@ -1,0 +1,121 @@
+"""Nothing outlives the process that it is for: processes, network namespaces, folders.
+
+A process dies with the one that started it, however that one ends. Namespaces and folders outlive
+a parent that was killed with SIGKILL: their names carry the parent's pid, start time and pid
+namespace, so that the next start can tell the ones nobody owns any more from those of a parent
+that still runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import re
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import connection, parent_process
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+
+_NAME = re.compile(r"fcdp-(?P<scope>\d+)-(?P<pid>\d+)-(?P<started>\d+)-\d+-.+")
+_things = itertools.count()
+
+#: The directory for temporary files wherever ``TMPDIR`` does not name one.
+_USUAL = "/tmp"
+#: A socket's path has at most 107 bytes; this many are left beside our folder's name and
+#: "/pymp-xxxxxxxx/listener-xxxxxxxx", which multiprocessing adds.
+_LONGEST_FOR_SOCKETS = 27
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when ``parent``, the process that forked it, ends."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    # The parent may have ended before the request: then nobody sends the signal any more.
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_with_launcher(end_others: Callable[[], None]) -> None:
+    """Call ``end_others`` and kill this process when the one that called ``Process.start`` ends.
+
+    With the fork server that one is not the parent, so the kernel's signal does not tell; the
+    fork server itself lives as long as any of its children.
+    """
+    launcher = parent_process()
+    if launcher is None:
+        raise RuntimeError("only a process that multiprocessing started has a launcher")
+    sentinel = launcher.sentinel
+
+    def watch() -> None:
+        connection.wait([sentinel])
+        try:
+            end_others()
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="launcher-watch", daemon=True).start()
+
+
+def new_prefix() -> str:
+    """A name prefix for one thing of this process: nothing else, past or present, has it."""
+    return f"fcdp-{_pid_scope()}-{os.getpid()}-{_started_at(os.getpid())}-{next(_things)}"
+
+
+def is_orphan(name: str) -> bool:
+    """Whether a name begins with a prefix of ``new_prefix`` whose process no longer runs."""
+    match = _NAME.fullmatch(name)
+    if match is None or int(match["scope"]) != _pid_scope():
+        return False
+    # Another start time: the pid belongs to another process by now.
+    return _started_at(int(match["pid"])) != int(match["started"])
+
+
+def _started_at(pid: int) -> int | None:
+    """Start time of a process in clock ticks since boot; ``None`` if there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # The second field is the program's name in parentheses and may itself contain any character.
+    return int(text.rpartition(")")[2].split()[19])
+
+
+def _pid_scope() -> int:
+    """Inode of this process's pid namespace: pids of another one say nothing about ours."""
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+@contextmanager
+def folder() -> Iterator[Path]:
+    """An empty folder, removed afterwards, as are those that killed processes left before."""
+    _remove_stale()
+    with tempfile.TemporaryDirectory(prefix=f"{new_prefix()}-") as name:
+        yield Path(name)
+
+
+def new_folder_for_sockets() -> Path:
+    """An empty folder with a short path, for the caller to remove when this process ends.
+
+    A later process removes it if this one is killed.
+    """
+    _remove_stale()
+    parent = tempfile.gettempdir()
+    if len(os.fsencode(parent)) > _LONGEST_FOR_SOCKETS:
+        parent = _USUAL
+    return Path(tempfile.mkdtemp(prefix=f"{new_prefix()}-", dir=parent))
+
+
+def _remove_stale() -> None:
+    for parent in {tempfile.gettempdir(), _USUAL}:
+        for path in Path(parent).glob("*"):
+            if is_orphan(path.name):
+                # Another cluster that starts now may remove it too; another user's stays.
+                shutil.rmtree(path, ignore_errors=True)

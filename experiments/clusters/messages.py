@@ -1,0 +1,99 @@
+"""What the runner tells the process that a launcher starts on a node, and what that one answers.
+
+One line of JSON each, by standard input and output. The input stays open afterwards: where it is
+closed, the node ends its ranks, whether the runner has asked for that or is gone. Until the answer
+both sides send empty lines, so that each notices a link that has gone dead, whatever the launcher
+makes of it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter
+
+from simulation.files import Strict
+
+#: Seconds between two empty lines, and without any after which the other side is taken for lost.
+BEAT_S = 5.0
+SILENCE_S = 40.0
+
+
+class Inquiry(Strict):
+    """Describe the node."""
+
+    kind: Literal["inquiry"] = "inquiry"
+    #: An address of node 0 on the network between nodes.
+    head: str
+    #: The interface whose bytes are counted, if it is not the one that leads to ``head``.
+    counted_interface: str | None
+
+
+class Description(Strict):
+    """Answer to an inquiry."""
+
+    #: The node's address on the way to node 0, and the interface that has it.
+    address: str
+    interface: str
+    commit: str | None
+    #: What a record says of the node's network.
+    network: dict[str, Any]
+
+
+class Task(Strict):
+    """Launch the ranks of one job on the node."""
+
+    kind: Literal["task"] = "task"
+    node: int
+    nodes: int
+    ranks: int
+    address: str
+    master_address: str
+    port: int
+    entry: str
+    arguments: list[str]
+    #: Content of those arguments that are names of text files on the runner's machine.
+    files: dict[str, str]
+    #: Where logs go on the runner's machine, and a file in there that tells whether a node sees it.
+    logs: str
+    marker: str
+    environment: dict[str, str]
+    #: Seconds after which the node ends its ranks even if nobody asks for it.
+    at_most_s: float
+
+
+class RankExit(Strict):
+    """The end of a rank's process that had not finished and left no report."""
+
+    code: int
+    #: How long ago it was noticed: nodes' clocks differ.
+    age_ns: int
+
+
+class RankReport(Strict):
+    """``causes.Report`` of a rank."""
+
+    rank: int
+    age_ns: int
+    state: Literal["failed", "oom"]
+    error: str
+    lost_peer: bool
+    silent_before: list[int]
+
+
+class Ended(Strict):
+    """Answer to a task, once nothing of it runs on the node any more."""
+
+    #: By global rank.
+    exits: dict[int, RankExit]
+    reports: list[RankReport]
+    #: What kept the ranks from being launched.
+    error: str | None
+    #: Logs by name, if the node does not see the runner's directory for them.
+    logs: dict[str, str]
+    out_of_memory_kills: int
+
+
+question: TypeAdapter[Inquiry | Task] = TypeAdapter(
+    Annotated[Inquiry | Task, Field(discriminator="kind")]
+)

@@ -1,0 +1,91 @@
+"""A strategy added to a copy of the tree, by one file and one entry, goes through every command."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.baselines.test_adding import block
+
+ROOT = Path(__file__).resolve().parents[2]
+PARTS = ("fcdp", "baselines", "simulation", "experiments", "analysis")
+MATRIX = """\
+name: added
+description: A strategy that somebody has added, beside what it is compared with.
+reference: fsdp2
+cluster: {kind: emulated, nodes: 2, ranks_per_node: 1}
+models:
+  - {name: tiny, family: gpt2, layers: 2, width: 32, heads: 2}
+axes:
+  strategy: [fsdp2, fcdp-disk]
+workload:
+  model: tiny
+  tuning: full
+  accumulation: 1
+  inter_bandwidth: 100 Mbit/s
+  sequence_length: 32
+  micro_batch: 1
+  dtype: float32
+  lora_rank: 8
+  learning_rate: 0.001
+  warmup_steps: 1
+  steps: 2
+  timeout_s: 120
+"""
+PLAN = "plan --model gpt-10b --nodes 4 --gpus 8 --gpu a40 --inter-node 10Gbit/s --host-memory 512GB"
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tree")
+    for part in PARTS:
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "baselines" / "fcdp_disk.py").write_text(block("strategy"))
+    registry = folder / "baselines" / "registry.py"
+    before, start, after = registry.read_text().partition("STRATEGIES: tuple[Strategy, ...] = (\n")
+    entry = f"    {block('registry').strip()},\n"
+    registry.write_text(f"{before}{start}{entry}{after}")
+    (folder / "added.yaml").write_text(MATRIX)
+    return folder
+
+
+def run(copy: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments],
+        cwd=copy,
+        env={**os.environ, "PYTHONPATH": str(copy), "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_it_is_listed_run_compared_audited_drawn_planned_and_simulated(copy: Path) -> None:
+    assert "fcdp-disk" in run(copy, "experiments", "strategies")
+    ran = run(copy, "experiments", "run", "added.yaml", "--output", "runs/added")
+    assert "2/2 ok      fcdp-disk" in ran
+    audited = run(copy, "analysis", "audit", "runs/added")
+    row = next(line for line in audited.splitlines() if "fcdp-disk" in line)
+    assert "fair" in row or "ok" in row, audited
+    assert "fcdp-disk" in run(copy, "analysis", "table", "runs/added")
+    run(copy, "analysis", "report", "runs/added", "--output", "page")
+    assert any("fcdp-disk" in page.read_text() for page in copy.glob("page/**/*.html"))
+    assert "fcdp-disk" in run(copy, "experiments", *PLAN.split(), "--strategies", "fcdp-disk")
+    simulated = run(
+        copy,
+        "experiments",
+        "run",
+        "added.yaml",
+        "--cluster",
+        "simulated",
+        "--output",
+        "runs/simulated",
+    )
+    assert "fcdp-disk" in simulated

@@ -1,0 +1,210 @@
+"""Real sshd and real Slurm on this machine: network namespaces are the nodes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from experiments.clusters.network import Network
+from experiments.provenance import ROOT
+from tests.experiments.waiting import wait_until
+
+_SBIN = ("/usr/sbin", "/sbin")
+
+
+def require(package: str, *programs: str) -> None:
+    """Skip the test where one of the package's programs is missing."""
+    path = os.pathsep.join([os.environ["PATH"], *_SBIN])
+    missing = [name for name in programs if shutil.which(name, path=path) is None]
+    if missing:
+        pytest.skip(f"no {', '.join(missing)}: apt-get install {package}")
+
+
+class Daemons:
+    """Processes that end with the context, in namespaces of a network."""
+
+    def __init__(self, network: Network, folder: Path) -> None:
+        self.network = network
+        self.folder = folder
+        self.stack = ExitStack()
+
+    def inside(self, node: int, *command: str, **variables: str) -> subprocess.Popen[bytes]:
+        """Start a command on a node that has a host name of its own; its output is in a log."""
+        script = 'hostname "$0" && exec "$@"'
+        log = (self.folder / f"{Path(command[0]).name}-{node}.log").open("ab")
+        with log:
+            process = subprocess.Popen(
+                [
+                    *("nsenter", f"--net=/run/netns/{self.network.nodes[node]}"),
+                    *("unshare", "--uts", "--mount", "sh", "-c", script, f"n{node}", *command),
+                ],
+                env={**os.environ, "PATH": os.pathsep.join([os.environ["PATH"], *_SBIN])}
+                | variables,
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        self.stack.callback(end, process)
+        return process
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+
+
+@contextmanager
+def sshd(network: Network, folder: Path, hidden: Path) -> Iterator[Path]:
+    """An ssh server on every node but the first; yields a folder for the PATH with its client.
+
+    ``hidden``, the folder of a run, is empty there: as on machines without a common file system.
+    """
+    for key in ("host", "user"):
+        subprocess.run(
+            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True
+        )
+    Path("/run/sshd").mkdir(exist_ok=True)
+    client = folder / "bin"
+    client.mkdir()
+    options = (
+        f"IdentityFile={folder}/user",
+        "IdentitiesOnly=yes",
+        "StrictHostKeyChecking=accept-new",
+        f"UserKnownHostsFile={folder}/known",
+        "LogLevel=ERROR",
+    )
+    words = " ".join(f"-o {option}" for option in options)
+    program(client / "ssh", f'exec {shutil.which("ssh")} -F none {words} "$@"')
+    daemons = Daemons(network, folder)
+    with daemons.stack:
+        for node, address in list(enumerate(network.addresses))[1:]:
+            settings = (
+                *(f"ListenAddress={address}", f"HostKey={folder}/host", "UsePAM=no"),
+                *(f"AuthorizedKeysFile={folder}/user.pub", "StrictModes=no", "PidFile=none"),
+            )
+            options = tuple(word for setting in settings for word in ("-o", setting))
+            daemons.inside(
+                node,
+                *("sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', str(hidden)),
+                *("/usr/sbin/sshd", "-D", "-e", "-f", "/dev/null", *options),
+            )
+            there = [*enter(network, 0), str(client / "ssh"), address, "true"]
+            wait_until(lambda there=there: _succeeds(there))
+        yield client
+
+
+def enter(network: Network, node: int) -> list[str]:
+    return ["nsenter", f"--net=/run/netns/{network.nodes[node]}"]
+
+
+def program(path: Path, script: str) -> None:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+def _succeeds(command: Sequence[str], **variables: str) -> bool:
+    done = subprocess.run(
+        command, env={**os.environ, **variables}, capture_output=True, check=False
+    )
+    return done.returncode == 0
+
+
+class Slurm:
+    """A Slurm of as many nodes as the network has: n0, n1 …"""
+
+    def __init__(self, daemons: Daemons, conf: Path) -> None:
+        self._daemons = daemons
+        self.variables = {"SLURM_CONF": str(conf)}
+        self.slurmd: list[subprocess.Popen[bytes]] = []
+
+    def start(self, node: int) -> subprocess.Popen[bytes]:
+        """Start a node's daemon."""
+        return self._daemons.inside(node, "slurmd", "-D", "-N", f"n{node}", **self.variables)
+
+    def command(self, *words: str) -> list[str]:
+        return [*enter(self._daemons.network, 0), *words]
+
+    def call(self, *words: str) -> str:
+        """Call one of Slurm's commands on the first node; what it prints."""
+        done = subprocess.run(
+            self.command(*words),
+            env={**os.environ, **self.variables},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def idle(self) -> bool:
+        """Whether all nodes wait for work."""
+        states = self.call("sinfo", "--noheader", "--Node", "--format=%T").split()
+        return states == ["idle"] * len(self._daemons.network.nodes)
+
+
+@contextmanager
+def slurm(network: Network, folder: Path) -> Iterator[Slurm]:
+    """A controller on the first node and a daemon on each, with one partition of all nodes."""
+    (folder / "key").write_bytes(os.urandom(128))
+    (folder / "key").chmod(0o400)
+    nodes = "\n".join(
+        f"NodeName=n{node} NodeHostname=n{node} NodeAddr={address} CPUs=2 State=UNKNOWN"
+        for node, address in enumerate(network.addresses)
+    )
+    conf = folder / "slurm.conf"
+    conf.write_text(_SLURM.format(folder=folder, head=network.addresses[0], nodes=nodes))
+    (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+    (folder / "state").mkdir()
+    daemons = Daemons(network, folder)
+    with daemons.stack:
+        files = {name: folder / name for name in ("socket", "pid", "log", "seed")}
+        options = {
+            "--key-file": folder / "key",
+            "--socket": files["socket"],
+            "--pid-file": files["pid"],
+            "--log-file": files["log"],
+            "--seed-file": files["seed"],
+        }
+        daemons.inside(
+            0, "munged", "--foreground", "--force", *(f"{k}={v}" for k, v in options.items())
+        )
+        wait_until(files["socket"].exists)
+        started = Slurm(daemons, conf)
+        daemons.inside(0, "slurmctld", "-D", **started.variables)
+        for node in range(len(network.nodes)):
+            started.slurmd.append(started.start(node))
+        wait_until(lambda: _succeeds(started.command("scontrol", "ping"), **started.variables))
+        wait_until(started.idle)
+        yield started
+
+
+_SLURM = """\
+ClusterName=test
+SlurmctldHost=n0({head})
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={folder}/socket
+SlurmUser=root
+SlurmdUser=root
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/linear
+MpiDefault=none
+ReturnToService=2
+SlurmdTimeout=8
+KillWait=5
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+{nodes}
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""

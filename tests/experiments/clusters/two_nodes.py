@@ -1,0 +1,132 @@
+"""A matrix of two cells on two nodes of this machine, run by the command line on the first."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from experiments import records
+from experiments.clusters import namespaces
+from experiments.clusters.network import INTERFACE, Network
+from experiments.provenance import ROOT
+from experiments.records import Record
+from tests.experiments.waiting import is_running, wait_until
+
+#: Within which a lost node must have ended the run.
+_AT_MOST_S = 60
+
+_MATRIX = """\
+name: tiny
+description: two cells
+cluster: {nodes: 4, ranks_per_node: 8}
+models: [{name: tiny, family: gpt2, layers: 1, width: 16, heads: 1}]
+axes:
+  strategy: [fsdp2, fcdp]
+workload:
+  inter_bandwidth: unshaped
+  model: tiny
+  tuning: full
+  sequence_length: 16
+  micro_batch: 1
+  accumulation: 1
+  dtype: float32
+  lora_rank: 4
+  learning_rate: 0.001
+  warmup_steps: 1
+  steps: STEPS
+  timeout_s: 200
+"""
+
+
+class Run:
+    """One run of the matrix, by the command line on the first node."""
+
+    def __init__(self, folder: Path, before: list[str], variables: dict[str, str]) -> None:
+        self.folder = folder
+        self.output = folder / "hidden"
+        self.output.mkdir(exist_ok=True)
+        self._before = before
+        self.variables = variables
+
+    def command(self, steps: int) -> list[str]:
+        """What follows ``python -m experiments``. The id of a cell has its number of steps."""
+        matrix = self.folder / "tiny.yaml"
+        matrix.write_text(_MATRIX.replace("STEPS", str(steps)))
+        return ["run", str(matrix), "--no-wandb", "--resume", "--output", str(self.output / "run")]
+
+    def start(self, steps: int = 2) -> subprocess.Popen[str]:
+        path = os.pathsep.join([self.variables.get("PATH", ""), os.environ["PATH"]])
+        return subprocess.Popen(
+            [
+                *self._before,
+                *(sys.executable, "-m", "experiments", *self.command(steps)),
+                *("--cluster", "rented"),
+            ],
+            cwd=ROOT,
+            env={**os.environ, "FCDP_RANKS_PER_NODE": "1", **self.variables, "PATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def wait_until_it_trains(self) -> None:
+        wait_until(lambda: any(self.output.glob("run/cells/*/progress.jsonl")), 200)
+
+    def check_records(self) -> None:
+        """Both cells have trained on two nodes, and the kernel has counted what crossed."""
+        found = self.records()
+        assert [(each.cell.strategy, each.state, each.evidence) for each in found] == [
+            ("fsdp2", "ok", "measured"),
+            ("fcdp", "ok", "measured"),
+        ], [each.error for each in found]
+        for each in found:
+            assert (each.cell.cluster.nodes, each.cell.cluster.ranks_per_node) == (2, 1)
+            assert each.network["counted_interface"] == INTERFACE
+            assert each.measurement is not None
+            assert each.measurement.inter_node_bytes_per_step > 1000
+            logs = self.output / "run/cells" / each.cell_id / "logs"
+            assert {"node0.log", "node1.log", "rank0.log", "rank1.log"} <= set(os.listdir(logs))
+
+    def records(self) -> list[Record]:
+        file = self.output / "run/records.jsonl"
+        return records.read(file) if file.exists() else []
+
+
+def finish(process: subprocess.Popen[str], within_s: float = 280) -> str:
+    """What the process printed; its exit status is checked by who calls."""
+    try:
+        return process.communicate(timeout=within_s)[0]
+    finally:
+        process.kill()
+
+
+def check_lost(process: subprocess.Popen[str], run: Run, since: float) -> None:
+    """It has ended within a minute, without a record of the cell that ran."""
+    said = finish(process, _AT_MOST_S)
+    assert time.monotonic() - since < _AT_MOST_S
+    assert process.returncode == 2, said
+    assert "is lost" in said
+    assert "go on with --resume" in said
+    assert run.records() == []
+
+
+def check_that_it_goes_on(run: Run) -> None:
+    """The same command runs what has no record."""
+    again = run.start()
+    said = finish(again)
+    assert again.returncode == 0, said
+    run.check_records()
+
+
+def programs_of_ranks(network: Network) -> list[int]:
+    """Pids of ranks, of torchrun and of what started it, on any node."""
+    found = []
+    for name in network.nodes:
+        for pid in namespaces.processes(name):
+            words = Path(f"/proc/{pid}/cmdline").read_bytes() if is_running(pid) else b""
+            if b"experiments.clusters." in words:
+                found.append(pid)
+    return found

@@ -1,0 +1,130 @@
+"""The wheel: the library alone, which torch alone is needed for."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from email.message import Message
+from email.parser import Parser
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from tests.packaging import ROOT
+
+pytest.importorskip("packaging", reason="not in an environment made by `make setup`")
+from packaging.requirements import Requirement
+
+#: Imports the library with everything in it, and none of the parts beside it.
+IMPORTS = """
+import importlib.util, pkgutil, sys
+import fcdp
+for module in pkgutil.walk_packages(fcdp.__path__, "fcdp."):
+    importlib.import_module(module.name)
+    print(module.name)
+for beside in ("baselines", "simulation", "experiments", "analysis"):
+    assert importlib.util.find_spec(beside) is None, beside
+assert fcdp.__file__.startswith(sys.prefix), fcdp.__file__
+"""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the checkout, in which no build has left anything."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("fcdp", "baselines", "tests"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    return source
+
+
+def built(hook: str, source: Path, target: Path) -> Path:
+    """What the build backend's ``hook`` makes, without pip and so without a network."""
+    code = f"import sys, setuptools.build_meta as backend; backend.{hook}(sys.argv[1])"
+    command = [sys.executable, "-c", code, target]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (found,) = target.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built("build_wheel", source, tmp_path_factory.mktemp("wheels"))
+
+
+def test_an_editable_install_finds_the_parts_beside_the_library(
+    source: Path, tmp_path: Path
+) -> None:
+    """By the path of the checkout, so that a part that is added later is found as well."""
+    with zipfile.ZipFile(built("build_editable", source, tmp_path)) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".pth"))
+        assert archive.read(name).decode().strip() == str(source)
+
+
+def described(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return Parser().parsestr(archive.read(name).decode())
+
+
+def test_it_has_every_file_of_the_library_and_no_other(wheel: Path) -> None:
+    files = [path for path in (ROOT / "fcdp").rglob("*") if path.is_file()]
+    expected = {path.relative_to(ROOT).as_posix() for path in files if path.suffix != ".pyc"}
+    found = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert found == expected
+
+
+def test_it_asks_for_torch_alone(wheel: Path) -> None:
+    (needed,) = described(wheel).get_all("Requires-Dist", [])
+    assert Requirement(needed).name == "torch"
+    assert described(wheel).get_all("Provides-Extra") is None
+
+
+def test_an_environment_with_torch_alone_imports_all_of_it(wheel: Path, tmp_path: Path) -> None:
+    environment = tmp_path / "environment"
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def call(*command: str | Path) -> str:
+        done = subprocess.run(
+            command, cwd=tmp_path, env=clean, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    call(sys.executable, "-m", "venv", "--without-pip", environment)
+    python = environment / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-index"]
+    call(*pip, "--no-deps", "--disable-pip-version-check", wheel)
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    link("torch", shared)
+    (packages,) = environment.glob("lib/*/site-packages")
+    (packages / "shared.pth").write_text(f"{shared}\n")
+    modules = {path.relative_to(ROOT) for path in (ROOT / "fcdp").rglob("*.py")}
+    names = {".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in modules}
+    assert {*call(python, "-c", IMPORTS).split()} == names - {"fcdp"}
+
+
+def link(name: str, target: Path) -> None:
+    """Link a package that is installed here, and all that it asks for, into ``target``."""
+    queue, seen = [name], set[str]()
+    while queue:
+        found = metadata.distribution(queue.pop())
+        if found.name in seen:
+            continue
+        seen.add(found.name)
+        for root in {file.parts[0] for file in found.files or []} - {"..", "__pycache__"}:
+            if not (target / root).exists():  # several packages may share a folder
+                (target / root).symlink_to(str(found.locate_file(root)))
+        needed = map(Requirement, found.requires or [])
+        queue += [
+            other.name
+            for other in needed
+            if other.marker is None or other.marker.evaluate({"extra": ""})
+        ]

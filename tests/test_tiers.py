@@ -1,0 +1,112 @@
+"""Each test is in one tier, and unit tests start nothing."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiers import FIXTURES, FOLDERS, tier_of
+
+ROOT = Path(__file__).resolve().parents[1]
+
+TESTS = """
+import multiprocessing, os, subprocess, sys
+import pytest, torch.distributed as dist
+
+def run():
+    subprocess.run([sys.executable, "-c", ""], check=True)
+
+def test_quiet(tmp_path): pass
+def test_commit(): subprocess.run(["git", "--version"], check=True, capture_output=True)
+def test_command(): run()
+@pytest.mark.ranks
+def test_marked(): run()
+def test_process(ranks): run()
+def test_namespace(ranks, privileged): run()
+def test_caught():
+    try: run()
+    except BaseException: pass
+def test_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.destroy_process_group()
+def test_start():
+    process = multiprocessing.get_context("spawn").Process(target=print)
+    process.start()
+    process.kill()
+def test_fork():
+    child = os.fork()
+    if not child: os._exit(0)
+    os.waitpid(child, 0)
+@pytest.fixture
+def shared(): run()
+def test_fixture(shared): pass
+"""
+CONFTEST = """
+import pytest
+from tests.tiers import install as pytest_configure
+
+@pytest.fixture
+def ranks(): pass
+
+@pytest.fixture
+def privileged(): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("marks", "fixtures", "folder", "tier"),
+    [
+        (set(), set(), "tests/fcdp", "unit"),
+        ({"gpu"}, {"tmp_path"}, "tests/fcdp", "unit"),
+        (set(), {"tmp_path", "ranks"}, "tests/fcdp", "ranks"),
+        ({"ranks"}, {"tmp_path"}, "tests/fcdp", "ranks"),
+        (set(), {"ranks", "privileged"}, "tests/fcdp", "cluster"),
+        ({"cluster"}, {"ranks"}, "tests/fcdp", "cluster"),
+        (set(), set(), "tests/launch/deeper", "cluster"),
+        (set(), {"ranks"}, "tests/launch", "cluster"),
+        ({"unit"}, set(), "tests/launch", "unit"),
+        (set(), set(), "tests/launcher", "unit"),
+    ],
+)
+def test_fixtures_marks_and_folders_say_the_tier(
+    marks: set[str], fixtures: set[str], folder: str, tier: str
+) -> None:
+    assert tier_of(marks, fixtures, folder) == tier
+
+
+def test_the_folders_and_fixtures_are_there() -> None:
+    assert [folder for folder in FOLDERS if not (ROOT / folder).is_dir()] == []
+    texts = [path.read_text() for path in (ROOT / "tests").rglob("conftest.py")]
+    defined = {name for text in texts for name in re.findall(r"^def (\w+)\(", text, re.MULTILINE)}
+    assert FIXTURES.keys() <= defined
+
+
+def test_a_test_is_in_one_tier() -> None:
+    with pytest.raises(ValueError, match="marked as unit and ranks"):
+        tier_of({"ranks", "unit"}, set())
+    with pytest.raises(ValueError, match="marked as ranks, and uses a fixture of cluster"):
+        tier_of({"ranks"}, {"privileged"})
+
+
+@pytest.mark.ranks
+def test_unit_tests_that_start_something_fail(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(TESTS)
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "pytest.ini").write_text(
+        "[pytest]\naddopts = --strict-markers -rA -p no:cacheprovider"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    errors = {
+        line.split("::")[1].split()[0] for line in done.stdout.splitlines() if line[:5] == "ERROR"
+    }
+    expected = {"command", "caught", "group", "start", "fork", "fixture"}
+    assert errors == {f"test_{name}" for name in expected}, done.stdout
+    assert "a unit test started init_process_group: mark it as ranks" in done.stdout
+    assert "11 passed, 6 errors" in done.stdout

@@ -1,0 +1,122 @@
+"""Tiers of tests: ``unit``, ``ranks`` and ``cluster``, each test in one.
+
+A test's tier follows from the fixtures that it uses (``FIXTURES``) and the folder that it is in
+(``FOLDERS``), or is marked where those do not show it: ``@pytest.mark.ranks``. All others are unit
+tests, and are held to it: one that starts a process or a process group fails, so that none takes
+the quick tier's time unnoticed.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing.process
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+TIERS = {
+    "unit": "one process, no process group",
+    "ranks": "processes: rank pools, process groups, commands",
+    "cluster": "network namespaces, emulated clusters, launchers",
+}
+#: Who uses one of these is in the tier beside it; the highest counts.
+FIXTURES = {"ranks": "ranks", "apart": "ranks", "privileged": "cluster"}
+#: What is in one of these, unless it is marked, is in the tier beside it: commands, launchers.
+FOLDERS = {
+    "tests/packaging": "ranks",
+    "tests/examples": "ranks",
+    "tests/launch": "cluster",
+    "tests/experiments/clusters": "cluster",
+}
+#: Audit events of what starts a process, and where in their arguments the program is.
+_EVENTS = {"subprocess.Popen": 0, "os.posix_spawn": 0, "os.system": 0, "os.fork": None}
+#: Programs that libraries ask for facts, in milliseconds: which commit, which libraries.
+_QUICK = frozenset({"git", "ldconfig", "/sbin/ldconfig", "uname"})
+
+
+def tier_of(marks: set[str], fixtures: set[str], folder: str = "tests") -> str:
+    """The tier of a test with these markers and fixtures, in a folder of the repository.
+
+    Raises ``ValueError`` for one that is marked with several tiers, or with a lower one than a
+    fixture that it uses.
+    """
+    marked = [tier for tier in TIERS if tier in marks]
+    if len(marked) > 1:
+        raise ValueError(f"marked as {' and '.join(marked)}: a test is in one tier")
+    used = _highest(FIXTURES.get(name) for name in fixtures)
+    if marked and _highest([*marked, used]) != marked[0]:
+        raise ValueError(f"marked as {marked[0]}, and uses a fixture of {used}")
+    placed = (tier for place, tier in FOLDERS.items() if f"{folder}/".startswith(f"{place}/"))
+    return marked[0] if marked else _highest([used, *placed])
+
+
+def _highest(tiers: Iterable[str | None]) -> str:
+    order = [*TIERS]
+    return order[max((order.index(tier) for tier in tiers if tier), default=0)]
+
+
+def install(config: pytest.Config) -> None:
+    """Register the tiers' markers, and what marks and watches tests."""
+    for tier, has in TIERS.items():
+        config.addinivalue_line("markers", f"{tier}: {has}")
+    tiers = _Tiers()
+    config.pluginmanager.register(tiers)
+    sys.addaudithook(tiers.audit)
+    tiers.watch(multiprocessing.process.BaseProcess, "start")
+    tiers.watch(dist, "init_process_group")
+
+
+class _Tiers:
+    """Marks each collected test with its tier, and watches those of the tier ``unit``."""
+
+    def __init__(self) -> None:
+        self._started: list[str] = []
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for item in items:
+            marks = {mark.name for mark in item.iter_markers()}
+            fixtures = {*getattr(item, "fixturenames", ())}
+            folder = item.nodeid.partition("::")[0].rpartition("/")[0]
+            try:
+                tier = tier_of(marks, fixtures, folder)
+            except ValueError as error:
+                raise pytest.UsageError(f"{item.nodeid}: {error}") from error
+            item.add_marker(tier)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Iterator[None]:
+        self._started.clear()
+        yield
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> Iterator[None]:
+        yield
+        if self._started and item.get_closest_marker("unit"):
+            pytest.fail(
+                f"a unit test started {', '.join(self._started)}: mark it as ranks (processes and "
+                "process groups) or cluster (namespaces, clusters, launchers)",
+                pytrace=False,
+            )
+
+    def audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Note the processes that Python tells its audit hooks of."""
+        if event in _EVENTS:
+            place = _EVENTS[event]
+            program = event if place is None else str(arguments[place])
+            if program not in _QUICK:
+                self._started.append(program)
+
+    def watch(self, owner: Any, name: str) -> None:
+        """Note each call of ``owner.name`` from now on."""
+        called: Callable[..., Any] = getattr(owner, name)
+
+        @functools.wraps(called)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._started.append(name)
+            return called(*args, **kwargs)
+
+        setattr(owner, name, call)
