@@ -14,7 +14,7 @@ import torch.nn as nn
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baselines import strategy
+from baselines import registry, strategy
 from baselines.registry import STRATEGY_NAMES
 from tests.baselines.jobs import job
 
