@@ -33,8 +33,9 @@ FOLDERS = {
 }
 #: Audit events of what starts a process, and where in their arguments the program is.
 _EVENTS = {"subprocess.Popen": 0, "os.posix_spawn": 0, "os.system": 0, "os.fork": None}
-#: Programs that libraries ask for facts, in milliseconds: which commit, which libraries.
-_QUICK = frozenset({"git", "ldconfig", "/sbin/ldconfig", "uname"})
+#: Programs that libraries ask for facts, in milliseconds: which commit, which libraries. DeepSpeed
+#: asks the compiler, in whichever test imports it first.
+_QUICK = frozenset({"file", "gcc", "git", "ldconfig", "/sbin/ldconfig", "uname"})
 
 
 def tier_of(marks: set[str], fixtures: set[str], folder: str = "tests") -> str:

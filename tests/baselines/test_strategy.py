@@ -14,7 +14,7 @@ import torch.nn as nn
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baselines import strategy
+from baselines import registry, strategy
 from baselines.registry import STRATEGY_NAMES
 from tests.baselines.jobs import job
 
@@ -44,7 +44,8 @@ def test_every_strategy_loads(name: str) -> None:
     build = strategy.load(name)
     parameters = inspect.signature(build).parameters.values()
     assert [p.name for p in parameters if p.default is p.empty] == ["model", "job"]
-    assert build.__module__ == "baselines." + name.replace("-", "_")
+    found = registry.find(name)
+    assert build.__module__ == (found.module if found.preset_of is None else strategy.__name__)
 
 
 @pytest.mark.parametrize("name", ["deepspeed_zero3", "", "FCDP", "strategy", "names"])
