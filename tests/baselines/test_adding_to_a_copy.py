@@ -67,6 +67,7 @@ def run(copy: Path, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.usefixtures("privileged")
 def test_it_is_listed_run_compared_audited_drawn_planned_and_simulated(copy: Path) -> None:
     assert "fcdp-disk" in run(copy, "experiments", "strategies")
     ran = run(copy, "experiments", "run", "added.yaml", "--output", "runs/added")

@@ -247,6 +247,6 @@ def test_what_does_not_fit_is_refused_on_every_rank(ranks: Pools, tmp_path: Path
     }.items():
         assert words in first[case], (case, first[case])
         if case == "extra":
-            assert "another rank" in second[case]
+            assert "rank 0: extra" in second[case]
         else:
             assert words in second[case], (case, second[case])

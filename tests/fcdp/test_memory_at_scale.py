@@ -72,7 +72,8 @@ def imitated_host() -> Iterator[None]:
         mock.patch("fcdp.cache.tiers.host.runs", MetaCopies),
         mock.patch("fcdp.cache.memory.available_host_memory", return_value=2**40),
         mock.patch("fcdp.exchange._SwapAndAdd", Sums),
-        mock.patch("fcdp.engine.any_rank", side_effect=lambda flags, _: list(flags)),
+        mock.patch("fcdp.agreement.any_rank", side_effect=lambda flags, _: list(flags)),
+        mock.patch("fcdp.cache.cache.any_rank", side_effect=lambda flags, _: list(flags)),
         mock.patch("fcdp.staleness.any_rank", side_effect=lambda flags, _: list(flags)),
     ):
         yield
