@@ -11,7 +11,7 @@ import typer
 from analysis import strategies
 
 if TYPE_CHECKING:
-    from experiments.records import Record
+    from experiments.records.record import Record
 
 # The commands import what they need themselves: pandas and seaborn take seconds on a busy
 # machine, which neither --help nor a wrong path should cost.

@@ -72,15 +72,6 @@ def count(value: float | None) -> str:
     return f"{number(value / 1e6)} M" if value >= 1e5 else f"{value:,.0f}"
 
 
-def link(bits_per_s: float | None) -> str:
-    """A node's egress limit."""
-    if bits_per_s is None or math.isnan(bits_per_s):
-        return "unshaped"
-    if bits_per_s >= 1e9:
-        return f"{bits_per_s / 1e9:g} Gbit/s"
-    return f"{bits_per_s / 1e6:g} Mbit/s"
-
-
 def whole(value: float) -> str:
     """A count of things."""
     return f"{value:,.0f}"

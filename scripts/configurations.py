@@ -15,8 +15,9 @@ import torch
 
 from baselines import deepspeed_zero3, registry, strategy
 from baselines.strategy import Job
-from experiments import matrix, models
-from experiments.records import Cell
+from experiments.matrix import reader
+from experiments.records.cell import Cell
+from experiments.worker import models
 from fcdp import Topology
 
 FOLDER = Path(__file__).resolve().parents[1] / "baselines/configurations"
@@ -24,7 +25,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "baselines/configurations"
 
 def configurations() -> dict[str, dict[str, Any]]:
     """By strategy, on CPUs, for full fine-tuning; DeepSpeed itself is not started."""
-    cells = [planned.cell for planned in matrix.read("volume").cells]
+    cells = [planned.cell for planned in reader.read("volume").cells]
     cell = next(each for each in cells if each.tuning == "full")
     names = [entry.name for entry in registry.STRATEGIES if entry.engine == "deepspeed"]
     return {name: _configuration(cell, name) for name in names}

@@ -19,9 +19,10 @@ from rich.console import Console
 from analysis import text
 from analysis.compare.audit import Finding, audit
 from analysis.load.table import load
-from experiments.matrix import format_bandwidth
-from experiments.records import Cell, Record
-from experiments.summary_table import summary
+from experiments.records.cell import Cell
+from experiments.records.record import Record
+from experiments.terminal.summary_table import summary
+from simulation.quantities import format_link
 
 ROOT = Path(__file__).resolve().parent.parent
 _PLAN = (
@@ -132,7 +133,7 @@ def _kept(records: Sequence[Record]) -> str:
     by = {(r.cell.strategy, r.cell.inter_bandwidth_bits_per_s): r for r in records}
     names = list(dict.fromkeys(r.cell.strategy for r in records))
     lines = [
-        f"| Strategy | unshaped tokens/s | {format_bandwidth(slow)} tokens/s | keeps "
+        f"| Strategy | unshaped tokens/s | {format_link(slow)} tokens/s | keeps "
         f"| over {names[0]} | MB/step |",
         "|---|--:|--:|--:|--:|--:|",
     ]
@@ -224,7 +225,7 @@ def _rate(record: Record | None) -> str:
 
 
 def _setting(cell: Cell) -> tuple[object, ...]:
-    link = format_bandwidth(cell.inter_bandwidth_bits_per_s)
+    link = format_link(cell.inter_bandwidth_bits_per_s)
     return cell.model.name, cell.tuning, link, cell.accumulation
 
 

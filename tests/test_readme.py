@@ -13,7 +13,7 @@ from typer.main import get_group
 
 import analysis.__main__
 import experiments.__main__
-from experiments.matrix_files import find, suites
+from experiments.matrix.files import find, suites
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

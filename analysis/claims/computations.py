@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from analysis.load.rows import Quantity, Row
-from experiments.parity import largest_difference
-from experiments.records import State
+from experiments.records.parity import largest_difference
+from experiments.records.record import State
 from simulation.files import Strict
 from simulation.transformer import Tuning
 

@@ -14,10 +14,10 @@ from pydantic import Field, ValidationError, model_validator
 
 from analysis.claims.computations import SCALES, Computation, Unit
 from analysis.load import matrices
-from experiments import yaml_lines
-from experiments.records import MatrixName
-from experiments.yaml_lines import Document, KeyPath
+from experiments.records.cell import MatrixName
+from simulation import yaml_lines
 from simulation.files import Name, Strict
+from simulation.yaml_lines import Document, KeyPath
 
 CLAIMS = Path(__file__).parents[1] / "claims.yaml"
 

@@ -10,7 +10,7 @@ from analysis import text
 from analysis.claims.computations import SCALES, Ratio, Sample, Unit, Value, taken
 from analysis.claims.papers import Check, Claim, Claims
 from analysis.load.rows import Row
-from experiments.records import Evidence
+from experiments.records.abilities import Evidence
 
 Verdict = Literal["reproduced", "not reproduced", "not run"]
 #: A claim whose checks do not agree.

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from analysis.text import ABSENT, number, times
-from experiments import framing, parity
-from experiments.parity import REFERENCE, Parity
-from experiments.records import Cell, Measurement, Record
+from experiments.records import framing, parity
+from experiments.records.cell import Cell
+from experiments.records.parity import REFERENCE, Parity
+from experiments.records.record import Measurement, Record
+from simulation.framing import MESSAGE_BYTES
 
 
 @dataclass(frozen=True)
@@ -44,13 +46,13 @@ _ALLOWANCES = {
     "fcdp": _EXACT,
 }
 _MESSAGES = (
-    f"Headers of small messages: up to {framing.MESSAGE_BYTES} bytes for each, which is a large "
+    f"Headers of small messages: up to {MESSAGE_BYTES} bytes for each, which is a large "
     "share where little else is sent"
 )
 _WHOLE = (
     "After each step DeepSpeed gathers one by one all parameters that it keeps whole, vectors and "
     "adapters, frozen ones too: the headers of so many small messages, up to "
-    f"{framing.MESSAGE_BYTES} bytes for each, are a large share where little else is sent"
+    f"{MESSAGE_BYTES} bytes for each, are a large share where little else is sent"
 )
 #: What needs no explanation.
 _NEAR = 1.05

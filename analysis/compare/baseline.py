@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 
 from analysis import strategies
-from experiments import settings
-from experiments.records import Cell
+from experiments.records import settings
+from experiments.records.cell import Cell
 
 _CONDITIONS = settings.names(Cell, "condition")
 #: Cells are compared only where all of these agree; how many steps were timed may differ.

@@ -11,8 +11,9 @@ import pandas as pd
 
 from analysis import strategies, text
 from baselines.schedule import DEEPSPEED
-from experiments import framing
-from experiments.records import Record
+from experiments.records import framing
+from experiments.records.record import Record
+from simulation.framing import MESSAGE_BYTES, SHARE
 
 #: What the predictions know of the records that they are compared with.
 FITTED = (
@@ -22,7 +23,7 @@ FITTED = (
 )
 #: What counted bytes may be more than those predicted, in words.
 FRAMING = (
-    f"headers and acknowledgements: {100 * framing.SHARE:g} % and {framing.MESSAGE_BYTES} bytes a "
+    f"headers and acknowledgements: {100 * SHARE:g} % and {MESSAGE_BYTES} bytes a "
     f"message; of DeepSpeed's, {100 * DEEPSPEED.estimated_share:g} % more"
 )
 _LINKS = {True: "limited", False: "unshaped"}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pandas as pd
 
-from experiments import settings
-from experiments.records import Cell
+from experiments.records import settings
+from experiments.records.cell import Cell
 
 #: Settings that a table names only where they differ between its cells.
 OPTIONAL = {

@@ -10,6 +10,7 @@ from analysis import strategies, text
 from analysis.compare.baseline import annotated
 from analysis.compare.varying import PANEL
 from analysis.load.provenance import provenance
+from simulation.quantities import format_link
 
 
 def both(cells: pd.DataFrame) -> str:
@@ -53,7 +54,7 @@ def _throughput(cells: pd.DataFrame) -> str:
     if links.nunique(dropna=False) == 1:
         return _joined(
             "tokens a second of the whole cluster, each node's egress limit being "
-            f"{text.link(links.iloc[0])} (medians of {steps} steps).",
+            f"{format_link(links.iloc[0])} (medians of {steps} steps).",
             f"Beside the bar: {over}" if gains else "",
         )
     return _joined(

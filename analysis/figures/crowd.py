@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from analysis import strategies, text
+from analysis import strategies
 from analysis.figures import axes, captions
 from analysis.figures.drawings import (
     Drawing,
@@ -28,6 +28,7 @@ from analysis.figures.drawings import (
     stroke,
     style,
 )
+from simulation.quantities import format_link
 
 #: Width of a column and height of a row of small multiples, in inches.
 WIDTH, HEIGHT = 2.7, 2.0
@@ -41,7 +42,7 @@ def draw_throughput(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> Dra
     """Lines over the links, or bars where there is but one."""
     links = cells["inter_bandwidth_bits_per_s"].unique()
     if len(links) == 1:
-        name = f"tokens/s, {text.link(links[0])}"
+        name = f"tokens/s, {format_link(links[0])}"
         figure = _bars(cells, looks, axes.draw_throughput_of_one_link, name, [])
     else:
         name = "link between nodes, Mbit/s"

@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis import strategies, text
+from analysis import strategies
 from analysis.compare.baseline import must_agree
 from analysis.compare.varying import AXES, PANEL, in_words, varying
 from analysis.figures import axes, captions, crowd
@@ -27,6 +27,7 @@ from analysis.figures.drawings import (
     stroke,
     style,
 )
+from simulation.quantities import format_link
 
 #: Up to this many panels stand side by side; more are stacked.
 WIDEST = 4
@@ -89,7 +90,7 @@ def draw_traffic(cells: pd.DataFrame, looks: axes.Looks, setting: str = "") -> D
     with style():
         figure, pairs = _pairs_of_axes(len(panels))
         links = cells["inter_bandwidth_bits_per_s"].unique()
-        one_link = text.link(links[0]) if len(links) == 1 else None
+        one_link = format_link(links[0]) if len(links) == 1 else None
         for (title, panel), (upper, lower) in zip(panels, pairs, strict=True):
             upper.set_title(title)
             if one_link:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from analysis import text
 from analysis.load.rows import Row
 from simulation.bound.study import BoundRecord
+from simulation.quantities import format_link
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def _row(record: BoundRecord) -> Row:
     return Row(
         settings={
             "model": point.model,
-            "link": text.link(point.bandwidth_bits_per_s),
+            "link": format_link(point.bandwidth_bits_per_s),
             "gpus": point.gpus,
             "sequence_length": point.sequence_length,
         },

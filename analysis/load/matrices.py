@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
-from analysis import text
-from experiments.yaml_lines import load
-
-_LINK = re.compile(r"([\d.]+) ?([kMG]?)bit/s")
-_SIZES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
+from simulation.quantities import format_link, link
+from simulation.yaml_lines import load
 
 
 @cache
@@ -60,5 +56,4 @@ def _given(content: Mapping[str, Any], setting: str) -> Iterator[str]:
 
 
 def _link(written: str) -> str:
-    match = _LINK.fullmatch(written)
-    return text.link(float(match[1]) * _SIZES[match[2]]) if match else written
+    return format_link(link(written))

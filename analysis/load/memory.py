@@ -8,7 +8,7 @@ from pathlib import Path
 
 from analysis import text
 from analysis.load.rows import Quantity, Row, settings_of
-from experiments.records import Cell
+from experiments.records.cell import Cell
 from simulation.imitated.records import MemoryRecord, read
 
 

@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from analysis import text
 from analysis.load.table import values
-from experiments import settings
-from experiments.parity import promised
-from experiments.records import Cell, Evidence, Record, State
+from experiments.records import settings
+from experiments.records.abilities import Evidence
+from experiments.records.cell import Cell
+from experiments.records.parity import promised
+from experiments.records.record import Record, State
+from simulation.quantities import format_link
 
 #: A record's values by column of the table.
 _Columns = Mapping[str, Any]
@@ -59,7 +61,7 @@ def row(record: Record) -> Row:
 def settings_of(cell: Cell) -> dict[str, object]:
     """All that decides what the cell's step is; the link as tables write it."""
     found = settings.values(cell, settings.names(Cell, "condition", "subject"))
-    return found | {"link": text.link(found.pop("inter_bandwidth_bits_per_s"))}
+    return found | {"link": format_link(found.pop("inter_bandwidth_bits_per_s"))}
 
 
 def _ledger(columns: _Columns, *phases: str) -> float | None:

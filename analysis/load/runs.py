@@ -14,7 +14,7 @@ from analysis.load.bound import BoundStudy
 from analysis.load.memory import MemoryStudy
 from analysis.load.rows import Row, row
 from analysis.load.table import frame, latest
-from experiments.records import Record, read
+from experiments.records.record import Record, read
 from simulation.bound import study as bound
 
 #: Where the records that are not of cells are, relative to the folder of results.

@@ -11,8 +11,9 @@ from typing import Any, get_origin
 import numpy as np
 import pandas as pd
 
-from experiments import settings
-from experiments.records import Cell, Measurement, Record, read
+from experiments.records import settings
+from experiments.records.cell import Cell
+from experiments.records.record import Measurement, Record, read
 
 #: Settings of a cell that have a column; what it chooses for its strategy is in ``strategy``.
 _SETTINGS = settings.names(Cell, "condition", "incidental")

@@ -16,7 +16,8 @@ from analysis.figures.matrix import draw
 from analysis.load import provenance
 from analysis.load.table import frame, latest, write_parquet
 from analysis.report import pages, tables
-from experiments.records import Record
+from experiments.records.record import Record
+from simulation.quantities import format_link
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def _headline(item: Headline, compared: pd.DataFrame) -> dict[str, Any]:
         "fastest_other": strategies.label(item.fastest_other),
         "speed_up_over_fastest_other": text.times(item.speed_up_over_fastest_other),
         "model": item.model,
-        "link": text.link(item.bandwidth),
+        "link": format_link(item.bandwidth),
         "cell": item.cell,
         "cells": len(item.speed_ups),
         "speed_ups": text.one_or_range(item.speed_ups),
@@ -150,7 +151,7 @@ def _failures(compared: pd.DataFrame) -> list[dict[str, str]]:
 def _networks(compared: pd.DataFrame) -> list[tuple[str, dict[str, str]]]:
     """What the shaper was set to, for each link."""
     found = []
-    keys = compared["inter_bandwidth_bits_per_s"].map(text.link)
+    keys = compared["inter_bandwidth_bits_per_s"].map(format_link)
     for link, cells in compared.groupby(keys, sort=False):
         found += [(str(link), setting) for setting in provenance.distinct(cells, "network")]
     return found

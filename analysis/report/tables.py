@@ -9,6 +9,7 @@ import pandas as pd
 from analysis import strategies, text
 from analysis.compare.baseline import SETTINGS
 from analysis.compare.varying import OPTIONAL, varying
+from simulation.quantities import format_link
 
 #: Columns of words; all others hold numbers and are set flush right.
 WORDS = {"Model", "Tuning", "Link", "Strategy", "Evidence", "State"}
@@ -35,7 +36,7 @@ def presentable(compared: pd.DataFrame) -> pd.DataFrame:
             OPTIONAL[name].setting.label: compared[name].map(OPTIONAL[name].written)
             for name in varying(compared)
         },
-        "Link": compared["inter_bandwidth_bits_per_s"].map(text.link),
+        "Link": compared["inter_bandwidth_bits_per_s"].map(format_link),
         "Strategy": compared["strategy"].map(strategies.label),
         "s/step": shown("step_seconds_median", text.number),
         "tokens/s": shown("tokens_per_s", text.number),

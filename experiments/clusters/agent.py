@@ -28,11 +28,11 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
-from experiments import provenance
 from experiments.clusters import _preloaded, lifetimes, namespaces, ranks
 from experiments.clusters.causes import Exit, NodeResult
 from experiments.clusters.ranks import Job, Node
 from experiments.clusters.torchrun import Meeting
+from experiments.records import provenance
 
 #: Seconds between two looks at the ranks, ...
 _MONITOR_INTERVAL_S = 0.05

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Protocol
 
 from experiments.clusters.interface import ClusterError
-from experiments.provenance import ROOT
-from experiments.records import ClusterSpec
+from experiments.records.cell import ClusterSpec
+from experiments.records.provenance import ROOT
 
 #: What a launcher starts on a node.
 _PROGRAM = (sys.executable, "-m", "experiments.clusters.node")

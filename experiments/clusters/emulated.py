@@ -13,14 +13,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from experiments.abilities import ABILITIES
 from experiments.clusters import causes, lifetimes, namespaces, preload, privileges, ranks
 from experiments.clusters.causes import Board
 from experiments.clusters.counters import out_of_memory_kills
 from experiments.clusters.interface import ClusterError, Outcome
 from experiments.clusters.launch import ALWAYS_PRELOADED, NodeProcess
 from experiments.clusters.network import INTERFACE, Network
-from experiments.records import ClusterSpec
+from experiments.records.abilities import ABILITIES
+from experiments.records.cell import ClusterSpec
 
 #: Seconds that the other ranks have to end by themselves after the first failure, ...
 _GRACE_S = 2.0

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
-from experiments.abilities import Abilities
+from experiments.records.abilities import Abilities
 
 
 class ClusterError(RuntimeError):

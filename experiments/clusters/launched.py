@@ -14,7 +14,7 @@ from typing import TypeVar
 from experiments.clusters.allocation import Launcher
 from experiments.clusters.interface import ClusterError, LostNodeError
 from experiments.clusters.messages import BEAT_S, SILENCE_S
-from experiments.provenance import ROOT
+from experiments.records.provenance import ROOT
 from simulation.files import Strict
 
 #: Seconds that a launcher has to end once its input is closed, and after SIGTERM.

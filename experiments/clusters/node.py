@@ -24,7 +24,6 @@ from typing import Any
 
 import psutil
 
-from experiments import provenance
 from experiments.clusters import lifetimes, ranks
 from experiments.clusters.causes import Board
 from experiments.clusters.counters import out_of_memory_kills, transmitted_bytes
@@ -39,6 +38,7 @@ from experiments.clusters.messages import (
     Task,
     question,
 )
+from experiments.records import provenance
 
 #: Bytes of each log that travel; the end says why a rank failed.
 _LONGEST_LOG = 1_000_000

@@ -19,9 +19,9 @@ from multiprocessing import forkserver, util
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 
-from experiments import provenance
 from experiments.clusters import _preloaded, lifetimes
 from experiments.clusters.interface import ClusterError
+from experiments.records import provenance
 
 
 def start(modules: Sequence[str]) -> ForkServerContext:

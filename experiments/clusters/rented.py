@@ -17,15 +17,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from experiments import provenance
-from experiments.abilities import ABILITIES
 from experiments.clusters import causes, ranks
 from experiments.clusters.allocation import Allocation
 from experiments.clusters.causes import Exit, NodeResult, Report
 from experiments.clusters.interface import ClusterError, Outcome
 from experiments.clusters.launched import AnyAnswer, Launched, launched, wait_for_one
 from experiments.clusters.messages import Description, Ended, Inquiry, RankReport, Task
-from experiments.records import ClusterSpec
+from experiments.records import provenance
+from experiments.records.abilities import ABILITIES
+from experiments.records.cell import ClusterSpec
 from simulation.files import Strict
 
 #: Seconds for a node to describe itself: a login, Python's imports, git, a queue of steps.

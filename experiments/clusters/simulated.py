@@ -9,11 +9,12 @@ from types import TracebackType
 from typing import Any
 
 from baselines import registry
-from experiments import gate
-from experiments.abilities import ABILITIES
+from experiments.clusters import gate
 from experiments.clusters.interface import ClusterError, Outcome
-from experiments.modelled import cluster_of, hardware_of, workload_of
-from experiments.records import AnyCluster, Cell, Measurement, Simulation
+from experiments.records.abilities import ABILITIES
+from experiments.records.cell import AnyCluster, Cell
+from experiments.records.modelled import cluster_of, hardware_of, workload_of
+from experiments.records.record import Measurement, Simulation
 from simulation import memory
 from simulation.hardware import Hardware
 from simulation.prediction import Prediction, fits, predict

@@ -26,7 +26,7 @@ def bound(
 
     The closed form of "Memory and Bandwidth are All You Need for FSDP"; nothing is run.
     """
-    from experiments import provenance
+    from experiments.records import provenance
     from simulation import files
     from simulation.bound import study
 

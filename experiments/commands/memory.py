@@ -11,8 +11,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from experiments import destination, interrupts, provenance, terminal
-from experiments.records import Cell
+from experiments import terminal
+from experiments.records import provenance
+from experiments.records.cell import Cell
+from experiments.terminal import interrupts
 from simulation import files, paper_models
 from simulation.imitated import study, table
 from simulation.imitated.records import Case, MemoryRecord, read
@@ -63,7 +65,7 @@ def settle(
     cases = study.cases([paper_models.find(name) for name in names], strategies or None)
     file, page = output / "memory.jsonl", output / "memory.md"
     for written in (file, page):
-        destination.check("--output", written)
+        terminal.check_writable("--output", written)
     known = {record.case: record for record in (read(file) if file.exists() else [])}
     pending = [case for case in cases if case not in known]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -100,7 +102,7 @@ def _settled(pending: Sequence[Case], jobs: int) -> Iterator[MemoryRecord]:
 
 def build(case: Case) -> tuple[nn.Module, Sequence[nn.Module]]:
     """The case's model and its transformer blocks."""
-    from experiments import models  # needs torch, for which the command itself need not wait
+    from experiments.worker import models  # needs torch, for which the command itself need not wait
 
     return models.build(Cell.of_case(case))
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from experiments import destination, terminal
+from experiments import terminal
 
 if TYPE_CHECKING:
     from simulation.hardware import Hardware
@@ -69,7 +69,7 @@ def plan(
 
     All figures are simulated. Exit status: 0; 2 if nothing fits, or for a mistake.
     """
-    from simulation.planner import quantities as q
+    from simulation import quantities as q
     from simulation.planner import report
     from simulation.planner.plan import plan as make
     from simulation.planner.refusal import refusal
@@ -97,7 +97,7 @@ def plan(
             **({} if strategies is None else _names(strategies)),
         )
         if output is not None:
-            destination.check("--json", output)
+            terminal.check_writable("--json", output)
         found = make(request)
     except (ValueError, OSError) as error:
         terminal.stop(str(error))
@@ -118,8 +118,8 @@ def _nominal(
     gpu: str | None, nodes: str | None, gpus: str | None, inter_node: str | None, host_memory: str
 ) -> Hardware:
     """By the data sheets."""
+    from simulation import quantities as q
     from simulation.hardware import cluster
-    from simulation.planner import quantities as q
 
     def given(option: str, text: str | None) -> str:
         if text is None:
@@ -154,7 +154,7 @@ def _measured(
     from experiments.preflight.hardware import hardware_of
     from experiments.preflight.schema import Preflight
     from simulation import hardware
-    from simulation.planner import quantities as q
+    from simulation import quantities as q
 
     measured = Preflight.read(file)
     found = hardware_of(measured, None if gpu is None else hardware.gpu(gpu))
@@ -174,6 +174,6 @@ def _measured(
 
 
 def _names(text: str) -> dict[str, tuple[str, ...]]:
-    from simulation.planner import quantities as q
+    from simulation import quantities as q
 
     return {"strategies": q.each("--strategies", text, q.name)}

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from experiments import destination, terminal
-from experiments.clusters import kinds
-from experiments.clusters.kinds import ClusterKind
+from experiments import terminal
+from experiments.commands import kinds
+from experiments.commands.kinds import ClusterKind
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from experiments.preflight.schema import Link, Preflight
-    from experiments.records import ClusterSpec
+    from experiments.records.cell import ClusterSpec
 
 
 def preflight(
@@ -37,18 +37,18 @@ def preflight(
     2 if nothing could be measured.
     """
     from experiments.clusters.interface import ClusterError
-    from experiments.matrix import parse_bandwidth
     from experiments.preflight import run
-    from experiments.records import ClusterSpec
+    from experiments.records.cell import ClusterSpec
+    from simulation.quantities import link
 
     try:
         if cluster is ClusterKind.SIMULATED:
             raise ValueError(
                 "--cluster simulated: has nothing to measure; allowed: emulated, rented"
             )
-        limit = parse_bandwidth(bandwidth)
+        limit = link(bandwidth)
         spec = kinds.override(cluster) or ClusterSpec(nodes=nodes, ranks_per_node=ranks)
-        destination.check("--output", output)
+        terminal.check_writable("--output", output)
         if spec.can.make_nodes:
             kinds.enter_namespace()
         measured = _measured(spec, limit, output)

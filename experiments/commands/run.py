@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from experiments import session, terminal
-from experiments.clusters import kinds
-from experiments.clusters.kinds import ClusterKind
+from experiments import terminal
+from experiments.commands import kinds, session
+from experiments.commands.kinds import ClusterKind
 
 if TYPE_CHECKING:
-    from experiments.matrix import Matrix, PlannedCell
+    from experiments.matrix.matrix import Matrix, PlannedCell
 
 
 def run(
@@ -58,11 +58,11 @@ def run(
     of the matrix's reference, or if the report could not be drawn; 2 if the run cannot start or go
     on; 130 if interrupted (go on with --resume).
     """
-    from experiments import matrix_files
     from experiments.clusters.interface import ClusterError
+    from experiments.matrix import files
 
     try:
-        plans = [_read(name, cluster) for name in matrix_files.members(matrix)]
+        plans = [_read(name, cluster) for name in files.members(matrix)]
         chosen = _select(plans, only)
     except (ValueError, ClusterError) as error:
         terminal.stop(str(error))
@@ -86,18 +86,18 @@ def run(
 
 def _read(name: str, cluster: ClusterKind | None) -> Matrix:
     """The matrix, on the kind of cluster that is asked for."""
-    from experiments import matrix as matrices
+    from experiments.matrix import reader
 
     simulated = cluster is ClusterKind.SIMULATED
-    plan = matrices.read(name, kinds.override(cluster), simulated=simulated)
+    plan = reader.read(name, kinds.override(cluster), simulated=simulated)
     if cluster is ClusterKind.EMULATED:
-        return matrices.read(name, kinds.emulated(plan.cluster))
+        return reader.read(name, kinds.emulated(plan.cluster))
     return plan
 
 
 def _select(plans: Sequence[Matrix], only: str | None) -> list[tuple[Matrix, list[PlannedCell]]]:
     """The matrices with the cells asked for; one without any is left out."""
-    from experiments import runner
+    from experiments.runner import runner
 
     every = [planned for plan in plans for planned in plan.cells]
     wanted = {planned.cell.id for planned in runner.select(every, only)}

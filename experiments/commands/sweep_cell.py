@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from experiments import session, terminal
+from experiments import terminal
+from experiments.commands import session
 
 
 def sweep_cell(
@@ -20,11 +21,10 @@ def sweep_cell(
 
     Sweeps are in experiments/sweeps; W&B's agent calls this. Exit status: as for `run`.
     """
-    from experiments import matrix as matrices
-    from experiments import sweep
+    from experiments.matrix import reader, sweep
 
     try:
-        plan = matrices.read(matrix)
+        plan = reader.read(matrix)
         cell = sweep.pick(plan, settings)
     except ValueError as error:
         terminal.stop(str(error))

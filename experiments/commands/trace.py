@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from experiments import terminal
-from experiments.clusters import kinds
+from experiments.commands import kinds
 
 if TYPE_CHECKING:
-    from experiments.records import Cell
+    from experiments.records.cell import Cell
     from simulation.prediction import Prediction
 
 
@@ -32,13 +32,13 @@ def trace(
     A row a stream; tasks that follow one another without a gap are of category `critical`. An
     emulated cell is simulated as `run MATRIX --cluster simulated` does.
     """
-    from experiments import matrix as matrices
-    from experiments import runner
     from experiments.clusters.interface import ClusterError
+    from experiments.matrix import reader
+    from experiments.runner import runner
     from simulation.trace import chrome_trace
 
     try:
-        plan = matrices.read(matrix, simulated=True)
+        plan = reader.read(matrix, simulated=True)
         chosen = [planned.cell for planned in runner.select(plan.cells, only)]
         if len(chosen) > 1:
             found = ", ".join(cell.id for cell in chosen[:3])
@@ -57,7 +57,7 @@ def trace(
 
 
 def _predict(cell: Cell) -> Prediction:
-    from experiments.modelled import cluster_of, workload_of
+    from experiments.records.modelled import cluster_of, workload_of
     from simulation.prediction import predict
 
     return predict(workload_of(cell), cluster_of(cell))

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from experiments.provenance import Provenance
-    from experiments.records import Cell, Record
+    from experiments.records.cell import Cell
+    from experiments.records.provenance import Provenance
+    from experiments.records.record import Record
     from simulation.emulated import Constants
     from simulation.hardware import Hardware
     from simulation.validation import Comparison
@@ -114,8 +115,8 @@ def validate(
     Writes RESULTS/predicted.jsonl, from which `python -m analysis report` draws. Exit status: 0;
     2 if no cell was run on a cluster that the simulator knows.
     """
-    from experiments import provenance
-    from experiments.records import read
+    from experiments.records import provenance
+    from experiments.records.record import read
 
     origin = provenance.gather()
     compared: dict[str, Compared] = {}
@@ -152,10 +153,12 @@ def _known(calibrate: bool, preflight: Path | None, gpu: str | None) -> _Known:
 
 def _calibrated() -> Constants:
     """This machine's; runs the cells of matrix ``calibration`` that have no record yet."""
-    from experiments import matrix, modelled, session
+    from experiments.commands import session
+    from experiments.matrix import reader
+    from experiments.records import modelled
     from simulation.calibration import calibrate
 
-    plan = matrix.read(CALIBRATION)
+    plan = reader.read(CALIBRATION)
     with session.opened(plan, Path("runs") / plan.name, resume=True) as (directory, finished):
         records = session.run_cells(plan, plan.cells, finished, directory)
         steps = (modelled.measured_step(r, modelled.cluster_of(r.cell)) for r in records)
@@ -172,7 +175,7 @@ def _nodes(preflight: Path, gpu: str | None) -> Hardware:
 
 def _compare(records: Sequence[Record], known: _Known, folder: Path) -> Compared:
     """What can be predicted; says what cannot, and why."""
-    from experiments.modelled import measured_step
+    from experiments.records.modelled import measured_step
     from simulation.validation import compare
 
     left_out = sum(r.evidence == "measured" and not known.knows(r) for r in records)
@@ -201,7 +204,7 @@ def _write(compared: Compared, known: _Known, file: Path, origin: Provenance) ->
 
 def _predicted(of: Record, comparison: Comparison, known: _Known, origin: Provenance) -> Record:
     from experiments.clusters.simulated import assumed, measured
-    from experiments.records import Record
+    from experiments.records.record import Record
 
     step = comparison.measured
     return Record(

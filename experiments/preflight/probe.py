@@ -12,9 +12,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from experiments import gate
+from experiments.clusters import gate
 from experiments.preflight.schema import Compute, Host, Link, Links, Probed, Sample
-from experiments.records import DType
+from experiments.records.cell import DType
 from fcdp import Topology, exchange
 
 #: Message sizes of one rank, from a flag to a transformer block, in bytes, ...

@@ -7,10 +7,10 @@ import time
 from datetime import datetime, timezone
 from pathlib import Path
 
-from experiments import provenance
+from experiments.clusters.gate import Gate
 from experiments.clusters.interface import Cluster
-from experiments.gate import Gate
 from experiments.preflight.schema import Preflight, Probed
+from experiments.records import provenance
 
 PROBE = "experiments.preflight.probe:main"
 _TIMEOUT_S = 600.0

@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from experiments.records import DType, Evidence
+from experiments.records.abilities import Evidence
+from experiments.records.cell import DType
 from simulation.files import Strict
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments import provenance
+from experiments.records import provenance
 from scripts.gpu.records import DeviceType
 
 State = Literal["ended", "hung", "died"]

@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from experiments import provenance
+from experiments.records import provenance
 from scripts.gpu import outcomes
 from scripts.gpu.records import Deadline, Job, Record
 

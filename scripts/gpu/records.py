@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from experiments import provenance
+from experiments.records import provenance
 
 #: ``not measured``: this device or this Python cannot; the detail says why.
 Verdict = Literal["passed", "failed", "not measured"]

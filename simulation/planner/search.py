@@ -9,13 +9,7 @@ from math import isqrt
 
 from simulation.hardware import Hardware
 from simulation.memory import largest_micro_batch
-from simulation.planner.option import (
-    Option,
-    Shortfall,
-    most_tokens_per_s,
-    shortfall,
-    simulated,
-)
+from simulation.planner.option import Option, Shortfall, most_tokens_per_s, shortfall, simulated
 from simulation.planner.request import Request
 from simulation.workload import Workload
 

@@ -8,7 +8,7 @@ import pytest
 
 from analysis.compare.baseline import compare
 from analysis.load.table import frame
-from experiments.records import Record
+from experiments.records.record import Record
 from tests.analysis import made_up
 
 

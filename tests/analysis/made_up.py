@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from experiments.records import Cell, ClusterSpec, Measurement, Record
+from experiments.records.cell import Cell, ClusterSpec
+from experiments.records.record import Measurement, Record
 from simulation.transformer import ModelSpec
 
 #: Strategy → tuning → MB sent a step, the closed form's share of it, and seconds without a network.

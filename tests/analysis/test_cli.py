@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from analysis.__main__ import app
-from experiments.records import Record
+from experiments.records.record import Record
 from tests.analysis.conftest import write_records
 
 runner = CliRunner()

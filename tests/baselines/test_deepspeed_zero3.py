@@ -15,7 +15,7 @@ import torch.nn as nn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments import models
+from experiments.worker import models
 from tests.baselines.jobs import job
 from tests.experiments.cells import cell, model_spec
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 
 from baselines.strategy import Job, Trainable, load
-from experiments import data, models
+from experiments.worker import data, models
 from tests.experiments.cells import cell, model_spec
 from tests.fcdp.training import topology_of
 

@@ -6,8 +6,8 @@ import pytest
 
 from analysis import text
 from analysis.load.table import load
-from experiments.matrix import format_bandwidth
-from experiments.records import Record
+from experiments.records.record import Record
+from simulation.quantities import format_link
 from tests.docs import ROOT, table
 
 
@@ -22,7 +22,7 @@ def find(row: dict[str, str], strategy: str) -> Record:
         and [
             record.cell.model.name,
             record.cell.tuning,
-            format_bandwidth(record.cell.inter_bandwidth_bits_per_s),
+            format_link(record.cell.inter_bandwidth_bits_per_s),
             str(record.cell.accumulation),
         ]
         == setting

@@ -13,10 +13,11 @@ from typing import Any, Literal
 
 from baselines import pins
 from experiments.clusters.emulated import EmulatedCluster
+from experiments.clusters.gate import Gate
 from experiments.clusters.interface import Outcome
-from experiments.gate import Gate
-from experiments.records import Cell, ClusterSpec, Measurement
-from experiments.runner import WORKER
+from experiments.records.cell import Cell, ClusterSpec
+from experiments.records.record import Measurement
+from experiments.runner.runner import WORKER
 from simulation.transformer import ModelSpec
 
 NODES, RANKS_PER_NODE = 2, 2
@@ -98,7 +99,7 @@ FAILING_WORKER = f"{__name__}:fail_in_mid_step"
 
 def fail_in_mid_step(cell_file: str, output_directory: str, how: str, failing: str) -> None:
     """The worker, but for one rank, which goes in the backward of its second step."""
-    from experiments import models, worker
+    from experiments.worker import models, worker
 
     build = models.build
 
@@ -124,7 +125,7 @@ WATCHING_WORKER = f"{__name__}:watch_secondary_shards"
 def watch_secondary_shards(cell_file: str, output_directory: str) -> None:
     """The worker; rank 0 also writes which of DeepSpeed's secondary shards outlive a step."""
     from baselines.deepspeed_zero3 import DeepSpeedZero3
-    from experiments import worker
+    from experiments.worker import worker
 
     step = DeepSpeedZero3.step
 
@@ -150,7 +151,7 @@ def train_as_measured(cell_file: str, output_directory: str) -> None:
     from unittest import mock
 
     from baselines import deepspeed_zero3
-    from experiments import worker
+    from experiments.worker import worker
     from simulation.transformer import ATTENTION
 
     configuration = deepspeed_zero3.configuration

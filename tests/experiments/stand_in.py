@@ -19,10 +19,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from experiments.abilities import ABILITIES
 from experiments.clusters.interface import ClusterError, Outcome
-from experiments.records import Cell, ClusterSpec, Measurement, Record, State
-from experiments.runner import OPERATORS, WORKER
+from experiments.records.abilities import ABILITIES
+from experiments.records.cell import Cell, ClusterSpec
+from experiments.records.record import Measurement, Record, State
+from experiments.runner.runner import OPERATORS, WORKER
 from simulation.transformer import ModelSpec
 
 #: What each rank runs; it imports nothing of ours, so that a rank costs milliseconds.
@@ -283,9 +284,8 @@ def main() -> None:
 
     ``STAND_IN`` holds the cluster's arguments as JSON, and ``report: false`` to draw nothing.
     """
-    from experiments import session
     from experiments.__main__ import app
-    from experiments.clusters import kinds
+    from experiments.commands import kinds, session
 
     arguments = json.loads(os.environ.get("STAND_IN", "{}"))
     if not arguments.pop("report", False):

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from baselines import registry
-from experiments import matrix, records
-from experiments.provenance import ROOT
-from experiments.run_directory import RunDirectory
+from experiments.matrix import reader
+from experiments.records.provenance import ROOT
+from experiments.records.record import read as read_records
+from experiments.runner.directory import RunDirectory
 from tests.experiments.stand_in import matrix_file
 
 pytestmark = pytest.mark.ranks
@@ -61,7 +62,7 @@ def test_strategies_are_listed_with_engine_version_and_needs() -> None:
 
 def test_what_cannot_run_here_is_planned_as_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "has_cuda", lambda: False)
-    planned = [p for p in matrix.read("parity").cells if p.cell.tuning == "full"]
+    planned = [p for p in reader.read("parity").cells if p.cell.tuning == "full"]
     reasons = {p.cell.strategy: p.skip_reason for p in planned}
     assert "operator quantizer" in str(reasons["deepspeed-zeropp"])
     assert "coalesced" in str(reasons["deepspeed-mics"])
@@ -74,7 +75,7 @@ def test_a_dry_run_shows_cells_and_reasons_and_starts_nothing(tmp_path: Path) ->
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     skipped = [line for line in lines if "  skipped: accumulation is compared at" in line]
-    plan = matrix.read("reference")
+    plan = reader.read("reference")
     to_run = sum(planned.skip_reason is None for planned in plan.cells)
     assert len(lines) == len(plan.cells) + 1
     assert skipped
@@ -86,7 +87,7 @@ def test_the_parent_stays_light() -> None:
     code = (
         "import sys\n"
         "from experiments import __main__, matrix, runner, progress, wandb_sink, run_directory\n"
-        "matrix.read('quickstart')\n"
+        "reader.read('quickstart')\n"
         "print(*{name.partition('.')[0] for name in sys.modules})\n"
     )
     result = subprocess.run(
@@ -121,7 +122,7 @@ def test_a_matrix_for_rented_nodes_is_emulated_on_request(tmp_path: Path) -> Non
     options = [str(file), "--output", str(tmp_path / "run"), "--no-wandb", "--only", "fsdp2"]
     result = stand_in(*options, "--cluster", "emulated")
     assert result.returncode == 0, result.stderr
-    found = records.read(tmp_path / "run" / "records.jsonl")
+    found = read_records(tmp_path / "run" / "records.jsonl")
     assert [(r.cell.cluster.kind, r.state) for r in found] == [("emulated", "ok")] * 2
 
 
@@ -146,7 +147,7 @@ def test_a_run_from_start_to_report(tmp_path: Path) -> None:
     file, output = matrix_file(tmp_path), tmp_path / "run"
     result = stand_in(str(file), "--output", str(output), cluster={"report": True})
     assert result.returncode == 0, result.stderr
-    assert len(records.read(output / "records.jsonl")) == 6
+    assert len(read_records(output / "records.jsonl")) == 6
     lines = result.stdout.splitlines()
     assert "tiny · full · 10 Mbit/s" in lines
     assert f"records  {output}/records.jsonl" in lines
@@ -167,22 +168,22 @@ def test_the_second_time_runs_afresh_and_resume_does_not(tmp_path: Path) -> None
     result = stand_in(*options, cluster=failing)
     assert result.returncode == 1
     assert "failed 1 cell: RuntimeError: rank 1 raises" in result.stdout
-    first = records.read(directory.records)
+    first = read_records(directory.records)
 
     result = stand_in(*options, "--resume")
     assert result.returncode == 1
-    assert records.read(directory.records) == first
+    assert read_records(directory.records) == first
 
     result = stand_in(*options, "--retry-failed")
     assert result.returncode == 0
-    repaired = records.read(directory.records)
+    repaired = read_records(directory.records)
     assert repaired[:5] == first[:5]
     assert repaired[5].state == "ok"
 
     result = stand_in(*options, "--only", "fsdp2")
     assert result.returncode == 0
     assert f"the earlier run is now in {directory.path}/earlier/" in result.stdout
-    assert [r.cell.strategy for r in records.read(directory.records)] == ["fsdp2", "fsdp2"]
+    assert [r.cell.strategy for r in read_records(directory.records)] == ["fsdp2", "fsdp2"]
 
 
 def test_a_matrix_with_a_reference_fails_where_losses_differ(tmp_path: Path) -> None:

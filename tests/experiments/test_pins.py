@@ -15,8 +15,8 @@ import pytest
 from baselines import pins
 from baselines.pins import Pin
 from experiments.clusters.emulated import EmulatedCluster
-from experiments.clusters.kinds import PRELOADED
-from experiments.records import ClusterSpec
+from experiments.commands.kinds import PRELOADED
+from experiments.records.cell import ClusterSpec
 from tests.experiments import cells, operators
 from tests.experiments.cells import NODES, RANKS_PER_NODE, Run, cell, model_spec
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from experiments import records
-from experiments.provenance import ROOT
+from experiments.records.provenance import ROOT
+from experiments.records.record import read as read_records
 
 SKYPILOT = ROOT / "launch/skypilot.yaml"
 COMMANDS = ["preflight", "run small --resume"]
@@ -174,7 +174,7 @@ def test_cells_train_on_two_nodes_of_this_host(tmp_path: Path) -> None:
         FCDP_RANKS_PER_NODE="1",
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    by_link = {r.cell.inter_bandwidth_bits_per_s: r for r in records.read(output / "records.jsonl")}
+    by_link = {r.cell.inter_bandwidth_bits_per_s: r for r in read_records(output / "records.jsonl")}
     skipped, trained = by_link[10**7], by_link[None]
     assert skipped.state == "skipped"
     assert "links of rented nodes" in str(skipped.error)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.provenance import ROOT
+from experiments.records.provenance import ROOT
 
 SCRIPTS = [
     *(path for path in sorted((ROOT / "launch").iterdir()) if path.suffix != ".yaml"),

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from baselines.registry import simulated
-from experiments import framing
-from experiments.records import ClusterSpec, Record, read
+from experiments.records import framing
+from experiments.records.cell import ClusterSpec
+from experiments.records.record import Record, read
+from simulation.framing import MESSAGE_BYTES, SHARE
 from tests.experiments.cells import cell
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -94,5 +96,5 @@ def test_counted_bytes_are_the_ledgers_and_framing_and_none_is_needless() -> Non
         beside = record.measurement.inter_node_bytes_per_step - payload
         assert 0 < beside < framing.framing_bytes(record.cell, payload), record.cell_id
         messages = framing.messages(record.cell)
-        used.append((beside - framing.SHARE * payload) / messages)
-    assert max(used) > 0.8 * framing.MESSAGE_BYTES
+        used.append((beside - SHARE * payload) / messages)
+    assert max(used) > 0.8 * MESSAGE_BYTES

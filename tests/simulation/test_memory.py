@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from baselines.registry import simulated
 from baselines.strategy import trainable_parameters
-from experiments import models
-from experiments.modelled import workload_of
-from experiments.records import Cell
+from experiments.records.cell import Cell
+from experiments.records.modelled import workload_of
+from experiments.worker import models
 from simulation import memory
 from simulation.hardware import paper_cluster
 from simulation.imitated.records import Case, MemoryRecord, read

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from experiments import models
+from experiments.worker import models
 from simulation import paper_models
 from simulation.paper_models import PAPER_MODELS, SEQUENCE_LENGTH
 from tests.experiments.cells import cell

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from experiments import matrix
-from experiments.modelled import cluster_of, workload_of
-from experiments.records import Cell
+from experiments.matrix import reader
+from experiments.records.cell import Cell
+from experiments.records.modelled import cluster_of, workload_of
 from simulation.emulated import emulated
 from simulation.proportion import communication_to_computation, link_bits_per_s
 
 
 def zero3(name: str, model: str) -> Iterator[Cell]:
-    for planned in matrix.read(name).cells:
+    for planned in reader.read(name).cells:
         if (planned.cell.strategy, planned.cell.model.name) == ("deepspeed-zero3", model):
             yield planned.cell
 
@@ -49,7 +49,7 @@ def test_the_ablations_have_the_same_links() -> None:
     lora = {cell.inter_bandwidth_bits_per_s for cell in zero3("paper-emulated", "gpt2-4x768")}
     for name in ("paper-emulated-components", "paper-emulated-policies"):
         links = {
-            (p.cell.tuning, p.cell.inter_bandwidth_bits_per_s) for p in matrix.read(name).cells
+            (p.cell.tuning, p.cell.inter_bandwidth_bits_per_s) for p in reader.read(name).cells
         }
         assert links == {("full", max(filter(None, full))), ("lora", max(filter(None, lora)))}
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments import models
-from experiments.modelled import workload_of
+from experiments.records.modelled import workload_of
+from experiments.worker import models
 from simulation import transformer as shapes
 from simulation.transformer import Lora, ModelSpec, Transformer
 from tests.experiments.cells import cell, model_spec

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.modelled import cluster_of, measured_step
-from experiments.records import Record, read
+from experiments.records.modelled import cluster_of, measured_step
+from experiments.records.record import Record, read
 from simulation.calibration import MeasuredStep, calibrate
 from simulation.emulated import TWO_CORES
 from simulation.validation import Comparison, compare, median_absolute_error

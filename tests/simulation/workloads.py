@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from experiments.modelled import workload_of
+from experiments.records.modelled import workload_of
 from simulation.hardware import Hardware, paper_cluster
 from simulation.paper_models import PAPER_MODELS
 from simulation.prediction import Prediction, predict

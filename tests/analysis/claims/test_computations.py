@@ -10,7 +10,7 @@ import pytest
 
 from analysis.claims.computations import LossDifference, Outcome, Ratio, Selection, Value, taken
 from analysis.load.rows import Row, row
-from experiments.records import Record
+from experiments.records.record import Record
 from tests.analysis import made_up
 
 GPT2, LLAMA = made_up.MODELS

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from analysis.__main__ import app
 from analysis.compare.audit import Finding, audit, markdown
-from experiments.records import Record
+from experiments.records.record import Record
 from simulation import files
 from tests.analysis.made_up import MODELS, cell, measurement, record
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from analysis.compare.baseline import compare, headlines, ratio
 from analysis.load.table import frame
-from experiments.records import Record
+from experiments.records.record import Record
 from tests.analysis import made_up
 
 GPT2, LLAMA = made_up.MODELS

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from analysis.compare import predictions
-from experiments.records import Record
+from experiments.records.record import Record
 from tests.analysis import made_up
 
 RECORDS = made_up.records()

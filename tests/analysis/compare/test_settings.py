@@ -14,10 +14,11 @@ from analysis.load.provenance import provenance
 from analysis.load.rows import row
 from analysis.load.table import frame
 from analysis.report import tables
-from experiments import parity
-from experiments.records import Cell, ClusterSpec, Record, SimulatedSpec
-from experiments.settings import Described, Setting, described
-from experiments.summary_table import summary, varying_settings
+from experiments.records import parity
+from experiments.records.cell import Cell, ClusterSpec, SimulatedSpec
+from experiments.records.record import Record
+from experiments.records.settings import Described, Setting, described
+from experiments.terminal.summary_table import summary, varying_settings
 from simulation.files import Strict
 from tests.analysis import made_up
 from tests.experiments.test_progress import rendered

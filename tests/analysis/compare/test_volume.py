@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from analysis.load.table import load
-from experiments.records import Record
+from experiments.records.record import Record
 
 RECORDS = Path(__file__).resolve().parents[3] / "results/volume/records.jsonl"
 GATHERED, REDUCED = 3 / 4, 3 / 2

@@ -17,7 +17,7 @@ from analysis.compare.baseline import compare
 from analysis.figures import matrix
 from analysis.figures.drawings import Drawing
 from analysis.load.table import frame
-from experiments.records import Record
+from experiments.records.record import Record
 from tests.analysis import made_up
 
 GPT2, _ = made_up.MODELS

@@ -16,7 +16,7 @@ from analysis.figures import matrix
 from analysis.figures.drawings import Drawing, save
 from analysis.load.table import frame
 from baselines.registry import STRATEGY_NAMES
-from experiments.records import Record
+from experiments.records.record import Record
 from tests.analysis import made_up
 
 LINKS = [link for link in made_up.LINKS if link is not None]

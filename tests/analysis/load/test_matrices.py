@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from analysis import text
 from analysis.load import matrices
-from experiments import matrix as expanded
-from experiments import matrix_files
+from experiments.matrix import files
+from experiments.matrix import reader as expanded
+from simulation.quantities import format_link
 
 
 def test_every_matrix_is_there() -> None:
-    assert list(matrices.named()) == matrix_files.available()
+    assert list(matrices.named()) == files.available()
 
 
 @pytest.mark.parametrize("name", ["reference", "parity", "slow-link", "tau-batch"])
@@ -20,7 +20,7 @@ def test_names_are_those_of_the_cells(name: str) -> None:
     assert matrices.names(name) == {
         "strategy": {cell.strategy for cell in cells},
         "model": {cell.model.name for cell in cells},
-        "link": {text.link(cell.inter_bandwidth_bits_per_s) for cell in cells},
+        "link": {format_link(cell.inter_bandwidth_bits_per_s) for cell in cells},
     }
 
 

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from analysis.load.table import COLUMNS, frame, latest, load, write_parquet
-from experiments.records import Record
+from experiments.records.record import Record
 from tests.analysis import made_up
 from tests.analysis.conftest import write_records
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from analysis.report import run
-from experiments.records import Record
+from experiments.records.record import Record
 from tests.analysis import made_up
 from tests.analysis.pages import check_page
 

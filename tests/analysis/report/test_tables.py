@@ -9,6 +9,7 @@ from analysis import text
 from analysis.compare.baseline import compare
 from analysis.load.table import frame
 from analysis.report import tables
+from simulation.quantities import format_link
 from tests.analysis import made_up
 
 
@@ -83,7 +84,7 @@ def test_numbers_have_three_digits(value: float | None, shown: str) -> None:
 
 
 def test_links_and_ratios() -> None:
-    assert [text.link(bits) for bits in (10e6, 2.5e9, math.nan)] == [
+    assert [format_link(bits) for bits in (10e6, 2.5e9, math.nan)] == [
         "10 Mbit/s",
         "2.5 Gbit/s",
         "unshaped",

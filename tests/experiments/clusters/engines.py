@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from experiments.clusters.network import Network
-from experiments.provenance import ROOT
+from experiments.records.provenance import ROOT
 from tests.experiments.waiting import wait_until
 
 _SBIN = ("/usr/sbin", "/sbin")

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from experiments.clusters.emulated import EmulatedCluster
-from experiments.records import ClusterSpec
+from experiments.records.cell import ClusterSpec
 
 if __name__ == "__main__":
     # A shell that starts the tests in the background has them ignore it.

@@ -10,8 +10,8 @@ import pytest
 
 from experiments.clusters.allocation import Allocation, Srun, Ssh, visible_gpus
 from experiments.clusters.interface import ClusterError
-from experiments.provenance import ROOT
-from experiments.records import ClusterSpec
+from experiments.records.cell import ClusterSpec
+from experiments.records.provenance import ROOT
 from tests.experiments.clusters.engines import program
 
 GOOD = {"FCDP_HOSTS": "10.0.0.1 me@10.0.0.2", "FCDP_RANKS_PER_NODE": "8"}

@@ -9,14 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.clusters.causes import (
-    Board,
-    Exit,
-    NodeResult,
-    Report,
-    is_out_of_memory,
-    outcome,
-)
+from experiments.clusters.causes import Board, Exit, NodeResult, Report, is_out_of_memory, outcome
 from experiments.clusters.interface import Outcome
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from pyroute2 import netns
 
-from experiments import provenance
 from experiments.clusters import lifetimes, namespaces
 from experiments.clusters.emulated import EmulatedCluster
 from experiments.clusters.interface import ClusterError, Outcome
-from experiments.records import ClusterSpec
+from experiments.records import provenance
+from experiments.records.cell import ClusterSpec
 from tests.experiments.waiting import is_running, wait_until, wait_until_ended
 
 pytestmark = pytest.mark.usefixtures("privileged")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from experiments.clusters import lifetimes
-from experiments.provenance import ROOT
+from experiments.records.provenance import ROOT
 
 START = """
 import os, sys

@@ -21,8 +21,8 @@ from experiments.clusters import launched, messages
 from experiments.clusters.allocation import Allocation, Ssh
 from experiments.clusters.interface import ClusterError, LostNodeError, Outcome
 from experiments.clusters.rented import RentedCluster
-from experiments.provenance import ROOT
-from experiments.records import ClusterSpec
+from experiments.records.cell import ClusterSpec
+from experiments.records.provenance import ROOT
 from tests.experiments.clusters.engines import program
 from tests.experiments.waiting import is_running, wait_until, wait_until_ended
 

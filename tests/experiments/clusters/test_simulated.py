@@ -10,13 +10,16 @@ import pytest
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
-from experiments import matrix, records, runner
 from experiments.clusters.interface import ClusterError
 from experiments.clusters.simulated import SimulatedCluster
-from experiments.matrix import PlannedCell
-from experiments.modelled import hardware_of
-from experiments.records import Cell, ClusterSpec, Record, SimulatedSpec
-from experiments.run_directory import RunDirectory
+from experiments.matrix import reader
+from experiments.matrix.matrix import PlannedCell
+from experiments.records.cell import Cell, ClusterSpec, SimulatedSpec
+from experiments.records.modelled import hardware_of
+from experiments.records.record import Record
+from experiments.records.record import read as read_records
+from experiments.runner import runner
+from experiments.runner.directory import RunDirectory
 from simulation.hardware import paper_cluster
 from tests.experiments.cells import cell, model_spec
 
@@ -45,7 +48,7 @@ def test_a_cell_has_a_record_without_any_process(tmp_path: Path) -> None:
     given = simulated("fcdp", inter_bandwidth_bits_per_s=10**9, tuning="lora")
     (record,) = run([given], tmp_path)
     assert (record.state, record.evidence, record.error) == ("ok", "simulated", None)
-    assert records.read(tmp_path / "records.jsonl") == [record]
+    assert read_records(tmp_path / "records.jsonl") == [record]
     measurement = record.measurement
     assert measurement is not None
     assert measurement.simulation is not None
@@ -122,9 +125,9 @@ def test_the_command_simulates_a_matrix_of_another_cluster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No privileges, no namespaces; records apart from those of the cells that really ran."""
-    from experiments import interrupts, session
     from experiments.__main__ import app
-    from experiments.clusters import kinds
+    from experiments.commands import kinds, session
+    from experiments.terminal import interrupts
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(kinds, "enter_namespace", lambda: pytest.fail("is not needed"))
@@ -134,7 +137,7 @@ def test_the_command_simulates_a_matrix_of_another_cluster(
         app, ["run", "parity", "--cluster", "simulated", "--only", "mics-full"]
     )
     assert result.exit_code == 0, result.output
-    found = records.read(tmp_path / "runs" / "parity-simulated" / "records.jsonl")
+    found = read_records(tmp_path / "runs" / "parity-simulated" / "records.jsonl")
     # Also what this machine could not run.
     assert {"mics", "deepspeed-mics"} <= {record.cell.strategy for record in found}
     assert {(record.state, record.evidence) for record in found} == {("ok", "simulated")}
@@ -171,7 +174,7 @@ def written(directory: Path, text: str) -> str:
 
 
 def test_a_matrix_file_names_the_gpu(tmp_path: Path) -> None:
-    plan = matrix.read(written(tmp_path, FILE.replace("GPU", "h100-sxm")))
+    plan = reader.read(written(tmp_path, FILE.replace("GPU", "h100-sxm")))
     assert isinstance(plan.cluster, SimulatedSpec)
     assert plan.cluster.gpu == "h100-sxm"
     # NCCL's collectives, which this machine has not, are no matter.
@@ -180,11 +183,11 @@ def test_a_matrix_file_names_the_gpu(tmp_path: Path) -> None:
 
 def test_an_unknown_gpu_is_an_error_of_its_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"test\.yaml:4: cluster\.gpu: .*allowed are a40"):
-        matrix.read(written(tmp_path, FILE.replace("GPU", "h1000")))
+        reader.read(written(tmp_path, FILE.replace("GPU", "h1000")))
 
 
 def test_cells_of_any_matrix_keep_their_ids_when_they_are_simulated() -> None:
-    here, there = matrix.read("parity"), matrix.read("parity", simulated=True)
+    here, there = reader.read("parity"), reader.read("parity", simulated=True)
     assert [planned.cell.id for planned in here.cells] == [p.cell.id for p in there.cells]
     skipped = [planned.skip_reason for planned in there.cells if planned.skip_reason]
     assert set(skipped) == {"accumulation is compared on full fine-tuning only"}

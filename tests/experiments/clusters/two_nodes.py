@@ -8,11 +8,11 @@ import sys
 import time
 from pathlib import Path
 
-from experiments import records
 from experiments.clusters import namespaces
 from experiments.clusters.network import INTERFACE, Network
-from experiments.provenance import ROOT
-from experiments.records import Record
+from experiments.records.provenance import ROOT
+from experiments.records.record import Record
+from experiments.records.record import read as read_records
 from tests.experiments.waiting import is_running, wait_until
 
 #: Within which a lost node must have ended the run.
@@ -92,7 +92,7 @@ class Run:
 
     def records(self) -> list[Record]:
         file = self.output / "run/records.jsonl"
-        return records.read(file) if file.exists() else []
+        return read_records(file) if file.exists() else []
 
 
 def finish(process: subprocess.Popen[str], within_s: float = 280) -> str:

@@ -16,7 +16,7 @@ if __name__ == "__main__":
     from pathlib import Path
 
     from experiments.clusters.emulated import EmulatedCluster
-    from experiments.records import ClusterSpec
+    from experiments.records.cell import ClusterSpec
 
     jobs = "tests.experiments.clusters.jobs"
     with EmulatedCluster(ClusterSpec(nodes=2, ranks_per_node=1), preload=[jobs]) as cluster:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from experiments.__main__ import app
 from experiments.commands import COMMANDS
-from experiments.provenance import ROOT
+from experiments.records.provenance import ROOT
 
 pytestmark = pytest.mark.ranks
 

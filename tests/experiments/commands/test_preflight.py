@@ -14,7 +14,7 @@ from experiments.__main__ import app
 from experiments.clusters.interface import Outcome
 from experiments.preflight import run
 from experiments.preflight.schema import Preflight
-from experiments.provenance import ROOT
+from experiments.records.provenance import ROOT
 from tests.experiments.stand_in import StandInCluster
 from tests.simulation.planner.made_up import config_file
 

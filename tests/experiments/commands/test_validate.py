@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from experiments import matrix
 from experiments.__main__ import app
-from experiments.clusters import kinds
+from experiments.commands import kinds
 from experiments.commands.validate import CALIBRATION, PREDICTIONS
-from experiments.modelled import cluster_of, measured_step, workload_of
-from experiments.records import Cell, ClusterSpec, Record, read
+from experiments.matrix import reader
+from experiments.records.cell import Cell, ClusterSpec
+from experiments.records.modelled import cluster_of, measured_step, workload_of
+from experiments.records.record import Record, read
 from simulation import files
 from simulation.calibration import MeasuredStep, calibrate
 from simulation.emulated import TWO_CORES, Constants, emulated
@@ -76,7 +77,7 @@ def steps(records: Sequence[Record]) -> list[MeasuredStep]:
 def timed_on(constants: Constants) -> list[Record]:
     """The cells of ``calibration`` as a machine of these constants would time them."""
     found = []
-    for planned in matrix.read(CALIBRATION).cells:
+    for planned in reader.read(CALIBRATION).cells:
         of, skipped = planned.cell, planned.skip_reason
         hardware = emulated(of.cluster.nodes, of.cluster.ranks_per_node, None, constants)
         seconds = predict(workload_of(of), hardware).step_seconds

@@ -1,0 +1,108 @@
+"""The kinds of clusters that a command can be told to use; each is imported when it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from experiments import terminal
+
+if TYPE_CHECKING:
+    from experiments.clusters.interface import Cluster
+    from experiments.records.abilities import Kind
+    from experiments.records.cell import AnyCluster, Cell, ClusterSpec
+
+#: Imported once by an emulated cluster, before the first cell; all ranks start from there.
+PRELOADED = (
+    "torch",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "peft",
+)
+
+
+class ClusterKind(str, Enum):
+    """Where to run, whatever a matrix file names."""
+
+    EMULATED = "emulated"
+    RENTED = "rented"
+    SIMULATED = "simulated"
+
+
+def override(kind: ClusterKind | None) -> ClusterSpec | None:
+    """The cluster to run on in place of a matrix file's; ``None`` for that one itself."""
+    if kind is not ClusterKind.RENTED:
+        return None
+    from experiments.clusters.allocation import Allocation
+
+    return Allocation.from_env().spec
+
+
+def emulated(own: AnyCluster) -> ClusterSpec:
+    """As many nodes and ranks as a matrix file's cluster has, on this machine.
+
+    Raises ``ValueError`` for a simulated one, whose cells are for GPUs of their own.
+    """
+    from experiments.records.cell import SimulatedSpec
+
+    if isinstance(own, SimulatedSpec):
+        raise ValueError(
+            f"--cluster emulated: the matrix is for {own.nodes} × {own.ranks_per_node} simulated "
+            f"{own.gpu}, whose cells this machine cannot train; allowed: simulated"
+        )
+    return own.model_copy(update={"kind": "emulated"})
+
+
+def preloaded(cells: Iterable[Cell]) -> tuple[str, ...]:
+    """What ranks of these cells start with.
+
+    A process has one DeepSpeed: where the cells want both pins, each cell's ranks import theirs.
+    """
+    from baselines import registry
+
+    pins = {cell.deepspeed for cell in cells if registry.find(cell.strategy).engine == "deepspeed"}
+    return (*PRELOADED, "deepspeed") if pins == {"current"} else PRELOADED
+
+
+def simulated_cluster(spec: AnyCluster) -> Cluster:
+    """The cluster that ``spec`` describes, as the simulator sees it."""
+    from experiments.clusters.simulated import SimulatedCluster
+
+    return SimulatedCluster(spec)
+
+
+def cluster(spec: AnyCluster, preload: Sequence[str] = PRELOADED) -> Cluster:
+    """The cluster that ``spec`` describes, not yet built, for jobs that need these modules."""
+    return _BUILDERS[spec.kind](spec, preload)
+
+
+def _emulated_cluster(spec: Any, preload: Sequence[str]) -> Cluster:
+    from experiments.clusters.emulated import EmulatedCluster
+
+    return EmulatedCluster(spec, preload)
+
+
+def _rented_cluster(spec: Any, _: Sequence[str]) -> Cluster:
+    from experiments.clusters.allocation import Allocation
+    from experiments.clusters.rented import RentedCluster
+
+    return RentedCluster(Allocation.from_env(), spec)
+
+
+_BUILDERS: dict[Kind, Callable[[Any, Sequence[str]], Cluster]] = {
+    "emulated": _emulated_cluster,
+    "rented": _rented_cluster,
+    "simulated": lambda spec, _: simulated_cluster(spec),
+}
+
+
+def enter_namespace() -> None:
+    """Become able to emulate a cluster; this starts the command anew where it is not yet."""
+    from experiments.clusters import privileges
+    from experiments.clusters.interface import ClusterError
+
+    try:
+        privileges.enter_user_namespace_if_needed()
+    except ClusterError as error:
+        terminal.stop(str(error))

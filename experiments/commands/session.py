@@ -1,0 +1,190 @@
+"""One run of one matrix by a command: its rights, its directory, its progress, what it leaves."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+import typer
+
+from experiments import terminal
+from experiments.commands import kinds
+from experiments.terminal import interrupts
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from experiments.matrix.matrix import Matrix, PlannedCell
+    from experiments.records.record import Record
+    from experiments.runner.directory import RunDirectory
+
+#: What the report consists of, by the endings of its files.
+_KINDS = {".html": "report", ".png": "figure", ".md": "table", ".csv": "table"}
+
+
+@contextmanager
+def opened(
+    plan: Matrix, path: Path, *, resume: bool, retry_failed: bool = False
+) -> Iterator[tuple[RunDirectory, list[Record]]]:
+    """Lock the directory and make it ready; yields it and the records of cells not to run again.
+
+    Ends the command with what to do where it cannot run here, or is interrupted.
+    """
+    from experiments.runner.directory import RunDirectory
+
+    directory = RunDirectory(path)
+    if plan.cluster.can.make_nodes and not plan.simulated:
+        kinds.enter_namespace()
+    interrupts.raise_them()
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(directory.locked())
+            finished = directory.resume(plan, retry_failed) if resume else []
+            archive = None if resume else directory.start_afresh()
+        except (ValueError, OSError) as error:
+            terminal.stop(str(error))
+        if archive is not None:
+            typer.echo(f"the earlier run is now in {terminal.shown(archive)}")
+        try:
+            yield directory, finished
+        except KeyboardInterrupt:
+            terminal.say_error(
+                f"interrupted: the cluster is torn down, {terminal.shown(directory.records)} is "
+                "kept\ngo on with the same command and --resume"
+            )
+            raise typer.Exit(interrupts.INTERRUPTED) from None
+
+
+def run_cells(
+    plan: Matrix,
+    cells: Sequence[PlannedCell],
+    finished: Sequence[Record],
+    directory: RunDirectory,
+) -> list[Record]:
+    """Run the cells that have no record yet, and show how far they are."""
+    from experiments.clusters.interface import ClusterError
+    from experiments.runner import runner
+    from experiments.terminal.progress import Progress
+
+    try:
+        with Progress(plan, cells, finished, terminal.console()) as progress:
+            if plan.simulated:
+                built = kinds.simulated_cluster(plan.cluster)
+            else:
+                running = [planned.cell for planned in cells if planned.skip_reason is None]
+                built = kinds.cluster(plan.cluster, kinds.preloaded(running))
+            return runner.run(cells, finished, built, directory, progress)
+    except (ClusterError, runner.RunError) as error:
+        terminal.stop(str(error))
+
+
+def finish(records: Sequence[Record], directory: RunDirectory, *, wandb: bool) -> bool:
+    """Show the table, write W&B's runs and the report; return whether the report was drawn."""
+    from experiments.terminal.summary_table import summary
+
+    console = terminal.console()
+    console.print()
+    console.print(summary(records))
+    console.print()
+    terminal.say(console, "records", directory.records)
+    drawn = draw(console, directory)
+    if wandb:
+        export(console, records, directory)
+    return drawn
+
+
+def reach_reference(plan: Matrix, directory: RunDirectory) -> bool:
+    """Say which cells do not reach the losses of the matrix's reference; return whether all do.
+
+    All cells that the directory has records of are compared, whichever run has left them.
+    """
+    from experiments.records import parity
+    from experiments.records.record import read
+
+    if plan.reference is None or plan.simulated:
+        return True
+    found = parity.compare(read(directory.records), plan.reference)
+    problems = [(of.record.cell_id, problem) for of in found for problem in of.problems]
+    for cell, problem in problems:
+        terminal.say_error(f"{cell}: {problem}")
+    well = len(found) - len({cell for cell, _ in problems})
+    terminal.console().print(
+        f"losses   {well} of {len(found)} cells reach {plan.reference}'s", highlight=False
+    )
+    return not problems
+
+
+def draw(console: Console, directory: RunDirectory) -> bool:
+    """Have ``analysis`` draw the report, in a process of its own; return whether it did."""
+    command = [sys.executable, "-m", "analysis", "report", str(directory.records)]
+    result = subprocess.run(
+        [*command, "--output", str(directory.report)],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    if result.returncode != 0:
+        reason = (result.stderr or result.stdout).strip().splitlines() or ["no output"]
+        shown = terminal.shown(directory.records)
+        terminal.say_error(f"the report could not be drawn: {reason[-1]}")
+        terminal.say_error(f"try again with: python -m analysis report {shown}")
+        return False
+    for file in sorted(directory.report.rglob("*")):
+        kind = _KINDS.get(file.suffix)
+        if kind is not None:
+            terminal.say(console, kind, file)
+    return True
+
+
+def export(
+    console: Console,
+    records: Sequence[Record],
+    directory: RunDirectory,
+    sweep_run: str | None = None,
+) -> None:
+    """Write W&B's runs, and say where they are and what went wrong with them."""
+    from experiments.tracking import sink
+
+    report = None if sweep_run else directory.report
+    exported = sink.export(records, directory.path, report, sweep_run)
+    for warning in exported.warnings:
+        console.print(f"W&B: {warning}", style="yellow", soft_wrap=True, markup=False)
+    if exported.mode == "disabled":
+        return
+    terminal.say(console, "W&B", directory.wandb)
+    if exported.mode == "offline" and directory.wandb.exists():
+        console.print(
+            f"         upload with: wandb sync {terminal.shown(directory.wandb)}/offline-run-*",
+            style="dim",
+            soft_wrap=True,
+            highlight=False,
+        )
+
+
+def show(plan: Matrix, cells: Sequence[PlannedCell]) -> None:
+    """List the cells: what a run would do."""
+    console = terminal.console()
+    running = [planned for planned in cells if planned.skip_reason is None]
+    for planned in cells:
+        reason = "" if planned.skip_reason is None else f"  skipped: {planned.skip_reason}"
+        style = "dim" if reason else ""
+        text = f"{planned.cell.id}{reason}"
+        console.print(text, style=style, soft_wrap=True, highlight=False, markup=False)
+    skipped = len(cells) - len(running)
+    steps = sum(planned.cell.warmup_steps + planned.cell.steps for planned in running)
+    console.print(
+        f"{plan.name}: {len(running)} cells to run, {steps} steps in all, {skipped} skipped",
+        style="bold",
+        highlight=False,
+    )
+
+
+def any_failed(records: Sequence[Record]) -> bool:
+    """Whether a cell failed or timed out."""
+    return any(record.state in ("failed", "timeout") for record in records)

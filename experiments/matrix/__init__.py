@@ -1,0 +1,1 @@
+"""Matrix files and the cells that they expand to."""

@@ -1,0 +1,297 @@
+"""A matrix file and the cells it expands to.
+
+The file is YAML: ``axes`` that are multiplied, ``workload`` constants, ``skip`` rules with their
+reasons, and ``overrides`` that change constants for some of the cells. Any setting of a cell may
+be an axis or a constant. ``reference`` names the strategy whose losses all others must reach. A
+mistake raises ``ValueError`` naming the file, the line and the key.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from baselines import registry
+from experiments.matrix.files import find
+from experiments.matrix.matrix import Matrix, PlannedCell
+from experiments.matrix.sections import Sections, explain
+from experiments.records.cell import AnyCluster, Cell, ClusterSpec, SimulatedSpec
+from simulation import quantities
+from simulation.transformer import ModelSpec
+from simulation.yaml_lines import Document, KeyPath, load
+
+#: How the file names a field of a cell, where it is not by the field's own name.
+_FILE_NAMES = {"inter_bandwidth_bits_per_s": "inter_bandwidth", "matrix": "name"}
+_FIELD_NAMES = {file: field for field, file in _FILE_NAMES.items()}
+#: What a file may set a cell by cell; the matrix and the cluster are the same for all of them.
+_SETTINGS = (
+    # Of a simulated cluster, which has as many as a cell wants.
+    "nodes",
+    *(
+        _FILE_NAMES.get(field, field)
+        for field in Cell.model_fields
+        if field not in ("matrix", "cluster")
+    ),
+)
+#: A micro-batch: the largest that the simulator finds to fit, or 1 if none does.
+_LARGEST = "max"
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A value of a setting and where the file gives it."""
+
+    value: Any
+    path: KeyPath
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """A partial assignment: the cells it is about, and what it says of them."""
+
+    when: Mapping[str, tuple[Any, ...]]
+    reason: str
+    change: Mapping[str, _Value]
+
+    def matches(self, assignment: Mapping[str, _Value]) -> bool:
+        return all(assignment[setting].value in values for setting, values in self.when.items())
+
+
+def read(
+    name_or_path: str, cluster: ClusterSpec | None = None, *, simulated: bool = False
+) -> Matrix:
+    """Read a matrix file and expand it to its cells, for another cluster than its own if given.
+
+    With ``simulated`` the cells of whatever cluster are simulated: what this machine lacks is then
+    no reason to skip one.
+
+    Cells that differ only in their strategy follow one another, so that a drift of the machine
+    meets all strategies of a comparison alike.
+    """
+    document = load(find(name_or_path))
+    return _Expansion(document, cluster, simulated).matrix()
+
+
+class _Expansion:
+    """Checks a matrix file and multiplies its axes."""
+
+    def __init__(
+        self, document: Document, cluster: ClusterSpec | None, simulated: bool = False
+    ) -> None:
+        self._file = Sections(document)
+        self._top = self._file.section(
+            (),
+            required=("name", "description", "cluster", "models", "axes"),
+            optional=("reference", "workload", "skip", "overrides"),
+        )
+        for key in ("name", "description"):
+            if not isinstance(self._top[key], str):
+                self._file.fail((key,), f"{self._top[key]!r} is not text")
+        own_cluster = self._cluster_spec()
+        self._cluster = cluster or own_cluster
+        self._simulated = simulated or not self._cluster.can.start_processes
+        self._models = self._model_specs()
+        self._axes = self._axis_values()
+        self._constants = self._constant_values()
+        self._require_all_settings()
+        self._reference = self._reference_strategy()
+        self._skips = [
+            _Rule(self._when(path), self._reason(path), {})
+            for path in self._rules("skip", "reason")
+        ]
+        self._overrides = [
+            _Rule(self._when(path), "", self._change(path))
+            for path in self._rules("overrides", "set")
+        ]
+
+    def matrix(self) -> Matrix:
+        # The strategy varies fastest, whatever the order in the file.
+        order = sorted(self._axes, key=lambda setting: setting == "strategy")
+        planned = []
+        cuda = registry.has_cuda()
+        for values in itertools.product(*(self._axes[setting] for setting in order)):
+            assignment = {**self._constants, **dict(zip(order, values, strict=True))}
+            reasons = (rule.reason for rule in self._skips if rule.matches(assignment))
+            cell = self._cell(assignment)
+            cannot = None
+            if not self._simulated:
+                entry = registry.find(cell.strategy)
+                cannot = entry.why_not(cuda=cuda, deepspeed=cell.deepspeed) or _why_not_there(cell)
+            planned.append(PlannedCell(cell, next(reasons, None) or cannot))
+        name, description = self._top["name"], self._top["description"]
+        return Matrix(
+            name, description, self._cluster, tuple(planned), self._simulated, self._reference
+        )
+
+    def _cell(self, assignment: Mapping[str, _Value]) -> Cell:
+        settings = dict(assignment)
+        for rule in self._overrides:
+            if rule.matches(assignment):
+                settings.update(rule.change)
+        fields = {_FIELD_NAMES.get(name, name): given.value for name, given in settings.items()}
+        largest = fields["micro_batch"] == _LARGEST
+        if largest:
+            fields["micro_batch"] = 1
+        cluster: dict[str, Any] = self._cluster.model_dump()
+        if "nodes" in fields:
+            cluster["nodes"] = fields.pop("nodes")
+        try:
+            cell = Cell.model_validate(
+                {
+                    **fields,
+                    "matrix": self._top["name"],
+                    "cluster": cluster,
+                    "model": self._models[fields["model"]],
+                },
+                strict=True,
+            )
+        except ValidationError as error:
+            first = error.errors()[0]
+            # A cluster's field follows its kind.
+            field = str(first["loc"][-1 if first["loc"][0] == "cluster" else 0])
+            setting = _FILE_NAMES.get(field, field)
+            path = settings[setting].path if setting in settings else (setting,)
+            self._file.fail(path, explain(first["input"], first["msg"]))
+        return _with_largest_micro_batch(cell) if largest else cell
+
+    def _cluster_spec(self) -> AnyCluster:
+        section = self._file.at(("cluster",))
+        if isinstance(section, dict) and section.get("kind") == "simulated":
+            return self._file.spec(SimulatedSpec, ("cluster",))
+        return self._file.spec(ClusterSpec, ("cluster",))
+
+    def _model_specs(self) -> dict[str, ModelSpec]:
+        specs: dict[str, ModelSpec] = {}
+        for i in range(len(self._file.items(("models",)))):
+            spec = self._file.spec(ModelSpec, ("models", i))
+            if spec.name in specs:
+                self._file.fail(
+                    ("models", i, "name"), f"{spec.name!r} is the name of an earlier model"
+                )
+            specs[spec.name] = spec
+        return specs
+
+    def _axis_values(self) -> dict[str, list[_Value]]:
+        axes = {}
+        for setting in self._file.section(("axes",), optional=_SETTINGS):
+            path = ("axes", setting)
+            axes[setting] = self._values(setting, self._file.items(path), path)
+        return axes
+
+    def _values(self, setting: str, items: list[Any], path: KeyPath) -> list[_Value]:
+        values: list[_Value] = []
+        for i, item in enumerate(items):
+            value = self._value(setting, item, (*path, i))
+            if value in (earlier.value for earlier in values):
+                self._file.fail((*path, i), f"{item!r} is already in this list")
+            values.append(_Value(value, (*path, i)))
+        return values
+
+    def _constant_values(self) -> dict[str, _Value]:
+        if "workload" not in self._top:
+            return {}
+        constants = {}
+        for setting, item in self._file.section(("workload",), optional=_SETTINGS).items():
+            path = ("workload", setting)
+            if setting in self._axes:
+                self._file.fail(path, "is an axis already; keep one of the two")
+            constants[setting] = _Value(self._value(setting, item, path), path)
+        return constants
+
+    def _require_all_settings(self) -> None:
+        for field, info in Cell.model_fields.items():
+            setting = _FILE_NAMES.get(field, field)
+            given = setting in self._axes or setting in self._constants
+            if setting in _SETTINGS and info.is_required() and not given:
+                self._file.fail((), f"{setting} is missing; give it in workload or in axes")
+
+    def _reference_strategy(self) -> str | None:
+        if "reference" not in self._top:
+            return None
+        given = self._axes.get("strategy") or [self._constants["strategy"]]
+        found: str = self._top["reference"]
+        self._file.one_of(
+            found, [value.value for value in given], ("reference",), "not in this matrix:"
+        )
+        return found
+
+    def _value(self, setting: str, item: Any, path: KeyPath) -> Any:
+        """The value as a cell holds it; its type is checked when the cells are made."""
+        if setting == "strategy":
+            self._file.one_of(item, registry.STRATEGY_NAMES, path, "unknown strategy")
+        elif setting == "model":
+            self._file.one_of(item, self._models, path, "unknown model")
+        try:
+            if setting == "inter_bandwidth":
+                return quantities.link(item)
+            if self._cluster.can.start_processes and _simulated_only(setting, item):
+                raise ValueError(f"is for clusters of kind simulated, not {self._cluster.kind}")
+            if setting in ("policy", "gather_codec", "reduce_codec"):
+                # These import torch, which most matrices need not wait for.
+                from baselines import codecs, policies
+
+                (policies if setting == "policy" else codecs).parse(str(item))
+        except ValueError as error:
+            self._file.fail(path, str(error))
+        return item
+
+    def _rules(self, section: str, says: str) -> list[KeyPath]:
+        if section not in self._top:
+            return []
+        paths: list[KeyPath] = [(section, i) for i in range(len(self._file.items((section,))))]
+        for path in paths:
+            self._file.section(path, required=("when", says))
+        return paths
+
+    def _when(self, rule: KeyPath) -> dict[str, tuple[Any, ...]]:
+        path = (*rule, "when")
+        known = {name: [v.value for v in values] for name, values in self._axes.items()}
+        known |= {name: [given.value] for name, given in self._constants.items()}
+        when = {}
+        for setting, given in self._file.section(path, optional=known).items():
+            place = (*path, setting)
+            items = self._file.items(place) if isinstance(given, list) else [given]
+            values = []
+            for i, item in enumerate(items):
+                at = (*place, i) if isinstance(given, list) else place
+                value = self._value(setting, item, at)
+                if value not in known[setting]:
+                    self._file.fail(at, f"{item!r} is not a value of {setting} in this matrix")
+                values.append(value)
+            when[setting] = tuple(values)
+        return when
+
+    def _reason(self, rule: KeyPath) -> str:
+        reason = self._file.at(rule)["reason"]
+        if not isinstance(reason, str) or not reason.strip():
+            self._file.fail((*rule, "reason"), f"{reason!r} is not text; say why")
+        return reason.strip()
+
+    def _change(self, rule: KeyPath) -> dict[str, _Value]:
+        path = (*rule, "set")
+        allowed = [setting for setting in _SETTINGS if setting not in self._axes]
+        return {
+            setting: _Value(self._value(setting, item, (*path, setting)), (*path, setting))
+            for setting, item in self._file.section(path, optional=allowed).items()
+        }
+
+
+def _simulated_only(setting: str, item: object) -> bool:
+    return setting == "nodes" or (setting == "micro_batch" and item == _LARGEST)
+
+
+def _with_largest_micro_batch(cell: Cell) -> Cell:
+    from experiments.clusters.simulated import largest_micro_batch
+
+    return cell.model_copy(update={"micro_batch": max(1, largest_micro_batch(cell))})
+
+
+def _why_not_there(cell: Cell) -> str | None:
+    """Why the cell's cluster cannot run it; ``None`` if it can."""
+    if not cell.cluster.can.limit_links and cell.inter_bandwidth_bits_per_s is not None:
+        return "the links of rented nodes are what they are: nothing limits them to a bandwidth"
+    return None

@@ -1,0 +1,89 @@
+"""The sections of a matrix file, each checked where it is read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any, NoReturn, TypeVar
+
+from pydantic import ValidationError
+
+from simulation.files import Strict
+from simulation.yaml_lines import Document, KeyPath
+
+AnySpec = TypeVar("AnySpec", bound=Strict)
+
+
+class Sections:
+    """Reads a document; a mistake is a ``ValueError`` with the file, the line and the key."""
+
+    def __init__(self, document: Document) -> None:
+        self._document = document
+
+    def fail(self, path: KeyPath, problem: str) -> NoReturn:
+        """Raise ``ValueError`` about what stands at ``path``."""
+        self._document.fail(path, problem)
+
+    def spec(self, kind: type[AnySpec], path: KeyPath) -> AnySpec:
+        """The mapping at ``path`` as a ``kind``."""
+        fields = kind.model_fields.items()
+        section = self.section(
+            path,
+            required=[name for name, info in fields if info.is_required()],
+            optional=[name for name, info in fields if not info.is_required()],
+        )
+        try:
+            return kind.model_validate(section, strict=True)
+        except ValidationError as error:
+            first = error.errors()[0]
+            self.fail((*path, *first["loc"]), explain(first["input"], first["msg"]))
+
+    def section(
+        self, path: KeyPath, required: Iterable[str] = (), optional: Iterable[str] = ()
+    ) -> dict[str, Any]:
+        """The mapping at ``path``, with no keys but these, and not empty."""
+        section = self.at(path)
+        if not isinstance(section, dict) or not section:
+            self.fail(path, f"{section!r} is not a mapping with at least one key")
+        allowed = [*required, *optional]
+        for key in section:
+            self.one_of(key, allowed, (*path, key), "unknown key")
+        for key in required:
+            if key not in section:
+                self.fail(path, f"{key} is missing")
+        return section
+
+    def items(self, path: KeyPath) -> list[Any]:
+        """The list at ``path``, not empty."""
+        items = self.at(path)
+        if not isinstance(items, list) or not items:
+            self.fail(path, f"{items!r} is not a list with at least one item")
+        return items
+
+    def one_of(self, item: Any, allowed: Iterable[str], path: KeyPath, problem: str) -> None:
+        """Fail unless ``item`` is one of ``allowed``."""
+        if not isinstance(item, str) or item not in allowed:
+            self.fail(path, f"{problem} {_choose(item, allowed)}")
+
+    def at(self, path: KeyPath) -> Any:
+        """Whatever is at ``path``."""
+        value = self._document.values
+        for part in path:
+            value = value[part]
+        return value
+
+
+def _choose(item: object, allowed: Iterable[str]) -> str:
+    names = list(allowed)
+    close = get_close_matches(str(item), names, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"{item!r}; allowed: {', '.join(names)}{hint}"
+
+
+def explain(value: object, message: str) -> str:
+    """What pydantic says of a value, as one sentence that names it."""
+    hint = ""
+    if isinstance(value, str) and re.fullmatch(r"[+-]?\d+[eE][+-]?\d+", value):
+        hint = f"; YAML reads this as text, write {value.lower().replace('e', '.0e', 1)}"
+    return f"{value!r} is not allowed: {message[:1].lower()}{message[1:]}{hint}"

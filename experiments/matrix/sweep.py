@@ -1,0 +1,43 @@
+"""One cell of a matrix, as a W&B sweep's agent asks for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from experiments.matrix.matrix import Matrix, PlannedCell
+from experiments.records.cell import Cell
+
+
+def pick(plan: Matrix, arguments: Sequence[str]) -> PlannedCell:
+    """The one cell of the matrix with the settings of ``--name=value`` arguments.
+
+    Raises ``ValueError`` for a setting that there is not, a value that no cell has, and settings
+    that leave more than one cell.
+    """
+    chosen = list(plan.cells)
+    for argument in arguments:
+        name, separator, value = argument.removeprefix("--").partition("=")
+        if not argument.startswith("--") or not separator or name not in Cell.model_fields:
+            allowed = ", ".join(f"--{field}=" for field in Cell.model_fields)
+            raise ValueError(f"{argument!r} is not a setting and its value; allowed: {allowed}")
+        there = list(dict.fromkeys(_text(planned, name) for planned in chosen))
+        chosen = [planned for planned in chosen if _text(planned, name) == value]
+        if not chosen:
+            raise ValueError(f"{name} = {value!r}: cells of {plan.name} have {', '.join(there)}")
+    if len(chosen) > 1:
+        raise ValueError(
+            f"{len(chosen)} cells of {plan.name} are left, such as {chosen[0].cell.id} and "
+            f"{chosen[1].cell.id}; give more settings"
+        )
+    return chosen[0]
+
+
+def _text(planned: PlannedCell, name: str) -> str:
+    value = getattr(planned.cell, name)
+    return str(getattr(value, "name", value))
+
+
+def run_id() -> str | None:
+    """The run that W&B's agent has made for this cell; ``None`` outside a sweep."""
+    return os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None

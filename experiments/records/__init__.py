@@ -1,0 +1,1 @@
+"""Cells and the records of their runs: the schema that analysis reads."""

@@ -1,0 +1,220 @@
+"""What a cell is: one point of a matrix.
+
+A matrix expands to cells; each runs in fresh processes and ends as one record.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from experiments.records.abilities import ABILITIES, Abilities
+from experiments.records.settings import Parts, Setting, described, left_out_of_id
+from simulation.files import Name, Strict
+from simulation.transformer import ModelSpec, Tuning
+
+if TYPE_CHECKING:
+    from simulation.imitated.records import Case
+
+#: A matrix's: that of its suite, if it is in one, a slash, and its own.
+MatrixName = Annotated[
+    str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*/)?[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)
+]
+DType = Literal["float32", "bfloat16"]
+
+
+_KIND = Setting("Cluster", place="run")
+_NODES = Setting("Nodes", place="run", learns=True)
+_RANKS = Setting("Ranks per node", place="run", learns=True)
+
+
+class ClusterSpec(Strict):
+    """The cluster a cell runs on: ``nodes`` × ``ranks_per_node`` processes."""
+
+    kind: Annotated[Literal["emulated", "rented"], _KIND] = "emulated"
+    nodes: Annotated[int, _NODES] = Field(ge=1)
+    ranks_per_node: Annotated[int, _RANKS] = Field(ge=1)
+    port: Annotated[int, Setting("Port", "incidental", in_id="never")] = Field(
+        default=29500, ge=1024, le=65535
+    )
+
+    @property
+    def can(self) -> Abilities:
+        """What such a cluster can do."""
+        return ABILITIES[self.kind]
+
+
+class SimulatedSpec(Strict):
+    """A cluster that need not exist: nodes of one kind of GPU, simulated.
+
+    ``simulation.hardware`` knows the GPUs. The link between nodes is the
+    cell's bandwidth, of which ``link_efficiency`` is reached.
+    """
+
+    kind: Annotated[Literal["simulated"], _KIND]
+    nodes: Annotated[int, _NODES] = Field(ge=1)
+    ranks_per_node: Annotated[int, _RANKS] = Field(ge=1)
+    gpu: Annotated[str, Setting("GPU", place="run")]
+    host_memory_gb: Annotated[
+        float, Setting("Host memory", place="run", write="{:g} GB".format)
+    ] = Field(default=512, gt=0)
+    #: Shares of the data sheets' peaks that matrix products and links reach.
+    matmul_efficiency: Annotated[float, Setting("Matmul efficiency", place="run")] = Field(
+        default=0.5, gt=0, le=1
+    )
+    link_efficiency: Annotated[float, Setting("Link efficiency", place="run")] = Field(
+        default=0.8, gt=0, le=1
+    )
+    inter_latency_us: Annotated[float, Setting("Latency", place="run", write="{:g} µs".format)] = (
+        Field(default=15.0, ge=0)
+    )
+
+    @property
+    def can(self) -> Abilities:
+        """What such a cluster can do."""
+        return ABILITIES[self.kind]
+
+    @field_validator("gpu")
+    @classmethod
+    def _is_known(cls, value: str) -> str:
+        from simulation.hardware import gpu  # only those who simulate need it
+
+        return gpu(value).name
+
+
+AnyCluster = Annotated[ClusterSpec | SimulatedSpec, Field(discriminator="kind")]
+
+
+class Cell(Strict):
+    """One point of a matrix: everything a worker needs to know."""
+
+    matrix: Annotated[MatrixName, Setting("Matrix", place="run")]
+    strategy: Annotated[Name, Setting("Strategy", "subject", always=True)]
+    model: Annotated[ModelSpec, Setting("Model", place="model", learns=True, always=True)]
+    tuning: Annotated[Tuning, Setting("Tuning", place="model", learns=True, always=True)]
+    cluster: Annotated[AnyCluster, Parts(named="kind")]
+    #: Egress limit of each node in bits a second; ``None`` leaves the link unshaped.
+    inter_bandwidth_bits_per_s: Annotated[
+        int | None, Setting("Link", place="axis", always=True)
+    ] = Field(gt=0)
+    sequence_length: Annotated[int, Setting("Sequence", learns=True)] = Field(ge=2)
+    #: Sequences a rank and micro-batch.
+    micro_batch: Annotated[int, Setting("Micro-batch", learns=True)] = Field(ge=1)
+    #: Micro-batches between two optimizer steps.
+    accumulation: Annotated[int, Setting("Accumulation", learns=True)] = Field(ge=1)
+    dtype: Annotated[DType, Setting("Type", learns=True)]
+    #: Cache policy of strategies that have one, as ``baselines.policies`` reads it.
+    policy: Annotated[str, Setting("Policy", "subject", in_id="later")] = "host"
+    #: What crosses nodes in gathers and reductions, as ``baselines.codecs`` reads it.
+    gather_codec: Annotated[
+        str, Setting("Gather codec", "subject", in_id="later", write="gather {}".format)
+    ] = "none"
+    reduce_codec: Annotated[
+        str, Setting("Reduce codec", "subject", in_id="later", write="reduce {}".format)
+    ] = "none"
+    error_feedback: Annotated[
+        bool, Setting("Error feedback", "subject", in_id="later", write=lambda _: "error feedback")
+    ] = False
+    adapters: Annotated[
+        Literal["sharded", "replicated"],
+        Setting("Adapters", "subject", in_id="later", write="{} adapters".format),
+    ] = "sharded"
+    #: Which of DeepSpeed's pins, as ``baselines.pins`` has them, for strategies that are its own.
+    deepspeed: Annotated[
+        Literal["current", "paper"], Setting("DeepSpeed", "subject", in_id="later")
+    ] = "current"
+    #: Share of the blocks whose activations are recomputed in backward; simulated clusters only.
+    recomputed: Annotated[float, Setting("Recomputed", in_id="later")] = Field(
+        default=0.0, ge=0, le=1
+    )
+    lora_rank: Annotated[int, Setting("LoRA rank", place="model", learns=True)] = Field(ge=1)
+    learning_rate: Annotated[float, Setting("Learning rate", learns=True)] = Field(gt=0)
+    warmup_steps: Annotated[int, Setting("Warm-up steps", "incidental")] = Field(ge=0)
+    steps: Annotated[int, Setting("Steps", "incidental")] = Field(ge=1)
+    seed: Annotated[int, Setting("Seed", place="axis", learns=True)] = 0
+    timeout_s: Annotated[float, Setting("Time limit", "incidental", in_id="never")] = Field(gt=0)
+
+    @field_validator("error_feedback")
+    @classmethod
+    def _feeds_back_a_loss(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("reduce_codec") == "none":
+            raise ValueError("needs a reduce_codec, whose loss it feeds back")
+        return value
+
+    @model_validator(mode="after")
+    def _recomputes_in_simulations(self) -> Cell:
+        if self.recomputed and self.cluster.can.start_processes:
+            raise ValueError(
+                f"recomputed {self.recomputed:g} is for clusters of kind simulated, "
+                f"not {self.cluster.kind}: the worker recomputes nothing"
+            )
+        return self
+
+    @classmethod
+    def of_case(cls, case: Case) -> Cell:
+        """A case of the study on imitated devices, as a cell of a matrix."""
+        return cls(
+            matrix="memory",
+            strategy=case.strategy,
+            model=case.model,
+            tuning=case.tuning,
+            cluster=ClusterSpec(nodes=case.nodes, ranks_per_node=case.ranks_per_node),
+            inter_bandwidth_bits_per_s=None,
+            sequence_length=case.sequence_length,
+            micro_batch=1,
+            accumulation=1,
+            dtype="bfloat16",
+            policy=case.policy,
+            lora_rank=case.lora_rank,
+            learning_rate=1e-4,
+            warmup_steps=0,
+            steps=1,
+            timeout_s=1.0,
+        )
+
+    @property
+    def variant(self) -> str:
+        """The strategy, and its engine's version if it is not the usual one: for comparisons."""
+        return self.strategy if self.deepspeed == "current" else f"{self.strategy}@{self.deepspeed}"
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """What it chooses for its strategy other than the defaults, in words, for comparisons."""
+        return tuple(
+            item.written(value)
+            for name, item in described(type(self)).items()
+            if item.setting.role == "subject"
+            and name not in ("strategy", "deepspeed")  # the variant has them
+            and (value := getattr(self, name)) != type(self).model_fields[name].default
+        )
+
+    @property
+    def subject(self) -> str:
+        """What is compared: the strategy with all that it chooses."""
+        return " ".join((self.variant, *self.choices))
+
+    @property
+    def id(self) -> str:
+        """Readable and stable: the same settings give the same id on every machine.
+
+        The time limit and the port are left out: they change nothing that is measured, and a cell
+        that ran into its limit is the same cell when it is tried again with a longer one.
+        """
+        bandwidth = self.inter_bandwidth_bits_per_s
+        link = "unshaped" if bandwidth is None else f"{bandwidth / 1e6:g}mbit"
+        exclude = left_out_of_id(self)
+        if self.model.vocabulary == ModelSpec.model_fields["vocabulary"].default:
+            exclude["model"] = {"vocabulary"}  # as before models had one
+        settings = self.model_dump_json(exclude=exclude)
+        digest = hashlib.sha256(settings.encode()).hexdigest()[:8]
+        return (
+            f"{self.variant}-{self.tuning}-{self.model.name}-{link}-k{self.accumulation}-{digest}"
+        )
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that all ranks together train on between two optimizer steps."""
+        ranks = self.cluster.nodes * self.cluster.ranks_per_node
+        return ranks * self.micro_batch * self.accumulation * self.sequence_length

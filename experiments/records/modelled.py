@@ -1,0 +1,66 @@
+"""Cells and their records in the terms of ``simulation``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from experiments.records.cell import AnyCluster, Cell, DType
+from experiments.records.record import Record
+from simulation.calibration import MeasuredStep
+from simulation.emulated import emulated
+from simulation.hardware import GB, Hardware, cluster
+from simulation.transformer import Transformer
+from simulation.workload import Workload
+
+_BYTES: Mapping[DType, int] = {"float32": 4, "bfloat16": 2}
+#: Bits a second for a cell without a limit: no link between nodes is faster today.
+_UNLIMITED = 1e15
+
+
+def workload_of(cell: Cell) -> Workload:
+    """What a cell trains."""
+    model = Transformer.of(cell.model, cell.sequence_length)
+    return Workload(
+        strategy=cell.strategy,
+        model=model,
+        lora=model.attention_lora(cell.lora_rank) if cell.tuning == "lora" else None,
+        sequence_length=cell.sequence_length,
+        micro_batch=cell.micro_batch,
+        accumulation=cell.accumulation,
+        element_bytes=_BYTES[cell.dtype],
+        policy=cell.policy,
+        gather_codec=cell.gather_codec,
+        reduce_codec=cell.reduce_codec,
+        adapters=cell.adapters,
+        recomputed=cell.recomputed,
+    )
+
+
+def hardware_of(spec: AnyCluster, inter_bits_per_s: float | None) -> Hardware:
+    """What a simulation assumes of a cluster whose nodes send this many bits a second."""
+    if spec.kind != "simulated":
+        return emulated(spec.nodes, spec.ranks_per_node, inter_bits_per_s)
+    return cluster(
+        spec.gpu,
+        nodes=spec.nodes,
+        ranks_per_node=spec.ranks_per_node,
+        inter_bits_per_s=_UNLIMITED if inter_bits_per_s is None else inter_bits_per_s,
+        host_memory_bytes=spec.host_memory_gb * GB,
+        matmul_efficiency=spec.matmul_efficiency,
+        link_efficiency=spec.link_efficiency,
+        inter_latency_seconds=spec.inter_latency_us / 1e6,
+    )
+
+
+def cluster_of(cell: Cell) -> Hardware:
+    """What a simulation assumes of the cluster that the cell runs on."""
+    return hardware_of(cell.cluster, cell.inter_bandwidth_bits_per_s)
+
+
+def measured_step(record: Record, hardware: Hardware) -> MeasuredStep | None:
+    """The step of a record's cell, which ran on ``hardware``; ``None`` if it did not run."""
+    seconds, measured = record.step_seconds_median, record.measurement
+    if seconds is None or measured is None:
+        return None
+    sent = measured.inter_node_bytes_per_step
+    return MeasuredStep(workload_of(record.cell), hardware, seconds, sent)

@@ -1,0 +1,156 @@
+"""Whether strategies learn the same: each cell's losses next to those of a reference.
+
+Losses depend on the batches, the model and the order in which gradients are added up. Where our
+engine adds in one order, they are the same bit for bit; elsewhere within a tolerance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baselines import registry
+from experiments.records import settings
+from experiments.records.cell import Cell
+from experiments.records.record import Record
+
+#: What strategies are compared with where nothing else is said.
+REFERENCE = "fsdp2"
+#: Relative difference of a loss for each step that was trained. A change of the summation order is
+#: a rounding, which training makes larger; DeepSpeed has optimizers of its own on the CPU too.
+_SUMMED, _DEEPSPEED, _BFLOAT16, _QUANTISED = 2.5e-7, 1e-5, 1e-4, 5e-3
+#: However many steps: what differs by more has learned something else.
+_MOST = 0.05
+
+
+@dataclass(frozen=True)
+class Parity:
+    """A cell's losses against the reference's."""
+
+    record: Record
+    #: The largest relative difference of a step's loss; ``None`` where nothing was compared.
+    difference: float | None
+    problems: tuple[str, ...]
+
+
+def compare(records: Sequence[Record], reference: str = REFERENCE) -> list[Parity]:
+    """One for each cell that was to train, in the order of the records.
+
+    Those are the ones that were neither skipped nor simulated. Raises ``ValueError`` where all
+    were simulated: there are no losses.
+    """
+    trained = [r for r in records if r.state != "skipped" and r.evidence != "simulated"]
+    if not trained and any(record.evidence == "simulated" for record in records):
+        raise ValueError("all records are simulated: nothing was trained, so there are no losses")
+    references: dict[tuple[object, ...], Record] = {}
+    equals: dict[tuple[object, ...], Record] = {}
+    for record in trained:
+        if not all(map(math.isfinite, promised(record))):
+            continue
+        if record.cell.strategy == reference:
+            _keep_longest(references, record)
+        if _adds_in_one_order(record.cell):
+            _keep_longest(equals, record)
+    found = []
+    for record in trained:
+        group = _group(record)
+        equal = equals.get(group) if _adds_in_one_order(record.cell) else None
+        found.append(_compare(record, reference, references.get(group), equal))
+    return found
+
+
+def promised(record: Record) -> list[float]:
+    """The loss of each step that the cell is to train; NaN where it is missing."""
+    losses = [] if record.measurement is None else record.measurement.losses
+    missing = record.cell.warmup_steps + record.cell.steps - len(losses)
+    return [*losses, *[math.nan] * missing]
+
+
+def largest_difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Of one step's losses, over the steps that both have trained, relative to the latter.
+
+    Infinite where a loss is not finite; there must be a step.
+    """
+    return max(map(_relative, ours, theirs))
+
+
+def _relative(ours: float, theirs: float) -> float:
+    if not (math.isfinite(ours) and math.isfinite(theirs)):
+        return math.inf
+    if ours == theirs:
+        return 0.0
+    return abs(ours - theirs) / abs(theirs) if theirs else math.inf
+
+
+def tolerance(cell: Cell, steps: int) -> float:
+    """How far from the reference's its losses may be after so many steps, relative to them."""
+    if _quantised(cell):
+        each = _QUANTISED
+    elif cell.dtype == "bfloat16":
+        each = _BFLOAT16
+    elif registry.find(cell.strategy).engine == "deepspeed":
+        each = _DEEPSPEED
+    else:
+        each = _SUMMED
+    return min(steps * each, _MOST)
+
+
+def _compare(record: Record, reference: str, theirs: Record | None, equal: Record | None) -> Parity:
+    if record.measurement is None:
+        *_, last = ["no error text", *(record.error or "").strip().splitlines()]
+        return Parity(record, None, (f"did not run ({record.state}): {last}",))
+    ours, losses = promised(record), record.measurement.losses
+    problems = []
+    if len(losses) < len(ours):
+        problems.append(f"has {len(losses)} of {len(ours)} losses")
+    if not all(map(math.isfinite, losses)):
+        problems.append("diverged: a loss is not finite")
+    sound = not problems
+    difference = None
+    if theirs is None:
+        problems.append(f"was not compared: no {reference} trained with the same settings")
+    else:
+        others = promised(theirs)
+        difference = largest_difference(ours, others)
+        if sound and difference > tolerance(record.cell, min(len(ours), len(others))):
+            problems.append("learns something else")
+    if sound and equal is not None and largest_difference(ours, promised(equal)) > 0:
+        name = equal.cell.strategy
+        problems.append(f"is not bit for bit {name}, which adds up in the same order")
+    return Parity(record, difference, tuple(problems))
+
+
+def _adds_in_one_order(cell: Cell) -> bool:
+    """Whether our engine adds up this cell's gradients in the order of ``zero3``, unquantised.
+
+    What gathers and reduces by the library does: a cache changes no sum. ``mics`` and what is
+    replicated have reductions of their own. Where nodes, and ranks of a node, are pairs, no sum
+    has more than two terms, which have one order only; but what is replicated is summed over
+    micro-batches first.
+    """
+    if registry.find(cell.strategy).engine != "fcdp" or _quantised(cell):
+        return False
+    shards = registry.schedule_of(cell.strategy).shards
+    whole = shards == "rank" or cell.adapters == "replicated"
+    if not whole and shards == "world":
+        return True
+    pairs = max(cell.cluster.nodes, cell.cluster.ranks_per_node) <= 2
+    return pairs and cell.dtype == "float32" and not (whole and cell.accumulation > 1)
+
+
+def _quantised(cell: Cell) -> bool:
+    bounded = registry.find(cell.strategy).numerics == "bounded"
+    return bounded or (cell.gather_codec, cell.reduce_codec) != ("none", "none")
+
+
+def _keep_longest(kept: dict[tuple[object, ...], Record], record: Record) -> None:
+    """Of the cells of a group the one that trained most steps: most can be compared with it."""
+    other = kept.setdefault(_group(record), record)
+    if len(promised(record)) > len(promised(other)):
+        kept[_group(record)] = record
+
+
+def _group(record: Record) -> tuple[object, ...]:
+    """What cells have in common whose losses may be compared."""
+    return record.evidence, *settings.learned(record.cell)

@@ -1,0 +1,96 @@
+"""What a cell's run leaves behind: one ``Record``, one line of a JSON Lines file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from experiments.records.abilities import Evidence
+from experiments.records.cell import Cell
+from simulation import files
+from simulation.files import Strict
+
+State = Literal["ok", "oom", "failed", "timeout", "skipped"]
+
+
+class Simulation(Strict):
+    """Where a simulated step's time and memory go."""
+
+    #: Model FLOPS utilisation (a frozen weight counts 4, a trained one 6), and with recomputation.
+    mfu: float
+    hfu: float
+    #: The resource in use most, and the share of the step that each is in full use.
+    bottleneck: str
+    busy: dict[str, float]
+    #: Seconds of the tasks that follow one another without a gap, by stream.
+    critical_seconds: dict[str, float]
+    #: By part: one rank's device, one node's host.
+    device_bytes: dict[str, float]
+    host_bytes: dict[str, float]
+
+
+class Measurement(Strict):
+    """What the ranks of one cell measured over the steps after warm-up; rank 0 writes it."""
+
+    engine: str
+    engine_version: str
+    policy: str | None
+    parameters: int
+    trainable_parameters: int
+    #: Seconds of each measured optimizer step, the slowest rank's.
+    step_seconds: list[float] = Field(min_length=1)
+    #: Mean loss over ranks and micro-batches, one a step, warm-up included.
+    losses: list[float]
+    #: Egress of the busiest node's interface a step, from the kernel's counters, in bytes.
+    inter_node_bytes_per_step: float
+    #: Least bytes a step that the strategy's schedule must send from a node; ``None`` if unknown.
+    inter_node_bytes_closed_form: float | None
+    #: Bytes a step of one node by link and phase, from the strategy's own ledger if it keeps one.
+    ledger_bytes_per_step: dict[str, dict[str, float]] | None
+    #: Resident set of the largest rank process at its peak, in bytes.
+    peak_host_bytes: int
+    #: Host cache of one rank, in bytes; page-locked on CUDA.
+    host_cache_bytes: int | None
+    peak_device_bytes: int | None
+    #: What only a simulation knows.
+    simulation: Simulation | None = None
+
+
+class Record(Strict):
+    """One finished cell: settings, outcome, figures, and where they come from."""
+
+    cell: Cell
+    cell_id: str
+    state: State
+    error: str | None
+    evidence: Evidence
+    measurement: Measurement | None
+    commit: str | None
+    versions: dict[str, str]
+    hardware: dict[str, Any]
+    #: What the shaper was set to (rate, burst, MTU), as the cluster reports it.
+    network: dict[str, Any]
+    started_at: str
+    seconds: float
+
+    @property
+    def step_seconds_median(self) -> float | None:
+        """Median of the measured steps in seconds."""
+        if self.measurement is None:
+            return None
+        ordered = sorted(self.measurement.step_seconds)
+        middle = len(ordered) // 2
+        return (ordered[middle] + ordered[~middle]) / 2
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens a second of the whole cluster, from the median step."""
+        median = self.step_seconds_median
+        return None if median is None else self.cell.tokens_per_step / median
+
+
+def read(path: Path) -> list[Record]:
+    """Read a JSON Lines file of records; see ``simulation.files.read_as``."""
+    return files.read_as(path, Record)

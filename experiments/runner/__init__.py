@@ -1,0 +1,1 @@
+"""Runs cells one after another, and keeps their records."""

@@ -1,0 +1,139 @@
+"""The directory of one matrix's run, and what is kept of the runs before it.
+
+::
+
+    records.jsonl     one line a finished cell; the truth that everything else is drawn from
+    cells/<cell id>/  cell.json, measurement.json, progress.jsonl, logs/
+    wandb/            the same figures as W&B runs
+    report/           tables, figures, report
+    earlier/<time>/   what stood here when the matrix was started afresh
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from experiments.records.record import Record
+from experiments.records.record import read as read_records
+from simulation import files
+
+if TYPE_CHECKING:
+    from experiments.matrix.matrix import Matrix
+
+#: States whose cells run again on request; an OOM and a skip would only repeat themselves.
+RETRIED = ("failed", "timeout")
+
+
+class RunDirectory:
+    """Records and cells of one run of a matrix."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.records = path / "records.jsonl"
+        self.cells = path / "cells"
+        self.wandb = path / "wandb"
+        self.report = path / "report"
+        self._earlier = path / "earlier"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other runs out; ``ValueError`` if one is in already.
+
+        The kernel frees this lock when its process ends, however it ends, so that a killed run
+        leaves no stale lock; and unlike ``flock`` it does not pass to the ranks that we start.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / ".lock").open("a+", encoding="utf-8") as file:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError) as error:
+                file.seek(0)
+                holder = file.read().strip() or "unknown"
+                raise ValueError(
+                    f"{self.path}: another run (process {holder}) uses this directory; "
+                    "wait for it, or give another one with --output"
+                ) from error
+            file.truncate(0)
+            file.write(f"{os.getpid()}\n")
+            file.flush()
+            try:
+                yield
+            finally:
+                file.truncate(0)
+
+    def start_afresh(self) -> Path | None:
+        """Move what an earlier run left to ``earlier/<time>``; return where, if there was any."""
+        # The records last: if this is cut short, they still say what was finished.
+        left = [p for p in (self.report, self.wandb, self.cells, self.records) if p.exists()]
+        if not left:
+            return None
+        archive = self._new_archive()
+        for path in left:
+            path.rename(archive / path.name)
+        return archive
+
+    def resume(self, plan: Matrix, retry_failed: bool) -> list[Record]:
+        """Records of the finished cells; with ``retry_failed`` without those to run again.
+
+        Raises ``ValueError`` for records of another matrix, or that another kind of cluster left:
+        a simulated cell has the id of the same cell where it runs.
+        """
+        finished = read_records(self.records) if self.records.exists() else []
+        for record in finished:
+            for what, theirs, ours in (
+                ("of matrix", record.cell.matrix, plan.name),
+                ("that are", record.evidence, plan.evidence),
+            ):
+                if theirs != ours:
+                    raise ValueError(
+                        f"{self.records}: holds records {what} {theirs!r}, "
+                        f"not {ours!r}; give another directory with --output"
+                    )
+        if not retry_failed:
+            return finished
+        kept = [record for record in finished if record.state not in RETRIED]
+        if len(kept) < len(finished):
+            self._forget([r for r in finished if r.state in RETRIED], kept)
+        return kept
+
+    def new_cell(self, cell_id: str) -> Path:
+        """An empty directory for a cell; a cell cut short earlier leaves nothing in it."""
+        path = self.cells / cell_id
+        if path.exists():
+            shutil.rmtree(path)
+        path.mkdir(parents=True)
+        return path
+
+    def _forget(self, dropped: list[Record], kept: list[Record]) -> None:
+        """Rewrite the records without ``dropped``, whose lines and logs go to ``earlier``."""
+        archive = self._new_archive()
+        shutil.copy2(self.records, archive / self.records.name)
+        for record in dropped:
+            path = self.cells / record.cell_id
+            if path.exists():
+                (archive / "cells").mkdir(exist_ok=True)
+                path.rename(archive / "cells" / record.cell_id)
+        rewritten = self.records.with_suffix(".jsonl.new")
+        rewritten.unlink(missing_ok=True)
+        rewritten.touch()
+        for record in kept:
+            files.append(record, rewritten)
+        rewritten.replace(self.records)
+
+    def _new_archive(self) -> Path:
+        self._earlier.mkdir(exist_ok=True)
+        now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H-%M-%SZ")
+        name, count = now, 1
+        while (self._earlier / name).exists():
+            count += 1
+            name = f"{now}-{count}"
+        path = self._earlier / name
+        path.mkdir()
+        return path

@@ -1,0 +1,228 @@
+"""Runs the cells of a matrix one after another and records how each ended.
+
+A cell's failure is its record's state, never the end of the matrix. A record is on the disk
+before the next cell starts, so that a killed run loses only the cell that it was in.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Protocol
+
+from baselines import pins, registry
+from baselines.pins import Pin
+from experiments.clusters.gate import Gate
+from experiments.clusters.interface import Cluster, LostNodeError, Outcome
+from experiments.matrix.matrix import PlannedCell
+from experiments.records import provenance
+from experiments.records.cell import Cell
+from experiments.records.provenance import Provenance
+from experiments.records.record import Measurement, Record, State
+from experiments.runner.directory import RunDirectory
+from simulation import files
+
+WORKER = "experiments.worker.worker:main"
+OPERATORS = "baselines.deepspeed_zero3:build_operators"
+#: A dozen files of C++ on two busy cores.
+_COMPILE_TIMEOUT_S = 1800.0
+
+
+class RunError(RuntimeError):
+    """The run cannot go on; the message says why and what is kept."""
+
+
+class Observer(Protocol):
+    """What is told of a run while it goes on."""
+
+    def cell_started(self, cell: Cell, directory: Path) -> None:
+        """The cell's ranks are about to start; rank 0 appends to ``progress.jsonl`` in there."""
+        ...
+
+    def cell_finished(self, record: Record) -> None:
+        """The record is on the disk."""
+        ...
+
+
+def select(cells: Sequence[PlannedCell], pattern: str | None) -> list[PlannedCell]:
+    """The cells whose id holds the text, or matches the glob, ``pattern``."""
+    if pattern is None:
+        return list(cells)
+    chosen = [p for p in cells if pattern in p.cell.id or fnmatchcase(p.cell.id, pattern)]
+    if not chosen:
+        raise ValueError(
+            f"--only: no cell id matches {pattern!r}; an id looks like {cells[0].cell.id!r}"
+        )
+    return chosen
+
+
+def run(
+    cells: Sequence[PlannedCell],
+    finished: Sequence[Record],
+    cluster: Cluster,
+    directory: RunDirectory,
+    observer: Observer,
+) -> list[Record]:
+    """Run the cells that have no record yet; return the records of all of them, in order.
+
+    Raises ``ClusterError`` if the cluster cannot be built and ``RunError`` if a record cannot be
+    written. ``KeyboardInterrupt`` passes through after the cluster is torn down.
+    """
+    by_id = {record.cell_id: record for record in finished}
+    pending = [planned for planned in cells if planned.cell.id not in by_id]
+    if pending:
+        runner = _Runner(cluster, directory, observer, provenance.gather())
+        with cluster:
+            for planned in pending:
+                by_id[planned.cell.id] = runner.finish(planned)
+    return [by_id[planned.cell.id] for planned in cells]
+
+
+class _Runner:
+    def __init__(
+        self,
+        cluster: Cluster,
+        directory: RunDirectory,
+        observer: Observer,
+        origin: Provenance,
+    ) -> None:
+        self._cluster = cluster
+        self._directory = directory
+        self._observer = observer
+        self._origin = origin
+        self._compiled: set[tuple[tuple[str, ...], Pin]] = set()
+
+    def finish(self, planned: PlannedCell) -> Record:
+        """Run the cell, or skip it, and put its record on the disk."""
+        try:
+            if planned.skip_reason is None:
+                record = self._run(planned.cell)
+            else:
+                record = self._record(
+                    planned.cell, "skipped", planned.skip_reason, started_at=_now()
+                )
+            files.append(record, self._directory.records)
+        except OSError as error:
+            raise RunError(
+                f"{planned.cell.id}: cannot write to {self._directory.path}: {error.strerror}; "
+                f"all records before this cell are kept in {self._directory.records.name}, "
+                "go on with --resume once it can be written to"
+            ) from error
+        self._observer.cell_finished(record)
+        return record
+
+    def _run(self, cell: Cell) -> Record:
+        directory = self._directory.new_cell(cell.id)
+        cell_file = directory / "cell.json"
+        cell_file.write_text(cell.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        self._observer.cell_started(cell, directory)
+        started_at, started = _now(), time.monotonic()
+        network: dict[str, Any] = {}
+        measurement = None
+        bandwidth = cell.inter_bandwidth_bits_per_s
+        try:
+            self._cluster.shape(None)
+            outcome = self._compile(cell, directory)
+            started_at, started = _now(), time.monotonic()
+            if outcome.state == "ok":
+                with Gate(directory, lambda: self._cluster.shape(bandwidth)) as gate:
+                    outcome = self._cluster.run(
+                        WORKER,
+                        [str(cell_file), str(directory)],
+                        logs=directory / "logs",
+                        environment=pins.variables(cell.deepspeed),
+                        timeout_s=cell.timeout_s,
+                    )
+                network = gate.network
+            if outcome.state == "ok":
+                measurement = _measurement(directory / "measurement.json")
+        except LostNodeError as error:
+            raise RunError(
+                f"{cell.id}: {error}; this cell has no record, all before it are kept in "
+                f"{self._directory.records.name}, go on with --resume"
+            ) from error
+        except Exception:
+            # Whatever goes wrong in one cell, the others are still worth running.
+            outcome = Outcome("failed", error=traceback.format_exc())
+        return self._record(
+            cell,
+            outcome.state,
+            _error(outcome),
+            measurement=measurement,
+            network=network,
+            started_at=started_at,
+            seconds=time.monotonic() - started,
+        )
+
+    def _compile(self, cell: Cell, directory: Path) -> Outcome:
+        """Have the operators ready that the cell's engine compiles at their first use.
+
+        That takes minutes, once a machine: no cell's time limit is to pay for it.
+        """
+        entry = registry.find(cell.strategy)
+        needed = (entry.operators, cell.deepspeed)
+        predicted = not self._cluster.can.start_processes
+        if predicted or entry.engine != "deepspeed" or needed in self._compiled:
+            return Outcome("ok")
+        outcome = self._cluster.run(
+            OPERATORS,
+            entry.operators,
+            logs=directory / "operators",
+            environment=pins.variables(cell.deepspeed),
+            timeout_s=_COMPILE_TIMEOUT_S,
+        )
+        if outcome.state == "ok":
+            self._compiled.add(needed)
+        return outcome
+
+    def _record(
+        self,
+        cell: Cell,
+        state: State,
+        error: str | None,
+        *,
+        started_at: str,
+        measurement: Measurement | None = None,
+        network: dict[str, Any] | None = None,
+        seconds: float = 0.0,
+    ) -> Record:
+        return Record(
+            cell=cell,
+            cell_id=cell.id,
+            state=state,
+            error=error,
+            evidence=self._cluster.can.evidence,
+            measurement=measurement,
+            commit=self._origin.commit,
+            versions=self._versions(cell),
+            hardware=self._origin.hardware,
+            network=network or {},
+            started_at=started_at,
+            seconds=seconds,
+        )
+
+    def _versions(self, cell: Cell) -> dict[str, str]:
+        """What the cell's ranks import."""
+        deepspeed = pins.version(cell.deepspeed)
+        return self._origin.versions | ({"deepspeed": deepspeed} if deepspeed else {})
+
+
+def _measurement(file: Path) -> Measurement:
+    if not file.exists():
+        raise RuntimeError(f"all ranks ended without an error, but rank 0 wrote no {file.name}")
+    return Measurement.model_validate_json(file.read_bytes())
+
+
+def _error(outcome: Outcome) -> str | None:
+    if outcome.state == "ok":
+        return None
+    where = "" if outcome.rank is None else f"rank {outcome.rank}: "
+    return provenance.scrub(where + (outcome.error or "no error text"))
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -1,0 +1,57 @@
+"""What all commands say and how they stop."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+#: Exit status: some cells failed; the user or the machine has to change something.
+FAILED = 1
+UNUSABLE = 2
+
+
+def console() -> Console:
+    """Standard output; wide where it is a log, which has no width of its own."""
+    from rich.console import Console
+
+    return Console() if sys.stdout.isatty() else Console(width=120, force_interactive=False)
+
+
+def say(console: Console, what: str, path: Path) -> None:
+    """Name a file that was written."""
+    console.print(f"{what:<8} {shown(path)}", soft_wrap=True, highlight=False, markup=False)
+
+
+def shown(path: Path) -> str:
+    """The path as seen from here, if it is below."""
+    path = path.absolute()
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def say_error(message: str) -> None:
+    """Say what went wrong, on standard error."""
+    typer.secho(message, fg="red", err=True)
+
+
+def stop(message: str) -> NoReturn:
+    """End the command: it cannot start or go on."""
+    say_error(f"error: {message}")
+    raise typer.Exit(UNUSABLE)
+
+
+def check_writable(option: str, file: Path) -> None:
+    """Make the file's folder; raises ``ValueError`` if the file cannot be written there."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        existed = file.exists()
+        file.open("ab").close()
+        if not existed:
+            file.unlink()
+    except OSError as error:
+        raise ValueError(f"{option} = {str(file)!r}: cannot be written: {error}") from error

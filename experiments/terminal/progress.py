@@ -1,0 +1,276 @@
+"""What a run shows while it goes on.
+
+On a terminal: a line a finished cell, and below them the current cell with its step, loss and
+seconds, the overall bar and the time left. In a log: the line a finished cell only.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from experiments.matrix.matrix import Matrix, PlannedCell
+from experiments.records.cell import Cell
+from experiments.records.record import Record
+from experiments.terminal.summary_table import STATE_STYLES, megabytes, varying_settings
+from simulation.quantities import format_link
+
+#: Redraws a second: enough to follow steps, and no load on cores that the ranks compute on.
+_REDRAWS = 2
+#: Titles of the settings that are most often axes; a line must fit on a hundred columns.
+_SHORT = {"accumulation": "accum", "micro_batch": "batch", "sequence_length": "length"}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a cell that is running, as its rank 0 reports it."""
+
+    step: int
+    of: int
+    loss: float
+    seconds: float
+
+
+class Tail:
+    """Follows a cell's ``progress.jsonl`` while rank 0 writes it."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._position = 0
+        self._last: Step | None = None
+
+    def last(self) -> Step | None:
+        """The newest step whose line is complete; ``None`` before the first."""
+        try:
+            with self._file.open("rb") as file:
+                file.seek(self._position)
+                new = file.read()
+        except OSError:  # The worker has not come to its first step yet.
+            return None
+        end = new.rfind(b"\n") + 1
+        self._position += end
+        lines = new[:end].splitlines()
+        if lines:
+            self._last = Step(**json.loads(lines[-1]))
+        return self._last
+
+
+@dataclass(frozen=True)
+class _Current:
+    cell: Cell
+    tail: Tail
+    started: float
+
+
+class Progress:
+    """Shows one run; a context manager around it, and the runner's observer."""
+
+    def __init__(
+        self,
+        matrix: Matrix,
+        cells: Sequence[PlannedCell],
+        finished: Sequence[Record],
+        console: Console,
+    ) -> None:
+        self._matrix = matrix
+        self._console = console
+        self._cells = [planned.cell for planned in cells if planned.skip_reason is None]
+        self._skipped = Counter(p.skip_reason for p in cells if p.skip_reason is not None)
+        ids = {cell.id for cell in self._cells}
+        self._finished = [record for record in finished if record.cell_id in ids]
+        self._lines = _CellLines(self._cells)
+        self._current: _Current | None = None
+        self._started = time.monotonic()
+        self._begun = False
+        self._live: Live | None = None
+
+    def __enter__(self) -> Progress:
+        cluster = self._matrix.cluster
+        heading = Text.assemble(
+            (self._matrix.name, "bold"),
+            f" · {len(self._cells)} cells · {cluster.kind} cluster, {cluster.nodes} nodes × "
+            f"{cluster.ranks_per_node} ranks",
+        )
+        self._console.print(heading)
+        self._console.print(Text(self._matrix.description, style="dim"))
+        for reason, count in self._skipped.items():
+            self._console.print(Text(f"{count} cells skipped: {reason}", style="dim"))
+        if self._finished:
+            self._console.print(Text(f"{len(self._finished)} cells are finished already"))
+        if len(self._finished) < len(self._cells):
+            self._console.print(Text("starting the cluster …", style="dim"))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._current = None
+        if self._live is not None:
+            self._live.stop()
+
+    def cell_started(self, cell: Cell, directory: Path) -> None:
+        """Show this cell as the current one."""
+        if not self._begun:
+            self._begin()
+        self._current = _Current(cell, Tail(directory / "progress.jsonl"), time.monotonic())
+
+    def cell_finished(self, record: Record) -> None:
+        """Add the cell's line; a skipped cell was announced at the start."""
+        self._current = None
+        if record.state != "skipped":
+            self._finished.append(record)
+            self._print(self._lines.line(record, len(self._finished)))
+
+    def status(self) -> RenderableType:
+        """The current cell and the whole run, as of now."""
+        current = self._current
+        elapsed = 0.0 if current is None else time.monotonic() - current.started
+        overall = self._overall(elapsed)
+        if current is None:
+            return Group(Text(), overall)
+        return Group(Text(), _cell_status(current.cell, current.tail.last(), elapsed), overall)
+
+    def _overall(self, elapsed_cell: float) -> Table:
+        done = len(self._finished)
+        ids = {record.cell_id for record in self._finished}
+        remaining = [cell for cell in self._cells if cell.id not in ids]
+        left = seconds_left(remaining, self._finished, elapsed_cell)
+        times = f"{clock(time.monotonic() - self._started)} passed"
+        if left is not None:
+            times += f", about {clock(left)} left"
+        grid = Table.grid(padding=(0, 2, 0, 0))
+        grid.add_row(
+            Text("all", style="dim"),
+            ProgressBar(total=len(self._cells), completed=done, width=30),
+            f"{done} of {len(self._cells)} cells",
+            Text(times, style="dim"),
+        )
+        return grid
+
+    def _begin(self) -> None:
+        """Show the columns and, on a terminal, the moving part below them."""
+        self._print(self._lines.header())
+        self._begun = True
+        # Not earlier: the cluster is built by now, and its processes start without this thread.
+        if self._console.is_interactive:
+            self._live = Live(
+                console=self._console,
+                get_renderable=self.status,
+                refresh_per_second=_REDRAWS,
+                transient=True,
+            )
+            self._live.start()
+
+    def _print(self, line: Text) -> None:
+        self._console.print(line, no_wrap=True, overflow="ellipsis")
+
+
+class _CellLines:
+    """Lines of finished cells, their columns as wide as these cells need."""
+
+    def __init__(self, cells: Sequence[Cell]) -> None:
+        self._extra = varying_settings(cells)
+        settings = [self._settings(cell) for cell in cells]
+        titles = ["strategy", "tuning", "model", "link"]
+        titles += [_SHORT.get(item.name, item.setting.label.lower()) for item in self._extra]
+        self._titles = titles
+        self._widths = [
+            max(len(title), *(len(row[i]) for row in settings)) for i, title in enumerate(titles)
+        ]
+        self._total = len(cells)
+        self._numbers = max(len("cell"), len(f"{self._total}/{self._total}"))
+
+    def header(self) -> Text:
+        """What the columns are."""
+        settings = "  ".join(t.ljust(w) for t, w in zip(self._titles, self._widths, strict=True))
+        cell = "cell".rjust(self._numbers)
+        figures = f"{'tokens/s':>9}{'s/step':>8}{'MB/step':>8}{'time':>6}"
+        return Text(f"{cell} state   {settings}{figures}", style="dim")
+
+    def line(self, record: Record, number: int) -> Text:
+        """One finished cell, the ``number``-th."""
+        settings = "  ".join(
+            text.ljust(width)
+            for text, width in zip(self._settings(record.cell), self._widths, strict=True)
+        )
+        return Text.assemble(
+            (f"{number}/{self._total} ".rjust(self._numbers + 1), "dim"),
+            (record.state.ljust(8), STATE_STYLES[record.state]),
+            settings,
+            *_figures(record),
+            (f"{record.seconds:>5.0f}s", "dim"),
+        )
+
+    def _settings(self, cell: Cell) -> list[str]:
+        link = format_link(cell.inter_bandwidth_bits_per_s)
+        extra = [item.written(item.of(cell)) for item in self._extra]
+        return [cell.subject, cell.tuning, cell.model.name, link, *extra]
+
+
+def seconds_left(
+    remaining: Sequence[Cell], finished: Sequence[Record], elapsed: float
+) -> float | None:
+    """About how long the remaining cells take; ``elapsed`` of the first of them is over.
+
+    A cell is expected to take as long as the finished ones with its bandwidth did, which is what
+    a step's time depends on most; ``None`` before any is finished.
+    """
+    if not finished:
+        return None
+    overall = sum(record.seconds for record in finished) / len(finished)
+    by_link: dict[int | None, list[float]] = {}
+    for record in finished:
+        link = record.cell.inter_bandwidth_bits_per_s
+        by_link.setdefault(link, []).append(record.seconds)
+    expected = [
+        sum(same) / len(same) if (same := by_link.get(cell.inter_bandwidth_bits_per_s)) else overall
+        for cell in remaining
+    ]
+    if expected:
+        expected[0] = max(0.0, expected[0] - elapsed)
+    return sum(expected)
+
+
+def clock(seconds: float) -> str:
+    """``m:ss``, or ``h:mm:ss`` from an hour on."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def _cell_status(cell: Cell, step: Step | None, elapsed: float) -> Table:
+    name = Text(cell.subject, style="bold")
+    name.append(f" · {cell.tuning} · {cell.model.name} · ", style="not bold")
+    name.append(format_link(cell.inter_bandwidth_bits_per_s), style="not bold")
+    if step is None:
+        state = f"starting, {clock(elapsed)}"
+    else:
+        state = f"step {step.step} of {step.of}, loss {step.loss:.4f}, {step.seconds:.2f} s/step"
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_row(Text("now", style="dim"), name, Text(state, style="cyan"))
+    return grid
+
+
+def _figures(record: Record) -> list[Text]:
+    if record.measurement is None:
+        return [Text("–".rjust(width), style="dim") for width in (9, 8, 8)]
+    sent = megabytes(record.measurement.inter_node_bytes_per_step)
+    return [
+        Text(f"{record.tokens_per_s:>9,.0f}"),
+        Text(f"{record.step_seconds_median:>8.3f}"),
+        Text(f"{sent:>8}"),
+    ]

@@ -1,0 +1,235 @@
+"""The table at the end of a run: each strategy next to DeepSpeed's ZeRO-3."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rich.console import Group, JustifyMethod, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from experiments.records import settings
+from experiments.records.cell import Cell
+from experiments.records.record import Record, State
+from experiments.records.settings import Described, described
+from simulation.quantities import format_link
+
+BASELINE = "deepspeed-zero3"
+STATE_STYLES = {
+    "ok": "green",
+    "oom": "magenta",
+    "failed": "bold red",
+    "timeout": "yellow",
+    "skipped": "dim",
+}
+#: Of the cells that failed alike, so many are named.
+_LISTED = 3
+_ABSENT = Text("–", style="dim")
+
+
+def summary(records: Sequence[Record]) -> RenderableType:
+    """Cells by model, tuning and link; below them what did not run to its end, and why."""
+    ran = [record for record in records if record.state != "skipped"]
+    if not ran:
+        return Group(*_notes(records))
+    extra = varying_settings([record.cell for record in ran])
+    groups = _groups(ran)
+    # The first column fits every strategy, so that the tables line up under one header.
+    longest = max(len(record.cell.subject) for record in ran)
+    parts: list[RenderableType] = [_header(longest)]
+    for group in groups:
+        comparison = _Comparison.of(group)
+        parts.append(_heading([record.cell for record in group], extra, comparison))
+        parts.append(_rows(group, comparison, longest))
+    return Group(*parts, *_notes(records))
+
+
+def _groups(ran: Sequence[Record]) -> list[list[Record]]:
+    """Cells that may be compared, in the order of the first of each."""
+    rows = [
+        settings.values(record.cell, settings.names(Cell, "condition"))
+        | {"strategy": record.cell.subject, "evidence": record.evidence}
+        for record in ran
+    ]
+    alike = settings.must_agree(Cell, rows)
+    groups: dict[tuple[object, ...], list[Record]] = {}
+    for record, row in zip(ran, rows, strict=True):
+        groups.setdefault(tuple(row[name] for name in alike), []).append(record)
+    return list(groups.values())
+
+
+def varying_settings(cells: Sequence[Cell]) -> list[Described]:
+    """Settings beyond those always shown in which these cells are different comparisons."""
+    conditions = (described(Cell)[name] for name in settings.names(Cell, "condition"))
+    return [
+        item
+        for item in conditions
+        if not item.setting.always and len({item.of(cell) for cell in cells}) > 1
+    ]
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """What the figures of one group refer to."""
+
+    #: ZeRO-3 in the same settings, if it is there.
+    baseline: Record | None
+    #: The last step that every cell with losses has trained; 0 if there are none.
+    step: int
+    #: Whether some cell went on after it.
+    is_cut: bool
+
+    @classmethod
+    def of(cls, group: Sequence[Record]) -> _Comparison:
+        baseline = next((record for record in group if record.cell.subject == BASELINE), None)
+        steps = {len(r.measurement.losses) for r in group if r.measurement} - {0}
+        return cls(baseline, min(steps, default=0), len(steps) > 1)
+
+
+@dataclass(frozen=True)
+class _Column:
+    title: str
+    unit: str
+    width: int
+    justify: JustifyMethod
+    show: Callable[[Record, _Comparison], Text]
+
+
+def _strategy(record: Record) -> Text:
+    return Text(record.cell.subject, style="bold" if record.cell.strategy == "fcdp" else "")
+
+
+def _state(record: Record, _: _Comparison) -> Text:
+    return Text(record.state, style=STATE_STYLES[record.state])
+
+
+def _tokens(record: Record, _: _Comparison) -> Text:
+    speed = record.tokens_per_s
+    if speed is None:
+        return _ABSENT
+    return Text(f"{speed:,.1f}" if speed < 100 else f"{speed:,.0f}")
+
+
+def _speed_up(record: Record, comparison: _Comparison) -> Text:
+    baseline = comparison.baseline
+    own, other = record.tokens_per_s, baseline and baseline.tokens_per_s
+    if not own or not other:
+        return _ABSENT
+    ratio = own / other
+    # Within two per cent, a shared machine's noise is all there is to see.
+    style = "green" if ratio > 1.02 else "red" if ratio < 0.98 else ""
+    return Text(f"{ratio:.2f}×", style=style)
+
+
+def _sent(record: Record, _: _Comparison) -> Text:
+    measured = record.measurement
+    return _megabytes(measured.inter_node_bytes_per_step if measured else None)
+
+
+def _sent_ratio(record: Record, comparison: _Comparison) -> Text:
+    baseline = comparison.baseline
+    if record.measurement is None or baseline is None or baseline.measurement is None:
+        return _ABSENT
+    other = baseline.measurement.inter_node_bytes_per_step
+    return (
+        Text(f"{record.measurement.inter_node_bytes_per_step / other:.2f}×") if other else _ABSENT
+    )
+
+
+def _least(record: Record, _: _Comparison) -> Text:
+    measured = record.measurement
+    return _megabytes(measured.inter_node_bytes_closed_form if measured else None)
+
+
+def _loss(record: Record, comparison: _Comparison) -> Text:
+    if record.measurement is None or not record.measurement.losses:
+        return _ABSENT
+    return Text(f"{record.measurement.losses[comparison.step - 1]:.4f}")
+
+
+def _step(record: Record, _: _Comparison) -> Text:
+    seconds = record.step_seconds_median
+    return _ABSENT if seconds is None else Text(f"{seconds:.{2 if seconds >= 100 else 3}f}")
+
+
+def _evidence(record: Record, _: _Comparison) -> Text:
+    return Text(f" {record.evidence}", style="dim")
+
+
+def _megabytes(count: float | None) -> Text:
+    return _ABSENT if count is None else Text(megabytes(count))
+
+
+def megabytes(count: float) -> str:
+    """Bytes in 10⁶, no more than seven characters below a terabyte."""
+    return f"{count / 1e6:.2f}" if count < 1e9 else f"{count / 1e6:,.0f}"
+
+
+_COLUMNS = (
+    _Column("state", "", 7, "left", _state),
+    _Column("speed", "tokens/s", 8, "right", _tokens),
+    _Column("speed-up", "vs ZeRO-3", 9, "right", _speed_up),
+    _Column("sent", "MB/step", 8, "right", _sent),
+    _Column("sent", "vs ZeRO-3", 9, "right", _sent_ratio),
+    _Column("minimum", "MB/step", 8, "right", _least),
+    _Column("loss", "", 7, "right", _loss),
+    _Column("step", "s", 7, "right", _step),
+    _Column(" evidence", "", 10, "left", _evidence),
+)
+
+
+def _grid(longest_strategy: int) -> Table:
+    table = Table.grid(padding=(0, 1, 0, 0))
+    table.add_column(width=longest_strategy, no_wrap=True)
+    for column in _COLUMNS:
+        table.add_column(justify=column.justify, width=column.width, no_wrap=True)
+    return table
+
+
+def _header(longest_strategy: int) -> Table:
+    table = _grid(longest_strategy)
+    table.add_row("strategy", *(column.title for column in _COLUMNS), style="dim")
+    table.add_row("", *(column.unit for column in _COLUMNS), style="dim")
+    return table
+
+
+def _rows(group: Sequence[Record], comparison: _Comparison, longest_strategy: int) -> Table:
+    table = _grid(longest_strategy)
+    for record in group:
+        figures = (column.show(record, comparison) for column in _COLUMNS)
+        table.add_row(_strategy(record), *figures)
+    return table
+
+
+def _heading(cells: Sequence[Cell], extra: Sequence[Described], comparison: _Comparison) -> Text:
+    first = cells[0]
+    parts = [first.model.name, first.tuning, format_link(first.inter_bandwidth_bits_per_s)]
+    for item in extra:
+        label, own = item.setting.label.lower(), {item.of(cell) for cell in cells}
+        parts.append(
+            f"{label} {item.written(own.pop())}" if len(own) == 1 else f"each at its own {label}"
+        )
+    if comparison.is_cut:
+        # Losses of different steps would look like different results.
+        parts.append(f"loss of step {comparison.step}")
+    return Text("\n" + " · ".join(parts), style="bold cyan")
+
+
+def _notes(records: Sequence[Record]) -> list[RenderableType]:
+    """What did not run to its end, one entry for all cells that ended alike."""
+    alike: dict[tuple[State, str], list[str]] = {}
+    for record in records:
+        if record.state != "ok":
+            lines = (record.error or "").strip().splitlines() or [""]
+            # The last line of a traceback is the one that names the error.
+            alike.setdefault((record.state, lines[-1]), []).append(record.cell_id)
+    notes: list[RenderableType] = []
+    for (state, error), ids in alike.items():
+        count = f" {len(ids)} cell{'s' if len(ids) > 1 else ''}: "
+        notes.append(Text.assemble("\n", (state, STATE_STYLES[state]), count, error))
+        if state != "skipped":
+            more = [f"and {len(ids) - _LISTED} more"] if len(ids) > _LISTED else []
+            for line in [*ids[:_LISTED], *more]:
+                notes.append(Text(f"  {line}", style="dim", no_wrap=True))
+    return notes

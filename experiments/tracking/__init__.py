@@ -1,0 +1,1 @@
+"""Weights & Biases, fed from the records."""

@@ -1,0 +1,135 @@
+"""What W&B's runs hold: one for each cell, and one for the tables and figures."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments.records.record import Measurement, Record
+
+_TAG_LENGTH = 64
+
+
+@dataclass(frozen=True)
+class Job:
+    """One W&B run that is to be written."""
+
+    id: str
+    name: str
+    group: str
+    job_type: str
+    tags: list[str]
+    config: dict[str, Any]
+    fill: Callable[[Any], None]
+    exit_code: int = 0
+
+
+def cell_job(record: Record, run_id: str | None = None) -> Job:
+    """The run of a cell: its history, its summary; group = matrix, job type = strategy."""
+
+    def fill(run: Any) -> None:
+        if record.measurement is not None:
+            for step, point in enumerate(_history(record.measurement)):
+                # With its number, a point that a resumed run has already is not added again.
+                run.log(point, step=step)
+        run.summary.update(_summary(record))
+
+    return Job(
+        id=run_id or _run_id(record),
+        name=record.cell_id,
+        group=record.cell.matrix,
+        job_type=record.cell.variant,
+        tags=_tags(record),
+        config=record.cell.model_dump(mode="json"),
+        fill=fill,
+        exit_code=0 if record.state == "ok" else 1,
+    )
+
+
+def report_job(records: Sequence[Record], directory: Path, report: Path) -> Job:
+    """The run that holds the records and the files below ``report`` as an artifact."""
+    matrix = records[0].cell.matrix
+
+    def fill(run: Any) -> None:
+        import wandb
+
+        # A suite's matrix has a slash in its name, which an artifact's may not.
+        artifact = wandb.Artifact(f"{matrix.replace('/', '-')}-report", type="report")
+        with _staging(directory / "wandb" / "data"):
+            artifact.add_file(str(directory / "records.jsonl"), skip_cache=True)
+            for file in sorted(path for path in report.rglob("*") if path.is_file()):
+                artifact.add_file(str(file), str(file.relative_to(report)), skip_cache=True)
+            run.log_artifact(artifact)
+
+    return Job(
+        id=_digest("report", *sorted(map(_run_id, records))),
+        name=f"{matrix}-report",
+        group=matrix,
+        job_type="report",
+        tags=sorted({record.evidence for record in records}),
+        config={"matrix": matrix},
+        fill=fill,
+    )
+
+
+@contextmanager
+def _staging(directory: Path) -> Iterator[None]:
+    """Have an artifact's files wait for `wandb sync` with the runs, unless the user says where."""
+    given = os.environ.get("WANDB_DATA_DIR")
+    os.environ["WANDB_DATA_DIR"] = given or str(directory.absolute())
+    try:
+        yield
+    finally:
+        if given is None:
+            del os.environ["WANDB_DATA_DIR"]
+
+
+def _run_id(record: Record) -> str:
+    """The same for the same record, so that a resumed matrix adds only its new cells."""
+    return _digest(record.cell_id, record.started_at)
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:12]
+
+
+def _tags(record: Record) -> list[str]:
+    cluster = record.cell.cluster
+    shape = f"{cluster.nodes} nodes x {cluster.ranks_per_node} ranks"
+    tags = [record.evidence, cluster.kind, shape, str(record.hardware.get("cpu", ""))]
+    return list(dict.fromkeys(tag[:_TAG_LENGTH] for tag in tags if tag))
+
+
+def _history(measurement: Measurement) -> list[dict[str, float]]:
+    """One point a step; the warm-up steps, which come first, have a loss and no time."""
+    warmup = len(measurement.losses) - len(measurement.step_seconds)
+    points = []
+    for step, loss in enumerate(measurement.losses):
+        point = {"step": float(step + 1), "loss": loss}
+        if step >= warmup:
+            point["step_seconds"] = measurement.step_seconds[step - warmup]
+        points.append(point)
+    return points
+
+
+def _summary(record: Record) -> dict[str, Any]:
+    figures: dict[str, Any] = {
+        "state": record.state,
+        "evidence": record.evidence,
+        "error": record.error,
+        "seconds": record.seconds,
+        "commit": record.commit,
+        "tokens_per_s": record.tokens_per_s,
+        "step_seconds_median": record.step_seconds_median,
+    }
+    figures |= {f"versions/{name}": version for name, version in record.versions.items()}
+    figures |= {f"hardware/{name}": value for name, value in record.hardware.items()}
+    figures |= {f"network/{name}": value for name, value in record.network.items()}
+    if record.measurement is not None:
+        figures |= record.measurement.model_dump(exclude={"losses", "step_seconds"})
+    return {name: value for name, value in figures.items() if value is not None}

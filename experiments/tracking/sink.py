@@ -1,0 +1,190 @@
+"""Weights & Biases, fed from the records once all cells are finished.
+
+The records are the store; this is a copy of them in another form, one run a cell, and one for the
+tables and figures. It comes after the last cell, so that it never runs beside a measurement, and a
+failure in it is a warning. Cut short, it goes on with the next export: a run that is not complete
+is written again under the same id, which online resumes it.
+"""
+
+from __future__ import annotations
+
+import netrc
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from experiments.records.provenance import scrub
+from experiments.records.record import Record
+from experiments.tracking.runs import Job, cell_job, report_job
+
+#: What ``WANDB_MODE`` may say, and what W&B's own aliases mean.
+_MODES = {
+    "": "offline",
+    "offline": "offline",
+    "dryrun": "offline",
+    "online": "online",
+    "run": "online",
+    "disabled": "disabled",
+}
+#: Nothing but the figures: no console capture, no sampling of the machine, no look at the
+#: repository; and no machine's name, program or environment in what may be published.
+_SETTINGS: dict[str, Any] = {
+    "silent": True,
+    "console": "off",
+    "disable_code": True,
+    "disable_git": True,
+    "disable_job_creation": True,
+    "x_disable_stats": True,
+    "x_disable_meta": True,
+    "x_disable_machine_info": True,
+    "x_save_requirements": False,
+    "symlink": False,
+    "host": "",
+    "program": "",
+    "init_timeout": 20,
+}
+#: In the folder of a run: everything of it has been written.
+_COMPLETE = "complete"
+
+
+@dataclass(frozen=True)
+class Export:
+    """What the sink did: the mode it ended in, how many runs it wrote, what went wrong."""
+
+    mode: str
+    runs: int
+    warnings: tuple[str, ...]
+
+
+def export(
+    records: Sequence[Record],
+    directory: Path,
+    report: Path | None = None,
+    sweep_run: str | None = None,
+) -> Export:
+    """Write the runs that are not below ``directory``/wandb yet: one for each cell that ran.
+
+    ``report`` is a folder with tables and figures; they become an artifact, of a run of its own,
+    together with the records. ``sweep_run`` is the id that a W&B agent has given to the run of a
+    single record.
+    """
+    mode, warnings = _mode()
+    ran = [record for record in records if record.state != "skipped"]
+    jobs = [cell_job(record, sweep_run) for record in ran]
+    if report is not None and ran and report.is_dir():
+        jobs.append(report_job(ran, directory, report))
+    new = [job for job in jobs if not _is_complete(directory, job)]
+    if mode == "disabled" or not new:
+        return Export(mode, 0, tuple(warnings))
+    written: list[Job] = []
+    try:
+        for job in new:
+            _remove(directory, job)
+            if mode == "online" and not _try_online(job, directory, warnings):
+                mode = "offline"
+            if mode == "offline":
+                _write(job, directory, "offline")
+            written.append(job)
+    except Exception as error:
+        warnings.append(f"{len(new) - len(written)} W&B runs not written: {_brief(error)}")
+    _complete(written, directory)
+    return Export(mode, len(written), tuple(warnings))
+
+
+def _try_online(job: Job, directory: Path, warnings: list[str]) -> bool:
+    """Write the run online, or leave nothing of it and say why not."""
+    try:
+        _write(job, directory, "online")
+    except Exception as error:
+        import wandb
+
+        warnings.append(f"W&B cannot be reached, writing offline: {_brief(error)}")
+        # Its service process holds the id of the run that failed.
+        wandb.teardown()
+        _remove(directory, job)
+        return False
+    return True
+
+
+def _mode() -> tuple[str, list[str]]:
+    asked = os.environ.get("WANDB_MODE", "").lower()
+    mode = _MODES.get(asked)
+    if mode is None:
+        allowed = ", ".join(name for name in _MODES if name)
+        return "offline", [f"WANDB_MODE={asked!r} is not allowed: {allowed}; writing offline"]
+    if mode == "online" and not _has_key():
+        return "offline", [
+            "WANDB_MODE asks for online, but there is no API key in WANDB_API_KEY or ~/.netrc; "
+            "writing offline"
+        ]
+    return mode, []
+
+
+def _has_key() -> bool:
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    file = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
+    try:
+        return netrc.netrc(str(file)).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def _runs(directory: Path, job: Job) -> list[Path]:
+    return list(directory.glob(f"wandb/*run-*-{job.id}"))
+
+
+def _complete(jobs: Sequence[Job], directory: Path) -> None:
+    # Its service process writes files when it pleases, and all of them before it ends.
+    if (wandb := sys.modules.get("wandb")) is not None:
+        wandb.teardown()
+    for job in jobs:
+        for run in _runs(directory, job):
+            (run / _COMPLETE).touch()
+
+
+def _is_complete(directory: Path, job: Job) -> bool:
+    return any((run / _COMPLETE).exists() for run in _runs(directory, job))
+
+
+def _remove(directory: Path, job: Job) -> None:
+    for left in _runs(directory, job):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _write(job: Job, directory: Path, mode: Literal["online", "offline"]) -> None:
+    # Imported here, because it takes a second and most commands do not need it.
+    import wandb
+
+    # Some of these are W&B's internal ones and may be missing in another version.
+    settings = {k: v for k, v in _SETTINGS.items() if k in wandb.Settings.model_fields}
+    run = wandb.init(
+        mode=mode,
+        dir=str(directory),
+        project=os.environ.get("WANDB_PROJECT") or "fcdp",
+        id=job.id,
+        resume="allow",
+        name=job.name,
+        group=job.group,
+        job_type=job.job_type,
+        tags=job.tags,
+        config=job.config,
+        settings=wandb.Settings(**settings),
+    )
+    try:
+        job.fill(run)
+    except BaseException:
+        run.finish(exit_code=1)
+        raise
+    run.finish(exit_code=job.exit_code)
+
+
+def _brief(error: Exception) -> str:
+    lines = scrub(str(error)).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

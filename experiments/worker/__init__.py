@@ -1,0 +1,1 @@
+"""What every rank of a cell runs: its model, its data, its training."""

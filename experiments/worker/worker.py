@@ -1,0 +1,162 @@
+"""What runs on every rank of a cell: build, train, measure."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import time
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from baselines import strategy as strategies
+from baselines.strategy import Job, Trainable
+from experiments.clusters import gate
+from experiments.clusters.counters import transmitted_bytes
+from experiments.records.cell import Cell
+from experiments.records.record import Measurement
+from experiments.worker import data, models
+from fcdp import Topology
+
+
+def main(cell_file: str, output_directory: str) -> None:
+    """Train the cell on this rank; rank 0 writes ``measurement.json``.
+
+    Expects torchrun's environment, and ``FCDP_INTERFACE``: the interface between nodes.
+    """
+    cell = Cell.model_validate_json(Path(cell_file).read_text(encoding="utf-8"))
+    topology = Topology.from_env()
+    try:
+        measurement = _Run(cell, topology, Path(output_directory)).measure()
+        if topology.rank == 0:
+            path = Path(output_directory) / "measurement.json"
+            path.write_text(measurement.model_dump_json(indent=1), encoding="utf-8")
+    finally:
+        # Also after an error: the other ranks see the connection close and end too.
+        dist.destroy_process_group()
+
+
+class _Run:
+    """One rank's training run."""
+
+    def __init__(self, cell: Cell, topology: Topology, output: Path) -> None:
+        self.cell = cell
+        self.topology = topology
+        self.output = output
+        model, blocks = models.build(cell)
+        self.parameters = sum(param.numel() for param in model.parameters())
+        self.trainable_parameters = sum(
+            param.numel() for param in model.parameters() if param.requires_grad
+        )
+        self.trainable: Trainable = strategies.load(cell.strategy)(
+            model,
+            Job(
+                topology=topology,
+                blocks=blocks,
+                dtype=getattr(torch, cell.dtype),
+                learning_rate=cell.learning_rate,
+                micro_batch=cell.micro_batch,
+                accumulation=cell.accumulation,
+                policy=cell.policy,
+                gather_codec=cell.gather_codec,
+                reduce_codec=cell.reduce_codec,
+                error_feedback=cell.error_feedback,
+                adapters=cell.adapters,
+            ),
+        )
+        self.batches = data.micro_batches(
+            data.corpus(),
+            rank=topology.rank,
+            seed=cell.seed,
+            sequences=cell.micro_batch,
+            sequence_length=cell.sequence_length,
+        )
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+
+    def measure(self) -> Measurement:
+        """Warm up, then train ``steps`` steps between two readings of the kernel's counters."""
+        cell, trainable = self.cell, self.trainable
+        dist.barrier()
+        if self.topology.rank == 0:
+            gate.pass_through(self.output)
+        dist.barrier()
+        self._train(cell.warmup_steps)
+        self.seconds.clear()
+        trainable.take_ledger()
+        before = self._egress()
+        self._train(cell.steps)
+        sent = self._egress() - before
+        ledger = trainable.take_ledger()
+        return self._measurement(sent, ledger)
+
+    def _train(self, steps: int) -> None:
+        for _ in range(steps):
+            batches = [
+                batch.to(self._device) for batch in islice(self.batches, self.cell.accumulation)
+            ]
+            begin = time.perf_counter()
+            # Reading the loss ends the step on an accelerator too.
+            self.losses.append(self.trainable.step(batches).item())
+            self.seconds.append(time.perf_counter() - begin)
+            if self.topology.rank == 0:
+                self._report()
+
+    def _report(self) -> None:
+        line = {
+            "step": len(self.losses),
+            "of": self.cell.warmup_steps + self.cell.steps,
+            "loss": self.losses[-1],
+            "seconds": self.seconds[-1],
+        }
+        with (self.output / "progress.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def _egress(self) -> int:
+        """Bytes that this node has sent so far, read while no rank is sending."""
+        dist.barrier()
+        return transmitted_bytes(os.environ["FCDP_INTERFACE"])
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device(self.topology.mesh.device_type)
+
+    def _measurement(self, sent: int, ledger: dict[str, dict[str, float]] | None) -> Measurement:
+        cell, trainable = self.cell, self.trainable
+        mine = {
+            "seconds": self.seconds,
+            "losses": self.losses,
+            "sent": sent,
+            "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }
+        ranks: list[Any] = [None] * self.topology.world_size
+        dist.all_gather_object(ranks, mine)
+        on_accelerator = self._device.type != "cpu"
+        return Measurement(
+            engine=trainable.engine,
+            engine_version=trainable.engine_version,
+            policy=trainable.policy,
+            parameters=self.parameters,
+            trainable_parameters=self.trainable_parameters,
+            step_seconds=[max(step) for step in zip(*(r["seconds"] for r in ranks), strict=True)],
+            losses=[
+                sum(step) / len(step) for step in zip(*(r["losses"] for r in ranks), strict=True)
+            ],
+            inter_node_bytes_per_step=max(r["sent"] for r in ranks) / cell.steps,
+            inter_node_bytes_closed_form=trainable.closed_form_bytes,
+            ledger_bytes_per_step=ledger and _per_step(ledger, cell.steps),
+            peak_host_bytes=max(r["host"] for r in ranks),
+            host_cache_bytes=trainable.host_cache_bytes,
+            peak_device_bytes=torch.accelerator.max_memory_allocated() if on_accelerator else None,
+        )
+
+
+def _per_step(ledger: dict[str, dict[str, float]], steps: int) -> dict[str, dict[str, float]]:
+    return {
+        link: {phase: count / steps for phase, count in phases.items()}
+        for link, phases in ledger.items()
+    }

@@ -1,0 +1,131 @@
+"""Quantities as people write and read them; each error names what was given and what is allowed."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from decimal import Decimal
+from typing import TypeVar
+
+_NUMBER = re.compile(r"([+-]?[\d_]*\.?\d+(?:[eE][+-]?\d+)?)\s*(.*)", re.DOTALL)
+_DECIMAL = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_BINARY = {"ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
+#: Prefixes of any case; a bit is b or bit, a byte is B.
+_RATE = re.compile(r"([kmgtKMGT]?)(bps|bits?/s|b/s|Bps|B/s)")
+_SIZE = re.compile(r"([kmgtKMGT]i?|)B")
+_COUNT = re.compile(r"[kMBT]?")
+_COUNTS = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+_LORA = re.compile(r"lora:(\d+)")
+#: Not inside of brackets.
+_COMMA = re.compile(r",(?![^(]*\))")
+
+#: A link that nothing limits.
+UNSHAPED = "unshaped"
+_LINK_UNITS = (("Gbit/s", 10**9), ("Mbit/s", 10**6), ("kbit/s", 10**3), ("bit/s", 1))
+
+_T = TypeVar("_T")
+
+
+def bits_per_s(option: str, text: str) -> float:
+    """A bandwidth: ``100Gbps``, ``100 Gbit/s``, ``12.5 GB/s``."""
+    allowed = "a number above 0 and a unit, such as 100Gbps, '100 Gbit/s' or 12.5GB/s"
+    number, unit = _split(option, text, _RATE, allowed)
+    scale = Decimal(_DECIMAL[unit[1].lower()]) * (8 if unit[2].startswith("B") else 1)
+    return float(number * scale)
+
+
+def link(text: object) -> int | None:
+    """Bits per second of a link such as ``10 Mbit/s``; ``None`` for ``unshaped``."""
+    if text == UNSHAPED:
+        return None
+    allowed = f"a number and a unit, such as '10 Mbit/s', or {UNSHAPED!r}"
+    if not isinstance(text, str):
+        raise ValueError(f"{text!r} is not a bandwidth; allowed: {allowed}")
+    try:
+        bits = bits_per_s("bandwidth", text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a bandwidth; allowed: {allowed}") from None
+    if bits != int(bits):
+        raise ValueError(
+            f"{text!r} is not a whole number of bits per second above zero; "
+            f"a link without a limit is {UNSHAPED!r}"
+        )
+    return int(bits)
+
+
+def format_link(bits: float | None) -> str:
+    """A link's limit as matrix files write it, in the largest unit that keeps it above one."""
+    if bits is None or math.isnan(bits):
+        return UNSHAPED
+    unit, size = next((u, s) for u, s in _LINK_UNITS if bits >= s or s == 1)
+    return f"{(Decimal(bits) / size).normalize():f} {unit}"
+
+
+def size_bytes(option: str, text: str) -> float:
+    """A size of memory: ``512GB``, ``512 GiB``, ``1TB``."""
+    allowed = "a number above 0 and a unit, such as 512GB, '512 GiB' or 1TB"
+    number, unit = _split(option, text, _SIZE, allowed)
+    return float(number * Decimal((_DECIMAL | _BINARY)[unit[1].lower()]))
+
+
+def count(option: str, text: str) -> float:
+    """A large number: ``1e9``, ``1B``, ``300M``."""
+    allowed = "a number above 0, such as 1e9, 1B or 300M"
+    number, unit = _split(option, text, _COUNT, allowed)
+    return float(number * Decimal(_COUNTS[unit[0]]))
+
+
+def whole(option: str, text: str) -> int:
+    """A whole number, 1 or more."""
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise _mistake(option, text, "whole numbers, 1 or more")
+    return int(text)
+
+
+def share(option: str, text: str) -> float:
+    """A number from 0 to 1."""
+    allowed = "numbers from 0 to 1"
+    try:
+        value = float(text)
+    except ValueError:
+        raise _mistake(option, text, allowed) from None
+    if not 0 <= value <= 1:
+        raise _mistake(option, text, allowed)
+    return value
+
+
+def lora_rank(option: str, text: str) -> int:
+    """``lora:RANK``."""
+    match = _LORA.fullmatch(text.strip())
+    if match is None or int(match[1]) < 1:
+        raise _mistake(option, text, "lora:RANK, such as lora:8")
+    return int(match[1])
+
+
+def each(option: str, text: str, parse: Callable[[str, str], _T]) -> tuple[_T, ...]:
+    """All of a list with commas, each once."""
+    parts = _COMMA.split(text)
+    return tuple(dict.fromkeys(parse(option, part) for part in parts))
+
+
+def name(option: str, text: str) -> str:
+    """A name in a list; whether it exists is somebody else's to say."""
+    if not text.strip():
+        raise _mistake(option, text, "names with commas between them")
+    return text.strip()
+
+
+def _split(
+    option: str, text: str, units: re.Pattern[str], allowed: str
+) -> tuple[Decimal, re.Match[str]]:
+    """A finite number above 0, and the match of its unit."""
+    match = _NUMBER.fullmatch(text.strip())
+    unit = match and units.fullmatch(match[2])
+    if not match or not unit or not 0 < float(match[1]) < math.inf:
+        raise _mistake(option, text, allowed)
+    return Decimal(match[1]), unit
+
+
+def _mistake(option: str, text: str, allowed: str) -> ValueError:
+    return ValueError(f"{option} = {text!r}: allowed: {allowed}")

@@ -1,0 +1,159 @@
+"""Ranks that have set up wait until the link between nodes is limited."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.clusters import gate
+from experiments.clusters.gate import Gate
+
+#: Longer than anything here takes; nothing waits for it unless a test is about to fail.
+ENDS_WITHIN_S = 30.0
+#: How long a limit takes here: time enough for a rank that does not wait to give itself away.
+LIMITING_S = 0.2
+
+SHAPED = {"rate_bits_per_s": 10_000_000}
+
+
+def rank_at_the_gate(directory: Path) -> Future[None]:
+    """Rank 0, ready to train, on a thread of its own."""
+    passed: Future[None] = Future()
+
+    def arrive() -> None:
+        try:
+            gate.pass_through(directory)
+        except BaseException as error:
+            passed.set_exception(error)
+        else:
+            passed.set_result(None)
+
+    threading.Thread(target=arrive, name="rank0", daemon=True).start()
+    return passed
+
+
+def gate_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "gate"]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Any:
+    yield
+    assert gate_threads() == []
+
+
+def test_a_rank_waits_until_the_link_is_limited(tmp_path: Path) -> None:
+    arrived: Future[Future[None]] = Future()
+    waited: list[bool] = []
+
+    def limit() -> dict[str, Any]:
+        passed = arrived.result(ENDS_WITHIN_S)
+        with pytest.raises(TimeoutError):
+            passed.result(LIMITING_S)
+        waited.append(True)
+        return SHAPED
+
+    with Gate(tmp_path, limit) as watched:
+        passed = rank_at_the_gate(tmp_path)
+        arrived.set_result(passed)
+        passed.result(ENDS_WITHIN_S)
+        assert waited == [True]
+    assert watched.network == SHAPED
+
+
+def test_the_link_stays_open_until_the_ranks_are_ready(tmp_path: Path) -> None:
+    limited = threading.Event()
+
+    def limit() -> dict[str, Any]:
+        limited.set()
+        return SHAPED
+
+    with Gate(tmp_path, limit) as watched:
+        assert not limited.wait(LIMITING_S)
+        assert watched.network == {}
+        rank_at_the_gate(tmp_path).result(ENDS_WITHIN_S)
+        assert limited.is_set()
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ValueError("rate = 3: below what the kernel can do"), "rate = 3: below what the kernel"),
+        (OSError(1, "Operation not permitted"), "Operation not permitted"),
+        (ValueError("first line\nsecond line"), "first line\nsecond line"),
+        (ValueError("Ω" * 2**18 + " end"), "Ω end"),
+        (AssertionError(), "AssertionError"),
+    ],
+    ids=["text", "two arguments", "lines", "much text", "no text"],
+)
+def test_what_the_limit_raises_reaches_the_rank(
+    tmp_path: Path, error: Exception, text: str
+) -> None:
+    def limit() -> dict[str, Any]:
+        raise error
+
+    with Gate(tmp_path, limit) as watched:
+        passed = rank_at_the_gate(tmp_path)
+        with pytest.raises(RuntimeError) as caught:
+            passed.result(ENDS_WITHIN_S)
+    assert str(caught.value).startswith("the link between nodes could not be limited: ")
+    assert text in str(caught.value)
+    assert watched.network == {}
+
+
+def test_a_job_that_ends_before_it_is_ready_does_not_hang(tmp_path: Path) -> None:
+    def limit() -> dict[str, Any]:
+        raise AssertionError("nobody is ready")
+
+    ended = threading.Event()
+
+    def run_a_job() -> None:
+        with Gate(tmp_path, limit) as watched:
+            pass
+        assert watched.network == {}
+        ended.set()
+
+    threading.Thread(target=run_a_job, daemon=True).start()
+    assert ended.wait(ENDS_WITHIN_S)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_ends_the_job_passes_through(tmp_path: Path) -> None:
+    with (
+        pytest.raises(KeyboardInterrupt, match="Ctrl-C"),
+        Gate(tmp_path, lambda: SHAPED),
+    ):
+        raise KeyboardInterrupt("Ctrl-C")
+
+
+def test_a_job_that_ends_while_the_link_is_limited_leaves_no_limit_under_way(
+    tmp_path: Path,
+) -> None:
+    """Otherwise it would come over the next job's set-up."""
+    limiting, finished = threading.Event(), threading.Event()
+
+    def limit() -> dict[str, Any]:
+        limiting.set()
+        finished.wait(LIMITING_S)  # nobody sets it before: the time passes
+        finished.set()
+        return SHAPED
+
+    with Gate(tmp_path, limit):
+        rank_at_the_gate(tmp_path)
+        assert limiting.wait(ENDS_WITHIN_S)
+    assert finished.is_set()
+
+
+def test_gates_of_different_directories_do_not_meet(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for directory in (first, second):
+        directory.mkdir()
+    with Gate(first, lambda: {"job": 1}) as one, Gate(second, lambda: {"job": 2}) as two:
+        rank_at_the_gate(second).result(ENDS_WITHIN_S)
+        assert (one.network, two.network) == ({}, {"job": 2})
+        rank_at_the_gate(first).result(ENDS_WITHIN_S)
+    assert (one.network, two.network) == ({"job": 1}, {"job": 2})

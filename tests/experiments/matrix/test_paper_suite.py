@@ -1,0 +1,121 @@
+"""The paper's experiments: a suite of matrices on a simulated cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from experiments.matrix import files, reader
+from experiments.records.cell import Cell, SimulatedSpec
+from experiments.records.modelled import cluster_of, hardware_of, workload_of
+from experiments.records.record import read
+from simulation import paper_models
+from simulation.hardware import paper_cluster
+from simulation.prediction import fits, predict
+from tests.experiments.matrix.test_reader import FILE, written
+
+RESULTS = Path(__file__).parents[3] / "results"
+SUITE = files.members("paper")
+SIMULATED = FILE.replace(
+    "cluster: {nodes: 2, ranks_per_node: 2}",
+    "cluster: {kind: simulated, nodes: 2, ranks_per_node: 2, gpu: a40}",
+).replace("float32", "bfloat16")
+
+
+def cells(name: str) -> list[Cell]:
+    return [planned.cell for planned in reader.read(name).cells]
+
+
+def test_a_suite_is_a_folder_and_a_matrix_is_itself() -> None:
+    assert len(SUITE) == 9
+    assert all(name.startswith("paper/") for name in SUITE)
+    assert files.suites() == ["paper"]
+    assert files.members("quickstart") == ["quickstart"]
+    assert {files.find(name).parent.name for name in SUITE} == {"paper"}
+
+
+@pytest.mark.parametrize("name", SUITE)
+def test_models_and_clusters_are_the_papers(name: str) -> None:
+    for cell in cells(name):
+        assert cell.model == paper_models.find(cell.model.name)
+        assert cell.sequence_length == paper_models.SEQUENCE_LENGTH
+        assert isinstance(cell.cluster, SimulatedSpec)
+        nodes, link = cell.cluster.nodes, cell.inter_bandwidth_bits_per_s
+        assert link is not None
+        assert hardware_of(cell.cluster, link) == paper_cluster(nodes, link)
+        # Full fine-tuning is on four nodes, but for strong scaling; LoRA on two.
+        if name != "paper/scaling":
+            assert nodes == (4 if cell.tuning == "full" else 2)
+
+
+def test_scaling_is_strong() -> None:
+    assert len({cell.tokens_per_step for cell in cells("paper/scaling")}) == 1
+
+
+def test_no_larger_micro_batch_fits() -> None:
+    for cell in cells("paper/largest"):
+        hardware = cluster_of(cell)
+        one_more = cell.model_copy(update={"micro_batch": cell.micro_batch + 1})
+        assert not fits(workload_of(one_more), hardware)
+        # A cell of which none fits has micro-batch 1, and ends out of memory.
+        assert cell.micro_batch == 1 or fits(workload_of(cell), hardware)
+
+
+def test_nodes_and_largest_micro_batches_are_settings_of_simulated_clusters(
+    tmp_path: Path,
+) -> None:
+    document = yaml.safe_load(SIMULATED)
+    document["axes"]["nodes"] = [1, 4]
+    document["workload"]["micro_batch"] = "max"
+    for rules in ("skip", "overrides"):
+        del document[rules]
+    found = cells(written(tmp_path, yaml.safe_dump(document)))
+    assert {cell.cluster.nodes for cell in found} == {1, 4}
+    assert min(cell.micro_batch for cell in found) > 1000
+    assert len({cell.id for cell in found}) == len(found)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("micro_batch: 1", "micro_batch: max", r"workload\.micro_batch: is for clusters of kind"),
+        ("micro_batch: 1", "micro_batch: 1\n  nodes: 4", r"nodes: is for clusters of kind sim"),
+    ],
+)
+def test_other_clusters_have_neither(tmp_path: Path, old: str, new: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        reader.read(written(tmp_path, FILE.replace(old, new)))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("micro_batch: 1", "micro_batch: most", r"workload\.micro_batch: 'most' is not allowed"),
+        ("micro_batch: 1", "micro_batch: 1\n  nodes: 0", r"workload\.nodes: 0 is not allowed"),
+    ],
+)
+def test_impossible_settings_are_errors_of_their_lines(
+    tmp_path: Path, old: str, new: str, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        reader.read(written(tmp_path, SIMULATED.replace(old, new)))
+
+
+@pytest.mark.parametrize("name", SUITE)
+def test_committed_records_are_of_these_cells(name: str) -> None:
+    ids = [record.cell_id for record in read(RESULTS / name / "records.jsonl")]
+    assert ids == [cell.id for cell in cells(name)]
+
+
+@pytest.mark.parametrize("name", ["paper/volume", "paper/full"])
+def test_committed_records_are_what_the_simulator_says(name: str) -> None:
+    for record in read(RESULTS / name / "records.jsonl"):
+        hardware = cluster_of(record.cell)
+        prediction = predict(workload_of(record.cell), hardware)
+        assert record.state == prediction.state
+        if record.measurement is not None:
+            assert record.measurement.step_seconds == [pytest.approx(prediction.step_seconds)]
+            sent = record.measurement.inter_node_bytes_per_step
+            assert sent == pytest.approx(prediction.inter_node_bytes)

@@ -1,0 +1,306 @@
+"""Matrix files: what they expand to, and what is said about mistakes in them."""
+
+from __future__ import annotations
+
+import itertools
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from baselines import pins
+from baselines.registry import STRATEGY_NAMES
+from experiments.matrix import files, reader
+from experiments.records.cell import ClusterSpec
+from simulation.quantities import format_link
+from simulation.yaml_lines import load
+
+FILE = """\
+name: example
+description: for these tests
+cluster: {nodes: 2, ranks_per_node: 2}
+models:
+  - {name: gpt2-a, family: gpt2, layers: 2, width: 16, heads: 2}
+  - {name: llama-b, family: llama, layers: 2, width: 16, heads: 2}
+axes:
+  strategy:
+    - deepspeed-zero3
+    - fsdp2
+    - fcdp
+  model: [gpt2-a, llama-b]
+  inter_bandwidth: [unshaped, 10 Mbit/s]
+  accumulation: [1, 4]
+workload:
+  tuning: full
+  sequence_length: 16
+  micro_batch: 1
+  dtype: float32
+  lora_rank: 4
+  learning_rate: 0.001
+  warmup_steps: 1
+  steps: 5
+  timeout_s: 60
+skip:
+  - when: {accumulation: 4, inter_bandwidth: unshaped}
+    reason: not interesting
+overrides:
+  - when: {inter_bandwidth: 10 Mbit/s, strategy: [fcdp, fsdp2]}
+    set: {steps: 2}
+"""
+
+
+def written(directory: Path, text: str = FILE) -> str:
+    file = directory / "example.yaml"
+    file.write_text(text, encoding="utf-8")
+    return str(file)
+
+
+def test_axes_are_multiplied_and_strategies_follow_one_another(tmp_path: Path) -> None:
+    cells = [planned.cell for planned in reader.read(written(tmp_path)).cells]
+    assert len(cells) == 3 * 2 * 2 * 2
+    for first in range(0, len(cells), 3):
+        group = cells[first : first + 3]
+        assert [cell.strategy for cell in group] == ["deepspeed-zero3", "fsdp2", "fcdp"]
+        same = {(c.model.name, c.inter_bandwidth_bits_per_s, c.accumulation) for c in group}
+        assert len(same) == 1
+
+
+def test_a_reference_is_one_of_the_strategies(tmp_path: Path) -> None:
+    assert reader.read(written(tmp_path)).reference is None
+    assert reader.read(written(tmp_path, FILE + "reference: fsdp2\n")).reference == "fsdp2"
+
+
+def test_skip_rules_and_overrides_apply_to_their_cells_only(tmp_path: Path) -> None:
+    for planned in reader.read(written(tmp_path)).cells:
+        cell = planned.cell
+        unshaped = cell.inter_bandwidth_bits_per_s is None
+        skipped = cell.accumulation == 4 and unshaped
+        assert planned.skip_reason == ("not interesting" if skipped else None)
+        assert cell.steps == (2 if not unshaped and cell.strategy != "deepspeed-zero3" else 5)
+
+
+def test_a_pin_that_is_not_installed_is_planned_as_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pins, "version", {"current": "0.19.6", "paper": None}.get)
+    file = written(tmp_path, FILE.replace("  tuning: full", "  tuning: full\n  deepspeed: paper"))
+    planned = {p.cell.strategy: p for p in reader.read(file).cells if p.cell.accumulation == 1}
+    zero3 = planned["deepspeed-zero3"]
+    assert zero3.skip_reason == "DeepSpeed (paper) is not installed: make baselines"
+    assert zero3.cell.variant == "deepspeed-zero3@paper"
+    assert "has one pin only" in str(planned["fcdp"].skip_reason)
+
+
+def test_another_cluster_takes_the_place_of_the_files(tmp_path: Path) -> None:
+    rented = ClusterSpec(kind="rented", nodes=4, ranks_per_node=8)
+    own, plan = reader.read(written(tmp_path)), reader.read(written(tmp_path), rented)
+    assert plan.cluster == rented
+    assert {planned.cell.cluster for planned in plan.cells} == {rented}
+    assert not {p.cell.id for p in own.cells} & {p.cell.id for p in plan.cells}
+    reasons = {p.cell.inter_bandwidth_bits_per_s: p.skip_reason for p in plan.cells}
+    assert "nothing limits them to a bandwidth" in str(reasons[10_000_000])
+
+
+@pytest.mark.parametrize("name", files.available())
+def test_matrices_of_the_repository(name: str) -> None:
+    plan = reader.read(name)
+    assert plan.name == name
+    cells = [planned.cell for planned in plan.cells if planned.skip_reason is None]
+    assert "fcdp" in {cell.strategy for cell in cells}
+    assert len({(cell.variant, cell.choices, cell.micro_batch) for cell in cells}) > 1
+
+
+@pytest.mark.parametrize("name", ["baselines", "parity"])
+def test_matrices_of_all_strategies_leave_none_out(name: str) -> None:
+    """A new strategy belongs into them."""
+    strategies = [planned.cell.strategy for planned in reader.read(name).cells]
+    assert set(strategies) == set(STRATEGY_NAMES)
+
+
+def test_reference_accumulates_at_100_mbit_only() -> None:
+    accumulating = [
+        planned.cell
+        for planned in reader.read("reference").cells
+        if planned.cell.accumulation == 4 and planned.skip_reason is None
+    ]
+    assert {cell.inter_bandwidth_bits_per_s for cell in accumulating} == {100_000_000}
+    assert {cell.strategy for cell in accumulating} == {"deepspeed-zero3", "fsdp2", "fcdp"}
+
+
+axis_values: dict[str, st.SearchStrategy[Any]] = {
+    "strategy": st.sampled_from(STRATEGY_NAMES),
+    "model": st.sampled_from(["gpt2-a", "llama-b"]),
+    "tuning": st.sampled_from(["full", "lora"]),
+    "inter_bandwidth": st.sampled_from(["unshaped", "10 Mbit/s", "1 Gbit/s", "2.5 kbit/s"]),
+    "micro_batch": st.integers(1, 10**6),
+    "steps": st.integers(1, 1000),
+    "learning_rate": st.floats(1e-6, 1.0),
+    "seed": st.integers(0, 2**31),
+}
+
+
+@st.composite
+def axes(draw: st.DrawFn) -> dict[str, list[Any]]:
+    names = draw(st.permutations(sorted(axis_values)))
+    chosen = names[: draw(st.integers(1, 5))]
+    return {
+        name: draw(st.lists(axis_values[name], min_size=1, max_size=3, unique=True))
+        for name in chosen
+    }
+
+
+@given(axes())
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_cell_twice_and_none_lost(tmp_path: Path, chosen: dict[str, list[Any]]) -> None:
+    document = yaml.safe_load(FILE)
+    constants = document["workload"] | {
+        "strategy": "fcdp",
+        "model": "gpt2-a",
+        "inter_bandwidth": "unshaped",
+        "accumulation": 1,
+    }
+    document["axes"] = chosen
+    document["workload"] = {k: v for k, v in constants.items() if k not in chosen} or None
+    for rules in ("skip", "overrides"):
+        del document[rules]
+    file = written(tmp_path, yaml.safe_dump(document, sort_keys=False))
+
+    cells = [planned.cell for planned in reader.read(file).cells]
+    assert len({cell.id for cell in cells}) == len(cells)
+    points = [
+        tuple(
+            cell.model.name
+            if name == "model"
+            else format_link(cell.inter_bandwidth_bits_per_s)
+            if name == "inter_bandwidth"
+            else getattr(cell, name)
+            for name in chosen
+        )
+        for cell in cells
+    ]
+    assert sorted(map(repr, points)) == sorted(map(repr, itertools.product(*chosen.values())))
+
+    # Another order of the axes: the same cells, and the same ids.
+    document["axes"] = dict(reversed(chosen.items()))
+    again = reader.read(written(tmp_path, yaml.safe_dump(document, sort_keys=False)))
+    assert {planned.cell.id for planned in again.cells} == {cell.id for cell in cells}
+
+
+def test_ids_are_those_of_other_machines_and_days() -> None:
+    first = reader.read("quickstart").cells[0].cell
+    fixed = first.model_copy(update={"steps": 3, "warmup_steps": 1, "matrix": "quickstart"})
+    assert fixed.id == "deepspeed-zero3-full-gpt2-4x128-100mbit-k1-4e3e544b"
+
+
+def test_an_id_ignores_what_does_not_change_the_measurement() -> None:
+    first = reader.read("quickstart").cells[0].cell
+    cluster = first.cluster.model_copy(update={"port": 29999})
+    assert first.model_copy(update={"timeout_s": 1.0, "cluster": cluster}).id == first.id
+    assert first.model_copy(update={"seed": 7}).id != first.id
+
+
+MISTAKES = [
+    ("    - fcdp\n", "    - fcdpp\n", 11, "axes.strategy[2]: unknown strategy 'fcdpp'; allowed: "
+     "deepspeed-zero3, "),
+    ("[gpt2-a, llama-b]", "[gpt2-a, lama-b]", 12, "axes.model[1]: unknown model 'lama-b'; "
+     "allowed: gpt2-a, llama-b; did you mean 'llama-b'?"),
+    ("10 Mbit/s]\n  acc", "0 Mbit/s]\n  acc", 13, "axes.inter_bandwidth[1]: '0 Mbit/s' is not a "
+     "whole number of bits a second above zero; a link without a limit is 'unshaped'"),
+    ("10 Mbit/s]\n  acc", "10 MB/s]\n  acc", 13, "axes.inter_bandwidth[1]: '10 MB/s' is not a "
+     "bandwidth; allowed: a number and one of bit/s, kbit/s, Mbit/s, Gbit/s, such as "
+     "'10 Mbit/s', or 'unshaped'"),
+    ("accumulation: [1, 4]", "accumulation: []", 14, "axes.accumulation: [] is not a list with "
+     "at least one item"),
+    ("accumulation: [1, 4]", "accumulation: [1, 1]", 14, "axes.accumulation[1]: 1 is already in "
+     "this list"),
+    ("accumulation: [1, 4]", "accumulation: [1, 4, 2.5]", 14, "axes.accumulation[2]: 2.5 is not "
+     "allowed: input should be a valid integer"),
+    ("accumulation: [1, 4]", "accumulation: [1, true]", 14, "axes.accumulation[1]: True is "),
+    ("accumulation: [1, 4]", "acumulation: [1, 4]", 14, "axes.acumulation: unknown key "
+     "'acumulation'; allowed: "),
+    ("  steps: 5", "  steps: 0", 23, "workload.steps: 0 is not allowed: input should be greater "
+     "than or equal to 1"),
+    ("  steps: 5", "  steps: five", 23, "workload.steps: 'five' is not allowed: input should be "
+     "a valid integer"),
+    ("  steps: 5", "  steps: 5\n  steps: 6", 24, "workload.steps: this key is already on line "
+     "23; keep one"),
+    ("learning_rate: 0.001", "learning_rate: 1e-3", 21, "workload.learning_rate: '1e-3' is not "
+     "allowed: input should be a valid number; YAML reads this as text, write 1.0e-3"),
+    ("  steps: 5\n", "", 1, "steps is missing; give it in workload or in axes"),
+    ("  tuning: full", "  tuning: full\n  strategy: fcdp", 17, "workload.strategy: is an axis "
+     "already; keep one of the two"),
+    ("  tuning: full", "  tuning: full\n  gather_codec: int2", 17, "workload.gather_codec: codec = "
+     "'int2': allowed are none, int8, int4, int8(128) for a block"),
+    ("  tuning: full", "  tuning: full\n  error_feedback: true", 17, "workload.error_feedback: "
+     "True is not allowed: value error, needs a reduce_codec, whose loss it feeds back"),
+    ("  tuning: full", "  tuning: half", 16, "workload.tuning: 'half' is not allowed: input "
+     "should be 'full' or 'lora'"),
+    ("width: 16, heads: 2}\naxes", "width: 16, heads: 3}\naxes", 6, "models[1]: "),
+    ("width: 16, heads: 2}\naxes", "width: 16}\naxes", 6, "models[1]: heads is missing"),
+    ("width: 16, heads: 2}\naxes", "width: wide, heads: 2}\naxes", 6, "models[1].width: 'wide' "
+     "is not allowed: input should be a valid integer"),
+    ("name: llama-b", "name: gpt2-a", 6, "models[1].name: 'gpt2-a' is the name of an earlier"),
+    ("name: llama-b", "name: llama/b", 6, "models[1].name: 'llama/b' is not allowed"),
+    ("nodes: 2", "nodes: 0", 3, "cluster.nodes: 0 is not allowed: input should be greater"),
+    ("nodes: 2", "node: 2", 3, "cluster.node: unknown key 'node'; allowed: nodes, "),
+    ("accumulation: 4, inter", "accumulation: 3, inter", 26, "skip[0].when.accumulation: 3 is "
+     "not a value of accumulation in this matrix"),
+    ("    reason: not interesting\n", "    reason:\n", 27, "skip[0].reason: None is not text"),
+    ("[fcdp, fsdp2]", "[fcdp, zero]", 29, "overrides[0].when.strategy[1]: unknown strategy "),
+    ("{steps: 2}", "{accumulation: 2}", 30, "overrides[0].set.accumulation: unknown key "),
+    ("name: example", "nam: example", 1, "nam: unknown key 'nam'; allowed: name, description, "
+     "cluster, models, axes, reference, workload, skip, overrides; did you mean 'name'?"),
+    ("axes:\n", "reference: ddp\naxes:\n", 7, "reference: not in this matrix: 'ddp'; allowed: "
+     "deepspeed-zero3, fsdp2, fcdp"),
+    ("name: example", "name: an example", 1, "name: 'an example' is not allowed: "),
+    ("axes:\n", "axes: [\n", 9, "not valid YAML: "),
+    ("  tuning: full", "  tuning: !!python/name:os.system", 16, "not valid YAML: could not "),
+    ("name: example", "name: &loop [*loop]", 1, "name[0]: the alias contains itself"),
+    ("name: example", "name: 2026-13-45", 1, "name: '2026-13-45' cannot be read: "),
+    ("name: example", "name: \x07", 1, "not valid YAML: "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new", "line", "problem"), MISTAKES)
+def test_mistakes_name_file_line_and_key(
+    tmp_path: Path, old: str, new: str, line: int, problem: str
+) -> None:
+    assert FILE.count(old) >= 1
+    with pytest.raises(ValueError, match="example") as raised:
+        reader.read(written(tmp_path, FILE.replace(old, new, 1)))
+    assert str(raised.value).startswith(f"example.yaml:{line}: {problem}")
+
+
+@pytest.mark.parametrize(("content", "line"), [(b"", 1), (b"name: a\nb: \xff\n", 2), (b"- 1", 1)])
+def test_files_that_are_no_matrix_at_all(tmp_path: Path, content: bytes, line: int) -> None:
+    file = tmp_path / "example.yaml"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=f"^example.yaml:{line}: "):
+        reader.read(str(file))
+
+
+def test_unknown_names_and_paths(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"did you mean 'quickstart'\?"):
+        reader.read("quikstart")
+    with pytest.raises(ValueError, match="there is no file"):
+        reader.read(str(tmp_path / "none.yaml"))
+
+
+def test_values_and_merge_keys_are_those_of_safe_load(tmp_path: Path) -> None:
+    text = textwrap.dedent(
+        """\
+        base: &base {a: 1, b: [yes, 2.5, null, 0x10]}
+        one: {<<: *base, b: 2}
+        two: {<<: *base}
+        three: *base
+        when: 2026-01-02
+        """
+    )
+    document = load(Path(written(tmp_path, text)))
+    assert document.values == yaml.safe_load(text)
+    assert document.lines[("base", "b", 1)] == 1
+    assert document.lines[("two",)] == 3

@@ -1,0 +1,166 @@
+"""Losses next to a reference's: what is the same, what is near enough, and what is a problem."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.records import parity
+from experiments.records.cell import ClusterSpec
+from experiments.records.parity import Parity, compare, largest_difference
+from experiments.records.record import Record, State
+from experiments.records.record import read as read_records
+from tests.experiments.stand_in import cell, record
+
+RESULTS = Path(__file__).parents[3] / "results"
+#: One step of warm-up and three that are measured.
+LOSSES = [5.6, 5.5, 5.4, 5.3]
+#: The next number that a loss can be in fp32, relative to it.
+ROUNDED = 1 + 1e-7
+
+
+def trained(
+    strategy: str, losses: list[float] = LOSSES, state: State = "ok", **settings: Any
+) -> Record:
+    error = None if state == "ok" else "Traceback\nRuntimeError: the last line\n"
+    return record(cell(strategy=strategy, **settings), state, error, losses=losses)
+
+
+def compared(*others: Record) -> list[Parity]:
+    """The others next to a reference that trained as it should."""
+    first, *found = compare([trained("fsdp2"), *others])
+    assert first.problems == ()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("strategy", "losses", "problems"),
+    [
+        ("fcdp", LOSSES, ()),
+        ("fcdp", [5.6, 5.5, 5.4, 5.3 * ROUNDED], ()),
+        ("fcdp", [5.6, 5.5, 5.4, 5.3 * (1 + 2e-6)], ("learns something else",)),
+        ("deepspeed-offload", [5.6, 5.5, 5.4, 5.3 * (1 + 2e-5)], ()),
+        ("deepspeed-offload", [5.6, 5.5, 5.4, 5.3 * (1 + 1e-4)], ("learns something else",)),
+        ("qgz", [5.6, 5.5, 5.4, 5.3 * 1.01], ()),
+        ("qgz", [5.6, 5.5, 5.4, 5.3 * 1.03], ("learns something else",)),
+        ("fcdp", [5.6, math.nan, math.nan, math.nan], ("diverged: a loss is not finite",)),
+        ("zero3", [math.nan] * 4, ("diverged: a loss is not finite",)),
+        ("zero3", [5.6, 5.5, math.inf, 5.3], ("diverged: a loss is not finite",)),
+        ("hpz", [5.6], ("has 1 of 4 losses",)),
+        ("hpz", [], ("has 0 of 4 losses",)),
+    ],
+)
+def test_a_cell_is_judged_by_its_losses(
+    strategy: str, losses: list[float], problems: tuple[str, ...]
+) -> None:
+    (found,) = compared(trained(strategy, losses))
+    assert found.problems == problems
+
+
+def test_a_cell_that_did_not_run_is_a_problem_and_a_skipped_one_is_not() -> None:
+    (found,) = compared(trained("fcdp", state="failed"), trained("zero3", state="skipped"))
+    assert found.problems == ("did not run (failed): RuntimeError: the last line",)
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [[], [trained("fsdp2", state="failed")], [trained("fsdp2", [math.nan] * 4)]],
+)
+def test_what_has_no_reference_was_not_compared(reference: list[Record]) -> None:
+    *_, found = compare([*reference, trained("fcdp")])
+    assert found.problems == ("was not compared: no fsdp2 trained with the same settings",)
+    assert found.difference is None
+
+
+def test_only_cells_of_the_same_batches_are_compared() -> None:
+    (found,) = compared(trained("fcdp", accumulation=4))
+    assert found.problems == ("was not compared: no fsdp2 trained with the same settings",)
+
+
+def test_the_steps_that_both_have_trained_are_compared() -> None:
+    (found,) = compared(trained("fcdp", LOSSES[:3], steps=2))
+    assert found.problems == ()
+    (found,) = compared(trained("fcdp", [*LOSSES[:2], 5.0], steps=2))
+    assert found.problems == ("learns something else",)
+
+
+def test_the_reference_that_trained_longest_is_compared_with() -> None:
+    short = trained("fsdp2", LOSSES[:2], steps=1, inter_bandwidth_bits_per_s=None)
+    *_, found = compare([trained("fsdp2"), short, trained("fcdp", [5.6, 5.5, 5.0, 5.0])])
+    assert found.problems == ("learns something else",)
+
+
+@pytest.mark.parametrize(
+    ("settings", "same"),
+    [
+        ({"strategy": "fcdp"}, False),
+        ({"strategy": "fcdp", "policy": "device"}, False),
+        ({"strategy": "offload", "accumulation": 4}, False),
+        ({"strategy": "mics", "accumulation": 4}, False),
+        ({"strategy": "replicated"}, False),
+        # Micro-batches are summed first.
+        ({"strategy": "replicated", "accumulation": 4}, True),
+        ({"strategy": "fcdp", "adapters": "replicated", "tuning": "lora", "accumulation": 4}, True),
+        # Other algorithms, whose sums have more than two terms.
+        ({"strategy": "mics", "cluster": ClusterSpec(nodes=2, ranks_per_node=4)}, True),
+        ({"strategy": "ddp"}, True),
+        ({"strategy": "qwz"}, True),
+    ],
+)
+def test_who_adds_in_the_same_order_is_the_same_bit_for_bit(
+    settings: dict[str, Any], same: bool
+) -> None:
+    alike = ("tuning", "accumulation", "cluster")
+    shared = {name: settings[name] for name in alike if name in settings}
+    last = trained(losses=[5.6, 5.5, 5.4, 5.3 * ROUNDED], **settings)
+    *_, found = compare([trained("fsdp2", **shared), trained("zero3", **shared), last])
+    expected = () if same else ("is not bit for bit zero3, which adds up in the same order",)
+    assert found.problems == expected
+
+
+def test_who_diverged_is_nobodys_equal() -> None:
+    first, last = compared(trained("zero3", [math.nan] * 4), trained("fcdp"))
+    assert first.problems == ("diverged: a loss is not finite",)
+    assert last.problems == ()
+
+
+def test_simulated_cells_have_no_losses_to_compare() -> None:
+    simulated = trained("fcdp").model_copy(update={"evidence": "simulated"})
+    with pytest.raises(ValueError, match="all records are simulated: nothing was trained"):
+        compare([simulated])
+    assert [of.record for of in compare([trained("fsdp2"), simulated])] == [trained("fsdp2")]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "largest"),
+    [
+        ([2.0, 3.0], [2.0, 2.0], 0.5),
+        ([2.0, 3.0], [2.0], 0.0),
+        ([0.0], [0.0], 0.0),
+        ([1.0], [0.0], math.inf),
+        ([2.0, math.nan, 2.0], [2.0, 2.0, 2.0], math.inf),
+        ([math.inf], [math.inf], math.inf),
+    ],
+)
+def test_a_loss_that_is_not_finite_is_infinitely_far(
+    ours: list[float], theirs: list[float], largest: float
+) -> None:
+    assert largest_difference(ours, theirs) == largest
+
+
+@pytest.mark.parametrize(
+    "name", ["baselines", "parity", "quickstart", "reference", "unshaped", "volume"]
+)
+def test_the_committed_cells_learn_the_same(name: str) -> None:
+    found = compare(read_records(RESULTS / name / "records.jsonl"))
+    assert len(found) > 5
+    assert {of.record.cell_id: of.problems for of in found if of.problems} == {}
+
+
+def test_most_of_our_engine_is_compared_bit_for_bit() -> None:
+    read = read_records(RESULTS / "parity" / "records.jsonl")
+    exact = {r.cell.strategy for r in read if parity._adds_in_one_order(r.cell)}
+    assert exact == {"zero3", "hpz", "mics", "offload", "replicated", "fcdp", "fcdp-sched"}

@@ -1,0 +1,98 @@
+"""Provenance says where a record comes from, and nothing about who ran it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments.records import provenance
+from experiments.records.provenance import ROOT, gather, scrub
+
+
+def test_it_names_versions_and_machine() -> None:
+    origin = gather()
+    assert origin.versions["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert "torch" in origin.versions
+    assert set(origin.hardware) - {"gpu", "gpus"} == {"cpu", "cores", "memory_bytes", "kernel"}
+    assert origin.hardware["cores"] >= 1
+    assert origin.hardware["memory_bytes"] > 2**28
+
+
+@pytest.mark.ranks
+def test_it_imports_no_library_to_ask_its_version() -> None:
+    code = (
+        "from experiments import provenance; provenance.gather(); import sys; print(*sys.modules)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert not {"torch", "deepspeed", "transformers", "peft"} & set(result.stdout.split())
+
+
+def test_it_names_no_path_and_nothing_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("USER", "marker-user")
+    monkeypatch.setenv("SECRET", "marker-secret")
+    text = json.dumps(gather().__dict__)
+    assert "marker" not in text
+    assert str(ROOT) not in text
+    assert str(Path.home()) not in text
+
+
+def test_gpus_are_named_by_the_drivers_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(provenance, "_NVIDIA", tmp_path)
+    assert "gpu" not in gather().hardware
+    for bus in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / "gpus" / bus).mkdir(parents=True)
+        information = "Model: \t\t NVIDIA A40\nGPU UUID: \t marker\n"
+        (tmp_path / "gpus" / bus / "information").write_text(information)
+    hardware = gather().hardware
+    assert (hardware["gpu"], hardware["gpus"]) == ("NVIDIA A40", 2)
+
+
+@pytest.mark.parametrize("name", provenance.SECRETS)
+def test_secrets_are_taken_out_of_texts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "a-secret-value")
+    assert scrub("it was a-secret-value") == f"it was <{name}>"
+
+
+def test_a_changed_tree_is_dirty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*arguments: str) -> None:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True)
+
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    assert gather().commit is None
+    git("init", "--quiet")
+    git("commit", "--quiet", "--allow-empty", "--message", "first")
+    clean = gather().commit
+    assert clean is not None
+    assert len(clean) == 40
+    (tmp_path / "new.py").touch()
+    assert gather().commit == f"{clean}-dirty"
+
+
+def test_error_texts_lose_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    monkeypatch.setattr(socket, "gethostname", lambda: "some-host")
+    text = f'File "{ROOT}/experiments/worker.py" on some-host\n/home/somebody/data {"k" * 40}'
+    assert scrub(text) == 'File "experiments/worker.py" on <host>\n~/data <WANDB_API_KEY>'
+
+
+def test_long_error_texts_keep_both_ends() -> None:
+    text = scrub("rank 3: " + "x" * 10**6 + " the cause")
+    assert text.startswith("rank 3: ")
+    assert text.endswith(" the cause")
+    assert "characters left out" in text
+    assert len(text) < 13_000
+
+
+def test_half_characters_become_utf_8() -> None:
+    assert scrub("half a character: \udcc3").encode("utf-8")

@@ -1,0 +1,126 @@
+"""The file of records survives what a run can do to it: kills, full disks, strange text."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from experiments.records.record import read as read_records
+from simulation import files
+from simulation.transformer import ModelSpec
+from tests.experiments.stand_in import cell, measurement, record
+
+
+def test_what_is_appended_is_read_back(tmp_path: Path) -> None:
+    file = tmp_path / "new directory" / "records.jsonl"
+    written = [record(cell(seed=seed)) for seed in range(3)]
+    for each in written:
+        files.append(each, file)
+    assert read_records(file) == written
+
+
+@given(st.integers(0, 10**6))
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_torn_last_line_costs_only_itself(tmp_path: Path, cut: int) -> None:
+    file = tmp_path / "records.jsonl"
+    file.unlink(missing_ok=True)
+    first, second = record(cell(seed=1)), record(cell(seed=2), "failed", "an error: ü – ×")
+    files.append(first, file)
+    whole = file.read_bytes()
+    line = second.model_dump_json().encode()
+    # Any cut, also within a character of several bytes.
+    file.write_bytes(whole + line[: cut % len(line)])
+    assert read_records(file) == [first]
+    files.append(second, file)
+    assert read_records(file) == [first, second]
+
+
+@given(st.text())
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_error_text_stays_one_line(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "records.jsonl"
+    file.unlink(missing_ok=True)
+    written = record(cell(), "failed", text + "\u2028\x85\x1c\r\n")
+    files.append(written, file)
+    assert file.read_bytes().count(b"\n") == 1
+    assert read_records(file) == [written]
+
+
+def test_a_diverged_loss_is_read_back_as_such(tmp_path: Path) -> None:
+    file = tmp_path / "records.jsonl"
+    files.append(record(cell(), losses=[5.5, math.inf, math.nan]), file)
+    line = file.read_text()
+    # Standard JSON, so that other programs can read the file too.
+    json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    (again,) = read_records(file)
+    assert again.measurement is not None
+    assert again.measurement.losses[1] == math.inf
+    assert math.isnan(again.measurement.losses[2])
+
+
+def test_a_malformed_line_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "records.jsonl"
+    files.append(record(cell()), file)
+    with file.open("a") as text:
+        text.write("{}\n")
+    with pytest.raises(ValueError, match=r"records\.jsonl:2: not a record of this version"):
+        read_records(file)
+
+
+def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    file = tmp_path / "records.jsonl"
+    files.append(record(cell(seed=1)), file)
+    before = file.read_bytes()
+    # The kernel writes up to the limit and refuses the rest, as a full disk does.
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 100, limit[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            files.append(record(cell(seed=2)), file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert file.read_bytes() == before
+    files.append(record(cell(seed=2)), file)
+    assert [r.cell.seed for r in read_records(file)] == [1, 2]
+
+
+def test_committed_cells_keep_their_ids() -> None:
+    files = sorted((Path(__file__).parents[3] / "results").glob("*/records.jsonl"))
+    cells = [each for file in files for each in read_records(file)]
+    assert cells
+    assert all(each.cell.id == each.cell_id for each in cells)
+
+
+def test_a_vocabulary_is_part_of_the_id_where_it_is_not_the_usual_one() -> None:
+    spec = cell().model
+    assert cell(model=spec.model_copy(update={"vocabulary": 256})).id == cell().id
+    assert cell(model=spec.model_copy(update={"vocabulary": 257})).id != cell().id
+
+
+def test_figures_come_from_the_median_step() -> None:
+    odd = record(cell(), step_seconds=[0.9, 0.1, 0.5])
+    even = record(cell(), step_seconds=[0.1, 0.9, 0.4, 0.6])
+    assert odd.step_seconds_median == even.step_seconds_median == 0.5
+    assert odd.tokens_per_s == 4 * 128 / 0.5
+    assert record(cell(), "oom", "no memory").tokens_per_s is None
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", "a b", "-a", "é", "a" * 65])
+def test_names_that_are_no_part_of_a_path(name: str) -> None:
+    with pytest.raises(ValidationError):
+        ModelSpec(name=name, family="gpt2", layers=1, width=8, heads=1)
+
+
+def test_a_measurement_has_steps() -> None:
+    with pytest.raises(ValidationError):
+        measurement(step_seconds=[])

@@ -1,0 +1,417 @@
+"""The runner: every cell ends as one record, whatever happens to the cell or to the runner."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from experiments.clusters.interface import ClusterError, LostNodeError, Outcome
+from experiments.matrix import reader
+from experiments.matrix.matrix import Matrix
+from experiments.records.cell import Cell
+from experiments.records.provenance import ROOT
+from experiments.records.record import Record
+from experiments.records.record import read as read_records
+from experiments.runner import runner
+from experiments.runner.directory import RunDirectory
+from simulation import files
+from tests.experiments.stand_in import StandInCluster, cell, matrix_file, record
+from tests.experiments.waiting import wait_until
+
+pytestmark = pytest.mark.ranks
+
+
+class Silent:
+    """An observer that only counts."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.finished: list[Record] = []
+
+    def cell_started(self, cell: Cell, directory: Path) -> None:
+        assert (directory / "cell.json").exists()
+        self.started.append(cell.id)
+
+    def cell_finished(self, record: Record) -> None:
+        self.finished.append(record)
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Matrix:
+    return reader.read(str(matrix_file(tmp_path)))
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path / "run")
+
+
+def run(
+    plan: Matrix,
+    directory: RunDirectory,
+    cluster: StandInCluster,
+    finished: Sequence[Record] = (),
+) -> list[Record]:
+    return runner.run(plan.cells, finished, cluster, directory, Silent())
+
+
+def test_every_cell_is_run_and_recorded(plan: Matrix, directory: RunDirectory) -> None:
+    cluster, observer = StandInCluster(), Silent()
+    result = runner.run(plan.cells, [], cluster, directory, observer)
+    assert result == read_records(directory.records) == observer.finished
+    assert [r.cell for r in result] == [planned.cell for planned in plan.cells]
+    assert cluster.started == observer.started == [r.cell_id for r in result]
+    # Ranks set up on the open link; it is limited when they are ready.
+    assert cluster.shapes == [None, 10**8] * 3 + [None, 10**7] * 3
+    first = result[0]
+    assert first.state == "ok"
+    assert first.error is None
+    assert first.network == {"rate_bits_per_s": 10**8}
+    assert first.evidence == "emulated"
+    assert first.seconds > 0
+    cell = directory.cells / first.cell_id
+    assert Cell.model_validate_json((cell / "cell.json").read_text()) == first.cell
+    assert sorted(path.name for path in cell.iterdir()) == [
+        "cell.json",
+        "logs",
+        "measurement.json",
+        "progress.jsonl",
+    ]
+
+
+def test_a_failing_cell_does_not_end_the_matrix(tmp_path: Path, directory: RunDirectory) -> None:
+    extra = """\
+        skip:
+          - {when: {strategy: fcdp, inter_bandwidth: 10 Mbit/s}, reason: not today}
+        overrides:
+          - {when: {strategy: fsdp2, inter_bandwidth: 100 Mbit/s}, set: {timeout_s: 0.3}}
+        """
+    plan = reader.read(str(matrix_file(tmp_path, extra=extra)))
+    behaviours = {
+        "zero3-full-tiny-100mbit": "raise",
+        "fsdp2-full-tiny-100mbit": "hang",
+        "fcdp-full-tiny-100mbit": "silent",
+        "zero3-full-tiny-10mbit": "oom",
+        "fsdp2-full-tiny-10mbit": "broken",
+    }
+    result = run(plan, directory, StandInCluster(behaviours=behaviours))
+    assert [r.state for r in result] == ["failed", "timeout", "failed", "oom", "failed", "skipped"]
+    errors = [r.error or "" for r in result]
+    assert errors[0].startswith("rank 1: Traceback")
+    assert errors[0].endswith("RuntimeError: rank 1 raises\n")
+    assert errors[1] == "not finished after 0.3 s"
+    assert "rank 0 wrote no measurement.json" in errors[2]
+    assert errors[3] == "rank 1: killed: out of memory"
+    assert "ClusterError: the port is taken" in errors[4]
+    assert str(ROOT) not in "".join(errors)
+    assert errors[5] == "not today"
+    assert read_records(directory.records) == result
+
+
+def test_operators_are_compiled_once_and_before_the_cells_that_need_them(
+    tmp_path: Path, directory: RunDirectory
+) -> None:
+    file = matrix_file(tmp_path)
+    file.write_text(file.read_text().replace("fsdp2, fcdp]", "deepspeed-hpz, deepspeed-offload]"))
+    plan = reader.read(str(file))
+    cluster = StandInCluster()
+    result = run(plan, directory, cluster)
+    assert {r.state for r in result} == {"ok"}
+    assert cluster.compiled == [(), ("CPUAdamBuilder",)]
+
+
+def test_cells_whose_operators_cannot_be_compiled_fail_and_no_others(
+    plan: Matrix, directory: RunDirectory
+) -> None:
+    cluster = StandInCluster(behaviours={"compiler": "no g++"})
+    result = run(plan, directory, cluster)
+    assert {(r.cell.strategy, r.state) for r in result} == {
+        ("deepspeed-zero3", "failed"),
+        ("fsdp2", "ok"),
+        ("fcdp", "ok"),
+    }
+    assert result[0].error == "rank 0: no g++"
+
+
+def test_a_cluster_is_built_only_if_there_is_something_to_run(
+    plan: Matrix, directory: RunDirectory
+) -> None:
+    class Unbuildable(StandInCluster):
+        def __enter__(self) -> Unbuildable:
+            raise ClusterError("no privileges")
+
+    with pytest.raises(ClusterError, match="no privileges"):
+        run(plan, directory, Unbuildable())
+    assert not directory.records.exists()
+    finished = [record(planned.cell) for planned in plan.cells]
+    assert run(plan, directory, Unbuildable(), finished) == finished
+
+
+def test_an_interrupt_tears_the_cluster_down_and_keeps_what_is_finished(
+    plan: Matrix, directory: RunDirectory
+) -> None:
+    class Interrupted(StandInCluster):
+        def run(self, *arguments: Any, **options: Any) -> Outcome:
+            if len(self.started) == 2:
+                raise KeyboardInterrupt
+            return super().run(*arguments, **options)
+
+    cluster = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        run(plan, directory, cluster)
+    assert not cluster.entered
+    finished = directory.resume(plan, retry_failed=False)
+    assert [r.cell_id for r in finished] == [p.cell.id for p in plan.cells[:2]]
+
+
+def test_a_lost_node_ends_the_run_and_its_cell_has_no_record(
+    plan: Matrix, directory: RunDirectory
+) -> None:
+    class Preempted(StandInCluster):
+        def run(self, *arguments: Any, **options: Any) -> Outcome:
+            if len(self.started) == 2:
+                raise LostNodeError("node 1 is lost")
+            return super().run(*arguments, **options)
+
+    with pytest.raises(runner.RunError, match=r"fcdp.*: node 1 is lost; .*go on with --resume"):
+        run(plan, directory, Preempted())
+    finished = directory.resume(plan, retry_failed=False)
+    assert [r.cell_id for r in finished] == [p.cell.id for p in plan.cells[:2]]
+    result = run(plan, directory, StandInCluster(), finished)
+    assert [r.state for r in result] == ["ok"] * 6
+
+
+@given(finished=st.sets(st.integers(0, 5)), torn=st.integers(0, 500), retry=st.booleans())
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_resumed_matrix_has_every_cell_once(
+    tmp_path_factory: pytest.TempPathFactory, finished: set[int], torn: int, retry: bool
+) -> None:
+    path = tmp_path_factory.mktemp("run")
+    plan = reader.read(str(matrix_file(path)))
+    directory = RunDirectory(path / "run")
+    ids = [planned.cell.id for planned in plan.cells]
+    states = ["ok", "failed", "oom", "timeout", "ok", "failed"]
+    for i in finished:
+        of = plan.cells[i].cell
+        files.append(record(of, states[i], None), directory.records)  # type: ignore[arg-type]
+    if torn and len(finished) < 6:
+        left = next(i for i in range(6) if i not in finished)
+        line = record(plan.cells[left].cell).model_dump_json()
+        directory.path.mkdir(exist_ok=True)
+        with directory.records.open("a") as file:
+            file.write(line[:torn])
+
+    # Its ranks end at once, without a process, so that many examples are cheap.
+    cluster = StandInCluster(behaviours={"": "oom"})
+    kept = directory.resume(plan, retry_failed=retry)
+    result = run(plan, directory, cluster, kept)
+
+    retried = {i for i in finished if retry and states[i] in ("failed", "timeout")}
+    assert cluster.started == [ids[i] for i in range(6) if i not in finished - retried]
+    assert [r.cell_id for r in result] == ids
+    assert Counter(r.cell_id for r in read_records(directory.records)) == Counter(ids)
+    # Nothing of what ran again is lost either.
+    earlier = [r for file in directory.path.glob("earlier/*/*.jsonl") for r in read_records(file)]
+    assert retried <= {ids.index(r.cell_id) for r in earlier}
+
+
+def test_starting_afresh_keeps_the_earlier_run(plan: Matrix, directory: RunDirectory) -> None:
+    assert directory.start_afresh() is None
+    first = run(plan, directory, StandInCluster(behaviours={"": "oom"}))
+    (directory.path / "unrelated.txt").touch()
+    archive = directory.start_afresh()
+    assert archive is not None
+    assert read_records(archive / "records.jsonl") == first
+    assert sorted(path.name for path in archive.iterdir()) == ["cells", "records.jsonl"]
+    assert sorted(p.name for p in directory.path.iterdir()) == ["earlier", "unrelated.txt"]
+    again = run(plan, directory, StandInCluster(behaviours={"": "oom"}))
+    assert read_records(directory.records) == again
+    other = directory.start_afresh()
+    assert other not in (None, archive)
+
+
+def test_resuming_refuses_another_matrix(plan: Matrix, directory: RunDirectory) -> None:
+    run(plan, directory, StandInCluster(behaviours={"": "oom"}))
+    with pytest.raises(ValueError, match="holds records of matrix 'small', not 'other'"):
+        directory.resume(replace(plan, name="other"), retry_failed=False)
+
+
+def test_resuming_refuses_what_another_kind_of_cluster_left(
+    tmp_path: Path, directory: RunDirectory
+) -> None:
+    """A simulated cell has the id of the emulated one, and a skipped cell says who skipped it."""
+    skipped = """\
+        skip:
+          - {when: {strategy: [deepspeed-zero3, fsdp2, fcdp]}, reason: not today}
+        """
+    plan = reader.read(str(matrix_file(tmp_path, extra=skipped)))
+    run(plan, directory, StandInCluster())
+    simulated = replace(plan, simulated=True)
+    assert [p.cell.id for p in simulated.cells] == [p.cell.id for p in plan.cells]
+    with pytest.raises(ValueError, match=r"'emulated', not 'simulated'; give .* with --output"):
+        directory.resume(simulated, retry_failed=False)
+
+
+def test_a_full_disk_is_a_clear_error_and_loses_nothing(
+    plan: Matrix, directory: RunDirectory
+) -> None:
+    run(plan, directory, StandInCluster(behaviours={"": "oom"}))
+    before = directory.records.read_bytes()
+    kept = read_records(directory.records)[:-1]
+    directory.records.write_text("".join(r.model_dump_json() + "\n" for r in kept))
+    size = directory.records.stat().st_size
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, limit[1]))
+    try:
+        with pytest.raises(runner.RunError, match=r"cannot write to .*File too large.*--resume"):
+            run(plan, directory, StandInCluster(behaviours={"": "oom"}), kept)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert read_records(directory.records) == kept
+    run(plan, directory, StandInCluster(behaviours={"": "oom"}), kept)
+    assert len(read_records(directory.records)) == before.count(b"\n")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "count"), [(None, 6), ("fcdp", 2), ("*-10mbit-*", 3), ("zero3*100mbit*", 0)]
+)
+def test_only(plan: Matrix, pattern: str | None, count: int) -> None:
+    if count:
+        assert len(runner.select(plan.cells, pattern)) == count
+    else:
+        with pytest.raises(ValueError, match="--only: no cell id matches"):
+            runner.select(plan.cells, pattern)
+
+
+def start(file: Path, output: Path, *options: str, **cluster: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", "tests.experiments.stand_in", "run", str(file)),
+            *("--output", str(output), "--no-wandb", *options),
+        ],
+        cwd=ROOT,
+        env={**os.environ, "STAND_IN": json.dumps(cluster)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_records(file: Path, count: int) -> None:
+    wait_until(lambda: file.exists() and file.read_bytes().count(b"\n") >= count)
+
+
+def test_a_killed_runner_resumes_where_it_was(tmp_path: Path) -> None:
+    file, directory = matrix_file(tmp_path), RunDirectory(tmp_path / "run")
+    process = start(file, directory.path, behaviours={"fsdp2-full-tiny-10mbit": "hang"})
+    wait_for_records(directory.records, 3)
+    process.kill()
+    process.communicate()
+    before = read_records(directory.records)
+    assert len(before) == 3
+    # The kernel may have taken only a part of the last line.
+    with directory.records.open("a") as text:
+        text.write('{"cell": {"matrix": "sma')
+
+    # The lock of the killed runner does not count, that of a living one does.
+    behaviours = {"fcdp-full-tiny-10mbit": "hang"}
+    process = start(file, directory.path, "--resume", behaviours=behaviours)
+    wait_for_records(directory.records, 5)
+    second = start(file, directory.path, "--resume")
+    _, error = second.communicate(timeout=100)
+    assert second.returncode == 2
+    assert f"another run (process {process.pid}) uses this directory" in error
+    process.kill()
+    output, _ = process.communicate()
+    assert "3 cells are finished already" in output
+
+    process = start(file, directory.path, "--resume")
+    output, error = process.communicate(timeout=100)
+    assert process.returncode == 0, error
+    assert "5 cells are finished already" in output
+    after = read_records(directory.records)
+    assert after[:3] == before
+    ids = [planned.cell.id for planned in reader.read(str(file)).cells]
+    assert [r.cell_id for r in after] == ids
+    assert all(r.state == "ok" for r in after)
+
+
+def test_killed_anywhere_and_resumed_it_has_the_records_of_an_undisturbed_run(
+    tmp_path: Path,
+) -> None:
+    """kill -9 at moments spread over the whole command, start and end included."""
+    file = matrix_file(tmp_path, steps=1)
+    undisturbed, disturbed = RunDirectory(tmp_path / "one"), RunDirectory(tmp_path / "other")
+    cluster = {"step_seconds": 0.05, "behaviours": {"fcdp-full-tiny-10mbit": "raise"}}
+    began = time.monotonic()
+    start(file, undisturbed.path, **cluster).communicate()
+    whole = time.monotonic() - began
+    chance = random.Random(0)
+    for _ in range(10):
+        # Now and then from the beginning, which puts what there is aside.
+        options = ["--resume"] if chance.random() < 0.8 else []
+        process = start(file, disturbed.path, *options, **cluster)
+        with suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=chance.uniform(0, whole))
+        process.kill()
+        process.communicate()
+        _tear(disturbed.records, chance.randrange(3))
+    process = start(file, disturbed.path, "--resume", **cluster)
+    process.communicate()
+    assert _told(disturbed.records) == _told(undisturbed.records)
+    assert process.returncode == 1  # for the cell that fails
+
+
+def _tear(file: Path, how: int) -> None:
+    """What the kernel may make of a line that was being written: nothing, a part, or no newline."""
+    if not file.exists() or how == 0:
+        return
+    line = record(cell(seed=7)).model_dump_json()
+    with file.open("a") as text:
+        text.write(line[: len(line) // 2] if how == 1 else line)
+
+
+def _told(file: Path) -> list[dict[str, Any]]:
+    """The records, without what says when they were made."""
+    when = {"started_at", "seconds"}
+    return [record.model_dump(exclude=when) for record in read_records(file)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_command_says_how_to_go_on(tmp_path: Path, number: int) -> None:
+    file, directory = matrix_file(tmp_path), RunDirectory(tmp_path / "run")
+    process = start(file, directory.path, behaviours={"fcdp": "hang"})
+    wait_for_records(directory.records, 4)
+    process.send_signal(number)
+    _, error = process.communicate(timeout=100)
+    assert process.returncode == 130
+    assert "interrupted" in error
+    assert "--resume" in error
+    assert "Traceback" not in error
+    assert len(read_records(directory.records)) == 4
+
+
+def test_a_forked_helper_does_not_handle_our_signals(tmp_path: Path) -> None:
+    """A helper that did would unwind into the cluster's teardown, in the wrong process."""
+    file, directory = matrix_file(tmp_path), RunDirectory(tmp_path / "run")
+    process = start(file, directory.path, "--only", "fcdp", behaviours={"": "helper"})
+    _, error = process.communicate(timeout=100)
+    assert process.returncode == 0, error

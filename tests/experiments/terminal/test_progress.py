@@ -1,0 +1,198 @@
+"""The display: what a log and a terminal show, and the table at the end."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import math
+from pathlib import Path
+
+import pytest
+from rich.console import Console, RenderableType
+
+from experiments.matrix import reader
+from experiments.records.record import Record
+from experiments.terminal.progress import Progress, Step, Tail, clock, seconds_left
+from experiments.terminal.summary_table import summary
+from tests.experiments.stand_in import cell, record
+
+
+def rendered(renderable: RenderableType, width: int = 100) -> list[str]:
+    console = Console(file=io.StringIO(), width=width)
+    with console.capture() as capture:
+        console.print(renderable)
+    return [line.rstrip() for line in capture.get().splitlines()]
+
+
+def comparison() -> list[Record]:
+    """DeepSpeed, FSDP2 and FCDP on one model and link; FCDP sends two thirds in half the time."""
+    return [
+        record(cell(strategy="deepspeed-zero3"), inter_node_bytes_closed_form=None),
+        record(cell(strategy="fsdp2"), "oom", "rank 1: out of memory"),
+        record(cell(), step_seconds=[0.25], inter_node_bytes_per_step=4.2e6),
+    ]
+
+
+def test_the_table_compares_with_zero3_on_the_same_model_and_link() -> None:
+    other = record(cell(tuning="lora", strategy="fsdp2"), losses=[math.nan])
+    lines = rendered(summary([*comparison(), other]))
+    assert lines[:7] == [
+        "strategy        state      speed  speed-up     sent      sent  minimum    loss    step"
+        "  evidence",
+        "                        tokens/s vs ZeRO-3  MB/step vs ZeRO-3  MB/step               s",
+        "",
+        "llama-4x128 · full · 100 Mbit/s",
+        "deepspeed-zero3 ok         1,024     1.00×     6.30     1.00×        –  5.3000   0.500"
+        "  emulated",
+        "fsdp2           oom            –         –        –         –        –       –       –"
+        "  emulated",
+        "fcdp            ok         2,048     2.00×     4.20     0.67×     6.00  5.3000   0.250"
+        "  emulated",
+    ]
+    # No DeepSpeed beside it: nothing to compare with.
+    assert lines[8:10] == [
+        "llama-4x128 · lora · 100 Mbit/s",
+        "fsdp2           ok         1,024         –     6.30         –     6.00     nan   0.500"
+        "  emulated",
+    ]
+    assert lines[11:] == [
+        "oom 1 cell: rank 1: out of memory",
+        f"  {cell(strategy='fsdp2').id}",
+    ]
+
+
+def test_other_settings_that_vary_are_in_the_heading_and_separate_groups() -> None:
+    records = [
+        record(cell(strategy=strategy, accumulation=accumulation, steps=steps))
+        for strategy, steps in (("deepspeed-zero3", 3), ("fcdp", 5))
+        for accumulation in (1, 4)
+    ]
+    lines = rendered(summary(records))
+    headings = [line for line in lines if "·" in line]
+    assert headings == [
+        "llama-4x128 · full · 100 Mbit/s · accumulation 1",
+        "llama-4x128 · full · 100 Mbit/s · accumulation 4",
+    ]
+    # Another number of steps is still the same comparison.
+    assert [line.split()[3] for line in lines if line.startswith("fcdp")] == ["1.00×", "1.00×"]
+
+
+def test_losses_are_those_of_one_step() -> None:
+    slow = record(cell(strategy="deepspeed-zero3", steps=2), losses=[5.6, 5.5])
+    quick = record(cell(steps=3), losses=[5.6, 5.5, 5.4])
+    lines = rendered(summary([slow, quick]))
+    assert "llama-4x128 · full · 100 Mbit/s · loss of step 2" in lines
+    assert [line.split()[7] for line in lines[-2:]] == ["5.5000", "5.5000"]
+
+
+def test_cells_that_ended_alike_are_told_once() -> None:
+    error = "rank 0: Traceback\n  File x\nRuntimeError: the cause"
+    records = [record(cell(seed=seed), "failed", error) for seed in range(5)]
+    records += [record(cell(seed=9), "skipped", "not interesting")]
+    lines = rendered(summary(records))
+    start = lines.index("failed 5 cells: RuntimeError: the cause")
+    assert lines[start + 1 : start + 4] == [f"  {cell(seed=seed).id}" for seed in range(3)]
+    assert lines[start + 4] == "  and 2 more"
+    assert "skipped 1 cell: not interesting" in lines
+
+
+def test_nothing_wraps_on_a_hundred_columns() -> None:
+    plan = reader.read("reference")
+    sent = itertools.cycle([1.2e8, 1.2e11])
+    records = [record(planned.cell, inter_node_bytes_per_step=next(sent)) for planned in plan.cells]
+    lines = rendered(summary(records), width=100)
+    # A line a record, a heading and an empty line for each three strategies, two lines of header.
+    assert len(lines) == 2 + len(records) + 2 * len(records) // 3
+    assert not any("…" in line for line in lines)
+
+
+def run_displayed(console: Console, directory: Path, finished: int = 0) -> None:
+    plan = reader.read("quickstart")
+    records = [record(planned.cell) for planned in plan.cells]
+    with Progress(plan, plan.cells, records[:finished], console) as progress:
+        for planned in plan.cells[finished:]:
+            progress.cell_started(planned.cell, directory)
+            progress.cell_finished(record(planned.cell))
+
+
+def test_a_log_has_one_line_a_cell(tmp_path: Path) -> None:
+    text = io.StringIO()
+    run_displayed(Console(file=text, width=120), tmp_path, finished=2)
+    lines = text.getvalue().splitlines()
+    assert lines[0] == "quickstart · 24 cells · emulated cluster, 2 nodes × 2 ranks"
+    assert "2 cells are finished already" in lines
+    assert lines[-22] == (
+        " 3/24 ok      fcdp             full    gpt2-4x128   100 Mbit/s    1,024   0.500    6.30"
+        "   12s"
+    )
+    assert [line.split("/")[0].strip() for line in lines[-22:]] == [str(i) for i in range(3, 25)]
+    assert "\x1b" not in text.getvalue()
+
+
+def test_lines_fit_a_hundred_columns_also_with_another_axis(tmp_path: Path) -> None:
+    plan = reader.read("reference")
+    text = io.StringIO()
+    with Progress(plan, plan.cells, [], Console(file=text, width=100)) as progress:
+        progress.cell_started(plan.cells[0].cell, tmp_path)
+        progress.cell_finished(record(plan.cells[0].cell, inter_node_bytes_per_step=1.2e11))
+    assert " 120,000 " in text.getvalue().splitlines()[-1]
+    assert "36 cells skipped: accumulation is compared at 100 Mbit/s only" in text.getvalue()
+    assert text.getvalue().splitlines()[-1].endswith(" 12s")
+
+
+def test_a_terminal_shows_the_current_cell_and_the_whole_run(tmp_path: Path) -> None:
+    plan = reader.read("quickstart")
+    first = plan.cells[0].cell
+    console = Console(file=io.StringIO(), width=100, force_terminal=True, force_interactive=True)
+    with Progress(plan, plan.cells, [], console) as progress:
+        progress.cell_started(first, tmp_path)
+        lines = rendered(progress.status())
+        assert lines[1].startswith(
+            "now  deepspeed-zero3 · full · gpt2-4x128 · 100 Mbit/s  starting"
+        )
+        step = {"step": 2, "of": 4, "loss": 5.25, "seconds": 1.5}
+        (tmp_path / "progress.jsonl").write_text(json.dumps(step) + "\n")
+        lines = rendered(progress.status())
+        assert lines[1].endswith("step 2 of 4, loss 5.2500, 1.50 s/step")
+        assert "0 of 24 cells" in lines[2]
+        assert "left" not in lines[2]
+        progress.cell_finished(record(first))
+        lines = rendered(progress.status())
+        assert "1 of 24 cells" in lines[1]
+        assert "about 4:36 left" in lines[1]
+
+
+def test_tail_follows_complete_lines(tmp_path: Path) -> None:
+    file = tmp_path / "progress.jsonl"
+    tail = Tail(file)
+    assert tail.last() is None
+    line = '{"step": 1, "of": 2, "loss": 5.0, "seconds": 0.5}\n'
+    file.write_text(line[:20])
+    assert tail.last() is None
+    file.write_text(line)
+    assert tail.last() == Step(1, 2, 5.0, 0.5)
+    file.write_text(line + '{"step": 2, "of": 2, "loss": NaN, "seconds": 0.5}\n{"st')
+    last = tail.last()
+    assert last is not None
+    assert last.step == 2
+    assert math.isnan(last.loss)
+
+
+def test_time_left_goes_by_the_link() -> None:
+    slow, fast = 10**7, 10**8
+    finished = [
+        record(cell(inter_bandwidth_bits_per_s=link)).model_copy(update={"seconds": seconds})
+        for link, seconds in ((slow, 90.0), (slow, 110.0), (fast, 10.0))
+    ]
+    remaining = [cell(inter_bandwidth_bits_per_s=link) for link in (slow, fast, None)]
+    assert seconds_left(remaining, finished, elapsed=30.0) == pytest.approx(70 + 10 + 70)
+    assert seconds_left(remaining, finished, elapsed=500.0) == pytest.approx(10 + 70)
+    assert seconds_left(remaining, [], elapsed=1.0) is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (151, "2:31"), (3751, "1:02:31")]
+)
+def test_clock(seconds: float, text: str) -> None:
+    assert clock(seconds) == text

@@ -1,0 +1,185 @@
+"""W&B's copy of the records: complete, quick, quiet about keys, and never in the way."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import wandb
+
+from experiments.records.provenance import ROOT
+from experiments.tracking import runs, sink
+from experiments.tracking.sink import export
+from tests.experiments.stand_in import cell, record
+
+pytestmark = pytest.mark.ranks
+
+KEY = "markermarkermarkermarkermarkermarkermark"
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in (
+        *("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_PROJECT"),
+        *("WANDB_RUN_ID", "WANDB_SWEEP_ID", "WANDB_DATA_DIR"),
+    ):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+
+
+def files(directory: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_a_run_a_cell_that_ran_and_no_second_one(tmp_path: Path) -> None:
+    records = [
+        record(cell(seed=1)),
+        record(cell(seed=2), "failed", "an error"),
+        record(cell(seed=3), "skipped", "a reason"),
+    ]
+    result = export(records, tmp_path)
+    assert (result.mode, result.runs, result.warnings) == ("offline", 2, ())
+    runs = list((tmp_path / "wandb").glob("offline-run-*"))
+    assert len(runs) == 2
+    # A resumed matrix exports its records again.
+    assert export([*records, record(cell(seed=4))], tmp_path).runs == 1
+
+
+def test_tables_and_figures_become_an_artifact_once(tmp_path: Path) -> None:
+    ran = [record(cell(seed=seed, matrix="suite/small")) for seed in (1, 2)]
+    report = tmp_path / "report"
+    assert export(ran, tmp_path, report).runs == 2  # it could not be drawn
+    report.mkdir()
+    (tmp_path / "records.jsonl").write_text("the records")
+    (report / "comparison.md").write_text("the table")
+    (report / "losses.png").write_bytes(b"the figure")
+    assert export(ran, tmp_path, report).runs == 1
+    assert export(ran, tmp_path, report).runs == 0
+    stored = [run.read_bytes() for run in (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")]
+    (content,) = [content for content in stored if b"suite-small-report" in content]
+    for name in (b"comparison.md", b"losses.png", b"records.jsonl", b"report"):
+        assert name in content
+    staged = [path.read_bytes() for path in (tmp_path / "wandb/data").rglob("*") if path.is_file()]
+    assert {b"the table", b"the figure", b"the records"} <= set(staged)
+    # A resumed matrix has another report.
+    assert export([*ran, record(cell(seed=3, matrix="suite/small"))], tmp_path, report).runs == 2
+
+
+def test_a_run_that_was_cut_short_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "_summary", die)
+        with pytest.raises(KeyboardInterrupt):
+            export([record(cell(seed=5))], tmp_path)
+    assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 1
+    wandb.teardown()  # as the end of the process does
+    assert export([record(cell(seed=5))], tmp_path).runs == 1
+    assert export([record(cell(seed=5))], tmp_path).runs == 0
+    (stored,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    assert b"step_seconds_median" in stored.read_bytes()
+
+
+def test_what_a_run_holds(tmp_path: Path) -> None:
+    export([record(cell())], tmp_path)
+    (stored,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    content = stored.read_bytes()
+    for text in (
+        cell().id,  # its name
+        "small",  # its group
+        "fcdp",  # its job type
+        "emulated",  # a tag
+        "inter_bandwidth_bits_per_s",  # its configuration
+        "step_seconds_median",  # its summary
+    ):
+        assert text.encode() in content
+
+
+def test_history_is_a_point_a_step_with_times_after_warm_up() -> None:
+    measured = record(cell()).measurement
+    assert measured is not None
+    assert runs._history(measured) == [
+        {"step": 1, "loss": 5.6},
+        {"step": 2, "loss": 5.5, "step_seconds": 0.4},
+        {"step": 3, "loss": 5.4, "step_seconds": 0.5},
+        {"step": 4, "loss": 5.3, "step_seconds": 0.6},
+    ]
+
+
+def test_twenty_four_cells_are_quick(tmp_path: Path) -> None:
+    started = time.monotonic()
+    assert export([record(cell(seed=seed)) for seed in range(24)], tmp_path).runs == 24
+    assert time.monotonic() - started < 120
+
+
+def test_the_key_is_nowhere(tmp_path: Path) -> None:
+    """Also not when W&B is asked to use it, here with a server that does not answer."""
+    code = (
+        "from pathlib import Path\n"
+        "from experiments import wandb_sink\n"
+        "from tests.experiments.stand_in import cell, record\n"
+        "sink._SETTINGS['init_timeout'] = 2\n"
+        f"print(sink.export([record(cell())], Path({str(tmp_path)!r})))\n"
+    )
+    home = tmp_path / "home"
+    home.mkdir()
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={
+            "PATH": "/usr/bin:/bin",
+            "HOME": str(home),
+            "WANDB_API_KEY": KEY,
+            "WANDB_MODE": "online",
+            "WANDB_BASE_URL": "http://127.0.0.1:9",
+        },
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    assert "mode='offline', runs=1" in result.stdout
+    assert "cannot be reached, writing offline" in result.stdout
+    assert KEY not in result.stdout + result.stderr
+    assert files(tmp_path)
+    assert not [path for path, content in files(tmp_path).items() if KEY.encode() in content]
+
+
+def test_online_without_a_key_goes_on_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "online")
+    result = export([record(cell())], tmp_path)
+    assert (result.mode, result.runs) == ("offline", 1)
+    assert "there is no API key in WANDB_API_KEY or ~/.netrc" in result.warnings[0]
+
+
+def test_a_key_in_netrc_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "online")
+    (tmp_path / "netrc").write_text(f"machine api.wandb.ai login user password {KEY}\n")
+    assert sink._mode() == ("online", [])
+
+
+def test_disabled_and_unknown_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert export([record(cell())], tmp_path).runs == 0
+    assert not (tmp_path / "wandb").exists()
+    monkeypatch.setenv("WANDB_MODE", "somewhere")
+    result = export([record(cell())], tmp_path)
+    assert result.mode == "offline"
+    assert "WANDB_MODE='somewhere' is not allowed: offline," in result.warnings[0]
+
+
+def test_a_failure_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(sink, "_write", fail)
+    result = export([record(cell())], tmp_path)
+    assert result.warnings == ("1 W&B runs not written: no space left",)

@@ -1,0 +1,131 @@
+"""The models of cells: weights, blocks, and what LoRA trains."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.nn as nn
+
+from experiments.worker import models
+from tests.experiments.cells import cell, model_spec
+
+FAMILIES: list[Literal["gpt2", "llama"]] = ["gpt2", "llama"]
+
+#: Per family and block: the projections that get adapters, with their inputs and outputs.
+PROJECTIONS = {
+    # GPT-2 projects to Q, K and V at once.
+    "gpt2": {"attn.c_attn": (32, 96), "attn.c_proj": (32, 32)},
+    "llama": {f"self_attn.{name}_proj": (32, 32) for name in "qkvo"},
+}
+
+
+def build(family: Literal["gpt2", "llama"], **settings: Any) -> tuple[nn.Module, list[nn.Module]]:
+    spec = model_spec(family, layers=3, width=32)
+    model, blocks = models.build(cell("fcdp", model=spec, sequence_length=16, **settings))
+    return model, list(blocks)
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("tuning", ["full", "lora"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equal_seeds_give_equal_weights(family: Literal["gpt2", "llama"], tuning: str) -> None:
+    first = weights(build(family, tuning=tuning, seed=3)[0])
+    torch.rand(5)  # what a rank has drawn before does not matter
+    second = weights(build(family, tuning=tuning, seed=3)[0])
+    assert first.keys() == second.keys()
+    for name, param in first.items():
+        assert torch.equal(param, second[name]), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_another_seed_gives_other_weights(family: Literal["gpt2", "llama"]) -> None:
+    first = weights(build(family, tuning="lora", seed=3)[0])
+    second = weights(build(family, tuning="lora", seed=4)[0])
+    differing = {name for name, param in first.items() if not torch.equal(param, second[name])}
+    # Biases and the adapters' second factors start at zero, norms at one.
+    assert {name for name in first if "lora_A" in name} <= differing
+    assert sum(first[name].numel() for name in differing) > 0.9 * sum(
+        param.numel() for name, param in first.items() if "lora_B" not in name
+    )
+
+
+@pytest.mark.parametrize("tuning", ["full", "lora"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_blocks_are_the_transformer_layers_in_order(
+    family: Literal["gpt2", "llama"], tuning: str
+) -> None:
+    model, blocks = build(family, tuning=tuning)
+    names = {id(module): name for name, module in model.named_modules()}
+    assert [re.findall(r"\d+$", names[id(block)]) for block in blocks] == [["0"], ["1"], ["2"]]
+    assert {type(block).__name__ for block in blocks} == {
+        {"gpt2": "GPT2Block", "llama": "LlamaDecoderLayer"}[family]
+    }
+    inside = sum(param.numel() for block in blocks for param in block.parameters())
+    assert inside > 0.5 * sum(param.numel() for param in model.parameters())
+
+
+def test_parameter_counts() -> None:
+    width, layers, length, vocabulary = 32, 3, 16, 256
+    gpt2 = sum(param.numel() for param in build("gpt2")[0].parameters())
+    # Matrices, their biases, two norms a block; tied embeddings, positions and the last norm.
+    block = 12 * width**2 + (3 + 1 + 4 + 1) * width + 4 * width
+    assert gpt2 == layers * block + (vocabulary + length + 2) * width
+    llama = sum(param.numel() for param in build("llama")[0].parameters())
+    # 32 · 8/3 = 85.3, up to a multiple of 8: 88. Embeddings of input and output are two.
+    block = 4 * width**2 + 3 * width * 88 + 2 * width
+    assert llama == layers * block + (2 * vocabulary + 1) * width
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_full_tuning_trains_everything(family: Literal["gpt2", "llama"]) -> None:
+    model, _ = build(family)
+    assert all(param.requires_grad for param in model.parameters())
+    assert not any("lora" in name for name, _ in model.named_parameters())
+
+
+@pytest.mark.parametrize("rank", [2, 8])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lora_trains_low_rank_factors_of_query_key_value_and_output(
+    family: Literal["gpt2", "llama"], rank: int
+) -> None:
+    model, blocks = build(family, tuning="lora", lora_rank=rank)
+    for block in blocks:
+        trained = {
+            name: tuple(param.shape)
+            for name, param in block.named_parameters()
+            if param.requires_grad
+        }
+        assert trained == {
+            f"{projection}.lora_{factor}.default.weight": shape
+            for projection, (inputs, outputs) in PROJECTIONS[family].items()
+            for factor, shape in (("A", (rank, inputs)), ("B", (outputs, rank)))
+        }
+    in_blocks = {id(param) for block in blocks for param in block.parameters()}
+    for name, param in model.named_parameters():
+        assert param.requires_grad == ("lora_" in name)
+        assert not param.requires_grad or id(param) in in_blocks
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lora_starts_from_the_model_of_full_tuning(family: Literal["gpt2", "llama"]) -> None:
+    tokens = torch.arange(32).view(2, 16)
+    with torch.no_grad():
+        full = build(family)[0](input_ids=tokens).logits
+        adapted = build(family, tuning="lora")[0](input_ids=tokens).logits
+    torch.testing.assert_close(full, adapted)  # threads may share the work differently
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nothing_is_random_in_training_mode(family: Literal["gpt2", "llama"]) -> None:
+    model, _ = build(family, tuning="lora")
+    assert model.training
+    tokens = torch.arange(32).view(2, 16)
+    with torch.no_grad():
+        first, second = (model(input_ids=tokens).logits for _ in range(2))
+    torch.testing.assert_close(first, second)

@@ -1,0 +1,122 @@
+"""What people write, and what each mistake is told."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simulation import quantities as q
+
+
+@pytest.mark.parametrize(
+    ("text", "bits"),
+    [
+        ("100Gbps", 100e9),
+        ("100 Gbit/s", 100e9),
+        ("100gbps", 100e9),
+        ("12.5GB/s", 100e9),
+        ("12.5 GBps", 100e9),
+        ("800 Mbits/s", 800e6),
+        ("1e3 bit/s", 1000),
+        (" 10 kbps ", 10_000),
+    ],
+)
+def test_bandwidths(text: str, bits: float) -> None:
+    assert q.bits_per_s("--inter-node", text) == bits
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("512GB", 512e9), ("512 GiB", 512 * 2**30), ("1TB", 1e12), ("1.5 TiB", 1.5 * 2**40)],
+)
+def test_sizes(text: str, nbytes: float) -> None:
+    assert q.size_bytes("--host-memory", text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["512", "512G", "512Gb", "512 gigabytes", "0GB"])
+def test_a_size_has_a_unit_of_bytes(text: str) -> None:
+    with pytest.raises(ValueError, match=r"--host-memory = .* such as 512GB"):
+        q.size_bytes("--host-memory", text)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("1e9", 1e9), ("1B", 1e9), ("300M", 3e8), ("1_000", 1000), ("2.5T", 2.5e12)],
+)
+def test_counts(text: str, number: float) -> None:
+    assert q.count("--tokens", text) == number
+
+
+@pytest.mark.parametrize("parse", [q.bits_per_s, q.size_bytes, q.count, q.whole, q.share])
+@pytest.mark.parametrize("text", ["", "fast", "-1", "-5Gbps", "-5GB", "nan", "inf", "1e999", "1,5"])
+def test_what_is_none_names_option_value_and_what_is_allowed(
+    parse: Callable[[str, str], Any], text: str
+) -> None:
+    with pytest.raises(ValueError, match=r"^--option = '.*': allowed: ") as caught:
+        parse("--option", text)
+    assert repr(text) in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["0Gbps", "-1 Gbit/s", "100", "100 Gb", "100 GiB/s", "Gbps"])
+def test_a_bandwidth_has_a_unit_and_is_above_zero(text: str) -> None:
+    with pytest.raises(ValueError, match=r"such as 100Gbps"):
+        q.bits_per_s("--inter-node", text)
+
+
+@pytest.mark.parametrize("text", ["lora", "lora:0", "lora:-8", "lora:x", "qlora:8", "8"])
+def test_adapters_are_lora_with_a_rank(text: str) -> None:
+    assert q.lora_rank("--peft", "lora:16") == 16
+    with pytest.raises(ValueError, match=r"--peft = .*: allowed: lora:RANK, such as lora:8"):
+        q.lora_rank("--peft", text)
+
+
+def test_a_list_has_each_once_and_no_gaps() -> None:
+    assert q.each("--sequence-length", "512,1024,512", q.whole) == (512, 1024)
+    assert q.each("--checkpointing", "0,0.5", q.share) == (0, 0.5)
+    policies = "host,budget(device=1 GiB, host=4 GiB)"
+    assert q.each("--policies", policies, q.name) == ("host", "budget(device=1 GiB, host=4 GiB)")
+    with pytest.raises(ValueError, match="--strategies = '': allowed: names"):
+        q.each("--strategies", "fcdp,,fsdp2", q.name)
+
+
+@given(st.floats(min_value=1e-3, max_value=1e6), st.sampled_from(["Gbps", " Gbit/s", "gbps"]))
+def test_a_number_is_taken_as_it_is(number: float, unit: str) -> None:
+    assert q.bits_per_s("--inter-node", f"{number!r}{unit}") == float(Decimal(repr(number)) * 10**9)
+
+
+@pytest.mark.parametrize(
+    ("text", "bits"),
+    [
+        ("10 Mbit/s", 10**7),
+        ("2.5 Gbit/s", 25 * 10**8),
+        ("0.5 kbit/s", 500),
+        ("1 bit/s", 1),
+        ("unshaped", None),
+    ],
+)
+def test_links(text: str, bits: int | None) -> None:
+    assert q.link(text) == bits
+    assert q.link(q.format_link(bits)) == bits
+
+
+@given(st.integers(1, 10**15))
+def test_every_link_can_be_written_and_read(bits: int) -> None:
+    assert q.link(q.format_link(bits)) == bits
+
+
+@pytest.mark.parametrize(
+    "text", ["", "10", "10 nbit/s", "-1 Mbit/s", "0 Mbit/s", "0.1 bit/s", "inf Mbit/s", 10, None]
+)
+def test_malformed_links(text: object) -> None:
+    with pytest.raises(ValueError, match=r"bandwidth|whole number"):
+        q.link(text)
+
+
+def test_a_missing_link_is_unshaped() -> None:
+    assert q.format_link(math.nan) == q.format_link(None) == "unshaped"
