@@ -42,7 +42,7 @@ test: setup ## linters and types, then the tests
 	$(VENV)/bin/python -m pytest -q -n 2 --dist loadfile
 
 operators: setup
-	@$(VENV)/bin/python -m baselines.deepspeed_zero3 >/dev/null 2>&1 || true
+	@$(VENV)/bin/python -m baselines.deepspeed.engine >/dev/null 2>&1 || true
 
 lint: setup ## linters, directions of imports and types alone
 	$(VENV)/bin/ruff check

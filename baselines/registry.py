@@ -32,7 +32,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Strategy:
-    """A strategy, built by the function ``build`` of a module of this folder."""
+    """A strategy, built by a function of a module of this folder."""
 
     name: str
     engine: Engine
@@ -41,9 +41,9 @@ class Strategy:
     schedule: Schedule | None
     look: Look | None = None
     numerics: Numerics = "exact"
-    #: The module that builds it, with the policy and the codecs that its schedule fixes. ``None``:
-    #: that of its name, with ``-`` for ``_``.
-    preset_of: str | None = None
+    #: The module here and its function that build it. ``None``: ``build`` of the module of its
+    #: name, with ``-`` for ``_``.
+    built_by: str | None = None
     #: What a reader of tables and figures knows it as, if not by its name.
     title: str | None = None
     #: What its engine does that needs CUDA and NCCL; ``None`` if a CPU over gloo will do.
@@ -54,8 +54,10 @@ class Strategy:
     needs_header: tuple[Path, str] | None = None
 
     @property
-    def module(self) -> str:
-        return "baselines." + (self.preset_of or self.name.replace("-", "_"))
+    def builder(self) -> tuple[str, str]:
+        """The module that builds it, and its function."""
+        module, _, function = (self.built_by or self.name.replace("-", "_")).partition(":")
+        return f"baselines.{module}", function or "build"
 
     @property
     def label(self) -> str:
@@ -104,6 +106,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         DEEPSPEED,
         Look("#D55E00", "s"),
         title="DeepSpeed ZeRO-3",
+        built_by="deepspeed.variants:zero3",
     ),
     Strategy(
         "deepspeed-hpz",
@@ -111,6 +114,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         "ZeRO++ hpZ: a second shard inside the node",
         _DEEPSPEED_HPZ,
         Look("#E69F00", "D"),
+        built_by="deepspeed.variants:hpz",
     ),
     Strategy(
         "deepspeed-hpz-offload",
@@ -119,6 +123,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         # A second shard in host memory: copied a parameter at a time, while nothing computes.
         replace(DEEPSPEED, cache="host", parameters="host", blocking=True),
         Look("#8C3B00", "X"),
+        built_by="deepspeed.variants:hpz_offload",
     ),
     Strategy(
         "deepspeed-offload",
@@ -127,6 +132,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         _DEEPSPEED_OFFLOAD,
         Look("#F0904F", "v"),
         operators=("CPUAdamBuilder",),
+        built_by="deepspeed.variants:offload",
     ),
     Strategy(
         "deepspeed-offload-param",
@@ -135,6 +141,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         replace(_DEEPSPEED_OFFLOAD, parameters="host"),
         Look("#A67C00", "<"),
         operators=("CPUAdamBuilder",),
+        built_by="deepspeed.variants:offload_param",
     ),
     Strategy(
         "deepspeed-infinity",
@@ -144,6 +151,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         Look("#5C2E00", ">"),
         operators=("AsyncIOBuilder", "CPUAdamBuilder"),
         needs_header=(Path("/usr/include/libaio.h"), "libaio-dev"),
+        built_by="deepspeed.variants:infinity",
     ),
     Strategy(
         "deepspeed-qwz",
@@ -153,6 +161,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         Look("#FFB000", "P"),
         numerics="bounded",
         needs_cuda=_FUSED,
+        built_by="deepspeed.variants:qwz",
     ),
     Strategy(
         "deepspeed-qgz",
@@ -163,6 +172,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         Look("#C04000", "p"),
         numerics="bounded",
         needs_cuda=_FUSED,
+        built_by="deepspeed.variants:qgz",
     ),
     Strategy(
         "deepspeed-zeropp",
@@ -172,6 +182,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         Look("#7A5C00", "h"),
         numerics="bounded",
         needs_cuda=_FUSED,
+        built_by="deepspeed.variants:zeropp",
     ),
     Strategy(
         "deepspeed-mics",
@@ -180,6 +191,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         within_node(DEEPSPEED),
         Look("#B35900", "*"),
         needs_cuda=_COALESCED,
+        built_by="deepspeed.variants:mics",
     ),
     Strategy(
         "deepspeed-mics-hierarchical",
@@ -189,6 +201,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         within_node(DEEPSPEED),
         Look("#A0522D", "d"),
         needs_cuda=_COALESCED,
+        built_by="deepspeed.variants:mics_hierarchical",
     ),
     Strategy(
         "fsdp2",
@@ -197,6 +210,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         FSDP2,
         Look("#0072B2", "^"),
         title="FSDP2",
+        built_by="pytorch.fsdp2",
     ),
     Strategy(
         "fsdp2-hsdp",
@@ -204,6 +218,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         "hybrid sharding: inside the node, replicated across",
         within_node(FSDP2),
         Look("#56B4E9", "D"),
+        built_by="pytorch.hybrid",
     ),
     Strategy(
         "fsdp2-reshard",
@@ -211,6 +226,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         "resharded over the node after forward, as hpZ does",
         replace(FSDP2, cache="device", cached_for="micro-batch"),
         Look("#003F6B", "s"),
+        built_by="pytorch.reshard",
     ),
     Strategy(
         "fsdp2-offload",
@@ -218,15 +234,23 @@ STRATEGIES: tuple[Strategy, ...] = (
         "parameters and optimizer on the CPU",
         replace(FSDP2, parameters="host", optimizer="host"),
         Look("#7B9FC4", "v"),
+        built_by="pytorch.fsdp2:offload",
     ),
-    Strategy("ddp", "ddp", "replicated on every rank", DDP, Look("#4D4D4D", "P")),
+    Strategy(
+        "ddp",
+        "ddp",
+        "replicated on every rank",
+        DDP,
+        Look("#4D4D4D", "P"),
+        built_by="pytorch.ddp",
+    ),
     Strategy(
         "zero3",
         "fcdp",
         "ZeRO-3 over this engine: nothing is cached",
         replace(FCDP, policy="none"),
         Look("#CC79A7", "s"),
-        preset_of="fcdp",
+        built_by="presets.fcdp",
     ),
     Strategy(
         "hpz",
@@ -234,7 +258,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         "ZeRO++ hpZ over this engine: cached on the device",
         replace(FCDP, policy="device"),
         Look("#882255", "D"),
-        preset_of="fcdp",
+        built_by="presets.fcdp",
     ),
     Strategy(
         "qwz",
@@ -243,7 +267,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         replace(FCDP, policy="none", gather_codec="int8"),
         Look("#AA4499", "v"),
         numerics="bounded",
-        preset_of="fcdp",
+        built_by="presets.fcdp",
     ),
     Strategy(
         "qgz",
@@ -252,7 +276,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         replace(FCDP, policy="none", reduce_codec="int4"),
         Look("#5B3F8C", "<"),
         numerics="bounded",
-        preset_of="fcdp",
+        built_by="presets.fcdp",
     ),
     Strategy(
         "zeropp",
@@ -261,14 +285,21 @@ STRATEGIES: tuple[Strategy, ...] = (
         replace(FCDP, policy="device", gather_codec="int8", reduce_codec="int4"),
         Look("#9C86CF", "P"),
         numerics="bounded",
-        preset_of="fcdp",
+        built_by="presets.fcdp",
     ),
-    Strategy("mics", "fcdp", "MiCS over this engine: sharded inside the node", within_node(FCDP)),
+    Strategy(
+        "mics",
+        "fcdp",
+        "MiCS over this engine: sharded inside the node",
+        within_node(FCDP),
+        built_by="presets.mics",
+    ),
     Strategy(
         "offload",
         "fcdp",
         "ZeRO-Offload over this engine: parts and optimizer on the CPU",
         replace(FCDP, policy="none", parameters="host", optimizer="host"),
+        built_by="presets.fcdp:offload",
     ),
     Strategy(
         "replicated",
@@ -276,6 +307,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         "data parallel over this engine: one all-reduce a step",
         # One all-reduce when backward has ended.
         replace(DDP, hierarchical=True, takes_codecs=True, pairwise=True, caches_own_shard=False),
+        built_by="presets.replicated",
     ),
     Strategy(
         "fcdp-sched",
@@ -283,6 +315,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         "FCDP without FCDP-Comm: frozen parameters cross each step",
         replace(FCDP, cached_for="step"),
         Look("#7B4173", "^"),
+        built_by="presets.sched",
     ),
     Strategy(
         "fcdp",
@@ -291,6 +324,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         FCDP,
         Look("#009E73", "o"),
         title="FCDP",
+        built_by="presets.fcdp",
     ),
 )
 #: Sibling systems that have their place here, by the name of their folder to come.

@@ -78,6 +78,16 @@ class Schedule:
     #: How much of the bytes is an estimate, relative to them.
     estimated_share: float = 0.0
 
+    @property
+    def fixes(self) -> dict[str, str]:
+        """What it sets itself of a cell's policy and codecs."""
+        named = {
+            "policy": self.policy,
+            "gather_codec": self.gather_codec,
+            "reduce_codec": self.reduce_codec,
+        }
+        return {name: value for name, value in named.items() if value is not None}
+
     def keeps_in(self, policy: str) -> str | None:
         """The place or policy by which entries are kept, in a cell of ``policy``."""
         return (self.policy or policy) if self.cache == "policy" else self.cache

@@ -11,7 +11,6 @@ import torch
 import torch.nn as nn
 
 from baselines import registry
-from baselines.schedule import Schedule
 from fcdp import Topology
 from fcdp.api import Adapters
 
@@ -29,9 +28,9 @@ class Job:
     #: Sequences a rank and micro-batch, and micro-batches between two optimizer steps.
     micro_batch: int
     accumulation: int
-    #: The cache policy of strategies that have one, as ``baselines.policies`` reads it.
+    #: The cache policy of strategies that have one, as ``baselines.presets.policies`` reads it.
     policy: str = "host"
-    #: For strategies that have them, as ``baselines.codecs`` reads them.
+    #: For strategies that have them, as ``baselines.presets.codecs`` reads them.
     gather_codec: str = "none"
     reduce_codec: str = "none"
     error_feedback: bool = False
@@ -67,7 +66,7 @@ class Trainable(Protocol):
 
 
 class Builder(Protocol):
-    """Every strategy's module has a function ``build`` of this type."""
+    """What builds a strategy."""
 
     def __call__(self, model: nn.Module, job: Job) -> Trainable: ...
 
@@ -78,21 +77,17 @@ def load(name: str) -> Builder:
     Only its module, and so only its engine, is imported.
     """
     found = registry.find(name)
-    build: Builder = importlib.import_module(found.module).build
-    return build if found.preset_of is None else _preset(build, registry.schedule_of(name))
+    module, function = found.builder
+    build: Builder = getattr(importlib.import_module(module), function)
+    fixed = {} if found.schedule is None else found.schedule.fixes
+    return _fixed(build, fixed) if fixed else build
 
 
-def _preset(build: Builder, schedule: Schedule) -> Builder:
-    """The same with the settings that a schedule fixes, whatever the cell says."""
-    named = {
-        "policy": schedule.policy,
-        "gather_codec": schedule.gather_codec,
-        "reduce_codec": schedule.reduce_codec,
-    }
-    fixed: Any = {name: value for name, value in named.items() if value is not None}
+def _fixed(build: Builder, settings: dict[str, Any]) -> Builder:
+    """The same with these settings, whatever the cell says."""
 
     def built(model: nn.Module, job: Job) -> Trainable:
-        return build(model, replace(job, **fixed))
+        return build(model, replace(job, **settings))
 
     return built
 

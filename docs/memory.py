@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import fcdp
-from baselines.policies import parse
+from baselines.presets.policies import parse
 from fcdp.cache.arena import aligned
 
 PAGE = Path(__file__).resolve().parent / "memory.md"

@@ -13,7 +13,8 @@ from unittest import mock
 
 import torch
 
-from baselines import deepspeed_zero3, registry, strategy
+from baselines import registry, strategy
+from baselines.deepspeed import engine
 from baselines.strategy import Job
 from experiments.matrix import reader
 from experiments.records.cell import Cell
@@ -35,8 +36,8 @@ def _configuration(cell: Cell, name: str) -> dict[str, Any]:
     with torch.device("meta"):
         model, blocks = models.build(cell)
     with (
-        mock.patch.object(deepspeed_zero3, "initialize") as initialize,
-        mock.patch.object(deepspeed_zero3, "build_operators"),
+        mock.patch.object(engine, "initialize") as initialize,
+        mock.patch.object(engine, "build_operators"),
         mock.patch("deepspeed.ops.adam.DeepSpeedCPUAdam"),
         mock.patch.object(torch.accelerator, "is_available", return_value=False),
         mock.patch.object(tempfile, "gettempdir", return_value="TMPDIR"),

@@ -232,7 +232,7 @@ class _Expansion:
                 raise ValueError(f"is for clusters of kind simulated, not {self._cluster.kind}")
             if setting in ("policy", "gather_codec", "reduce_codec"):
                 # These import torch, which most matrices need not wait for.
-                from baselines import codecs, policies
+                from baselines.presets import codecs, policies
 
                 (policies if setting == "policy" else codecs).parse(str(item))
         except ValueError as error:

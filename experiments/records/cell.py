@@ -105,9 +105,9 @@ class Cell(Strict):
     #: Micro-batches between two optimizer steps.
     accumulation: Annotated[int, Setting("Accumulation", learns=True)] = Field(ge=1)
     dtype: Annotated[DType, Setting("Type", learns=True)]
-    #: Cache policy of strategies that have one, as ``baselines.policies`` reads it.
+    #: Cache policy of strategies that have one, as ``baselines.presets.policies`` reads it.
     policy: Annotated[str, Setting("Policy", "subject", in_id="later")] = "host"
-    #: What crosses nodes in gathers and reductions, as ``baselines.codecs`` reads it.
+    #: What crosses nodes in gathers and reductions, as ``baselines.presets.codecs`` reads it.
     gather_codec: Annotated[
         str, Setting("Gather codec", "subject", in_id="later", write="gather {}".format)
     ] = "none"

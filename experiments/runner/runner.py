@@ -27,7 +27,7 @@ from experiments.runner.directory import RunDirectory
 from simulation import files
 
 WORKER = "experiments.worker.worker:main"
-OPERATORS = "baselines.deepspeed_zero3:build_operators"
+OPERATORS = "baselines.deepspeed.engine:build_operators"
 #: A dozen files of C++ on two busy cores.
 _COMPILE_TIMEOUT_S = 1800.0
 

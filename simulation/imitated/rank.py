@@ -20,8 +20,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fcdp
-from baselines import fsdp2_hsdp
 from baselines import strategy as strategies
+from baselines.pytorch import hybrid
 from baselines.strategy import Job, Trainable
 from fcdp.cache.arena import Arena
 from fcdp.engine import has_engine
@@ -82,7 +82,7 @@ def world(size: int, device_type: str) -> Iterator[None]:
     dist.init_process_group(backends, store=FakeStore(), rank=0, world_size=size)
     try:
         with contextlib.ExitStack() as patches:
-            for owner, name in ((fsdp2_hsdp, "init_device_mesh"), (_fsdp_init, _POST_FORWARD)):
+            for owner, name in ((hybrid, "init_device_mesh"), (_fsdp_init, _POST_FORWARD)):
                 made = _with_contents(getattr(owner, name))
                 patches.enter_context(mock.patch.object(owner, name, made))
             for module in ("agreement", "staleness", "cache.cache"):

@@ -18,7 +18,7 @@ class Case(Strict):
     """One strategy on one model: everything that decides how much memory a rank needs."""
 
     strategy: Name
-    #: Cache policy of strategies that have one, as ``baselines.policies`` reads it.
+    #: Cache policy of strategies that have one, as ``baselines.presets.policies`` reads it.
     policy: str = "host"
     model: ModelSpec
     tuning: Tuning

@@ -112,7 +112,7 @@ class Exchanges:
         """What the parameters are while they travel; codecs encode shards, padding included."""
         if codec == "none":
             return float(parameters * self.workload.element_bytes)
-        from baselines.codecs import parse  # needs torch
+        from baselines.presets.codecs import parse  # needs torch
 
         encoder = parse(codec)
         assert encoder is not None

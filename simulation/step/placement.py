@@ -39,7 +39,7 @@ class _PolicyUnit:
 
 
 def place(workload: Workload, plan: Schedule, units: Layout, hardware: Hardware) -> Placement:
-    """Raises ``ValueError`` for a policy that ``baselines.policies`` does not know."""
+    """Raises ``ValueError`` for a policy that ``baselines.presets.policies`` does not know."""
     if plan.cache is None or hardware.nodes == 1:
         return Placement({}, CacheBytes())
     if plan.cache != "policy":
@@ -57,7 +57,7 @@ def shard_numel(parameters: int, world_size: int) -> int:
 def _by_policy(
     text: str, workload: Workload, plan: Schedule, units: Layout, hardware: Hardware
 ) -> Placement:
-    from baselines.policies import parse  # needs torch
+    from baselines.presets.policies import parse  # needs torch
 
     seen: dict[Unit, Any] = {}
     for unit in units.units:

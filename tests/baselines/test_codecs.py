@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import fcdp
-from baselines.codecs import parse
+from baselines.presets.codecs import parse
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def build(
 
 def strategy() -> Any:
     """The module under test, imported when a test first needs it: DeepSpeed takes seconds."""
-    return importlib.import_module("baselines.deepspeed_zero3")
+    return importlib.import_module("baselines.deepspeed.configuration")
 
 
 def configured(model: nn.Module, blocks: list[nn.Module], **settings: Any) -> dict[str, Any]:

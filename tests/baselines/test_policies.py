@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import fcdp
-from baselines.policies import parse
+from baselines.presets.policies import parse
 
 TEMPORARY = Path(tempfile.gettempdir())
 

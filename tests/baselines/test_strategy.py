@@ -45,7 +45,8 @@ def test_every_strategy_loads(name: str) -> None:
     parameters = inspect.signature(build).parameters.values()
     assert [p.name for p in parameters if p.default is p.empty] == ["model", "job"]
     found = registry.find(name)
-    assert build.__module__ == (found.module if found.preset_of is None else strategy.__name__)
+    fixes = found.schedule is not None and found.schedule.fixes
+    assert build.__module__ == (strategy.__name__ if fixes else found.builder[0])
 
 
 @pytest.mark.parametrize("name", ["deepspeed_zero3", "", "FCDP", "strategy", "names"])

@@ -124,7 +124,7 @@ WATCHING_WORKER = f"{__name__}:watch_secondary_shards"
 
 def watch_secondary_shards(cell_file: str, output_directory: str) -> None:
     """The worker; rank 0 also writes which of DeepSpeed's secondary shards outlive a step."""
-    from baselines.deepspeed_zero3 import DeepSpeedZero3
+    from baselines.deepspeed.engine import DeepSpeedZero3
     from experiments.worker import worker
 
     step = DeepSpeedZero3.step
@@ -150,11 +150,11 @@ def train_as_measured(cell_file: str, output_directory: str) -> None:
     """The worker, set up as the project's first measurements were: see test_volume.py."""
     from unittest import mock
 
-    from baselines import deepspeed_zero3
+    from baselines.deepspeed import variants
     from experiments.worker import worker
     from simulation.transformer import ATTENTION
 
-    configuration = deepspeed_zero3.configuration
+    configuration = variants.configuration
 
     def nothing_kept_alive(*arguments: Any) -> dict[str, Any]:
         made = configuration(*arguments)
@@ -165,7 +165,7 @@ def train_as_measured(cell_file: str, output_directory: str) -> None:
 
     with (
         mock.patch.dict(ATTENTION, gpt2=["attn.c_attn"]),
-        mock.patch.object(deepspeed_zero3, "configuration", nothing_kept_alive),
+        mock.patch.object(variants, "configuration", nothing_kept_alive),
     ):
         worker.main(cell_file, output_directory)
 

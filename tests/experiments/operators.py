@@ -19,4 +19,6 @@ def build(pin: Pin) -> None:
     if pins.version(pin) is None:
         pytest.skip(f"DeepSpeed ({pin}) is not installed: {pins.COMMANDS[pin]}")
     environment = {**os.environ, **pins.variables(pin)}
-    subprocess.run([sys.executable, "-m", "baselines.deepspeed_zero3"], env=environment, check=True)
+    subprocess.run(
+        [sys.executable, "-m", "baselines.deepspeed.engine"], env=environment, check=True
+    )

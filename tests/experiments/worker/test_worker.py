@@ -57,7 +57,7 @@ def fork_server() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def cluster(privileged: None, fork_server: None) -> Iterator[EmulatedCluster]:
     # DeepSpeed compiles an operator at its first use: no cell's time limit is to pay for it.
-    subprocess.run([sys.executable, "-m", "baselines.deepspeed_zero3"], check=True)
+    subprocess.run([sys.executable, "-m", "baselines.deepspeed.engine"], check=True)
     spec = ClusterSpec(nodes=NODES, ranks_per_node=RANKS_PER_NODE)
     with EmulatedCluster(
         spec, preload=[*PRELOADED, "deepspeed", "experiments.worker.worker"]

@@ -7,7 +7,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from baselines.fsdp2 import FSDP2, mixed_precision
+from baselines.pytorch.fsdp2 import FSDP2, mixed_precision
 from baselines.strategy import Job, replicated_bytes
 
 

@@ -8,7 +8,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from baselines import fsdp2_hsdp
+from baselines.pytorch import hybrid
 from baselines.strategy import Job
 from fcdp import Topology, exchange
 from fcdp.all_gather import Gathering
@@ -17,7 +17,7 @@ from fcdp.unit import param_groups
 
 def build(model: nn.Module, job: Job) -> MiCS:
     """Gathers and reductions inside the node are those of ``fcdp``; sums cross once a step."""
-    trainable = MiCS(*fsdp2_hsdp.shard(model, job))
+    trainable = MiCS(*hybrid.shard(model, job))
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(_NodeGather(job.topology, module))
@@ -27,7 +27,7 @@ def build(model: nn.Module, job: Job) -> MiCS:
     return trainable
 
 
-class MiCS(fsdp2_hsdp.HybridShard):
+class MiCS(hybrid.HybridShard):
     engine = "fcdp"
 
 

@@ -9,7 +9,7 @@ import torch.nn as nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from baselines.fsdp2 import FSDP2
+from baselines.pytorch.fsdp2 import FSDP2
 from baselines.strategy import Job, replicated_bytes
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn as nn
 
-from baselines.fcdp import node_bytes
-from baselines.fsdp2 import FSDP2
+from baselines.presets.fcdp import node_bytes
+from baselines.pytorch.fsdp2 import FSDP2
 from baselines.strategy import Job, replicated_bytes, trainable_parameters
 from fcdp.ledger import Ledger
 from fcdp.replicas import Replicas

@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
 
-from baselines.fsdp2 import FSDP2, mixed_precision
+from baselines.pytorch.fsdp2 import FSDP2, mixed_precision
 from baselines.strategy import Job, crossing_bytes, numel, trained_numel
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 
 import fcdp as library
-from baselines import fcdp
+from baselines.presets import fcdp
 from baselines.strategy import Job, crossing_bytes, numel
 from fcdp.engine import engine_of
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp import OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 import fcdp
-from baselines import codecs, policies
-from baselines.fsdp2 import FSDP2, mixed_precision
+from baselines.presets import codecs, policies
+from baselines.pytorch.fsdp2 import FSDP2, mixed_precision
 from baselines.strategy import Job, crossing_bytes, numel, trainable_parameters
 from fcdp.engine import engine_of
 from fcdp.unit import Unit
@@ -29,6 +29,11 @@ def build(model: nn.Module, job: Job, offload_policy: OffloadPolicy = OffloadPol
         adapters=job.adapters,
     )
     return FCDP(model, job, least_bytes(model, job))
+
+
+def offload(model: nn.Module, job: Job) -> FCDP:
+    """ZeRO-Offload over this engine: ZeRO-3 whose shards and optimizer are on the CPU."""
+    return build(model, job, CPUOffloadPolicy(pin_memory=torch.accelerator.is_available()))
 
 
 def least_bytes(model: nn.Module, job: Job) -> float:

@@ -6,17 +6,35 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 from baselines.strategy import Job, causal_loss, make_optimizer, zero3_bytes
 
 
-def build(model: nn.Module, job: Job) -> FSDP2:
+def build(model: nn.Module, job: Job, offload_policy: OffloadPolicy = OffloadPolicy()) -> FSDP2:
     """Shard every block and the root over the whole world."""
     closed_form = zero3_bytes(model, job)
     for module in [*job.blocks, model]:
-        fully_shard(module, mesh=job.topology.mesh, mp_policy=mixed_precision(job.dtype))
+        fully_shard(
+            module,
+            mesh=job.topology.mesh,
+            mp_policy=mixed_precision(job.dtype),
+            offload_policy=offload_policy,
+        )
     return FSDP2(model, job, closed_form)
+
+
+def offload(model: nn.Module, job: Job) -> FSDP2:
+    """ZeRO-Offload as PyTorch ships it: shards and optimizer stay in host memory.
+
+    ZeRO-3's schedule; the optimizer steps where the shards are. On a CPU it is FSDP2 itself.
+    """
+    return build(model, job, CPUOffloadPolicy(pin_memory=torch.accelerator.is_available()))
 
 
 def mixed_precision(dtype: torch.dtype) -> MixedPrecisionPolicy:

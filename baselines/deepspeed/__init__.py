@@ -1,0 +1,1 @@
+"""DeepSpeed's ZeRO, by its own engine."""

@@ -1,0 +1,87 @@
+"""DeepSpeed's engine: its operators compiled, its optimizer given, its own loop."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.nn as nn
+from deepspeed.accelerator import get_accelerator
+from torch.utils.cpp_extension import _get_build_directory
+
+from baselines.strategy import Job, causal_loss, make_optimizer, trainable_parameters
+
+
+def initialize(
+    model: nn.Module,
+    job: Job,
+    config: dict[str, Any],
+    closed_form_bytes: float,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> DeepSpeedZero3:
+    """DeepSpeed's engine with this configuration, and an optimizer if not the usual one."""
+    build_operators()
+    deepspeed.init_distributed(
+        dist_backend="gloo" if job.topology.mesh.device_type == "cpu" else "nccl"
+    )
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=trainable_parameters(model),
+        optimizer=optimizer or make_optimizer(model, job),
+        config=config,
+    )
+    return DeepSpeedZero3(engine, closed_form_bytes)
+
+
+def build_operators(*more: str) -> None:
+    """Compile DeepSpeed's shared-memory operator, and those of the builders ``more``, one by one.
+
+    DeepSpeed compiles them when they are first used, and ranks of one host that do so together
+    fail now and then. The first rank compiles (half a minute, once a machine), the others load.
+    """
+    builders = list(more)
+    if not torch.accelerator.is_available():
+        builders.append("ShareMemCommBuilder")
+
+    for name in builders:
+        builder = get_accelerator().create_op_builder(name)
+        folder = Path(_get_build_directory(builder.name, False))
+        with folder.with_suffix(".lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            # Torch's own lock stays behind where a process is killed while it compiles, and all
+            # later ones would wait for it for ever.
+            (folder / "lock").unlink(missing_ok=True)
+            builder.load(verbose=False)
+
+
+class DeepSpeedZero3:
+    """DeepSpeed's own loop: its engine counts micro-batches and steps after the last."""
+
+    engine = "deepspeed"
+    engine_version: str = deepspeed.__version__
+    policy: str | None = None
+    host_cache_bytes: int | None = None
+
+    def __init__(self, engine: Any, closed_form_bytes: float) -> None:
+        self._engine = engine
+        self.closed_form_bytes = closed_form_bytes
+
+    def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
+        losses = []
+        for sequences in micro_batches:
+            loss = causal_loss(self._engine, sequences)
+            self._engine.backward(loss)  # divides by the number of micro-batches itself
+            self._engine.step()
+            losses.append(loss.detach())
+        return torch.stack(losses).mean()
+
+    def take_ledger(self) -> dict[str, dict[str, float]] | None:
+        return None
+
+
+if __name__ == "__main__":
+    build_operators()

@@ -1,0 +1,1 @@
+"""Strategies over this library: its own, and others that are settings of it."""
