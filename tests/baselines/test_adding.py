@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import baselines
-from baselines import registry, strategy
+from baselines import registry
 from tests.baselines.test_strategies import losses
 from tests.ranks import Pools
 
@@ -33,8 +33,7 @@ def train_with(code: str, line: str) -> list[float]:
             mock.patch.object(baselines, "__path__", [*baselines.__path__, folder]),
             mock.patch.object(registry, "STRATEGIES", (*registry.STRATEGIES, entry)),
         ):
-            build = strategy.load("fcdp-disk")
-            assert build.__module__ == "baselines.fcdp_disk"
+            assert registry.find("fcdp-disk").builder == ("baselines.fcdp_disk", "build")
             trained = losses("fcdp-disk", "full", 1)
         del sys.modules["baselines.fcdp_disk"]
     return trained
