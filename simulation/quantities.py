@@ -39,7 +39,7 @@ def link(text: object) -> int | None:
     """Bits per second of a link such as ``10 Mbit/s``; ``None`` for ``unshaped``."""
     if text == UNSHAPED:
         return None
-    allowed = f"a number and a unit, such as '10 Mbit/s', or {UNSHAPED!r}"
+    allowed = f"a number above 0 and a unit, such as '10 Mbit/s', or {UNSHAPED!r}"
     if not isinstance(text, str):
         raise ValueError(f"{text!r} is not a bandwidth; allowed: {allowed}")
     try:

@@ -21,7 +21,7 @@ from experiments.records.settings import Described, Setting, described
 from experiments.terminal.summary_table import summary, varying_settings
 from simulation.files import Strict
 from tests.analysis import made_up
-from tests.experiments.test_progress import rendered
+from tests.experiments.terminal.test_progress import rendered
 
 GPT2, LLAMA = made_up.MODELS
 #: Other values where not any value will do.

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import importlib
-import threading
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -164,100 +161,3 @@ def test_a_model_of_30b_gets_nearly_the_defaults() -> None:
         kept = [param for param in model.parameters() if param.numel() <= setting]
         assert {param.dim() for param in kept} == {1}
         assert len(kept) == sum(param.dim() == 1 for param in model.parameters())
-
-
-class Operator:
-    """Stands in for DeepSpeed's builder of an operator; sees whether the lock is held."""
-
-    name = "operator"
-
-    def __init__(self, lock: Path) -> None:
-        self.lock = lock
-        self.loads = 0
-        self.together = 0
-        self.inside = threading.Semaphore(1)
-
-    def __call__(self) -> Operator:
-        return self
-
-    def load(self, verbose: bool) -> None:
-        assert not verbose
-        self.loads += 1
-        if not self.inside.acquire(blocking=False):
-            self.together += 1
-            return
-        assert is_locked(self.lock)
-        self.inside.release()
-
-
-def is_locked(path: Path) -> bool:
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
-
-
-@pytest.fixture
-def operator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Operator:
-    from deepspeed.ops.op_builder import cpu
-
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "operators"))
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    operator = Operator(tmp_path / "operators" / "operator.lock")
-    monkeypatch.setattr(cpu, "ShareMemCommBuilder", operator)
-    return operator
-
-
-def test_the_operator_is_built_by_one_rank_at_a_time(operator: Operator) -> None:
-    ranks = [threading.Thread(target=strategy().build_operators) for _ in range(8)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(30)
-    assert operator.loads == 8
-    assert operator.together == 0
-    assert not is_locked(operator.lock)
-
-
-def test_a_rank_waits_for_the_one_that_builds(operator: Operator) -> None:
-    waiting = threading.Thread(target=strategy().build_operators, daemon=True)
-    operator.lock.parent.mkdir()
-    with operator.lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        waiting.start()
-        waiting.join(0.3)
-        assert waiting.is_alive()
-        assert operator.loads == 0
-    waiting.join(30)
-    assert operator.loads == 1
-
-
-def test_a_build_that_fails_frees_the_lock(
-    operator: Operator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def load(verbose: bool) -> None:
-        raise RuntimeError("no compiler")
-
-    monkeypatch.setattr(operator, "load", load)
-    with pytest.raises(RuntimeError, match="no compiler"):
-        strategy().build_operators()
-    assert not is_locked(operator.lock)
-
-
-def test_the_lock_of_a_build_that_was_killed_is_removed(operator: Operator, tmp_path: Path) -> None:
-    left = tmp_path / "operators" / operator.name / "lock"
-    left.parent.mkdir(parents=True)
-    left.touch()
-    strategy().build_operators()
-    assert operator.loads == 1
-    assert not left.exists()
-
-
-def test_nothing_is_built_where_there_is_an_accelerator(
-    operator: Operator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    strategy().build_operators()
-    assert operator.loads == 0

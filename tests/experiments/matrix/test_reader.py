@@ -209,10 +209,9 @@ MISTAKES = [
     ("[gpt2-a, llama-b]", "[gpt2-a, lama-b]", 12, "axes.model[1]: unknown model 'lama-b'; "
      "allowed: gpt2-a, llama-b; did you mean 'llama-b'?"),
     ("10 Mbit/s]\n  acc", "0 Mbit/s]\n  acc", 13, "axes.inter_bandwidth[1]: '0 Mbit/s' is not a "
-     "whole number of bits a second above zero; a link without a limit is 'unshaped'"),
-    ("10 Mbit/s]\n  acc", "10 MB/s]\n  acc", 13, "axes.inter_bandwidth[1]: '10 MB/s' is not a "
-     "bandwidth; allowed: a number and one of bit/s, kbit/s, Mbit/s, Gbit/s, such as "
-     "'10 Mbit/s', or 'unshaped'"),
+     "bandwidth; allowed: a number above 0 and a unit, such as '10 Mbit/s', or 'unshaped'"),
+    ("10 Mbit/s]\n  acc", "10 MiB/s]\n  acc", 13, "axes.inter_bandwidth[1]: '10 MiB/s' is not a "
+     "bandwidth; allowed: a number above 0 and a unit, such as '10 Mbit/s', or 'unshaped'"),
     ("accumulation: [1, 4]", "accumulation: []", 14, "axes.accumulation: [] is not a list with "
      "at least one item"),
     ("accumulation: [1, 4]", "accumulation: [1, 1]", 14, "axes.accumulation[1]: 1 is already in "
