@@ -86,7 +86,11 @@ def test_a_dry_run_shows_cells_and_reasons_and_starts_nothing(tmp_path: Path) ->
 def test_the_parent_stays_light() -> None:
     code = (
         "import sys\n"
-        "from experiments import __main__, matrix, runner, progress, wandb_sink, run_directory\n"
+        "from experiments import __main__\n"
+        "from experiments.matrix import reader\n"
+        "from experiments.runner import directory, runner\n"
+        "from experiments.terminal import progress\n"
+        "from experiments.tracking import sink\n"
         "reader.read('quickstart')\n"
         "print(*{name.partition('.')[0] for name in sys.modules})\n"
     )

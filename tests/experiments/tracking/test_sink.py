@@ -122,7 +122,7 @@ def test_the_key_is_nowhere(tmp_path: Path) -> None:
     """Also not when W&B is asked to use it, here with a server that does not answer."""
     code = (
         "from pathlib import Path\n"
-        "from experiments import wandb_sink\n"
+        "from experiments.tracking import sink\n"
         "from tests.experiments.stand_in import cell, record\n"
         "sink._SETTINGS['init_timeout'] = 2\n"
         f"print(sink.export([record(cell())], Path({str(tmp_path)!r})))\n"
