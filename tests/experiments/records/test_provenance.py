@@ -26,7 +26,8 @@ def test_it_names_versions_and_machine() -> None:
 @pytest.mark.ranks
 def test_it_imports_no_library_to_ask_its_version() -> None:
     code = (
-        "from experiments.records import provenance; provenance.gather(); import sys; print(*sys.modules)"
+        "import sys; from experiments.records import provenance; "
+        "provenance.gather(); print(*sys.modules)"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
