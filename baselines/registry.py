@@ -5,14 +5,16 @@ Imports no engine, for programs that must not wait for torch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from baselines import pins
 from baselines.pins import Pin
 from baselines.schedule import DDP, DEEPSPEED, FCDP, FSDP2, Schedule, within_node
+from baselines.settings import CacheSettings, DeepSpeedSettings, EncodedSettings, Settings
 
 #: From what PyTorch ships to another framework.
 ENGINES = ("ddp", "fsdp2", "fcdp", "deepspeed")
@@ -41,6 +43,8 @@ class Strategy:
     schedule: Schedule | None
     look: Look | None = None
     numerics: Numerics = "exact"
+    #: What a cell may choose for it.
+    settings: type[Settings] = Settings
     #: The module here and its function that build it. ``None``: ``build`` of the module of its
     #: name, with ``-`` for ``_``.
     built_by: str | None = None
@@ -62,6 +66,11 @@ class Strategy:
     @property
     def label(self) -> str:
         return self.title or self.name
+
+    def chosen(self, given: Mapping[str, Any]) -> Settings:
+        """Its settings: those of ``given`` that it has. Raises pydantic's ``ValidationError``."""
+        own = {name: value for name, value in given.items() if name in self.settings.model_fields}
+        return self.settings.model_validate(own, strict=True)
 
     def engine_version(self, deepspeed: Pin = "current") -> str | None:
         """Of the package that the engine is in; ``None`` if it is not installed."""
@@ -107,6 +116,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         Look("#D55E00", "s"),
         title="DeepSpeed ZeRO-3",
         built_by="deepspeed.variants:zero3",
+        settings=DeepSpeedSettings,
     ),
     Strategy(
         "deepspeed-hpz",
@@ -115,6 +125,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         _DEEPSPEED_HPZ,
         Look("#E69F00", "D"),
         built_by="deepspeed.variants:hpz",
+        settings=DeepSpeedSettings,
     ),
     Strategy(
         "deepspeed-hpz-offload",
@@ -124,6 +135,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         replace(DEEPSPEED, cache="host", parameters="host", blocking=True),
         Look("#8C3B00", "X"),
         built_by="deepspeed.variants:hpz_offload",
+        settings=DeepSpeedSettings,
     ),
     Strategy(
         "deepspeed-offload",
@@ -133,6 +145,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         Look("#F0904F", "v"),
         operators=("CPUAdamBuilder",),
         built_by="deepspeed.variants:offload",
+        settings=DeepSpeedSettings,
     ),
     Strategy(
         "deepspeed-offload-param",
@@ -142,6 +155,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         Look("#A67C00", "<"),
         operators=("CPUAdamBuilder",),
         built_by="deepspeed.variants:offload_param",
+        settings=DeepSpeedSettings,
     ),
     Strategy(
         "deepspeed-infinity",
@@ -152,6 +166,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         operators=("AsyncIOBuilder", "CPUAdamBuilder"),
         needs_header=(Path("/usr/include/libaio.h"), "libaio-dev"),
         built_by="deepspeed.variants:infinity",
+        settings=DeepSpeedSettings,
     ),
     Strategy(
         "deepspeed-qwz",
@@ -162,6 +177,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         numerics="bounded",
         needs_cuda=_FUSED,
         built_by="deepspeed.variants:qwz",
+        settings=DeepSpeedSettings,
     ),
     Strategy(
         "deepspeed-qgz",
@@ -173,6 +189,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         numerics="bounded",
         needs_cuda=_FUSED,
         built_by="deepspeed.variants:qgz",
+        settings=DeepSpeedSettings,
     ),
     Strategy(
         "deepspeed-zeropp",
@@ -183,6 +200,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         numerics="bounded",
         needs_cuda=_FUSED,
         built_by="deepspeed.variants:zeropp",
+        settings=DeepSpeedSettings,
     ),
     Strategy(
         "deepspeed-mics",
@@ -192,6 +210,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         Look("#B35900", "*"),
         needs_cuda=_COALESCED,
         built_by="deepspeed.variants:mics",
+        settings=DeepSpeedSettings,
     ),
     Strategy(
         "deepspeed-mics-hierarchical",
@@ -202,6 +221,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         Look("#A0522D", "d"),
         needs_cuda=_COALESCED,
         built_by="deepspeed.variants:mics_hierarchical",
+        settings=DeepSpeedSettings,
     ),
     Strategy(
         "fsdp2",
@@ -251,6 +271,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         replace(FCDP, policy="none"),
         Look("#CC79A7", "s"),
         built_by="presets.fcdp",
+        settings=EncodedSettings,
     ),
     Strategy(
         "hpz",
@@ -259,6 +280,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         replace(FCDP, policy="device"),
         Look("#882255", "D"),
         built_by="presets.fcdp",
+        settings=EncodedSettings,
     ),
     Strategy(
         "qwz",
@@ -268,6 +290,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         Look("#AA4499", "v"),
         numerics="bounded",
         built_by="presets.fcdp",
+        settings=EncodedSettings,
     ),
     Strategy(
         "qgz",
@@ -277,6 +300,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         Look("#5B3F8C", "<"),
         numerics="bounded",
         built_by="presets.fcdp",
+        settings=EncodedSettings,
     ),
     Strategy(
         "zeropp",
@@ -286,6 +310,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         Look("#9C86CF", "P"),
         numerics="bounded",
         built_by="presets.fcdp",
+        settings=EncodedSettings,
     ),
     Strategy(
         "mics",
@@ -300,13 +325,14 @@ STRATEGIES: tuple[Strategy, ...] = (
         "ZeRO-Offload over this engine: parts and optimizer on the CPU",
         replace(FCDP, policy="none", parameters="host", optimizer="host"),
         built_by="presets.fcdp:offload",
+        settings=EncodedSettings,
     ),
     Strategy(
         "replicated",
         "fcdp",
         "data parallel over this engine: one all-reduce a step",
         # One all-reduce when backward has ended.
-        replace(DDP, hierarchical=True, takes_codecs=True, pairwise=True, caches_own_shard=False),
+        replace(DDP, hierarchical=True, pairwise=True, caches_own_shard=False),
         built_by="presets.replicated",
     ),
     Strategy(
@@ -316,6 +342,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         replace(FCDP, cached_for="step"),
         Look("#7B4173", "^"),
         built_by="presets.sched",
+        settings=CacheSettings,
     ),
     Strategy(
         "fcdp",
@@ -325,6 +352,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         Look("#009E73", "o"),
         title="FCDP",
         built_by="presets.fcdp",
+        settings=CacheSettings,
     ),
 )
 #: Sibling systems that have their place here, by the name of their folder to come.
@@ -339,6 +367,17 @@ def find(name: str) -> Strategy:
         if strategy.name == name:
             return strategy
     raise ValueError(f"strategy = {name!r}: allowed are {', '.join(STRATEGY_NAMES)}")
+
+
+def settings_types() -> tuple[type[Settings], ...]:
+    """The strategies' types of settings, those with most fields first."""
+    kinds = dict.fromkeys(strategy.settings for strategy in STRATEGIES)
+    return tuple(sorted(kinds, key=lambda kind: -len(kind.model_fields)))
+
+
+def setting_names() -> tuple[str, ...]:
+    """All that cells of any strategy may choose beside what all cells have."""
+    return tuple(dict.fromkeys(name for kind in settings_types() for name in kind.model_fields))
 
 
 def simulated() -> tuple[str, ...]:

@@ -48,9 +48,6 @@ class Schedule:
     gather_codec: str | None = None
     reduce_codec: str | None = None
 
-    #: Whether the cell chooses what crosses nodes, where the strategy does not.
-    takes_codecs: bool = False
-
     # How the implementation does it.
 
     #: Whether every parameter is padded to the same shard on all ranks.
@@ -99,7 +96,6 @@ FCDP = Schedule(
     cache="policy",
     defers=True,
     apart=True,
-    takes_codecs=True,
     pads=True,
     cuts_low_rank=True,
     caches_own_shard=False,

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 import torch.nn as nn
 
 from baselines import registry
+from baselines.settings import CacheSettings, Settings
 from fcdp import Topology
-from fcdp.api import Adapters
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,8 @@ class Job:
     #: Sequences a rank and micro-batch, and micro-batches between two optimizer steps.
     micro_batch: int
     accumulation: int
-    #: The cache policy of strategies that have one, as ``baselines.presets.policies`` reads it.
-    policy: str = "host"
-    #: For strategies that have them, as ``baselines.presets.codecs`` reads them.
-    gather_codec: str = "none"
-    reduce_codec: str = "none"
-    error_feedback: bool = False
-    #: Whether trained adapters are sharded or replicated, for strategies that have the choice.
-    adapters: Adapters = "sharded"
+    #: Of the type that the strategy's description names.
+    settings: Settings = field(default_factory=Settings)
 
 
 class Trainable(Protocol):
@@ -80,14 +74,15 @@ def load(name: str) -> Builder:
     module, function = found.builder
     build: Builder = getattr(importlib.import_module(module), function)
     fixed = {} if found.schedule is None else found.schedule.fixes
-    return _fixed(build, fixed) if fixed else build
+    return _fixed(build, fixed) if fixed and found.engine == "fcdp" else build
 
 
 def _fixed(build: Builder, settings: dict[str, Any]) -> Builder:
-    """The same with these settings, whatever the cell says."""
+    """The same with these of FCDP's settings, whatever the cell says."""
 
     def built(model: nn.Module, job: Job) -> Trainable:
-        return build(model, replace(job, **settings))
+        every = CacheSettings(**(job.settings.model_dump() | settings))
+        return build(model, replace(job, settings=every))
 
     return built
 

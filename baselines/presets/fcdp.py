@@ -9,6 +9,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 import fcdp
 from baselines.presets import codecs, policies
 from baselines.pytorch.fsdp2 import FSDP2, mixed_precision
+from baselines.settings import CacheSettings
 from baselines.strategy import Job, crossing_bytes, numel, trainable_parameters
 from fcdp.engine import engine_of
 from fcdp.unit import Unit
@@ -16,19 +17,26 @@ from fcdp.unit import Unit
 
 def build(model: nn.Module, job: Job, offload_policy: OffloadPolicy = OffloadPolicy()) -> FCDP:
     """Shard every block and the root, frozen and trainable parameters apart, and cache them."""
+    settings = settings_of(job)
     fcdp.shard(
         model,
         job.topology,
         units=job.blocks,
-        policy=policies.parse(job.policy),
+        policy=policies.parse(settings.policy),
         mp_policy=mixed_precision(job.dtype),
         offload_policy=offload_policy,
-        gather_codec=codecs.parse(job.gather_codec),
-        reduce_codec=codecs.parse(job.reduce_codec),
-        error_feedback=job.error_feedback,
-        adapters=job.adapters,
+        gather_codec=codecs.parse(settings.gather_codec),
+        reduce_codec=codecs.parse(settings.reduce_codec),
+        error_feedback=settings.error_feedback,
+        adapters=settings.adapters,
     )
     return FCDP(model, job, least_bytes(model, job))
+
+
+def settings_of(job: Job) -> CacheSettings:
+    """The job's settings, which ``baselines.strategy.load`` has completed."""
+    assert isinstance(job.settings, CacheSettings), f"{job.settings!r}: must be FCDP's"
+    return job.settings
 
 
 def offload(model: nn.Module, job: Job) -> FCDP:
@@ -43,8 +51,11 @@ def least_bytes(model: nn.Module, job: Job) -> float:
     that no tier has room for crosses for each gather of each micro-batch. Gradients cross once.
     Replicated adapters cross twice: out in parts and back as sums.
     """
-    engine = engine_of(model)
-    gather_codec, reduce_codec = codecs.parse(job.gather_codec), codecs.parse(job.reduce_codec)
+    engine, settings = engine_of(model), settings_of(job)
+    gather_codec, reduce_codec = (
+        codecs.parse(settings.gather_codec),
+        codecs.parse(settings.reduce_codec),
+    )
     count = 0.0
     for unit in engine.units:
         gathers = 1 + unit.reuses - (not unit.trainable)
@@ -65,15 +76,17 @@ def _crossing_bytes(unit: Unit, job: Job, codec: fcdp.Codec | None) -> float:
     return job.topology.ranks_per_node * sent
 
 
-def _describe(job: Job) -> str:
+def _describe(settings: CacheSettings) -> str:
     """The cache policy, and what else differs from the paper's FCDP."""
-    words = [job.policy]
-    if job.gather_codec != "none":
-        words.append(f"gather {job.gather_codec}")
-    if job.reduce_codec != "none":
-        words.append(f"reduce {job.reduce_codec}{' with error feedback' * job.error_feedback}")
-    if job.adapters != "sharded":
-        words.append(f"adapters {job.adapters}")
+    words = [settings.policy]
+    if settings.gather_codec != "none":
+        words.append(f"gather {settings.gather_codec}")
+    if settings.reduce_codec != "none":
+        words.append(
+            f"reduce {settings.reduce_codec}{' with error feedback' * settings.error_feedback}"
+        )
+    if settings.adapters != "sharded":
+        words.append(f"adapters {settings.adapters}")
     return ", ".join(words)
 
 
@@ -94,7 +107,7 @@ class FCDP(FSDP2):
 
     def __init__(self, model: nn.Module, job: Job, closed_form_bytes: float) -> None:
         super().__init__(model, job, closed_form_bytes)
-        self.policy = _describe(job)
+        self.policy = _describe(settings_of(job))
 
     def backward(self, sequences: torch.Tensor, *, last: bool) -> torch.Tensor:
         with fcdp.accumulate(self.model, last=last):

@@ -34,8 +34,9 @@ _SETTINGS = (
     *(
         _FILE_NAMES.get(field, field)
         for field in Cell.model_fields
-        if field not in ("matrix", "cluster")
+        if field not in ("matrix", "cluster", "settings")
     ),
+    *registry.setting_names(),
 )
 #: A micro-batch: the largest that the simulator finds to fit, or 1 if none does.
 _LARGEST = "max"
@@ -98,6 +99,7 @@ class _Expansion:
         self._axes = self._axis_values()
         self._constants = self._constant_values()
         self._require_all_settings()
+        self._require_a_strategy_for_each()
         self._reference = self._reference_strategy()
         self._skips = [
             _Rule(self._when(path), self._reason(path), {})
@@ -111,7 +113,7 @@ class _Expansion:
     def matrix(self) -> Matrix:
         # The strategy varies fastest, whatever the order in the file.
         order = sorted(self._axes, key=lambda setting: setting == "strategy")
-        planned = []
+        planned: dict[str, PlannedCell] = {}
         cuda = registry.has_cuda()
         for values in itertools.product(*(self._axes[setting] for setting in order)):
             assignment = {**self._constants, **dict(zip(order, values, strict=True))}
@@ -121,10 +123,18 @@ class _Expansion:
             if not self._simulated:
                 entry = registry.find(cell.strategy)
                 cannot = entry.why_not(cuda=cuda, deepspeed=cell.deepspeed) or _why_not_there(cell)
-            planned.append(PlannedCell(cell, next(reasons, None) or cannot))
+            skipped = next(reasons, None) or cannot
+            # A setting that its strategy does not have gives the same cell again.
+            if cell.id not in planned or planned[cell.id].skip_reason:
+                planned[cell.id] = PlannedCell(cell, skipped)
         name, description = self._top["name"], self._top["description"]
         return Matrix(
-            name, description, self._cluster, tuple(planned), self._simulated, self._reference
+            name,
+            description,
+            self._cluster,
+            tuple(planned.values()),
+            self._simulated,
+            self._reference,
         )
 
     def _cell(self, assignment: Mapping[str, _Value]) -> Cell:
@@ -140,14 +150,13 @@ class _Expansion:
         if "nodes" in fields:
             cluster["nodes"] = fields.pop("nodes")
         try:
-            cell = Cell.model_validate(
-                {
+            cell = Cell.of(
+                **{
                     **fields,
                     "matrix": self._top["name"],
                     "cluster": cluster,
                     "model": self._models[fields["model"]],
-                },
-                strict=True,
+                }
             )
         except ValidationError as error:
             first = error.errors()[0]
@@ -209,14 +218,26 @@ class _Expansion:
             if setting in _SETTINGS and info.is_required() and not given:
                 self._file.fail((), f"{setting} is missing; give it in workload or in axes")
 
+    def _require_a_strategy_for_each(self) -> None:
+        """Fail for a setting that no strategy of the matrix has."""
+        strategies = [registry.find(given.value) for given in self._given("strategy")]
+        have = {name for strategy in strategies for name in strategy.settings.model_fields}
+        for section in ("axes", "workload"):
+            for name in set(self._top.get(section, ())) & {*registry.setting_names()} - have:
+                others = [of.name for of in registry.STRATEGIES if name in of.settings.model_fields]
+                problem = f"no strategy of this matrix has it; those that do: {', '.join(others)}"
+                self._file.fail((section, name), problem)
+
+    def _given(self, setting: str) -> list[_Value]:
+        """Each value that the matrix gives, whichever section it is in."""
+        return self._axes.get(setting) or [self._constants[setting]]
+
     def _reference_strategy(self) -> str | None:
         if "reference" not in self._top:
             return None
-        given = self._axes.get("strategy") or [self._constants["strategy"]]
         found: str = self._top["reference"]
-        self._file.one_of(
-            found, [value.value for value in given], ("reference",), "not in this matrix:"
-        )
+        names = [given.value for given in self._given("strategy")]
+        self._file.one_of(found, names, ("reference",), "not in this matrix:")
         return found
 
     def _value(self, setting: str, item: Any, path: KeyPath) -> Any:

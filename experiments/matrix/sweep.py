@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from baselines import registry
 from experiments.matrix.matrix import Matrix, PlannedCell
 from experiments.records.cell import Cell
+
+#: Fields of cells, and settings of their strategies.
+_NAMES = (*(name for name in Cell.model_fields if name != "settings"), *registry.setting_names())
 
 
 def pick(plan: Matrix, arguments: Sequence[str]) -> PlannedCell:
@@ -18,8 +22,8 @@ def pick(plan: Matrix, arguments: Sequence[str]) -> PlannedCell:
     chosen = list(plan.cells)
     for argument in arguments:
         name, separator, value = argument.removeprefix("--").partition("=")
-        if not argument.startswith("--") or not separator or name not in Cell.model_fields:
-            allowed = ", ".join(f"--{field}=" for field in Cell.model_fields)
+        if not argument.startswith("--") or not separator or name not in _NAMES:
+            allowed = ", ".join(f"--{field}=" for field in _NAMES)
             raise ValueError(f"{argument!r} is not a setting and its value; allowed: {allowed}")
         there = list(dict.fromkeys(_text(planned, name) for planned in chosen))
         chosen = [planned for planned in chosen if _text(planned, name) == value]
@@ -34,7 +38,8 @@ def pick(plan: Matrix, arguments: Sequence[str]) -> PlannedCell:
 
 
 def _text(planned: PlannedCell, name: str) -> str:
-    value = getattr(planned.cell, name)
+    cell = planned.cell
+    value = getattr(cell, name) if name in Cell.model_fields else getattr(cell.settings, name, None)
     return str(getattr(value, "name", value))
 
 

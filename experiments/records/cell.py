@@ -6,12 +6,16 @@ A matrix expands to cells; each runs in fresh processes and ends as one record.
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
+from pydantic_core import to_json
 
+from baselines import registry
+from baselines.pins import Pin
+from baselines.settings import DeepSpeedSettings, Setting, Settings
 from experiments.records.abilities import ABILITIES, Abilities
-from experiments.records.settings import Parts, Setting, described, left_out_of_id
+from experiments.records.settings import OfStrategy, Parts, described, left_out_of_id
 from simulation.files import Name, Strict
 from simulation.transformer import ModelSpec, Tuning
 
@@ -105,26 +109,10 @@ class Cell(Strict):
     #: Micro-batches between two optimizer steps.
     accumulation: Annotated[int, Setting("Accumulation", learns=True)] = Field(ge=1)
     dtype: Annotated[DType, Setting("Type", learns=True)]
-    #: Cache policy of strategies that have one, as ``baselines.presets.policies`` reads it.
-    policy: Annotated[str, Setting("Policy", "subject", in_id="later")] = "host"
-    #: What crosses nodes in gathers and reductions, as ``baselines.presets.codecs`` reads it.
-    gather_codec: Annotated[
-        str, Setting("Gather codec", "subject", in_id="later", write="gather {}".format)
-    ] = "none"
-    reduce_codec: Annotated[
-        str, Setting("Reduce codec", "subject", in_id="later", write="reduce {}".format)
-    ] = "none"
-    error_feedback: Annotated[
-        bool, Setting("Error feedback", "subject", in_id="later", write=lambda _: "error feedback")
-    ] = False
-    adapters: Annotated[
-        Literal["sharded", "replicated"],
-        Setting("Adapters", "subject", in_id="later", write="{} adapters".format),
-    ] = "sharded"
-    #: Which of DeepSpeed's pins, as ``baselines.pins`` has them, for strategies that are its own.
-    deepspeed: Annotated[
-        Literal["current", "paper"], Setting("DeepSpeed", "subject", in_id="later")
-    ] = "current"
+    #: What its strategy lets it choose, of the type that ``baselines.registry`` names.
+    settings: Annotated[SerializeAsAny[Settings], OfStrategy()] = Field(
+        default=Settings(), validate_default=True
+    )
     #: Share of the blocks whose activations are recomputed in backward; simulated clusters only.
     recomputed: Annotated[float, Setting("Recomputed", in_id="later")] = Field(
         default=0.0, ge=0, le=1
@@ -136,12 +124,12 @@ class Cell(Strict):
     seed: Annotated[int, Setting("Seed", place="axis", learns=True)] = 0
     timeout_s: Annotated[float, Setting("Time limit", "incidental", in_id="never")] = Field(gt=0)
 
-    @field_validator("error_feedback")
+    @field_validator("settings", mode="plain")
     @classmethod
-    def _feeds_back_a_loss(cls, value: bool, info: ValidationInfo) -> bool:
-        if value and info.data.get("reduce_codec") == "none":
-            raise ValueError("needs a reduce_codec, whose loss it feeds back")
-        return value
+    def _are_its_strategys(cls, value: Any, info: ValidationInfo) -> Settings:
+        kind = registry.find(str(info.data.get("strategy"))).settings
+        given = value.model_dump() if isinstance(value, Settings) else value
+        return value if type(value) is kind else kind.model_validate(given)
 
     @model_validator(mode="after")
     def _recomputes_in_simulations(self) -> Cell:
@@ -153,9 +141,21 @@ class Cell(Strict):
         return self
 
     @classmethod
+    def of(cls, **given: Any) -> Cell:
+        """A cell of its fields and, beside them, settings of strategies.
+
+        Those that its own strategy does not have are left out: a matrix has one value of each for
+        all of its strategies. Raises ``ValidationError`` of the cell, or of its settings.
+        """
+        of_strategies = registry.setting_names()
+        settings = registry.find(given["strategy"]).chosen(given)
+        given = {name: value for name, value in given.items() if name not in of_strategies}
+        return cls.model_validate({**given, "settings": settings}, strict=True)
+
+    @classmethod
     def of_case(cls, case: Case) -> Cell:
         """A case of the study on imitated devices, as a cell of a matrix."""
-        return cls(
+        return cls.of(
             matrix="memory",
             strategy=case.strategy,
             model=case.model,
@@ -175,6 +175,12 @@ class Cell(Strict):
         )
 
     @property
+    def deepspeed(self) -> Pin:
+        """The pin of DeepSpeed, for strategies that are its own."""
+        settings = self.settings
+        return settings.deepspeed if isinstance(settings, DeepSpeedSettings) else "current"
+
+    @property
     def variant(self) -> str:
         """The strategy, and its engine's version if it is not the usual one: for comparisons."""
         return self.strategy if self.deepspeed == "current" else f"{self.strategy}@{self.deepspeed}"
@@ -183,11 +189,10 @@ class Cell(Strict):
     def choices(self) -> tuple[str, ...]:
         """What it chooses for its strategy other than the defaults, in words, for comparisons."""
         return tuple(
-            item.written(value)
-            for name, item in described(type(self)).items()
-            if item.setting.role == "subject"
-            and name not in ("strategy", "deepspeed")  # the variant has them
-            and (value := getattr(self, name)) != type(self).model_fields[name].default
+            described(type(self))[name].written(value)
+            for name, value in self.settings
+            if name != "deepspeed"  # the variant has it
+            and value != type(self.settings).model_fields[name].default
         )
 
     @property
@@ -207,11 +212,18 @@ class Cell(Strict):
         exclude = left_out_of_id(self)
         if self.model.vocabulary == ModelSpec.model_fields["vocabulary"].default:
             exclude["model"] = {"vocabulary"}  # as before models had one
-        settings = self.model_dump_json(exclude=exclude)
-        digest = hashlib.sha256(settings.encode()).hexdigest()[:8]
+        settings = to_json(self.flat(exclude))
+        digest = hashlib.sha256(settings).hexdigest()[:8]
         return (
             f"{self.variant}-{self.tuning}-{self.model.name}-{link}-k{self.accumulation}-{digest}"
         )
+
+    def flat(self, exclude: dict[str, Any] | None = None) -> dict[str, Any]:
+        """All fields as JSON has them, the settings of its strategy among them."""
+        found: dict[str, Any] = {}
+        for name, value in self.model_dump(mode="json", exclude=exclude).items():
+            found |= value if name == "settings" else {name: value}
+        return found
 
     @property
     def tokens_per_step(self) -> int:

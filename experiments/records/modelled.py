@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 
+from baselines import registry
 from experiments.records.cell import AnyCluster, Cell, DType
 from experiments.records.record import Record
 from simulation.calibration import MeasuredStep
@@ -12,6 +14,8 @@ from simulation.hardware import GB, Hardware, cluster
 from simulation.transformer import Transformer
 from simulation.workload import Workload
 
+#: The settings of strategies that a simulation knows.
+_SIMULATED = frozenset(field.name for field in fields(Workload)) & {*registry.setting_names()}
 _BYTES: Mapping[DType, int] = {"float32": 4, "bfloat16": 2}
 #: Bits a second for a cell without a limit: no link between nodes is faster today.
 _UNLIMITED = 1e15
@@ -28,11 +32,8 @@ def workload_of(cell: Cell) -> Workload:
         micro_batch=cell.micro_batch,
         accumulation=cell.accumulation,
         element_bytes=_BYTES[cell.dtype],
-        policy=cell.policy,
-        gather_codec=cell.gather_codec,
-        reduce_codec=cell.reduce_codec,
-        adapters=cell.adapters,
         recomputed=cell.recomputed,
+        **{name: value for name, value in cell.settings if name in _SIMULATED},
     )
 
 

@@ -132,16 +132,20 @@ def _adds_in_one_order(cell: Cell) -> bool:
     if registry.find(cell.strategy).engine != "fcdp" or _quantised(cell):
         return False
     shards = registry.schedule_of(cell.strategy).shards
-    whole = shards == "rank" or cell.adapters == "replicated"
+    whole = shards == "rank" or getattr(cell.settings, "adapters", "sharded") == "replicated"
     if not whole and shards == "world":
         return True
     pairs = max(cell.cluster.nodes, cell.cluster.ranks_per_node) <= 2
     return pairs and cell.dtype == "float32" and not (whole and cell.accumulation > 1)
 
 
+#: Settings of what crosses nodes.
+_CODECS = ("gather_codec", "reduce_codec")
+
+
 def _quantised(cell: Cell) -> bool:
     bounded = registry.find(cell.strategy).numerics == "bounded"
-    return bounded or (cell.gather_codec, cell.reduce_codec) != ("none", "none")
+    return bounded or any(getattr(cell.settings, name, "none") != "none" for name in _CODECS)
 
 
 def _keep_longest(kept: dict[tuple[object, ...], Record], record: Record) -> None:

@@ -1,8 +1,8 @@
-"""What each setting of a cell is to those who name, compare and show cells.
+"""The settings of cells, as those read them who name, compare and show cells.
 
-A field of a cell says it once, where it is declared: ``Annotated[int, Setting("Sequence")]``. Ids,
-groups of cells that are compared, their baselines, columns of tables, panels and captions of
-figures, claims and the parity check read it here. A field that says nothing is a ``TypeError``.
+Ids, groups of cells that are compared, their baselines, columns of tables, panels and captions of
+figures, claims and the parity check ask here what the fields of a cell, and those of its strategy's
+own settings, say of themselves. A field that says nothing is a ``TypeError``.
 """
 
 from __future__ import annotations
@@ -10,44 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-#: ``condition``: cells are compared only where it is alike. ``subject``: it is what is compared.
-#: ``incidental``: it changes nothing of what a step is.
-Role = Literal["condition", "subject", "incidental"]
-#: Where cells that differ in it stand: ``run`` and ``training`` in figures of their own, ``model``
-#: in panels of one figure, ``axis`` in one panel. Tables sort by these in this order.
-Place = Literal["run", "model", "training", "axis"]
-#: ``later``: it came after the first records; where it has its default, ids are as they were.
-InId = Literal["always", "later", "never"]
+from baselines import registry
+from baselines.settings import Place, Role, Setting
+
 _PLACES = get_args(Place)
 #: Shown where a cell has no such setting.
 _ABSENT = "–"
-
-
-def _plain(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What a field of a cell says of itself."""
-
-    #: The name that readers see.
-    label: str
-    role: Role = "condition"
-    place: Place = "training"
-    in_id: InId = "always"
-    #: Whether cells that differ in it train on other batches or other parameters, so that their
-    #: losses say nothing of one another.
-    learns: bool = False
-    #: Whether all tables and headings show it, and not only those whose cells differ in it.
-    always: bool = False
-    #: A value in words.
-    write: Callable[[Any], str] = _plain
 
 
 @dataclass(frozen=True)
@@ -55,6 +28,11 @@ class Parts:
     """A field whose own fields are settings; ``named`` is the one that goes by its name."""
 
     named: str
+
+
+@dataclass(frozen=True)
+class OfStrategy:
+    """The field whose own fields are the settings of the cell's strategy."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +106,7 @@ def left_out_of_id(cell: BaseModel) -> dict[str, Any]:
     for name, field in type(cell).model_fields.items():
         said = _said(type(cell), name, field)
         value = getattr(cell, name)
-        if isinstance(said, Parts):
+        if not isinstance(said, Setting):
             if parts := left_out_of_id(value):
                 found[name] = parts
         elif said.in_id == "never" or (said.in_id == "later" and value == field.default):
@@ -136,8 +114,8 @@ def left_out_of_id(cell: BaseModel) -> dict[str, Any]:
     return found
 
 
-def _said(owner: type[BaseModel], name: str, field: FieldInfo) -> Setting | Parts:
-    said = [item for item in field.metadata if isinstance(item, Setting | Parts)]
+def _said(owner: type[BaseModel], name: str, field: FieldInfo) -> Setting | Parts | OfStrategy:
+    said = [item for item in field.metadata if isinstance(item, Setting | Parts | OfStrategy)]
     if len(said) != 1:
         raise TypeError(
             f"{owner.__name__}.{name} must say once what it is to ids, comparisons and tables: "
@@ -149,7 +127,9 @@ def _said(owner: type[BaseModel], name: str, field: FieldInfo) -> Setting | Part
 def _of_field(owner: type[BaseModel], name: str, field: FieldInfo) -> list[Described]:
     said = _said(owner, name, field)
     if isinstance(said, Parts):
-        return _of_parts(name, said, _types(field.annotation))
+        return _of_parts(name, said.named, _types(field.annotation))
+    if isinstance(said, OfStrategy):
+        return _of_parts(name, None, registry.settings_types())
     (kind, *_) = _types(field.annotation)
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         # By its name, which is its own within a matrix, and all that the name stands for.
@@ -166,7 +146,7 @@ def _of_field(owner: type[BaseModel], name: str, field: FieldInfo) -> list[Descr
     return [Described(name, said, column(field.annotation), lambda cell: getattr(cell, name))]
 
 
-def _of_parts(name: str, parts: Parts, kinds: Collection[Any]) -> list[Described]:
+def _of_parts(name: str, named: str | None, kinds: Collection[Any]) -> list[Described]:
     """Settings of a field that is one of several types, each with fields of its own."""
     found = []
     for kind in kinds:
@@ -176,7 +156,7 @@ def _of_parts(name: str, parts: Parts, kinds: Collection[Any]) -> list[Described
             values = column(field.annotation)
             if values == "Int64" and not all(part in other.model_fields for other in kinds):
                 values = "float64"
-            own = name if part == parts.named else part
+            own = name if part == named else part
             found.append(Described(own, said, values, _getter(name, part)))
     return found
 

@@ -45,7 +45,7 @@ def cell_job(record: Record, run_id: str | None = None) -> Job:
         group=record.cell.matrix,
         job_type=record.cell.variant,
         tags=_tags(record),
-        config=record.cell.model_dump(mode="json"),
+        config=record.cell.flat(),
         fill=fill,
         exit_code=0 if record.state == "ok" else 1,
     )

@@ -61,11 +61,7 @@ class _Run:
                 learning_rate=cell.learning_rate,
                 micro_batch=cell.micro_batch,
                 accumulation=cell.accumulation,
-                policy=cell.policy,
-                gather_codec=cell.gather_codec,
-                reduce_codec=cell.reduce_codec,
-                error_feedback=cell.error_feedback,
-                adapters=cell.adapters,
+                settings=cell.settings,
             ),
         )
         self.batches = data.micro_batches(

@@ -20,6 +20,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fcdp
+from baselines import registry
 from baselines import strategy as strategies
 from baselines.pytorch import hybrid
 from baselines.strategy import Job, Trainable
@@ -63,7 +64,7 @@ class Rank:
                 learning_rate=1e-4,
                 micro_batch=1,
                 accumulation=1,
-                policy=case.policy,
+                settings=registry.find(case.strategy).chosen({"policy": case.policy}),
             ),
         )
 

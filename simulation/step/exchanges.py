@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from baselines import registry
 from baselines.schedule import Schedule
 from simulation import traffic as collectives
 from simulation.hardware import Hardware
@@ -91,15 +92,16 @@ class Exchanges:
 
     @property
     def _gather_codec(self) -> str:
-        return self.plan.gather_codec or self._choice(self.workload.gather_codec)
+        return self.plan.gather_codec or self._choice("gather_codec")
 
     @property
     def _reduce_codec(self) -> str:
-        return self.plan.reduce_codec or self._choice(self.workload.reduce_codec)
+        return self.plan.reduce_codec or self._choice("reduce_codec")
 
-    def _choice(self, codec: str) -> str:
-        """The cell's codec, for strategies that have the choice."""
-        return codec if self.plan.takes_codecs else "none"
+    def _choice(self, setting: str) -> str:
+        """The workload's codec, for strategies that have the choice."""
+        has = setting in registry.find(self.workload.strategy).settings.model_fields
+        return str(getattr(self.workload, setting)) if has else "none"
 
     def _inside(self, nbytes: float) -> Traffic:
         half = collectives.inside(nbytes, self._ranks)

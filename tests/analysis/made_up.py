@@ -41,7 +41,7 @@ def cell(strategy: str, model: ModelSpec, tuning: str, link: int | None, **chang
         "steps": 8,
         "timeout_s": 300.0,
     }
-    return Cell(**(settings | changes))
+    return Cell.of(**(settings | changes))
 
 
 def measurement(of: Cell) -> Measurement:

@@ -49,7 +49,7 @@ def model_spec(
 
 def cell(strategy: str, **settings: Any) -> Cell:
     """A cell of a few small steps; ``settings`` are those of its fields that matter."""
-    return Cell(**{**_DEFAULTS, "model": model_spec("gpt2"), "strategy": strategy, **settings})
+    return Cell.of(**{**_DEFAULTS, "model": model_spec("gpt2"), "strategy": strategy, **settings})
 
 
 @dataclass(frozen=True)

@@ -233,7 +233,7 @@ def cell(**changes: Any) -> Cell:
         "steps": 3,
         "timeout_s": 60.0,
     }
-    return Cell(**(settings | changes))
+    return Cell.of(**(settings | changes))
 
 
 def measurement(**changes: Any) -> Measurement:

@@ -1,0 +1,108 @@
+"""Settings of cells: what each is to those who compare and show cells, and who has which.
+
+A field says it once, where it is declared: ``Annotated[int, Setting("Sequence")]``. What belongs to
+some strategies only is a field of their own type of settings. Imports no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+
+from baselines.pins import Pin
+
+#: ``condition``: cells are compared only where it is alike. ``subject``: it is what is compared.
+#: ``incidental``: it changes nothing of what a step is.
+Role = Literal["condition", "subject", "incidental"]
+#: Where cells that differ in it stand: ``run`` and ``training`` in figures of their own, ``model``
+#: in panels of one figure, ``axis`` in one panel. Tables sort by these in this order.
+Place = Literal["run", "model", "training", "axis"]
+#: ``later``: it came after the first records; where it has its default, ids are as they were.
+InId = Literal["always", "later", "never"]
+
+
+def _plain(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a field of a cell says of itself."""
+
+    #: The name that readers see.
+    label: str
+    role: Role = "condition"
+    place: Place = "training"
+    in_id: InId = "always"
+    #: Whether cells that differ in it train on other batches or other parameters, so that their
+    #: losses say nothing of one another.
+    learns: bool = False
+    #: Whether all tables and headings show it, and not only those whose cells differ in it.
+    always: bool = False
+    #: A value in words.
+    write: Callable[[Any], str] = _plain
+
+
+class Settings(BaseModel):
+    """What a strategy lets a cell choose beside what all cells have: here nothing."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+#: Cache policy, as ``baselines.presets.policies`` reads it.
+Policy = Annotated[str, Setting("Policy", "subject", in_id="later")]
+#: What crosses nodes in gathers and reductions, as ``baselines.presets.codecs`` reads it.
+GatherCodec = Annotated[
+    str, Setting("Gather codec", "subject", in_id="later", write="gather {}".format)
+]
+ReduceCodec = Annotated[
+    str, Setting("Reduce codec", "subject", in_id="later", write="reduce {}".format)
+]
+ErrorFeedback = Annotated[
+    bool, Setting("Error feedback", "subject", in_id="later", write=lambda _: "error feedback")
+]
+#: Whether trained adapters are sharded or replicated.
+Adapters = Annotated[
+    Literal["sharded", "replicated"],
+    Setting("Adapters", "subject", in_id="later", write="{} adapters".format),
+]
+#: Which of DeepSpeed's pins, as ``baselines.pins`` has them.
+DeepSpeedPin = Annotated[Pin, Setting("DeepSpeed", "subject", in_id="later")]
+
+
+def _feeds_back_a_loss(value: bool, info: ValidationInfo) -> bool:
+    if value and info.data.get("reduce_codec") == "none":
+        raise ValueError("needs a reduce_codec, whose loss it feeds back")
+    return value
+
+
+class CacheSettings(Settings):
+    """Of FCDP."""
+
+    policy: Policy = "host"
+    gather_codec: GatherCodec = "none"
+    reduce_codec: ReduceCodec = "none"
+    error_feedback: ErrorFeedback = False
+    adapters: Adapters = "sharded"
+
+    _error_feedback = field_validator("error_feedback")(_feeds_back_a_loss)
+
+
+class EncodedSettings(Settings):
+    """Of strategies over this library that fix where parameters are cached."""
+
+    gather_codec: GatherCodec = "none"
+    reduce_codec: ReduceCodec = "none"
+    error_feedback: ErrorFeedback = False
+    adapters: Adapters = "sharded"
+
+    _error_feedback = field_validator("error_feedback")(_feeds_back_a_loss)
+
+
+class DeepSpeedSettings(Settings):
+    """Of DeepSpeed's strategies."""
+
+    deepspeed: DeepSpeedPin = "current"
