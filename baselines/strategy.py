@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn as nn
 
 from baselines import registry
-from baselines.settings import CacheSettings, Settings
+from baselines.settings import CacheSettings, EncodedSettings, Settings
 from fcdp import Topology
 
 
@@ -65,6 +65,10 @@ class Builder(Protocol):
     def __call__(self, model: nn.Module, job: Job) -> Trainable: ...
 
 
+#: Settings that are FCDP's, or those of them that a preset does not fix.
+_LIBRARYS = (CacheSettings, EncodedSettings)
+
+
 def load(name: str) -> Builder:
     """What builds the strategy of this name. Raises ``ValueError`` for one that does not exist.
 
@@ -74,14 +78,14 @@ def load(name: str) -> Builder:
     module, function = found.builder
     build: Builder = getattr(importlib.import_module(module), function)
     fixed = {} if found.schedule is None else found.schedule.fixes
-    return _fixed(build, fixed) if fixed and found.engine == "fcdp" else build
+    return _completed(build, fixed) if found.settings in _LIBRARYS else build
 
 
-def _fixed(build: Builder, settings: dict[str, Any]) -> Builder:
-    """The same with these of FCDP's settings, whatever the cell says."""
+def _completed(build: Builder, fixed: dict[str, str]) -> Builder:
+    """The same with all of FCDP's settings: those that are fixed, the job's, and defaults."""
 
     def built(model: nn.Module, job: Job) -> Trainable:
-        every = CacheSettings(**(job.settings.model_dump() | settings))
+        every = CacheSettings(**(job.settings.model_dump() | fixed))
         return build(model, replace(job, settings=every))
 
     return built

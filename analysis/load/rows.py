@@ -59,8 +59,13 @@ def row(record: Record) -> Row:
 
 
 def settings_of(cell: Cell) -> dict[str, object]:
-    """All that decides what the cell's step is; the link as tables write it."""
+    """All that decides what the cell's step is; the link as tables write it.
+
+    A strategy that does not have a setting is compared with others where that is at its default.
+    """
+    every = settings.described(Cell)
     found = settings.values(cell, settings.names(Cell, "condition", "subject"))
+    found = {k: every[k].default if v is None else v for k, v in found.items()}
     return found | {"link": format_link(found.pop("inter_bandwidth_bits_per_s"))}
 
 

@@ -45,6 +45,8 @@ class Described:
     kind: str
     #: Its plain value in a cell; ``None`` where the cell has no such setting.
     of: Callable[[BaseModel], Any]
+    #: What cells that have it are compared by with cells whose strategy does not.
+    default: Any = None
 
     def written(self, value: Any) -> str:
         """A value in words; a dash where there is none."""
@@ -157,7 +159,8 @@ def _of_parts(name: str, named: str | None, kinds: Collection[Any]) -> list[Desc
             if values == "Int64" and not all(part in other.model_fields for other in kinds):
                 values = "float64"
             own = name if part == named else part
-            found.append(Described(own, said, values, _getter(name, part)))
+            default = field.default if named is None else None
+            found.append(Described(own, said, values, _getter(name, part), default))
     return found
 
 

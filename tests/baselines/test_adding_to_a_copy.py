@@ -1,4 +1,4 @@
-"""A strategy added to a copy of the tree, by one file and one entry, goes through every command."""
+"""A strategy added to a copy of the tree, by one file, one entry and a setting of its own."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ models:
   - {name: tiny, family: gpt2, layers: 2, width: 32, heads: 2}
 axes:
   strategy: [fsdp2, fcdp-disk]
+  patience: [1, 2]
 workload:
   model: tiny
   tuning: full
@@ -37,6 +38,11 @@ workload:
   steps: 2
   timeout_s: 120
 """
+SETTINGS = """
+
+class PatienceSettings(Settings):
+    patience: Annotated[int, Setting("Patience", "subject", in_id="later")] = 1
+"""
 PLAN = "plan --model gpt-10b --nodes 4 --gpus 8 --gpu a40 --inter-node 10Gbit/s --host-memory 512GB"
 
 
@@ -48,8 +54,11 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "baselines" / "fcdp_disk.py").write_text(block("strategy"))
     registry = folder / "baselines" / "registry.py"
     before, start, after = registry.read_text().partition("STRATEGIES: tuple[Strategy, ...] = (\n")
-    entry = f"    {block('registry').strip()},\n"
-    registry.write_text(f"{before}{start}{entry}{after}")
+    entry = block("registry").strip().removesuffix(")") + ", settings=PatienceSettings)"
+    imported = before.replace("import CacheSettings,", "import CacheSettings, PatienceSettings,")
+    registry.write_text(f"{imported}{start}    {entry},\n{after}")
+    with (folder / "baselines" / "settings.py").open("a") as file:
+        file.write(SETTINGS)
     (folder / "added.yaml").write_text(MATRIX)
     return folder
 
@@ -71,7 +80,7 @@ def run(copy: Path, *arguments: str) -> str:
 def test_it_is_listed_run_compared_audited_drawn_planned_and_simulated(copy: Path) -> None:
     assert "fcdp-disk" in run(copy, "experiments", "strategies")
     ran = run(copy, "experiments", "run", "added.yaml", "--output", "runs/added")
-    assert "2/2 ok      fcdp-disk" in ran
+    assert "3/3 ok      fcdp-disk 2" in ran
     audited = run(copy, "analysis", "audit", "runs/added")
     row = next(line for line in audited.splitlines() if "fcdp-disk" in line)
     assert "fair" in row or "ok" in row, audited

@@ -7,9 +7,11 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from baselines import pins, registry
 from baselines.pins import Pin
+from baselines.settings import CacheSettings
 
 
 @pytest.mark.parametrize("entry", registry.STRATEGIES, ids=lambda entry: entry.name)
@@ -66,3 +68,12 @@ def test_a_missing_header_is_named_with_its_package(tmp_path: Path) -> None:
     assert entry.why_not(cuda=True) == f"{header} is missing: sudo apt-get install libaio-dev"
     header.touch()
     assert entry.why_not(cuda=True) is None
+
+
+def test_a_strategy_takes_of_what_is_given_what_it_has() -> None:
+    given = {"policy": "disk", "gather_codec": "int8", "deepspeed": "paper"}
+    assert dict(registry.find("fsdp2").chosen(given)) == {}
+    assert dict(registry.find("deepspeed-hpz").chosen(given)) == {"deepspeed": "paper"}
+    assert registry.find("fcdp").chosen(given) == CacheSettings(policy="disk", gather_codec="int8")
+    with pytest.raises(ValidationError, match="needs a reduce_codec"):
+        registry.find("zero3").chosen({"error_feedback": True})

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from baselines import registry, strategy
 from baselines.registry import STRATEGY_NAMES
+from baselines.settings import CacheSettings, EncodedSettings
 from tests.baselines.jobs import job
 
 ROOT = Path(__file__).parents[2]
@@ -45,8 +46,8 @@ def test_every_strategy_loads(name: str) -> None:
     parameters = inspect.signature(build).parameters.values()
     assert [p.name for p in parameters if p.default is p.empty] == ["model", "job"]
     found = registry.find(name)
-    fixes = found.schedule is not None and found.schedule.fixes
-    assert build.__module__ == (strategy.__name__ if fixes else found.builder[0])
+    completed = found.settings in (CacheSettings, EncodedSettings)
+    assert build.__module__ == (strategy.__name__ if completed else found.builder[0])
 
 
 @pytest.mark.parametrize("name", ["deepspeed_zero3", "", "FCDP", "strategy", "names"])

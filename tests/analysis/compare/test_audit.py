@@ -24,7 +24,8 @@ def made(strategy: str, engine: str, sent: float, losses: list[float], **changes
     """A cell with a closed form of ``LEAST`` bytes, or of ``least``."""
     least = changes.pop("least", LEAST)
     base = cell("fcdp", MODELS[0], "full", None)
-    of = base.model_copy(update={"strategy": strategy, **changes})
+    given: dict[str, Any] = {"model": MODELS[0], "tuning": "full", "link": None}
+    of = cell(strategy, **given | changes)
     measured = measurement(base).model_copy(
         update={
             "engine": engine,

@@ -14,6 +14,7 @@ from analysis.load.provenance import provenance
 from analysis.load.rows import row
 from analysis.load.table import frame
 from analysis.report import tables
+from baselines import registry
 from experiments.records import parity
 from experiments.records.cell import Cell, ClusterSpec, SimulatedSpec
 from experiments.records.record import Record
@@ -32,15 +33,17 @@ OTHERS: dict[str, dict[str, Any]] = {
     "model_in_full": {"model": GPT2.model_copy(update={"vocabulary": 512})},
     "tuning": {"tuning": "lora"},
     "strategy": {"strategy": "zero3"},
+    "adapters": {"adapters": "replicated"},
+    # FCDP has no such setting.
+    "deepspeed": {"strategy": "deepspeed-zero3", "deepspeed": "paper"},
 }
 SETTINGS = [pytest.param(item, id=name) for name, item in described(Cell).items() if name != "port"]
 
 
 def cell(strategy: str = "fcdp", **changes: Any) -> Cell:
     simulated = SimulatedSpec(kind="simulated", nodes=2, ranks_per_node=2, gpu="a40")
-    every = {"cluster": simulated, "reduce_codec": "int8", **changes}
-    made = made_up.cell(strategy, GPT2, "full", 10**8)
-    return Cell(**{name: getattr(made, name) for name in Cell.model_fields} | every)
+    given: dict[str, Any] = {"model": GPT2, "tuning": "full", "link": 10**8, "cluster": simulated}
+    return made_up.cell(**{"strategy": strategy, "reduce_codec": "int8"} | given | changes)
 
 
 def changed(item: Described) -> Cell:
@@ -102,9 +105,9 @@ def test_a_claim_compares_cells_that_differ_in_nothing_else(item: Described) -> 
         kind="ratio",
         quantity="tokens_per_s",
         of=Selection(strategy=changed(item).strategy),
-        over=Selection(strategy="fsdp2"),
+        over=Selection(strategy="fcdp-sched"),  # which has FCDP's settings
     )
-    rows = [row(record(cell("fsdp2"))), row(record(changed(item)))]
+    rows = [row(record(cell("fcdp-sched"))), row(record(changed(item)))]
     compared = item.setting.role == "incidental" or item.name == "strategy"
     assert bool(ratio.samples(rows)) == compared
 
@@ -192,4 +195,5 @@ def test_every_field_of_a_cell_says_something() -> None:
             else (name,)
         )
     }
-    assert fields - {"kind"} <= set(described(Cell))
+    of_strategies = {name for of in registry.STRATEGIES for name in of.settings.model_fields}
+    assert (fields | of_strategies) - {"kind", "settings"} <= set(described(Cell))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import textwrap
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,26 @@ def test_a_pin_that_is_not_installed_is_planned_as_skipped(
     zero3 = planned["deepspeed-zero3"]
     assert zero3.skip_reason == "DeepSpeed (paper) is not installed: make baselines"
     assert zero3.cell.variant == "deepspeed-zero3@paper"
-    assert "has one pin only" in str(planned["fcdp"].skip_reason)
+    assert planned["fcdp"].skip_reason is None
+
+
+def test_a_setting_multiplies_the_cells_of_strategies_that_have_it_alone(tmp_path: Path) -> None:
+    axis = "axes:\n  policy: [host, disk]\n  deepspeed: [current, paper]\n"
+    cells = [p.cell for p in reader.read(written(tmp_path, FILE.replace("axes:\n", axis))).cells]
+    before = [p.cell for p in reader.read(written(tmp_path)).cells]
+    of = Counter(cell.strategy for cell in cells)
+    once = Counter(cell.strategy for cell in before)
+    assert (of["fsdp2"], of["fcdp"]) == (once["fsdp2"], 2 * once["fcdp"])
+    assert of["deepspeed-zero3"] == 2 * once["deepspeed-zero3"]
+    assert len({cell.id for cell in cells}) == len(cells)
+
+
+def test_a_cell_that_one_combination_runs_is_not_skipped_for_another(tmp_path: Path) -> None:
+    axis = "axes:\n  policy: [host, disk]\n"
+    rule = "skip:\n  - when: {policy: host}\n    reason: known\n"
+    plan = reader.read(written(tmp_path, FILE.replace("axes:\n", axis).replace("skip:\n", rule)))
+    skipped = {p.cell.strategy for p in plan.cells if p.skip_reason == "known"}
+    assert skipped == {"fcdp"}
 
 
 def test_another_cluster_takes_the_place_of_the_files(tmp_path: Path) -> None:
@@ -204,6 +224,8 @@ def test_an_id_ignores_what_does_not_change_the_measurement() -> None:
 
 
 MISTAKES = [
+    ("- fcdp\n", "- ddp\n  policy: [disk]\n", 12, "axes.policy: no strategy of this matrix has it; "
+     "those that do: fcdp-sched, fcdp"),
     ("    - fcdp\n", "    - fcdpp\n", 11, "axes.strategy[2]: unknown strategy 'fcdpp'; allowed: "
      "deepspeed-zero3, "),
     ("[gpt2-a, llama-b]", "[gpt2-a, lama-b]", 12, "axes.model[1]: unknown model 'lama-b'; "
