@@ -20,6 +20,9 @@ class NoFailures:
     def waiting(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
+    def completing(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def backward_runs(self) -> None:
         pass
 
