@@ -26,7 +26,8 @@ class HierarchicalReduceScatter(ReduceScatter):
 
     FSDP2 calls it on its stream of reductions, in whose order everything here runs, by one
     collective inside the node and one across. Their groups are not those of the gathers, which
-    therefore never queue behind a reduction.
+    therefore never queue behind a reduction. On the CPU, where the thread that computes would wait,
+    backward goes on while gradients cross nodes (:mod:`fcdp.in_flight`).
 
     While ``requires_sync`` is false, gradients stay inside the node, (nodes, s) per rank, until the
     last micro-batch (paper: partial gradients). What crosses nodes crosses as ``encoded`` has it,
@@ -75,11 +76,9 @@ class HierarchicalReduceScatter(ReduceScatter):
         if is_output and dtype == torch.float16 and self.pending and self.requires_sync:
             dtype = torch.float32
         buffer = torch.empty(*size, dtype=dtype, device=device)
-        return (
-            self._in_flight.output(self._unit, buffer)
-            if is_output and self._goes_on(device)
-            else buffer
-        )
+        if is_output and self._goes_on(device):
+            return self._in_flight.output(self._unit, buffer)
+        return buffer
 
     def __call__(
         self,
@@ -92,7 +91,8 @@ class HierarchicalReduceScatter(ReduceScatter):
         """Reduce ``input_tensor`` (nodes·L·s) over all ranks into ``output_tensor`` (s).
 
         Without sync, ``output_tensor`` is zero: FSDP2 adds it to ``.grad``, which then holds the
-        whole sum after the last micro-batch. Complete in stream order when it returns.
+        whole sum after the last micro-batch. Complete in stream order when it returns, or, for an
+        ``Arriving`` output, when that is read or backward ends.
 
         Raises ``RuntimeError`` if gradients were zeroed in place, or other parameters received
         gradients, since the last micro-batch.

@@ -56,6 +56,7 @@ class StandInUnit:
     shard_bytes: int
     reuses: int = 1
     params: tuple[Any, ...] = ()
+    hooked: bool = False
 
 
 def slice_of(rows: torch.Tensor, node: int = 0) -> Slice:
