@@ -107,7 +107,7 @@ class InFlight:
         assert exchange is not None
         try:
             with (
-                record_function(f"fcdp::reduce_inter {crossing.unit.name}"),
+                record_function(f"fcdp::reduce_wait {crossing.unit.name}"),
                 self._failures.completing(),
             ):
                 crossing.complete()
