@@ -45,7 +45,7 @@ WORKDIR /opt/fcdp
 ARG TORCH=cuda
 ENV TORCH=${TORCH} VENV=/opt/venv
 COPY --chown=fcdp:fcdp LICENSE constraints.txt constraints-paper.txt pyproject.toml ./
-COPY --chown=fcdp:fcdp scripts scripts
+COPY --chown=fcdp:fcdp scripts/setup.sh scripts/
 RUN mkdir fcdp && touch fcdp/__init__.py \
     && PIP_NO_CACHE_DIR=1 scripts/setup.sh --pins \
     && { "$VENV/bin/python" -m compileall -q -j 0 "$VENV/lib" "$VENV-paper/lib" || true; }

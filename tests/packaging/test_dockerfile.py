@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.packaging import ROOT
+from tests.packaging.test_setup import FILES
 
 DOCKERFILE = ROOT / "Dockerfile"
 
@@ -52,7 +53,11 @@ def test_python_packages_come_from_the_set_up_script_and_its_pins_only() -> None
 
 
 def test_the_code_does_not_invalidate_the_environment() -> None:
-    assert position("RUN", "scripts/setup.sh") < position("COPY", "fcdp:fcdp . .")
+    """Before the environment is made, only what it is made from has been copied."""
+    made = position("RUN", "scripts/setup.sh")
+    copied = [text.split()[1:-1] for name, text in instructions()[:made] if name == "COPY"]
+    assert {source for sources in copied for source in sources} == {*FILES, "LICENSE"}
+    assert made < position("COPY", "fcdp:fcdp . .")
 
 
 def test_it_does_not_run_as_root() -> None:
@@ -95,11 +100,9 @@ def test_its_set_up_step_runs_on_what_was_copied(tmp_path: Path, torch: str) -> 
     """The step itself, with nothing installed: the script only says what it would do."""
     for copied in arguments("COPY")[:-1]:
         *sources, target = copied.split()[1:]
+        (tmp_path / target).mkdir(exist_ok=True)
         for source in sources:
-            if (ROOT / source).is_dir():
-                shutil.copytree(ROOT / source, tmp_path / target)
-            else:
-                shutil.copy(ROOT / source, tmp_path / target)
+            shutil.copy(ROOT / source, tmp_path / target)
     (step,) = [run for run in arguments("RUN") if "scripts/setup.sh" in run]
     assert ("ARG", "TORCH=cuda") in instructions()
     done = subprocess.run(
