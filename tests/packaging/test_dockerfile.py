@@ -10,7 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.main import get_group
 
+from analysis.__main__ import app
+from experiments.commands import COMMANDS
 from tests.packaging import ROOT
 from tests.packaging.test_setup import FILES
 
@@ -108,13 +111,28 @@ def test_its_set_up_step_runs_on_what_was_copied(tmp_path: Path, torch: str) -> 
     done = subprocess.run(
         ["bash", "-c", step.replace("setup.sh --pins", "setup.sh --check")],
         cwd=tmp_path,
-        env={**os.environ, "TORCH": torch, "VENV": str(tmp_path / "venv")},
+        env={
+            **os.environ,
+            "TORCH": torch,
+            "VENV": str(tmp_path / "venv"),
+            "TORCH_EXTENSIONS_DIR": str(tmp_path / "venv/operators"),
+        },
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
     assert f"torch's {torch} build" in done.stdout
     assert (tmp_path / "fcdp/__init__.py").exists()
+    for folder in operators():
+        assert (tmp_path / folder.relative_to("/opt")).stat().st_mode & 0o7777 == 0o1777
+
+
+def operators() -> list[Path]:
+    """Where a container compiles DeepSpeed's operators: both pins', whatever account it runs as."""
+    (variables,) = (argument.split() for argument in arguments("ENV") if "VENV=" in argument)
+    assert "VENV=/opt/venv" in variables
+    assert "TORCH_EXTENSIONS_DIR=/opt/venv/operators" in variables
+    return [Path("/opt/venv/operators"), Path("/opt/venv-paper/operators")]
 
 
 def test_nothing_that_git_knows_is_left_out() -> None:
@@ -170,8 +188,9 @@ def test_the_image_knows_its_commit_and_no_credentials(tmp_path: Path) -> None:
     [
         (["run", "quickstart"], "python -m experiments run quickstart"),
         (["--help"], "python -m experiments --help"),
-        (["report", "runs"], "python -m analysis report runs"),
         (["torchrun", "--nnodes", "2"], "torchrun --nnodes 2"),
+        *(([name, "runs"], f"python -m experiments {name} runs") for name in COMMANDS),
+        *(([name, "runs"], f"python -m analysis {name} runs") for name in get_group(app).commands),
     ],
 )
 def test_the_entry_point_reaches_the_commands(
