@@ -175,7 +175,7 @@ def _nodes(preflight: Path, gpu: str | None) -> Hardware:
 
 def _compare(records: Sequence[Record], known: _Known, folder: Path) -> Compared:
     """What can be predicted; says what cannot, and why."""
-    from experiments.records.modelled import measured_step
+    from experiments.records.modelled import measured_step, why_not_simulated
     from simulation.validation import compare
 
     left_out = sum(r.evidence == "measured" and not known.knows(r) for r in records)
@@ -187,6 +187,9 @@ def _compare(records: Sequence[Record], known: _Known, folder: Path) -> Compared
     found = []
     for record in filter(known.knows, records):
         if record.measurement is None:
+            continue
+        if reason := why_not_simulated(record.cell):
+            terminal.say_error(f"{folder}: {record.cell_id} is left out: it {reason}")
             continue
         step = measured_step(record, known.hardware(record.cell))
         if step is not None:

@@ -51,9 +51,7 @@ def made(strategy: str, settings: Settings) -> tuple[Trainable, Iterator[torch.T
     return trainable, batches
 
 
-def _made(
-    strategy: str, settings: Settings
-) -> tuple[nn.Module, Trainable, Iterator[torch.Tensor]]:
+def _made(strategy: str, settings: Settings) -> tuple[nn.Module, Trainable, Iterator[torch.Tensor]]:
     spec = model_spec(settings.family, layers=2, width=32, heads=2)
     model, blocks = models.build(
         cell(strategy, model=spec, tuning=settings.tuning, sequence_length=SEQUENCE_LENGTH)
