@@ -6,6 +6,7 @@ what was counted and timed; ``analysis`` joins the two.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -184,12 +185,12 @@ def _compare(records: Sequence[Record], known: _Known, folder: Path) -> Compared
             f"{folder}: {left_out} measured cells are left out, as their nodes are not known: "
             "give what `python -m experiments preflight` measured there with --preflight"
         )
+    unknown = Counter(filter(None, (why_not_simulated(record.cell) for record in records)))
+    for reason, count in unknown.items():
+        terminal.say_error(f"{folder}: {count} cells are left out, each of which {reason}")
     found = []
     for record in filter(known.knows, records):
-        if record.measurement is None:
-            continue
-        if reason := why_not_simulated(record.cell):
-            terminal.say_error(f"{folder}: {record.cell_id} is left out: it {reason}")
+        if record.measurement is None or why_not_simulated(record.cell):
             continue
         step = measured_step(record, known.hardware(record.cell))
         if step is not None:

@@ -189,7 +189,7 @@ class _CellLines:
         titles += [_SHORT.get(item.name, item.setting.label.lower()) for item in self._extra]
         self._titles = titles
         self._widths = [
-            max(len(title), *(len(row[i]) for row in settings)) for i, title in enumerate(titles)
+            max([len(title), *(len(row[i]) for row in settings)]) for i, title in enumerate(titles)
         ]
         self._total = len(cells)
         self._numbers = max(len("cell"), len(f"{self._total}/{self._total}"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -106,5 +105,5 @@ def _targets(family: str | None) -> list[str]:
     """What is adapted: attention, or what peft adapts of the family; none if it does not know."""
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
 
-    known: Mapping[str | None, Sequence[str]] = ChainMap({**ATTENTION}, KNOWN)
-    return list(known.get(family, ()))
+    tables: list[Mapping[Any, Sequence[str]]] = [ATTENTION, KNOWN]
+    return next((list(table[family]) for table in tables if family in table), [])

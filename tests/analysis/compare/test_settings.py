@@ -18,6 +18,7 @@ from experiments.records import parity
 from experiments.records.cell import Cell, ClusterSpec, SimulatedSpec
 from experiments.records.record import Record
 from experiments.records.settings import Described, Setting, described
+from experiments.records.workload import Library, Origin, TextFile
 from experiments.terminal.summary_table import summary, varying_settings
 from simulation.files import Strict
 from tests.analysis import made_up
@@ -32,6 +33,11 @@ OTHERS: dict[str, dict[str, Any]] = {
     "model_in_full": {"model": GPT2.model_copy(update={"vocabulary": 512})},
     "tuning": {"tuning": "lora"},
     "strategy": {"strategy": "zero3"},
+    "data": {"data": TextFile(text="prose.txt", digest="0" * 64)},
+    "data_in_full": {"data": Library(tokenizer="qwen")},
+    "loss": {"loss": "package.module:function"},
+    "origin": {"origin": Origin(folder="examples")},
+    "origin_in_full": {"origin": Origin(folder="examples")},
 }
 SETTINGS = [pytest.param(item, id=name) for name, item in described(Cell).items() if name != "port"]
 
