@@ -110,8 +110,9 @@ class Workloads:
         config = self._file.at(place)
         if not isinstance(config, str):
             self._file.fail(place, f"{config!r} is not text")
+        source = self._folder_or_name(config, place)
         try:
-            read = hugging_face.read(self._folder_or_name(config, place))
+            read = hugging_face.read(source)
         except ValueError as error:
             self._file.fail(place, str(error))
         if not isinstance(read.get("model_type"), str):
@@ -165,7 +166,7 @@ class Workloads:
         return given
 
     def _no_file(self, given: str, path: KeyPath) -> NoReturn:
-        self._file.fail(path, f"there is no file {given} in the folder of this matrix file")
+        self._file.fail(path, f"there is no file or folder {given} beside this matrix file")
 
     def _path(self, given: str) -> Path:
         return Origin(folder=self._folder).path(given)

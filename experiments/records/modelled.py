@@ -32,7 +32,7 @@ def why_not_simulated(cell: Cell) -> str | None:
 def _shape(cell: Cell) -> Transformer:
     model = cell.model
     if isinstance(model, OwnModel):
-        raise ValueError(f"model {model.name} is what {model.function} makes of it")
+        raise ValueError(f"the shape of what {model.function} makes is not known")
     if isinstance(model, ConfiguredModel):
         found = hugging_face.from_config(model.configuration, cell.sequence_length)
         return replace(found, name=model.name)
