@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -13,6 +13,16 @@ import torch.nn as nn
 from baselines import registry
 from baselines.settings import CacheSettings, EncodedSettings, Settings
 from fcdp import Topology
+
+
+def causal_loss(model: nn.Module, sequences: torch.Tensor) -> torch.Tensor:
+    """Next-token cross entropy of a ``transformers`` model on int64 (sequences, tokens + 1)."""
+    logits: torch.Tensor = model(input_ids=sequences[:, :-1], use_cache=False).logits
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), sequences[:, 1:].flatten())
+
+
+#: Mean loss of a model on int64 (sequences, tokens + 1), a scalar; calls the model once.
+Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -30,6 +40,7 @@ class Job:
     accumulation: int
     #: Of the type that the strategy's description names.
     settings: Settings = field(default_factory=Settings)
+    loss: Loss = causal_loss
 
 
 class Trainable(Protocol):
@@ -46,6 +57,13 @@ class Trainable(Protocol):
         """One optimizer step; each micro-batch is int64 (sequences, tokens + 1).
 
         Returns the mean loss of this rank's micro-batches, a scalar without gradient.
+        """
+        ...
+
+    def evaluate(self, sequences: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss on int64 (sequences, tokens + 1), a scalar; nothing is trained.
+
+        All ranks call it together, each with as many sequences as it likes.
         """
         ...
 
@@ -123,12 +141,6 @@ def replicated_bytes(model: nn.Module, job: Job) -> float:
     Gradients cross once a step, out and back as sums. Call it before sharding.
     """
     return 2 * crossing_bytes(trained_numel(model), job)
-
-
-def causal_loss(model: nn.Module, sequences: torch.Tensor) -> torch.Tensor:
-    """Next-token cross entropy of a ``transformers`` model on int64 (sequences, tokens + 1)."""
-    logits: torch.Tensor = model(input_ids=sequences[:, :-1], use_cache=False).logits
-    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), sequences[:, 1:].flatten())
 
 
 def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:

@@ -13,7 +13,7 @@ import torch.nn as nn
 from deepspeed.accelerator import get_accelerator
 from torch.utils.cpp_extension import _get_build_directory
 
-from baselines.strategy import Job, causal_loss, make_optimizer, trainable_parameters
+from baselines.strategy import Job, Loss, make_optimizer, trainable_parameters
 
 
 def initialize(
@@ -34,7 +34,7 @@ def initialize(
         optimizer=optimizer or make_optimizer(model, job),
         config=config,
     )
-    return DeepSpeedZero3(engine, closed_form_bytes)
+    return DeepSpeedZero3(engine, job.loss, closed_form_bytes)
 
 
 def build_operators(*more: str) -> None:
@@ -66,18 +66,26 @@ class DeepSpeedZero3:
     policy: str | None = None
     host_cache_bytes: int | None = None
 
-    def __init__(self, engine: Any, closed_form_bytes: float) -> None:
+    def __init__(self, engine: Any, loss: Loss, closed_form_bytes: float) -> None:
         self._engine = engine
+        self._loss = loss
         self.closed_form_bytes = closed_form_bytes
 
     def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
         losses = []
         for sequences in micro_batches:
-            loss = causal_loss(self._engine, sequences)
+            loss = self._loss(self._engine, sequences)
             self._engine.backward(loss)  # divides by the number of micro-batches itself
             self._engine.step()
             losses.append(loss.detach())
         return torch.stack(losses).mean()
+
+    @torch.no_grad()
+    def evaluate(self, sequences: torch.Tensor) -> torch.Tensor:
+        self._engine.eval()
+        loss = self._loss(self._engine, sequences)
+        self._engine.train()
+        return loss
 
     def take_ledger(self) -> dict[str, dict[str, float]] | None:
         return None

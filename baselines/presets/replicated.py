@@ -6,6 +6,7 @@ import torch
 import torch.nn as nn
 
 from baselines.presets.fcdp import node_bytes
+from baselines.pytorch.ddp import autocast
 from baselines.pytorch.fsdp2 import FSDP2
 from baselines.strategy import Job, replicated_bytes, trainable_parameters
 from fcdp.ledger import Ledger
@@ -35,9 +36,11 @@ class Replicated(FSDP2):
 
     def backward(self, sequences: torch.Tensor, *, last: bool) -> torch.Tensor:
         self._replicas.requires_sync = last
-        dtype = self.job.dtype
-        with torch.autocast(sequences.device.type, dtype, enabled=dtype != torch.float32):
+        with self.casting():
             return super().backward(sequences, last=last)
+
+    def casting(self) -> torch.autocast:
+        return autocast(self.job)
 
     def take_ledger(self) -> dict[str, dict[str, float]]:
         return node_bytes(self._ledger, self.job.topology)

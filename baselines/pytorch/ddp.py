@@ -30,10 +30,14 @@ class DDP(FSDP2):
 
     def backward(self, sequences: torch.Tensor, *, last: bool) -> torch.Tensor:
         assert isinstance(self.model, DistributedDataParallel)
-        dtype = self.job.dtype
-        device = self.job.topology.mesh.device_type
-        with (
-            nullcontext() if last else self.model.no_sync(),
-            torch.autocast(device, dtype, enabled=dtype != torch.float32),
-        ):
+        with nullcontext() if last else self.model.no_sync(), self.casting():
             return super().backward(sequences, last=last)
+
+    def casting(self) -> torch.autocast:
+        return autocast(self.job)
+
+
+def autocast(job: Job) -> torch.autocast:
+    """Have operations compute in ``job.dtype`` while parameters stay as they are."""
+    device = job.topology.mesh.device_type
+    return torch.autocast(device, job.dtype, enabled=job.dtype != torch.float32)

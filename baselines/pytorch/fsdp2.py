@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn as nn
@@ -13,7 +14,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from baselines.strategy import Job, causal_loss, make_optimizer, zero3_bytes
+from baselines.strategy import Job, make_optimizer, zero3_bytes
 
 
 def build(model: nn.Module, job: Job, offload_policy: OffloadPolicy = OffloadPolicy()) -> FSDP2:
@@ -71,9 +72,21 @@ class FSDP2:
         Gradients are reduced each time: ``set_requires_gradient_sync(False)`` would keep the whole
         model's gradients on every rank, which is not ZeRO-3 any more and does not fit at 30B.
         """
-        loss = causal_loss(self.model, sequences) / self.job.accumulation
+        loss = self.job.loss(self.model, sequences) / self.job.accumulation
         loss.backward()
         return loss.detach()
+
+    @torch.no_grad()
+    def evaluate(self, sequences: torch.Tensor) -> torch.Tensor:
+        self.model.eval()
+        with self.casting():
+            loss = self.job.loss(self.model, sequences)
+        self.model.train()
+        return loss
+
+    def casting(self) -> AbstractContextManager[object]:
+        """What has forwards compute in ``job.dtype``; here FSDP2's mixed precision does it."""
+        return nullcontext()
 
     def take_ledger(self) -> dict[str, dict[str, float]] | None:
         return None

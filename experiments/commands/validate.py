@@ -6,6 +6,7 @@ what was counted and timed; ``analysis`` joins the two.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -175,7 +176,7 @@ def _nodes(preflight: Path, gpu: str | None) -> Hardware:
 
 def _compare(records: Sequence[Record], known: _Known, folder: Path) -> Compared:
     """What can be predicted; says what cannot, and why."""
-    from experiments.records.modelled import measured_step
+    from experiments.records.modelled import measured_step, why_not_simulated
     from simulation.validation import compare
 
     left_out = sum(r.evidence == "measured" and not known.knows(r) for r in records)
@@ -184,9 +185,12 @@ def _compare(records: Sequence[Record], known: _Known, folder: Path) -> Compared
             f"{folder}: {left_out} measured cells are left out, as their nodes are not known: "
             "give what `python -m experiments preflight` measured there with --preflight"
         )
+    unknown = Counter(filter(None, (why_not_simulated(record.cell) for record in records)))
+    for reason, count in unknown.items():
+        terminal.say_error(f"{folder}: {count} cells are left out, each of which {reason}")
     found = []
     for record in filter(known.knows, records):
-        if record.measurement is None:
+        if record.measurement is None or why_not_simulated(record.cell):
             continue
         step = measured_step(record, known.hardware(record.cell))
         if step is not None:

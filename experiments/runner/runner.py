@@ -23,6 +23,7 @@ from experiments.records import provenance
 from experiments.records.cell import Cell
 from experiments.records.provenance import Provenance
 from experiments.records.record import Measurement, Record, State
+from experiments.records.workload import Origin
 from experiments.runner.directory import RunDirectory
 from simulation import files
 
@@ -191,7 +192,7 @@ class _Runner:
         seconds: float = 0.0,
     ) -> Record:
         return Record(
-            cell=cell,
+            cell=cell.model_copy(update={"origin": Origin()}),  # records name no folders
             cell_id=cell.id,
             state=state,
             error=error,

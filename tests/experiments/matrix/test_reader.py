@@ -223,6 +223,23 @@ def test_an_id_ignores_what_does_not_change_the_measurement() -> None:
     assert first.model_copy(update={"seed": 7}).id != first.id
 
 
+#: Lines added to the workload, and what is said of them.
+ADDED = [
+    ("data: {text: none.txt}", "data.text: there is no file or folder none.txt beside this matrix"),
+    ("data: {jsonl: a.jsonl}", "data.jsonl: there is no file or folder a.jsonl beside"),
+    ("data: prose.txt", "data: 'prose.txt' is not a mapping such as {text: FILE}"),
+    ("data: {field: text}", "data: says none of library, text, jsonl, dataset"),
+    ("data: {library: perl}", "data.library: 'perl' is not allowed"),
+    ("data: {library: python, tokenizer: ./t}", "data.tokenizer: there is no file or folder ./t "),
+    (
+        "loss: mse",
+        "loss: 'mse' is no loss; allowed: 'cross entropy', a function as package.module:",
+    ),
+    ("loss: nowhere:mse", "loss: no module 'nowhere' in the current directory or among installed"),
+    ("held_out: -1", "held_out: -1 is not allowed: input should be greater than or equal to 0"),
+    ("origin: x", "origin: unknown key 'origin'; allowed: "),
+]
+LLAMA = "name: llama-b, family: llama, layers: 2, width: 16, heads: 2"
 MISTAKES = [
     ("- fcdp\n", "- ddp\n  policy: [disk]\n", 12, "axes.policy: no strategy of this matrix has it; "
      "those that do: fcdp-sched, fcdp"),
@@ -266,6 +283,17 @@ MISTAKES = [
      "is not allowed: input should be a valid integer"),
     ("name: llama-b", "name: gpt2-a", 6, "models[1].name: 'gpt2-a' is the name of an earlier"),
     ("name: llama-b", "name: llama/b", 6, "models[1].name: 'llama/b' is not allowed"),
+    (LLAMA, "name: b, config: ./b", 6, "models[1].config: there is no file or folder ./b beside "
+     "this matrix file"),
+    (LLAMA, "name: b, config: 4", 6, "models[1].config: 4 is not text"),
+    (LLAMA, "name: b, function: nowhere.models:build", 6, "models[1].function: no module "
+     "'nowhere.models' in the current directory or among installed packages: "),
+    (LLAMA, "name: b, function: tests.nowhere:build", 6, "models[1].function: no module "
+     "'tests.nowhere' in the current directory or among installed packages: there is no such file"),
+    (LLAMA, "name: b, function: tests.experiments", 6, "models[1].function: 'tests.experiments' is "
+     "not allowed: value error, must be of the form \"package.module:function\""),
+    (LLAMA, "name: b, function: 'a:b', layers: 2", 6, "models[1].layers: unknown key 'layers'; "
+     "allowed: name, function"),
     ("nodes: 2", "nodes: 0", 3, "cluster.nodes: 0 is not allowed: input should be greater"),
     ("nodes: 2", "node: 2", 3, "cluster.node: unknown key 'node'; allowed: nodes, "),
     ("accumulation: 4, inter", "accumulation: 3, inter", 26, "skip[0].when.accumulation: 3 is "
@@ -283,6 +311,10 @@ MISTAKES = [
     ("name: example", "name: &loop [*loop]", 1, "name[0]: the alias contains itself"),
     ("name: example", "name: 2026-13-45", 1, "name: '2026-13-45' cannot be read: "),
     ("name: example", "name: \x07", 1, "not valid YAML: "),
+    *(
+        ("  tuning: full", f"  tuning: full\n  {line}", 17, f"workload.{said}")
+        for line, said in ADDED
+    ),
 ]  # fmt: skip
 
 
