@@ -50,15 +50,17 @@ class Crossing:
 
     def complete(self) -> None:
         """Wait for the exchange, and let the unit's ``.grad`` be plain tensors again."""
-        exchange, self.exchange = self.exchange, None
-        assert exchange is not None
-        self._broken = True
-        wait_all(exchange)
-        self._broken = False
+        assert self.exchange is not None
+        wait_all(self.exchange)
+        self.exchange = None
         for param in self.unit.params:
             grad: Any = param.grad
             if isinstance(local := getattr(grad, "_local_tensor", None), Arriving):
                 grad._local_tensor = local.plain
+
+    def give_up(self) -> None:
+        """Have whoever reads it find that it did not arrive."""
+        self.exchange, self._broken = None, True
 
 
 class InFlight:
@@ -112,6 +114,7 @@ class InFlight:
             ):
                 crossing.complete()
         except BaseException:
+            crossing.give_up()
             self._interrupted.append(exchange)
             raise
         self._interrupted.clear()  # what a connection carries arrives in order

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fcdp.exchange import Pending, Then
+from fcdp.failure import RankFailed
 from fcdp.in_flight import MOST_IN_FLIGHT, Arriving, InFlight
 from fcdp.ledger import Ledger
 from fcdp.partial_gradients import OnDevice
@@ -239,6 +240,30 @@ def test_a_gradient_whose_wait_was_interrupted_is_never_read() -> None:
     assert next_one.tolist() == [*SUMS]
     assert exchanges.log == ["start blocks.1", "wait blocks.1", "start blocks.0", "wait blocks.0"]
     assert not exchanges.queue._interrupted
+
+
+def test_a_gradient_that_a_failed_rank_keeps_from_arriving_is_never_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing is waited for where nothing can be exchanged any more."""
+
+    def over(self: NoFailures) -> None:
+        raise RankFailed("rank 1 failed: ValueError: no label")
+
+    exchanges = Exchanges()
+    outputs = [exchanges.output(name) for name in ("blocks.1", "blocks.0")]
+
+    def fail() -> None:
+        for output in outputs:
+            exchanges.start(output)
+        monkeypatch.setattr(NoFailures, "completing", over)
+
+    with pytest.raises(RankFailed, match="no label"):
+        in_backward(fail)
+    for output in outputs:
+        with pytest.raises(RuntimeError, match="no label|did not arrive"):
+            output.sum()
+    assert exchanges.log == ["start blocks.1", "start blocks.0"]
 
 
 def reduction(ranks_per_node: int, log: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
