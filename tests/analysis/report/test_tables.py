@@ -9,6 +9,7 @@ from analysis import text
 from analysis.compare.baseline import compare
 from analysis.load.table import frame
 from analysis.report import tables
+from experiments.records.workload import OwnModel
 from simulation.quantities import format_link
 from tests.analysis import made_up
 
