@@ -21,6 +21,7 @@ from experiments.records.workload import (
     Origin,
     OwnModel,
     TextFile,
+    is_path,
 )
 from simulation import hugging_face
 from simulation.transformer import ModelSpec
@@ -80,7 +81,8 @@ class Workloads:
             self._file.fail(path, f"says none of {', '.join(_SOURCES)}")
         data = self._from(source, path)
         if data.tokenizer is not None:
-            self._folder_or_name(data.tokenizer, (*path, "tokenizer"))
+            tokenizer = self._path_or_name(data.tokenizer, (*path, "tokenizer"))
+            data = data.model_copy(update={"tokenizer": tokenizer})
         return data
 
     def loss(self, path: KeyPath) -> str:
@@ -110,21 +112,21 @@ class Workloads:
         config = self._file.at(place)
         if not isinstance(config, str):
             self._file.fail(place, f"{config!r} is not text")
-        source = self._folder_or_name(config, place)
+        source = self._path_or_name(config, place)
+        given = self._path(config)
         try:
-            read = hugging_face.read(source)
+            read = hugging_face.read(given if is_path(source) else source)
         except ValueError as error:
             self._file.fail(place, str(error))
         if not isinstance(read.get("model_type"), str):
             self._file.fail(place, f"{config} says no model_type")
         said = {name: read[name] for name in sorted(read) if name not in _VOLATILE}
         model = self._file.spec(ConfiguredModel, path, configuration=said)
-        given = self._path(config)
-        if model.weights == "pretrained" and given.exists():
+        if model.weights == "pretrained" and is_path(source):
             folder = given if given.is_dir() else given.parent
             if not any(folder.glob("*.safetensors")):
                 self._file.fail((*path, "weights"), f"there are no *.safetensors in {folder.name}")
-        return model
+        return model.model_copy(update={"config": source})
 
     def _from(self, source: str, path: KeyPath) -> AnyData:
         if source == "library":
@@ -133,7 +135,8 @@ class Workloads:
             loaded = self._file.spec(Dataset, path)
             if importlib.util.find_spec("datasets") is None:
                 self._file.fail((*path, source), "needs the package datasets: pip install datasets")
-            return loaded
+            name = self._path_or_name(loaded.dataset, (*path, source))
+            return loaded.model_copy(update={"dataset": name})
         file = self._existing_file((*path, source))
         if source == "text":
             return self._file.spec(TextFile, path, digest=documents.digest(file))
@@ -156,12 +159,11 @@ class Workloads:
             self._file.fail(path, f"{given} is empty")
         return file
 
-    def _folder_or_name(self, given: str, path: KeyPath) -> str:
-        """The path where there is one, else what may be a name on the hub."""
-        found = self._path(given)
-        if found.exists():
-            return str(found)
-        if given.startswith((".", "/", "~")) or given.endswith(".json") or given.count("/") > 1:
+    def _path_or_name(self, given: str, path: KeyPath) -> str:
+        """What is there, as ``is_path`` knows paths; else what may be a name on the hub."""
+        if self._path(given).exists():
+            return given if is_path(given) else f"./{given}"
+        if is_path(given) or given.endswith(".json") or given.count("/") > 1:
             self._no_file(given, path)
         return given
 

@@ -1,6 +1,7 @@
 """What a cell may train beside the built-in models on the standard library's text.
 
-Paths are as the matrix file gives them; ``Origin`` says where they start.
+Paths are as the matrix file gives them; ``Origin`` says where they start. Where a name on the hub
+would do as well, a path begins as ``is_path`` says, so that no node looks for it elsewhere.
 """
 
 from __future__ import annotations
@@ -24,6 +25,11 @@ def _is_function(text: str) -> str:
 
 #: A user's function, as "package.module:function".
 Function = Annotated[str, AfterValidator(_is_function)]
+
+
+def is_path(given: str) -> bool:
+    """Whether it is a path, and not a name on the hub."""
+    return given.startswith((".", "/", "~"))
 
 
 class ConfiguredModel(Strict):
@@ -145,3 +151,17 @@ class Origin(Strict):
     def path(self, given: str) -> Path:
         """A path that the file gives, on this machine."""
         return ROOT / self.folder / Path(given).expanduser()
+
+    def source(self, given: str, where: str) -> str:
+        """The path of what is given as one, or the name on the hub.
+
+        Raises ``ValueError``, about the key ``where``, for a path that is not on this node.
+        """
+        if not is_path(given):
+            return given
+        found = self.path(given)
+        if not found.exists():
+            raise ValueError(
+                f"{where}: there is no {found} on this node; each node needs it, at the same path"
+            )
+        return str(found)

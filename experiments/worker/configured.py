@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -99,9 +100,10 @@ def _pretrained(spec: ConfiguredModel, config: Any, cell: Cell) -> Any:
     from transformers import AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM
-    path = cell.origin.path(spec.config)
-    source = path if path.is_dir() else path.parent if path.exists() else spec.config
     where = cell.origin.key("model", "weights")
+    source = cell.origin.source(spec.config, where)
+    if Path(source).is_file():
+        source = str(Path(source).parent)
     try:
         model, loaded = auto.from_pretrained(
             source,

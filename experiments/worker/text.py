@@ -88,15 +88,12 @@ def _tokenizer(cell: Cell) -> Any:
 
     given = cell.data.tokenizer
     assert given is not None
-    path = cell.origin.path(given)
+    where = cell.origin.key("data", "tokenizer")
+    source = cell.origin.source(given, where)
     try:
-        return AutoTokenizer.from_pretrained(
-            path if path.exists() else given, trust_remote_code=False
-        )
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # of files, of the network, of a format
-        raise ValueError(
-            f"{cell.origin.key('data', 'tokenizer')}: no tokenizer {given} on this node: {error}"
-        ) from error
+        raise ValueError(f"{where}: no tokenizer {given} on this node: {error}") from error
 
 
 def _texts(given: AnyData, origin: Origin) -> Iterator[str]:
@@ -115,11 +112,7 @@ def _texts(given: AnyData, origin: Origin) -> Iterator[str]:
 
 def _file(given: str, digest: str, where: str, origin: Origin) -> Path:
     """A file of the matrix's folder that is the one that the runner has read."""
-    file = origin.path(given)
-    if not file.is_file():
-        raise ValueError(
-            f"{where}: there is no file {file} on this node; each node needs it, at the same path"
-        )
+    file = Path(origin.source(str(origin.path(given)), where))
     if documents.digest(file) != digest:
         raise ValueError(f"{where}: {file} is another file on this node than it was for the runner")
     return file
@@ -131,11 +124,9 @@ def _of_dataset(given: Dataset, origin: Origin) -> Iterator[str]:
         from datasets import load_dataset
     except ImportError as error:
         raise ValueError(f"{where}: needs the package datasets on each node: {error}") from error
-    path = origin.path(given.dataset)
+    source = origin.source(given.dataset, where)
     try:
-        rows = load_dataset(
-            str(path) if path.exists() else given.dataset, given.subset, split=given.split
-        )
+        rows = load_dataset(source, given.subset, split=given.split)
     except Exception as error:  # of files, of the network, of names
         raise ValueError(f"{where}: {given.source} cannot be had on this node: {error}") from error
     for number, row in enumerate(rows):

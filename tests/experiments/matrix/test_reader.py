@@ -311,10 +311,7 @@ MISTAKES = [
     ("name: example", "name: &loop [*loop]", 1, "name[0]: the alias contains itself"),
     ("name: example", "name: 2026-13-45", 1, "name: '2026-13-45' cannot be read: "),
     ("name: example", "name: \x07", 1, "not valid YAML: "),
-    *(
-        ("  tuning: full", f"  tuning: full\n  {line}", 17, f"workload.{said}")
-        for line, said in ADDED
-    ),
+    *(("workload:", f"workload:\n  {line}", 16, f"workload.{said}") for line, said in ADDED),
 ]  # fmt: skip
 
 

@@ -41,7 +41,7 @@ def test_a_configuration_travels_with_its_cells(folder: Path) -> None:
     for plan, given in zip(plans, ("qwen", "qwen/config.json"), strict=True):
         (cell, *_) = (p.cell for p in plan.cells if p.cell.model.name == "llama-b")
         assert cell.model == ConfiguredModel(
-            name="llama-b", config=given, configuration=families.configuration("qwen2")
+            name="llama-b", config=f"./{given}", configuration=families.configuration("qwen2")
         )
         assert type(cell).model_validate_json(cell.model_dump_json()) == cell
         assert cell.origin.key("model", "config") == "example.yaml:6: models[1].config"
@@ -86,7 +86,7 @@ workload:
     }
     assert {p.cell.data.name for p in cells if not p.skip_reason} == {
         "standard library",
-        "chat.jsonl by qwen",
+        "chat.jsonl by ./qwen",
     }
 
 

@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from experiments.matrix import reader
+from experiments.matrix.matrix import PlannedCell
 from experiments.records.record import Record
 from experiments.terminal.progress import Progress, Step, Tail, clock, seconds_left
 from experiments.terminal.summary_table import summary
@@ -85,6 +86,24 @@ def test_losses_are_those_of_one_step() -> None:
     lines = rendered(summary([slow, quick]))
     assert "llama-4x128 · full · 100 Mbit/s · loss of step 2" in lines
     assert [line.split()[7] for line in lines[-2:]] == ["5.5000", "5.5000"]
+
+
+def test_the_loss_of_held_out_data_is_shown_where_there_is_one() -> None:
+    held_out = record(cell(held_out=2), held_out_loss=5.25)
+    without = record(cell(held_out=2, strategy="fsdp2"), "oom", "no memory")
+    lines = rendered(summary([held_out, without]), 120)
+    assert lines[0].split()[-3:] == ["out", "step", "evidence"]
+    assert lines[4].split()[7:] == ["5.3000", "5.2500", "0.500", "emulated"]
+    assert lines[5].split()[7:] == ["–", "–", "–", "emulated"]
+    assert "held out" not in rendered(summary(comparison()))[0]
+
+
+def test_a_run_of_skipped_cells_alone_shows_them(tmp_path: Path) -> None:
+    plan = replace(reader.read("quickstart"), cells=(PlannedCell(cell(), "not here"),))
+    text = io.StringIO()
+    with Progress(plan, plan.cells, [], Console(file=text, width=100)) as progress:
+        progress.cell_finished(record(cell(), "skipped", "not here"))
+    assert "1 cell skipped: not here" in text.getvalue()
 
 
 def test_cells_that_ended_alike_are_told_once() -> None:

@@ -22,6 +22,7 @@ from experiments.clusters import namespaces
 from experiments.clusters.emulated import EmulatedCluster
 from experiments.commands.kinds import PRELOADED
 from experiments.records.cell import ClusterSpec
+from experiments.records.workload import Origin, OwnModel
 from tests.experiments import cells
 from tests.experiments.cells import NODES, RANKS_PER_NODE, Run, cell, model_spec
 
@@ -252,6 +253,46 @@ def test_what_a_measurement_says(run: Runner, strategy: str) -> None:
     assert measured.peak_device_bytes is None
     assert (measured.ledger_bytes_per_step is None) == (strategy != "fcdp")
     assert (measured.host_cache_bytes is None) == (strategy != "fcdp")
+
+
+@pytest.mark.parametrize("strategy", ["fcdp", "fsdp2", "deepspeed-zero3"])
+def test_the_loss_of_held_out_data_is_no_part_of_what_is_counted(
+    run: Runner, strategy: str
+) -> None:
+    """It takes six micro-batches, each of which would be gathered for."""
+    finished, without = run(strategy, {"held_out": 6}), run(strategy)
+    measured, fsdp2 = finished.measurement, run("fsdp2", {"held_out": 6}).measurement
+    assert without.measurement.held_out_loss is None
+    assert measured.held_out_loss is not None
+    assert measured.held_out_loss == pytest.approx(fsdp2.held_out_loss, rel=1e-5)
+    assert measured.losses == pytest.approx(fsdp2.losses, rel=1e-5)
+    # Training goes down from log(256) = 5.5, on data alike.
+    assert measured.losses[-1] - 0.5 < measured.held_out_loss < measured.losses[0]
+    assert finished.sent == pytest.approx(without.sent, rel=0.02)
+    assert len(measured.step_seconds) == finished.cell.steps
+
+
+def test_a_users_own_model_and_loss_train_alike(run: Runner) -> None:
+    own = {
+        "model": OwnModel(name="mine", function="tests.experiments.own_model:build"),
+        "loss": "tests.experiments.own_model:loss",
+        "held_out": 2,
+    }
+    fcdp, fsdp2 = (run(strategy, own).measurement for strategy in ("fcdp", "fsdp2"))
+    assert fcdp.parameters == 2 * 256 * 16 + 256 + 2 * (16 * 16 + 16)
+    assert fcdp.losses == pytest.approx(fsdp2.losses, rel=1e-5)
+    assert fcdp.losses[-1] < fcdp.losses[0]
+    assert fcdp.held_out_loss == pytest.approx(fsdp2.held_out_loss, rel=1e-5)
+
+
+def test_a_workload_that_cannot_be_had_fails_with_its_line(
+    cluster: EmulatedCluster, tmp_path: Path
+) -> None:
+    empty = OwnModel(name="mine", function="tests.experiments.own_model:without_blocks")
+    wanted = cell("fcdp", model=empty, origin=Origin(model="mine.yaml:5: models[0]"))
+    failed = cells.run(cluster, wanted, tmp_path / "cell")
+    assert failed.outcome.state == "failed"
+    assert "ValueError: mine.yaml:5: models[0].function: tests" in str(failed.outcome.error)
 
 
 def test_the_cache_holds_what_comes_from_other_nodes(run: Runner) -> None:
