@@ -74,10 +74,10 @@ def _busy(step: MeasuredStep, constants: Constants) -> float:
     """Seconds that the host's cores are in full use."""
     workload = step.workload
     hardware = emulated(step.hardware.nodes, step.hardware.ranks_per_node, None, constants)
-    plan = schedule_of(workload.strategy)
-    units = layout(workload, plan, hardware.nodes, hardware.ranks_per_node)
-    placement = place(workload, plan, units, hardware)
-    tasks = Step(workload, plan, units, placement, hardware).build().tasks
+    schedule = schedule_of(workload.strategy)
+    units = layout(workload, schedule, hardware.nodes, hardware.ranks_per_node)
+    placement = place(workload, schedule, units, hardware)
+    tasks = Step(workload, schedule, units, placement, hardware).build().tasks
     return sum(task.demands.get("compute", 0.0) for task in tasks)
 
 

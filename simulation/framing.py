@@ -44,19 +44,22 @@ def messages(workload: Workload, nodes: int, ranks_per_node: int) -> int:
     """
     if nodes == 1:
         return 0
-    plan = schedule_of(workload.strategy)
-    units = layout(workload, plan, nodes, ranks_per_node)
+    schedule = schedule_of(workload.strategy)
+    units = layout(workload, schedule, nodes, ranks_per_node)
     # One from each rank to its partner on each other node; round all ranks; and the latter twice.
     pairwise = ranks_per_node * (nodes - 1)
     ring = _SEGMENTS * (nodes * ranks_per_node - 1)
-    gathers, reductions = _gathers(workload, plan, units), _reductions(workload, plan, units)
-    if plan.shards == "node":  # by an all-reduce of gloo's among partners
+    gathers, reductions = (
+        _gathers(workload, schedule, units),
+        _reductions(workload, schedule, units),
+    )
+    if schedule.shards == "node":  # by an all-reduce of gloo's among partners
         return (1 + 2 * _SEGMENTS * reductions) * pairwise
-    if plan.pairwise:
-        asked = 2 * len(units.units) if "disk" in (plan.keeps_in(workload.policy) or "") else 0
-        agreements = workload.accumulation * (1 + asked) if plan.shards == "world" else 0
+    if schedule.pairwise:
+        asked = 2 * len(units.units) if "disk" in (schedule.keeps_in(workload.policy) or "") else 0
+        agreements = workload.accumulation * (1 + asked) if schedule.shards == "world" else 0
         return (1 + gathers + reductions + agreements) * pairwise
-    whole = _kept_whole(workload) if plan.keeps_small_whole else 0
+    whole = _kept_whole(workload) if schedule.keeps_small_whole else 0
     return pairwise + ring * (gathers + whole) + 2 * ring * reductions
 
 
@@ -65,37 +68,37 @@ def whole_bytes(workload: Workload, nodes: int, ranks_per_node: int) -> float:
 
     It gathers that after each step, what is frozen too.
     """
-    plan = schedule_of(workload.strategy)
-    if not plan.keeps_small_whole:
+    schedule = schedule_of(workload.strategy)
+    if not schedule.keeps_small_whole:
         return 0.0
-    units = layout(workload, plan, nodes, ranks_per_node)
+    units = layout(workload, schedule, nodes, ranks_per_node)
     return (nodes - 1) / nodes * units.whole * workload.element_bytes
 
 
-def _gathers(workload: Workload, plan: Schedule, units: Layout) -> int:
+def _gathers(workload: Workload, schedule: Schedule, units: Layout) -> int:
     """Gathers of a step that cross nodes."""
-    if plan.shards != "world":
+    if schedule.shards != "world":
         return 0
-    place = plan.keeps_in(workload.policy)
+    place = schedule.keeps_in(workload.policy)
     found = 0
     for unit in units.units:
         if place not in _KEEPS_ALL:  # nothing, if it need not
             found += workload.accumulation * (1 if unit.kept else 2)
-        elif plan.cached_for == "micro-batch":
+        elif schedule.cached_for == "micro-batch":
             found += workload.accumulation
         else:
-            found += plan.cached_for == "step" or unit.trained > 0
+            found += schedule.cached_for == "step" or unit.trained > 0
     return found
 
 
-def _reductions(workload: Workload, plan: Schedule, units: Layout) -> int:
+def _reductions(workload: Workload, schedule: Schedule, units: Layout) -> int:
     """Reductions of a step that cross nodes; our all-reduce is two exchanges."""
     trained = sum(unit.trained > 0 for unit in units.units)
-    if plan.unit == "matrix":  # reduced a block at a time
+    if schedule.unit == "matrix":  # reduced a block at a time
         trained = min(trained, workload.model.layers + 1)
     if units.whole_trained:
-        trained += 1 if plan.keeps_small_whole else 2
-    return trained * (1 if plan.defers else workload.accumulation)
+        trained += 1 if schedule.keeps_small_whole else 2
+    return trained * (1 if schedule.defers else workload.accumulation)
 
 
 def _kept_whole(workload: Workload) -> int:

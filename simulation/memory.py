@@ -84,63 +84,63 @@ def peak(workload: Workload, hardware: Hardware) -> Footprint:
     The cache is planned as if every unit went to the first tier of its strategy; a policy that
     looks at memory in use is applied by the simulator, which calls ``footprint``.
     """
-    plan = schedule_of(workload.strategy)
-    units = layout(workload, plan, hardware.nodes, hardware.ranks_per_node)
-    entries = entry_bytes(workload, plan, hardware)
-    place = plan.keeps_in(workload.policy)
+    schedule = schedule_of(workload.strategy)
+    units = layout(workload, schedule, hardware.nodes, hardware.ranks_per_node)
+    entries = entry_bytes(workload, schedule, hardware)
+    place = schedule.keeps_in(workload.policy)
     cache = CacheBytes(
         device=entries if place == "device" else 0.0,
         host=entries if place in ("host", "auto") or str(place).startswith("threshold") else 0.0,
         disk=entries if place == "disk" else 0.0,
     )
-    return footprint(workload, plan, units, hardware, cache)
+    return footprint(workload, schedule, units, hardware, cache)
 
 
-def entry_bytes(workload: Workload, plan: Schedule, hardware: Hardware) -> float:
+def entry_bytes(workload: Workload, schedule: Schedule, hardware: Hardware) -> float:
     """Of one rank, all entries: our cache leaves out the rank's own shard, vendors do not."""
     nodes, ranks = hardware.nodes, hardware.ranks_per_node
     gathered = workload.parameters * workload.element_bytes
-    if not plan.caches_own_shard:
+    if not schedule.caches_own_shard:
         return (nodes - 1) / nodes * gathered / ranks
     return gathered / ranks
 
 
 def footprint(
-    workload: Workload, plan: Schedule, units: Layout, hardware: Hardware, cache: CacheBytes
+    workload: Workload, schedule: Schedule, units: Layout, hardware: Hardware, cache: CacheBytes
 ) -> Footprint:
     """The peak with what the cache holds given."""
     nodes, ranks = hardware.nodes, hardware.ranks_per_node
-    sharers = {"world": hardware.world_size, "node": ranks, "rank": 1}[plan.shards]
+    sharers = {"world": hardware.world_size, "node": ranks, "rank": 1}[schedule.shards]
     element = workload.element_bytes
     # FSDP2 shards fp32 parameters and gathers them in bf16; DeepSpeed shards bf16 beside a master.
-    stored = _MASTER_BYTES if plan.shards_fp32 else element
+    stored = _MASTER_BYTES if schedule.shards_fp32 else element
     master = _MASTER_BYTES if stored < _MASTER_BYTES else 0
     # Replicas are stepped whole; what DeepSpeed keeps whole, it steps in shards.
-    whole = 0 if plan.keeps_small_whole else units.whole
+    whole = 0 if schedule.keeps_small_whole else units.whole
     stepped = (workload.trained - whole) / sharers + whole
     parameters = stored * ((workload.parameters - whole) / sharers + whole)
     states = (_MOMENTS_BYTES + master) * stepped
-    on_device = plan.optimizer == "device"
-    gradients, step = _gradients_and_step(plan, element, stepped)
+    on_device = schedule.optimizer == "device"
+    gradients, step = _gradients_and_step(schedule, element, stepped)
     device: dict[str, float] = {}
     host: dict[str, float] = {}
     disk: dict[str, float] = {}
     places = {"device": device, "host": host, "disk": disk}
     for name, nbytes, place in (
-        ("parameters", parameters, plan.parameters),
+        ("parameters", parameters, schedule.parameters),
         ("gradients", gradients, "device" if on_device else "host"),
-        ("optimizer states", states, plan.optimizer),
+        ("optimizer states", states, schedule.optimizer),
         ("optimizer step", step, "device" if on_device else "host"),
     ):
         places[place][name] = nbytes * (1 if place == "device" else ranks)
     largest_slice = (nodes - 1) / nodes * element * units.largest / ranks
-    if cache.host and plan.stages:
+    if cache.host and schedule.stages:
         device["staging"] = _LOOK_AHEAD * largest_slice
     device["cache"], disk["cache"] = cache.device, ranks * cache.disk
     buffers = (_LOOK_AHEAD + 2) * largest_slice if cache.disk else 0.0
     host["cache"] = ranks * (cache.host + buffers)
     gradients, step = device.pop("gradients", 0.0), device.pop("optimizer step", 0.0)
-    moments = _moments(workload, plan, units, ranks, gradients, step)
+    moments = _moments(workload, schedule, units, ranks, gradients, step)
     _, forward, *_ = moments
     fullest = max(moments, key=lambda moment: sum(moment.values()))
     return Footprint(
@@ -203,11 +203,11 @@ def block_activation_bytes(workload: Workload) -> float:
     return inputs + norms + attention + element * 3 * inner
 
 
-def _gradients_and_step(plan: Schedule, element: int, stepped: float) -> tuple[float, float]:
+def _gradients_and_step(schedule: Schedule, element: int, stepped: float) -> tuple[float, float]:
     """Gradients of so many parameters, and what their optimizer needs beside them as it steps."""
-    if plan.shards_fp32:
+    if schedule.shards_fp32:
         return _MASTER_BYTES * stepped, _STEP_BYTES * stepped
-    if plan.optimizer == "device":
+    if schedule.optimizer == "device":
         in_fp32 = (_MASTER_BYTES + _STEP_BYTES) * min(stepped, _SUB_GROUP)
         return element * stepped, in_fp32
     # On the host all gradients are there in fp32 too, and its own Adam steps in place.
@@ -215,7 +215,7 @@ def _gradients_and_step(plan: Schedule, element: int, stepped: float) -> tuple[f
 
 
 def _moments(
-    workload: Workload, plan: Schedule, units: Layout, ranks: int, gradients: float, step: float
+    workload: Workload, schedule: Schedule, units: Layout, ranks: int, gradients: float, step: float
 ) -> Sequence[dict[str, float]]:
     """What comes and goes on a device: as forward begins, as its blocks have run, as the loss is
     differentiated, in the last block's backward, in the first's, and in the optimizer's step.
@@ -236,26 +236,26 @@ def _moments(
 
     unit = float(element * units.largest)
     root = float(element * units.root.parameters)
-    if plan.keeps_small_whole:
+    if schedule.keeps_small_whole:
         root += element * units.whole
     trained = max((unit.trained for unit in units.units if unit is not units.root), default=0)
     reductions = float(element * (units.root.trained + 2 * trained))
     # At backward's end: gradients of what is whole, copied to bf16 and then put together; and what
     # FSDP2 has all-reduced across nodes, which it keeps until then.
     last = float(2 * element * units.whole_trained)
-    if plan.shards == "node" and plan.copies_out:
+    if schedule.shards == "node" and schedule.copies_out:
         last += element * workload.trained / ranks
-    if plan.shards == "rank":
+    if schedule.shards == "rank":
         # Autocast's bf16 copies of all weights, and DDP's buckets, which are the gradients.
         root = float(element * workload.parameters if element < _MASTER_BYTES else 0)
         reductions = unit = 0.0
     gathered = root + _GATHERED_UNITS * unit
     # FSDP2 copies what has come out of a buffer, which lasts until the next has come.
-    copies = plan.copies_out
+    copies = schedule.copies_out
 
-    stay = plan.keeps_gradients or workload.accumulation > 1
+    stay = schedule.keeps_gradients or workload.accumulation > 1
     left = {"gradients": gradients if stay else 0.0}
-    if plan.shards == "world" and plan.defers and workload.accumulation > 1:
+    if schedule.shards == "world" and schedule.defers and workload.accumulation > 1:
         left["gradient sums"] = _MASTER_BYTES * workload.trained / ranks
     in_block = left | {"gathered": gathered, "reductions": reductions}
     return (

@@ -56,10 +56,10 @@ class Prediction:
 
 def needed(workload: Workload, hardware: Hardware) -> Footprint:
     """Device and host memory, with the cache where the policy puts it; raises as ``predict``."""
-    plan = schedule_of(workload.strategy)
-    units = layout(workload, plan, hardware.nodes, hardware.ranks_per_node)
-    cache = place(workload, plan, units, hardware).cache
-    return footprint(workload, plan, units, hardware, cache)
+    schedule = schedule_of(workload.strategy)
+    units = layout(workload, schedule, hardware.nodes, hardware.ranks_per_node)
+    cache = place(workload, schedule, units, hardware).cache
+    return footprint(workload, schedule, units, hardware, cache)
 
 
 def fits(workload: Workload, hardware: Hardware) -> bool:
@@ -90,11 +90,11 @@ def predict(workload: Workload, hardware: Hardware) -> Prediction:
         raise ValueError(
             "dtype = 'float32': a simulated GPU computes in bfloat16; allowed: bfloat16"
         )
-    plan = schedule_of(workload.strategy)
-    units = layout(workload, plan, hardware.nodes, hardware.ranks_per_node)
-    placement = place(workload, plan, units, hardware)
-    needs = footprint(workload, plan, units, hardware, placement.cache)
-    tasks = Step(workload, plan, units, placement, hardware).build()
+    schedule = schedule_of(workload.strategy)
+    units = layout(workload, schedule, hardware.nodes, hardware.ranks_per_node)
+    placement = place(workload, schedule, units, hardware)
+    needs = footprint(workload, schedule, units, hardware, placement.cache)
+    tasks = Step(workload, schedule, units, placement, hardware).build()
     run = simulate(tasks.tasks)
     shortage = needs.shortage(hardware)
     tokens = workload.tokens * workload.accumulation

@@ -68,8 +68,8 @@ def plan(request: Request) -> Plan | None:
 
 def quantises(strategy: str) -> bool:
     """Whether what crosses nodes is rounded, so that results are not those of FSDP2."""
-    plan = schedule_of(strategy)
-    return plan.gather_codec is not None or plan.reduce_codec is not None
+    schedule = schedule_of(strategy)
+    return schedule.gather_codec is not None or schedule.reduce_codec is not None
 
 
 def waits_for(option: Option) -> str:
@@ -99,13 +99,13 @@ def _plainness(strategy: Strategy) -> tuple[int, int]:
     Nothing; host memory; device memory, which is scarcer; an optimizer on the CPU or on disk. Then
     what PyTorch ships, this library, another framework.
     """
-    plan = schedule_of(strategy.name)
-    if plan.optimizer != "device" or plan.parameters != "device":
+    schedule = schedule_of(strategy.name)
+    if schedule.optimizer != "device" or schedule.parameters != "device":
         takes = 3
-    elif plan.shards == "node" or plan.cache == "device" or plan.policy == "device":
+    elif schedule.shards == "node" or schedule.cache == "device" or schedule.policy == "device":
         takes = 2
     else:
-        takes = 0 if plan.cache is None or plan.policy == "none" else 1
+        takes = 0 if schedule.cache is None or schedule.policy == "none" else 1
     return takes, ENGINES.index(strategy.engine)
 
 

@@ -101,8 +101,8 @@ class Request:
 
     def _choices(self, strategy: str) -> list[tuple[str, str]]:
         """Policies, and whether adapters are sharded, of a strategy that has the choice."""
-        plan = schedule_of(strategy)
-        if plan.cache != "policy" or plan.policy is not None:
+        schedule = schedule_of(strategy)
+        if schedule.cache != "policy" or schedule.policy is not None:
             return [("host", "sharded")]
         return list(product(self.policies, _ADAPTERS[: 1 if self.lora_rank is None else 2]))
 

@@ -21,17 +21,17 @@ class Exchanges:
     """How one workload's units move under one strategy on one cluster."""
 
     workload: Workload
-    plan: Schedule
+    schedule: Schedule
     hardware: Hardware
 
     def gather(self, unit: Unit) -> list[Traffic]:
         """From the ranks that share the parameters, one exchange after the other."""
         nodes, ranks = self._nodes, self._ranks
-        if self.plan.shards == "rank":
+        if self.schedule.shards == "rank":
             return []
-        if self.plan.shards == "node" or nodes == 1:
+        if self.schedule.shards == "node" or nodes == 1:
             return self.spread(unit)
-        if self.plan.hierarchical:
+        if self.schedule.hierarchical:
             return [self._across(unit.gathered, self._gather_codec), *self.spread(unit)]
         encoded = self._sent_bytes(unit.gathered, self._gather_codec)
         return [collectives.flat(encoded, nodes, ranks)]
@@ -43,22 +43,22 @@ class Exchanges:
     def slice_bytes(self, unit: Unit) -> float:
         """What a rank's entry takes: our cache leaves out what the rank holds anyway."""
         whole = self.gathered_bytes(unit) / self._ranks
-        return whole if self.plan.caches_own_shard else (self._nodes - 1) / self._nodes * whole
+        return whole if self.schedule.caches_own_shard else (self._nodes - 1) / self._nodes * whole
 
     def reduce(self, trained: int, *, last: bool) -> list[Traffic]:
         """The reduction of the gradients of ``trained`` parameters in one micro-batch."""
         nodes, ranks = self._nodes, self._ranks
         nbytes = float(trained * self.workload.element_bytes)
-        if self.plan.shards == "rank":
+        if self.schedule.shards == "rank":
             return [collectives.flat_all_reduce(nbytes, nodes, ranks)] if last else []
         if nodes == 1:
             return [self._inside(nbytes)]
-        if self.plan.shards == "node":
+        if self.schedule.shards == "node":
             both_ways = collectives.across(nbytes, nodes)
             return [self._inside(nbytes), *([both_ways + both_ways] if last else [])]
         codec = self._reduce_codec
-        if self.plan.hierarchical or codec != "none":  # the vendor's qgZ: two all-to-alls
-            crossing = last or not self.plan.defers
+        if self.schedule.hierarchical or codec != "none":  # the vendor's qgZ: two all-to-alls
+            crossing = last or not self.schedule.defers
             half = [self._across(trained, codec)] if crossing else []
             return [self._inside(nbytes), *half]
         ring = collectives.flat(nbytes, nodes, ranks)
@@ -71,7 +71,7 @@ class Exchanges:
 
     def shard_bytes(self, unit: Unit) -> float:
         """One rank's part as it waits on the host or the disk; FSDP2 copies fp32 and casts then."""
-        element = _FSDP2_BYTES if self.plan.shards_fp32 else self.workload.element_bytes
+        element = _FSDP2_BYTES if self.schedule.shards_fp32 else self.workload.element_bytes
         return element * unit.parameters / self.hardware.world_size
 
     def gathered_bytes(self, unit: Unit) -> float:
@@ -88,15 +88,15 @@ class Exchanges:
     @property
     def _gloo(self) -> bool:
         """Whether a vendor's reduce-scatter is an all-reduce."""
-        return self.hardware.backend == "gloo" and not self.plan.pairwise
+        return self.hardware.backend == "gloo" and not self.schedule.pairwise
 
     @property
     def _gather_codec(self) -> str:
-        return self.plan.gather_codec or self._choice("gather_codec")
+        return self.schedule.gather_codec or self._choice("gather_codec")
 
     @property
     def _reduce_codec(self) -> str:
-        return self.plan.reduce_codec or self._choice("reduce_codec")
+        return self.schedule.reduce_codec or self._choice("reduce_codec")
 
     def _choice(self, setting: str) -> str:
         """The workload's codec, for strategies that have the choice."""

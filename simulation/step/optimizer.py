@@ -16,7 +16,7 @@ _STATES_BYTES = 12
 
 
 def optimizer_tasks(
-    tasks: Tasks, workload: Workload, plan: Schedule, units: Layout, ends: Sequence[int]
+    tasks: Tasks, workload: Workload, schedule: Schedule, units: Layout, ends: Sequence[int]
 ) -> None:
     """Append the optimizer's step, which begins when all gradients are reduced."""
     hardware = tasks.hardware
@@ -24,29 +24,29 @@ def optimizer_tasks(
         "world": hardware.world_size,
         "node": hardware.ranks_per_node,
         "rank": 1,
-    }[plan.shards]
+    }[schedule.shards]
     mine = workload.trained / sharers
-    if plan.optimizer == "device":
+    if schedule.optimizer == "device":
         rate = hardware.device.memory_bytes_per_s / hardware.ranks_sharing_device
         at = tasks.compute("optimizer", _ADAM_BYTES * mine / rate, ends)
     else:
         of_node = mine * hardware.ranks_per_node
         demands = {"cpu": of_node / hardware.cpu_adam_elements_per_s}
-        if plan.optimizer == "disk":  # read, step and write follow one another as a pipeline
+        if schedule.optimizer == "disk":  # read, step and write follow one another as a pipeline
             nbytes = _STATES_BYTES * of_node
             rates = hardware.disk_read_bytes_per_s, hardware.disk_write_bytes_per_s
             demands["disk"] = sum(nbytes / rate for rate in rates)
             tasks.count("disk", "optimizer", 2 * nbytes)
         at = tasks.add("optimizer", "cpu", demands, ends)
-        if plan.parameters == "device":
+        if schedule.parameters == "device":
             size = workload.element_bytes * mine
             at = tasks.copy(
                 "updated parameters", "host_to_device", "copy in", size, "optimizer", (at,)
             )
-    if units.whole and plan.keeps_small_whole:
+    if units.whole and schedule.keeps_small_whole:
         # What every rank keeps whole is stepped in shards and gathered again.
         nbytes = float(workload.element_bytes * units.whole)
-        if plan.shards == "node" or hardware.nodes == 1:
+        if schedule.shards == "node" or hardware.nodes == 1:
             traffic = collectives.inside(nbytes, hardware.ranks_per_node)
         else:
             traffic = collectives.flat(nbytes, hardware.nodes, hardware.ranks_per_node)

@@ -38,15 +38,15 @@ class _PolicyUnit:
     reuses: int
 
 
-def place(workload: Workload, plan: Schedule, units: Layout, hardware: Hardware) -> Placement:
+def place(workload: Workload, schedule: Schedule, units: Layout, hardware: Hardware) -> Placement:
     """Raises ``ValueError`` for a policy that ``baselines.presets.policies`` does not know."""
-    if plan.cache is None or hardware.nodes == 1:
+    if schedule.cache is None or hardware.nodes == 1:
         return Placement({}, CacheBytes())
-    if plan.cache != "policy":
-        whole = entry_bytes(workload, plan, hardware)
-        cache = CacheBytes(**{plan.cache: whole})
-        return Placement(dict.fromkeys(units.units, plan.cache), cache)
-    return _by_policy(plan.policy or workload.policy, workload, plan, units, hardware)
+    if schedule.cache != "policy":
+        whole = entry_bytes(workload, schedule, hardware)
+        cache = CacheBytes(**{schedule.cache: whole})
+        return Placement(dict.fromkeys(units.units, schedule.cache), cache)
+    return _by_policy(schedule.policy or workload.policy, workload, schedule, units, hardware)
 
 
 def shard_numel(parameters: int, world_size: int) -> int:
@@ -55,7 +55,7 @@ def shard_numel(parameters: int, world_size: int) -> int:
 
 
 def _by_policy(
-    text: str, workload: Workload, plan: Schedule, units: Layout, hardware: Hardware
+    text: str, workload: Workload, schedule: Schedule, units: Layout, hardware: Hardware
 ) -> Placement:
     from baselines.presets.policies import parse  # needs torch
 
@@ -72,7 +72,7 @@ def _by_policy(
         for tier in decided.preferences[policy_unit][:1]:
             tiers[unit] = tier
     if decided.guarded:
-        tiers = _by_usage(decided, seen, tiers, workload, plan, units, hardware)
+        tiers = _by_usage(decided, seen, tiers, workload, schedule, units, hardware)
     sizes: dict[str, float] = {"device": 0.0, "host": 0.0, "disk": 0.0}
     for unit, policy_unit in seen.items():
         size = (hardware.nodes - 1) * policy_unit.shard_bytes
@@ -88,12 +88,12 @@ def _by_usage(
     seen: Mapping[Unit, _PolicyUnit],
     tiers: Mapping[Unit, Place],
     workload: Workload,
-    plan: Schedule,
+    schedule: Schedule,
     units: Layout,
     hardware: Hardware,
 ) -> dict[Unit, Place]:
     """Ask the policy as each unit is stored in forward, when activations have piled up so far."""
-    most = footprint(workload, plan, units, hardware, CacheBytes())
+    most = footprint(workload, schedule, units, hardware, CacheBytes())
     activations = most.forward["activations"]
     rest = sum(most.forward.values()) - activations
     found: dict[Unit, Place] = dict(tiers)
