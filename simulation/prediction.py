@@ -10,7 +10,7 @@ from baselines.registry import schedule_of
 from simulation import transformer as shapes
 from simulation.hardware import Hardware
 from simulation.memory import Footprint, footprint
-from simulation.step.events import Run, simulate
+from simulation.step.events import Timeline, simulate
 from simulation.step.placement import place
 from simulation.step.schedule import Step
 from simulation.units import layout
@@ -41,7 +41,7 @@ class Prediction:
     busy: Mapping[str, float]
     moved_bytes: Moved
     footprint: Footprint
-    run: Run
+    timeline: Timeline
 
     @property
     def inter_node_bytes(self) -> float:
@@ -95,21 +95,23 @@ def predict(workload: Workload, hardware: Hardware) -> Prediction:
     placement = place(workload, schedule, units, hardware)
     needs = footprint(workload, schedule, units, hardware, placement.cache)
     tasks = Step(workload, schedule, units, placement, hardware).build()
-    run = simulate(tasks.tasks)
+    timeline = simulate(tasks.tasks)
     shortage = needs.shortage(hardware)
     tokens = workload.tokens * workload.accumulation
-    per_gpu = tokens / run.seconds
+    per_gpu = tokens / timeline.seconds
     mfu, hfu = utilisations(workload, hardware, per_gpu)
     return Prediction(
         state="ok" if shortage is None else "oom",
         error=shortage,
-        step_seconds=run.seconds,
+        step_seconds=timeline.seconds,
         tokens_per_s=per_gpu * hardware.world_size,
         mfu=mfu,
         hfu=hfu,
-        critical_path=tuple(run.tasks[index].name for index in run.critical_path()),
-        busy={name: used / run.seconds for name, used in sorted(run.busy_seconds().items())},
+        critical_path=tuple(timeline.tasks[index].name for index in timeline.critical_path()),
+        busy={
+            name: used / timeline.seconds for name, used in sorted(timeline.busy_seconds().items())
+        },
         moved_bytes=tasks.moved_bytes,
         footprint=needs,
-        run=run,
+        timeline=timeline,
     )

@@ -26,4 +26,4 @@ def link_bits_per_s(ratio: float, workload: Workload, unlimited: Hardware) -> fl
 
 
 def _computation_seconds(prediction: Prediction) -> float:
-    return prediction.run.busy_seconds()["compute"]
+    return prediction.timeline.busy_seconds()["compute"]

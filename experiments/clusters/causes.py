@@ -1,4 +1,4 @@
-"""Which rank of a job failed first, and why: what the ranks leave, and what is made of it.
+"""Which rank of a launch failed first, and why: what the ranks leave, and what is made of it.
 
 Torchelastic's failures carry whole seconds; the errors that one rank's end causes on the others
 follow within milliseconds. Here the order is kept by cause rather than by clock: a rank holds a
@@ -167,7 +167,7 @@ def _is_lost_peer(error: BaseException) -> bool:
 def outcome(
     results: Mapping[int, NodeResult], reports: Sequence[Report], *, out_of_memory_kills: int
 ) -> Outcome:
-    """How a job ended whose time was not over.
+    """How a launch ended whose time was not over.
 
     ``results`` has, by node, what the agents said, and ``reports`` the exceptions that ended
     ranks. ``out_of_memory_kills`` is how many processes the kernel killed meanwhile because

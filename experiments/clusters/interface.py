@@ -16,12 +16,12 @@ class ClusterError(RuntimeError):
 
 
 class LostNodeError(ClusterError):
-    """A node is gone, preempted or broken, and the cluster with it; no fault of the job."""
+    """A node is gone, preempted or broken, and the cluster with it; no fault of the launch."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the ranks of one job ended."""
+    """How the ranks of one launch, a call of ``Cluster.run``, ended."""
 
     state: Literal["ok", "oom", "failed", "timeout"]
     #: Global rank whose error came first, and its traceback or signal; ``None`` when ``ok``.
@@ -64,7 +64,7 @@ class Cluster(Protocol):
         """Run the function ``entry`` ("package.module:function") on every rank and wait.
 
         ``function(*arguments)`` is called in a fresh process a rank, in the environment that
-        torchrun sets; ``TMPDIR`` is a directory of its node that ends with the job. Standard output
-        and error of rank r go below ``logs``.
+        torchrun sets; ``TMPDIR`` is a directory of its node that ends with the launch. Standard
+        output and error of rank r go to files below ``logs``.
         """
         ...

@@ -40,10 +40,10 @@ class Description(Strict):
     network: dict[str, Any]
 
 
-class Task(Strict):
-    """Launch the ranks of one job on the node."""
+class Order(Strict):
+    """Start the ranks of one launch on the node."""
 
-    kind: Literal["task"] = "task"
+    kind: Literal["order"] = "order"
     node: int
     nodes: int
     ranks: int
@@ -82,7 +82,7 @@ class RankReport(Strict):
 
 
 class Ended(Strict):
-    """Answer to a task, once nothing of it runs on the node any more."""
+    """Answer to an order, once nothing of it runs on the node any more."""
 
     #: By global rank.
     exits: dict[int, RankExit]
@@ -94,6 +94,6 @@ class Ended(Strict):
     out_of_memory_kills: int
 
 
-question: TypeAdapter[Inquiry | Task] = TypeAdapter(
-    Annotated[Inquiry | Task, Field(discriminator="kind")]
+question: TypeAdapter[Inquiry | Order] = TypeAdapter(
+    Annotated[Inquiry | Order, Field(discriminator="kind")]
 )

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from baselines import registry
-from experiments.clusters import gate
+from experiments.clusters import start_barrier
 from experiments.clusters.interface import ClusterError, Outcome
 from experiments.records.abilities import ABILITIES
 from experiments.records.cell import AnyCluster, Cell
@@ -69,7 +69,7 @@ class SimulatedCluster:
         cell_file, output = map(Path, arguments)
         cell = Cell.model_validate_json(cell_file.read_bytes())
         self._spec = cell.cluster  # of as many nodes as the cell wants
-        gate.pass_through(output)
+        start_barrier.wait(output)
         hardware, workload = cluster_of(cell), workload_of(cell)
         prediction = predict(workload, hardware)
         if prediction.state == "oom":
@@ -97,9 +97,9 @@ def measured(workload: Workload, hardware: Hardware, prediction: Prediction) -> 
     entry = registry.find(workload.strategy)
     needs, ranks = prediction.footprint, hardware.ranks_per_node
     critical: dict[str, float] = {}
-    run = prediction.run
-    for index in run.critical_path():
-        stream, span = run.tasks[index].stream, run.spans[index]
+    timeline = prediction.timeline
+    for index in timeline.critical_path():
+        stream, span = timeline.tasks[index].stream, timeline.spans[index]
         critical[stream] = critical.get(stream, 0.0) + span.end - span.start
     cached = entry.name == "fcdp" or "cache" in needs.host
     on_gpu = hardware.backend == "nccl"

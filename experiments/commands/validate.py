@@ -158,9 +158,9 @@ def _calibrated() -> Constants:
     from experiments.records import modelled
     from simulation.calibration import calibrate
 
-    plan = reader.read(CALIBRATION)
-    with session.opened(plan, Path("runs") / plan.name, resume=True) as (directory, finished):
-        records = session.run_cells(plan, plan.cells, finished, directory)
+    matrix = reader.read(CALIBRATION)
+    with session.opened(matrix, Path("runs") / matrix.name, resume=True) as (directory, finished):
+        records = session.run_cells(matrix, matrix.cells, finished, directory)
         steps = (modelled.measured_step(r, modelled.cluster_of(r.cell)) for r in records)
         return calibrate([step for step in steps if step is not None])
 

@@ -12,7 +12,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from experiments.clusters import gate
+from experiments.clusters import start_barrier
 from experiments.preflight.schema import Compute, Host, Link, Links, Probed, Sample
 from experiments.records.cell import DType
 from fcdp import Topology, exchange
@@ -40,7 +40,7 @@ def main(output_directory: str) -> None:
     try:
         dist.barrier()
         if topology.rank == 0:
-            gate.pass_through(output)
+            start_barrier.wait(output)
         probed = _Probe(topology).measure()
         if topology.rank == 0:
             text = probed.model_dump_json(indent=1)

@@ -20,7 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from experiments.matrix.matrix import Matrix, PlannedCell
+from experiments.matrix.matrix import Matrix, MatrixCell
 from experiments.records.cell import Cell
 from experiments.records.record import Record
 from experiments.terminal.summary_table import STATE_STYLES, megabytes, varying_settings
@@ -79,13 +79,13 @@ class Progress:
     def __init__(
         self,
         matrix: Matrix,
-        cells: Sequence[PlannedCell],
+        cells: Sequence[MatrixCell],
         finished: Sequence[Record],
         console: Console,
     ) -> None:
         self._matrix = matrix
         self._console = console
-        self._cells = [planned.cell for planned in cells if planned.skip_reason is None]
+        self._cells = [entry.cell for entry in cells if entry.skip_reason is None]
         self._skipped = Counter(p.skip_reason for p in cells if p.skip_reason is not None)
         ids = {cell.id for cell in self._cells}
         self._finished = [record for record in finished if record.cell_id in ids]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from baselines import strategy as strategies
 from baselines.strategy import Job, Trainable
-from experiments.clusters import gate
+from experiments.clusters import start_barrier
 from experiments.clusters.counters import transmitted_bytes
 from experiments.records.cell import Cell
 from experiments.records.record import Measurement
@@ -79,7 +79,7 @@ class _Run:
         cell, trainable = self.cell, self.trainable
         dist.barrier()
         if self.topology.rank == 0:
-            gate.pass_through(self.output)
+            start_barrier.wait(self.output)
         dist.barrier()
         self._train(cell.warmup_steps)
         self.seconds.clear()

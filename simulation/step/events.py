@@ -42,8 +42,8 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Run:
-    """All tasks' spans, in the order of the tasks."""
+class Timeline:
+    """What a simulation yields: all tasks' spans, in the order of the tasks."""
 
     tasks: tuple[Task, ...]
     spans: tuple[Span, ...]
@@ -61,7 +61,7 @@ class Run:
         return busy
 
     def critical_path(self) -> list[int]:
-        """Tasks that follow one another without a gap from the start to the end of the run."""
+        """Indices of the tasks that follow one another without a gap up to the last to end."""
         if not self.tasks:
             return []
         before = _predecessors(self.tasks)
@@ -93,8 +93,8 @@ class _State:
     waiting: list[tuple[float, int]] = field(default_factory=list)
 
 
-def simulate(tasks: Sequence[Task]) -> Run:
-    """Run the tasks from time 0."""
+def simulate(tasks: Sequence[Task]) -> Timeline:
+    """Timeline the tasks from time 0."""
     before = _predecessors(tasks)
     followers: list[list[int]] = [[] for _ in tasks]
     missing = [len(group) for group in before]
@@ -128,7 +128,7 @@ def simulate(tasks: Sequence[Task]) -> Run:
                     ready.append(follower)
     assert not any(missing), "tasks wait for one another in a circle"
     spans = tuple(Span(start, end) for start, end in zip(starts, ends, strict=True))
-    return Run(tuple(tasks), spans)
+    return Timeline(tuple(tasks), spans)
 
 
 def _predecessors(tasks: Sequence[Task]) -> list[set[int]]:

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from baselines import pins
 from experiments.clusters.emulated import EmulatedCluster
-from experiments.clusters.gate import Gate
 from experiments.clusters.interface import Outcome
+from experiments.clusters.start_barrier import StartBarrier
 from experiments.records.cell import Cell, ClusterSpec
 from experiments.records.record import Measurement
 from experiments.runner.runner import WORKER
@@ -83,7 +83,7 @@ def run(
     cluster.shape(None)
     started = time.monotonic()
     bandwidth = cell.inter_bandwidth_bits_per_s
-    with Gate(directory, lambda: cluster.shape(bandwidth)):
+    with StartBarrier(directory, lambda: cluster.shape(bandwidth)):
         outcome = cluster.run(
             entry,
             [str(file), str(directory), *arguments],

@@ -16,7 +16,7 @@ _TAG_LENGTH = 64
 
 
 @dataclass(frozen=True)
-class Job:
+class WandbRun:
     """One W&B run that is to be written."""
 
     id: str
@@ -29,8 +29,8 @@ class Job:
     exit_code: int = 0
 
 
-def cell_job(record: Record, run_id: str | None = None) -> Job:
-    """The run of a cell: its history, its summary; group = matrix, job type = strategy."""
+def cell_run(record: Record, run_id: str | None = None) -> WandbRun:
+    """The run of a cell: its history, its summary; group = matrix, W&B's job type = strategy."""
 
     def fill(run: Any) -> None:
         if record.measurement is not None:
@@ -39,7 +39,7 @@ def cell_job(record: Record, run_id: str | None = None) -> Job:
                 run.log(point, step=step)
         run.summary.update(_summary(record))
 
-    return Job(
+    return WandbRun(
         id=run_id or _run_id(record),
         name=record.cell_id,
         group=record.cell.matrix,
@@ -51,7 +51,7 @@ def cell_job(record: Record, run_id: str | None = None) -> Job:
     )
 
 
-def report_job(records: Sequence[Record], directory: Path, report: Path) -> Job:
+def report_run(records: Sequence[Record], directory: Path, report: Path) -> WandbRun:
     """The run that holds the records and the files below ``report`` as an artifact."""
     matrix = records[0].cell.matrix
 
@@ -66,7 +66,7 @@ def report_job(records: Sequence[Record], directory: Path, report: Path) -> Job:
                 artifact.add_file(str(file), str(file.relative_to(report)), skip_cache=True)
             run.log_artifact(artifact)
 
-    return Job(
+    return WandbRun(
         id=_digest("report", *sorted(map(_run_id, records))),
         name=f"{matrix}-report",
         group=matrix,
