@@ -30,7 +30,7 @@ class Schedule:
     #: forever).
     cached_for: Literal["micro-batch", "step", "change"] = "change"
     #: Whether only the last micro-batch reduces across nodes.
-    defers: bool = False
+    accumulates_without_sync: bool = False
     #: Whether frozen and trained parameters of a block have units of their own.
     apart: bool = False
     #: What is gathered at a time.
@@ -67,7 +67,7 @@ class Schedule:
     #: master that the optimizer steps in pieces.
     shards_fp32: bool = True
     #: Whether vectors and adapters stay whole on every rank, and are gathered after each step.
-    keeps_small_whole: bool = False
+    replicates_small: bool = False
     #: Whether what comes out of a gather or a reduction is copied out of its buffer.
     copies_out: bool = False
     #: Whether gradients keep their memory from one step to the next.
@@ -94,7 +94,7 @@ class Schedule:
 FCDP = Schedule(
     hierarchical=True,
     cache="policy",
-    defers=True,
+    accumulates_without_sync=True,
     apart=True,
     pads=True,
     cuts_low_rank=True,
@@ -104,7 +104,7 @@ FCDP = Schedule(
     copies_out=True,
 )
 FSDP2 = Schedule(pads=True, copies_out=True, gathers_ahead_on_host=False)
-DDP = Schedule(shards="rank", defers=True, keeps_gradients=True)
+DDP = Schedule(shards="rank", accumulates_without_sync=True, keeps_gradients=True)
 # One matrix is gathered ahead: its prefetch bucket of 5e7 elements is less than one at 30B. But
 # modules that hold others gather one ahead too, so that the lead grows until two blocks are alive.
 # By the bytes that it sent on the emulated cluster: 1.2 to 1.4 blocks on a model of two, on one of
@@ -114,7 +114,7 @@ DEEPSPEED = Schedule(
     lead_per_block=0.7,
     most_lead=1.7,
     shards_fp32=False,
-    keeps_small_whole=True,
+    replicates_small=True,
     keeps_gradients=True,
     estimated_share=0.01,
 )
@@ -123,5 +123,10 @@ DEEPSPEED = Schedule(
 def within_node(schedule: Schedule) -> Schedule:
     """The same, sharded inside the node and replicated across nodes: MiCS, hybrid sharding."""
     return replace(
-        schedule, shards="node", cache=None, apart=False, defers=True, cuts_low_rank=False
+        schedule,
+        shards="node",
+        cache=None,
+        apart=False,
+        accumulates_without_sync=True,
+        cuts_low_rank=False,
     )

@@ -39,7 +39,7 @@ def calibrate(steps: Sequence[MeasuredStep]) -> Constants:
     """
     free = [step for step in steps if math.isinf(step.hardware.inter_bytes_per_s)]
     engines = sorted({find(step.workload.strategy).engine for step in free})
-    units = _unit_constants(engines)
+    units = _single_costs(engines)
     if len(free) < len(units):
         raise ValueError(
             f"records: hold {len(free)} cells without a limit that ran, "
@@ -59,7 +59,7 @@ def calibrate(steps: Sequence[MeasuredStep]) -> Constants:
     )
 
 
-def _unit_constants(engines: Sequence[str]) -> Mapping[str, Constants]:
+def _single_costs(engines: Sequence[str]) -> Mapping[str, Constants]:
     """A host on which only one thing takes time, by the name of the constant."""
     return {
         "flops": replace(_NOTHING, flops=1.0),

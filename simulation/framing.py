@@ -59,7 +59,7 @@ def messages(workload: Workload, nodes: int, ranks_per_node: int) -> int:
         asked = 2 * len(units.units) if "disk" in (schedule.keeps_in(workload.policy) or "") else 0
         agreements = workload.accumulation * (1 + asked) if schedule.shards == "world" else 0
         return (1 + gathers + reductions + agreements) * pairwise
-    whole = _kept_whole(workload) if schedule.keeps_small_whole else 0
+    whole = _kept_whole(workload) if schedule.replicates_small else 0
     return pairwise + ring * (gathers + whole) + 2 * ring * reductions
 
 
@@ -69,10 +69,10 @@ def whole_bytes(workload: Workload, nodes: int, ranks_per_node: int) -> float:
     It gathers that after each step, what is frozen too.
     """
     schedule = schedule_of(workload.strategy)
-    if not schedule.keeps_small_whole:
+    if not schedule.replicates_small:
         return 0.0
     units = layout(workload, schedule, nodes, ranks_per_node)
-    return (nodes - 1) / nodes * units.whole * workload.element_bytes
+    return (nodes - 1) / nodes * units.replicated * workload.element_bytes
 
 
 def _gathers(workload: Workload, schedule: Schedule, units: Layout) -> int:
@@ -96,9 +96,9 @@ def _reductions(workload: Workload, schedule: Schedule, units: Layout) -> int:
     trained = sum(unit.trained > 0 for unit in units.units)
     if schedule.unit == "matrix":  # reduced a block at a time
         trained = min(trained, workload.model.layers + 1)
-    if units.whole_trained:
-        trained += 1 if schedule.keeps_small_whole else 2
-    return trained * (1 if schedule.defers else workload.accumulation)
+    if units.replicated_trained:
+        trained += 1 if schedule.replicates_small else 2
+    return trained * (1 if schedule.accumulates_without_sync else workload.accumulation)
 
 
 def _kept_whole(workload: Workload) -> int:

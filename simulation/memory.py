@@ -29,7 +29,7 @@ _STEP_BYTES = 4
 _SUB_GROUP = 1e9
 #: Gathered units other than the root's: one in use, one on its way.
 _GATHERED_UNITS = 2
-_LOOK_AHEAD = 1
+_PREFETCH_DEPTH = 1
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def footprint(
     stored = _MASTER_BYTES if schedule.shards_fp32 else element
     master = _MASTER_BYTES if stored < _MASTER_BYTES else 0
     # Replicas are stepped whole; what DeepSpeed keeps whole, it steps in shards.
-    whole = 0 if schedule.keeps_small_whole else units.whole
+    whole = 0 if schedule.replicates_small else units.replicated
     stepped = (workload.trained - whole) / sharers + whole
     parameters = stored * ((workload.parameters - whole) / sharers + whole)
     states = (_MOMENTS_BYTES + master) * stepped
@@ -135,9 +135,9 @@ def footprint(
         places[place][name] = nbytes * (1 if place == "device" else ranks)
     largest_slice = (nodes - 1) / nodes * element * units.largest / ranks
     if cache.host and schedule.stages:
-        device["staging"] = _LOOK_AHEAD * largest_slice
+        device["staging"] = _PREFETCH_DEPTH * largest_slice
     device["cache"], disk["cache"] = cache.device, ranks * cache.disk
-    buffers = (_LOOK_AHEAD + 2) * largest_slice if cache.disk else 0.0
+    buffers = (_PREFETCH_DEPTH + 2) * largest_slice if cache.disk else 0.0
     host["cache"] = ranks * (cache.host + buffers)
     gradients, step = device.pop("gradients", 0.0), device.pop("optimizer step", 0.0)
     moments = _moments(workload, schedule, units, ranks, gradients, step)
@@ -236,13 +236,13 @@ def _moments(
 
     unit = float(element * units.largest)
     root = float(element * units.root.parameters)
-    if schedule.keeps_small_whole:
-        root += element * units.whole
+    if schedule.replicates_small:
+        root += element * units.replicated
     trained = max((unit.trained for unit in units.units if unit is not units.root), default=0)
     reductions = float(element * (units.root.trained + 2 * trained))
     # At backward's end: gradients of what is whole, copied to bf16 and then put together; and what
     # FSDP2 has all-reduced across nodes, which it keeps until then.
-    last = float(2 * element * units.whole_trained)
+    last = float(2 * element * units.replicated_trained)
     if schedule.shards == "node" and schedule.copies_out:
         last += element * workload.trained / ranks
     if schedule.shards == "rank":
@@ -255,7 +255,11 @@ def _moments(
 
     stay = schedule.keeps_gradients or workload.accumulation > 1
     left = {"gradients": gradients if stay else 0.0}
-    if schedule.shards == "world" and schedule.defers and workload.accumulation > 1:
+    if (
+        schedule.shards == "world"
+        and schedule.accumulates_without_sync
+        and workload.accumulation > 1
+    ):
         left["gradient sums"] = _MASTER_BYTES * workload.trained / ranks
     in_block = left | {"gathered": gathered, "reductions": reductions}
     return (

@@ -63,12 +63,12 @@ def flat(nbytes: float, nodes: int, ranks_per_node: int) -> Traffic:
     )
 
 
-def across(nbytes: float, nodes: int) -> Traffic:
+def inter_node(nbytes: float, nodes: int) -> Traffic:
     """The half of a hierarchy that crosses nodes, among ranks of equal local rank."""
     return Traffic(inter_node_bytes=(nodes - 1) / nodes * nbytes, inter_messages=nodes - 1)
 
 
-def inside(nbytes: float, ranks_per_node: int) -> Traffic:
+def intra_node(nbytes: float, ranks_per_node: int) -> Traffic:
     """The half of a hierarchy inside the node, or a node's exchange of its own."""
     passed = (ranks_per_node - 1) / ranks_per_node * nbytes
     return Traffic(
@@ -80,7 +80,7 @@ def inside(nbytes: float, ranks_per_node: int) -> Traffic:
 
 def hierarchical(nbytes: float, nodes: int, ranks_per_node: int) -> Traffic:
     """Both halves, one after the other."""
-    return across(nbytes, nodes) + inside(nbytes, ranks_per_node)
+    return inter_node(nbytes, nodes) + intra_node(nbytes, ranks_per_node)
 
 
 def flat_all_reduce(nbytes: float, nodes: int, ranks_per_node: int) -> Traffic:

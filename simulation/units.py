@@ -54,9 +54,9 @@ class Layout:
     segments: tuple[Segment, ...]
     head: Segment
     #: Parameters that every rank keeps whole, by the vendor's threshold or as replicated adapters.
-    whole: int
+    replicated: int
     #: Those of them that are trained.
-    whole_trained: int
+    replicated_trained: int
 
     @property
     def units(self) -> list[Unit]:

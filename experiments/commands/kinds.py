@@ -73,7 +73,7 @@ def simulated_cluster(spec: AnyCluster) -> Cluster:
 
 
 def cluster(spec: AnyCluster, preload: Sequence[str] = PRELOADED) -> Cluster:
-    """The cluster that ``spec`` describes, not yet built, for jobs that need these modules."""
+    """The cluster that ``spec`` describes, not yet built, for launches that need these modules."""
     return _BUILDERS[spec.kind](spec, preload)
 
 

@@ -52,7 +52,7 @@ class Peak(Strict):
     host_bytes: int
 
 
-class Finding(Strict):
+class MemoryUse(Strict):
     """What the steps of one case took."""
 
     parameters: int
@@ -77,7 +77,7 @@ class MemoryRecord(Strict):
     evidence: Literal["simulated"] = "simulated"
     #: What of it is real.
     method: str = "real code, fake tensors"
-    finding: Finding | None
+    finding: MemoryUse | None
     commit: str | None
     versions: dict[str, str]
     started_at: str

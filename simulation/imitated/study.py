@@ -12,7 +12,7 @@ from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any, get_args
 
 from baselines import registry
-from simulation.imitated.records import Case, Finding, MemoryRecord, Peak, State
+from simulation.imitated.records import Case, MemoryRecord, MemoryUse, Peak, State
 from simulation.imitated.search import largest_fitting
 from simulation.paper_models import PAPER_MODELS, SEQUENCE_LENGTH
 from simulation.transformer import ModelSpec, Tuning
@@ -96,20 +96,20 @@ def place(record: MemoryRecord) -> tuple[int, str]:
 
 def settle(
     pending: Iterable[Case],
-    jobs: int,
+    processes: int,
     build: Build,
     *,
     commit: str | None,
     versions: Mapping[str, str],
 ) -> Iterator[MemoryRecord]:
-    """The records of all cases, as they are finished, by ``jobs`` processes.
+    """The records of all cases, as they are finished, by so many ``processes``.
 
     ``build`` is called there, so that it must be a function of a module; ``commit`` and
     ``versions`` are those that the records name.
     """
     origin = {"commit": commit, "versions": dict(versions)}
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a warning that fake groups do nothing
-    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         try:
             futures = [pool.submit(_settle, case, build, origin) for case in pending]
             for future in as_completed(futures):
@@ -158,7 +158,7 @@ def _least_bytes(case: Case, build: Build) -> int:
     return sum(param.numel() * (16 if param.requires_grad else 4) for param in model.parameters())
 
 
-def find(case: Case, build: Build) -> Finding:
+def find(case: Case, build: Build) -> MemoryUse:
     """Run steps of the case in this process, on the imitated accelerator."""
     # These import torch, for which commands that only ask must not wait.
     from simulation.imitated.accelerator import NAME, imitated
@@ -186,7 +186,7 @@ def find(case: Case, build: Build) -> Finding:
 
         largest = largest_fitting(peak, case.usable_bytes, about_one)
     cache = rank.trainable.host_cache_bytes
-    return Finding(
+    return MemoryUse(
         parameters=rank.parameters,
         trainable_parameters=rank.trained,
         resting_device_bytes=resting,

@@ -32,13 +32,13 @@ class Exchanges:
         if self.schedule.shards == "node" or nodes == 1:
             return self.spread(unit)
         if self.schedule.hierarchical:
-            return [self._across(unit.gathered, self._gather_codec), *self.spread(unit)]
+            return [self._inter_node(unit.gathered, self._gather_codec), *self.spread(unit)]
         encoded = self._sent_bytes(unit.gathered, self._gather_codec)
         return [collectives.flat(encoded, nodes, ranks)]
 
     def spread(self, unit: Unit) -> list[Traffic]:
         """Inside the node, where every rank has its slice already."""
-        return [collectives.inside(self.gathered_bytes(unit), self._ranks)]
+        return [collectives.intra_node(self.gathered_bytes(unit), self._ranks)]
 
     def slice_bytes(self, unit: Unit) -> float:
         """What a rank's entry takes: our cache leaves out what the rank holds anyway."""
@@ -52,15 +52,15 @@ class Exchanges:
         if self.schedule.shards == "rank":
             return [collectives.flat_all_reduce(nbytes, nodes, ranks)] if last else []
         if nodes == 1:
-            return [self._inside(nbytes)]
+            return [self._intra_node(nbytes)]
         if self.schedule.shards == "node":
-            both_ways = collectives.across(nbytes, nodes)
-            return [self._inside(nbytes), *([both_ways + both_ways] if last else [])]
+            both_ways = collectives.inter_node(nbytes, nodes)
+            return [self._intra_node(nbytes), *([both_ways + both_ways] if last else [])]
         codec = self._reduce_codec
         if self.schedule.hierarchical or codec != "none":  # the vendor's qgZ: two all-to-alls
-            crossing = last or not self.schedule.defers
-            half = [self._across(trained, codec)] if crossing else []
-            return [self._inside(nbytes), *half]
+            crossing = last or not self.schedule.accumulates_without_sync
+            half = [self._inter_node(trained, codec)] if crossing else []
+            return [self._intra_node(nbytes), *half]
         ring = collectives.flat(nbytes, nodes, ranks)
         return [ring + ring if self._gloo else ring]
 
@@ -103,12 +103,12 @@ class Exchanges:
         has = setting in registry.find(self.workload.strategy).settings.model_fields
         return str(getattr(self.workload, setting)) if has else "none"
 
-    def _inside(self, nbytes: float) -> Traffic:
-        half = collectives.inside(nbytes, self._ranks)
+    def _intra_node(self, nbytes: float) -> Traffic:
+        half = collectives.intra_node(nbytes, self._ranks)
         return half + half if self._gloo else half
 
-    def _across(self, parameters: int, codec: str) -> Traffic:
-        return collectives.across(self._sent_bytes(parameters, codec), self._nodes)
+    def _inter_node(self, parameters: int, codec: str) -> Traffic:
+        return collectives.inter_node(self._sent_bytes(parameters, codec), self._nodes)
 
     def _sent_bytes(self, parameters: int, codec: str) -> float:
         """What the parameters are while they travel; codecs encode shards, padding included."""

@@ -43,11 +43,11 @@ def optimizer_tasks(
             at = tasks.copy(
                 "updated parameters", "host_to_device", "copy in", size, "optimizer", (at,)
             )
-    if units.whole and schedule.keeps_small_whole:
+    if units.replicated and schedule.replicates_small:
         # What every rank keeps whole is stepped in shards and gathered again.
-        nbytes = float(workload.element_bytes * units.whole)
+        nbytes = float(workload.element_bytes * units.replicated)
         if schedule.shards == "node" or hardware.nodes == 1:
-            traffic = collectives.inside(nbytes, hardware.ranks_per_node)
+            traffic = collectives.intra_node(nbytes, hardware.ranks_per_node)
         else:
             traffic = collectives.flat(nbytes, hardware.nodes, hardware.ranks_per_node)
         tasks.exchange("gather what stays whole", COMPUTE, traffic, "optimizer", (at,))

@@ -89,11 +89,11 @@ class Step:
                 self._reduce(segment.name, self._exchanges.reduce(waiting, last=last), waiting)
                 waiting = 0
         whole = 0
-        if not self._schedule.keeps_small_whole:
-            replicas = self._exchanges.all_reduce(units.whole_trained) if last else []
-            self._reduce("replicas", replicas, units.whole_trained)
+        if not self._schedule.replicates_small:
+            replicas = self._exchanges.all_reduce(units.replicated_trained) if last else []
+            self._reduce("replicas", replicas, units.replicated_trained)
         else:
-            whole = units.whole_trained
+            whole = units.replicated_trained
         rest = units.root.trained + whole
         self._reduce("root", self._exchanges.reduce(rest, last=last), rest)
 

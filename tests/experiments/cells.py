@@ -53,7 +53,7 @@ def cell(strategy: str, **settings: Any) -> Cell:
 
 
 @dataclass(frozen=True)
-class Run:
+class CellResult:
     """How a cell ended."""
 
     cell: Cell
@@ -75,7 +75,7 @@ class Run:
 
 def run(
     cluster: EmulatedCluster, cell: Cell, directory: Path, entry: str = WORKER, *arguments: str
-) -> Run:
+) -> CellResult:
     """Run one cell as the runner does; ``entry`` takes the worker's arguments and more."""
     directory.mkdir()
     file = directory / "cell.json"
@@ -91,7 +91,7 @@ def run(
             environment=pins.variables(cell.deepspeed),
             timeout_s=cell.timeout_s,
         )
-    return Run(cell, directory, outcome, time.monotonic() - started)
+    return CellResult(cell, directory, outcome, time.monotonic() - started)
 
 
 FAILING_WORKER = f"{__name__}:fail_in_mid_step"
