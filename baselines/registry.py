@@ -108,8 +108,8 @@ _DEEPSPEED_OFFLOAD = replace(DEEPSPEED, optimizer="host")
 
 # The order is that of tables and figures. One hue per engine (DeepSpeed warm, PyTorch blue, this
 # one purple; FCDP alone is green) and one marker per strategy. The three main ones have Okabe and
-# Ito's colours, which stay apart under the common colour-vision deficiencies; markers say the same in
-# black and white.
+# Ito's colours, which stay apart under the common colour-vision deficiencies; markers say the same
+# in black and white.
 STRATEGIES: tuple[Strategy, ...] = (
     Strategy(
         "deepspeed-zero3",

@@ -75,7 +75,8 @@ _LIBRARYS = (CacheSettings, EncodedSettings)
 def load(name: str) -> Builder:
     """The function that builds the strategy of this name.
 
-    Raises ``ValueError`` for one that does not exist. Only its module, and so only its engine, is imported.
+    Raises ``ValueError`` for one that does not exist. Only its module, and so only its engine, is
+    imported.
     """
     found = registry.find(name)
     module, function = found.builder

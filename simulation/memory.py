@@ -19,22 +19,22 @@ from simulation.workload import Workload
 
 _MASTER_BYTES = 4
 _MOMENTS_BYTES = 8
-#: Of a token and word when the loss's backward begins, in fp32 whatever the logits are in: their
-#: log-softmax, its gradient and theirs.
+#: Bytes per token and word when the loss's backward begins, in fp32 whatever the logits are in:
+#: their log-softmax, its gradient and theirs.
 _LOSS_BYTES = 12
 #: While foreach AdamW steps: the roots of second moments, of all parameters that it is given.
 _STEP_BYTES = 4
 #: DeepSpeed's ``sub_group_size``: elements of a rank that it gives AdamW at a time, with gradients
 #: that it copies to fp32 for this.
 _SUB_GROUP = 1e9
-#: Gathered units other than the root's: one in use, one on its way.
+#: Gathered units beside the root: one in use, one on its way.
 _GATHERED_UNITS = 2
 _PREFETCH_DEPTH = 1
 
 
 @dataclass(frozen=True)
 class CacheBytes:
-    """What the entries of one rank's cache take."""
+    """Bytes of the entries of one rank's cache, by tier."""
 
     device: float = 0.0
     host: float = 0.0
@@ -43,15 +43,15 @@ class CacheBytes:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a step needs at its fullest moment, by part."""
+    """Bytes that a step needs at its fullest moment, by part."""
 
-    #: One rank's device.
+    #: Memory of one rank's device.
     device: Mapping[str, float]
-    #: The same in forward, when all blocks have run.
+    #: Memory of one rank's device in forward, when all blocks have run.
     forward: Mapping[str, float]
     #: One node's host memory, for what this project or a vendor puts there.
     host: Mapping[str, float]
-    #: One node's disks.
+    #: Space on one node's disks.
     disk: Mapping[str, float]
 
     @property
@@ -63,7 +63,7 @@ class Footprint:
         return sum(self.host.values())
 
     def shortage(self, hardware: Hardware) -> str | None:
-        """What does not fit, with what it needs and has; ``None`` if all fits."""
+        """A sentence about what does not fit, with needs and haves in GB; ``None`` if all fits."""
         if self.device_bytes > hardware.usable_device_bytes:
             return (
                 f"a device needs {self.device_bytes / 1e9:.1f} GB, has "
@@ -79,10 +79,11 @@ class Footprint:
 
 
 def peak(workload: Workload, hardware: Hardware) -> Footprint:
-    """The peak of a steady step.
+    """The peak memory of a steady step.
 
-    The cache is planned as if every unit went to the first tier of its strategy; a policy that
-    looks at memory in use is applied by the simulator, which calls ``footprint``.
+    The cache is sized as if every unit went to the first tier of its strategy; a policy that
+    looks at memory in use is applied by the simulator, which calls ``footprint``. Raises
+    ``ValueError`` for a strategy that is not simulated.
     """
     schedule = schedule_of(workload.strategy)
     units = layout(workload, schedule, hardware.nodes, hardware.ranks_per_node)
@@ -97,7 +98,7 @@ def peak(workload: Workload, hardware: Hardware) -> Footprint:
 
 
 def entry_bytes(workload: Workload, schedule: Schedule, hardware: Hardware) -> float:
-    """Of one rank, all entries: our cache leaves out the rank's own shard, vendors do not."""
+    """Bytes of all entries of one rank: our cache leaves out its own shard, vendors do not."""
     nodes, ranks = hardware.nodes, hardware.ranks_per_node
     gathered = workload.parameters * workload.element_bytes
     if not schedule.caches_own_shard:
@@ -108,7 +109,7 @@ def entry_bytes(workload: Workload, schedule: Schedule, hardware: Hardware) -> f
 def footprint(
     workload: Workload, schedule: Schedule, units: Layout, hardware: Hardware, cache: CacheBytes
 ) -> Footprint:
-    """The peak with what the cache holds given."""
+    """The peak memory of a steady step where the cache's bytes are given."""
     nodes, ranks = hardware.nodes, hardware.ranks_per_node
     sharers = {"world": hardware.world_size, "node": ranks, "rank": 1}[schedule.shards]
     element = workload.element_bytes
@@ -156,7 +157,7 @@ def largest_micro_batch(
     hardware: Hardware,
     fits: Callable[[Workload], bool] | None = None,
 ) -> int:
-    """Most sequences a rank and micro-batch that fit; 0 if not even one does.
+    """Most sequences per rank and micro-batch that fit; 0 if not even one does.
 
     ``fits`` is asked instead of ``peak`` where a policy decides by memory in use.
     """
@@ -179,7 +180,7 @@ def largest_micro_batch(
 
 
 def block_activation_bytes(workload: Workload) -> float:
-    """Of one token in one block, kept from forward to backward where nothing is recomputed.
+    """Bytes of one token's activations in one block, kept for backward without recomputation.
 
     GPT-2: norms' and matrices' inputs, Q, K, V, attention's output, and five tensors of the MLP's
     width, as its approximate GELU is written out. Llama: norms work in fp32. What is
@@ -204,7 +205,7 @@ def block_activation_bytes(workload: Workload) -> float:
 
 
 def _gradients_and_step(schedule: Schedule, element: int, stepped: float) -> tuple[float, float]:
-    """Gradients of so many parameters, and what their optimizer needs beside them as it steps."""
+    """Bytes of the gradients of so many parameters, and of what their optimizer's step takes."""
     if schedule.shards_fp32:
         return _MASTER_BYTES * stepped, _STEP_BYTES * stepped
     if schedule.optimizer == "device":
@@ -217,8 +218,10 @@ def _gradients_and_step(schedule: Schedule, element: int, stepped: float) -> tup
 def _moments(
     workload: Workload, schedule: Schedule, units: Layout, ranks: int, gradients: float, step: float
 ) -> Sequence[dict[str, float]]:
-    """What comes and goes on a device: as forward begins, as its blocks have run, as the loss is
-    differentiated, in the last block's backward, in the first's, and in the optimizer's step.
+    """Bytes by part of what comes and goes on a device, at six moments of a step.
+
+    They are: as forward begins, as its blocks have run, as the loss is differentiated, in the last
+    block's backward, in the first's, and in the optimizer's step.
 
     Parts make room for one another: gradients come as activations go, unless earlier micro-batches
     have left theirs, and what the ``step`` takes comes when all but gradients has gone.

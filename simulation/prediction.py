@@ -1,4 +1,4 @@
-"""What the simulator answers."""
+"""The simulator's answer: one step's time, bytes, memory, and what it waits for."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from simulation.step.schedule import Step
 from simulation.units import layout
 from simulation.workload import Workload
 
-#: Bytes of one node by link (inter_node, intra_node, host_to_device, device_to_host, disk) and
-#: phase (forward, backward, reduce, optimizer), as a record's ledger has them.
+#: Bytes that one node moves by link (inter_node, intra_node, host_to_device, device_to_host, disk)
+#: and phase (forward, backward, reduce, optimizer), as a record's ledger has them.
 Moved = Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One steady step: all caches hold what the step before has left in them."""
+    """One steady step, simulated: all caches hold what the step before has left in them."""
 
     #: ``oom`` if device or host memory is too small; the rest is then as if it were not.
     state: Literal["ok", "oom"]
     error: str | None
     step_seconds: float
-    #: Of the whole cluster.
+    #: Tokens per second of the whole cluster.
     tokens_per_s: float
     #: Model FLOPS utilisation (frozen weights count 4, trained ones 6), and with recomputation.
     mfu: float
@@ -45,7 +45,7 @@ class Prediction:
 
     @property
     def inter_node_bytes(self) -> float:
-        """What one node sends to others."""
+        """Bytes per step that one node sends to others."""
         return sum(self.moved_bytes.get("inter_node", {}).values())
 
     @property
@@ -55,7 +55,7 @@ class Prediction:
 
 
 def needed(workload: Workload, hardware: Hardware) -> Footprint:
-    """Device and host memory, with the cache where the policy puts it; raises as ``predict``."""
+    """The peak memory, with the cache where the policy puts it; raises as ``predict``."""
     schedule = schedule_of(workload.strategy)
     units = layout(workload, schedule, hardware.nodes, hardware.ranks_per_node)
     cache = place(workload, schedule, units, hardware).cache
@@ -70,7 +70,10 @@ def fits(workload: Workload, hardware: Hardware) -> bool:
 def utilisations(
     workload: Workload, hardware: Hardware, tokens_per_gpu_s: float
 ) -> tuple[float, float]:
-    """Of the device's peak: by the model's operations (MFU), and with recomputation (HFU)."""
+    """MFU and HFU: shares of the device's peak, by the model's operations and by all.
+
+    ``tokens_per_gpu_s`` are tokens per second and GPU.
+    """
     length, lora, peak = workload.sequence_length, workload.lora, hardware.device.peak_flops
     model_flops = shapes.model_flops(workload.model, length, lora)
     all_flops = shapes.hardware_flops(workload.model, length, lora, workload.recomputed)

@@ -10,7 +10,7 @@ _MICROSECONDS = 1e6
 
 
 def chrome_trace(prediction: Prediction) -> dict[str, Any]:
-    """The step in the Trace Event Format: a row a stream, the critical path marked."""
+    """The step in the Trace Event Format: a row per stream, the critical path marked."""
     timeline = prediction.timeline
     streams = list(dict.fromkeys(task.stream for task in timeline.tasks))
     critical = set(timeline.critical_path())

@@ -1,4 +1,4 @@
-"""Which cases there are, and how one is settled."""
+"""The study of memory: which cases there are, and how one is settled."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RESERVE_BYTES = 4 * 10**9
 #: The paper's LoRA.
 LORA_RANK = 8
 
-#: Those whose memory differs first; fcdp with the policies that the paper has.
+#: Strategies with their policies, those whose memory differs first; fcdp with the paper's policies.
 STRATEGIES = (
     ("fsdp2", "host"),
     ("fcdp", "host"),
@@ -46,7 +46,7 @@ STRATEGIES = (
     ("deepspeed-hpz", "host"),
 )
 
-#: By engine, why its step does not run on the imitated accelerator: what was raised when tried.
+#: Why an engine's step does not run on the imitated accelerator: what was raised when tried.
 _REASONS = {
     "ddp": "not run: DDP's reducer is C++ that reads tensors' contents, and fake ones have none",
     "deepspeed": "not run: DeepSpeed chooses its device itself, here the CPU, and moves parameters "
@@ -59,7 +59,7 @@ def cases(
     models: Sequence[ModelSpec] = tuple(PAPER_MODELS.values()),
     strategies: Sequence[str] | None = None,
 ) -> list[Case]:
-    """Every strategy × model × {full, LoRA} × checkpointing {off, on}.
+    """The cases: every strategy × model × {full, LoRA} × checkpointing {off, on}.
 
     Raises ``ValueError`` for a strategy that is not among ``STRATEGIES``.
     """
@@ -89,7 +89,7 @@ def cases(
 
 
 def place(record: MemoryRecord) -> tuple[int, str]:
-    """Sorts records as the tables have them."""
+    """Sort key of a record, for the order of the tables."""
     case = record.case
     return [*STRATEGIES].index((case.strategy, case.policy)), case.model_dump_json()
 
@@ -102,7 +102,7 @@ def settle(
     commit: str | None,
     versions: Mapping[str, str],
 ) -> Iterator[MemoryRecord]:
-    """The records of all cases, as they are finished, by so many ``processes``.
+    """Settle the cases with so many ``processes``; yields records as they are finished.
 
     ``build`` is called there, so that it must be a function of a module; ``commit`` and
     ``versions`` are those that the records name.
@@ -148,7 +148,7 @@ def _why_not(case: Case) -> str | None:
 
 
 def _least_bytes(case: Case, build: Build) -> int:
-    """What DDP keeps: fp32 parameters, and for trained ones gradients and two Adam moments."""
+    """Least bytes that DDP keeps: fp32 parameters; of trained ones gradients and two moments."""
     import torch
 
     if case.strategy != "ddp":
@@ -159,7 +159,7 @@ def _least_bytes(case: Case, build: Build) -> int:
 
 
 def find(case: Case, build: Build) -> MemoryUse:
-    """Run steps of the case in this process, on the imitated accelerator."""
+    """Count the memory of the case's steps, run in this process on the imitated accelerator."""
     # These import torch, for which commands that only ask must not wait.
     from simulation.imitated.accelerator import NAME, imitated
     from simulation.imitated.rank import Rank, imitated_host, world

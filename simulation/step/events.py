@@ -2,7 +2,7 @@
 
 A task waits for the tasks that it comes after and for the one before it on its stream. Then its
 latency passes, and then it makes progress as fast as its resources allow. Each resource can be
-used at a rate of one second a second; tasks that want more than there is share it max-min fairly.
+used for one second per second; tasks that want more than there is share it max-min fairly.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-#: Remainders below this share of a task are rounding.
+#: Share of a task below which what is left of it is rounding.
 _DONE = 1e-9
 
 
 @dataclass(frozen=True)
 class Task:
-    """Something that takes time. ``after`` are indices of earlier tasks."""
+    """A piece of a step's work, on one stream. ``after`` are indices of earlier tasks."""
 
     name: str
     #: Tasks of one stream run one after the other, in the order of the list.
@@ -94,7 +94,7 @@ class _State:
 
 
 def simulate(tasks: Sequence[Task]) -> Timeline:
-    """Timeline the tasks from time 0."""
+    """Let the tasks run from time 0, each once all that it waits for has ended."""
     before = _predecessors(tasks)
     followers: list[list[int]] = [[] for _ in tasks]
     missing = [len(group) for group in before]
@@ -132,7 +132,7 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
 
 
 def _predecessors(tasks: Sequence[Task]) -> list[set[int]]:
-    """What each task waits for: its dependencies, and the one before it on its stream."""
+    """Indices of the tasks that each waits for: its dependencies, and the last on its stream."""
     latest: dict[str, int] = {}
     groups = []
     for index, task in enumerate(tasks):

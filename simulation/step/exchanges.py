@@ -25,7 +25,7 @@ class Exchanges:
     hardware: Hardware
 
     def gather(self, unit: Unit) -> list[Traffic]:
-        """From the ranks that share the parameters, one exchange after the other."""
+        """The exchanges of one gather, from the ranks that share the parameters, in their order."""
         nodes, ranks = self._nodes, self._ranks
         if self.schedule.shards == "rank":
             return []
@@ -37,16 +37,16 @@ class Exchanges:
         return [collectives.flat(encoded, nodes, ranks)]
 
     def spread(self, unit: Unit) -> list[Traffic]:
-        """Inside the node, where every rank has its slice already."""
+        """The intra-node all-gather of slices that the ranks have already."""
         return [collectives.intra_node(self.gathered_bytes(unit), self._ranks)]
 
     def slice_bytes(self, unit: Unit) -> float:
-        """What a rank's entry takes: our cache leaves out what the rank holds anyway."""
+        """Bytes of a rank's entry: our cache leaves out what the rank holds anyway."""
         whole = self.gathered_bytes(unit) / self._ranks
         return whole if self.schedule.caches_own_shard else (self._nodes - 1) / self._nodes * whole
 
     def reduce(self, trained: int, *, last: bool) -> list[Traffic]:
-        """The reduction of the gradients of ``trained`` parameters in one micro-batch."""
+        """The exchanges that reduce the gradients of ``trained`` parameters of one micro-batch."""
         nodes, ranks = self._nodes, self._ranks
         nbytes = float(trained * self.workload.element_bytes)
         if self.schedule.shards == "rank":
@@ -65,16 +65,17 @@ class Exchanges:
         return [ring + ring if self._gloo else ring]
 
     def all_reduce(self, trained: int) -> list[Traffic]:
-        """The gradients of parameters that every rank keeps whole, by our engine."""
+        """The all-reduce of replicated parameters' gradients, by our engine."""
         nbytes = float(trained * self.workload.element_bytes)
         return [collectives.hierarchical_all_reduce(nbytes, self._nodes, self._ranks)]
 
     def shard_bytes(self, unit: Unit) -> float:
-        """One rank's part as it waits on the host or the disk; FSDP2 copies fp32 and casts then."""
+        """Bytes of a rank's shard on the host or the disk; FSDP2 copies fp32 and casts then."""
         element = _FSDP2_BYTES if self.schedule.shards_fp32 else self.workload.element_bytes
         return element * unit.parameters / self.hardware.world_size
 
     def gathered_bytes(self, unit: Unit) -> float:
+        """Bytes of the whole unit as it is gathered."""
         return float(unit.gathered * self.workload.element_bytes)
 
     @property
@@ -111,7 +112,7 @@ class Exchanges:
         return collectives.inter_node(self._sent_bytes(parameters, codec), self._nodes)
 
     def _sent_bytes(self, parameters: int, codec: str) -> float:
-        """What the parameters are while they travel; codecs encode shards, padding included."""
+        """Bytes of the parameters while they travel; codecs encode shards, padding included."""
         if codec == "none":
             return float(parameters * self.workload.element_bytes)
         from baselines.presets.codecs import parse  # needs torch

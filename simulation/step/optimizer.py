@@ -10,7 +10,8 @@ from simulation.step.tasks import COMPUTE, Tasks
 from simulation.units import Layout
 from simulation.workload import Workload
 
-#: AdamW in fp32: parameter, gradient and two moments are read, all but the gradient written.
+#: Bytes per element of AdamW in fp32: it reads parameter, gradient and two moments, and writes all
+#: but the gradient.
 _ADAM_BYTES = 28
 _STATES_BYTES = 12
 
@@ -44,7 +45,7 @@ def optimizer_tasks(
                 "updated parameters", "host_to_device", "copy in", size, "optimizer", (at,)
             )
     if units.replicated and schedule.replicates_small:
-        # What every rank keeps whole is stepped in shards and gathered again.
+        # DeepSpeed steps what it replicates in shards, and gathers it again.
         nbytes = float(workload.element_bytes * units.replicated)
         if schedule.shards == "node" or hardware.nodes == 1:
             traffic = collectives.intra_node(nbytes, hardware.ranks_per_node)

@@ -21,7 +21,7 @@ _SETTLED = 6
 
 @dataclass(frozen=True)
 class Placement:
-    """Where entries are, and what they take of a rank's memory."""
+    """The tier of each unit's entry, and what the entries take of a rank's memory."""
 
     tiers: Mapping[Unit, Place]
     cache: CacheBytes
@@ -39,7 +39,10 @@ class _PolicyUnit:
 
 
 def place(workload: Workload, schedule: Schedule, units: Layout, hardware: Hardware) -> Placement:
-    """Raises ``ValueError`` for a policy that ``baselines.presets.policies`` does not know."""
+    """Place the units' entries as the strategy or its policy does.
+
+    Raises ``ValueError`` for a policy that ``baselines.presets.policies`` does not know.
+    """
     if schedule.cache is None or hardware.nodes == 1:
         return Placement({}, CacheBytes())
     if schedule.cache != "policy":
@@ -50,7 +53,7 @@ def place(workload: Workload, schedule: Schedule, units: Layout, hardware: Hardw
 
 
 def shard_numel(parameters: int, world_size: int) -> int:
-    """Elements of one rank's part, padding included."""
+    """Elements of one rank's shard, padding included."""
     return -(-parameters // world_size)
 
 

@@ -48,21 +48,22 @@ class Step:
         self._computed: list[int] = []
         self._reduced: list[int] = []
         self._stored: dict[Unit, int] = {}
-        #: What the gather before has waited for: look-ahead copies may begin then.
+        #: Tasks that the gather before has waited for: prefetched copies may begin after them.
         self._latest_gather: tuple[int, ...] = ()
-        #: What is gathered, and by which task; what a micro-batch's gathers wait for.
+        #: Units that are gathered, and by which task; tasks that a micro-batch's gathers wait for.
         self._gathered: dict[Unit, int | None] = {}
         self._wait_for_all: tuple[int, ...] = ()
         layers, block = workload.model.layers, workload.model.block_parameters
         lead = min(schedule.lead_per_block * layers, schedule.most_lead)
         self._over_turn = _over_turn(units, lead * block)
-        #: Beside matrix products, in one forward or one backward of all blocks.
+        #: Seconds beside matrix products, in one forward or one backward of all blocks.
         overheads = hardware.overheads
         kept = workload.tokens * block_activation_bytes(workload) * hardware.ranks_sharing_device
         each = overheads.block_seconds.get(find(workload.strategy).engine, 0.0)
         self._overhead_seconds = (layers / 2) * (each + overheads.activation_byte_seconds * kept)
 
     def build(self) -> Tasks:
+        """The tasks of all micro-batches and of the optimizer. Call it once."""
         for index in range(self._workload.accumulation):
             self._micro_batch(index)
         ends = [*self._computed[-1:], *self._reduced]
@@ -85,7 +86,7 @@ class Step:
             needs = segment.units if segment.in_backward else ()
             self._run(segment, needs, "backward", flops, first)
             waiting += sum(unit.trained for unit in segment.units)
-            if segment.block:  # a vendor that gathers matrices reduces them a block at a time
+            if segment.block:  # a vendor that gathers matrices reduces those of a block together
                 self._reduce(segment.name, self._exchanges.reduce(waiting, last=last), waiting)
                 waiting = 0
         whole = 0
@@ -127,7 +128,7 @@ class Step:
         return found
 
     def _gather_may_begin(self) -> tuple[int, ...]:
-        """Not before the computation that precedes the running one has ended."""
+        """Tasks that a gather waits for: the computation before the one that is running."""
         return tuple(dict.fromkeys([*self._wait_for_all, *self._computed[-2:-1]]))
 
     def _is_stale(self, unit: Unit, phase: str, first: bool) -> bool:
@@ -198,7 +199,7 @@ class Step:
         self._stored[unit] = at
 
     def _gather_stream(self, number: int) -> str:
-        """On a host of one thread, only the first exchange of a prefetched gather is ahead."""
+        """The stream of a gather's exchange; with one thread only the first runs ahead."""
         if self._gloo and (number > 0 or not self._schedule.gathers_ahead_on_host):
             return COMPUTE
         return "gather"
