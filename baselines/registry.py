@@ -68,10 +68,7 @@ class Strategy:
         return self.title or self.name
 
     def chosen(self, given: Mapping[str, Any]) -> Settings:
-        """The strategy's settings: those of ``given`` that it has, and defaults.
-
-        Raises pydantic's ``ValidationError`` for a value that is not allowed.
-        """
+        """The settings among ``given``, and defaults. Raises pydantic's ``ValidationError``."""
         own = {name: value for name, value in given.items() if name in self.settings.model_fields}
         return self.settings.model_validate(own, strict=True)
 

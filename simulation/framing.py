@@ -1,8 +1,8 @@
 """Protocol overhead: bytes per step that a node sends beside the payload.
 
 These are headers, acknowledgements and announcements: of large buffers a share, of small ones a
-number of bytes per message. A message over
-gloo is two packets and their acknowledgements: the data, and the receiver's word that it is ready.
+number of bytes per message. A message over gloo is two packets and their acknowledgements: the
+data, and the receiver's word that it is ready.
 """
 
 from __future__ import annotations

@@ -89,8 +89,9 @@ class EmulatedCluster:
 
         The ranks see this process's environment and ``environment``, what torchrun sets, and
         ``FCDP_INTERFACE``, the interface to the other nodes, whose counters
-        ``counters.transmitted_bytes`` reads. ``logs`` gets a ``rank<r>.log`` a rank and a
-        ``node<n>.log`` a node. A launch that does not end within ``timeout_s`` seconds is ended.
+        ``counters.transmitted_bytes`` reads. ``logs`` gets one ``rank<r>.log`` per
+        rank and one ``node<n>.log`` per node. A launch that does not end within ``timeout_s``
+        seconds is ended.
 
         Raises ``ClusterError`` if the port is taken, and ``ValueError`` for an ``entry`` that is
         not of the form "package.module:function". Whatever is raised, no process is left.
@@ -167,7 +168,7 @@ class EmulatedCluster:
 
 
 def _watch(agents: Sequence[NodeProcess], board: Board, timeout_s: float) -> Outcome:
-    """Wait until all nodes are done, one has failed, or the time is over; say what happened."""
+    """Wait until all nodes are done, one has failed, or the time is over; return the outcome."""
     deadline = time.monotonic() + timeout_s
     kills_before = out_of_memory_kills()
     while running := [each for each in agents if each.result is None]:

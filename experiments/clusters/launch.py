@@ -1,4 +1,4 @@
-"""The process that launches one node's ranks, seen from the one that starts and ends it."""
+"""An emulated node's process, which launches its ranks, as the one that starts it sees it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class NodeProcess:
             )
 
     def end(self) -> None:
-        """Kill the node's processes."""
+        """Kill the node's processes and wait until they are gone."""
         self.connection.close()
         # The ranks first, so that their agent can reap them.
         spare = frozenset() if self._process.pid is None else frozenset({self._process.pid})

@@ -55,7 +55,7 @@ _APART = "the runner must be on the first node, or its directory (--output) one 
 
 
 def main() -> None:
-    """Answer one question."""
+    """Read one question from standard input and answer it."""
     # Whatever else is printed here goes to standard error: the answer must stand alone.
     answers = os.dup(1)
     os.dup2(2, 1)
@@ -79,7 +79,10 @@ def _beat(descriptor: int, answered: Event) -> None:
 
 
 def describe(inquiry: Inquiry, environment: Mapping[str, str]) -> Description:
-    """This node as the others see it. Raises ``ValueError`` for an interface that is not there."""
+    """Describe this node as the others see it.
+
+    Raises ``ValueError`` for an interface that is not there.
+    """
     address = _address_towards(inquiry.head)
     interface = _interface_with(address)
     counted = inquiry.counted_interface or environment.get("FCDP_INTERFACE") or interface
@@ -163,7 +166,7 @@ class _Ranks:
         ranks.leave(launch, folder)
 
     def run(self) -> dict[int, RankExit]:
-        """The ranks that ended, but not as they should, before anybody ended them.
+        """Run the ranks; returns those that ended by themselves, but not as they should.
 
         Raises ``RuntimeError`` with the end of its log if torchrun itself failed.
         """
@@ -267,7 +270,7 @@ def _environment(order: Order) -> dict[str, str]:
 
 
 def _arguments(order: Order, folder: Path) -> tuple[str, ...]:
-    """The arguments, with files that this node does not see written to ``folder``."""
+    """The function's arguments; files that this node does not see are written to ``folder``."""
     arguments = []
     for i, argument in enumerate(order.arguments):
         if argument in order.files and not Path(argument).exists():

@@ -1,4 +1,4 @@
-"""What a rank's process does around the launch's function.
+"""A rank's process: what it does around the launch's function.
 
 Forked by an emulated node's agent, or started by a rented node's torchrun as a module.
 """
@@ -59,7 +59,7 @@ def main(folder: Path, torchrun: int) -> None:
 
 @dataclass(frozen=True)
 class Node:
-    """What the agent of one emulated node needs to know."""
+    """One emulated node, as its agent needs to know it."""
 
     node: int
     nodes: int
@@ -80,7 +80,7 @@ class Node:
 
 
 def run(launch: Launch, agent: int) -> None:
-    """Run the launch's function in the environment that torchelastic has set for this rank.
+    """Call the launch's function in the environment that torchelastic has set for this rank.
 
     ``agent`` is the pid of the process that forked this one.
     """

@@ -19,7 +19,7 @@ _POLL_S = 0.01
 
 
 def wait(directory: Path) -> None:
-    """On rank 0, when all ranks have set up: say so, and wait until the link is limited.
+    """Say, on rank 0, that all ranks have set up, and wait until the link is limited.
 
     Raises ``RuntimeError`` if it could not be.
     """
@@ -31,7 +31,7 @@ def wait(directory: Path) -> None:
 
 
 class StartBarrier:
-    """Around a launch: calls ``limit`` when its ranks are ready, then lets them go on to train.
+    """The runner's side: calls ``limit`` when a launch's ranks are ready, and lets them go on.
 
     ``directory`` is one that the launch's rank 0 shares. What ``limit`` raises goes to that rank.
     """

@@ -68,7 +68,7 @@ class Meeting(StaticTCPRendezvous):
 
 
 def main(folder: Path) -> int:
-    """Run the ranks of the order in ``folder``; returns 1 and writes ``FAILURES`` if one fails."""
+    """Run the ranks by the order in ``folder``; returns 1 and writes ``FAILURES`` if one fails."""
     order = Order.model_validate_json((folder / "order.json").read_bytes())
 
     def meeting(_: RendezvousParameters) -> Meeting:

@@ -1,4 +1,4 @@
-"""``python -m experiments memory``: settle the cases, show them, keep them."""
+"""``python -m experiments memory``: settles the study's cases, shows and keeps them."""
 
 from __future__ import annotations
 

@@ -106,9 +106,9 @@ def _select(matrices: Sequence[Matrix], only: str | None) -> list[tuple[Matrix, 
 
 
 def _path(matrix: Matrix, output: Path | None, *, suite: bool) -> Path:
-    """Where a matrix's records, logs and report go."""
+    """The directory of a matrix's records, logs and report."""
     if output is not None:
         return output / Path(matrix.name).name if suite else output
-    # Records of one kind of evidence a directory: cells are the same, whoever answers for them.
+    # One kind of evidence per directory: a cell has one id, whoever answers for it.
     apart = "-simulated" * (matrix.simulated and matrix.cluster.can.start_processes)
     return Path("runs") / f"{matrix.name}{apart}"

@@ -1,4 +1,4 @@
-"""One run of one matrix by a command: its rights, its directory, its progress, what it leaves."""
+"""A command's run of one matrix: its rights, its directory, its progress, what it leaves."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def export(
     directory: RunDirectory,
     sweep_run: str | None = None,
 ) -> None:
-    """Write W&B's runs, and say where they are and what went wrong with them."""
+    """Write the W&B runs, and say where they are and what went wrong with them."""
     from experiments.tracking import sink
 
     report = None if sweep_run else directory.report

@@ -1,4 +1,4 @@
-"""``python -m experiments sweep-cell``: one cell of a matrix, for W&B's agent."""
+"""``python -m experiments sweep-cell``: runs one cell of a matrix, for W&B's agent."""
 
 from __future__ import annotations
 

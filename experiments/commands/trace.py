@@ -29,8 +29,8 @@ def trace(
 ) -> None:
     """Simulate one cell of a matrix and write its step for chrome://tracing or ui.perfetto.dev.
 
-    A row a stream; tasks that follow one another without a gap are of category `critical`. An
-    emulated cell is simulated as `run MATRIX --cluster simulated` does.
+    It has one row per stream; tasks that follow one another without a gap are of category
+    `critical`. An emulated cell is simulated as `run MATRIX --cluster simulated` does.
     """
     from experiments.clusters.interface import ClusterError
     from experiments.matrix import reader

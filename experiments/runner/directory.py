@@ -2,7 +2,7 @@
 
 ::
 
-    records.jsonl     one line a finished cell; the truth that everything else is drawn from
+    records.jsonl     one line per finished cell; the truth that everything else is drawn from
     cells/<cell id>/  cell.json, measurement.json, progress.jsonl, logs/
     wandb/            the same figures as W&B runs
     report/           tables, figures, report

@@ -28,23 +28,23 @@ from simulation import files
 
 WORKER = "experiments.worker.worker:main"
 OPERATORS = "baselines.deepspeed.engine:build_operators"
-#: A dozen files of C++ on two busy cores.
+#: Seconds for a dozen files of C++ on two busy cores.
 _COMPILE_TIMEOUT_S = 1800.0
 
 
 class RunError(RuntimeError):
-    """The run cannot go on; the message says why and what is kept."""
+    """An error that a run cannot survive; the message says why and what is kept."""
 
 
 class Observer(Protocol):
-    """What is told of a run while it goes on."""
+    """Whoever is told of a run while it goes on."""
 
     def cell_started(self, cell: Cell, directory: Path) -> None:
         """The cell's ranks are about to start; rank 0 appends to ``progress.jsonl`` in there."""
         ...
 
     def cell_finished(self, record: Record) -> None:
-        """The record is on the disk."""
+        """The cell has ended, and its record is on the disk."""
         ...
 
 
@@ -159,7 +159,7 @@ class _Runner:
     def _compile(self, cell: Cell, directory: Path) -> Outcome:
         """Have the operators ready that the cell's engine compiles at their first use.
 
-        That takes minutes, once a machine: no cell's time limit is to pay for it.
+        That takes minutes, once per machine: no cell's time limit is to pay for it.
         """
         entry = registry.find(cell.strategy)
         needed = (entry.operators, cell.deepspeed)
@@ -204,7 +204,7 @@ class _Runner:
         )
 
     def _versions(self, cell: Cell) -> dict[str, str]:
-        """What the cell's ranks import."""
+        """Versions of the packages that the cell's ranks import."""
         deepspeed = pins.version(cell.deepspeed)
         return self._origin.versions | ({"deepspeed": deepspeed} if deepspeed else {})
 

@@ -1,9 +1,9 @@
 """Weights & Biases, fed from the records once all cells are finished.
 
-The records are the store; this is a copy of them in another form, one run a cell, and one for the
-tables and figures. It comes after the last cell, so that it never runs beside a measurement, and a
-failure in it is a warning. Cut short, it goes on with the next export: a run that is not complete
-is written again under the same id, which online resumes it.
+The records are the store; this is a copy of them in another form, one W&B run per cell, and one for
+the tables and figures. It comes after the last cell, so that it never runs beside a measurement,
+and a failure in it is a warning. Cut short, it goes on with the next export: a W&B run that is not
+complete is written again under the same id, which online resumes it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _SETTINGS: dict[str, Any] = {
     "program": "",
     "init_timeout": 20,
 }
-#: In the folder of a run: everything of it has been written.
+#: File in the folder of a W&B run: all of it has been written.
 _COMPLETE = "complete"
 
 

@@ -1,4 +1,4 @@
-"""What W&B's runs hold: one for each cell, and one for the tables and figures."""
+"""W&B runs as they are to be written: one per cell, and one for the tables and figures."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class WandbRun:
 
 
 def cell_run(record: Record, run_id: str | None = None) -> WandbRun:
-    """The run of a cell: its history, its summary; group = matrix, W&B's job type = strategy."""
+    """A cell's W&B run: its history, its summary; group = matrix, W&B's job type = strategy."""
 
     def fill(run: Any) -> None:
         if record.measurement is not None:
@@ -52,7 +52,7 @@ def cell_run(record: Record, run_id: str | None = None) -> WandbRun:
 
 
 def report_run(records: Sequence[Record], directory: Path, report: Path) -> WandbRun:
-    """The run that holds the records and the files below ``report`` as an artifact."""
+    """The W&B run that holds the records and the files below ``report`` as an artifact."""
     matrix = records[0].cell.matrix
 
     def fill(run: Any) -> None:
@@ -90,7 +90,7 @@ def _staging(directory: Path) -> Iterator[None]:
 
 
 def _run_id(record: Record) -> str:
-    """The same for the same record, so that a resumed matrix adds only its new cells."""
+    """An id, the same for the same record: a resumed matrix adds only its new cells."""
     return _digest(record.cell_id, record.started_at)
 
 
@@ -106,7 +106,7 @@ def _tags(record: Record) -> list[str]:
 
 
 def _history(measurement: Measurement) -> list[dict[str, float]]:
-    """One point a step; the warm-up steps, which come first, have a loss and no time."""
+    """One point per step; the warm-up steps, which come first, have a loss and no time."""
     warmup = len(measurement.losses) - len(measurement.step_seconds)
     points = []
     for step, loss in enumerate(measurement.losses):
