@@ -1,4 +1,4 @@
-"""What a cluster is made of: GPUs by the vendors' data sheets, links, host memory, disks.
+"""Hardware of a cluster: GPUs by the vendors' data sheets, links, host memory, disks.
 
 Data sheets give the GPUs' figures. What no data sheet says (latencies, how much of a peak is
 reached, a CPU's optimizer) has defaults that are marked as ours: measure them, if you can.

@@ -1,4 +1,4 @@
-"""What is trained, and how: a cell without the cluster it runs on."""
+"""A workload for the simulator: a cell without the cluster that it runs on."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def _is_lost_peer(error: BaseException) -> bool:
 def outcome(
     results: Mapping[int, NodeResult], reports: Sequence[Report], *, out_of_memory_kills: int
 ) -> Outcome:
-    """How a launch ended that was within its time, with its root cause.
+    """The outcome of a launch that was within its time, with its root cause.
 
     ``results`` has, by node, what the agents said, and ``reports`` the exceptions that ended
     ranks. ``out_of_memory_kills`` is how many processes the kernel killed meanwhile because

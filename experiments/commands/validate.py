@@ -152,7 +152,7 @@ def _known(calibrate: bool, preflight: Path | None, gpu: str | None) -> _Known:
 
 
 def _calibrated() -> Constants:
-    """This machine's constants, by the cells of matrix ``calibration``, which are run if need be."""
+    """This machine's constants, by the matrix ``calibration``, whose cells run if need be."""
     from experiments.commands import session
     from experiments.matrix import reader
     from experiments.records import modelled

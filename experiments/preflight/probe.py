@@ -182,7 +182,7 @@ class _Probe:
     def _rate(
         self, call: Callable[[], object], amount: float, of: Sequence[int] | None = None
     ) -> float:
-        """``amount`` of a call per second: the slowest rank's rate while all, or those in ``of``, work."""
+        """``amount`` of a call per second, of the slowest rank while all, or those ``of``, work."""
         takes_part = of is None or self._topology.rank in of
         if takes_part:
             call()

@@ -21,7 +21,7 @@ def raise_them() -> None:
 
 @functools.cache
 def _spare_forks() -> None:
-    """Leave forked processes alone: a library's helper that SIGTERM ends must not end our cluster."""
+    """Spare forked processes: a library's helper that SIGTERM ends must not end our cluster."""
     os.register_at_fork(after_in_child=lambda: _on_signals(signal.SIG_DFL))
 
 
