@@ -29,7 +29,7 @@ _KEYS: Mapping[str, Mapping[str, str]] = {
         "vocabulary": "vocab_size",
     },
 }
-#: What a model may have that is not counted here; absent or false in a model that is.
+#: Keys of what is not counted here; a model that is counted has none of it, or false.
 _NOT_COUNTED: Mapping[str, tuple[str, ...]] = {
     "gpt2": ("add_cross_attention",),
     "llama": ("attention_bias", "mlp_bias"),

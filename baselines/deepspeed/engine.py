@@ -1,4 +1,4 @@
-"""DeepSpeed's engine: its operators compiled, its optimizer given, its own loop."""
+"""DeepSpeed's engine: compiles its operators, gives it an optimizer, runs its own loop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ def initialize(
     closed_form_bytes: float,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> DeepSpeedZero3:
-    """DeepSpeed's engine with this configuration, and an optimizer if not the usual one."""
+    """Wrap the model in DeepSpeed's engine.
+
+    ``config`` is DeepSpeed's configuration; ``closed_form_bytes`` the least bytes per step that a
+    node must send; ``optimizer`` replaces the one that all strategies use.
+    """
     build_operators()
     deepspeed.init_distributed(
         dist_backend="gloo" if job.topology.mesh.device_type == "cpu" else "nccl"
@@ -38,10 +42,10 @@ def initialize(
 
 
 def build_operators(*more: str) -> None:
-    """Compile DeepSpeed's shared-memory operator, and those of the builders ``more``, one by one.
+    """Compile DeepSpeed's shared-memory operator, and those of the builders ``more``, in turn.
 
     DeepSpeed compiles them when they are first used, and ranks of one host that do so together
-    fail now and then. The first rank compiles (half a minute, once a machine), the others load.
+    fail now and then. The first rank compiles (half a minute, once per machine), the others load.
     """
     builders = list(more)
     if not torch.accelerator.is_available():

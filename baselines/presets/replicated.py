@@ -1,4 +1,4 @@
-"""Data parallelism over this repository's exchanges: whole on every rank, one all-reduce a step."""
+"""Data parallelism over this repository's exchanges: replicated, one all-reduce per step."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fcdp.replicas import Replicas
 
 
 def build(model: nn.Module, job: Job) -> Replicated:
-    """Gradients are all-reduced in ``job.dtype``, first inside the node; weights stay."""
+    """Replicate the model; gradients are all-reduced in ``job.dtype``, first inside the node."""
     device = torch.device(job.topology.mesh.device_type)
     model.to(device)
     return Replicated(model, job, replicated_bytes(model, job))
 
 
 class Replicated(FSDP2):
-    """The same loop; only the last micro-batch reduces."""
+    """FSDP2's loop with gradient accumulation without sync: only the last micro-batch reduces."""
 
     engine = "fcdp"
 

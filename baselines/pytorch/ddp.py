@@ -14,7 +14,7 @@ from baselines.strategy import Job, replicated_bytes
 
 
 def build(model: nn.Module, job: Job) -> DDP:
-    """Replicate the model; gradients are all-reduced once a step, in ``job.dtype``."""
+    """Replicate the model; gradients are all-reduced once per step, in ``job.dtype``."""
     closed_form = replicated_bytes(model, job)
     device = job.topology.mesh.device_type
     replica = DistributedDataParallel(model.to(device), gradient_as_bucket_view=True)
@@ -24,7 +24,7 @@ def build(model: nn.Module, job: Job) -> DDP:
 
 
 class DDP(FSDP2):
-    """The same loop; only the last micro-batch reduces. Weights stay as they are."""
+    """FSDP2's loop with gradient accumulation without sync; weights stay float32."""
 
     engine = "ddp"
 

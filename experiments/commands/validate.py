@@ -1,4 +1,4 @@
-"""``python -m experiments validate``: what the simulator predicts for cells that were run.
+"""``python -m experiments validate``: compares the simulator with cells that were run.
 
 Predictions are records of the same cells, and so of the same ids, in a file of their own beside
 what was counted and timed; ``analysis`` joins the two.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     Compared = list[tuple[Record, Comparison]]
 
-#: Beside the records of the cells.
+#: File of the predictions, beside the records of the cells.
 PREDICTIONS = "predicted.jsonl"
 #: The matrix whose cells show what this machine's constants are.
 CALIBRATION = "calibration"
@@ -42,10 +42,10 @@ _RESULTS = Path("results")
 class _Known:
     """The hosts and the nodes whose cells can be predicted."""
 
-    #: Of the host that emulated clusters ran on, and which one that is.
+    #: Constants of the host that emulated clusters ran on, and which one that is.
     constants: Constants
     host: str
-    #: Real nodes as preflight measured them, if it did.
+    #: A cluster of real nodes as preflight measured it, if it did.
     nodes: Hardware | None
     #: Whether nothing but the committed constants is used.
     by_default: bool
@@ -72,12 +72,12 @@ class _Known:
         return self.nodes
 
     def description(self) -> str:
-        """In words, for those who read the predictions."""
+        """The constants in words, for those who read the predictions."""
         found = self.constants
         blocks = ", ".join(f"{name} {1e3 * s:.3g}" for name, s in found.block_seconds.items())
         return (
-            f"constants of {self.host}: {found.flops / 1e9:,.4g} GFLOP/s; ms a block: {blocks}; "
-            f"ns a byte: sent {1e9 * found.byte_seconds:.3g}, gathered "
+            f"constants of {self.host}: {found.flops / 1e9:,.4g} GFLOP/s; ms per block: {blocks}; "
+            f"ns per byte: sent {1e9 * found.byte_seconds:.3g}, gathered "
             f"{1e9 * found.gathered_byte_seconds:.3g}, kept for backward "
             f"{1e9 * found.activation_byte_seconds:.3g}"
         )
@@ -153,15 +153,15 @@ def _known(calibrate: bool, preflight: Path | None, gpu: str | None) -> _Known:
 
 
 def _calibrated() -> Constants:
-    """This machine's; runs the cells of matrix ``calibration`` that have no record yet."""
+    """This machine's constants, by the matrix ``calibration``, whose cells run if need be."""
     from experiments.commands import session
     from experiments.matrix import reader
     from experiments.records import modelled
     from simulation.calibration import calibrate
 
-    plan = reader.read(CALIBRATION)
-    with session.opened(plan, Path("runs") / plan.name, resume=True) as (directory, finished):
-        records = session.run_cells(plan, plan.cells, finished, directory)
+    matrix = reader.read(CALIBRATION)
+    with session.opened(matrix, Path("runs") / matrix.name, resume=True) as (directory, finished):
+        records = session.run_cells(matrix, matrix.cells, finished, directory)
         steps = (modelled.measured_step(r, modelled.cluster_of(r.cell)) for r in records)
         return calibrate([step for step in steps if step is not None])
 
@@ -175,7 +175,7 @@ def _nodes(preflight: Path, gpu: str | None) -> Hardware:
 
 
 def _compare(records: Sequence[Record], known: _Known, folder: Path) -> Compared:
-    """What can be predicted; says what cannot, and why."""
+    """Compare what can be predicted; says what cannot, and why."""
     from experiments.records.modelled import measured_step, why_not_simulated
     from simulation.validation import compare
 

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from baselines import registry
 from experiments.matrix.files import find
-from experiments.matrix.matrix import Matrix, PlannedCell
+from experiments.matrix.matrix import Matrix, MatrixCell
 from experiments.matrix.sections import Sections, explain
 from experiments.matrix.workloads import Workloads
 from experiments.records.cell import AnyCluster, Cell, ClusterSpec, SimulatedSpec
@@ -116,7 +116,7 @@ class _Expansion:
     def matrix(self) -> Matrix:
         # The strategy varies fastest, whatever the order in the file.
         order = sorted(self._axes, key=lambda setting: setting == "strategy")
-        planned: dict[str, PlannedCell] = {}
+        cells: dict[str, MatrixCell] = {}
         cuda = registry.has_cuda()
         for values in itertools.product(*(self._axes[setting] for setting in order)):
             assignment = {**self._constants, **dict(zip(order, values, strict=True))}
@@ -128,14 +128,14 @@ class _Expansion:
                 cannot = entry.why_not(cuda=cuda, deepspeed=cell.deepspeed) or _why_not_there(cell)
             skipped = next(reasons, None) or cannot
             # A setting that its strategy does not have gives the same cell again.
-            if cell.id not in planned or planned[cell.id].skip_reason:
-                planned[cell.id] = PlannedCell(cell, skipped)
+            if cell.id not in cells or cells[cell.id].skip_reason:
+                cells[cell.id] = MatrixCell(cell, skipped)
         name, description = self._top["name"], self._top["description"]
         return Matrix(
             name,
             description,
             self._cluster,
-            tuple(planned.values()),
+            tuple(cells.values()),
             self._simulated,
             self._reference,
         )

@@ -23,7 +23,7 @@ STATE_STYLES = {
     "timeout": "yellow",
     "skipped": "dim",
 }
-#: Of the cells that failed alike, so many are named.
+#: Most cells that are named of those that failed alike.
 _LISTED = 3
 _ABSENT = Text("–", style="dim")
 
@@ -72,7 +72,7 @@ def varying_settings(cells: Sequence[Cell]) -> list[Described]:
 
 @dataclass(frozen=True)
 class _Comparison:
-    """What the figures of one group refer to."""
+    """The baseline and the step that the figures of one group refer to."""
 
     #: ZeRO-3 in the same settings, if it is there.
     baseline: Record | None
@@ -91,7 +91,7 @@ class _Comparison:
 @dataclass(frozen=True)
 class _Column:
     title: str
-    unit: str
+    measure: str
     width: int
     justify: JustifyMethod
     show: Callable[[Record, _Comparison], Text]
@@ -207,7 +207,7 @@ def _grid(longest_strategy: int, columns: Sequence[_Column]) -> Table:
 def _header(longest_strategy: int, columns: Sequence[_Column]) -> Table:
     table = _grid(longest_strategy, columns)
     table.add_row("strategy", *(column.title for column in columns), style="dim")
-    table.add_row("", *(column.unit for column in columns), style="dim")
+    table.add_row("", *(column.measure for column in columns), style="dim")
     return table
 
 
@@ -239,7 +239,7 @@ def _heading(cells: Sequence[Cell], extra: Sequence[Described], comparison: _Com
 
 
 def _notes(records: Sequence[Record]) -> list[RenderableType]:
-    """What did not run to its end, one entry for all cells that ended alike."""
+    """Notes on what did not run to its end, one for all cells that ended alike."""
     alike: dict[tuple[State, str], list[str]] = {}
     for record in records:
         if record.state != "ok":

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from baselines import strategy as strategies
 from baselines.strategy import Job, Loss, Trainable, causal_loss
-from experiments.clusters import gate
+from experiments.clusters import start_barrier
 from experiments.clusters.counters import transmitted_bytes
 from experiments.records.cell import Cell
 from experiments.records.record import Measurement
@@ -31,7 +31,7 @@ def main(cell_file: str, output_directory: str) -> None:
     cell = Cell.model_validate_json(Path(cell_file).read_text(encoding="utf-8"))
     topology = Topology.from_env()
     try:
-        measurement = _Run(cell, topology, Path(output_directory)).measure()
+        measurement = _Training(cell, topology, Path(output_directory)).measure()
         if topology.rank == 0:
             path = Path(output_directory) / "measurement.json"
             path.write_text(measurement.model_dump_json(indent=1), encoding="utf-8")
@@ -40,8 +40,8 @@ def main(cell_file: str, output_directory: str) -> None:
         dist.destroy_process_group()
 
 
-class _Run:
-    """One rank's training run."""
+class _Training:
+    """One rank's training of a cell."""
 
     def __init__(self, cell: Cell, topology: Topology, output: Path) -> None:
         self.cell = cell
@@ -83,7 +83,7 @@ class _Run:
         cell, trainable = self.cell, self.trainable
         dist.barrier()
         if self.topology.rank == 0:
-            gate.pass_through(self.output)
+            start_barrier.wait(self.output)
         dist.barrier()
         self._train(cell.warmup_steps)
         self.seconds.clear()

@@ -69,7 +69,7 @@ class Outcome:
 
 def run(
     task: str,
-    job: Mapping[str, Any],
+    brief: Mapping[str, Any],
     *,
     world_size: int,
     device: DeviceType,
@@ -88,7 +88,7 @@ def run(
             for rank in range(world_size):
                 given = {
                     "task": task,
-                    "job": dict(job),
+                    "brief": dict(brief),
                     "rank": rank,
                     "world_size": world_size,
                     "device": device,

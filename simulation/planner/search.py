@@ -24,9 +24,9 @@ class Verdict:
     strategy: str
     #: What was simulated; none: the strategy does not fit.
     options: tuple[Option, ...]
-    #: Sequences a rank and micro-batch, at any point of the grid; 0 if it does not fit.
+    #: Sequences per rank and micro-batch, at any point of the grid; 0 if it does not fit.
     largest_micro_batch: int
-    #: Of the point of the grid that lacks least.
+    #: Memory that the point of the grid lacks which lacks least.
     shortfall: Shortfall
 
     @property
@@ -41,7 +41,7 @@ class Verdict:
 
 
 def search(request: Request) -> tuple[Verdict, ...]:
-    """One verdict a strategy, in the order of the request."""
+    """One verdict per strategy, in the order of the request."""
     grouped = groupby(request.workloads(), key=lambda workload: workload.strategy)
     return tuple(_verdict(strategy, list(points), request) for strategy, points in grouped)
 

@@ -118,9 +118,9 @@ def test_cells_that_ended_alike_are_told_once() -> None:
 
 
 def test_nothing_wraps_on_a_hundred_columns() -> None:
-    plan = reader.read("reference")
+    matrix = reader.read("reference")
     sent = itertools.cycle([1.2e8, 1.2e11])
-    records = [record(planned.cell, inter_node_bytes_per_step=next(sent)) for planned in plan.cells]
+    records = [record(entry.cell, inter_node_bytes_per_step=next(sent)) for entry in matrix.cells]
     lines = rendered(summary(records), width=100)
     # A line a record, a heading and an empty line for each three strategies, two lines of header.
     assert len(lines) == 2 + len(records) + 2 * len(records) // 3
@@ -128,12 +128,12 @@ def test_nothing_wraps_on_a_hundred_columns() -> None:
 
 
 def run_displayed(console: Console, directory: Path, finished: int = 0) -> None:
-    plan = reader.read("quickstart")
-    records = [record(planned.cell) for planned in plan.cells]
-    with Progress(plan, plan.cells, records[:finished], console) as progress:
-        for planned in plan.cells[finished:]:
-            progress.cell_started(planned.cell, directory)
-            progress.cell_finished(record(planned.cell))
+    matrix = reader.read("quickstart")
+    records = [record(entry.cell) for entry in matrix.cells]
+    with Progress(matrix, matrix.cells, records[:finished], console) as progress:
+        for entry in matrix.cells[finished:]:
+            progress.cell_started(entry.cell, directory)
+            progress.cell_finished(record(entry.cell))
 
 
 def test_a_log_has_one_line_a_cell(tmp_path: Path) -> None:
@@ -151,11 +151,11 @@ def test_a_log_has_one_line_a_cell(tmp_path: Path) -> None:
 
 
 def test_lines_fit_a_hundred_columns_also_with_another_axis(tmp_path: Path) -> None:
-    plan = reader.read("reference")
+    matrix = reader.read("reference")
     text = io.StringIO()
-    with Progress(plan, plan.cells, [], Console(file=text, width=100)) as progress:
-        progress.cell_started(plan.cells[0].cell, tmp_path)
-        progress.cell_finished(record(plan.cells[0].cell, inter_node_bytes_per_step=1.2e11))
+    with Progress(matrix, matrix.cells, [], Console(file=text, width=100)) as progress:
+        progress.cell_started(matrix.cells[0].cell, tmp_path)
+        progress.cell_finished(record(matrix.cells[0].cell, inter_node_bytes_per_step=1.2e11))
     assert " 120,000 " in text.getvalue().splitlines()[-1]
     assert "36 cells skipped: accumulation is compared at 100 Mbit/s only" in text.getvalue()
     assert text.getvalue().splitlines()[-1].endswith(" 12s")
@@ -176,10 +176,10 @@ def test_a_run_in_which_all_cells_are_skipped_is_shown(tmp_path: Path) -> None:
 
 
 def test_a_terminal_shows_the_current_cell_and_the_whole_run(tmp_path: Path) -> None:
-    plan = reader.read("quickstart")
-    first = plan.cells[0].cell
+    matrix = reader.read("quickstart")
+    first = matrix.cells[0].cell
     console = Console(file=io.StringIO(), width=100, force_terminal=True, force_interactive=True)
-    with Progress(plan, plan.cells, [], console) as progress:
+    with Progress(matrix, matrix.cells, [], console) as progress:
         progress.cell_started(first, tmp_path)
         lines = rendered(progress.status())
         assert lines[1].startswith(

@@ -24,7 +24,7 @@ from experiments.commands.kinds import PRELOADED
 from experiments.records.cell import ClusterSpec
 from experiments.records.workload import Origin, OwnModel
 from tests.experiments import cells
-from tests.experiments.cells import NODES, RANKS_PER_NODE, Run, cell, model_spec
+from tests.experiments.cells import NODES, RANKS_PER_NODE, CellResult, cell, model_spec
 
 STRATEGIES = ("deepspeed-zero3", "deepspeed-hpz", "fsdp2", "fcdp")
 LORA = {"tuning": "lora"}
@@ -37,7 +37,7 @@ BFLOAT16 = {"dtype": "bfloat16", "steps": 2}
 #: the measured steps. Measured on four blocks: 8 to 11 kB a step.
 FIXED_BYTES = 16_000
 
-Runner = Callable[..., Run]
+Runner = Callable[..., CellResult]
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +70,9 @@ def cluster(privileged: None, fork_server: None) -> Iterator[EmulatedCluster]:
 def run(cluster: EmulatedCluster, tmp_path_factory: pytest.TempPathFactory) -> Runner:
     """Run a cell, or return how it ended when it was run before."""
     directory = tmp_path_factory.mktemp("cells")
-    finished: dict[str, Run] = {}
+    finished: dict[str, CellResult] = {}
 
-    def run_once(strategy: str, settings: Mapping[str, Any] | None = None) -> Run:
+    def run_once(strategy: str, settings: Mapping[str, Any] | None = None) -> CellResult:
         wanted = cell(strategy, **(settings or {}))
         if wanted.id not in finished:
             finished[wanted.id] = cells.run(cluster, wanted, directory / wanted.id)
@@ -90,7 +90,7 @@ def nothing_is_left(cluster: EmulatedCluster) -> Iterator[None]:
     assert [namespaces.processes(name) for name in own] == [[]] * len(own)
 
 
-def payload(run: Run, itemsize: int = 4) -> float:
+def payload(run: CellResult, itemsize: int = 4) -> float:
     """Bytes a step of one gather and one reduction across nodes of what is trained."""
     return 2 * (NODES - 1) / NODES * run.measurement.trainable_parameters * itemsize
 
