@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from experiments.matrix import reader
-from experiments.matrix.matrix import PlannedCell
+from experiments.matrix.matrix import MatrixCell
 from experiments.records.record import Record
 from experiments.terminal.progress import Progress, Step, Tail, clock, seconds_left
 from experiments.terminal.summary_table import summary
@@ -99,7 +99,7 @@ def test_the_loss_of_held_out_data_is_shown_where_there_is_one() -> None:
 
 
 def test_a_run_of_skipped_cells_alone_shows_them(tmp_path: Path) -> None:
-    plan = replace(reader.read("quickstart"), cells=(PlannedCell(cell(), "not here"),))
+    plan = replace(reader.read("quickstart"), cells=(MatrixCell(cell(), "not here"),))
     text = io.StringIO()
     with Progress(plan, plan.cells, [], Console(file=text, width=100)) as progress:
         progress.cell_finished(record(cell(), "skipped", "not here"))
