@@ -105,7 +105,8 @@ class Progress:
         self._console.print(heading)
         self._console.print(Text(self._matrix.description, style="dim"))
         for reason, count in self._skipped.items():
-            self._console.print(Text(f"{count} cells skipped: {reason}", style="dim"))
+            cells = "cell" if count == 1 else "cells"
+            self._console.print(Text(f"{count} {cells} skipped: {reason}", style="dim"))
         if self._finished:
             self._console.print(Text(f"{len(self._finished)} cells are finished already"))
         if len(self._finished) < len(self._cells):
