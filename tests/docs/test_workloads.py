@@ -45,11 +45,11 @@ def test_the_matrix_of_the_page_runs(
     privileged: None, matrix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir("/")  # paths are relative to the file
-    plan = reader.read(str(matrix))
-    assert isinstance(plan.cluster, ClusterSpec)
+    expanded = reader.read(str(matrix))
+    assert isinstance(expanded.cluster, ClusterSpec)
     directory = RunDirectory(tmp_path / "run")
-    cluster = EmulatedCluster(plan.cluster, preload=[*PRELOADED, "experiments.worker.worker"])
-    records = runner.run(plan.cells, [], cluster, directory, Nobody())
+    cluster = EmulatedCluster(expanded.cluster, preload=[*PRELOADED, "experiments.worker.worker"])
+    records = runner.run(expanded.cells, [], cluster, directory, Nobody())
     assert [record.cell.strategy for record in records] == ["fsdp2", "fcdp"]
     fsdp2, fcdp = (found(record) for record in records)
     assert len(fcdp.losses) == 2

@@ -34,12 +34,12 @@ def read(folder: Path, old: str, new: str, **options: Any) -> Matrix:
 
 
 def test_a_configuration_travels_with_its_cells(folder: Path) -> None:
-    plans = [
+    matrices = [
         read(folder, LLAMA, f"name: llama-b, config: {given}")
         for given in ("qwen", "qwen/config.json")
     ]
-    for plan, given in zip(plans, ("qwen", "qwen/config.json"), strict=True):
-        (cell, *_) = (p.cell for p in plan.cells if p.cell.model.name == "llama-b")
+    for matrix, given in zip(matrices, ("qwen", "qwen/config.json"), strict=True):
+        (cell, *_) = (p.cell for p in matrix.cells if p.cell.model.name == "llama-b")
         assert cell.model == ConfiguredModel(
             name="llama-b", config=f"./{given}", configuration=families.configuration("qwen2")
         )
@@ -49,7 +49,7 @@ def test_a_configuration_travels_with_its_cells(folder: Path) -> None:
 
 
 def test_built_in_workloads_have_no_origin(tmp_path: Path) -> None:
-    assert {planned.cell.origin.folder for planned in reader.read(written(tmp_path)).cells} == {""}
+    assert {entry.cell.origin.folder for entry in reader.read(written(tmp_path)).cells} == {""}
     assert reader.read("quickstart").cells[0].cell.origin == Origin()
 
 
@@ -80,7 +80,7 @@ workload:
         "{accumulation: 4, inter_bandwidth: unshaped}", "{data: {text: prose.txt}}"
     )
     cells = reader.read(written(folder, text)).cells
-    assert {type(planned.cell.data) for planned in cells} == {Library, TextFile, JsonLines}
+    assert {type(entry.cell.data) for entry in cells} == {Library, TextFile, JsonLines}
     assert {p.skip_reason for p in cells if isinstance(p.cell.data, TextFile)} == {
         "not interesting"
     }
@@ -92,8 +92,8 @@ workload:
 
 def test_the_default_said_aloud_is_the_default(tmp_path: Path) -> None:
     said = TUNING + "\n  data: {library: python}\n  loss: cross entropy\n  held_out: 0"
-    silent = [planned.cell.id for planned in reader.read(written(tmp_path)).cells]
-    assert [planned.cell.id for planned in read(tmp_path, TUNING, said).cells] == silent
+    silent = [entry.cell.id for entry in reader.read(written(tmp_path)).cells]
+    assert [entry.cell.id for entry in read(tmp_path, TUNING, said).cells] == silent
 
 
 def test_only_what_the_simulator_knows_is_simulated(folder: Path) -> None:
@@ -101,10 +101,10 @@ def test_only_what_the_simulator_knows_is_simulated(folder: Path) -> None:
     llama.write_text(json.dumps(families.configuration("llama")), encoding="utf-8")
 
     def reasons(model: str) -> set[str | None]:
-        plan = read(folder, LLAMA, f"name: llama-b, {model}", simulated=True)
+        matrix = read(folder, LLAMA, f"name: llama-b, {model}", simulated=True)
         return {
             p.skip_reason
-            for p in plan.cells
+            for p in matrix.cells
             if p.cell.model.name == "llama-b" and p.skip_reason != "not interesting"
         }
 

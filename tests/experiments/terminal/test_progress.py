@@ -163,14 +163,14 @@ def test_lines_fit_a_hundred_columns_also_with_another_axis(tmp_path: Path) -> N
 
 def test_a_run_in_which_all_cells_are_skipped_is_shown(tmp_path: Path) -> None:
     """As where all of a matrix's links are limited, and the cluster limits none."""
-    plan = reader.read("quickstart")
-    cells = [replace(planned, skip_reason="no limited links") for planned in plan.cells]
+    matrix = reader.read("quickstart")
+    cells = [replace(entry, skip_reason="no limited links") for entry in matrix.cells]
     console = Console(file=io.StringIO(), width=100, force_terminal=True, force_interactive=True)
-    with Progress(plan, cells, [], console) as progress:
+    with Progress(matrix, cells, [], console) as progress:
         assert "0 of 0 cells" in rendered(progress.status())[-1]
         progress.cell_finished(record(cells[0].cell, "skipped"))
     text = io.StringIO()
-    with Progress(plan, cells, [], Console(file=text, width=100)):
+    with Progress(matrix, cells, [], Console(file=text, width=100)):
         pass
     assert "24 cells skipped: no limited links" in text.getvalue()
 
