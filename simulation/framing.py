@@ -64,8 +64,8 @@ def messages(workload: Workload, nodes: int, ranks_per_node: int) -> int:
         asked = 2 * len(units.units) if "disk" in (schedule.keeps_in(workload.policy) or "") else 0
         agreements = workload.accumulation * (1 + asked) if schedule.shards == "world" else 0
         return (1 + gathers + reductions + agreements) * pairwise
-    whole = _kept_whole(workload) if schedule.replicates_small else 0
-    return pairwise + ring * (gathers + whole) + 2 * ring * reductions
+    replicated = _small(workload) if schedule.replicates_small else 0
+    return pairwise + ring * (gathers + replicated) + 2 * ring * reductions
 
 
 def whole_bytes(workload: Workload, nodes: int, ranks_per_node: int) -> float:
@@ -106,7 +106,7 @@ def _reductions(workload: Workload, schedule: Schedule, units: Layout) -> int:
     return trained * (1 if schedule.accumulates_without_sync else workload.accumulation)
 
 
-def _kept_whole(workload: Workload) -> int:
+def _small(workload: Workload) -> int:
     """Parameters that DeepSpeed replicates and gathers one by one: vectors and adapters."""
     model, lora = workload.model, workload.lora
     vectors = sum(row == 1 for _, row in model.block_rows)

@@ -116,10 +116,10 @@ def footprint(
     # FSDP2 shards fp32 parameters and gathers them in bf16; DeepSpeed shards bf16 beside a master.
     stored = _MASTER_BYTES if schedule.shards_fp32 else element
     master = _MASTER_BYTES if stored < _MASTER_BYTES else 0
-    # Replicas are stepped whole; what DeepSpeed keeps whole, it steps in shards.
-    whole = 0 if schedule.replicates_small else units.replicated
-    stepped = (workload.trained - whole) / sharers + whole
-    parameters = stored * ((workload.parameters - whole) / sharers + whole)
+    # Replicated adapters are stepped whole; what DeepSpeed replicates, it steps in shards.
+    replicated = 0 if schedule.replicates_small else units.replicated
+    stepped = (workload.trained - replicated) / sharers + replicated
+    parameters = stored * ((workload.parameters - replicated) / sharers + replicated)
     states = (_MOMENTS_BYTES + master) * stepped
     on_device = schedule.optimizer == "device"
     gradients, step = _gradients_and_step(schedule, element, stepped)
@@ -243,7 +243,7 @@ def _moments(
         root += element * units.replicated
     trained = max((unit.trained for unit in units.units if unit is not units.root), default=0)
     reductions = float(element * (units.root.trained + 2 * trained))
-    # At backward's end: gradients of what is whole, copied to bf16 and then put together; and what
+    # At backward's end: gradients of what is replicated, copied to bf16 and then put together; and what
     # FSDP2 has all-reduced across nodes, which it keeps until then.
     last = float(2 * element * units.replicated_trained)
     if schedule.shards == "node" and schedule.copies_out:
@@ -258,11 +258,9 @@ def _moments(
 
     stay = schedule.keeps_gradients or workload.accumulation > 1
     left = {"gradients": gradients if stay else 0.0}
-    if (
-        schedule.shards == "world"
-        and schedule.accumulates_without_sync
-        and workload.accumulation > 1
-    ):
+    without_sync = schedule.accumulates_without_sync and workload.accumulation > 1
+    if schedule.shards == "world" and without_sync:
+        # Partial gradients; committed records have them under this name.
         left["gradient sums"] = _MASTER_BYTES * workload.trained / ranks
     in_block = left | {"gathered": gathered, "reductions": reductions}
     return (

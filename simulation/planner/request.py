@@ -63,7 +63,7 @@ class Request:
             raise ValueError(
                 f"global_batch = {self.global_batch}: must be a multiple of the {ranks} ranks"
             )
-        whole = self.sequences_a_rank
+        whole = self.sequences_per_rank
         for size in self.micro_batches:
             if whole is not None and whole % size:
                 raise ValueError(
@@ -73,7 +73,7 @@ class Request:
         self.workloads()  # raises for what the model or a workload cannot be
 
     @property
-    def sequences_a_rank(self) -> int | None:
+    def sequences_per_rank(self) -> int | None:
         """Sequences per rank and optimizer step; ``None`` if the request does not say."""
         return None if self.global_batch is None else self.global_batch // self.hardware.world_size
 

@@ -80,7 +80,7 @@ def _fitting(point: Workload, request: Request) -> list[Workload]:
     anyway over more tokens, so that none is faster than the largest.
     """
     hardware = request.hardware
-    if not request.micro_batches and request.sequences_a_rank is None:
+    if not request.micro_batches and request.sequences_per_rank is None:
         most = largest_micro_batch(point, hardware, lambda tried: _fits(tried, hardware))
         return [replace(point, micro_batch=most)] if most else []
     fitting = [tried for tried in _tried(point, request) if _fits(tried, hardware)]
@@ -89,7 +89,7 @@ def _fitting(point: Workload, request: Request) -> list[Workload]:
 
 def _tried(point: Workload, request: Request) -> list[Workload]:
     """The point with each micro-batch that the request allows, largest first; else with 1."""
-    whole = request.sequences_a_rank
+    whole = request.sequences_per_rank
     if whole is None:
         sizes = request.micro_batches or (1,)
         return [replace(point, micro_batch=size) for size in sorted(sizes, reverse=True)]

@@ -89,14 +89,13 @@ class Step:
             if segment.block:  # a vendor that gathers matrices reduces those of a block together
                 self._reduce(segment.name, self._exchanges.reduce(waiting, last=last), waiting)
                 waiting = 0
-        whole = 0
+        in_root = units.root.trained
         if not self._schedule.replicates_small:
             replicas = self._exchanges.all_reduce(units.replicated_trained) if last else []
             self._reduce("replicas", replicas, units.replicated_trained)
         else:
-            whole = units.replicated_trained
-        rest = units.root.trained + whole
-        self._reduce("root", self._exchanges.reduce(rest, last=last), rest)
+            in_root += units.replicated_trained
+        self._reduce("root", self._exchanges.reduce(in_root, last=last), in_root)
 
     def _run(
         self, segment: Segment, needs: Sequence[Unit], phase: str, flops: float, first: bool
