@@ -243,8 +243,8 @@ def _moments(
         root += element * units.replicated
     trained = max((unit.trained for unit in units.units if unit is not units.root), default=0)
     reductions = float(element * (units.root.trained + 2 * trained))
-    # At backward's end: gradients of what is replicated, copied to bf16 and then put together; and what
-    # FSDP2 has all-reduced across nodes, which it keeps until then.
+    # At backward's end: gradients of what is replicated, copied to bf16 and then put together; and
+    # what FSDP2 has all-reduced across nodes, which it keeps until then.
     last = float(2 * element * units.replicated_trained)
     if schedule.shards == "node" and schedule.copies_out:
         last += element * workload.trained / ranks
