@@ -32,7 +32,7 @@ def measure(brief: Brief, record: Record, limit_s: float) -> None:
 class Found:
     """What came of a world's cases."""
 
-    #: By case: one line a rank.
+    #: By case: one line per rank.
     lines: dict[Case, list[dict[str, Any]]] = field(default_factory=dict)
     #: By case that broke its ranks, or was not reached: why.
     broken: dict[Case, str] = field(default_factory=dict)

@@ -171,7 +171,7 @@ def required_bandwidth_bytes_per_s(
     if free <= 0:
         raise ValueError(
             f"gpus = {cluster.gpus}: parameters, gradients and optimizer states need "
-            f"{(cluster.memory_bytes - free) / 1e9:.1f} GB a GPU, "
+            f"{(cluster.memory_bytes - free) / 1e9:.1f} GB per GPU, "
             f"it has {cluster.memory_bytes / 1e9:.1f}"
         )
     return target * cluster.peak_flops / (_intensity(shape, sequence_length) * free)

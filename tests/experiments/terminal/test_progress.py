@@ -99,9 +99,9 @@ def test_the_loss_of_held_out_data_is_shown_where_there_is_one() -> None:
 
 
 def test_a_run_of_skipped_cells_alone_shows_them(tmp_path: Path) -> None:
-    plan = replace(reader.read("quickstart"), cells=(MatrixCell(cell(), "not here"),))
+    matrix = replace(reader.read("quickstart"), cells=(MatrixCell(cell(), "not here"),))
     text = io.StringIO()
-    with Progress(plan, plan.cells, [], Console(file=text, width=100)) as progress:
+    with Progress(matrix, matrix.cells, [], Console(file=text, width=100)) as progress:
         progress.cell_finished(record(cell(), "skipped", "not here"))
     assert "1 cell skipped: not here" in text.getvalue()
 
