@@ -99,11 +99,11 @@ def test_the_loss_of_held_out_data_is_shown_where_there_is_one() -> None:
 
 
 def test_a_run_of_skipped_cells_alone_shows_them(tmp_path: Path) -> None:
-    plan = replace(reader.read("quickstart"), cells=(PlannedCell(cell(), "not here"),))
+    plan = replace(reader.read("quickstart"), cells=(PlannedCell(cell(), "not here"),) * 2)
     text = io.StringIO()
     with Progress(plan, plan.cells, [], Console(file=text, width=100)) as progress:
         progress.cell_finished(record(cell(), "skipped", "not here"))
-    assert "1 cell skipped: not here" in text.getvalue()
+    assert "2 cells skipped: not here" in text.getvalue()
 
 
 def test_cells_that_ended_alike_are_told_once() -> None:
