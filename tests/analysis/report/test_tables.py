@@ -61,7 +61,8 @@ def test_the_loss_of_held_out_data_is_a_column_where_there_is_one(compared: pd.D
 def test_cells_of_users_models_have_rows() -> None:
     of = made_up.cell("fcdp", made_up.MODELS[0], "full", 10**8)
     own = of.model_copy(update={"model": OwnModel(name="mine", function="my.models:build")})
-    table = frame([made_up.record(own, measurement=made_up.measurement(of))])
+    record = made_up.record(of).model_copy(update={"cell": own, "cell_id": own.id})
+    table = frame([record])
     assert list(table["model"]) == ["mine"]
     assert table[["family", "layers", "width", "heads"]].isna().all(axis=None)
     assert list(tables.presentable(compare(table))["Model"]) == ["mine"]
