@@ -22,7 +22,6 @@ from experiments.matrix.matrix import Matrix, MatrixCell
 from experiments.matrix.sections import Sections, explain
 from experiments.matrix.workloads import Workloads
 from experiments.records.cell import AnyCluster, Cell, ClusterSpec, SimulatedSpec
-from experiments.records.modelled import why_not_simulated
 from simulation import quantities
 from simulation.yaml_lines import Document, KeyPath, load
 
@@ -122,8 +121,9 @@ class _Expansion:
             assignment = {**self._constants, **dict(zip(order, values, strict=True))}
             reasons = (rule.reason for rule in self._skips if rule.matches(assignment))
             cell = self._cell(assignment)
-            cannot = why_not_simulated(cell) if self._simulated else None
-            if not self._simulated:
+            if self._simulated:
+                cannot = _why_not_simulated(cell)
+            else:
                 entry = registry.find(cell.strategy)
                 cannot = entry.why_not(cuda=cuda, deepspeed=cell.deepspeed) or _why_not_there(cell)
             skipped = next(reasons, None) or cannot
@@ -304,10 +304,17 @@ def _simulated_only(setting: str, item: object) -> bool:
     return setting == "nodes" or (setting == "micro_batch" and item == _LARGEST)
 
 
+def _why_not_simulated(cell: Cell) -> str | None:
+    # Imports numpy, which a matrix that is not simulated need not wait for.
+    from experiments.records.modelled import why_not_simulated
+
+    return why_not_simulated(cell)
+
+
 def _with_largest_micro_batch(cell: Cell) -> Cell:
     from experiments.clusters.simulated import largest_micro_batch
 
-    if why_not_simulated(cell) is not None:
+    if _why_not_simulated(cell) is not None:
         return cell
     return cell.model_copy(update={"micro_batch": max(1, largest_micro_batch(cell))})
 
