@@ -3,19 +3,20 @@
 #   docker build -t fcdp .                                                  NVIDIA GPUs
 #   docker build -t fcdp --build-arg BASE=debian:bookworm-slim --build-arg TORCH=cpu .
 #
-#   docker run --gpus all --ipc=host --network=host --ulimit memlock=-1 fcdp run quickstart
 #   docker run --gpus all --ipc=host --network=host --ulimit memlock=-1 fcdp torchrun --nnodes ...
 #
 #   --ipc=host            NCCL and torch's data loaders share memory between processes: more than
 #                         the 64 MB that a container has by default
 #   --network=host        ranks on other nodes reach this one; no address translation on the slow link
 #   --ulimit memlock=-1   the cache of gathered parameters is pinned (page-locked) host memory
-#   -v "$PWD/runs:/opt/fcdp/runs"     keeps what was measured (a directory that user 10001 may write to)
+#   -v "$PWD/runs:/opt/fcdp/runs"     keeps what was measured, in a directory that the container's user
+#                         may write to: 10001, or --user "$(id -u):$(id -g)" --env HOME=/tmp
 #
-# The emulated cluster makes network namespaces and shapes their links. For it, instead:
+# launch/docker.sh starts containers as the nodes of one job. The emulated cluster makes network
+# namespaces, shapes their links and sets their congestion control. For it, instead:
 #
 #   docker run --user root --cap-add SYS_ADMIN --cap-add NET_ADMIN --security-opt apparmor=unconfined \
-#       fcdp run quickstart
+#       --security-opt systempaths=unconfined fcdp run quickstart
 
 # The base brings nvcc, with which DeepSpeed compiles its GPU operators when they are first used. Its
 # CUDA must be the one that torch is built with: 13.0 for PyPI's torch 2.13. Any Debian or Ubuntu

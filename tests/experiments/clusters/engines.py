@@ -61,10 +61,11 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextmanager
-def sshd(network: Network, folder: Path, hidden: Path) -> Iterator[Path]:
+def sshd(network: Network, folder: Path, hidden: Path, **variables: str) -> Iterator[Path]:
     """An ssh server on every node but the first; yields a folder for the PATH with its client.
 
     ``hidden``, the folder of a run, is empty there: as on machines without a common file system.
+    Who logs in has ``variables``.
     """
     for key in ("host", "user"):
         subprocess.run(
@@ -88,6 +89,7 @@ def sshd(network: Network, folder: Path, hidden: Path) -> Iterator[Path]:
             settings = (
                 *(f"ListenAddress={address}", f"HostKey={folder}/host", "UsePAM=no"),
                 *(f"AuthorizedKeysFile={folder}/user.pub", "StrictModes=no", "PidFile=none"),
+                *(f"SetEnv={name}={value}" for name, value in variables.items()),
             )
             options = tuple(word for setting in settings for word in ("-o", setting))
             daemons.inside(
@@ -96,7 +98,7 @@ def sshd(network: Network, folder: Path, hidden: Path) -> Iterator[Path]:
                 *("/usr/sbin/sshd", "-D", "-e", "-f", "/dev/null", *options),
             )
             there = [*enter(network, 0), str(client / "ssh"), address, "true"]
-            wait_until(lambda there=there: _succeeds(there))
+            wait_until(lambda there=there: succeeds(there))
         yield client
 
 
@@ -109,7 +111,8 @@ def program(path: Path, script: str) -> None:
     path.chmod(0o755)
 
 
-def _succeeds(command: Sequence[str], **variables: str) -> bool:
+def succeeds(command: Sequence[str], **variables: str) -> bool:
+    """Whether a command ends with status 0."""
     done = subprocess.run(
         command, env={**os.environ, **variables}, capture_output=True, check=False
     )
@@ -181,7 +184,7 @@ def slurm(network: Network, folder: Path) -> Iterator[Slurm]:
         daemons.inside(0, "slurmctld", "-D", **started.variables)
         for node in range(len(network.nodes)):
             started.slurmd.append(started.start(node))
-        wait_until(lambda: _succeeds(started.command("scontrol", "ping"), **started.variables))
+        wait_until(lambda: succeeds(started.command("scontrol", "ping"), **started.variables))
         wait_until(started.idle)
         yield started
 
