@@ -220,7 +220,7 @@ def test_ranks_that_wait_in_vain_are_ended_after_a_failure(
     assert time.monotonic() - started < 50
 
 
-def test_a_job_that_does_not_end_is_ended(cluster: EmulatedCluster, tmp_path: Path) -> None:
+def test_a_launch_that_does_not_end_is_ended(cluster: EmulatedCluster, tmp_path: Path) -> None:
     outcome = run(cluster, tmp_path, "linger", str(tmp_path), timeout_s=5)
     assert outcome == Outcome("timeout", None, "did not end within 5 s")
     pids = pids_below(tmp_path)
@@ -228,7 +228,7 @@ def test_a_job_that_does_not_end_is_ended(cluster: EmulatedCluster, tmp_path: Pa
     assert not any(is_running(pid) for pid in pids)
 
 
-def test_temporary_files_are_the_nodes_own_and_end_with_the_job(
+def test_temporary_files_are_the_nodes_own_and_end_with_the_launch(
     cluster: EmulatedCluster, tmp_path: Path
 ) -> None:
     assert run(cluster, tmp_path, "leave_file", str(tmp_path)).state == "failed"

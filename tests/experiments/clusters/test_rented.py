@@ -142,7 +142,7 @@ def when_all_linger(folder: Path, act: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-def test_a_job_that_does_not_end_is_ended(cluster: RentedCluster, tmp_path: Path) -> None:
+def test_a_launch_that_does_not_end_is_ended(cluster: RentedCluster, tmp_path: Path) -> None:
     listens = []
 
     def look() -> None:
@@ -160,7 +160,7 @@ def test_a_job_that_does_not_end_is_ended(cluster: RentedCluster, tmp_path: Path
     assert not any(map(is_running, pids_below(tmp_path)))
 
 
-def test_temporary_files_are_the_nodes_own_and_end_with_the_job(
+def test_temporary_files_are_the_nodes_own_and_end_with_the_launch(
     cluster: RentedCluster, tmp_path: Path
 ) -> None:
     assert run(cluster, tmp_path, "leave_file", str(tmp_path)).state == "failed"
@@ -171,7 +171,7 @@ def test_temporary_files_are_the_nodes_own_and_end_with_the_job(
     assert not any(folder.exists() for folder in folders)
 
 
-def test_a_taken_port_is_the_jobs_error(cluster: RentedCluster, tmp_path: Path) -> None:
+def test_a_taken_port_is_the_launchs_error(cluster: RentedCluster, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", cluster._port)):
         outcome = run(cluster, tmp_path, "add_up")
     assert outcome.state == "failed"

@@ -105,7 +105,7 @@ def test_what_the_limit_raises_reaches_the_rank(
     assert watched.network == {}
 
 
-def test_a_job_that_ends_before_it_is_ready_does_not_hang(tmp_path: Path) -> None:
+def test_a_launch_that_ends_before_it_is_ready_does_not_hang(tmp_path: Path) -> None:
     def limit() -> dict[str, Any]:
         raise AssertionError("nobody is ready")
 
@@ -122,7 +122,7 @@ def test_a_job_that_ends_before_it_is_ready_does_not_hang(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_ends_the_job_passes_through(tmp_path: Path) -> None:
+def test_what_ends_the_launch_passes_through(tmp_path: Path) -> None:
     with (
         pytest.raises(KeyboardInterrupt, match="Ctrl-C"),
         StartBarrier(tmp_path, lambda: SHAPED),
@@ -130,7 +130,7 @@ def test_what_ends_the_job_passes_through(tmp_path: Path) -> None:
         raise KeyboardInterrupt("Ctrl-C")
 
 
-def test_a_job_that_ends_while_the_link_is_limited_leaves_no_limit_under_way(
+def test_a_launch_that_ends_while_the_link_is_limited_leaves_no_limit_under_way(
     tmp_path: Path,
 ) -> None:
     """Otherwise it would come over the next launch's set-up."""
