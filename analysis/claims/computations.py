@@ -168,7 +168,7 @@ class Outcome(Strict):
 
 
 class Outcomes(Strict):
-    """The share of cells that end as is said of their strategies, such as one ``oom``, others ``ok``."""
+    """The share of cells that end as is said of their strategies: one ``oom``, others ``ok``."""
 
     kind: Literal["outcomes"]
     of: Selection

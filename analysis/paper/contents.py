@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -61,9 +62,36 @@ class Fit(Strict):
         return self
 
 
+#: What a section's figure draws.
+Figure = Literal["volume", "sweep", "scaling", "bandwidth", "policies", "memory", "losses"]
+
+
+class Section(Strict):
+    """One table or figure of the paper."""
+
+    id: Name
+    title: str
+    figure: Figure
+    matrices: tuple[MatrixName, ...]
+    claims: tuple[Name, ...] = Field(min_length=1)
+    #: Those of its claims that the chapter opens with.
+    first: tuple[Name, ...] = Field(min_length=1)
+    #: What of the paper's is not known.
+    unknown: str | None = None
+
+    @model_validator(mode="after")
+    def _opens_with_its_own(self) -> Section:
+        if others := [name for name in self.first if name not in self.claims]:
+            raise ValueError(f"first: {others} are not among the section's claims")
+        return self
+
+
 class Contents(Strict):
     """The file."""
 
+    #: The paper, as the claims call it.
+    paper: Name
+    sections: tuple[Section, ...]
     fit: Fit
 
 
@@ -76,7 +104,9 @@ def load(claims: Claims, path: Path = CONTENTS) -> Contents:
         where = ".".join(map(str, first["loc"]))
         raise ValueError(f"{path.name}: {where}: {first['msg']}") from error
     known = {claim.id for claim in claims.claims}
-    for target in contents.fit.targets:
-        if target.claim not in known:
-            raise ValueError(f"{path.name}: fit.targets: {target.claim!r} is no claim")
+    named = [("fit.targets", target.claim) for target in contents.fit.targets]
+    named += [(section.id, name) for section in contents.sections for name in section.claims]
+    for where, name in named:
+        if name not in known:
+            raise ValueError(f"{path.name}: {where}: {name!r} is no claim")
     return contents

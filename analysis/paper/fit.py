@@ -1,4 +1,4 @@
-"""One unknown chosen on one number of the paper, all others predicted, and what contradicts what."""
+"""One unknown chosen on one number, all others predicted, and what contradicts what."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def moved(fit: Fit, sweeps: Sweeps, value: float) -> list[tuple[Setting, str, Se
     """
     assumed = dict(_assumed(fit, sweeps))
     at = int(np.abs(sweeps.grid - value).argmin())
-    found = []
+    found: list[tuple[Setting, str, Sequence[float]]] = []
     for setting in sweeps.settings:
         changed = [name for name, chosen in setting if chosen != assumed[name]]
         if len(changed) <= 1:

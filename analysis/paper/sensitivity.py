@@ -22,7 +22,7 @@ Setting = tuple[tuple[str, float], ...]
 
 @dataclass(frozen=True)
 class Curve:
-    """A claim over the fitted unknown under one setting, drawn straight between simulated points."""
+    """A claim over the fitted unknown under one setting, straight between simulated points."""
 
     claim: Claim
     target: Target
@@ -116,6 +116,7 @@ def _value(target: Target, claim: Claim, cells: Sequence[Row]) -> float:
 def _holds(values: np.ndarray, claim: Claim, fit: Fit) -> np.ndarray:
     """Where ours is the paper's within the fit's tolerance, or all systems end as it says."""
     if claim.number is None:
-        return values == 100
+        every: np.ndarray = values == 100
+        return every
     near: np.ndarray = np.abs(values - claim.number) <= fit.tolerance * abs(claim.number)
     return near
