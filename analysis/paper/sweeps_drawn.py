@@ -41,8 +41,10 @@ def curves(name: str, claims: Sequence[str], found: Fitted, sweeps: Sweeps) -> D
         ]
         handles.append(Line2D([], [], color=PAPER, lw=5, alpha=0.4, label="the paper's, ±15 %"))
         put_legend(figure, handles, columns=min(len(claims) + 1, 3))
+    shorts = {target.claim: target.short for target in fit.targets}
     caption = (
-        f"Simulated, over the {fit.words[fit.unknown]}; black: "
+        f"{'; '.join(shorts[claim] for claim in claims)}: simulated, over the "
+        f"{fit.words[fit.unknown]}; black: "
         f"{words.setting(fit, found.assumed)}; the other lines change one of these. "
         "Grey: the paper's number and the fit's tolerance. "
         f"The upright line is the fitted {words.value(fit.unknown, found.value)}."
