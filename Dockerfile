@@ -42,12 +42,14 @@ WORKDIR /opt/fcdp
 # The environment comes before the code, so that a change of code does not install it again. The
 # editable install needs to find the library; where it is is all that it keeps of it. Compiled
 # here, or every container would compile again; a few files of packages are templates, not Python.
+# DeepSpeed compiles operators for the machine that it runs on, whichever account that is as.
 ARG TORCH=cuda
-ENV TORCH=${TORCH} VENV=/opt/venv
+ENV TORCH=${TORCH} VENV=/opt/venv TORCH_EXTENSIONS_DIR=/opt/venv/operators
 COPY --chown=fcdp:fcdp LICENSE constraints.txt constraints-paper.txt pyproject.toml ./
-COPY --chown=fcdp:fcdp scripts scripts
+COPY --chown=fcdp:fcdp scripts/setup.sh scripts/
 RUN mkdir fcdp && touch fcdp/__init__.py \
     && PIP_NO_CACHE_DIR=1 scripts/setup.sh --pins \
+    && install --directory --mode 1777 "$TORCH_EXTENSIONS_DIR" "$VENV-paper/operators" \
     && { "$VENV/bin/python" -m compileall -q -j 0 "$VENV/lib" "$VENV-paper/lib" || true; }
 
 COPY --chown=fcdp:fcdp . .

@@ -1,1 +1,1 @@
-"""Strategies to compare with: one interface, one file a strategy."""
+"""Strategies to compare with: one interface, one file per strategy."""

@@ -1,4 +1,4 @@
-"""DeepSpeed's two pins: ``current`` in this environment, ``paper`` in one beside it.
+"""DeepSpeed's two version pins: ``current`` in this environment, ``paper`` in one beside it.
 
 ``paper`` is the version that arXiv 2602.06499 compares with. Its environment sees everything of
 this one and replaces what differs. Imports nothing, for programs that must not wait for torch.
@@ -22,7 +22,7 @@ COMMANDS: dict[Pin, str] = {"current": "make setup", "paper": "make baselines"}
 
 
 def version(pin: Pin) -> str | None:
-    """Of DeepSpeed under this pin; ``None`` if it is not installed."""
+    """The version of DeepSpeed under this pin; ``None`` if it is not installed."""
     if pin == "paper" and not (_environment() / "setup.stamp").exists():
         return None  # An installation that was cut short has no stamp.
     return _version_on(*(sys.path if pin == "current" else [str(_packages())]))
@@ -46,12 +46,12 @@ def variables(pin: Pin) -> dict[str, str]:
 
 
 def _environment() -> Path:
-    """Where scripts/setup.sh makes the other environment."""
+    """The path at which scripts/setup.sh makes the other environment."""
     return Path(f"{sys.prefix}-paper")
 
 
 def _packages() -> Path:
-    """The other environment's own packages."""
+    """The folder of the other environment's own packages."""
     return _environment() / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)
 
 

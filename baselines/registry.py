@@ -16,11 +16,11 @@ from baselines.pins import Pin
 from baselines.schedule import DDP, DEEPSPEED, FCDP, FSDP2, Schedule, within_node
 from baselines.settings import CacheSettings, DeepSpeedSettings, EncodedSettings, Settings
 
-#: From what PyTorch ships to another framework.
+#: Engines in the order of preference: what PyTorch ships, this library, another framework.
 ENGINES = ("ddp", "fsdp2", "fcdp", "deepspeed")
 Engine = Literal["fcdp", "fsdp2", "ddp", "deepspeed"]
-#: Whether it trains as FSDP2 does but for the order of sums, within what quantisation loses, or by
-#: an optimization of its own.
+#: Whether a strategy trains as FSDP2 does but for the order of sums, within what quantisation
+#: loses, or by an optimization of its own.
 Numerics = Literal["exact", "bounded", "own"]
 
 
@@ -43,12 +43,12 @@ class Strategy:
     schedule: Schedule | None
     look: Look | None = None
     numerics: Numerics = "exact"
-    #: What a cell may choose for it.
+    #: The type of what a cell may choose for it.
     settings: type[Settings] = Settings
     #: The module here and its function that build it. ``None``: ``build`` of the module of its
     #: name, with ``-`` for ``_``.
     built_by: str | None = None
-    #: What a reader of tables and figures knows it as, if not by its name.
+    #: The name that readers of tables and figures know, if it is another one.
     title: str | None = None
     #: What its engine does that needs CUDA and NCCL; ``None`` if a CPU over gloo will do.
     needs_cuda: str | None = None
@@ -59,7 +59,7 @@ class Strategy:
 
     @property
     def builder(self) -> tuple[str, str]:
-        """The module that builds it, and its function."""
+        """The names of the module that builds the strategy, and of its function."""
         module, _, function = (self.built_by or self.name.replace("-", "_")).partition(":")
         return f"baselines.{module}", function or "build"
 
@@ -68,16 +68,16 @@ class Strategy:
         return self.title or self.name
 
     def chosen(self, given: Mapping[str, Any]) -> Settings:
-        """Its settings: those of ``given`` that it has. Raises pydantic's ``ValidationError``."""
+        """The settings among ``given``, and defaults. Raises pydantic's ``ValidationError``."""
         own = {name: value for name, value in given.items() if name in self.settings.model_fields}
         return self.settings.model_validate(own, strict=True)
 
     def engine_version(self, deepspeed: Pin = "current") -> str | None:
-        """Of the package that the engine is in; ``None`` if it is not installed."""
+        """The version of the engine's package; ``None`` if it is not installed."""
         return pins.version(deepspeed) if self.engine == "deepspeed" else metadata.version("torch")
 
     def why_not(self, *, cuda: bool, deepspeed: Pin = "current") -> str | None:
-        """Why it cannot run on this machine, with this pin of DeepSpeed; ``None`` if it can."""
+        """Why the strategy cannot run here, with this pin of DeepSpeed; ``None`` if it can."""
         if self.engine != "deepspeed":
             if deepspeed != "current":
                 return f"{self.name} does not use DeepSpeed, so it has one pin only"
@@ -103,10 +103,10 @@ _COALESCED = "gathers MiCS's shards by NCCL's coalesced all-gather, which gloo h
 _DEEPSPEED_HPZ = replace(DEEPSPEED, cache="device")
 _DEEPSPEED_OFFLOAD = replace(DEEPSPEED, optimizer="host")
 
-# In the order of tables and figures. One hue per engine (DeepSpeed warm, PyTorch blue, this one
-# purple; FCDP alone is green) and one marker per strategy. The three main ones have Okabe and Ito's
-# colours, which stay apart under the common colour-vision deficiencies; markers say the same in
-# black and white.
+# The order is that of tables and figures. One hue per engine (DeepSpeed warm, PyTorch blue, this
+# one purple; FCDP alone is green) and one marker per strategy. The three main ones have Okabe and
+# Ito's colours, which stay apart under the common colour-vision deficiencies; markers say the same
+# in black and white.
 STRATEGIES: tuple[Strategy, ...] = (
     Strategy(
         "deepspeed-zero3",
@@ -362,7 +362,7 @@ STRATEGY_NAMES: tuple[str, ...] = tuple(strategy.name for strategy in STRATEGIES
 
 
 def find(name: str) -> Strategy:
-    """Raises ``ValueError`` for a strategy that does not exist."""
+    """The strategy of this name. Raises ``ValueError`` for one that does not exist."""
     for strategy in STRATEGIES:
         if strategy.name == name:
             return strategy
@@ -376,7 +376,7 @@ def settings_types() -> tuple[type[Settings], ...]:
 
 
 def setting_names() -> tuple[str, ...]:
-    """All that cells of any strategy may choose beside what all cells have."""
+    """Names of all settings that some strategy has beside what all cells have."""
     return tuple(dict.fromkeys(name for kind in settings_types() for name in kind.model_fields))
 
 
@@ -386,7 +386,10 @@ def simulated() -> tuple[str, ...]:
 
 
 def schedule_of(name: str) -> Schedule:
-    """Raises ``ValueError`` for a strategy that does not exist or is not simulated."""
+    """The schedule of the strategy of this name.
+
+    Raises ``ValueError`` for one that does not exist or is not simulated.
+    """
     found = None if name in PLANNED else find(name).schedule
     if found is None:
         raise ValueError(

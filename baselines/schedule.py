@@ -1,8 +1,8 @@
 """The schedule of a strategy: where its shards are, what each gather reads, what crosses when.
 
-What the closed forms, the simulator and the planner know of a strategy. A vendor's implementation
-is the same algorithm with the differences that are recorded here: flat rings, units of one matrix,
-blocking copies, reductions that are not deferred.
+It is all that the closed forms, the simulator and the planner know of a strategy. A vendor's
+implementation is the same algorithm with the differences that are recorded here: flat rings, units
+of one matrix, blocking copies, reductions of each micro-batch.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ class Schedule:
     cache: Place | Literal["policy"] | None = None
     #: The policy of a strategy that fixes it.
     policy: str | None = None
-    #: How long that lasts: the micro-batch, the step, or until the parameters change (frozen ones:
-    #: forever).
+    #: How long an entry lasts: the micro-batch, the step, or until the parameters change (frozen
+    #: ones: forever).
     cached_for: Literal["micro-batch", "step", "change"] = "change"
-    #: Whether only the last micro-batch reduces across nodes.
-    defers: bool = False
+    #: Gradient accumulation without sync: only the last micro-batch reduces across nodes.
+    accumulates_without_sync: bool = False
     #: Whether frozen and trained parameters of a block have units of their own.
     apart: bool = False
-    #: What is gathered at a time.
+    #: What a unit is, which is gathered at a time.
     unit: Literal["block", "matrix"] = "block"
     #: Where shards wait between gathers, and where the optimizer's states are and step.
     parameters: Place = "device"
     optimizer: Place = "device"
-    #: Whether copies of parameters to the device stop computation.
+    #: Whether computation stops while parameters are copied to the device.
     blocking: bool = False
     #: How far it gathers ahead, in blocks: over all that it has come through, and at most. What it
     #: has ahead at the end of forward it does not gather again in backward.
@@ -66,8 +66,8 @@ class Schedule:
     #: What ranks shard: fp32 parameters, which a gather casts, or what is gathered, beside an fp32
     #: master that the optimizer steps in pieces.
     shards_fp32: bool = True
-    #: Whether vectors and adapters stay whole on every rank, and are gathered after each step.
-    keeps_small_whole: bool = False
+    #: Whether vectors and adapters are replicated, and gathered after each step.
+    replicates_small: bool = False
     #: Whether what comes out of a gather or a reduction is copied out of its buffer.
     copies_out: bool = False
     #: Whether gradients keep their memory from one step to the next.
@@ -77,7 +77,7 @@ class Schedule:
 
     @property
     def fixes(self) -> dict[str, str]:
-        """What it sets itself of a cell's policy and codecs."""
+        """The policy and codecs that the strategy fixes, by the name of the setting."""
         named = {
             "policy": self.policy,
             "gather_codec": self.gather_codec,
@@ -86,15 +86,15 @@ class Schedule:
         return {name: value for name, value in named.items() if value is not None}
 
     def keeps_in(self, policy: str) -> str | None:
-        """The place or policy by which entries are kept, in a cell of ``policy``."""
+        """Where entries are kept in a cell of ``policy``: a place, or a policy's text."""
         return (self.policy or policy) if self.cache == "policy" else self.cache
 
 
-#: This library's.
+#: This library's, with its own cache.
 FCDP = Schedule(
     hierarchical=True,
     cache="policy",
-    defers=True,
+    accumulates_without_sync=True,
     apart=True,
     pads=True,
     cuts_low_rank=True,
@@ -104,7 +104,7 @@ FCDP = Schedule(
     copies_out=True,
 )
 FSDP2 = Schedule(pads=True, copies_out=True, gathers_ahead_on_host=False)
-DDP = Schedule(shards="rank", defers=True, keeps_gradients=True)
+DDP = Schedule(shards="rank", accumulates_without_sync=True, keeps_gradients=True)
 # One matrix is gathered ahead: its prefetch bucket of 5e7 elements is less than one at 30B. But
 # modules that hold others gather one ahead too, so that the lead grows until two blocks are alive.
 # By the bytes that it sent on the emulated cluster: 1.2 to 1.4 blocks on a model of two, on one of
@@ -114,14 +114,19 @@ DEEPSPEED = Schedule(
     lead_per_block=0.7,
     most_lead=1.7,
     shards_fp32=False,
-    keeps_small_whole=True,
+    replicates_small=True,
     keeps_gradients=True,
     estimated_share=0.01,
 )
 
 
 def within_node(schedule: Schedule) -> Schedule:
-    """The same, sharded inside the node and replicated across nodes: MiCS, hybrid sharding."""
+    """The schedule sharded inside the node and replicated across nodes: MiCS, hybrid sharding."""
     return replace(
-        schedule, shards="node", cache=None, apart=False, defers=True, cuts_low_rank=False
+        schedule,
+        shards="node",
+        cache=None,
+        apart=False,
+        accumulates_without_sync=True,
+        cuts_low_rank=False,
     )

@@ -1,4 +1,4 @@
-"""Settings of cells: what each is to those who compare and show cells, and who has which.
+"""Settings of cells: how cells that differ in one are compared and shown, and who has which.
 
 A field says it once, where it is declared: ``Annotated[int, Setting("Sequence")]``. What belongs to
 some strategies only is a field of their own type of settings. Imports no engine.
@@ -47,7 +47,7 @@ class Setting:
 
 
 class Settings(BaseModel):
-    """What a strategy lets a cell choose beside what all cells have: here nothing."""
+    """Choices that a strategy leaves to a cell beside what all cells have: here none."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -80,7 +80,7 @@ def _feeds_back_a_loss(value: bool, info: ValidationInfo) -> bool:
 
 
 class CacheSettings(Settings):
-    """Of FCDP."""
+    """Settings of FCDP."""
 
     policy: Policy = "host"
     gather_codec: GatherCodec = "none"
@@ -92,7 +92,7 @@ class CacheSettings(Settings):
 
 
 class EncodedSettings(Settings):
-    """Of strategies over this library that fix where parameters are cached."""
+    """Settings of strategies over this library that fix where parameters are cached."""
 
     gather_codec: GatherCodec = "none"
     reduce_codec: ReduceCodec = "none"
@@ -103,6 +103,6 @@ class EncodedSettings(Settings):
 
 
 class DeepSpeedSettings(Settings):
-    """Of DeepSpeed's strategies."""
+    """Settings of DeepSpeed's strategies."""
 
     deepspeed: DeepSpeedPin = "current"

@@ -1,9 +1,9 @@
-"""What a strategy is: it turns a model into something that trains on this cluster."""
+"""A strategy's interface: it turns a model into something that trains on this cluster."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -15,9 +15,19 @@ from baselines.settings import CacheSettings, EncodedSettings, Settings
 from fcdp import Topology
 
 
+def causal_loss(model: nn.Module, sequences: torch.Tensor) -> torch.Tensor:
+    """Next-token cross entropy of a ``transformers`` model on int64 (sequences, tokens + 1)."""
+    logits: torch.Tensor = model(input_ids=sequences[:, :-1], use_cache=False).logits
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), sequences[:, 1:].flatten())
+
+
+#: Mean loss of a model on int64 (sequences, tokens + 1), a scalar; calls the model once.
+Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+
+
 @dataclass(frozen=True)
 class Job:
-    """What every strategy is given alike."""
+    """A cell's training as every strategy is given it, on one rank."""
 
     topology: Topology
     #: Modules to gather one at a time: the transformer blocks.
@@ -25,11 +35,12 @@ class Job:
     #: Gather, compute and reduce dtype. With bfloat16, master weights stay float32.
     dtype: torch.dtype
     learning_rate: float
-    #: Sequences a rank and micro-batch, and micro-batches between two optimizer steps.
+    #: Sequences per rank and micro-batch, and micro-batches between two optimizer steps.
     micro_batch: int
     accumulation: int
-    #: Of the type that the strategy's description names.
+    #: The strategy's settings, of the type that its description names.
     settings: Settings = field(default_factory=Settings)
+    loss: Loss = causal_loss
 
 
 class Trainable(Protocol):
@@ -39,7 +50,7 @@ class Trainable(Protocol):
     engine_version: str
     #: Cache policy, for strategies that have one.
     policy: str | None
-    #: Least bytes a step that this schedule must send from one node, in the gather dtype.
+    #: Least bytes per step that this schedule must send from one node, in the gather dtype.
     closed_form_bytes: float
 
     def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -49,8 +60,18 @@ class Trainable(Protocol):
         """
         ...
 
+    def evaluate(self, sequences: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss on int64 (sequences, tokens + 1), a scalar; nothing is trained.
+
+        All ranks call it together, each with as many sequences as it likes.
+        """
+        ...
+
     def take_ledger(self) -> dict[str, dict[str, float]] | None:
-        """Bytes of one node since the last call, by link and phase; ``None`` without a ledger."""
+        """Bytes that one node has moved since the last call, by link and phase.
+
+        ``None`` for an engine without a ledger.
+        """
         ...
 
     @property
@@ -60,7 +81,7 @@ class Trainable(Protocol):
 
 
 class Builder(Protocol):
-    """What builds a strategy."""
+    """A function that puts a model under a strategy."""
 
     def __call__(self, model: nn.Module, job: Job) -> Trainable: ...
 
@@ -70,9 +91,10 @@ _LIBRARYS = (CacheSettings, EncodedSettings)
 
 
 def load(name: str) -> Builder:
-    """What builds the strategy of this name. Raises ``ValueError`` for one that does not exist.
+    """The function that builds the strategy of this name.
 
-    Only its module, and so only its engine, is imported.
+    Raises ``ValueError`` for one that does not exist. Only its module, and so only its engine, is
+    imported.
     """
     found = registry.find(name)
     module, function = found.builder
@@ -82,7 +104,7 @@ def load(name: str) -> Builder:
 
 
 def _completed(build: Builder, fixed: dict[str, str]) -> Builder:
-    """The same with all of FCDP's settings: those that are fixed, the job's, and defaults."""
+    """``build`` with all of FCDP's settings: those that are fixed, the job's, and defaults."""
 
     def built(model: nn.Module, job: Job) -> Trainable:
         every = CacheSettings(**(job.settings.model_dump() | fixed))
@@ -92,7 +114,7 @@ def _completed(build: Builder, fixed: dict[str, str]) -> Builder:
 
 
 def crossing_bytes(elements: int, job: Job, size: float | None = None) -> float:
-    """Least bytes that one node sends where so many elements cross nodes once.
+    """Least bytes that one node sends when so many ``elements`` cross nodes once.
 
     Of every node's part (n−1) copies leave it. An element takes ``size`` bytes, or what
     ``job.dtype`` takes.
@@ -104,12 +126,11 @@ def crossing_bytes(elements: int, job: Job, size: float | None = None) -> float:
 def zero3_bytes(
     model: nn.Module, job: Job, *, gathered: float | None = None, reduced: float | None = None
 ) -> float:
-    """Least bytes a step that ZeRO-3's schedule must send from one node, however it is exchanged.
+    """Least bytes per step that ZeRO-3's schedule must send from one node, however it is exchanged.
 
     Each micro-batch gathers every block in forward and in backward, what is outside of the blocks
-    once, and reduces the gradients. An element gathered takes
-    ``gathered`` bytes and one reduced ``reduced``, or what ``job.dtype`` takes. Call it before
-    sharding.
+    once, and reduces the gradients. ``gathered`` and ``reduced`` are bytes per element, by default
+    those of ``job.dtype``. Call it before sharding.
     """
     twice = sum(numel(block.parameters()) for block in job.blocks)
     gathers = crossing_bytes(numel(model.parameters()) + twice, job, gathered)
@@ -118,28 +139,25 @@ def zero3_bytes(
 
 
 def replicated_bytes(model: nn.Module, job: Job) -> float:
-    """Least bytes a step that one node must send where every node holds all parameters.
+    """Least bytes per step that one node must send where every node holds all parameters.
 
-    Gradients cross once a step, out and back as sums. Call it before sharding.
+    Gradients cross once per step, out and back as sums. Call it before sharding.
     """
     return 2 * crossing_bytes(trained_numel(model), job)
 
 
-def causal_loss(model: nn.Module, sequences: torch.Tensor) -> torch.Tensor:
-    """Next-token cross entropy of a ``transformers`` model on int64 (sequences, tokens + 1)."""
-    logits: torch.Tensor = model(input_ids=sequences[:, :-1], use_cache=False).logits
-    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), sequences[:, 1:].flatten())
-
-
 def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that the optimizer steps, in the model's order."""
     return [param for param in model.parameters() if param.requires_grad]
 
 
 def numel(params: Iterable[torch.Tensor]) -> int:
+    """Elements of all these tensors together."""
     return sum(param.numel() for param in params)
 
 
 def trained_numel(model: nn.Module) -> int:
+    """Elements of the parameters that the optimizer steps."""
     return numel(trainable_parameters(model))
 
 

@@ -20,6 +20,9 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
+from fcdp.api import BLOCKS_AHEAD
+from fcdp.in_flight import MOST_IN_FLIGHT
+
 FIGURES = Path(__file__).resolve().parent / "figures"
 
 
@@ -242,6 +245,9 @@ class Cuda:
         self.reduced_before, self.reduced_at = self.reduced_at, done.end
 
 
+_THREAD, _ACROSS, _INSIDE = "the rank's thread", "gloo, across nodes", "gloo, inside the node"
+
+
 @dataclass
 class Cpu:
     """One rank on CPUs: one thread that computes and issues, and gloo's transfers beside it."""
@@ -250,20 +256,19 @@ class Cpu:
     root: Unit
     now: float = 0.0
     under_way: dict[Unit, Task] = field(default_factory=dict)
-    line: Timeline = field(default_factory=lambda: Timeline(["the rank's thread", "gloo"]))
+    in_flight: list[Task] = field(default_factory=list)
+    line: Timeline = field(default_factory=lambda: Timeline([_THREAD, _ACROSS, _INSIDE]))
 
     def step(self) -> Timeline:
-        self._wait(self.line.run("gloo", Kind.FLAGS, "", self.now))
+        self._wait(self.line.run(_ACROSS, Kind.FLAGS, "", self.now))
         self._begin(self.root)
-        self._finish(self.root)
-        following = dict(pairwise([self.root, *self.blocks]))
-        self._begin(following[self.root])
-        self._thread(Kind.FORWARD, self.root, _ROOT_COMPUTE)
-        for block in self.blocks:
-            self._finish(block)
-            if block in following:
-                self._begin(following[block])
-            self._thread(Kind.FORWARD, block)
+        order = [self.root, *self.blocks]
+        for index, unit in enumerate(order):
+            self._finish(unit)
+            for following in order[index + 1 :][:BLOCKS_AHEAD]:
+                if following not in self.under_way:
+                    self._begin(following)
+            self._thread(Kind.FORWARD, unit, _ROOT_COMPUTE if unit is self.root else None)
         self._thread(Kind.FORWARD, self.root, _ROOT_COMPUTE)
         self._begin(self.blocks[-1])
         self._thread(Kind.BACKWARD, self.root, _ROOT_COMPUTE)
@@ -275,32 +280,38 @@ class Cpu:
             self._reduce(block)
         self._thread(Kind.BACKWARD, self.root, _ROOT_COMPUTE)
         self._reduce(self.root)
+        for task in self.in_flight:
+            self._wait(task)
         self._thread(Kind.OPTIMIZER, Unit(""))
         return self.line
 
     def _begin(self, unit: Unit) -> None:
         if not unit.dirty:
             self._thread(Kind.LOAD, unit, _COPY)
-        kind = Kind.GATHER_INTER if unit.dirty else Kind.GATHER_INTRA
-        self.under_way[unit] = self.line.run("gloo", kind, unit.name, self.now)
+        kind, lane = (Kind.GATHER_INTRA, _INSIDE)
+        if unit.dirty:
+            kind, lane = (Kind.GATHER_INTER, _ACROSS)
+        self.under_way[unit] = self.line.run(lane, kind, unit.name, self.now)
 
     def _finish(self, unit: Unit) -> None:
-        self._wait(self.under_way[unit])
+        self._wait(self.under_way.pop(unit))
         if unit.dirty:
             if unit is not self.root:  # no gather of the step would read it
                 self._thread(Kind.STORE, unit, _COPY)
-            self._wait(self.line.run("gloo", Kind.GATHER_INTRA, unit.name, self.now))
+            self._wait(self.line.run(_INSIDE, Kind.GATHER_INTRA, unit.name, self.now))
             unit.dirty = False
 
     def _reduce(self, unit: Unit) -> None:
-        for kind in (Kind.REDUCE_INTRA, Kind.REDUCE_INTER):
-            self._wait(self.line.run("gloo", kind, unit.name, self.now))
+        self._wait(self.line.run(_INSIDE, Kind.REDUCE_INTRA, unit.name, self.now))
+        while len(self.in_flight) >= MOST_IN_FLIGHT:
+            self._wait(self.in_flight.pop(0))
+        self.in_flight.append(self.line.run(_ACROSS, Kind.REDUCE_INTER, unit.name, self.now))
 
     def _thread(self, kind: Kind, unit: Unit, length: float | None = None) -> None:
-        self._wait(self.line.run("the rank's thread", kind, unit.name, self.now, length))
+        self._wait(self.line.run(_THREAD, kind, unit.name, self.now, length))
 
     def _wait(self, task: Task) -> None:
-        self.now = task.end
+        self.now = max(self.now, task.end)
 
 
 def blocks(count: int, *, frozen: bool = False) -> list[Unit]:

@@ -1,1 +1,1 @@
-"""Where and what to run: models, clusters, matrices, the worker, the records."""
+"""The testbed: matrices of cells, the clusters that they run on, their records, the commands."""

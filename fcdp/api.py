@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from typing import Literal, get_args
 
 import torch.nn as nn
@@ -33,6 +32,10 @@ from fcdp.topology import Topology
 
 #: Where trained parameters of a mostly frozen model live: a part on every rank, or whole on each.
 Adapters = Literal["sharded", "replicated"]
+
+#: Blocks whose gathers are under way on the CPU while one computes. The second crosses nodes while
+#: the first is spread inside the node, which the thread that issues gathers waits for.
+BLOCKS_AHEAD = 2
 
 
 def shard(
@@ -269,14 +272,19 @@ def _check_directory(policy: CachePolicy) -> None:
 def _prefetch_forward(
     model: nn.Module, blocks: Sequence[nn.Module], splits: Sequence[Split]
 ) -> None:
-    """Start the gathers of each block and of its adapters while the block before it computes.
+    """Start the gathers of blocks and of their adapters while the blocks before them compute.
 
     Where one thread both computes and issues gathers (gloo), nothing overlaps unless it is issued
     early. On CUDA the host runs ahead by itself.
     """
-    for module, following in pairwise([model, *blocks]):
+    order = [model, *blocks]
+    for index, module in enumerate(order):
         assert isinstance(module, FSDPModule)
-        called = [following, *(split.modules[0] for split in splits if split.block is following)]
+        called = [
+            unit
+            for block in order[index + 1 :][:BLOCKS_AHEAD]
+            for unit in (block, *(split.modules[0] for split in splits if split.block is block))
+        ]
         module.set_modules_to_forward_prefetch(
             [unit for unit in called if isinstance(unit, FSDPModule)]
         )

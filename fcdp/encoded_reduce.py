@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fcdp.codec import Codec, Codecs
-from fcdp.exchange import all_to_all, wait_all
+from fcdp.exchange import Pending, Then, all_to_all
 from fcdp.ledger import Ledger
 from fcdp.unit import Unit
 
@@ -36,16 +36,15 @@ class EncodedReduce:
             return None
         return cls(codecs.reduce, group, ledger, error_feedback=codecs.error_feedback)
 
-    def reduce(self, output: torch.Tensor, partial: torch.Tensor) -> int:
+    def start(self, output: torch.Tensor, partial: torch.Tensor) -> list[Pending]:
         """Sum ``partial`` (g·s) over the group's g ranks; this rank's part (s) goes to ``output``.
-        Returns the bytes sent.
 
-        This rank's own part is not rounded. Parts are added in rank order, in fp32 or wider.
+        This rank's own part is not rounded. Parts are added in rank order, in fp32 or wider, when
+        what is returned is waited for; ``partial`` must last until then.
         """
         size, rank = self._group.size(), self._group.rank()
         wide = torch.promote_types(partial.dtype, torch.float32)
         parts = partial.view(size, -1).unbind()
-        encoded_bytes = self._codec.encoded_bytes(parts[0].numel())
         sent = [
             parts[rank] if peer == rank else self._encode(peer, part.to(wide))
             for peer, part in enumerate(parts)
@@ -53,17 +52,24 @@ class EncodedReduce:
         received = [
             part if peer == rank else torch.empty_like(part) for peer, part in enumerate(sent)
         ]
-        wait_all(all_to_all(received, sent, self._group))
-        total = torch.zeros_like(output, dtype=wide)
-        summand = torch.empty_like(total)
-        for peer in range(size):
-            if peer == rank:
-                total += parts[peer]
-            else:
-                self._codec.decode(received[peer], summand)
-                total += summand
-        output.copy_(total)
-        return (size - 1) * encoded_bytes
+        works = all_to_all(received, sent, self._group)
+
+        def add_up() -> None:
+            total = torch.zeros_like(output, dtype=wide)
+            summand = torch.empty_like(total)
+            for peer in range(size):
+                if peer == rank:
+                    total += parts[peer]
+                else:
+                    self._codec.decode(received[peer], summand)
+                    total += summand
+            output.copy_(total)
+
+        return [*works, Then(add_up)]
+
+    def sent_bytes(self, numel: int) -> int:
+        """Bytes that this rank sends to reduce parts of ``numel`` elements."""
+        return (self._group.size() - 1) * self._codec.encoded_bytes(numel)
 
     def forget(self) -> None:
         """Drop what was lost: it belongs to parameters that are no more."""

@@ -21,6 +21,7 @@ from fcdp.cache.memory_plan import MemoryPlan
 from fcdp.codec import Codecs
 from fcdp.encoded_reduce import EncodedReduce, check_encodable
 from fcdp.guard import Guard
+from fcdp.in_flight import InFlight
 from fcdp.ledger import Ledger
 from fcdp.optimizers import follow_optimizers
 from fcdp.partial_gradients import Partials
@@ -133,6 +134,7 @@ class Engine:
         )
         # One is kept: it is read by the gather inside the node while the next one is filled.
         self._slices = slices = Slices(streams, streams.inter_node, kept=1)
+        self._in_flight = InFlight(topology.failures)
         self._encoded: list[EncodedReduce] = []
         self._reductions: dict[Unit | None, Reduction] = {None: self._replicas}
         #: What was installed on each unit, to tell when somebody takes it away.
@@ -161,7 +163,7 @@ class Engine:
         if encoded is not None:
             self._encoded.append(encoded)
         reduction = HierarchicalReduceScatter(
-            unit, topology, self._partials.of(unit), self.ledger, encoded
+            unit, topology, self._partials.of(unit), self._in_flight, self.ledger, encoded
         )
         unit.module.set_custom_reduce_scatter(reduction)
         self._reductions[unit] = reduction
@@ -215,10 +217,7 @@ class Engine:
     def _check_gradient_hooks(self) -> None:
         """Raise ``RuntimeError`` where a hook would be called with a gradient that is not there."""
         for unit in self.units:
-            hooked = unit.group._all_reduce_hook is not None or any(
-                getattr(param, "_post_accumulate_grad_hooks", None) for param in unit.params
-            )
-            if hooked:
+            if unit.hooked:
                 raise RuntimeError(
                     f"fcdp.accumulate(last=False): {unit.name} has a post-accumulate-gradient hook "
                     "or an all-reduce hook, which would be called before the gradient has crossed "
@@ -229,10 +228,15 @@ class Engine:
         self._replicas.make_equal()
         begins = self._passes.begins_with(unit)
         if begins:
-            self.topology.failures.begins()
+            self._count_pass()
         if begins and self.cache.requires_sync:
             self.cache.begin_pass()
         return begins
+
+    def _count_pass(self) -> None:
+        # A backward that raised has left reductions in flight: they belong to the pass before.
+        self._in_flight.finish()
+        self.topology.failures.begins()
 
     def _follow(self, model: nn.Module) -> None:
         """Hook the events after which entries may be stale (paper: dirty flags of FCDP-Comm)."""
@@ -245,7 +249,7 @@ class Engine:
 
     def _begin_pass(self) -> None:
         """A forward of the model begins."""
-        self.topology.failures.begins()
+        self._count_pass()
         self._check_collectives_in_place()
         self._replicas.check_in_place()
         drop_prefetched(self.units)
@@ -290,6 +294,7 @@ class Engine:
         """An optimizer is about to step. Raises ``RuntimeError`` where gradients still wait."""
         self.staleness.begin_step(optimizer)
         reshard(self._kept)
+        self._in_flight.finish()  # of a backward that raised
         self._slices.drain()
         self.cache.drain()
         if not any(reduction.pending for reduction in self._reductions.values()):

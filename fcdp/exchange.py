@@ -9,7 +9,7 @@ messages that NCCL is given one by one wait for each other on both sides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
 import torch
@@ -41,6 +41,16 @@ class Pending(Protocol):
 def wait_all(works: Sequence[Pending]) -> None:
     for work in works:
         work.wait()
+
+
+class Then:
+    """What follows the exchanges before it, as one more to wait for."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        self._work()
 
 
 class Buffers:

@@ -27,7 +27,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import NoReturn
 
@@ -85,11 +85,14 @@ class Failures:
         self._exchanges = self._before = 0
         #: Held while a pass becomes the one before: the thread looks at both.
         self._moving = threading.Lock()
-        #: Whether this pass failed here, and the one before did.
-        self._failed = self._forgiven = False
+        #: Exchanges that this rank had entered when this pass failed here, if it did.
+        self._failed_at: int | None = None
+        #: Whether the pass before failed here.
+        self._forgiven = False
         self._in_backward = False
-        #: How many ``waiting`` the main thread is in, one in another.
+        #: How many ``waiting`` and ``completing`` the main thread is in, one in another.
         self._depth = 0
+        self._completing = False
         #: What the caller of the forward was handling, by its id: it would keep tensors alive.
         self._handled = id(None)
         self._seen = (0, 0)
@@ -104,12 +107,13 @@ class Failures:
         if self._over is not None:
             raise RankFailed(self._over)
         self._notice_dead_backward()
-        if self._failed:
+        failed = self._failed_at is not None
+        if failed:
             self._call_roll()
         with self._moving:
-            self._before = 0 if self._failed else self._exchanges
-            self._forgiven = self._failed
-            self._exchanges, self._failed = 0, False
+            self._before = 0 if failed else self._exchanges
+            self._forgiven = failed
+            self._exchanges, self._failed_at = 0, None
             self._pass += 1
         self._handled = id(sys.exc_info()[1])
         if self._pass == 1 and not self._alone:
@@ -171,7 +175,8 @@ class Failures:
         """
         if self._alone:
             return
-        self._failed = True
+        if self._failed_at is None:
+            self._failed_at = self._exchanges
         with contextlib.suppress(Exception):  # the error that is announced is what matters
             text = str(error)
             if not isinstance(error, RankFailed):
@@ -190,9 +195,7 @@ class Failures:
         return self
 
     def __enter__(self) -> None:
-        if self._over is not None:
-            raise RankFailed(self._over)
-        self._notice_dead_backward()
+        self._check()
         self._exchanges += 1
         self._depth += 1
 
@@ -206,6 +209,27 @@ class Failures:
         if error is not None:
             self._exchanges -= 1  # entered, not completed
             self._explain(error)
+
+    @contextlib.contextmanager
+    def completing(self) -> Iterator[None]:
+        """Wrap a wait for exchanges that were issued under ``waiting``, and counted there.
+
+        Ranks may enter it at different times, or in a pass that has failed here.
+        """
+        self._check()
+        self._depth, self._completing = self._depth + 1, True
+        try:
+            yield
+        except BaseException as error:
+            self._explain(error)
+            raise
+        finally:
+            self._depth, self._completing = self._depth - 1, False
+
+    def _check(self) -> None:
+        if self._over is not None:
+            raise RankFailed(self._over)
+        self._notice_dead_backward()
 
     def look(self) -> None:
         """Break the groups if their exchanges cannot end. The thread calls it every second."""
@@ -286,7 +310,10 @@ class Failures:
         if final := self._board.read(_FINAL):
             return final.text
         with self._moving:
-            reached = 0 if self._failed else self._exchanges
+            reached = self._exchanges
+            if self._failed_at is not None:
+                # What it left in flight may wait for a rank that failed before it got there.
+                reached = self._failed_at if self._completing else 0
             passes = ((self._pass, reached), (self._pass - 1, self._before))
         for number, exchanges in passes:
             announced = self._board.read(str(number)) if exchanges else None

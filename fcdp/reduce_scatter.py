@@ -13,7 +13,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.profiler import record_function
 
 from fcdp.encoded_reduce import EncodedReduce
-from fcdp.exchange import Op, reduce_scatter, reduce_scatter_parts, wait_all
+from fcdp.exchange import Op, Pending, Then, reduce_scatter, reduce_scatter_parts, wait_all
+from fcdp.in_flight import Arriving, InFlight
 from fcdp.ledger import Ledger
 from fcdp.partial_gradients import PartialGradients
 from fcdp.topology import Topology
@@ -25,7 +26,8 @@ class HierarchicalReduceScatter(ReduceScatter):
 
     FSDP2 calls it on its stream of reductions, in whose order everything here runs, by one
     collective inside the node and one across. Their groups are not those of the gathers, which
-    therefore never queue behind a reduction.
+    therefore never queue behind a reduction. On the CPU, where the thread that computes would wait,
+    backward goes on while gradients cross nodes (:mod:`fcdp.in_flight`).
 
     While ``requires_sync`` is false, gradients stay inside the node, (nodes, s) per rank, until the
     last micro-batch (paper: partial gradients). What crosses nodes crosses as ``encoded`` has it,
@@ -37,12 +39,14 @@ class HierarchicalReduceScatter(ReduceScatter):
         unit: Unit,
         topology: Topology,
         partials: PartialGradients,
+        in_flight: InFlight,
         ledger: Ledger,
         encoded: EncodedReduce | None,
     ) -> None:
         self._unit = unit
         self._topology = topology
         self._partials = partials
+        self._in_flight = in_flight
         self._ledger = ledger
         self._encoded = encoded
         #: Set by ``fcdp.accumulate``: whether the next backward's gradients cross nodes.
@@ -71,7 +75,10 @@ class HierarchicalReduceScatter(ReduceScatter):
         self._input_numel = 0 if is_output else numel
         if is_output and dtype == torch.float16 and self.pending and self.requires_sync:
             dtype = torch.float32
-        return torch.empty(*size, dtype=dtype, device=device)
+        buffer = torch.empty(*size, dtype=dtype, device=device)
+        if is_output and self._goes_on(device):
+            return self._in_flight.output(self._unit, buffer)
+        return buffer
 
     def __call__(
         self,
@@ -84,7 +91,8 @@ class HierarchicalReduceScatter(ReduceScatter):
         """Reduce ``input_tensor`` (nodes·L·s) over all ranks into ``output_tensor`` (s).
 
         Without sync, ``output_tensor`` is zero: FSDP2 adds it to ``.grad``, which then holds the
-        whole sum after the last micro-batch. Complete in stream order when it returns.
+        whole sum after the last micro-batch. Complete in stream order when it returns, or, for an
+        ``Arriving`` output, when that is read or backward ends.
 
         Raises ``RuntimeError`` if gradients were zeroed in place, or other parameters received
         gradients, since the last micro-batch.
@@ -104,11 +112,19 @@ class HierarchicalReduceScatter(ReduceScatter):
             self._keep(partial)
             output_tensor.zero_()
             return
+        # PREMUL_SUM scales its input: where the node has reduced with it, once already.
+        scaled = topology.ranks_per_node > 1 and op != dist.ReduceOp.AVG
+        across = dist.ReduceOp.SUM if scaled else op
+        if isinstance(output_tensor, Arriving):
+            output = output_tensor.plain
+            self._in_flight.start(
+                output_tensor.crossing, lambda: self._sync(output, partial, across)
+            )
+            return
         with record_function(f"fcdp::reduce_inter {self._unit.name}"):
-            # PREMUL_SUM scales its input: where the node has reduced with it, once already.
-            scaled = topology.ranks_per_node > 1 and op != dist.ReduceOp.AVG
-            across = dist.ReduceOp.SUM if scaled else op
-            self._sync(output_tensor, partial, across)
+            exchange = self._sync(output_tensor, partial, across)
+            with topology.failures.completing():
+                wait_all(exchange)
 
     def discard(self) -> None:
         """Forget partial gradients, as after a failed step."""
@@ -185,37 +201,44 @@ class HierarchicalReduceScatter(ReduceScatter):
             if param.requires_grad
         }
 
-    def _sync(self, output: torch.Tensor, partial: torch.Tensor, op: Op) -> None:
-        """Reduce across nodes the sum of all micro-batches."""
+    def _sync(self, output: torch.Tensor, partial: torch.Tensor, op: Op) -> list[Pending]:
+        """Start to reduce across nodes the sum of all micro-batches; complete once waited for."""
         if not self.pending:
-            self._reduce_across(output, partial, op)
-            return
+            return self._reduce_across(output, partial, op)
         self._check_layout(partial)
         micro_batches = self._partials.count + 1
         total = self._partials.take(partial)
         self._versions.clear()
         if self._encoded is not None:
-            self._reduce_across(output, total, op)
-        elif partial.dtype == torch.float16:
+            return self._reduce_across(output, total, op)
+        if partial.dtype == torch.float16:
             # Scaled down to one micro-batch's magnitude, so that what FSDP2 can send per
             # micro-batch does not overflow here; by a power of two, which rounds nothing.
             scale = 2.0 ** math.ceil(math.log2(micro_batches))
             mean = torch.empty_like(output, dtype=partial.dtype)
-            self._reduce_across(mean, (total / scale).to(partial.dtype), op)
-            torch.mul(mean.to(output.dtype), scale, out=output)
-        else:
-            self._reduce_across(output, total.to(partial.dtype), op)
+            works = self._reduce_across(mean, (total / scale).to(partial.dtype), op)
+            return [*works, Then(lambda: torch.mul(mean.to(output.dtype), scale, out=output))]
+        return self._reduce_across(output, total.to(partial.dtype), op)
 
-    def _reduce_across(self, output: torch.Tensor, partial: torch.Tensor, op: Op) -> None:
-        if self._encoded is not None:
-            assert op == dist.ReduceOp.SUM, f"{op}: the engine asks FSDP2 for sums"
-            with self._topology.failures.waiting():
-                sent = self._encoded.reduce(output, partial)
-        else:
-            with self._topology.failures.waiting():
-                wait_all(reduce_scatter([output], [partial], op, self._topology.reduce_inter))
-            sent = (self._topology.nodes - 1) * output.numel() * output.itemsize
+    def _reduce_across(self, output: torch.Tensor, partial: torch.Tensor, op: Op) -> list[Pending]:
+        with self._topology.failures.waiting():
+            if self._encoded is not None:
+                assert op == dist.ReduceOp.SUM, f"{op}: the engine asks FSDP2 for sums"
+                works = self._encoded.start(output, partial)
+                sent = self._encoded.sent_bytes(output.numel())
+            else:
+                works = reduce_scatter([output], [partial], op, self._topology.reduce_inter)
+                sent = (self._topology.nodes - 1) * output.numel() * output.itemsize
         self._ledger.add("inter_node", "reduce", sent)
+        return works
+
+    def _goes_on(self, device: torch.device) -> bool:
+        """Whether backward goes on while what is reduced crosses nodes.
+
+        Not where a hook is to be called with it.
+        """
+        crosses = self._topology.nodes > 1 and self.requires_sync
+        return device.type == "cpu" and crosses and not self._unit.hooked
 
     def _check_layout(self, partial: torch.Tensor) -> None:
         if self.pending and self._partials.numel != partial.numel():

@@ -44,6 +44,13 @@ class Unit:
         return any(param.requires_grad for param in self.params)
 
     @property
+    def hooked(self) -> bool:
+        """Whether somebody else's code is called with each gradient as soon as it is reduced."""
+        return self.group._all_reduce_hook is not None or any(
+            getattr(param, "_post_accumulate_grad_hooks", None) for param in self.params
+        )
+
+    @property
     def prefetched(self) -> bool:
         """Whether a gather has begun that nobody has waited for."""
         return self.group._all_gather_result is not None

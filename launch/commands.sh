@@ -16,7 +16,15 @@ python=${VENV:-.venv}/bin/python
 status=0
 for command in "$@"; do
     read -r -a words <<<"$command"
-    "$python" -m experiments "${words[@]}" --cluster rented || status=$?
+    "$python" -m experiments "${words[@]}" --cluster rented &
+    child=$!
+    # The first process of a container gets the signals that are meant for the command.
+    trap 'kill -TERM "$child"' INT TERM
+    wait "$child" || status=$?
+    # A trapped signal ends the waiting, not yet the command.
+    while kill -0 "$child" 2>/dev/null; do
+        wait "$child" || status=$?
+    done
     # 1 is a cell that failed; with anything else the next command could not run either.
     [[ $status -le 1 ]] || break
 done

@@ -126,7 +126,7 @@ class Collectives:
             yield
 
 
-class Unit:
+class UnitCalls:
     """One unit's calls, as FSDP2 makes them on buffers that it has allocated."""
 
     def __init__(self, engine: Engine, place: int) -> None:
@@ -173,17 +173,17 @@ class Rank:
         self._engine = engine_of(model)
         self._engine._begin_pass()
         self._engine._passes._in_forward = True
-        self._units = [Unit(self._engine, place) for place in range(UNITS)]
-        self._round(Unit.gather)  # agrees
+        self._units = [UnitCalls(self._engine, place) for place in range(UNITS)]
+        self._round(UnitCalls.gather)  # agrees
 
     def measure(self, path: str, rounds: int) -> tuple[Counts, list[float]]:
         """Collectives of one call, and microseconds of each, of one path."""
         calls = {
-            "gather, stale": Unit.gather,
-            "gather, fresh": Unit.gather,
-            "reduce": Unit.reduce,
-            "FSDP2 gather": Unit.plain_gather,
-            "FSDP2 reduce": Unit.plain_reduce,
+            "gather, stale": UnitCalls.gather,
+            "gather, fresh": UnitCalls.gather,
+            "reduce": UnitCalls.reduce,
+            "FSDP2 gather": UnitCalls.plain_gather,
+            "FSDP2 reduce": UnitCalls.plain_reduce,
         }
         stale = path == "gather, stale"
         for _ in range(3):
@@ -194,7 +194,7 @@ class Rank:
         assert not any(count % len(taken) for count in counts.values()), counts
         return {name: count // len(taken) for name, count in counts.items()}, taken
 
-    def _round(self, call: Callable[[Unit], None], stale: bool = False) -> list[float]:
+    def _round(self, call: Callable[[UnitCalls], None], stale: bool = False) -> list[float]:
         """Microseconds of each unit's call, in the order of a forward."""
         self._engine.cache.begin_pass()
         if stale:

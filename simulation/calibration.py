@@ -22,24 +22,24 @@ _NOTHING = Constants(float("inf"), {}, 0.0, 0.0, 0.0)
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A step that was run."""
+    """A step that ran on a cluster, with its time and bytes."""
 
     workload: Workload
     hardware: Hardware
     seconds: float
-    #: What one node sent to others.
+    #: Bytes that one node sent to others.
     inter_node_bytes: float
 
 
 def calibrate(steps: Sequence[MeasuredStep]) -> Constants:
-    """Least squares of the relative errors of the steps' times, no constant below zero.
+    """Fit a host's constants: least squares of the relative errors of times, none below zero.
 
     A step without a limit on its links takes what the host's cores take, which is linear in the
     constants. Raises ``ValueError`` if there are fewer steps without a limit than constants.
     """
     free = [step for step in steps if math.isinf(step.hardware.inter_bytes_per_s)]
     engines = sorted({find(step.workload.strategy).engine for step in free})
-    units = _unit_constants(engines)
+    units = _single_costs(engines)
     if len(free) < len(units):
         raise ValueError(
             f"records: hold {len(free)} cells without a limit that ran, "
@@ -59,8 +59,8 @@ def calibrate(steps: Sequence[MeasuredStep]) -> Constants:
     )
 
 
-def _unit_constants(engines: Sequence[str]) -> Mapping[str, Constants]:
-    """A host on which only one thing takes time, by the name of the constant."""
+def _single_costs(engines: Sequence[str]) -> Mapping[str, Constants]:
+    """Hosts on each of which only one thing takes time, by the name of the constant."""
     return {
         "flops": replace(_NOTHING, flops=1.0),
         "byte_seconds": replace(_NOTHING, byte_seconds=1.0),
@@ -71,18 +71,18 @@ def _unit_constants(engines: Sequence[str]) -> Mapping[str, Constants]:
 
 
 def _busy(step: MeasuredStep, constants: Constants) -> float:
-    """Seconds that the host's cores are in full use."""
+    """Seconds per step that the host's cores are in full use."""
     workload = step.workload
     hardware = emulated(step.hardware.nodes, step.hardware.ranks_per_node, None, constants)
-    plan = schedule_of(workload.strategy)
-    units = layout(workload, plan, hardware.nodes, hardware.ranks_per_node)
-    placement = place(workload, plan, units, hardware)
-    tasks = Step(workload, plan, units, placement, hardware).build().tasks
+    schedule = schedule_of(workload.strategy)
+    units = layout(workload, schedule, hardware.nodes, hardware.ranks_per_node)
+    placement = place(workload, schedule, units, hardware)
+    tasks = Step(workload, schedule, units, placement, hardware).build().tasks
     return sum(task.demands.get("compute", 0.0) for task in tasks)
 
 
 def _not_negative(features: NDArray[np.float64], target: NDArray[np.float64]) -> list[float]:
-    """Least squares; what would be negative is nought, and the rest is fitted again."""
+    """Fit by least squares; what would be negative is nought, and the rest is fitted again."""
     scale = np.abs(features).max(axis=0)
     scale[scale == 0] = 1
     kept = np.arange(features.shape[1])

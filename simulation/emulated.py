@@ -14,17 +14,17 @@ from simulation.hardware import GB, Gpu, Hardware, Overheads
 
 #: TCP's headers and acknowledgements over frames of 9000 bytes take the rest, by the counters.
 PAYLOAD_SHARE = 0.988
-#: A copy in memory; with all cores at it.
+#: Bytes per second of copies in memory, all cores together.
 _COPY_BYTES_PER_S = 10 * GB
 
 
 @dataclass(frozen=True)
 class Constants:
-    """One host, all cores together."""
+    """What one host takes for computing and sending, all cores together."""
 
-    #: Matrix products in fp32.
+    #: Operations per second of matrix products in fp32.
     flops: float
-    #: As in ``Overheads``.
+    #: Seconds, as in ``Overheads``.
     block_seconds: Mapping[str, float]
     byte_seconds: float
     gathered_byte_seconds: float
@@ -48,7 +48,11 @@ def emulated(
     constants: Constants = TWO_CORES,
     memory_bytes: float = 25 * GB,
 ) -> Hardware:
-    """Nodes that are namespaces of one host; ``None``: a link without a limit."""
+    """A cluster whose nodes are namespaces of one host.
+
+    ``inter_bits_per_s`` limits what each node sends, ``None``: nothing does; ``memory_bytes`` is a
+    node's memory.
+    """
     host = Gpu(
         "emulated",
         peak_flops=constants.flops,

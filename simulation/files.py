@@ -1,4 +1,4 @@
-"""What is kept in files: types that allow nothing unknown, and JSON Lines files of them."""
+"""Types that are kept in files and allow nothing unknown, and JSON Lines files of them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""What a node sends in a step beside the payload: headers, acknowledgements, announcements.
+"""Protocol overhead: bytes per step that a node sends beside the payload.
 
-Of large buffers that is a share, of small ones a number of bytes for each message. A message over
-gloo is two packets and their acknowledgements: the data, and the receiver's word that it is ready.
+These are headers, acknowledgements and announcements: of large buffers a share, of small ones a
+number of bytes per message. A message over gloo is two packets and their acknowledgements: the
+data, and the receiver's word that it is ready.
 """
 
 from __future__ import annotations
@@ -18,88 +19,95 @@ SHARE = 0.015
 MESSAGE_BYTES = 600
 #: Halves of a buffer that go round gloo's rings one after the other.
 _SEGMENTS = 2
-#: Policies that keep every unit.
+#: Policies with an entry for every unit.
 _KEEPS_ALL = ("device", "host", "disk")
 
 
 def framing_bytes(workload: Workload, nodes: int, ranks_per_node: int, payload: float) -> float:
-    """What a node may send in a step with so many bytes of payload, beside it."""
+    """Bytes of protocol overhead that a node may send per step, beside ``payload`` bytes."""
     return SHARE * payload + MESSAGE_BYTES * messages(workload, nodes, ranks_per_node)
 
 
 def agree(
     workload: Workload, nodes: int, ranks_per_node: int, *, predicted: float, counted: float
 ) -> bool:
-    """Whether the kernel has counted the bytes that were predicted, within framing."""
+    """Whether the kernel counted the bytes that were predicted, within protocol overhead.
+
+    ``predicted`` and ``counted`` are bytes per step that one node sends.
+    """
     estimated = schedule_of(workload.strategy).estimated_share * predicted
     allowed = framing_bytes(workload, nodes, ranks_per_node, predicted) + estimated
     return abs(counted - predicted) <= allowed
 
 
 def messages(workload: Workload, nodes: int, ranks_per_node: int) -> int:
-    """Messages that a node sends to others in a step over gloo: not fewer than there are.
+    """Messages per step that a node sends to others over gloo: not fewer than there are.
 
     Each has its exchanges: gathers and reductions that cross nodes, our engine's agreement on what
     is stale before each micro-batch and on what a disk has kept before each gather, and a barrier.
     """
     if nodes == 1:
         return 0
-    plan = schedule_of(workload.strategy)
-    units = layout(workload, plan, nodes, ranks_per_node)
-    # One from each rank to its partner on each other node; round all ranks; and the latter twice.
+    schedule = schedule_of(workload.strategy)
+    units = layout(workload, schedule, nodes, ranks_per_node)
+    # Messages of a node: from each rank to its partner on each other node; round a ring of all
+    # ranks, which a reduction passes twice.
     pairwise = ranks_per_node * (nodes - 1)
     ring = _SEGMENTS * (nodes * ranks_per_node - 1)
-    gathers, reductions = _gathers(workload, plan, units), _reductions(workload, plan, units)
-    if plan.shards == "node":  # by an all-reduce of gloo's among partners
+    gathers, reductions = (
+        _gathers(workload, schedule, units),
+        _reductions(workload, schedule, units),
+    )
+    if schedule.shards == "node":  # by an all-reduce of gloo's among partners
         return (1 + 2 * _SEGMENTS * reductions) * pairwise
-    if plan.pairwise:
-        asked = 2 * len(units.units) if "disk" in (plan.keeps_in(workload.policy) or "") else 0
-        agreements = workload.accumulation * (1 + asked) if plan.shards == "world" else 0
+    if schedule.pairwise:
+        asked = 2 * len(units.units) if "disk" in (schedule.keeps_in(workload.policy) or "") else 0
+        agreements = workload.accumulation * (1 + asked) if schedule.shards == "world" else 0
         return (1 + gathers + reductions + agreements) * pairwise
-    whole = _kept_whole(workload) if plan.keeps_small_whole else 0
-    return pairwise + ring * (gathers + whole) + 2 * ring * reductions
+    replicated = _small(workload) if schedule.replicates_small else 0
+    return pairwise + ring * (gathers + replicated) + 2 * ring * reductions
 
 
 def whole_bytes(workload: Workload, nodes: int, ranks_per_node: int) -> float:
-    """Least bytes that a node sends of what DeepSpeed keeps whole on every rank.
+    """Least bytes per step that a node sends of what DeepSpeed keeps replicated.
 
-    It gathers that after each step, what is frozen too.
+    DeepSpeed gathers that after each step, what is frozen too.
     """
-    plan = schedule_of(workload.strategy)
-    if not plan.keeps_small_whole:
+    schedule = schedule_of(workload.strategy)
+    if not schedule.replicates_small:
         return 0.0
-    units = layout(workload, plan, nodes, ranks_per_node)
-    return (nodes - 1) / nodes * units.whole * workload.element_bytes
+    units = layout(workload, schedule, nodes, ranks_per_node)
+    return (nodes - 1) / nodes * units.replicated * workload.element_bytes
 
 
-def _gathers(workload: Workload, plan: Schedule, units: Layout) -> int:
-    """Gathers of a step that cross nodes."""
-    if plan.shards != "world":
+def _gathers(workload: Workload, schedule: Schedule, units: Layout) -> int:
+    """Gathers per step that cross nodes."""
+    if schedule.shards != "world":
         return 0
-    place = plan.keeps_in(workload.policy)
+    place = schedule.keeps_in(workload.policy)
     found = 0
     for unit in units.units:
-        if place not in _KEEPS_ALL:  # nothing, if it need not
+        if place not in _KEEPS_ALL:  # kept nowhere, or not certainly
             found += workload.accumulation * (1 if unit.kept else 2)
-        elif plan.cached_for == "micro-batch":
+        elif schedule.cached_for == "micro-batch":
             found += workload.accumulation
         else:
-            found += plan.cached_for == "step" or unit.trained > 0
+            found += schedule.cached_for == "step" or unit.trained > 0
     return found
 
 
-def _reductions(workload: Workload, plan: Schedule, units: Layout) -> int:
-    """Reductions of a step that cross nodes; our all-reduce is two exchanges."""
+def _reductions(workload: Workload, schedule: Schedule, units: Layout) -> int:
+    """Reductions per step that cross nodes; our all-reduce is two exchanges."""
     trained = sum(unit.trained > 0 for unit in units.units)
-    if plan.unit == "matrix":  # reduced a block at a time
+    if schedule.unit == "matrix":  # gradients of a block's matrices are reduced together
         trained = min(trained, workload.model.layers + 1)
-    if units.whole_trained:
-        trained += 1 if plan.keeps_small_whole else 2
-    return trained * (1 if plan.defers else workload.accumulation)
+    if units.replicated_trained:
+        trained += 1 if schedule.replicates_small else 2
+    return trained * (1 if schedule.accumulates_without_sync else workload.accumulation)
 
 
-def _kept_whole(workload: Workload) -> int:
-    """Parameters that DeepSpeed keeps whole, and gathers one by one: vectors and adapters."""
+def _small(workload: Workload) -> int:
+    """Parameters that DeepSpeed replicates and gathers one by one: vectors and adapters."""
     model, lora = workload.model, workload.lora
     vectors = sum(row == 1 for _, row in model.block_rows)
     adapters = 0 if lora is None else len(model.adapter_rows(lora))

@@ -1,4 +1,4 @@
-"""What a cluster is made of: GPUs by the vendors' data sheets, links, host memory, disks.
+"""Hardware of a cluster: GPUs by the vendors' data sheets, links, host memory, disks.
 
 Data sheets give the GPUs' figures. What no data sheet says (latencies, how much of a peak is
 reached, a CPU's optimizer) has defaults that are marked as ours: measure them, if you can.
@@ -35,11 +35,11 @@ class Gpu:
     peak_flops: float
     memory_bytes: float
     memory_bytes_per_s: float
-    #: Each direction.
+    #: Each direction of the link to the host.
     pcie_bytes_per_s: float
-    #: To the other GPUs of a node, each direction. Without NVLink to all of them this is PCIe's.
+    #: Each direction to the other GPUs of a node. Without NVLink to all of them this is PCIe's.
     link_bytes_per_s: float
-    #: Whether that goes over PCIe, and so shares it with copies to and from the host.
+    #: Whether that link is PCIe, and so shares it with copies to and from the host.
     link_is_pcie: bool = False
 
     def __post_init__(self) -> None:
@@ -96,18 +96,18 @@ def gpu(name: str) -> Gpu:
 
 @dataclass(frozen=True)
 class Overheads:
-    """What a host with few cores spends beside matrix products, in seconds of all its cores.
+    """Time that a host with few cores spends beside matrix products, in seconds of all its cores.
 
     All zero where a GPU computes: its host runs ahead, and ``matmul_efficiency`` has the rest.
     """
 
-    #: By engine: hooks and calls of all ranks for one block in one micro-batch.
+    #: Hooks and calls of all ranks for one block in one micro-batch, by engine.
     block_seconds: Mapping[str, float] = field(default_factory=dict)
-    #: Each byte that a rank sends to another, through the kernel.
+    #: Seconds per byte that a rank sends to another, through the kernel.
     byte_seconds: float = 0.0
-    #: Each byte that a rank has gathered: its memory is taken, filled and copied.
+    #: Seconds per byte that a rank has gathered: its memory is taken, filled and copied.
     gathered_byte_seconds: float = 0.0
-    #: Each byte that is kept for backward, for what is no matrix product.
+    #: Seconds per byte that is kept for backward, for what is no matrix product.
     activation_byte_seconds: float = 0.0
 
 
@@ -125,31 +125,32 @@ class Hardware:
     device: Gpu
     #: Share of ``device.peak_flops`` that matrix products reach (papers.md 5.2: α̂).
     matmul_efficiency: float = MATMUL_EFFICIENCY
-    #: What a node can send to other nodes, all its ranks together; infinite: no limit.
+    #: Rate at which a node can send to other nodes, all its ranks together; infinite: no limit.
     inter_bytes_per_s: float
-    #: What one rank can send inside its node.
+    #: Rate at which one rank can send inside its node.
     intra_bytes_per_s: float
-    #: One message, as NCCL's kernels exchange it: ours.
+    #: Latency of one message, as NCCL's kernels exchange it: ours.
     inter_latency_seconds: float = 15e-6
     intra_latency_seconds: float = 5e-6
-    #: Copies of one rank while all ranks of the node copy.
+    #: Rates of one rank's copies while all ranks of the node copy.
     host_to_device_bytes_per_s: float
     device_to_host_bytes_per_s: float
     #: Whether what a rank sends to other nodes passes the PCIe link that its copies use.
     nic_shares_pcie: bool = True
-    #: Whether what it sends inside its node does.
+    #: Whether what a rank sends inside its node passes it, too.
     intra_shares_pcie: bool = False
     host_memory_bytes: float
-    #: A node's local disks; NVMe of two drives: ours.
+    #: Rates of a node's local disks; NVMe of two drives: ours.
     disk_read_bytes_per_s: float = 6 * GB
     disk_write_bytes_per_s: float = 4 * GB
-    #: Adam on a node's CPUs, bound by memory: 28 bytes an element at about 110 GB/s: ours.
+    #: Rate of Adam on a node's CPUs, bound by memory: 28 bytes per element at about 110 GB/s: ours.
     cpu_adam_elements_per_s: float = 4e9
-    #: Of each device, for the CUDA context, NCCL's buffers and fragmentation: ours.
+    #: Memory of each device for the CUDA context, NCCL's buffers and fragmentation: ours.
     device_reserve_bytes: float = 4 * GB
-    #: Gloo's reduce-scatter is an all-reduce, and one thread computes and waits.
+    #: What carries the collectives. Gloo's reduce-scatter is an all-reduce, and one thread computes
+    #: and waits.
     backend: Backend = "nccl"
-    #: Ranks whose ``device`` is one and the same, as on an emulated cluster.
+    #: Number of ranks whose ``device`` is one and the same, as on an emulated cluster.
     ranks_sharing_device: int = 1
     overheads: Overheads = Overheads()
 
@@ -179,19 +180,21 @@ class Hardware:
 
     @property
     def world_size(self) -> int:
+        """Number of ranks."""
         return self.nodes * self.ranks_per_node
 
     @property
     def flops(self) -> float:
-        """What one rank computes in a second while all ranks compute."""
+        """Operations per second of one rank while all ranks compute."""
         return self.device.peak_flops * self.matmul_efficiency / self.ranks_sharing_device
 
     @property
     def usable_device_bytes(self) -> float:
+        """Device memory of a rank without the reserve."""
         return self.device.memory_bytes - self.device_reserve_bytes
 
     def with_inter_bandwidth(self, bits_per_s: float | None) -> Hardware:
-        """The same cluster with nodes that send this many bits a second; ``None``: no limit."""
+        """The same cluster whose nodes send so many bits per second; ``None``: no limit."""
         rate = float("inf") if bits_per_s is None else bits_per_s / 8
         return replace(self, inter_bytes_per_s=rate)
 
@@ -208,11 +211,11 @@ def cluster(
     inter_efficiency: float | None = None,
     inter_latency_seconds: float = 15e-6,
 ) -> Hardware:
-    """Nodes of one kind of GPU, of which only the data sheets are known.
+    """A cluster of nodes with one kind of GPU, of which only the data sheets are known.
 
     ``inter_bits_per_s`` is a node's nominal bandwidth, ``link_efficiency`` the share of every
     link's nominal rate that is reached, ``inter_efficiency`` that of the link between nodes where
-    it is another.
+    it is another. Raises ``ValueError`` for an unknown GPU and naming the argument that cannot be.
     """
     between = link_efficiency if inter_efficiency is None else inter_efficiency
     shares = {"link_efficiency": link_efficiency, "inter_efficiency": between}
@@ -237,5 +240,8 @@ def cluster(
 
 
 def paper_cluster(nodes: int = 4, inter_bits_per_s: float = 100e9) -> Hardware:
-    """The FCDP paper's (papers.md 0.3): nodes of 8 A40 48 GB, 512 GB, 100 Gbit/s InfiniBand."""
+    """The FCDP paper's cluster (papers.md 0.3).
+
+    Nodes have 8 A40 of 48 GB and 512 GB of host memory; the paper's link is 100 Gbit/s InfiniBand.
+    """
     return cluster("a40", nodes=nodes, ranks_per_node=8, inter_bits_per_s=inter_bits_per_s)

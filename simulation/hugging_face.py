@@ -29,7 +29,7 @@ _KEYS: Mapping[str, Mapping[str, str]] = {
         "vocabulary": "vocab_size",
     },
 }
-#: What a model may have that is not counted here; absent or false in a model that is.
+#: Keys of what is not counted here; a model that is counted has none of it, or false.
 _NOT_COUNTED: Mapping[str, tuple[str, ...]] = {
     "gpt2": ("add_cross_attention",),
     "llama": ("attention_bias", "mlp_bias"),
@@ -44,7 +44,7 @@ def from_config(source: Mapping[str, Any] | str | Path, sequence_length: int) ->
     fetched. Raises ``ValueError`` for a model type or a value that is not known, and for what is
     not counted.
     """
-    name, config = _read(source)
+    name, config = _named(source)
     kind: Any = config.get("model_type")
     if kind not in tuple(_KEYS):  # which a list may be compared with, too
         raise ValueError(f"model_type = {kind!r} of {name}: allowed are {', '.join(_KEYS)}")
@@ -82,9 +82,18 @@ def from_config(source: Mapping[str, Any] | str | Path, sequence_length: int) ->
     return Transformer(name=name, family=kind, tied=tied, **shape)
 
 
-def _read(source: Mapping[str, Any] | str | Path) -> tuple[str, Mapping[str, Any]]:
+def _named(source: Mapping[str, Any] | str | Path) -> tuple[str, Mapping[str, Any]]:
     if isinstance(source, Mapping):
         return str(source.get("_name_or_path") or source.get("model_type") or "model"), source
+    path = Path(source)
+    return path.stem if path.exists() else str(source), read(source)
+
+
+def read(source: str | Path) -> dict[str, Any]:
+    """What the configuration says; ``source`` is as of ``from_config``.
+
+    Raises ``ValueError`` where there is none.
+    """
     path = Path(source)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
@@ -95,7 +104,7 @@ def _read(source: Mapping[str, Any] | str | Path) -> tuple[str, Mapping[str, Any
         raise ValueError(f"model = {str(source)!r}: {file} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"model = {str(source)!r}: {file} holds no configuration")
-    return path.stem if path.exists() else str(source), config
+    return config
 
 
 def _from_hub(name: str) -> Path:

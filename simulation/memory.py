@@ -19,22 +19,22 @@ from simulation.workload import Workload
 
 _MASTER_BYTES = 4
 _MOMENTS_BYTES = 8
-#: Of a token and word when the loss's backward begins, in fp32 whatever the logits are in: their
-#: log-softmax, its gradient and theirs.
+#: Bytes per token and word when the loss's backward begins, in fp32 whatever the logits are in:
+#: their log-softmax, its gradient and theirs.
 _LOSS_BYTES = 12
 #: While foreach AdamW steps: the roots of second moments, of all parameters that it is given.
 _STEP_BYTES = 4
 #: DeepSpeed's ``sub_group_size``: elements of a rank that it gives AdamW at a time, with gradients
 #: that it copies to fp32 for this.
 _SUB_GROUP = 1e9
-#: Gathered units other than the root's: one in use, one on its way.
+#: Gathered units beside the root: one in use, one on its way.
 _GATHERED_UNITS = 2
-_LOOK_AHEAD = 1
+_PREFETCH_DEPTH = 1
 
 
 @dataclass(frozen=True)
 class CacheBytes:
-    """What the entries of one rank's cache take."""
+    """Bytes of the entries of one rank's cache, by tier."""
 
     device: float = 0.0
     host: float = 0.0
@@ -43,15 +43,15 @@ class CacheBytes:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a step needs at its fullest moment, by part."""
+    """Bytes that a step needs at its fullest moment, by part."""
 
-    #: One rank's device.
+    #: Memory of one rank's device.
     device: Mapping[str, float]
-    #: The same in forward, when all blocks have run.
+    #: Memory of one rank's device in forward, when all blocks have run.
     forward: Mapping[str, float]
     #: One node's host memory, for what this project or a vendor puts there.
     host: Mapping[str, float]
-    #: One node's disks.
+    #: Space on one node's disks.
     disk: Mapping[str, float]
 
     @property
@@ -63,7 +63,7 @@ class Footprint:
         return sum(self.host.values())
 
     def shortage(self, hardware: Hardware) -> str | None:
-        """What does not fit, with what it needs and has; ``None`` if all fits."""
+        """A sentence about what does not fit, with needs and haves in GB; ``None`` if all fits."""
         if self.device_bytes > hardware.usable_device_bytes:
             return (
                 f"a device needs {self.device_bytes / 1e9:.1f} GB, has "
@@ -79,68 +79,69 @@ class Footprint:
 
 
 def peak(workload: Workload, hardware: Hardware) -> Footprint:
-    """The peak of a steady step.
+    """The peak memory of a steady step.
 
-    The cache is planned as if every unit went to the first tier of its strategy; a policy that
-    looks at memory in use is applied by the simulator, which calls ``footprint``.
+    The cache is sized as if every unit went to the first tier of its strategy; a policy that
+    looks at memory in use is applied by the simulator, which calls ``footprint``. Raises
+    ``ValueError`` for a strategy that is not simulated.
     """
-    plan = schedule_of(workload.strategy)
-    units = layout(workload, plan, hardware.nodes, hardware.ranks_per_node)
-    entries = entry_bytes(workload, plan, hardware)
-    place = plan.keeps_in(workload.policy)
+    schedule = schedule_of(workload.strategy)
+    units = layout(workload, schedule, hardware.nodes, hardware.ranks_per_node)
+    entries = entry_bytes(workload, schedule, hardware)
+    place = schedule.keeps_in(workload.policy)
     cache = CacheBytes(
         device=entries if place == "device" else 0.0,
         host=entries if place in ("host", "auto") or str(place).startswith("threshold") else 0.0,
         disk=entries if place == "disk" else 0.0,
     )
-    return footprint(workload, plan, units, hardware, cache)
+    return footprint(workload, schedule, units, hardware, cache)
 
 
-def entry_bytes(workload: Workload, plan: Schedule, hardware: Hardware) -> float:
-    """Of one rank, all entries: our cache leaves out the rank's own shard, vendors do not."""
+def entry_bytes(workload: Workload, schedule: Schedule, hardware: Hardware) -> float:
+    """Bytes of all entries of one rank: our cache leaves out its own shard, vendors do not."""
     nodes, ranks = hardware.nodes, hardware.ranks_per_node
     gathered = workload.parameters * workload.element_bytes
-    if not plan.caches_own_shard:
+    if not schedule.caches_own_shard:
         return (nodes - 1) / nodes * gathered / ranks
     return gathered / ranks
 
 
 def footprint(
-    workload: Workload, plan: Schedule, units: Layout, hardware: Hardware, cache: CacheBytes
+    workload: Workload, schedule: Schedule, units: Layout, hardware: Hardware, cache: CacheBytes
 ) -> Footprint:
-    """The peak with what the cache holds given."""
+    """The peak memory of a steady step where the cache's bytes are given."""
     nodes, ranks = hardware.nodes, hardware.ranks_per_node
-    sharers = {"world": hardware.world_size, "node": ranks, "rank": 1}[plan.shards]
+    sharers = {"world": hardware.world_size, "node": ranks, "rank": 1}[schedule.shards]
     element = workload.element_bytes
     # FSDP2 shards fp32 parameters and gathers them in bf16; DeepSpeed shards bf16 beside a master.
-    stored = _MASTER_BYTES if plan.shards_fp32 else element
+    stored = _MASTER_BYTES if schedule.shards_fp32 else element
     master = _MASTER_BYTES if stored < _MASTER_BYTES else 0
-    # Replicas are stepped whole; what DeepSpeed keeps whole, it steps in shards.
-    whole = 0 if plan.keeps_small_whole else units.whole
-    stepped = (workload.trained - whole) / sharers + whole
-    parameters = stored * ((workload.parameters - whole) / sharers + whole)
+    # Replicated adapters are stepped whole; what DeepSpeed replicates, it steps in shards.
+    replicated = 0 if schedule.replicates_small else units.replicated
+    stepped = (workload.trained - replicated) / sharers + replicated
+    parameters = stored * ((workload.parameters - replicated) / sharers + replicated)
     states = (_MOMENTS_BYTES + master) * stepped
-    on_device = plan.optimizer == "device"
-    gradients, step = _gradients_and_step(plan, element, stepped)
+    on_device = schedule.optimizer == "device"
+    gradients, step = _gradients_and_step(schedule, element, stepped)
     device: dict[str, float] = {}
     host: dict[str, float] = {}
     disk: dict[str, float] = {}
     places = {"device": device, "host": host, "disk": disk}
     for name, nbytes, place in (
-        ("parameters", parameters, plan.parameters),
+        ("parameters", parameters, schedule.parameters),
         ("gradients", gradients, "device" if on_device else "host"),
-        ("optimizer states", states, plan.optimizer),
+        ("optimizer states", states, schedule.optimizer),
         ("optimizer step", step, "device" if on_device else "host"),
     ):
         places[place][name] = nbytes * (1 if place == "device" else ranks)
     largest_slice = (nodes - 1) / nodes * element * units.largest / ranks
-    if cache.host and plan.stages:
-        device["staging"] = _LOOK_AHEAD * largest_slice
+    if cache.host and schedule.stages:
+        device["staging"] = _PREFETCH_DEPTH * largest_slice
     device["cache"], disk["cache"] = cache.device, ranks * cache.disk
-    buffers = (_LOOK_AHEAD + 2) * largest_slice if cache.disk else 0.0
+    buffers = (_PREFETCH_DEPTH + 2) * largest_slice if cache.disk else 0.0
     host["cache"] = ranks * (cache.host + buffers)
     gradients, step = device.pop("gradients", 0.0), device.pop("optimizer step", 0.0)
-    moments = _moments(workload, plan, units, ranks, gradients, step)
+    moments = _moments(workload, schedule, units, ranks, gradients, step)
     _, forward, *_ = moments
     fullest = max(moments, key=lambda moment: sum(moment.values()))
     return Footprint(
@@ -156,7 +157,7 @@ def largest_micro_batch(
     hardware: Hardware,
     fits: Callable[[Workload], bool] | None = None,
 ) -> int:
-    """Most sequences a rank and micro-batch that fit; 0 if not even one does.
+    """Most sequences per rank and micro-batch that fit; 0 if not even one does.
 
     ``fits`` is asked instead of ``peak`` where a policy decides by memory in use.
     """
@@ -179,7 +180,7 @@ def largest_micro_batch(
 
 
 def block_activation_bytes(workload: Workload) -> float:
-    """Of one token in one block, kept from forward to backward where nothing is recomputed.
+    """Bytes of one token's activations in one block, kept for backward without recomputation.
 
     GPT-2: norms' and matrices' inputs, Q, K, V, attention's output, and five tensors of the MLP's
     width, as its approximate GELU is written out. Llama: norms work in fp32. What is
@@ -203,11 +204,11 @@ def block_activation_bytes(workload: Workload) -> float:
     return inputs + norms + attention + element * 3 * inner
 
 
-def _gradients_and_step(plan: Schedule, element: int, stepped: float) -> tuple[float, float]:
-    """Gradients of so many parameters, and what their optimizer needs beside them as it steps."""
-    if plan.shards_fp32:
+def _gradients_and_step(schedule: Schedule, element: int, stepped: float) -> tuple[float, float]:
+    """Bytes of the gradients of so many parameters, and of what their optimizer's step takes."""
+    if schedule.shards_fp32:
         return _MASTER_BYTES * stepped, _STEP_BYTES * stepped
-    if plan.optimizer == "device":
+    if schedule.optimizer == "device":
         in_fp32 = (_MASTER_BYTES + _STEP_BYTES) * min(stepped, _SUB_GROUP)
         return element * stepped, in_fp32
     # On the host all gradients are there in fp32 too, and its own Adam steps in place.
@@ -215,10 +216,12 @@ def _gradients_and_step(plan: Schedule, element: int, stepped: float) -> tuple[f
 
 
 def _moments(
-    workload: Workload, plan: Schedule, units: Layout, ranks: int, gradients: float, step: float
+    workload: Workload, schedule: Schedule, units: Layout, ranks: int, gradients: float, step: float
 ) -> Sequence[dict[str, float]]:
-    """What comes and goes on a device: as forward begins, as its blocks have run, as the loss is
-    differentiated, in the last block's backward, in the first's, and in the optimizer's step.
+    """Bytes by part of what comes and goes on a device, at six moments of a step.
+
+    They are: as forward begins, as its blocks have run, as the loss is differentiated, in the last
+    block's backward, in the first's, and in the optimizer's step.
 
     Parts make room for one another: gradients come as activations go, unless earlier micro-batches
     have left theirs, and what the ``step`` takes comes when all but gradients has gone.
@@ -236,26 +239,28 @@ def _moments(
 
     unit = float(element * units.largest)
     root = float(element * units.root.parameters)
-    if plan.keeps_small_whole:
-        root += element * units.whole
+    if schedule.replicates_small:
+        root += element * units.replicated
     trained = max((unit.trained for unit in units.units if unit is not units.root), default=0)
     reductions = float(element * (units.root.trained + 2 * trained))
-    # At backward's end: gradients of what is whole, copied to bf16 and then put together; and what
-    # FSDP2 has all-reduced across nodes, which it keeps until then.
-    last = float(2 * element * units.whole_trained)
-    if plan.shards == "node" and plan.copies_out:
+    # At backward's end: gradients of what is replicated, copied to bf16 and then put together; and
+    # what FSDP2 has all-reduced across nodes, which it keeps until then.
+    last = float(2 * element * units.replicated_trained)
+    if schedule.shards == "node" and schedule.copies_out:
         last += element * workload.trained / ranks
-    if plan.shards == "rank":
+    if schedule.shards == "rank":
         # Autocast's bf16 copies of all weights, and DDP's buckets, which are the gradients.
         root = float(element * workload.parameters if element < _MASTER_BYTES else 0)
         reductions = unit = 0.0
     gathered = root + _GATHERED_UNITS * unit
     # FSDP2 copies what has come out of a buffer, which lasts until the next has come.
-    copies = plan.copies_out
+    copies = schedule.copies_out
 
-    stay = plan.keeps_gradients or workload.accumulation > 1
+    stay = schedule.keeps_gradients or workload.accumulation > 1
     left = {"gradients": gradients if stay else 0.0}
-    if plan.shards == "world" and plan.defers and workload.accumulation > 1:
+    without_sync = schedule.accumulates_without_sync and workload.accumulation > 1
+    if schedule.shards == "world" and without_sync:
+        # Partial gradients; committed records have them under this name.
         left["gradient sums"] = _MASTER_BYTES * workload.trained / ranks
     in_block = left | {"gathered": gathered, "reductions": reductions}
     return (

@@ -1,4 +1,4 @@
-"""What the simulator answers."""
+"""The simulator's answer: one step's time, bytes, memory, and what it waits for."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from baselines.registry import schedule_of
 from simulation import transformer as shapes
 from simulation.hardware import Hardware
 from simulation.memory import Footprint, footprint
-from simulation.step.events import Run, simulate
+from simulation.step.events import Timeline, simulate
 from simulation.step.placement import place
 from simulation.step.schedule import Step
 from simulation.units import layout
 from simulation.workload import Workload
 
-#: Bytes of one node by link (inter_node, intra_node, host_to_device, device_to_host, disk) and
-#: phase (forward, backward, reduce, optimizer), as a record's ledger has them.
+#: Bytes that one node moves by link (inter_node, intra_node, host_to_device, device_to_host, disk)
+#: and phase (forward, backward, reduce, optimizer), as a record's ledger has them.
 Moved = Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One steady step: all caches hold what the step before has left in them."""
+    """One steady step, simulated: all caches hold what the step before has left in them."""
 
     #: ``oom`` if device or host memory is too small; the rest is then as if it were not.
     state: Literal["ok", "oom"]
     error: str | None
     step_seconds: float
-    #: Of the whole cluster.
+    #: Tokens per second of the whole cluster.
     tokens_per_s: float
     #: Model FLOPS utilisation (frozen weights count 4, trained ones 6), and with recomputation.
     mfu: float
@@ -41,11 +41,11 @@ class Prediction:
     busy: Mapping[str, float]
     moved_bytes: Moved
     footprint: Footprint
-    run: Run
+    timeline: Timeline
 
     @property
     def inter_node_bytes(self) -> float:
-        """What one node sends to others."""
+        """Bytes per step that one node sends to others."""
         return sum(self.moved_bytes.get("inter_node", {}).values())
 
     @property
@@ -55,11 +55,11 @@ class Prediction:
 
 
 def needed(workload: Workload, hardware: Hardware) -> Footprint:
-    """Device and host memory, with the cache where the policy puts it; raises as ``predict``."""
-    plan = schedule_of(workload.strategy)
-    units = layout(workload, plan, hardware.nodes, hardware.ranks_per_node)
-    cache = place(workload, plan, units, hardware).cache
-    return footprint(workload, plan, units, hardware, cache)
+    """The peak memory, with the cache where the policy puts it; raises as ``predict``."""
+    schedule = schedule_of(workload.strategy)
+    units = layout(workload, schedule, hardware.nodes, hardware.ranks_per_node)
+    cache = place(workload, schedule, units, hardware).cache
+    return footprint(workload, schedule, units, hardware, cache)
 
 
 def fits(workload: Workload, hardware: Hardware) -> bool:
@@ -70,7 +70,10 @@ def fits(workload: Workload, hardware: Hardware) -> bool:
 def utilisations(
     workload: Workload, hardware: Hardware, tokens_per_gpu_s: float
 ) -> tuple[float, float]:
-    """Of the device's peak: by the model's operations (MFU), and with recomputation (HFU)."""
+    """MFU and HFU: shares of the device's peak, by the model's operations and by all.
+
+    ``tokens_per_gpu_s`` are tokens per second and GPU.
+    """
     length, lora, peak = workload.sequence_length, workload.lora, hardware.device.peak_flops
     model_flops = shapes.model_flops(workload.model, length, lora)
     all_flops = shapes.hardware_flops(workload.model, length, lora, workload.recomputed)
@@ -90,26 +93,28 @@ def predict(workload: Workload, hardware: Hardware) -> Prediction:
         raise ValueError(
             "dtype = 'float32': a simulated GPU computes in bfloat16; allowed: bfloat16"
         )
-    plan = schedule_of(workload.strategy)
-    units = layout(workload, plan, hardware.nodes, hardware.ranks_per_node)
-    placement = place(workload, plan, units, hardware)
-    needs = footprint(workload, plan, units, hardware, placement.cache)
-    tasks = Step(workload, plan, units, placement, hardware).build()
-    run = simulate(tasks.tasks)
+    schedule = schedule_of(workload.strategy)
+    units = layout(workload, schedule, hardware.nodes, hardware.ranks_per_node)
+    placement = place(workload, schedule, units, hardware)
+    needs = footprint(workload, schedule, units, hardware, placement.cache)
+    tasks = Step(workload, schedule, units, placement, hardware).build()
+    timeline = simulate(tasks.tasks)
     shortage = needs.shortage(hardware)
     tokens = workload.tokens * workload.accumulation
-    per_gpu = tokens / run.seconds
+    per_gpu = tokens / timeline.seconds
     mfu, hfu = utilisations(workload, hardware, per_gpu)
     return Prediction(
         state="ok" if shortage is None else "oom",
         error=shortage,
-        step_seconds=run.seconds,
+        step_seconds=timeline.seconds,
         tokens_per_s=per_gpu * hardware.world_size,
         mfu=mfu,
         hfu=hfu,
-        critical_path=tuple(run.tasks[index].name for index in run.critical_path()),
-        busy={name: used / run.seconds for name, used in sorted(run.busy_seconds().items())},
+        critical_path=tuple(timeline.tasks[index].name for index in timeline.critical_path()),
+        busy={
+            name: used / timeline.seconds for name, used in sorted(timeline.busy_seconds().items())
+        },
         moved_bytes=tasks.moved_bytes,
         footprint=needs,
-        run=run,
+        timeline=timeline,
     )

@@ -9,16 +9,16 @@ from simulation.workload import Workload
 
 
 def communication_to_computation(workload: Workload, hardware: Hardware) -> float:
-    """Seconds that a node's link is busy in a step, for each second of a rank's computation."""
+    """Seconds that a node's link is busy per second of a rank's computation."""
     prediction = predict(workload, hardware)
     seconds = prediction.inter_node_bytes / hardware.inter_bytes_per_s
     return seconds / _computation_seconds(prediction)
 
 
 def link_bits_per_s(ratio: float, workload: Workload, unlimited: Hardware) -> float:
-    """The limit of an emulated link at which the workload has this ratio.
+    """The limit of an emulated link, in bits per second, at which the workload has this ratio.
 
-    ``unlimited`` is the emulated cluster without one.
+    ``unlimited`` is the emulated cluster without a limit.
     """
     prediction = predict(workload, unlimited)
     seconds = ratio * _computation_seconds(prediction)
@@ -26,4 +26,4 @@ def link_bits_per_s(ratio: float, workload: Workload, unlimited: Hardware) -> fl
 
 
 def _computation_seconds(prediction: Prediction) -> float:
-    return prediction.run.busy_seconds()["compute"]
+    return prediction.timeline.busy_seconds()["compute"]

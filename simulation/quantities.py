@@ -17,26 +17,32 @@ _SIZE = re.compile(r"([kmgtKMGT]i?|)B")
 _COUNT = re.compile(r"[kMBT]?")
 _COUNTS = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _LORA = re.compile(r"lora:(\d+)")
-#: Not inside of brackets.
+#: A comma that is not inside brackets.
 _COMMA = re.compile(r",(?![^(]*\))")
 
 #: A link that nothing limits.
 UNSHAPED = "unshaped"
-_LINK_UNITS = (("Gbit/s", 10**9), ("Mbit/s", 10**6), ("kbit/s", 10**3), ("bit/s", 1))
+_LINK_SCALES = (("Gbit/s", 10**9), ("Mbit/s", 10**6), ("kbit/s", 10**3), ("bit/s", 1))
 
 _T = TypeVar("_T")
 
 
 def bits_per_s(option: str, text: str) -> float:
-    """A bandwidth: ``100Gbps``, ``100 Gbit/s``, ``12.5 GB/s``."""
+    """Bits per second of a bandwidth: ``100Gbps``, ``100 Gbit/s``, ``12.5 GB/s``.
+
+    Raises ``ValueError`` naming ``option``, as the other functions here do.
+    """
     allowed = "a number above 0 and a unit, such as 100Gbps, '100 Gbit/s' or 12.5GB/s"
-    number, unit = _split(option, text, _RATE, allowed)
-    scale = Decimal(_DECIMAL[unit[1].lower()]) * (8 if unit[2].startswith("B") else 1)
+    number, suffix = _split(option, text, _RATE, allowed)
+    scale = Decimal(_DECIMAL[suffix[1].lower()]) * (8 if suffix[2].startswith("B") else 1)
     return float(number * scale)
 
 
 def link(text: object) -> int | None:
-    """Bits per second of a link such as ``10 Mbit/s``; ``None`` for ``unshaped``."""
+    """Bits per second of a link such as ``10 Mbit/s``; ``None`` for ``unshaped``.
+
+    Raises ``ValueError`` for what is no bandwidth, or no whole number of bits per second.
+    """
     if text == UNSHAPED:
         return None
     allowed = f"a number above 0 and a unit, such as '10 Mbit/s', or {UNSHAPED!r}"
@@ -58,22 +64,22 @@ def format_link(bits: float | None) -> str:
     """A link's limit as matrix files write it, in the largest unit that keeps it above one."""
     if bits is None or math.isnan(bits):
         return UNSHAPED
-    unit, size = next((u, s) for u, s in _LINK_UNITS if bits >= s or s == 1)
-    return f"{(Decimal(bits) / size).normalize():f} {unit}"
+    suffix, size = next((u, s) for u, s in _LINK_SCALES if bits >= s or s == 1)
+    return f"{(Decimal(bits) / size).normalize():f} {suffix}"
 
 
 def size_bytes(option: str, text: str) -> float:
-    """A size of memory: ``512GB``, ``512 GiB``, ``1TB``."""
+    """Bytes of a size of memory: ``512GB``, ``512 GiB``, ``1TB``."""
     allowed = "a number above 0 and a unit, such as 512GB, '512 GiB' or 1TB"
-    number, unit = _split(option, text, _SIZE, allowed)
-    return float(number * Decimal((_DECIMAL | _BINARY)[unit[1].lower()]))
+    number, suffix = _split(option, text, _SIZE, allowed)
+    return float(number * Decimal((_DECIMAL | _BINARY)[suffix[1].lower()]))
 
 
 def count(option: str, text: str) -> float:
     """A large number: ``1e9``, ``1B``, ``300M``."""
     allowed = "a number above 0, such as 1e9, 1B or 300M"
-    number, unit = _split(option, text, _COUNT, allowed)
-    return float(number * Decimal(_COUNTS[unit[0]]))
+    number, suffix = _split(option, text, _COUNT, allowed)
+    return float(number * Decimal(_COUNTS[suffix[0]]))
 
 
 def whole(option: str, text: str) -> int:
@@ -96,7 +102,7 @@ def share(option: str, text: str) -> float:
 
 
 def lora_rank(option: str, text: str) -> int:
-    """``lora:RANK``."""
+    """The rank of ``lora:RANK``."""
     match = _LORA.fullmatch(text.strip())
     if match is None or int(match[1]) < 1:
         raise _mistake(option, text, "lora:RANK, such as lora:8")
@@ -104,7 +110,7 @@ def lora_rank(option: str, text: str) -> int:
 
 
 def each(option: str, text: str, parse: Callable[[str, str], _T]) -> tuple[_T, ...]:
-    """All of a list with commas, each once."""
+    """The parsed values of a list with commas, each once."""
     parts = _COMMA.split(text)
     return tuple(dict.fromkeys(parse(option, part) for part in parts))
 
@@ -117,14 +123,14 @@ def name(option: str, text: str) -> str:
 
 
 def _split(
-    option: str, text: str, units: re.Pattern[str], allowed: str
+    option: str, text: str, suffixes: re.Pattern[str], allowed: str
 ) -> tuple[Decimal, re.Match[str]]:
-    """A finite number above 0, and the match of its unit."""
+    """A finite number above 0, and the match of its suffix, such as ``GB``."""
     match = _NUMBER.fullmatch(text.strip())
-    unit = match and units.fullmatch(match[2])
-    if not match or not unit or not 0 < float(match[1]) < math.inf:
+    suffix = match and suffixes.fullmatch(match[2])
+    if not match or not suffix or not 0 < float(match[1]) < math.inf:
         raise _mistake(option, text, allowed)
-    return Decimal(match[1]), unit
+    return Decimal(match[1]), suffix
 
 
 def _mistake(option: str, text: str, allowed: str) -> ValueError:

@@ -10,15 +10,15 @@ _MICROSECONDS = 1e6
 
 
 def chrome_trace(prediction: Prediction) -> dict[str, Any]:
-    """The step in the Trace Event Format: a row a stream, the critical path marked."""
-    run = prediction.run
-    streams = list(dict.fromkeys(task.stream for task in run.tasks))
-    critical = set(run.critical_path())
+    """The step in the Trace Event Format: a row per stream, the critical path marked."""
+    timeline = prediction.timeline
+    streams = list(dict.fromkeys(task.stream for task in timeline.tasks))
+    critical = set(timeline.critical_path())
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": stream}}
         for row, stream in enumerate(streams)
     ]
-    for index, (task, span) in enumerate(zip(run.tasks, run.spans, strict=True)):
+    for index, (task, span) in enumerate(zip(timeline.tasks, timeline.spans, strict=True)):
         events.append(
             {
                 "ph": "X",

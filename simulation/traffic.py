@@ -15,18 +15,18 @@ from simulation.hardware import Hardware
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one exchange sends, and in how many messages one after the other."""
+    """Bytes that one exchange sends, and its messages one after the other."""
 
-    #: Out of the busiest node, all its ranks together.
+    #: Bytes out of the busiest node, all its ranks together.
     inter_node_bytes: float = 0.0
-    #: Inside a node, all its ranks together, and from the rank that sends most.
+    #: Bytes inside a node, of all its ranks together and of the rank that sends most.
     intra_node_bytes: float = 0.0
     intra_rank_bytes: float = 0.0
     inter_messages: int = 0
     intra_messages: int = 0
 
     def __add__(self, other: Traffic) -> Traffic:
-        """One after the other."""
+        """The traffic of two exchanges, one after the other."""
         return Traffic(
             self.inter_node_bytes + other.inter_node_bytes,
             self.intra_node_bytes + other.intra_node_bytes,
@@ -36,13 +36,14 @@ class Traffic:
         )
 
     def latency_seconds(self, hardware: Hardware) -> float:
+        """Seconds of all messages' latencies, one after the other."""
         return (
             self.inter_messages * hardware.inter_latency_seconds
             + self.intra_messages * hardware.intra_latency_seconds
         )
 
     def seconds(self, hardware: Hardware) -> float:
-        """Alone on its links, which carry its parts at once as a pipeline does."""
+        """Seconds of the exchange alone on its links, which carry its parts as a pipeline."""
         return self.latency_seconds(hardware) + max(
             self.inter_node_bytes / hardware.inter_bytes_per_s,
             self.intra_rank_bytes / hardware.intra_bytes_per_s,
@@ -63,13 +64,13 @@ def flat(nbytes: float, nodes: int, ranks_per_node: int) -> Traffic:
     )
 
 
-def across(nbytes: float, nodes: int) -> Traffic:
-    """The half of a hierarchy that crosses nodes, among ranks of equal local rank."""
+def inter_node(nbytes: float, nodes: int) -> Traffic:
+    """An inter-node all-gather or reduce-scatter, among ranks of equal local rank."""
     return Traffic(inter_node_bytes=(nodes - 1) / nodes * nbytes, inter_messages=nodes - 1)
 
 
-def inside(nbytes: float, ranks_per_node: int) -> Traffic:
-    """The half of a hierarchy inside the node, or a node's exchange of its own."""
+def intra_node(nbytes: float, ranks_per_node: int) -> Traffic:
+    """An intra-node all-gather or reduce-scatter."""
     passed = (ranks_per_node - 1) / ranks_per_node * nbytes
     return Traffic(
         intra_node_bytes=ranks_per_node * passed,
@@ -79,17 +80,17 @@ def inside(nbytes: float, ranks_per_node: int) -> Traffic:
 
 
 def hierarchical(nbytes: float, nodes: int, ranks_per_node: int) -> Traffic:
-    """Both halves, one after the other."""
-    return across(nbytes, nodes) + inside(nbytes, ranks_per_node)
+    """An all-gather or reduce-scatter in both halves, one after the other."""
+    return inter_node(nbytes, nodes) + intra_node(nbytes, ranks_per_node)
 
 
 def flat_all_reduce(nbytes: float, nodes: int, ranks_per_node: int) -> Traffic:
-    """A reduce-scatter and an all-gather round the same ring."""
+    """An all-reduce: a reduce-scatter and an all-gather round the same ring."""
     half = flat(nbytes, nodes, ranks_per_node)
     return half + half
 
 
 def hierarchical_all_reduce(nbytes: float, nodes: int, ranks_per_node: int) -> Traffic:
-    """Inside the node, 1/L of it across nodes, and back."""
+    """An all-reduce: inside the node, 1/L of it across nodes, and back."""
     half = hierarchical(nbytes, nodes, ranks_per_node)
     return half + half

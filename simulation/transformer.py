@@ -36,6 +36,7 @@ class Matrix:
 
     @property
     def weights(self) -> int:
+        """Elements without the bias."""
         return self.inputs * self.outputs
 
 
@@ -96,7 +97,7 @@ class Transformer:
     width: int
     heads: int
     vocabulary: int
-    #: Learned positions, of GPT-2.
+    #: Number of learned positions, of GPT-2.
     positions: int = 0
     mlp_width: int
     key_value_heads: int
@@ -139,7 +140,7 @@ class Transformer:
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
-        """Those of one block."""
+        """The matrices of one block."""
         width, inner = self.width, self.mlp_width
         if self.family == "gpt2":
             return (
@@ -192,18 +193,21 @@ class Transformer:
 
     @property
     def block_parameters(self) -> int:
+        """Parameters of one block without adapters."""
         return padded_numel(self.block_rows, 1)
 
     @property
     def root_parameters(self) -> int:
+        """Parameters outside of the blocks."""
         return padded_numel(self.root_rows, 1)
 
     @property
     def parameters(self) -> int:
+        """Parameters of the whole model without adapters."""
         return self.layers * self.block_parameters + self.root_parameters
 
     def adapter_parameters(self, lora: Lora) -> int:
-        """Of one block; raises as ``adapter_rows``."""
+        """Parameters of the adapters of one block; raises as ``adapter_rows``."""
         return padded_numel(self.adapter_rows(lora), 1)
 
     def attention_lora(self, rank: int) -> Lora:
@@ -211,13 +215,13 @@ class Transformer:
         return Lora(rank, ATTENTION[self.family])
 
     def block_forward_flops(self, sequence_length: int, lora: Lora | None = None) -> float:
-        """Of one token in one block."""
+        """Operations of one token's forward in one block."""
         adapters = 0 if lora is None else self.adapter_parameters(lora)
         weights = sum(matrix.weights for matrix in self.matrices)
         return 2.0 * (weights + adapters) + 4.0 * sequence_length * self.width
 
     def block_backward_flops(self, sequence_length: int, lora: Lora | None = None) -> float:
-        """Of one token in one block: a frozen matrix has a gradient for its input only."""
+        """Operations of one token's backward in one block; frozen weights have no gradient."""
         weights = sum(matrix.weights for matrix in self.matrices)
         attention = 8.0 * sequence_length * self.width
         if lora is None:
@@ -226,23 +230,23 @@ class Transformer:
 
     @property
     def head_flops(self) -> float:
-        """Of one token in the output layer, forward."""
+        """Operations of one token's forward in the output layer."""
         return 2.0 * self.vocabulary * self.width
 
 
 def forward_flops(model: Transformer, sequence_length: int, lora: Lora | None = None) -> float:
-    """Of one token through the whole model."""
+    """Operations of one token's forward through the whole model."""
     return model.layers * model.block_forward_flops(sequence_length, lora) + model.head_flops
 
 
 def backward_flops(model: Transformer, sequence_length: int, lora: Lora | None = None) -> float:
-    """Of one token, without recomputation."""
+    """Operations of one token's backward, without recomputation."""
     head = model.head_flops * (2 if lora is None else 1)
     return model.layers * model.block_backward_flops(sequence_length, lora) + head
 
 
 def model_flops(model: Transformer, sequence_length: int, lora: Lora | None = None) -> float:
-    """Of one token, what training must compute: 6 a trained weight, 4 a frozen one, attention."""
+    """Operations per token of training: 6 per trained weight, 4 per frozen one, attention."""
     return forward_flops(model, sequence_length, lora) + backward_flops(
         model, sequence_length, lora
     )
@@ -251,13 +255,16 @@ def model_flops(model: Transformer, sequence_length: int, lora: Lora | None = No
 def hardware_flops(
     model: Transformer, sequence_length: int, lora: Lora | None = None, recomputed: float = 0.0
 ) -> float:
-    """``model_flops`` and the forward again of the share ``recomputed`` of the blocks."""
+    """Operations per token: ``model_flops``, and again the forward of the recomputed blocks.
+
+    ``recomputed`` is the activation-checkpointing fraction, from 0 to 1.
+    """
     checks.share(recomputed=recomputed)
     again = model.layers * model.block_forward_flops(sequence_length, lora)
     return model_flops(model, sequence_length, lora) + recomputed * again
 
 
 def utilisation(flops_per_token: float, tokens_per_gpu_s: float, peak_flops: float) -> float:
-    """MFU of ``model_flops``, HFU of ``hardware_flops``: a share of the GPU's peak."""
+    """Share of the GPU's peak: MFU of ``model_flops``, HFU of ``hardware_flops``."""
     checks.positive(peak_flops=peak_flops)
     return flops_per_token * tokens_per_gpu_s / peak_flops

@@ -1,4 +1,4 @@
-"""How a strategy divides a model: what is gathered at a time, and what each gather is for."""
+"""How a strategy divides a model into units, and which computation waits for which."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _READS_EMBEDDINGS = ("attn.c_attn", "q_proj", "k_proj", "v_proj")
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """One gather, and one reduction if any of it is trained."""
+    """A unit by its sizes, in parameters: one gather, and a reduction if any of it is trained."""
 
     name: str
     parameters: int
-    #: What a gather moves: with FSDP2's padding of each parameter to a multiple of the ranks.
+    #: Parameters that a gather moves: with FSDP2's padding of each to a multiple of the ranks.
     gathered: int
-    #: What is trained of that; what a reduction moves.
+    #: Trained ones of these, which a reduction moves.
     trained: int
     #: Whether it stays gathered from forward to backward.
     kept: bool = False
@@ -46,21 +46,21 @@ class Segment:
 
 @dataclass(frozen=True)
 class Layout:
-    """A model under one strategy."""
+    """A model under one strategy: its units and its computation."""
 
-    #: What is outside of the blocks; gathered for all of forward and backward.
+    #: The unit of what is outside of the blocks; gathered for all of forward and backward.
     root: Unit
     #: The blocks' computation in the order of forward, and what comes after them.
     segments: tuple[Segment, ...]
     head: Segment
-    #: Parameters that every rank keeps whole, by the vendor's threshold or as replicated adapters.
-    whole: int
-    #: Those of them that are trained.
-    whole_trained: int
+    #: Replicated parameters: below the vendor's threshold, or adapters.
+    replicated: int
+    #: Trained ones of these.
+    replicated_trained: int
 
     @property
     def units(self) -> list[Unit]:
-        """In the order of their first gather, each once."""
+        """All units, each once, in the order of their first gather."""
         ordered = [self.root, *(unit for segment in self.segments for unit in segment.units)]
         return list(dict.fromkeys(ordered))
 
@@ -161,7 +161,7 @@ class _Model:
         return units
 
     def _in_one_piece(self) -> Layout:
-        """Nothing is gathered, and all gradients are reduced at once."""
+        """The layout of a replicated model: no gathers, and all gradients are reduced at once."""
         model, workload = self._workload.model, self._workload
         root = Unit("root", model.root_parameters, 0, 0, kept=True)
         size = model.block_parameters + workload.block_adapters
@@ -172,7 +172,7 @@ class _Model:
         return Layout(root, tuple(blocks), self._head(root), workload.parameters, workload.trained)
 
     def _by_matrix(self) -> Layout:
-        """DeepSpeed: a gather a matrix; vectors and adapters stay whole (persistence threshold).
+        """DeepSpeed's layout: a unit per matrix; vectors and adapters are below its threshold.
 
         Their changes reach all ranks by a gather after each step.
         """

@@ -1,4 +1,4 @@
-"""What was predicted against what was measured, step by step."""
+"""Predicted steps compared with measured ones."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from simulation.prediction import Prediction, predict
 
 @dataclass(frozen=True)
 class Comparison:
-    """One step that was run and simulated."""
+    """A step that was run, and its prediction."""
 
     measured: MeasuredStep
     prediction: Prediction
 
     @property
     def relative_error(self) -> float:
-        """Of the step's time; above 0 where the prediction is too slow."""
+        """Relative error of the predicted time; above 0 where the prediction is too slow."""
         return self.prediction.step_seconds / self.measured.seconds - 1
 
     @property
     def bytes_agree(self) -> bool:
-        """Whether the bytes differ by no more than framing."""
+        """Whether the bytes differ by no more than protocol overhead."""
         step = self.measured
         return framing.agree(
             step.workload,
@@ -37,7 +37,7 @@ class Comparison:
 
     @property
     def counted_share(self) -> float:
-        """Counted over predicted bytes."""
+        """Ratio of counted to predicted bytes."""
         return self.measured.inter_node_bytes / self.prediction.inter_node_bytes
 
 
@@ -47,7 +47,10 @@ def compare(step: MeasuredStep) -> Comparison:
 
 
 def median_absolute_error(comparisons: Sequence[Comparison]) -> float:
-    """Of the steps' times, as a share. Raises ``ValueError`` where nothing was compared."""
+    """Median error of the steps' times, as a share.
+
+    Raises ``ValueError`` where nothing was compared.
+    """
     if not comparisons:
         raise ValueError("comparisons = []: must hold at least one cell that ran")
     return median(abs(comparison.relative_error) for comparison in comparisons)

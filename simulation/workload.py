@@ -1,4 +1,4 @@
-"""What is trained, and how: a cell without the cluster it runs on."""
+"""A workload for the simulator: a cell without the cluster that it runs on."""
 
 from __future__ import annotations
 
@@ -13,21 +13,24 @@ _ELEMENT_BYTES = (2, 4)
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A strategy on a model. Raises ``ValueError`` naming the field for an impossible one."""
+    """A strategy on a model, as the simulator sees it.
+
+    Raises ``ValueError`` naming the field that cannot be.
+    """
 
     strategy: str
     model: Transformer
     #: ``None``: all parameters are trained.
     lora: Lora | None = None
     sequence_length: int
-    #: Sequences a rank and micro-batch, and micro-batches between two optimizer steps.
+    #: Sequences per rank and micro-batch, and micro-batches between two optimizer steps.
     micro_batch: int
     accumulation: int = 1
-    #: Of gathers, computation and reductions. With 2 bytes, master weights stay fp32.
+    #: Bytes per element in gathers, computation and reductions. With 2, master weights stay fp32.
     element_bytes: int = 2
-    #: Share of the blocks whose activations are recomputed in backward.
+    #: Activation-checkpointing fraction: share of the blocks that backward recomputes.
     recomputed: float = 0.0
-    #: As a cell has them, for strategies that have the choice.
+    #: Settings as a cell has them, for strategies that have the choice.
     policy: str = "host"
     gather_codec: str = "none"
     reduce_codec: str = "none"
@@ -47,7 +50,7 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Of one rank and micro-batch."""
+        """Tokens per rank and micro-batch."""
         return self.micro_batch * self.sequence_length
 
     @property
@@ -57,7 +60,7 @@ class Workload:
 
     @property
     def parameters(self) -> int:
-        """All of them, adapters included."""
+        """Parameters of the model, adapters included."""
         return self.model.parameters + self.model.layers * self.block_adapters
 
     @property

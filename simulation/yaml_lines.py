@@ -34,15 +34,19 @@ class Document:
     lines: dict[KeyPath, int]
 
     def fail(self, path: Sequence[str | int], problem: str) -> NoReturn:
-        """Raise ``ValueError`` naming the file, the line and the key.
+        """Raise ``ValueError`` naming the file, the line and the key."""
+        raise ValueError(f"{self.place(path)}: {problem}")
+
+    def place(self, path: Sequence[str | int]) -> str:
+        """The file, the line and the key.
 
         A key that is missing has no line; the line is then that of the nearest key around it.
         """
         known = tuple(path)
         while known and known not in self.lines:
             known = known[:-1]
-        where = f"{dotted(path)}: " if path else ""
-        raise ValueError(f"{self.file}:{self.lines[known]}: {where}{problem}")
+        where = f": {dotted(path)}" if path else ""
+        return f"{self.file}:{self.lines[known]}{where}"
 
 
 def load(path: Path) -> Document:

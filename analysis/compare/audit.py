@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from analysis.text import ABSENT, number, times
 from experiments.records import framing, parity
 from experiments.records.cell import Cell
+from experiments.records.modelled import why_not_simulated
 from experiments.records.parity import REFERENCE, Parity
 from experiments.records.record import Measurement, Record
 from simulation.framing import MESSAGE_BYTES
@@ -138,6 +139,10 @@ def _judge_bytes(cell: Cell, measured: Measurement) -> tuple[tuple[str, ...], tu
         return (), ()
     if sent < allowance.least * least:
         return ("sends less than its schedule must",), ()
+    if reason := why_not_simulated(cell):
+        return (), (
+            f"What it sends beyond the least was not judged, as {cell.model.name} {reason}",
+        )
     payload = allowance.factor * (least + framing.whole_bytes(cell))
     if sent > payload + framing.framing_bytes(cell, payload):
         return ("sends more than is explained",), ()

@@ -32,6 +32,8 @@ def _measured_kind(annotation: Any) -> str:
     return "float64" if kind == "Int64" else kind  # not every cell has a measurement
 
 
+#: What only a built-in model says of itself.
+_SHAPE = {"family": "string", "layers": "Int64", "width": "Int64", "heads": "Int64"}
 #: Every column that is always there, with its type; ``ledger_*`` columns are added as found.
 COLUMNS = {
     "matrix": "string",
@@ -41,10 +43,7 @@ COLUMNS = {
     "strategy": "string",
     # A link without a limit has none.
     **{name: settings.described(Cell)[name].kind for name in _SETTINGS},
-    "family": "string",
-    "layers": "Int64",
-    "width": "Int64",
-    "heads": "Int64",
+    **_SHAPE,
     "evidence": "string",
     **{name: _measured_kind(annotation) for name, annotation in _MEASURED.items()},
     "step_seconds_median": "float64",
@@ -118,10 +117,7 @@ def values(record: Record) -> dict[str, Any]:
         **settings.values(cell, _SETTINGS),
         "cell": record.cell_id,
         "strategy": cell.subject,
-        "family": cell.model.family,
-        "layers": cell.model.layers,
-        "width": cell.model.width,
-        "heads": cell.model.heads,
+        **{name: getattr(cell.model, name, None) for name in _SHAPE},
         "tokens_per_step": cell.tokens_per_step,
     }
     outcome = {

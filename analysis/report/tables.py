@@ -50,6 +50,7 @@ def presentable(compared: pd.DataFrame) -> pd.DataFrame:
         "device MB": shown("peak_device_bytes", text.megabytes),
         "final loss": shown("loss_final", text.loss),
         "loss difference": shown("loss_difference", text.signed_loss),
+        "held-out loss": shown("held_out_loss", text.loss),
         "Evidence": compared["evidence"],
         "State": compared["state"],
     }

@@ -17,7 +17,10 @@ _DEFAULT_PREFETCH_BUCKET = 5e7
 
 
 def configuration(model: nn.Module, job: Job) -> dict[str, Any]:
-    """DeepSpeed's configuration for this model."""
+    """DeepSpeed's configuration for the model and the job, as ``deepspeed.initialize`` takes it.
+
+    Call it before sharding: thresholds are shares of the model's elements.
+    """
     parameters = sum(param.numel() for param in model.parameters())
     block = max(sum(param.numel() for param in module.parameters()) for module in job.blocks)
     return {
@@ -42,7 +45,7 @@ def configuration(model: nn.Module, job: Job) -> dict[str, Any]:
             # At 30B the default of 1e5 elements keeps norms, biases and low-rank factors whole on
             # every rank. Here the same parameters stay whole, and no matrix of the model does.
             "stage3_param_persistence_threshold": _largest_persistent(model),
-            # The default of 5e8 is one block of a 30B model: reduce a block at a time.
+            # The default of 5e8 is one block of a 30B model: gradients are reduced block by block.
             "reduce_bucket_size": block,
             "overlap_comm": True,
             "contiguous_gradients": True,
@@ -51,7 +54,7 @@ def configuration(model: nn.Module, job: Job) -> dict[str, Any]:
 
 
 def _share(parameters: int, default: float) -> int:
-    """As large a share of this model as the default is of 30B."""
+    """Elements that are as large a share of this model as the default is of 30B."""
     return max(1, round(parameters * default / _REFERENCE_PARAMETERS))
 
 

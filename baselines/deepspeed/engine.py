@@ -1,4 +1,4 @@
-"""DeepSpeed's engine: its operators compiled, its optimizer given, its own loop."""
+"""DeepSpeed's engine: compiles its operators, gives it an optimizer, runs its own loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.nn as nn
 from deepspeed.accelerator import get_accelerator
 from torch.utils.cpp_extension import _get_build_directory
 
-from baselines.strategy import Job, causal_loss, make_optimizer, trainable_parameters
+from baselines.strategy import Job, Loss, make_optimizer, trainable_parameters
 
 
 def initialize(
@@ -23,7 +23,11 @@ def initialize(
     closed_form_bytes: float,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> DeepSpeedZero3:
-    """DeepSpeed's engine with this configuration, and an optimizer if not the usual one."""
+    """Wrap the model in DeepSpeed's engine.
+
+    ``config`` is DeepSpeed's configuration; ``closed_form_bytes`` the least bytes per step that a
+    node must send; ``optimizer`` replaces the one that all strategies use.
+    """
     build_operators()
     deepspeed.init_distributed(
         dist_backend="gloo" if job.topology.mesh.device_type == "cpu" else "nccl"
@@ -34,14 +38,14 @@ def initialize(
         optimizer=optimizer or make_optimizer(model, job),
         config=config,
     )
-    return DeepSpeedZero3(engine, closed_form_bytes)
+    return DeepSpeedZero3(engine, job.loss, closed_form_bytes)
 
 
 def build_operators(*more: str) -> None:
-    """Compile DeepSpeed's shared-memory operator, and those of the builders ``more``, one by one.
+    """Compile DeepSpeed's shared-memory operator, and those of the builders ``more``, in turn.
 
     DeepSpeed compiles them when they are first used, and ranks of one host that do so together
-    fail now and then. The first rank compiles (half a minute, once a machine), the others load.
+    fail now and then. The first rank compiles (half a minute, once per machine), the others load.
     """
     builders = list(more)
     if not torch.accelerator.is_available():
@@ -66,18 +70,26 @@ class DeepSpeedZero3:
     policy: str | None = None
     host_cache_bytes: int | None = None
 
-    def __init__(self, engine: Any, closed_form_bytes: float) -> None:
+    def __init__(self, engine: Any, loss: Loss, closed_form_bytes: float) -> None:
         self._engine = engine
+        self._loss = loss
         self.closed_form_bytes = closed_form_bytes
 
     def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
         losses = []
         for sequences in micro_batches:
-            loss = causal_loss(self._engine, sequences)
+            loss = self._loss(self._engine, sequences)
             self._engine.backward(loss)  # divides by the number of micro-batches itself
             self._engine.step()
             losses.append(loss.detach())
         return torch.stack(losses).mean()
+
+    @torch.no_grad()
+    def evaluate(self, sequences: torch.Tensor) -> torch.Tensor:
+        self._engine.eval()
+        loss = self._loss(self._engine, sequences)
+        self._engine.train()
+        return loss
 
     def take_ledger(self) -> dict[str, dict[str, float]] | None:
         return None

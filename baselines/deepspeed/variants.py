@@ -24,7 +24,7 @@ _CPU = {"device": "cpu"}
 
 
 def zero3(model: nn.Module, job: Job) -> DeepSpeedZero3:
-    """ZeRO stage 3: partitioned over all ranks."""
+    """ZeRO stage 3: parameters, gradients and optimizer states are sharded over all ranks."""
     return _build(model, job, zero3_bytes(model, job))
 
 
@@ -34,12 +34,12 @@ def hpz(model: nn.Module, job: Job) -> DeepSpeedZero3:
 
 
 def hpz_offload(model: nn.Module, job: Job) -> DeepSpeedZero3:
-    """Return hpZ whose shards wait in host memory: of existing systems the one nearest to FCDP."""
+    """ZeRO++'s hpZ with shards in host memory: of existing systems the one nearest to FCDP."""
     return _build(model, job, _hpz_bytes(model, job), _hpz(job), param=_CPU)
 
 
 def offload(model: nn.Module, job: Job) -> DeepSpeedZero3:
-    """ZeRO-Offload: optimizer states and steps on the CPU.
+    """ZeRO-Offload: the optimizer's states are on the CPU, and it steps there.
 
     The bytes between nodes are ZeRO-3's: what is offloaded is a rank's own part.
     """
@@ -78,7 +78,7 @@ def qgz(model: nn.Module, job: Job) -> DeepSpeedZero3:
 def zeropp(model: nn.Module, job: Job) -> DeepSpeedZero3:
     """ZeRO++: hpZ, qwZ and qgZ together.
 
-    Trained parameters cross once a step in int8, gradients each micro-batch in int4.
+    Trained parameters cross nodes once per step in int8, gradients per micro-batch in int4.
     """
     least = crossing_bytes(trained_numel(model), job, 1 + 0.5 * job.accumulation)
     quantised = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
@@ -88,7 +88,7 @@ def zeropp(model: nn.Module, job: Job) -> DeepSpeedZero3:
 def mics(model: nn.Module, job: Job) -> DeepSpeedZero3:
     """MiCS: sharded over the ranks of a node, replicated across nodes.
 
-    Gathers stay inside the node; gradients are all-reduced across nodes once a step.
+    Gathers stay inside the node; gradients are all-reduced across nodes once per step.
     """
     return _mics(model, job, hierarchical=False)
 
@@ -107,7 +107,7 @@ def _mics(model: nn.Module, job: Job, *, hierarchical: bool) -> DeepSpeedZero3:
 
 
 def _hpz(job: Job) -> dict[str, int]:
-    """Secondary shards over the ranks of a node.
+    """The setting for secondary shards over the ranks of a node.
 
     A step drops those of trained parameters only, in 0.16.2 as in 0.19.6: frozen parameters are
     gathered across nodes once ever, as FCDP's are.
@@ -116,7 +116,7 @@ def _hpz(job: Job) -> dict[str, int]:
 
 
 def _hpz_bytes(model: nn.Module, job: Job) -> float:
-    """Least bytes per step: trained parameters once, gradients every micro-batch."""
+    """Least bytes per step of hpZ: trained parameters once, gradients per micro-batch."""
     return crossing_bytes(trained_numel(model), job) * (1 + job.accumulation)
 
 
@@ -129,7 +129,7 @@ def _build(
     optimizer: Mapping[str, str] | None = None,
     param: Mapping[str, str] | None = None,
 ) -> DeepSpeedZero3:
-    """ZeRO stage 3 with these settings of its own, and parts offloaded to where the rest says."""
+    """ZeRO stage 3 with the settings ``zero``, and parts offloaded to where the others say."""
     config = configuration(model, job)
     config["zero_optimization"].update(zero or {})
     # Page-locked memory is what makes copies overlap with compute; a CPU run has no copies.

@@ -1,4 +1,4 @@
-"""Codecs by the names that matrix files use."""
+"""Codecs, parsed from the names that matrix files use."""
 
 from __future__ import annotations
 

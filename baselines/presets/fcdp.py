@@ -45,11 +45,11 @@ def offload(model: nn.Module, job: Job) -> FCDP:
 
 
 def least_bytes(model: nn.Module, job: Job) -> float:
-    """Least bytes a step that this schedule must send from one node.
+    """Least bytes per step that this schedule must send from one node.
 
-    A cached unit crosses nodes once a step if it is trained, and not at all if it is frozen. One
+    A cached unit crosses nodes once per step if it is trained, and not at all if it is frozen. One
     that no tier has room for crosses for each gather of each micro-batch. Gradients cross once.
-    Replicated adapters cross twice: out in parts and back as sums.
+    Replicated adapters cross twice: out in parts and back as sums. Call it after sharding.
     """
     engine, settings = engine_of(model), settings_of(job)
     gather_codec, reduce_codec = (
@@ -69,7 +69,7 @@ def least_bytes(model: nn.Module, job: Job) -> float:
 
 
 def _crossing_bytes(unit: Unit, job: Job, codec: fcdp.Codec | None) -> float:
-    """What one node sends where the unit crosses once. Codecs encode shards, padding included."""
+    """Bytes that one node sends when the unit crosses once. Codecs encode shards with padding."""
     if codec is None:
         return crossing_bytes(numel(unit.params), job)
     sent = (job.topology.nodes - 1) * codec.encoded_bytes(unit.shard_numel)
@@ -101,7 +101,7 @@ def node_bytes(ledger: fcdp.Ledger, topology: fcdp.Topology) -> dict[str, dict[s
 
 
 class FCDP(FSDP2):
-    """The same loop; only the last micro-batch reduces across nodes."""
+    """FSDP2's loop with gradient accumulation without sync between nodes."""
 
     engine = "fcdp"
 

@@ -16,7 +16,7 @@ from fcdp.unit import param_groups
 
 
 def build(model: nn.Module, job: Job) -> MiCS:
-    """Gathers and reductions inside the node are those of ``fcdp``; sums cross once a step."""
+    """Shard the model; intra-node collectives are those of ``fcdp``, sums cross once per step."""
     trainable = MiCS(*hybrid.shard(model, job))
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -28,10 +28,14 @@ def build(model: nn.Module, job: Job) -> MiCS:
 
 
 class MiCS(hybrid.HybridShard):
+    """Hybrid sharding's loop over the exchanges of ``fcdp``."""
+
     engine = "fcdp"
 
 
 class _NodeGather(exchange.Buffers, AllGather):
+    """The intra-node all-gather of one FSDP module."""
+
     def __init__(self, topology: Topology, module: FSDPModule) -> None:
         self._failures = topology.failures
         self._module = module
@@ -56,6 +60,8 @@ class _NodeGather(exchange.Buffers, AllGather):
 
 
 class _NodeReduce(exchange.Buffers, ReduceScatter):
+    """The intra-node reduce-scatter, whose result FSDP2 all-reduces across nodes."""
+
     def __call__(
         self,
         output_tensor: torch.Tensor,

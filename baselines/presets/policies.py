@@ -1,4 +1,4 @@
-"""Cache policies by the names that matrix files use."""
+"""Cache policies, parsed from the names that matrix files use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import fcdp
 
-_UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_SIZES = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(KiB|MiB|GiB|)")
 _CALL = re.compile(r"(\w+)(?:\((.*)\))?")
 
@@ -63,7 +63,7 @@ def _bytes(text: str) -> int:
     match = _SIZE.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is not a size (bytes, KiB, MiB, GiB)")
-    return int(float(match[1]) * _UNITS[match[2]])
+    return int(float(match[1]) * _SIZES[match[2]])
 
 
 _POLICIES: dict[str, Callable[[dict[str, str]], fcdp.CachePolicy]] = {

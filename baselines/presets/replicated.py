@@ -1,4 +1,4 @@
-"""Data parallelism over this repository's exchanges: whole on every rank, one all-reduce a step."""
+"""Data parallelism over this repository's exchanges: replicated, one all-reduce per step."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 import torch.nn as nn
 
 from baselines.presets.fcdp import node_bytes
+from baselines.pytorch.ddp import autocast
 from baselines.pytorch.fsdp2 import FSDP2
 from baselines.strategy import Job, replicated_bytes, trainable_parameters
 from fcdp.ledger import Ledger
@@ -13,14 +14,14 @@ from fcdp.replicas import Replicas
 
 
 def build(model: nn.Module, job: Job) -> Replicated:
-    """Gradients are all-reduced in ``job.dtype``, first inside the node; weights stay."""
+    """Replicate the model; gradients are all-reduced in ``job.dtype``, first inside the node."""
     device = torch.device(job.topology.mesh.device_type)
     model.to(device)
     return Replicated(model, job, replicated_bytes(model, job))
 
 
 class Replicated(FSDP2):
-    """The same loop; only the last micro-batch reduces."""
+    """FSDP2's loop with gradient accumulation without sync: only the last micro-batch reduces."""
 
     engine = "fcdp"
 
@@ -35,9 +36,11 @@ class Replicated(FSDP2):
 
     def backward(self, sequences: torch.Tensor, *, last: bool) -> torch.Tensor:
         self._replicas.requires_sync = last
-        dtype = self.job.dtype
-        with torch.autocast(sequences.device.type, dtype, enabled=dtype != torch.float32):
+        with self.casting():
             return super().backward(sequences, last=last)
+
+    def casting(self) -> torch.autocast:
+        return autocast(self.job)
 
     def take_ledger(self) -> dict[str, dict[str, float]]:
         return node_bytes(self._ledger, self.job.topology)

@@ -17,11 +17,12 @@ from fcdp.engine import engine_of
 
 
 def build(model: nn.Module, job: Job) -> Sched:
+    """Shard the model as FCDP does; what is cached lasts for one step."""
     return Sched(fcdp.build(model, job).model, job, _least_bytes(model, job))
 
 
 def _least_bytes(model: nn.Module, job: Job) -> float:
-    """FCDP's, and frozen units once more where a tier keeps them through the step."""
+    """Least bytes per step of FCDP, and frozen units once more where a tier keeps them."""
     engine = engine_of(model)
     frozen = [
         unit
@@ -33,7 +34,7 @@ def _least_bytes(model: nn.Module, job: Job) -> float:
 
 
 class Sched(fcdp.FCDP):
-    """The same loop; nothing that is cached outlives a step."""
+    """FCDP's loop; no entry outlives a step."""
 
     def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
         total = super().step(micro_batches)

@@ -1,1 +1,1 @@
-"""What PyTorch ships."""
+"""Strategies that PyTorch ships."""

@@ -14,7 +14,7 @@ from baselines.strategy import Job, replicated_bytes
 
 
 def build(model: nn.Module, job: Job) -> DDP:
-    """Replicate the model; gradients are all-reduced once a step, in ``job.dtype``."""
+    """Replicate the model; gradients are all-reduced once per step, in ``job.dtype``."""
     closed_form = replicated_bytes(model, job)
     device = job.topology.mesh.device_type
     replica = DistributedDataParallel(model.to(device), gradient_as_bucket_view=True)
@@ -24,16 +24,20 @@ def build(model: nn.Module, job: Job) -> DDP:
 
 
 class DDP(FSDP2):
-    """The same loop; only the last micro-batch reduces. Weights stay as they are."""
+    """FSDP2's loop with gradient accumulation without sync; weights stay float32."""
 
     engine = "ddp"
 
     def backward(self, sequences: torch.Tensor, *, last: bool) -> torch.Tensor:
         assert isinstance(self.model, DistributedDataParallel)
-        dtype = self.job.dtype
-        device = self.job.topology.mesh.device_type
-        with (
-            nullcontext() if last else self.model.no_sync(),
-            torch.autocast(device, dtype, enabled=dtype != torch.float32),
-        ):
+        with nullcontext() if last else self.model.no_sync(), self.casting():
             return super().backward(sequences, last=last)
+
+    def casting(self) -> torch.autocast:
+        return autocast(self.job)
+
+
+def autocast(job: Job) -> torch.autocast:
+    """Have operations compute in ``job.dtype`` while parameters stay as they are."""
+    device = job.topology.mesh.device_type
+    return torch.autocast(device, job.dtype, enabled=job.dtype != torch.float32)

@@ -1,8 +1,9 @@
-"""ZeRO-3 as PyTorch ships it: FSDP2 over all ranks, each gather and reduction across nodes."""
+"""ZeRO-3 as PyTorch ships it: FSDP2 over all ranks; each gather and reduction crosses nodes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn as nn
@@ -13,11 +14,11 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from baselines.strategy import Job, causal_loss, make_optimizer, zero3_bytes
+from baselines.strategy import Job, make_optimizer, zero3_bytes
 
 
 def build(model: nn.Module, job: Job, offload_policy: OffloadPolicy = OffloadPolicy()) -> FSDP2:
-    """Shard every block and the root over the whole world."""
+    """Shard every block and the root over all ranks; each is a unit."""
     closed_form = zero3_bytes(model, job)
     for module in [*job.blocks, model]:
         fully_shard(
@@ -38,14 +39,14 @@ def offload(model: nn.Module, job: Job) -> FSDP2:
 
 
 def mixed_precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
-    """Gather, compute and reduce in ``dtype``; nothing to do for float32 parameters."""
+    """The policy to gather, compute and reduce in ``dtype``; PyTorch's default for float32."""
     if dtype == torch.float32:
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
 
 
 class FSDP2:
-    """The plain training loop."""
+    """The plain training loop: a reduction per micro-batch, then the optimizer's step."""
 
     engine = "fsdp2"
     engine_version = torch.__version__
@@ -66,14 +67,26 @@ class FSDP2:
         return total
 
     def backward(self, sequences: torch.Tensor, *, last: bool) -> torch.Tensor:
-        """One micro-batch.
+        """Forward and backward of one micro-batch; returns its share of the step's mean loss.
 
         Gradients are reduced each time: ``set_requires_gradient_sync(False)`` would keep the whole
         model's gradients on every rank, which is not ZeRO-3 any more and does not fit at 30B.
         """
-        loss = causal_loss(self.model, sequences) / self.job.accumulation
+        loss = self.job.loss(self.model, sequences) / self.job.accumulation
         loss.backward()
         return loss.detach()
+
+    @torch.no_grad()
+    def evaluate(self, sequences: torch.Tensor) -> torch.Tensor:
+        self.model.eval()
+        with self.casting():
+            loss = self.job.loss(self.model, sequences)
+        self.model.train()
+        return loss
+
+    def casting(self) -> AbstractContextManager[object]:
+        """What has forwards compute in ``job.dtype``; here FSDP2's mixed precision does it."""
+        return nullcontext()
 
     def take_ledger(self) -> dict[str, dict[str, float]] | None:
         return None

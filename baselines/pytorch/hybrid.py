@@ -12,12 +12,15 @@ from baselines.strategy import Job, replicated_bytes
 
 
 def build(model: nn.Module, job: Job) -> HybridShard:
-    """Gathers stay inside the node; gradients are all-reduced across nodes, once a step."""
+    """Shard the model inside the node; gradients are all-reduced across nodes once per step."""
     return HybridShard(*shard(model, job))
 
 
 def shard(model: nn.Module, job: Job) -> tuple[nn.Module, Job, float]:
-    """Shard every block and the root inside the node; and the least bytes of a step."""
+    """Shard every block and the root inside the node.
+
+    Returns the arguments of ``HybridShard``: the model, the job, the least bytes per step.
+    """
     closed_form = replicated_bytes(model, job)
     topology = job.topology
     mesh = init_device_mesh(
@@ -31,7 +34,7 @@ def shard(model: nn.Module, job: Job) -> tuple[nn.Module, Job, float]:
 
 
 class HybridShard(FSDP2):
-    """The same loop; only the last micro-batch crosses nodes (MiCS: 2-hop gradient sync)."""
+    """FSDP2's loop; only the last micro-batch crosses nodes (MiCS: 2-hop gradient sync)."""
 
     def backward(self, sequences: torch.Tensor, *, last: bool) -> torch.Tensor:
         assert isinstance(self.model, FSDPModule)

@@ -16,7 +16,7 @@ from baselines.strategy import Job, crossing_bytes, numel, trained_numel
 
 
 def build(model: nn.Module, job: Job) -> FSDP2:
-    """Forward gathers across nodes, backward inside; each micro-batch does both."""
+    """Shard the model; per micro-batch forward gathers across nodes and backward inside."""
     topology = job.topology
     moved = numel(model.parameters()) + trained_numel(model)
     closed_form = crossing_bytes(moved, job) * job.accumulation
@@ -35,8 +35,8 @@ def build(model: nn.Module, job: Job) -> FSDP2:
 def _one_mesh_for_all() -> Iterator[None]:
     """Have all modules share the mesh that they reshard to.
 
-    FSDP2 makes one a module, each with process groups of its own: a model of many layers runs out
-    of them.
+    FSDP2 makes one per module, each with process groups of its own: a model of many layers runs
+    out of them.
     """
     make = _fsdp_init._get_post_forward_mesh_info
     made: list[Any] = []

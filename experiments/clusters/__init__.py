@@ -1,1 +1,1 @@
-"""Where a cell runs. Each kind of cluster is one module behind the interface below."""
+"""The clusters that cells run on; each kind is one module behind ``interface``."""

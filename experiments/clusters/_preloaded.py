@@ -1,4 +1,4 @@
-"""Imported by the fork server when it starts: pays for the heavy imports once.
+"""The module that the fork server imports when it starts: it pays for the heavy imports once.
 
 multiprocessing skips a preloaded module that does not import; here the reason is kept.
 """
@@ -22,7 +22,7 @@ FAILURES: dict[str, str] = {}
 
 
 def import_modules(modules: list[str]) -> None:
-    """Import modules; the reasons of those that fail are in ``FAILURES``.
+    """Import modules; tracebacks of those that fail are in ``FAILURES``.
 
     The garbage collector of processes forked from this one leaves what is there now alone: it
     would write to every page of it, and each write copies the page.

@@ -30,7 +30,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from experiments.clusters import _preloaded, lifetimes, namespaces, ranks
 from experiments.clusters.causes import Exit, NodeResult
-from experiments.clusters.ranks import Job, Node
+from experiments.clusters.ranks import Launch, Node
 from experiments.clusters.torchrun import Meeting
 from experiments.records import provenance
 
@@ -43,31 +43,31 @@ _GRACE_S = 1.0
 _END_TIMEOUT_S = 5
 
 
-def serve(node: Node, job: Job, parent: Connection) -> None:
+def serve(node: Node, launch: Launch, parent: Connection) -> None:
     """Run the ranks of one node in this fresh process and send their ``NodeResult``."""
-    # A group of its own: the terminal's Ctrl-C reaches the parent only, which ends the job.
+    # A group of its own: the terminal's Ctrl-C reaches the parent only, which ends the ranks.
     os.setsid()
     lifetimes.die_with(_preloaded.SERVER)
     lifetimes.die_with_launcher(
         lambda: namespaces.end_processes(node.namespace, spare=frozenset({os.getpid()}))
     )
-    ranks.write_to(job.logs / f"node{node.node}.log")
+    ranks.write_to(launch.logs / f"node{node.node}.log")
     with suppress(BrokenPipeError):  # the parent has given up meanwhile
         try:
-            _serve(node, job, parent)
+            _serve(node, launch, parent)
         except Exception:
             error = f"the agent of node {node.node} failed:\n{traceback.format_exc()}"
             parent.send(NodeResult(error=error))
 
 
-def _serve(node: Node, job: Job, parent: Connection) -> None:
+def _serve(node: Node, launch: Launch, parent: Connection) -> None:
     os.environ.clear()
     os.environ.update(provenance.without_secrets(node.environment))
     _put_temporary_files_in(node.scratch)
     netns.setns(node.namespace, flags=0)
     _search_first(node.environment.get("PYTHONPATH", "").split(os.pathsep))
     _preloaded.import_modules(list(node.preload))
-    with _launched(node, job) as result:
+    with _launched(node, launch) as result:
         parent.send(result)
         # Other nodes may still use the store: until the parent, who closes its end, has heard
         # from all of them.
@@ -75,7 +75,7 @@ def _serve(node: Node, job: Job, parent: Connection) -> None:
 
 
 def _put_temporary_files_in(directory: str) -> None:
-    """Have the temporary files of this node and its ranks meet no other's and end with the job."""
+    """Have temporary files of this node and its ranks meet no other's and end with the launch."""
     os.mkdir(directory)
     os.environ["TMPDIR"] = directory
     tempfile.tempdir = None  # What was imported before may have asked for the directory already.
@@ -132,12 +132,12 @@ class _Agent(LocalElasticAgent):
     def _shutdown(
         self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = _END_TIMEOUT_S
     ) -> None:
-        # Ranks have no handler for SIGTERM but what the job's function may have set.
+        # Ranks have no handler for SIGTERM but what the launch's function may have set.
         super()._shutdown(signal.SIGKILL, _END_TIMEOUT_S)
 
 
 @contextmanager
-def _launched(node: Node, job: Job) -> Iterator[NodeResult]:
+def _launched(node: Node, launch: Launch) -> Iterator[NodeResult]:
     """Launch the ranks of one node, as torchrun would, and wait for them; yield how they ended.
 
     The store where the nodes meet, which is node 0's, ends with the context.
@@ -152,7 +152,7 @@ def _launched(node: Node, job: Job) -> Iterator[NodeResult]:
         ),
         # As one object: torchelastic replaces "$" in arguments that are strings.
         entrypoint=ranks.run,
-        args=(job, os.getpid()),
+        args=(launch, os.getpid()),
         max_restarts=0,
         monitor_interval=_MONITOR_INTERVAL_S,
         master_addr=node.master_address,

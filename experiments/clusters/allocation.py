@@ -1,4 +1,4 @@
-"""Rented nodes: those of a Slurm allocation, or machines that ssh reaches."""
+"""Which nodes are rented: those of a Slurm allocation, or machines that ssh reaches."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class Launcher(Protocol):
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The nodes, as the launcher knows them; the first has the runner's directory."""
+        """The nodes' names, as the launcher knows them; the first has the runner's directory."""
         ...
 
     def command(self, node: int) -> list[str]:
-        """The command that starts ``experiments.clusters.node`` there and lasts as long."""
+        """The command that starts ``experiments.clusters.node`` on a node and lasts as long."""
         ...
 
     def head(self) -> str:
-        """The first node's name or address for the other nodes."""
+        """The name or address by which the other nodes reach the first."""
         ...
 
 
@@ -104,7 +104,7 @@ class Srun:
 
 @dataclass(frozen=True)
 class Allocation:
-    """What is rented: ``FCDP_HOSTS`` or Slurm's variables, and ``FCDP_RANKS_PER_NODE``."""
+    """Rented nodes, by ``FCDP_HOSTS`` or Slurm's variables, and ``FCDP_RANKS_PER_NODE``."""
 
     launcher: Launcher
     ranks_per_node: int
@@ -113,7 +113,10 @@ class Allocation:
 
     @classmethod
     def from_env(cls, environment: Mapping[str, str] = os.environ) -> Allocation:
-        """Raises ``ClusterError`` naming the variable that is missing or not allowed."""
+        """Read the allocation from environment variables.
+
+        Raises ``ClusterError`` naming the variable that is missing or not allowed.
+        """
         launcher = _launcher(environment)
         return cls(launcher, _ranks(environment), environment.get("FCDP_HEAD") or None)
 
@@ -185,7 +188,7 @@ def _ranks(environment: Mapping[str, str]) -> int:
 
 
 def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> int:
-    """How many GPUs a rank would see; asked of the driver's files, so that CUDA does not start."""
+    """Number of GPUs that a rank would see, by the driver's files: CUDA must not start here."""
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return len([part for part in chosen.split(",") if part.strip() not in ("", "-1")])

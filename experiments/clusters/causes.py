@@ -1,4 +1,4 @@
-"""Which rank of a job failed first, and why: what the ranks leave, and what is made of it.
+"""The root cause of a failed launch: which rank failed first and why, by what the ranks leave.
 
 Torchelastic's failures carry whole seconds; the errors that one rank's end causes on the others
 follow within milliseconds. Here the order is kept by cause rather than by clock: a rank holds a
@@ -37,9 +37,9 @@ _LOST_PEER = re.compile(
 
 @dataclass(frozen=True)
 class Exit:
-    """The end of a rank's process before its function has returned."""
+    """How a rank's process ended before its function had returned."""
 
-    #: Negative: the number of the signal that killed it.
+    #: Exit code; negative: the number of the signal that killed it.
     code: int
     #: When it was noticed, on the clock of ``time.monotonic_ns``.
     moment_ns: int
@@ -49,7 +49,7 @@ class Exit:
 class NodeResult:
     """How the ranks of one node ended."""
 
-    #: The ranks, by global rank, that failed before their agent ended the others.
+    #: Ends of ranks, by global rank, that failed before their agent ended the others.
     exits: dict[int, Exit] = field(default_factory=dict)
     #: Traceback of the agent itself, if it could not launch the ranks.
     error: str | None = None
@@ -77,11 +77,11 @@ class Report:
 
 
 class Board:
-    """A directory with a file a rank; the parent creates it, the ranks write, all may read."""
+    """A directory with a file per rank; the parent creates it, the ranks write, all may read."""
 
     def __init__(self, directory: Path, ranks: range) -> None:
         self._directory = directory
-        #: Those that share the directory.
+        #: Global ranks that share the directory.
         self.ranks = ranks
 
     def create(self) -> None:
@@ -91,7 +91,7 @@ class Board:
 
     @contextmanager
     def alive(self, rank: int) -> Iterator[None]:
-        """Say that this process is ``rank``; leaving without an exception says it has finished."""
+        """Mark this process as ``rank``; leaving without an exception says it has finished."""
         with self._life(rank).open("r+") as file:
             fcntl.lockf(file, fcntl.LOCK_EX)
             file.write(f"{os.getpid()}\n")
@@ -167,7 +167,7 @@ def _is_lost_peer(error: BaseException) -> bool:
 def outcome(
     results: Mapping[int, NodeResult], reports: Sequence[Report], *, out_of_memory_kills: int
 ) -> Outcome:
-    """How a job ended whose time was not over.
+    """The outcome of a launch that was within its time, with its root cause.
 
     ``results`` has, by node, what the agents said, and ``reports`` the exceptions that ended
     ranks. ``out_of_memory_kills`` is how many processes the kernel killed meanwhile because
@@ -211,7 +211,7 @@ def _end_of_silent(rank: int, reports: Sequence[Report], exit_: Exit | None) -> 
 
 
 def describe_exit(code: int) -> str:
-    """In words: an exit code as ``multiprocessing`` gives it, negative for a signal."""
+    """An exit code in words, as ``multiprocessing`` gives it: negative for a signal."""
     if code < 0:
         return f"killed by signal {signal.Signals(-code).name}"
     return f"ended with exit code {code} before its function returned"

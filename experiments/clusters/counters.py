@@ -6,7 +6,7 @@ from pathlib import Path
 
 _TRANSMITTED = 8
 _INFINIBAND = Path("/sys/class/infiniband")
-#: What an InfiniBand port counts in: 32-bit words, on all of its lanes together.
+#: Bytes of what an InfiniBand port counts: 32-bit words, on all of its lanes together.
 _WORD_BYTES = 4
 
 
@@ -33,7 +33,7 @@ def transmitted_bytes(interface: str) -> int:
 
 
 def out_of_memory_kills() -> int:
-    """How many processes the kernel has killed since it booted because memory ran out."""
+    """Number of processes that the kernel has killed since it booted because memory ran out."""
     for line in Path("/proc/vmstat").read_text().splitlines():
         name, value = line.split()
         if name == "oom_kill":

@@ -31,7 +31,7 @@ _WATCH_INTERVAL_S = 0.1
 class EmulatedCluster:
     """``spec.nodes`` nodes on this host, each a network namespace with a limited egress.
 
-    ``preload`` names the modules that the job's function needs: they are imported once, and the
+    ``preload`` names the modules that the launch's function needs: they are imported once, and the
     ranks of every run are forked from the process that has imported them. They must not run
     tensor operations nor use a GPU while they are imported.
 
@@ -89,8 +89,9 @@ class EmulatedCluster:
 
         The ranks see this process's environment and ``environment``, what torchrun sets, and
         ``FCDP_INTERFACE``, the interface to the other nodes, whose counters
-        ``counters.transmitted_bytes`` reads. ``logs`` gets a ``rank<r>.log`` a rank and a
-        ``node<n>.log`` a node. A job that does not end within ``timeout_s`` seconds is ended.
+        ``counters.transmitted_bytes`` reads. ``logs`` gets one ``rank<r>.log`` per
+        rank and one ``node<n>.log`` per node. A launch that does not end within ``timeout_s``
+        seconds is ended.
 
         Raises ``ClusterError`` if the port is taken, and ``ValueError`` for an ``entry`` that is
         not of the form "package.module:function". Whatever is raised, no process is left.
@@ -104,11 +105,11 @@ class EmulatedCluster:
             folder = stack.enter_context(lifetimes.folder())
             board = Board(folder, range(self.nodes * self.ranks_per_node))
             board.create()
-            job = ranks.Job(entry, tuple(arguments), logs, board)
+            launch = ranks.Launch(entry, tuple(arguments), logs, board)
             agents = []
             for number in range(self.nodes):
                 node = self._node(network, number, environment, folder, timeout_s)
-                agents.append(NodeProcess(context, node, job))
+                agents.append(NodeProcess(context, node, launch))
                 stack.callback(agents[-1].end)
             return _watch(agents, board, timeout_s)
 
@@ -167,7 +168,7 @@ class EmulatedCluster:
 
 
 def _watch(agents: Sequence[NodeProcess], board: Board, timeout_s: float) -> Outcome:
-    """Wait until all nodes are done, one has failed, or the time is over; say what happened."""
+    """Wait until all nodes are done, one has failed, or the time is over; return the outcome."""
     deadline = time.monotonic() + timeout_s
     kills_before = out_of_memory_kills()
     while running := [each for each in agents if each.result is None]:

@@ -1,4 +1,4 @@
-"""What the runner asks of a cluster, whatever kind it is."""
+"""The interface of clusters: what the runner asks of one, whatever kind it is."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from experiments.records.abilities import Abilities
 
 
 class ClusterError(RuntimeError):
-    """The cluster cannot be built or used; the message says what is missing and what to do."""
+    """An error of a cluster that cannot be built or used; it says what to do."""
 
 
 class LostNodeError(ClusterError):
-    """A node is gone, preempted or broken, and the cluster with it; no fault of the job."""
+    """An error of a node that is gone, preempted or broken, and the cluster with it."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the ranks of one job ended."""
+    """How the ranks of one launch, a call of ``Cluster.run``, ended."""
 
     state: Literal["ok", "oom", "failed", "timeout"]
     #: Global rank whose error came first, and its traceback or signal; ``None`` when ``ok``.
@@ -49,7 +49,10 @@ class Cluster(Protocol):
     ) -> None: ...
 
     def shape(self, bits_per_s: int | None) -> dict[str, Any]:
-        """Limit every node's egress (``None``: no limit); return what was set, for the record."""
+        """Limit every node's egress to bits per second (``None``: no limit).
+
+        Returns what was set, for the record.
+        """
         ...
 
     def run(
@@ -63,8 +66,8 @@ class Cluster(Protocol):
     ) -> Outcome:
         """Run the function ``entry`` ("package.module:function") on every rank and wait.
 
-        ``function(*arguments)`` is called in a fresh process a rank, in the environment that
-        torchrun sets; ``TMPDIR`` is a directory of its node that ends with the job. Standard output
-        and error of rank r go below ``logs``.
+        ``function(*arguments)`` is called in one fresh process per rank, in the environment that
+        torchrun sets; ``TMPDIR`` is a directory of its node that ends with the launch. Standard
+        output and error of rank r go to files below ``logs``.
         """
         ...

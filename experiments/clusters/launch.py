@@ -1,4 +1,4 @@
-"""The process that launches one node's ranks, seen from the one that starts and ends it."""
+"""An emulated node's process, which launches its ranks, as the one that starts it sees it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 
 from experiments.clusters import namespaces
 from experiments.clusters.causes import NodeResult
-from experiments.clusters.ranks import Job, Node
+from experiments.clusters.ranks import Launch, Node
 
-#: What the fork server imports for every agent, beside what the job needs.
+#: What the fork server imports for every agent, beside what the launch needs.
 ALWAYS_PRELOADED = ("experiments.clusters.agent",)
 
 #: Seconds until an agent whose ranks were killed has ended.
@@ -19,14 +19,14 @@ _AGENT_END_S = 2.0
 class NodeProcess:
     """One node's agent in a process of its own, forked from the fork server."""
 
-    def __init__(self, context: ForkServerContext, node: Node, job: Job) -> None:
+    def __init__(self, context: ForkServerContext, node: Node, launch: Launch) -> None:
         self.node = node
         #: How the node's ranks ended, once the agent has said so.
         self.result: NodeResult | None = None
         self.connection: Connection
         self.connection, other_end = context.Pipe()
         self._process: ForkServerProcess = context.Process(
-            target=_serve, args=(node, job, other_end), name=f"node{node.node}"
+            target=_serve, args=(node, launch, other_end), name=f"node{node.node}"
         )
         with other_end:
             self._process.start()
@@ -45,7 +45,7 @@ class NodeProcess:
             )
 
     def end(self) -> None:
-        """Kill the node's processes."""
+        """Kill the node's processes and wait until they are gone."""
         self.connection.close()
         # The ranks first, so that their agent can reap them.
         spare = frozenset() if self._process.pid is None else frozenset({self._process.pid})
@@ -57,8 +57,8 @@ class NodeProcess:
         self._process.close()
 
 
-def _serve(node: Node, job: Job, parent: Connection) -> None:
+def _serve(node: Node, launch: Launch, parent: Connection) -> None:
     # Here rather than above: the process that starts this one needs no torch.
     from experiments.clusters import agent
 
-    agent.serve(node, job, parent)
+    agent.serve(node, launch, parent)

@@ -97,6 +97,7 @@ class Launched:
             raise self.lost(f"it said {line[:_LONGEST_QUOTE]!r}") from error
 
     def lost(self, reason: str) -> LostNodeError:
+        """The error that says that this node is lost, and what its launcher said."""
         self._errors.seek(0)
         said = self._errors.read().decode("utf-8", errors="replace").strip()[-_LONGEST_QUOTE:]
         return LostNodeError(
@@ -143,7 +144,7 @@ def launched(
 
 
 def wait_for_one(nodes: Sequence[Launched], timeout_s: float) -> list[Launched]:
-    """Wait for answers; those nodes whose answer, or end, came in time.
+    """Wait for one answer or more; returns the nodes whose answer, or end, came in time.
 
     Raises ``LostNodeError`` for a node that falls silent.
     """

@@ -1,4 +1,4 @@
-"""Nothing outlives the process that it is for: processes, network namespaces, folders.
+"""Lifetimes of processes, network namespaces and folders: none outlives whom it is for.
 
 A process dies with the one that started it, however that one ends. Namespaces and folders outlive
 a parent that was killed with SIGKILL: their names carry the parent's pid, start time and pid

@@ -1,6 +1,6 @@
-"""What the runner tells the process that a launcher starts on a node, and what that one answers.
+"""Messages between the runner and the process that a launcher starts on a node.
 
-One line of JSON each, by standard input and output. The input stays open afterwards: where it is
+Each is one line of JSON, by standard input and output. The input stays open afterwards: where it is
 closed, the node ends its ranks, whether the runner has asked for that or is gone. Until the answer
 both sides send empty lines, so that each notices a link that has gone dead, whatever the launcher
 makes of it.
@@ -20,7 +20,7 @@ SILENCE_S = 40.0
 
 
 class Inquiry(Strict):
-    """Describe the node."""
+    """A question: what the node is."""
 
     kind: Literal["inquiry"] = "inquiry"
     #: An address of node 0 on the network between nodes.
@@ -30,7 +30,7 @@ class Inquiry(Strict):
 
 
 class Description(Strict):
-    """Answer to an inquiry."""
+    """The answer to an inquiry."""
 
     #: The node's address on the way to node 0, and the interface that has it.
     address: str
@@ -40,10 +40,10 @@ class Description(Strict):
     network: dict[str, Any]
 
 
-class Task(Strict):
-    """Launch the ranks of one job on the node."""
+class Order(Strict):
+    """An order to start the ranks of one launch on the node."""
 
-    kind: Literal["task"] = "task"
+    kind: Literal["order"] = "order"
     node: int
     nodes: int
     ranks: int
@@ -63,15 +63,15 @@ class Task(Strict):
 
 
 class RankExit(Strict):
-    """The end of a rank's process that had not finished and left no report."""
+    """How a rank's process ended that had not finished and left no report."""
 
     code: int
-    #: How long ago it was noticed: nodes' clocks differ.
+    #: Age of the notice, not its time: nodes' clocks differ.
     age_ns: int
 
 
 class RankReport(Strict):
-    """``causes.Report`` of a rank."""
+    """A rank's ``causes.Report``, with an age in place of its time."""
 
     rank: int
     age_ns: int
@@ -82,9 +82,9 @@ class RankReport(Strict):
 
 
 class Ended(Strict):
-    """Answer to a task, once nothing of it runs on the node any more."""
+    """The answer to an order, once nothing of it runs on the node any more."""
 
-    #: By global rank.
+    #: Ends of ranks, by global rank.
     exits: dict[int, RankExit]
     reports: list[RankReport]
     #: What kept the ranks from being launched.
@@ -94,6 +94,6 @@ class Ended(Strict):
     out_of_memory_kills: int
 
 
-question: TypeAdapter[Inquiry | Task] = TypeAdapter(
-    Annotated[Inquiry | Task, Field(discriminator="kind")]
+question: TypeAdapter[Inquiry | Order] = TypeAdapter(
+    Annotated[Inquiry | Order, Field(discriminator="kind")]
 )

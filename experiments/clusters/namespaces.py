@@ -1,4 +1,4 @@
-"""Network namespaces: made, entered, and removed with whatever runs inside."""
+"""Network namespaces: makes, enters, and removes them with whatever runs inside."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The emulated network: a namespace a node, a switch between them, egress limited by a bucket."""
+"""The emulated network: a namespace per node, a switch, egress limited by a token bucket."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ MTU = 9000
 #: ranges it never holds the host's name server, which would make look-ups wait for an answer.
 NETWORK = ipaddress.ip_network("198.18.0.0/15")
 
-#: Shaping works between these bits a second: below, a frame takes seconds; above, the rate in
-#: bytes a second no longer fits the 32 bits of the kernel's message.
+#: Bits per second between which shaping works: below, a frame takes seconds; above, the rate in
+#: bytes per second no longer fits the 32 bits of the kernel's message.
 LOWEST_RATE = 10_000
 HIGHEST_RATE = 8 * (2**32 - 1)
 
@@ -94,14 +94,14 @@ class Network:
     def shape(self, bits_per_s: int | None) -> dict[str, Any]:
         """Limit every node's egress to ``bits_per_s``, or lift the limit with ``None``.
 
-        Returns what the kernel reports to have set: the rate in bits a second, the burst and the
+        Returns what the kernel reports to have set: the rate in bits per second, the burst and the
         queue's limit in bytes, and the nodes' TCP congestion control. Raises ``ValueError`` for a
         rate that cannot be had and ``ClusterError`` if the kernel has no token bucket.
         """
         if bits_per_s is not None and not LOWEST_RATE <= bits_per_s <= HIGHEST_RATE:
             raise ValueError(
                 f"inter_bandwidth_bits_per_s = {bits_per_s}: allowed are {LOWEST_RATE} to "
-                f"{HIGHEST_RATE} bits a second, or None for no limit"
+                f"{HIGHEST_RATE} bits per second, or None for no limit"
             )
         try:
             settings = [self._shape_node(name, bits_per_s) for name in self.nodes]

@@ -1,4 +1,4 @@
-"""A rented node's side: what the runner's launcher starts on it, for one job or one question.
+"""A rented node's side: what the runner's launcher starts on it, for one launch or one question.
 
 The question comes as one line by standard input, the answer goes as one line to standard output.
 When the input is closed, nothing that was started here goes on.
@@ -33,9 +33,9 @@ from experiments.clusters.messages import (
     Description,
     Ended,
     Inquiry,
+    Order,
     RankExit,
     RankReport,
-    Task,
     question,
 )
 from experiments.records import provenance
@@ -55,7 +55,7 @@ _APART = "the runner must be on the first node, or its directory (--output) one 
 
 
 def main() -> None:
-    """Answer one question."""
+    """Read one question from standard input and answer it."""
     # Whatever else is printed here goes to standard error: the answer must stand alone.
     answers = os.dup(1)
     os.dup2(2, 1)
@@ -79,7 +79,10 @@ def _beat(descriptor: int, answered: Event) -> None:
 
 
 def describe(inquiry: Inquiry, environment: Mapping[str, str]) -> Description:
-    """This node as the others see it. Raises ``ValueError`` for an interface that is not there."""
+    """Describe this node as the others see it.
+
+    Raises ``ValueError`` for an interface that is not there.
+    """
     address = _address_towards(inquiry.head)
     interface = _interface_with(address)
     counted = inquiry.counted_interface or environment.get("FCDP_INTERFACE") or interface
@@ -118,27 +121,27 @@ def _interface_with(address: str) -> str:
     raise ValueError(f"no network interface of this node has the address {address}")
 
 
-def run(task: Task) -> Ended:
+def run(order: Order) -> Ended:
     """Launch the ranks and wait until they have ended, the input is closed, or time is over."""
     _adopt_orphans()
     kills_before = out_of_memory_kills()
     with lifetimes.folder() as folder:
-        logs = Path(task.logs)
-        shared = (logs / task.marker).exists()
+        logs = Path(order.logs)
+        shared = (logs / order.marker).exists()
         if not shared:
             logs = folder / "logs"
             logs.mkdir()
-        board = Board(folder, range(task.node * task.ranks, (task.node + 1) * task.ranks))
+        board = Board(folder, range(order.node * order.ranks, (order.node + 1) * order.ranks))
         board.create()
         exits: dict[int, RankExit] = {}
         error = None
-        if task.node == 0 and not shared:
-            error = f"node 0 does not see {task.logs}: {_APART}"
+        if order.node == 0 and not shared:
+            error = f"node 0 does not see {order.logs}: {_APART}"
         else:
             try:
-                exits = _Ranks(task, folder, logs, board).run()
+                exits = _Ranks(order, folder, logs, board).run()
             except Exception:
-                error = f"node {task.node} failed:\n{traceback.format_exc()}"
+                error = f"node {order.node} failed:\n{traceback.format_exc()}"
         return Ended(
             exits=exits,
             reports=_reports(board),
@@ -149,21 +152,21 @@ def run(task: Task) -> Ended:
 
 
 class _Ranks:
-    """The ranks of one task on this node, below one ``torchrun``."""
+    """The ranks of one order on this node, below one ``torchrun``."""
 
-    def __init__(self, task: Task, folder: Path, logs: Path, board: Board) -> None:
-        self._task = task
+    def __init__(self, order: Order, folder: Path, logs: Path, board: Board) -> None:
+        self._order = order
         self._folder = folder
         self._board = board
-        self._log = logs / f"node{task.node}.log"
+        self._log = logs / f"node{order.node}.log"
         #: When ranks were first seen to have ended without a word.
         self._silent_since: dict[int, int] = {}
-        (folder / "task.json").write_text(task.model_dump_json(), encoding="utf-8")
-        job = ranks.Job(task.entry, _arguments(task, folder), logs, board)
-        ranks.leave(job, folder)
+        (folder / "order.json").write_text(order.model_dump_json(), encoding="utf-8")
+        launch = ranks.Launch(order.entry, _arguments(order, folder), logs, board)
+        ranks.leave(launch, folder)
 
     def run(self) -> dict[int, RankExit]:
-        """The ranks that ended, but not as they should, before anybody ended them.
+        """Run the ranks; returns those that ended by themselves, but not as they should.
 
         Raises ``RuntimeError`` with the end of its log if torchrun itself failed.
         """
@@ -173,7 +176,7 @@ class _Ranks:
             launched = subprocess.Popen(
                 [*_TORCHRUN, str(self._folder), str(os.getpid())],
                 cwd=provenance.ROOT,
-                env=_environment(self._task) | {"TMPDIR": str(temporary)},
+                env=_environment(self._order) | {"TMPDIR": str(temporary)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -188,7 +191,7 @@ class _Ranks:
 
     def _wait(self, torchrun: int) -> bool:
         """Whether torchrun ends before the runner is done with it and the time is over."""
-        deadline = time.monotonic() + self._task.at_most_s
+        deadline = time.monotonic() + self._order.at_most_s
         heard = time.monotonic()
         ended = os.pidfd_open(torchrun)
         try:
@@ -254,25 +257,25 @@ def _descendants() -> list[psutil.Process]:
     return alive
 
 
-def _environment(task: Task) -> dict[str, str]:
-    interface = _interface_with(task.address)
+def _environment(order: Order) -> dict[str, str]:
+    interface = _interface_with(order.address)
     return {
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": interface,
         "TP_SOCKET_IFNAME": interface,
         "NCCL_SOCKET_IFNAME": f"={interface}",
         **provenance.without_secrets(os.environ),
-        **task.environment,
+        **order.environment,
     }
 
 
-def _arguments(task: Task, folder: Path) -> tuple[str, ...]:
-    """The arguments, with files that this node does not see written to ``folder``."""
+def _arguments(order: Order, folder: Path) -> tuple[str, ...]:
+    """The function's arguments; files that this node does not see are written to ``folder``."""
     arguments = []
-    for i, argument in enumerate(task.arguments):
-        if argument in task.files and not Path(argument).exists():
+    for i, argument in enumerate(order.arguments):
+        if argument in order.files and not Path(argument).exists():
             copy = folder / f"argument{i}"
-            copy.write_text(task.files[argument], encoding="utf-8")
+            copy.write_text(order.files[argument], encoding="utf-8")
             argument = str(copy)
         arguments.append(argument)
     return tuple(arguments)

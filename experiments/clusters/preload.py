@@ -1,4 +1,4 @@
-"""The fork server: one process that has imported everything, and forks the rest.
+"""Starts the fork server: one process that has imported everything, and forks the rest.
 
 It belongs to the calling process, not to one cluster: a second cluster finds it warm. It ends
 with the calling process.

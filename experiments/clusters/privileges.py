@@ -1,4 +1,4 @@
-"""The right to make network namespaces: as root, or in a user namespace of one's own."""
+"""Gets the right to make network namespaces: as root, or in a user namespace of one's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank's process does around the job's function.
+"""A rank's process: what it does around the launch's function.
 
 Forked by an emulated node's agent, or started by a rented node's torchrun as a module.
 """
@@ -20,8 +20,8 @@ from experiments.clusters.causes import Board
 
 
 @dataclass(frozen=True)
-class Job:
-    """The function of a job, the same on every rank."""
+class Launch:
+    """A function that every rank of a cluster calls once, in a process of its own."""
 
     #: "package.module:function".
     entry: str
@@ -30,22 +30,22 @@ class Job:
     board: Board
 
 
-_FILE = "job.json"
+_FILE = "launch.json"
 
 
-def leave(job: Job, folder: Path) -> None:
-    """Write the job down, for ``main`` to find it there; the board must be ``folder``'s."""
+def leave(launch: Launch, folder: Path) -> None:
+    """Write the launch to ``folder``, where ``main`` finds it; the board must be ``folder``'s."""
     written = {
-        "entry": job.entry,
-        "arguments": job.arguments,
-        "logs": str(job.logs),
-        "ranks": [job.board.ranks.start, job.board.ranks.stop],
+        "entry": launch.entry,
+        "arguments": launch.arguments,
+        "logs": str(launch.logs),
+        "ranks": [launch.board.ranks.start, launch.board.ranks.stop],
     }
     (folder / _FILE).write_text(json.dumps(written), encoding="utf-8")
 
 
 def main(folder: Path, torchrun: int) -> None:
-    """Run the job that ``folder`` has, in a process that torchrun, that pid, has started."""
+    """Call the function of the launch in ``folder``; ``torchrun`` is the pid of the parent."""
     lifetimes.die_with(torchrun)
     # With SIGTERM torchrun ends the others of a rank that failed, and SIGKILL follows in a second:
     # until then a rank that is the cause, or has lost a peer, can say so. A handler rather than
@@ -54,12 +54,12 @@ def main(folder: Path, torchrun: int) -> None:
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     written = json.loads((folder / _FILE).read_text(encoding="utf-8"))
     board = Board(folder, range(*written["ranks"]))
-    _run(Job(written["entry"], tuple(written["arguments"]), Path(written["logs"]), board))
+    _run(Launch(written["entry"], tuple(written["arguments"]), Path(written["logs"]), board))
 
 
 @dataclass(frozen=True)
 class Node:
-    """What the agent of one emulated node needs to know."""
+    """One emulated node, as its agent needs to know it."""
 
     node: int
     nodes: int
@@ -79,8 +79,8 @@ class Node:
     timeout_s: float
 
 
-def run(job: Job, agent: int) -> None:
-    """Run the job's function in the environment that torchelastic has set for this rank.
+def run(launch: Launch, agent: int) -> None:
+    """Call the launch's function in the environment that torchelastic has set for this rank.
 
     ``agent`` is the pid of the process that forked this one.
     """
@@ -89,20 +89,20 @@ def run(job: Job, agent: int) -> None:
     # only once the interpreter runs again: a rank that waits in a collective would go on.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
-    _run(job)
+    _run(launch)
 
 
-def _run(job: Job) -> None:
+def _run(launch: Launch) -> None:
     rank = int(os.environ["RANK"])
-    write_to(job.logs / f"rank{rank}.log")
-    with job.board.alive(rank):
+    write_to(launch.logs / f"rank{rank}.log")
+    with launch.board.alive(rank):
         try:
             _set_threads()
-            module, name = split(job.entry)
-            getattr(importlib.import_module(module), name)(*job.arguments)
+            module, name = split(launch.entry)
+            getattr(importlib.import_module(module), name)(*launch.arguments)
         except BaseException as error:
             if not (isinstance(error, SystemExit) and error.code in (None, 0)):
-                job.board.report(rank, error)
+                launch.board.report(rank, error)
                 traceback.print_exc()
                 _exit_at_once(1)
 

@@ -1,9 +1,9 @@
 """A cluster of real nodes, reached by Slurm's ``srun`` or by ``ssh``.
 
-For every job the launcher starts one process on each node (``node``), which starts torchrun and
-with it the ranks. What it has to know comes by its standard input, what it has to say goes by its
-output, so that nodes need no common file system; the first node sees the run's directory. A lost
-node is a launcher that ends without an answer.
+For every launch of ranks the launcher starts one process on each node (``node``), which starts
+torchrun and with it the ranks. What it has to know comes by its standard input, what it has to say
+goes by its output, so that nodes need no common file system; the first node sees the run's
+directory. A lost node is a launcher that ends without an answer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from experiments.clusters.allocation import Allocation
 from experiments.clusters.causes import Exit, NodeResult, Report
 from experiments.clusters.interface import ClusterError, Outcome
 from experiments.clusters.launched import AnyAnswer, Launched, launched, wait_for_one
-from experiments.clusters.messages import Description, Ended, Inquiry, RankReport, Task
+from experiments.clusters.messages import Description, Ended, Inquiry, Order, RankReport
 from experiments.records import provenance
 from experiments.records.abilities import ABILITIES
 from experiments.records.cell import ClusterSpec
@@ -42,7 +42,7 @@ class RentedCluster:
     """The nodes of an allocation, whose links are what they are.
 
     A context manager: ``__enter__`` asks each node who it is and raises ``ClusterError`` if one
-    does not answer or cannot take part. Nothing runs on a node but during a job.
+    does not answer or cannot take part. Nothing runs on a node but during a launch.
     """
 
     can = ABILITIES["rented"]
@@ -117,8 +117,8 @@ class RentedCluster:
         marker = logs / f".{secrets.token_hex(8)}"
         marker.touch()
 
-        def task(node: int) -> Task:
-            return Task(
+        def order(node: int) -> Order:
+            return Order(
                 node=node,
                 nodes=self.nodes,
                 ranks=self.ranks_per_node,
@@ -135,7 +135,7 @@ class RentedCluster:
             )
 
         try:
-            with self._launched([task(node) for node in range(self.nodes)]) as nodes:
+            with self._launched([order(node) for node in range(self.nodes)]) as nodes:
                 in_time = _wait_for_ranks(nodes, timeout_s)
                 for each in nodes:
                     each.close()

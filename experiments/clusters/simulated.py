@@ -1,4 +1,4 @@
-"""A cluster that need not exist: cells are answered by the schedule simulator, in this process."""
+"""A cluster that need not exist: the simulator answers its cells, in this process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from baselines import registry
-from experiments.clusters import gate
+from experiments.clusters import start_barrier
 from experiments.clusters.interface import ClusterError, Outcome
 from experiments.records.abilities import ABILITIES
 from experiments.records.cell import AnyCluster, Cell
@@ -52,7 +52,7 @@ class SimulatedCluster:
         return None
 
     def shape(self, bits_per_s: int | None) -> dict[str, Any]:
-        """Returns all that the simulation assumes of the cluster."""
+        """Return all that the simulation assumes of the cluster with this limit."""
         found = assumed(hardware_of(self._spec, bits_per_s))
         return found | ({"inter_bytes_per_s": None} if bits_per_s is None else {})
 
@@ -69,7 +69,7 @@ class SimulatedCluster:
         cell_file, output = map(Path, arguments)
         cell = Cell.model_validate_json(cell_file.read_bytes())
         self._spec = cell.cluster  # of as many nodes as the cell wants
-        gate.pass_through(output)
+        start_barrier.wait(output)
         hardware, workload = cluster_of(cell), workload_of(cell)
         prediction = predict(workload, hardware)
         if prediction.state == "oom":
@@ -82,24 +82,24 @@ class SimulatedCluster:
 
 
 def largest_micro_batch(cell: Cell) -> int:
-    """Most sequences a rank and micro-batch with which the cell fits; 0 if not even one does."""
+    """Most sequences per rank and micro-batch with which the cell fits; 0 if not even one does."""
     hardware, workload = cluster_of(cell), workload_of(cell)
     return memory.largest_micro_batch(workload, hardware, lambda tried: fits(tried, hardware))
 
 
 def assumed(hardware: Hardware) -> dict[str, Any]:
-    """What a simulation assumes, for its record; without what is unlimited."""
+    """The assumptions of a simulation, for its record; without what is unlimited."""
     return {name: value for name, value in asdict(hardware).items() if value != float("inf")}
 
 
 def measured(workload: Workload, hardware: Hardware, prediction: Prediction) -> Measurement:
-    """The prediction in the terms of a record: one step, and no losses."""
+    """The prediction as a record's measurement: one step, and no losses."""
     entry = registry.find(workload.strategy)
     needs, ranks = prediction.footprint, hardware.ranks_per_node
     critical: dict[str, float] = {}
-    run = prediction.run
-    for index in run.critical_path():
-        stream, span = run.tasks[index].stream, run.spans[index]
+    timeline = prediction.timeline
+    for index in timeline.critical_path():
+        stream, span = timeline.tasks[index].stream, timeline.spans[index]
         critical[stream] = critical.get(stream, 0.0) + span.end - span.start
     cached = entry.name == "fcdp" or "cache" in needs.host
     on_gpu = hardware.backend == "nccl"

@@ -27,7 +27,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from experiments.clusters.messages import Task
+from experiments.clusters.messages import Order
 
 #: The file that says which ranks failed, with their exit codes.
 FAILURES = "failures.json"
@@ -68,20 +68,22 @@ class Meeting(StaticTCPRendezvous):
 
 
 def main(folder: Path) -> int:
-    """Run the ranks of the task in ``folder``; returns 1 and writes ``FAILURES`` if one fails."""
-    task = Task.model_validate_json((folder / "task.json").read_bytes())
+    """Run the ranks by the order in ``folder``; returns 1 and writes ``FAILURES`` if one fails."""
+    order = Order.model_validate_json((folder / "order.json").read_bytes())
 
     def meeting(_: RendezvousParameters) -> Meeting:
-        return Meeting(task.node, task.nodes, (task.master_address, task.port), _MEETING_TIMEOUT_S)
+        return Meeting(
+            order.node, order.nodes, (order.master_address, order.port), _MEETING_TIMEOUT_S
+        )
 
     rendezvous_handler_registry.register(_BACKEND, meeting)
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(_GRACE_S)
     arguments = [
-        f"--nnodes={task.nodes}",
-        f"--nproc-per-node={task.ranks}",
+        f"--nnodes={order.nodes}",
+        f"--nproc-per-node={order.ranks}",
         f"--rdzv-backend={_BACKEND}",
-        f"--rdzv-endpoint={task.master_address}:{task.port}",
-        f"--local-addr={task.address}",
+        f"--rdzv-endpoint={order.master_address}:{order.port}",
+        f"--local-addr={order.address}",
         f"--log-dir={folder}",
         "--max-restarts=0",
         "--module",

@@ -50,7 +50,7 @@ def _table(found: Sequence[BoundRecord]) -> Table:
     from simulation.bound.study import GPU, SEQUENCE_LENGTH
 
     table = Table("model", box=None)
-    table.title = f"{GPU}, {SEQUENCE_LENGTH} tokens a sequence: closed form, simulated"
+    table.title = f"{GPU}, {SEQUENCE_LENGTH} tokens per sequence: closed form, simulated"
     for column in ("GPUs", "Gbit/s", "free GB", "tokens", "bound", "needs Gbit/s", "best MFU"):
         table.add_column(column, justify="right")
     for record in found:

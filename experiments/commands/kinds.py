@@ -23,7 +23,7 @@ PRELOADED = (
 
 
 class ClusterKind(str, Enum):
-    """Where to run, whatever a matrix file names."""
+    """The kinds of clusters to run on, whatever a matrix file names."""
 
     EMULATED = "emulated"
     RENTED = "rented"
@@ -40,7 +40,7 @@ def override(kind: ClusterKind | None) -> ClusterSpec | None:
 
 
 def emulated(own: AnyCluster) -> ClusterSpec:
-    """As many nodes and ranks as a matrix file's cluster has, on this machine.
+    """A cluster on this machine of as many nodes and ranks as a matrix file's.
 
     Raises ``ValueError`` for a simulated one, whose cells are for GPUs of their own.
     """
@@ -55,7 +55,7 @@ def emulated(own: AnyCluster) -> ClusterSpec:
 
 
 def preloaded(cells: Iterable[Cell]) -> tuple[str, ...]:
-    """What ranks of these cells start with.
+    """Modules that the ranks of these cells start with.
 
     A process has one DeepSpeed: where the cells want both pins, each cell's ranks import theirs.
     """
@@ -73,7 +73,7 @@ def simulated_cluster(spec: AnyCluster) -> Cluster:
 
 
 def cluster(spec: AnyCluster, preload: Sequence[str] = PRELOADED) -> Cluster:
-    """The cluster that ``spec`` describes, not yet built, for jobs that need these modules."""
+    """The cluster that ``spec`` describes, not yet built, for launches that need these modules."""
     return _BUILDERS[spec.kind](spec, preload)
 
 

@@ -1,4 +1,4 @@
-"""``python -m experiments memory``: settle the cases, show them, keep them."""
+"""``python -m experiments memory``: settles the study's cases, shows and keeps them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def memory(
     output: Annotated[
         Path, typer.Option(metavar="DIR", help="Where memory.jsonl and memory.md go.")
     ] = Path("runs/memory"),
-    jobs: Annotated[int, typer.Option(min=1, help="Cases at a time; each takes a core.")] = 2,
+    processes: Annotated[int, typer.Option(min=1, help="Cases at a time; each takes a core.")] = 2,
 ) -> None:
     """Find the largest micro-batch of the paper's models, by strategy, without a GPU.
 
@@ -42,7 +42,7 @@ def memory(
     """
     interrupts.raise_them()
     try:
-        settled = settle(model or [], strategy or [], output, jobs, terminal.console())
+        settled = settle(model or [], strategy or [], output, processes, terminal.console())
     except (ValueError, OSError) as error:
         terminal.stop(str(error))
     except KeyboardInterrupt:
@@ -54,7 +54,7 @@ def memory(
 
 
 def settle(
-    models: Sequence[str], strategies: Sequence[str], output: Path, jobs: int, console: Console
+    models: Sequence[str], strategies: Sequence[str], output: Path, processes: int, console: Console
 ) -> list[MemoryRecord]:
     """Settle what has no record in ``output`` yet; write ``memory.jsonl`` and ``memory.md``.
 
@@ -71,7 +71,7 @@ def settle(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
         bar = progress.add_task("memory", total=len(cases), completed=len(cases) - len(pending))
-        for record in _settled(pending, jobs):
+        for record in _settled(pending, processes):
             files.append(record, file)
             known[record.case] = record
             case = record.case
@@ -90,11 +90,11 @@ def settle(
     return [known[case] for case in cases]
 
 
-def _settled(pending: Sequence[Case], jobs: int) -> Iterator[MemoryRecord]:
+def _settled(pending: Sequence[Case], processes: int) -> Iterator[MemoryRecord]:
     """The cases' records, which tell nothing of this machine but versions."""
     origin = provenance.gather()
     for record in study.settle(
-        pending, jobs, build, commit=origin.commit, versions=origin.versions
+        pending, processes, build, commit=origin.commit, versions=origin.versions
     ):
         error = None if record.error is None else provenance.scrub(record.error)
         yield record.model_copy(update={"error": error})

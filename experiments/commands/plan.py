@@ -1,4 +1,4 @@
-"""``python -m experiments plan``: options in, table out."""
+"""``python -m experiments plan``: the planner's command."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ def plan(
             "the hub whose configuration is cached."
         ),
     ],
-    gpu: Annotated[str | None, typer.Option(help="By its data sheet, such as a40.")] = None,
-    nodes: Annotated[str | None, typer.Option(help="How many.")] = None,
-    gpus: Annotated[str | None, typer.Option(help="A node.")] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="The GPU, by its data sheet, such as a40.")
+    ] = None,
+    nodes: Annotated[str | None, typer.Option(help="Number of nodes.")] = None,
+    gpus: Annotated[str | None, typer.Option(help="GPUs per node.")] = None,
     inter_node: Annotated[
         str | None,
         typer.Option(
@@ -34,15 +36,16 @@ def plan(
         ),
     ] = None,
     host_memory: Annotated[
-        str | None, typer.Option(help=f"A node's ({_HOST_MEMORY}, or what preflight found free).")
+        str | None,
+        typer.Option(help=f"Memory of a node ({_HOST_MEMORY}, or what is free by preflight)."),
     ] = None,
     peft: Annotated[str | None, typer.Option(help="lora:RANK; without it all is trained.")] = None,
     sequence_length: Annotated[str, typer.Option(help="One, or several with commas.")] = "512",
     micro_batch: Annotated[
-        str | None, typer.Option(help="Sequences a rank, with commas; the largest that fits.")
+        str | None, typer.Option(help="Sequences per rank, with commas; the largest that fits.")
     ] = None,
     global_batch: Annotated[
-        str | None, typer.Option(help="Sequences an optimizer step; one micro-batch each.")
+        str | None, typer.Option(help="Sequences per optimizer step; one micro-batch each.")
     ] = None,
     checkpointing: Annotated[
         str, typer.Option(help="Shares of the blocks that are recomputed, with commas.")
@@ -117,7 +120,7 @@ def plan(
 def _nominal(
     gpu: str | None, nodes: str | None, gpus: str | None, inter_node: str | None, host_memory: str
 ) -> Hardware:
-    """By the data sheets."""
+    """The cluster by the data sheets."""
     from simulation import quantities as q
     from simulation.hardware import cluster
 
@@ -148,7 +151,7 @@ def _measured(
     inter_node: str | None,
     host_memory: str | None,
 ) -> Hardware:
-    """As preflight found the cluster, but for what is given."""
+    """The cluster as preflight found it, but for what is given."""
     from dataclasses import replace
 
     from experiments.preflight.hardware import hardware_of

@@ -1,4 +1,4 @@
-"""``python -m experiments preflight``: the command and its table."""
+"""``python -m experiments preflight``: measures a cluster and shows what it found."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from experiments.commands import kinds, session
 from experiments.commands.kinds import ClusterKind
 
 if TYPE_CHECKING:
-    from experiments.matrix.matrix import Matrix, PlannedCell
+    from experiments.matrix.matrix import Matrix, MatrixCell
 
 
 def run(
@@ -62,23 +62,23 @@ def run(
     from experiments.matrix import files
 
     try:
-        plans = [_read(name, cluster) for name in files.members(matrix)]
-        chosen = _select(plans, only)
+        matrices = [_read(name, cluster) for name in files.members(matrix)]
+        chosen = _select(matrices, only)
     except (ValueError, ClusterError) as error:
         terminal.stop(str(error))
     if dry_run:
-        for plan, cells in chosen:
-            session.show(plan, cells)
+        for each, cells in chosen:
+            session.show(each, cells)
         return
     well = True
-    for plan, cells in chosen:
-        path = _path(plan, output, suite=len(plans) > 1)
+    for each, cells in chosen:
+        path = _path(each, output, suite=len(matrices) > 1)
         resumed = resume or retry_failed
-        with session.opened(plan, path, resume=resumed, retry_failed=retry_failed) as opened:
+        with session.opened(each, path, resume=resumed, retry_failed=retry_failed) as opened:
             directory, finished = opened
-            records = session.run_cells(plan, cells, finished, directory)
+            records = session.run_cells(each, cells, finished, directory)
             drawn = session.finish(records, directory, wandb=not no_wandb)
-            reached = session.reach_reference(plan, directory)
+            reached = session.reach_reference(each, directory)
         well &= drawn and reached and not session.any_failed(records)
     if not well:
         raise typer.Exit(terminal.FAILED)
@@ -89,26 +89,26 @@ def _read(name: str, cluster: ClusterKind | None) -> Matrix:
     from experiments.matrix import reader
 
     simulated = cluster is ClusterKind.SIMULATED
-    plan = reader.read(name, kinds.override(cluster), simulated=simulated)
+    matrix = reader.read(name, kinds.override(cluster), simulated=simulated)
     if cluster is ClusterKind.EMULATED:
-        return reader.read(name, kinds.emulated(plan.cluster))
-    return plan
+        return reader.read(name, kinds.emulated(matrix.cluster))
+    return matrix
 
 
-def _select(plans: Sequence[Matrix], only: str | None) -> list[tuple[Matrix, list[PlannedCell]]]:
+def _select(matrices: Sequence[Matrix], only: str | None) -> list[tuple[Matrix, list[MatrixCell]]]:
     """The matrices with the cells asked for; one without any is left out."""
     from experiments.runner import runner
 
-    every = [planned for plan in plans for planned in plan.cells]
-    wanted = {planned.cell.id for planned in runner.select(every, only)}
-    found = [(plan, [p for p in plan.cells if p.cell.id in wanted]) for plan in plans]
-    return [(plan, cells) for plan, cells in found if cells]
+    every = [entry for matrix in matrices for entry in matrix.cells]
+    wanted = {entry.cell.id for entry in runner.select(every, only)}
+    found = [(matrix, [p for p in matrix.cells if p.cell.id in wanted]) for matrix in matrices]
+    return [(matrix, cells) for matrix, cells in found if cells]
 
 
-def _path(plan: Matrix, output: Path | None, *, suite: bool) -> Path:
-    """Where a matrix's records, logs and report go."""
+def _path(matrix: Matrix, output: Path | None, *, suite: bool) -> Path:
+    """The directory of a matrix's records, logs and report."""
     if output is not None:
-        return output / Path(plan.name).name if suite else output
-    # Records of one kind of evidence a directory: cells are the same, whoever answers for them.
-    apart = "-simulated" * (plan.simulated and plan.cluster.can.start_processes)
-    return Path("runs") / f"{plan.name}{apart}"
+        return output / Path(matrix.name).name if suite else output
+    # One kind of evidence per directory: a cell has one id, whoever answers for it.
+    apart = "-simulated" * (matrix.simulated and matrix.cluster.can.start_processes)
+    return Path("runs") / f"{matrix.name}{apart}"

@@ -1,4 +1,4 @@
-"""One run of one matrix by a command: its rights, its directory, its progress, what it leaves."""
+"""A command's run of one matrix: its rights, its directory, its progress, what it leaves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from experiments.matrix.matrix import Matrix, PlannedCell
+    from experiments.matrix.matrix import Matrix, MatrixCell
     from experiments.records.record import Record
     from experiments.runner.directory import RunDirectory
 
@@ -29,7 +29,7 @@ _KINDS = {".html": "report", ".png": "figure", ".md": "table", ".csv": "table"}
 
 @contextmanager
 def opened(
-    plan: Matrix, path: Path, *, resume: bool, retry_failed: bool = False
+    matrix: Matrix, path: Path, *, resume: bool, retry_failed: bool = False
 ) -> Iterator[tuple[RunDirectory, list[Record]]]:
     """Lock the directory and make it ready; yields it and the records of cells not to run again.
 
@@ -38,13 +38,13 @@ def opened(
     from experiments.runner.directory import RunDirectory
 
     directory = RunDirectory(path)
-    if plan.cluster.can.make_nodes and not plan.simulated:
+    if matrix.cluster.can.make_nodes and not matrix.simulated:
         kinds.enter_namespace()
     interrupts.raise_them()
     with ExitStack() as stack:
         try:
             stack.enter_context(directory.locked())
-            finished = directory.resume(plan, retry_failed) if resume else []
+            finished = directory.resume(matrix, retry_failed) if resume else []
             archive = None if resume else directory.start_afresh()
         except (ValueError, OSError) as error:
             terminal.stop(str(error))
@@ -61,8 +61,8 @@ def opened(
 
 
 def run_cells(
-    plan: Matrix,
-    cells: Sequence[PlannedCell],
+    matrix: Matrix,
+    cells: Sequence[MatrixCell],
     finished: Sequence[Record],
     directory: RunDirectory,
 ) -> list[Record]:
@@ -72,12 +72,12 @@ def run_cells(
     from experiments.terminal.progress import Progress
 
     try:
-        with Progress(plan, cells, finished, terminal.console()) as progress:
-            if plan.simulated:
-                built = kinds.simulated_cluster(plan.cluster)
+        with Progress(matrix, cells, finished, terminal.console()) as progress:
+            if matrix.simulated:
+                built = kinds.simulated_cluster(matrix.cluster)
             else:
-                running = [planned.cell for planned in cells if planned.skip_reason is None]
-                built = kinds.cluster(plan.cluster, kinds.preloaded(running))
+                running = [entry.cell for entry in cells if entry.skip_reason is None]
+                built = kinds.cluster(matrix.cluster, kinds.preloaded(running))
             return runner.run(cells, finished, built, directory, progress)
     except (ClusterError, runner.RunError) as error:
         terminal.stop(str(error))
@@ -98,7 +98,7 @@ def finish(records: Sequence[Record], directory: RunDirectory, *, wandb: bool) -
     return drawn
 
 
-def reach_reference(plan: Matrix, directory: RunDirectory) -> bool:
+def reach_reference(matrix: Matrix, directory: RunDirectory) -> bool:
     """Say which cells do not reach the losses of the matrix's reference; return whether all do.
 
     All cells that the directory has records of are compared, whichever run has left them.
@@ -106,15 +106,15 @@ def reach_reference(plan: Matrix, directory: RunDirectory) -> bool:
     from experiments.records import parity
     from experiments.records.record import read
 
-    if plan.reference is None or plan.simulated:
+    if matrix.reference is None or matrix.simulated:
         return True
-    found = parity.compare(read(directory.records), plan.reference)
+    found = parity.compare(read(directory.records), matrix.reference)
     problems = [(of.record.cell_id, problem) for of in found for problem in of.problems]
     for cell, problem in problems:
         terminal.say_error(f"{cell}: {problem}")
     well = len(found) - len({cell for cell, _ in problems})
     terminal.console().print(
-        f"losses   {well} of {len(found)} cells reach {plan.reference}'s", highlight=False
+        f"losses   {well} of {len(found)} cells reach {matrix.reference}'s", highlight=False
     )
     return not problems
 
@@ -148,7 +148,7 @@ def export(
     directory: RunDirectory,
     sweep_run: str | None = None,
 ) -> None:
-    """Write W&B's runs, and say where they are and what went wrong with them."""
+    """Write the W&B runs, and say where they are and what went wrong with them."""
     from experiments.tracking import sink
 
     report = None if sweep_run else directory.report
@@ -167,19 +167,19 @@ def export(
         )
 
 
-def show(plan: Matrix, cells: Sequence[PlannedCell]) -> None:
+def show(matrix: Matrix, cells: Sequence[MatrixCell]) -> None:
     """List the cells: what a run would do."""
     console = terminal.console()
-    running = [planned for planned in cells if planned.skip_reason is None]
-    for planned in cells:
-        reason = "" if planned.skip_reason is None else f"  skipped: {planned.skip_reason}"
+    running = [entry for entry in cells if entry.skip_reason is None]
+    for entry in cells:
+        reason = "" if entry.skip_reason is None else f"  skipped: {entry.skip_reason}"
         style = "dim" if reason else ""
-        text = f"{planned.cell.id}{reason}"
+        text = f"{entry.cell.id}{reason}"
         console.print(text, style=style, soft_wrap=True, highlight=False, markup=False)
     skipped = len(cells) - len(running)
-    steps = sum(planned.cell.warmup_steps + planned.cell.steps for planned in running)
+    steps = sum(entry.cell.warmup_steps + entry.cell.steps for entry in running)
     console.print(
-        f"{plan.name}: {len(running)} cells to run, {steps} steps in all, {skipped} skipped",
+        f"{matrix.name}: {len(running)} cells to run, {steps} steps in all, {skipped} skipped",
         style="bold",
         highlight=False,
     )

@@ -1,4 +1,4 @@
-"""``python -m experiments strategies``: what there is, and what runs here."""
+"""``python -m experiments strategies``: lists the strategies, and which of them run here."""
 
 from __future__ import annotations
 

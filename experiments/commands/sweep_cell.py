@@ -1,4 +1,4 @@
-"""``python -m experiments sweep-cell``: one cell of a matrix, for W&B's agent."""
+"""``python -m experiments sweep-cell``: runs one cell of a matrix, for W&B's agent."""
 
 from __future__ import annotations
 
@@ -24,12 +24,15 @@ def sweep_cell(
     from experiments.matrix import reader, sweep
 
     try:
-        plan = reader.read(matrix)
-        cell = sweep.pick(plan, settings)
+        expanded = reader.read(matrix)
+        cell = sweep.pick(expanded, settings)
     except ValueError as error:
         terminal.stop(str(error))
-    with session.opened(plan, Path("runs") / plan.name, resume=True) as (directory, finished):
-        records = session.run_cells(plan, [cell], finished, directory)
+    with session.opened(expanded, Path("runs") / expanded.name, resume=True) as (
+        directory,
+        finished,
+    ):
+        records = session.run_cells(expanded, [cell], finished, directory)
         session.export(terminal.console(), records, directory, sweep.run_id())
     if session.any_failed(records):
         raise typer.Exit(terminal.FAILED)

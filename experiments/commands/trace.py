@@ -29,8 +29,8 @@ def trace(
 ) -> None:
     """Simulate one cell of a matrix and write its step for chrome://tracing or ui.perfetto.dev.
 
-    A row a stream; tasks that follow one another without a gap are of category `critical`. An
-    emulated cell is simulated as `run MATRIX --cluster simulated` does.
+    It has one row per stream; tasks that follow one another without a gap are of category
+    `critical`. An emulated cell is simulated as `run MATRIX --cluster simulated` does.
     """
     from experiments.clusters.interface import ClusterError
     from experiments.matrix import reader
@@ -38,12 +38,12 @@ def trace(
     from simulation.trace import chrome_trace
 
     try:
-        plan = reader.read(matrix, simulated=True)
-        chosen = [planned.cell for planned in runner.select(plan.cells, only)]
+        expanded = reader.read(matrix, simulated=True)
+        chosen = [entry.cell for entry in runner.select(expanded.cells, only)]
         if len(chosen) > 1:
             found = ", ".join(cell.id for cell in chosen[:3])
             raise ValueError(f"--only: {len(chosen)} cells match {only!r}, give one: {found}, …")
-        kinds.simulated_cluster(plan.cluster)  # or an error that says why it cannot be
+        kinds.simulated_cluster(expanded.cluster)  # or an error that says why it cannot be
         prediction = _predict(chosen[0])
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(chrome_trace(prediction)) + "\n", encoding="utf-8")

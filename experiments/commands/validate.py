@@ -1,4 +1,4 @@
-"""``python -m experiments validate``: what the simulator predicts for cells that were run.
+"""``python -m experiments validate``: compares the simulator with cells that were run.
 
 Predictions are records of the same cells, and so of the same ids, in a file of their own beside
 what was counted and timed; ``analysis`` joins the two.
@@ -6,6 +6,7 @@ what was counted and timed; ``analysis`` joins the two.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
     Compared = list[tuple[Record, Comparison]]
 
-#: Beside the records of the cells.
+#: File of the predictions, beside the records of the cells.
 PREDICTIONS = "predicted.jsonl"
 #: The matrix whose cells show what this machine's constants are.
 CALIBRATION = "calibration"
@@ -41,10 +42,10 @@ _RESULTS = Path("results")
 class _Known:
     """The hosts and the nodes whose cells can be predicted."""
 
-    #: Of the host that emulated clusters ran on, and which one that is.
+    #: Constants of the host that emulated clusters ran on, and which one that is.
     constants: Constants
     host: str
-    #: Real nodes as preflight measured them, if it did.
+    #: A cluster of real nodes as preflight measured it, if it did.
     nodes: Hardware | None
     #: Whether nothing but the committed constants is used.
     by_default: bool
@@ -71,12 +72,12 @@ class _Known:
         return self.nodes
 
     def description(self) -> str:
-        """In words, for those who read the predictions."""
+        """The constants in words, for those who read the predictions."""
         found = self.constants
         blocks = ", ".join(f"{name} {1e3 * s:.3g}" for name, s in found.block_seconds.items())
         return (
-            f"constants of {self.host}: {found.flops / 1e9:,.4g} GFLOP/s; ms a block: {blocks}; "
-            f"ns a byte: sent {1e9 * found.byte_seconds:.3g}, gathered "
+            f"constants of {self.host}: {found.flops / 1e9:,.4g} GFLOP/s; ms per block: {blocks}; "
+            f"ns per byte: sent {1e9 * found.byte_seconds:.3g}, gathered "
             f"{1e9 * found.gathered_byte_seconds:.3g}, kept for backward "
             f"{1e9 * found.activation_byte_seconds:.3g}"
         )
@@ -152,15 +153,15 @@ def _known(calibrate: bool, preflight: Path | None, gpu: str | None) -> _Known:
 
 
 def _calibrated() -> Constants:
-    """This machine's; runs the cells of matrix ``calibration`` that have no record yet."""
+    """This machine's constants, by the matrix ``calibration``, whose cells run if need be."""
     from experiments.commands import session
     from experiments.matrix import reader
     from experiments.records import modelled
     from simulation.calibration import calibrate
 
-    plan = reader.read(CALIBRATION)
-    with session.opened(plan, Path("runs") / plan.name, resume=True) as (directory, finished):
-        records = session.run_cells(plan, plan.cells, finished, directory)
+    matrix = reader.read(CALIBRATION)
+    with session.opened(matrix, Path("runs") / matrix.name, resume=True) as (directory, finished):
+        records = session.run_cells(matrix, matrix.cells, finished, directory)
         steps = (modelled.measured_step(r, modelled.cluster_of(r.cell)) for r in records)
         return calibrate([step for step in steps if step is not None])
 
@@ -174,8 +175,8 @@ def _nodes(preflight: Path, gpu: str | None) -> Hardware:
 
 
 def _compare(records: Sequence[Record], known: _Known, folder: Path) -> Compared:
-    """What can be predicted; says what cannot, and why."""
-    from experiments.records.modelled import measured_step
+    """Compare what can be predicted; says what cannot, and why."""
+    from experiments.records.modelled import measured_step, why_not_simulated
     from simulation.validation import compare
 
     left_out = sum(r.evidence == "measured" and not known.knows(r) for r in records)
@@ -184,9 +185,12 @@ def _compare(records: Sequence[Record], known: _Known, folder: Path) -> Compared
             f"{folder}: {left_out} measured cells are left out, as their nodes are not known: "
             "give what `python -m experiments preflight` measured there with --preflight"
         )
+    unknown = Counter(filter(None, (why_not_simulated(record.cell) for record in records)))
+    for reason, count in unknown.items():
+        terminal.say_error(f"{folder}: {count} cells are left out, each of which {reason}")
     found = []
     for record in filter(known.knows, records):
-        if record.measurement is None:
+        if record.measurement is None or why_not_simulated(record.cell):
             continue
         step = measured_step(record, known.hardware(record.cell))
         if step is not None:

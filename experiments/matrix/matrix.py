@@ -9,7 +9,7 @@ from experiments.records.cell import AnyCluster, Cell
 
 
 @dataclass(frozen=True)
-class PlannedCell:
+class MatrixCell:
     """A cell of a matrix, and why it is not run if it is not."""
 
     cell: Cell
@@ -23,7 +23,7 @@ class Matrix:
     name: str
     description: str
     cluster: AnyCluster
-    cells: tuple[PlannedCell, ...]
+    cells: tuple[MatrixCell, ...]
     #: Whether they are simulated, on whatever cluster they are.
     simulated: bool = False
     #: The strategy whose losses all others must reach, if they are to be compared.

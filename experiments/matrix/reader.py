@@ -11,17 +11,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from baselines import registry
 from experiments.matrix.files import find
-from experiments.matrix.matrix import Matrix, PlannedCell
+from experiments.matrix.matrix import Matrix, MatrixCell
 from experiments.matrix.sections import Sections, explain
+from experiments.matrix.workloads import Workloads
 from experiments.records.cell import AnyCluster, Cell, ClusterSpec, SimulatedSpec
 from simulation import quantities
-from simulation.transformer import ModelSpec
 from simulation.yaml_lines import Document, KeyPath, load
 
 #: How the file names a field of a cell, where it is not by the field's own name.
@@ -35,7 +36,7 @@ _SETTINGS = (
     *(
         _FILE_NAMES.get(field, field)
         for field in Cell.model_fields
-        if field not in ("matrix", "cluster", "settings")
+        if field not in ("matrix", "cluster", "settings", "origin")
     ),
     *registry.setting_names(),
 )
@@ -74,17 +75,18 @@ def read(
     Cells that differ only in their strategy follow one another, so that a drift of the machine
     meets all strategies of a comparison alike.
     """
-    document = load(find(name_or_path))
-    return _Expansion(document, cluster, simulated).matrix()
+    path = find(name_or_path)
+    return _Expansion(load(path), path.parent, cluster, simulated).matrix()
 
 
 class _Expansion:
     """Checks a matrix file and multiplies its axes."""
 
     def __init__(
-        self, document: Document, cluster: ClusterSpec | None, simulated: bool = False
+        self, document: Document, folder: Path, cluster: ClusterSpec | None, simulated: bool
     ) -> None:
         self._file = Sections(document)
+        self._workloads = Workloads(self._file, folder)
         self._top = self._file.section(
             (),
             required=("name", "description", "cluster", "models", "axes"),
@@ -96,7 +98,7 @@ class _Expansion:
         own_cluster = self._cluster_spec()
         self._cluster = cluster or own_cluster
         self._simulated = simulated or not self._cluster.can.start_processes
-        self._models = self._model_specs()
+        self._models = self._workloads.models()
         self._axes = self._axis_values()
         self._constants = self._constant_values()
         self._require_all_settings()
@@ -114,26 +116,27 @@ class _Expansion:
     def matrix(self) -> Matrix:
         # The strategy varies fastest, whatever the order in the file.
         order = sorted(self._axes, key=lambda setting: setting == "strategy")
-        planned: dict[str, PlannedCell] = {}
+        cells: dict[str, MatrixCell] = {}
         cuda = registry.has_cuda()
         for values in itertools.product(*(self._axes[setting] for setting in order)):
             assignment = {**self._constants, **dict(zip(order, values, strict=True))}
             reasons = (rule.reason for rule in self._skips if rule.matches(assignment))
             cell = self._cell(assignment)
-            cannot = None
-            if not self._simulated:
+            if self._simulated:
+                cannot = _why_not_simulated(cell)
+            else:
                 entry = registry.find(cell.strategy)
                 cannot = entry.why_not(cuda=cuda, deepspeed=cell.deepspeed) or _why_not_there(cell)
             skipped = next(reasons, None) or cannot
             # A setting that its strategy does not have gives the same cell again.
-            if cell.id not in planned or planned[cell.id].skip_reason:
-                planned[cell.id] = PlannedCell(cell, skipped)
+            if cell.id not in cells or cells[cell.id].skip_reason:
+                cells[cell.id] = MatrixCell(cell, skipped)
         name, description = self._top["name"], self._top["description"]
         return Matrix(
             name,
             description,
             self._cluster,
-            tuple(planned.values()),
+            tuple(cells.values()),
             self._simulated,
             self._reference,
         )
@@ -156,6 +159,9 @@ class _Expansion:
                     "matrix": self._top["name"],
                     "cluster": cluster,
                     "model": self._models[fields["model"]],
+                    "origin": self._workloads.origin(
+                        fields["model"], {name: given.path for name, given in settings.items()}
+                    ),
                 }
             )
         except ValidationError as error:
@@ -172,17 +178,6 @@ class _Expansion:
         if isinstance(section, dict) and section.get("kind") == "simulated":
             return self._file.spec(SimulatedSpec, ("cluster",))
         return self._file.spec(ClusterSpec, ("cluster",))
-
-    def _model_specs(self) -> dict[str, ModelSpec]:
-        specs: dict[str, ModelSpec] = {}
-        for i in range(len(self._file.items(("models",)))):
-            spec = self._file.spec(ModelSpec, ("models", i))
-            if spec.name in specs:
-                self._file.fail(
-                    ("models", i, "name"), f"{spec.name!r} is the name of an earlier model"
-                )
-            specs[spec.name] = spec
-        return specs
 
     def _axis_values(self) -> dict[str, list[_Value]]:
         axes = {}
@@ -246,6 +241,10 @@ class _Expansion:
             self._file.one_of(item, registry.STRATEGY_NAMES, path, "unknown strategy")
         elif setting == "model":
             self._file.one_of(item, self._models, path, "unknown model")
+        elif setting == "data":
+            return self._workloads.data(path)
+        elif setting == "loss":
+            return self._workloads.loss(path)
         try:
             if setting == "inter_bandwidth":
                 return quantities.link(item)
@@ -305,9 +304,18 @@ def _simulated_only(setting: str, item: object) -> bool:
     return setting in _OF_CLUSTER or (setting == "micro_batch" and item == _LARGEST)
 
 
+def _why_not_simulated(cell: Cell) -> str | None:
+    # Imports numpy, which a matrix that is not simulated need not wait for.
+    from experiments.records.modelled import why_not_simulated
+
+    return why_not_simulated(cell)
+
+
 def _with_largest_micro_batch(cell: Cell) -> Cell:
     from experiments.clusters.simulated import largest_micro_batch
 
+    if _why_not_simulated(cell) is not None:
+        return cell
     return cell.model_copy(update={"micro_batch": max(1, largest_micro_batch(cell))})
 
 

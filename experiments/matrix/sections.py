@@ -25,16 +25,20 @@ class Sections:
         """Raise ``ValueError`` about what stands at ``path``."""
         self._document.fail(path, problem)
 
-    def spec(self, kind: type[AnySpec], path: KeyPath) -> AnySpec:
-        """The mapping at ``path`` as a ``kind``."""
-        fields = kind.model_fields.items()
+    def place(self, path: KeyPath) -> str:
+        """The file, the line and the key of what stands at ``path``."""
+        return self._document.place(path)
+
+    def spec(self, kind: type[AnySpec], path: KeyPath, **added: Any) -> AnySpec:
+        """The mapping at ``path`` as a ``kind``, of which ``added`` is not for the file to give."""
+        fields = [item for item in kind.model_fields.items() if item[0] not in added]
         section = self.section(
             path,
             required=[name for name, info in fields if info.is_required()],
             optional=[name for name, info in fields if not info.is_required()],
         )
         try:
-            return kind.model_validate(section, strict=True)
+            return kind.model_validate({**section, **added}, strict=True)
         except ValidationError as error:
             first = error.errors()[0]
             self.fail((*path, *first["loc"]), explain(first["input"], first["msg"]))

@@ -6,39 +6,39 @@ import os
 from collections.abc import Sequence
 
 from baselines import registry
-from experiments.matrix.matrix import Matrix, PlannedCell
+from experiments.matrix.matrix import Matrix, MatrixCell
 from experiments.records.cell import Cell
 
 #: Fields of cells, and settings of their strategies.
 _NAMES = (*(name for name in Cell.model_fields if name != "settings"), *registry.setting_names())
 
 
-def pick(plan: Matrix, arguments: Sequence[str]) -> PlannedCell:
+def pick(matrix: Matrix, arguments: Sequence[str]) -> MatrixCell:
     """The one cell of the matrix with the settings of ``--name=value`` arguments.
 
     Raises ``ValueError`` for a setting that there is not, a value that no cell has, and settings
     that leave more than one cell.
     """
-    chosen = list(plan.cells)
+    chosen = list(matrix.cells)
     for argument in arguments:
         name, separator, value = argument.removeprefix("--").partition("=")
         if not argument.startswith("--") or not separator or name not in _NAMES:
             allowed = ", ".join(f"--{field}=" for field in _NAMES)
             raise ValueError(f"{argument!r} is not a setting and its value; allowed: {allowed}")
-        there = list(dict.fromkeys(_text(planned, name) for planned in chosen))
-        chosen = [planned for planned in chosen if _text(planned, name) == value]
+        there = list(dict.fromkeys(_text(entry, name) for entry in chosen))
+        chosen = [entry for entry in chosen if _text(entry, name) == value]
         if not chosen:
-            raise ValueError(f"{name} = {value!r}: cells of {plan.name} have {', '.join(there)}")
+            raise ValueError(f"{name} = {value!r}: cells of {matrix.name} have {', '.join(there)}")
     if len(chosen) > 1:
         raise ValueError(
-            f"{len(chosen)} cells of {plan.name} are left, such as {chosen[0].cell.id} and "
+            f"{len(chosen)} cells of {matrix.name} are left, such as {chosen[0].cell.id} and "
             f"{chosen[1].cell.id}; give more settings"
         )
     return chosen[0]
 
 
-def _text(planned: PlannedCell, name: str) -> str:
-    cell = planned.cell
+def _text(entry: MatrixCell, name: str) -> str:
+    cell = entry.cell
     value = getattr(cell, name) if name in Cell.model_fields else getattr(cell.settings, name, None)
     return str(getattr(value, "name", value))
 

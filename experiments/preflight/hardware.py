@@ -1,4 +1,4 @@
-"""A cluster as the cost model sees it, from what preflight measured there."""
+"""A cluster as the simulator sees it, from what preflight measured there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from simulation.hardware import Gpu, Hardware, cluster
 
 
 def hardware_of(measured: Preflight, device: Gpu | None = None) -> Hardware:
-    """Measured links, copies and matrix products; the rest is the data sheet of ``device``.
+    """The measured cluster: links, copies and matrix products; the rest is ``device``'s sheet.
 
     On CPUs, where there is no data sheet, the rest is what was fitted to this project's emulated
     clusters. A link between nodes that was not measured has no limit. Raises ``ValueError`` if GPUs

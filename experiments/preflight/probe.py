@@ -1,4 +1,4 @@
-"""What every rank of a preflight runs."""
+"""Measures links, copies and compute on every rank of a preflight."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from experiments.clusters import gate
+from experiments.clusters import start_barrier
 from experiments.preflight.schema import Compute, Host, Link, Links, Probed, Sample
 from experiments.records.cell import DType
 from fcdp import Topology, exchange
@@ -22,9 +22,9 @@ _GROWTH = 4
 _SIZES = [_GROWTH**power for power in range(5, 14)]
 #: ... as long as the next is expected to take no longer than this.
 _LONGEST_S = 2.0
-#: Exchanges of a size: more where they are short.
+#: Number of exchanges of each size: more where they are short.
 _REPEATS, _REPEATS_OF_SHORT, _SHORT_S = 3, 9, 0.02
-#: Bytes of a copy, and seconds that a rate is measured for.
+#: Bytes per copy, and seconds that a rate is measured for.
 _COPY_BYTES = 64 * 2**20
 _RATE_S = 0.3
 #: Rows of the square matrices that are multiplied: enough to keep the device busy.
@@ -40,7 +40,7 @@ def main(output_directory: str) -> None:
     try:
         dist.barrier()
         if topology.rank == 0:
-            gate.pass_through(output)
+            start_barrier.wait(output)
         probed = _Probe(topology).measure()
         if topology.rank == 0:
             text = probed.model_dump_json(indent=1)
@@ -57,6 +57,7 @@ class _Probe:
         self._device = torch.device(topology.mesh.device_type)
 
     def measure(self) -> Probed:
+        """All figures of this cluster, alike on every rank."""
         return Probed(
             backend=dist.get_backend(self._topology.mesh.get_group()),
             links=self._links(),
@@ -79,7 +80,7 @@ class _Probe:
         )
 
     def _point_to_point(self, other: int) -> Link:
-        """Rank 0 to ``other`` and back, halved."""
+        """The link between ranks 0 and ``other``: there and back, halved."""
         group = self._topology.mesh.get_group()
         peer = {0: other, other: 0}.get(self._topology.rank)
 
@@ -101,7 +102,7 @@ class _Probe:
         return Link.of(2, [Sample(bytes=size, seconds=s / 2) for size, s in samples])
 
     def _all_gather(self, group: dist.ProcessGroup, senders: int) -> Link:
-        """Each rank sends its part to the others; ``senders`` ranks share the link."""
+        """The link under an all-gather of ``group``; ``senders`` ranks share it."""
         others = group.size() - 1
 
         def exchange_of(size: int) -> Callable[[], None]:
@@ -181,7 +182,7 @@ class _Probe:
     def _rate(
         self, call: Callable[[], object], amount: float, of: Sequence[int] | None = None
     ) -> float:
-        """``amount`` of a call, a second: the slowest of all ranks, or of some, working at once."""
+        """``amount`` of a call per second, of the slowest rank while all, or those ``of``, work."""
         takes_part = of is None or self._topology.rank in of
         if takes_part:
             call()

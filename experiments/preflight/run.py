@@ -7,8 +7,8 @@ import time
 from datetime import datetime, timezone
 from pathlib import Path
 
-from experiments.clusters.gate import Gate
 from experiments.clusters.interface import Cluster
+from experiments.clusters.start_barrier import StartBarrier
 from experiments.preflight.schema import Preflight, Probed
 from experiments.records import provenance
 
@@ -29,7 +29,7 @@ def measure(cluster: Cluster, bits_per_s: int | None, directory: Path) -> Prefli
     directory.mkdir(parents=True)
     started_at, started = datetime.now(timezone.utc), time.monotonic()
     cluster.shape(None)
-    with Gate(directory, lambda: cluster.shape(bits_per_s)) as gate:
+    with StartBarrier(directory, lambda: cluster.shape(bits_per_s)) as barrier:
         outcome = cluster.run(
             PROBE,
             [str(directory.absolute())],
@@ -48,7 +48,7 @@ def measure(cluster: Cluster, bits_per_s: int | None, directory: Path) -> Prefli
         nodes=cluster.nodes,
         ranks_per_node=cluster.ranks_per_node,
         inter_bandwidth_bits_per_s=bits_per_s,
-        network=gate.network,
+        network=barrier.network,
         versions=origin.versions,
         hardware=origin.hardware,
         commit=origin.commit,

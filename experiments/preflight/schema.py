@@ -1,4 +1,4 @@
-"""What a preflight measures: the file that the planner and the simulator read."""
+"""The file of a preflight's figures, which the planner and the simulator read."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from simulation.files import Strict
 
 
 class Sample(Strict):
-    """One message size."""
+    """A message size and its time."""
 
-    #: What one node sends, if the link is between nodes; what one rank sends, inside a node.
+    #: Bytes that one node sends, if the link is between nodes; that one rank sends, inside a node.
     bytes: int = Field(ge=1)
-    #: Median of several exchanges, the slowest rank's.
+    #: Median of several exchanges, of the slowest rank.
     seconds: float = Field(gt=0)
 
 
@@ -50,7 +50,7 @@ class Link(Strict):
 
 
 class Links(Strict):
-    """``None``: there is one node only, or one rank a node."""
+    """The cluster's links; ``None`` where there is one node only, or one rank per node."""
 
     #: Rank 0 and the first rank of another node, alone, there and back.
     inter_node_point_to_point: Link | None
@@ -63,10 +63,10 @@ class Links(Strict):
 
 
 class Host(Strict):
-    """A rank's copies while all ranks copy, in bytes a second, each byte counted once."""
+    """Rates of a rank's copies while all ranks copy, in bytes per second, each byte once."""
 
     copy_bytes_per_s: float = Field(gt=0)
-    #: From and to page-locked memory; ``None`` without an accelerator.
+    #: Rates from and to page-locked memory; ``None`` without an accelerator.
     to_device_bytes_per_s: float | None = Field(gt=0)
     from_device_bytes_per_s: float | None = Field(gt=0)
     #: Host memory that is free on the node that has least.
@@ -74,11 +74,11 @@ class Host(Strict):
 
 
 class Compute(Strict):
-    """Matrix products of a rank, in floating-point operations a second."""
+    """Rates of a rank's matrix products, in floating-point operations per second."""
 
     device: str
-    #: Of the slowest rank while all compute, and of rank 0 while the others wait: emulated nodes
-    #: share their cores.
+    #: Rates of the slowest rank while all compute, and of rank 0 while the others wait: emulated
+    #: nodes share their cores.
     matmul_flops_per_s: dict[DType, float]
     alone_matmul_flops_per_s: dict[DType, float]
     #: Device memory of a rank; ``None`` without an accelerator.
@@ -86,7 +86,7 @@ class Compute(Strict):
 
 
 class Probed(Strict):
-    """What the ranks measure; rank 0 writes it."""
+    """The ranks' figures, which rank 0 writes."""
 
     backend: str
     links: Links
@@ -106,7 +106,7 @@ class Probed(Strict):
 
 
 class Preflight(Probed):
-    """One cluster, measured."""
+    """A cluster's figures, with how and when they were measured."""
 
     version: Literal[1] = 1
     evidence: Evidence
@@ -123,7 +123,7 @@ class Preflight(Probed):
 
     @classmethod
     def read(cls, path: Path) -> Preflight:
-        """Raises ``ValueError`` with the file's name if it is not of this form."""
+        """Read a file. Raises ``ValueError`` with its name if it is not of this form."""
         try:
             return cls.model_validate_json(path.read_bytes())
         except ValidationError as error:

@@ -16,6 +16,7 @@ from baselines.pins import Pin
 from baselines.settings import DeepSpeedSettings, Setting, Settings
 from experiments.records.abilities import ABILITIES, Abilities
 from experiments.records.settings import OfStrategy, Parts, described, left_out_of_id
+from experiments.records.workload import AnyData, AnyModel, Function, Library, Origin
 from simulation.files import Name, Strict
 from simulation.transformer import ModelSpec, Tuning
 
@@ -100,7 +101,7 @@ class Cell(Strict):
 
     matrix: Annotated[MatrixName, Setting("Matrix", place="run")]
     strategy: Annotated[Name, Setting("Strategy", "subject", always=True)]
-    model: Annotated[ModelSpec, Setting("Model", place="model", learns=True, always=True)]
+    model: Annotated[AnyModel, Setting("Model", place="model", learns=True, always=True)]
     tuning: Annotated[Tuning, Setting("Tuning", place="model", learns=True, always=True)]
     cluster: Annotated[AnyCluster, Parts(named="kind")]
     #: Egress limit of each node in bits a second; ``None`` leaves the link unshaped.
@@ -126,6 +127,16 @@ class Cell(Strict):
     warmup_steps: Annotated[int, Setting("Warm-up steps", "incidental")] = Field(ge=0)
     steps: Annotated[int, Setting("Steps", "incidental")] = Field(ge=1)
     seed: Annotated[int, Setting("Seed", place="axis", learns=True)] = 0
+    data: Annotated[AnyData, Setting("Data", in_id="later", learns=True)] = Library()
+    #: Next-token cross entropy, or a user's function, as docs/workloads.md says.
+    loss: Annotated[
+        Literal["cross entropy"] | Function, Setting("Loss", in_id="later", learns=True)
+    ] = "cross entropy"
+    #: Sequences of the data's end, none of which is trained on, whose loss is taken after training.
+    held_out: Annotated[int, Setting("Held-out sequences", in_id="later", learns=True)] = Field(
+        default=0, ge=0
+    )
+    origin: Annotated[Origin, Setting("Origin", "incidental", in_id="never")] = Origin()
     timeout_s: Annotated[float, Setting("Time limit", "incidental", in_id="never")] = Field(gt=0)
 
     @field_validator("settings", mode="plain")
@@ -214,7 +225,7 @@ class Cell(Strict):
         bandwidth = self.inter_bandwidth_bits_per_s
         link = "unshaped" if bandwidth is None else f"{bandwidth / 1e6:g}mbit"
         exclude = left_out_of_id(self)
-        if self.model.vocabulary == ModelSpec.model_fields["vocabulary"].default:
+        if getattr(self.model, "vocabulary", None) == ModelSpec.model_fields["vocabulary"].default:
             exclude["model"] = {"vocabulary"}  # as before models had one
         settings = to_json(self.flat(exclude))
         digest = hashlib.sha256(settings).hexdigest()[:8]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from baselines import registry
 from experiments.records.cell import AnyCluster, Cell, DType
 from experiments.records.record import Record
+from experiments.records.workload import ConfiguredModel, OwnModel
+from simulation import hugging_face
 from simulation.calibration import MeasuredStep
 from simulation.emulated import emulated
 from simulation.hardware import GB, Hardware, cluster
@@ -21,9 +23,28 @@ _BYTES: Mapping[DType, int] = {"float32": 4, "bfloat16": 2}
 _UNLIMITED = 1e15
 
 
+def why_not_simulated(cell: Cell) -> str | None:
+    """Why nothing can be predicted of what the cell trains; ``None`` if something can."""
+    try:
+        _shape(cell)
+    except ValueError as error:
+        return f"is not simulated: {error}"
+    return None
+
+
+def _shape(cell: Cell) -> Transformer:
+    model = cell.model
+    if isinstance(model, OwnModel):
+        raise ValueError(f"the shape of what {model.function} makes is not known")
+    if isinstance(model, ConfiguredModel):
+        found = hugging_face.from_config(model.configuration, cell.sequence_length)
+        return replace(found, name=model.name)
+    return Transformer.of(model, cell.sequence_length)
+
+
 def workload_of(cell: Cell) -> Workload:
-    """What a cell trains."""
-    model = Transformer.of(cell.model, cell.sequence_length)
+    """What a cell trains. Raises ``ValueError`` for a model whose shape is not known."""
+    model = _shape(cell)
     return Workload(
         strategy=cell.strategy,
         model=model,

@@ -54,6 +54,8 @@ class Measurement(Strict):
     #: Host cache of one rank, in bytes; page-locked on CUDA.
     host_cache_bytes: int | None
     peak_device_bytes: int | None
+    #: Mean loss of the cell's held-out sequences after the last step; ``None`` without any.
+    held_out_loss: float | None = None
     #: What only a simulation knows.
     simulation: Simulation | None = None
 

@@ -2,7 +2,7 @@
 
 ::
 
-    records.jsonl     one line a finished cell; the truth that everything else is drawn from
+    records.jsonl     one line per finished cell; the truth that everything else is drawn from
     cells/<cell id>/  cell.json, measurement.json, progress.jsonl, logs/
     wandb/            the same figures as W&B runs
     report/           tables, figures, report
@@ -79,7 +79,7 @@ class RunDirectory:
             path.rename(archive / path.name)
         return archive
 
-    def resume(self, plan: Matrix, retry_failed: bool) -> list[Record]:
+    def resume(self, matrix: Matrix, retry_failed: bool) -> list[Record]:
         """Records of the finished cells; with ``retry_failed`` without those to run again.
 
         Raises ``ValueError`` for records of another matrix, or that another kind of cluster left:
@@ -88,8 +88,8 @@ class RunDirectory:
         finished = read_records(self.records) if self.records.exists() else []
         for record in finished:
             for what, theirs, ours in (
-                ("of matrix", record.cell.matrix, plan.name),
-                ("that are", record.evidence, plan.evidence),
+                ("of matrix", record.cell.matrix, matrix.name),
+                ("that are", record.evidence, matrix.evidence),
             ):
                 if theirs != ours:
                     raise ValueError(

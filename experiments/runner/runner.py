@@ -16,39 +16,40 @@ from typing import Any, Protocol
 
 from baselines import pins, registry
 from baselines.pins import Pin
-from experiments.clusters.gate import Gate
 from experiments.clusters.interface import Cluster, LostNodeError, Outcome
-from experiments.matrix.matrix import PlannedCell
+from experiments.clusters.start_barrier import StartBarrier
+from experiments.matrix.matrix import MatrixCell
 from experiments.records import provenance
 from experiments.records.cell import Cell
 from experiments.records.provenance import Provenance
 from experiments.records.record import Measurement, Record, State
+from experiments.records.workload import Origin
 from experiments.runner.directory import RunDirectory
 from simulation import files
 
 WORKER = "experiments.worker.worker:main"
 OPERATORS = "baselines.deepspeed.engine:build_operators"
-#: A dozen files of C++ on two busy cores.
+#: Seconds for a dozen files of C++ on two busy cores.
 _COMPILE_TIMEOUT_S = 1800.0
 
 
 class RunError(RuntimeError):
-    """The run cannot go on; the message says why and what is kept."""
+    """An error that a run cannot survive; the message says why and what is kept."""
 
 
 class Observer(Protocol):
-    """What is told of a run while it goes on."""
+    """Whoever is told of a run while it goes on."""
 
     def cell_started(self, cell: Cell, directory: Path) -> None:
         """The cell's ranks are about to start; rank 0 appends to ``progress.jsonl`` in there."""
         ...
 
     def cell_finished(self, record: Record) -> None:
-        """The record is on the disk."""
+        """The cell has ended, and its record is on the disk."""
         ...
 
 
-def select(cells: Sequence[PlannedCell], pattern: str | None) -> list[PlannedCell]:
+def select(cells: Sequence[MatrixCell], pattern: str | None) -> list[MatrixCell]:
     """The cells whose id holds the text, or matches the glob, ``pattern``."""
     if pattern is None:
         return list(cells)
@@ -61,7 +62,7 @@ def select(cells: Sequence[PlannedCell], pattern: str | None) -> list[PlannedCel
 
 
 def run(
-    cells: Sequence[PlannedCell],
+    cells: Sequence[MatrixCell],
     finished: Sequence[Record],
     cluster: Cluster,
     directory: RunDirectory,
@@ -73,13 +74,13 @@ def run(
     written. ``KeyboardInterrupt`` passes through after the cluster is torn down.
     """
     by_id = {record.cell_id: record for record in finished}
-    pending = [planned for planned in cells if planned.cell.id not in by_id]
+    pending = [entry for entry in cells if entry.cell.id not in by_id]
     if pending:
         runner = _Runner(cluster, directory, observer, provenance.gather())
         with cluster:
-            for planned in pending:
-                by_id[planned.cell.id] = runner.finish(planned)
-    return [by_id[planned.cell.id] for planned in cells]
+            for entry in pending:
+                by_id[entry.cell.id] = runner.finish(entry)
+    return [by_id[entry.cell.id] for entry in cells]
 
 
 class _Runner:
@@ -96,19 +97,17 @@ class _Runner:
         self._origin = origin
         self._compiled: set[tuple[tuple[str, ...], Pin]] = set()
 
-    def finish(self, planned: PlannedCell) -> Record:
+    def finish(self, entry: MatrixCell) -> Record:
         """Run the cell, or skip it, and put its record on the disk."""
         try:
-            if planned.skip_reason is None:
-                record = self._run(planned.cell)
+            if entry.skip_reason is None:
+                record = self._run(entry.cell)
             else:
-                record = self._record(
-                    planned.cell, "skipped", planned.skip_reason, started_at=_now()
-                )
+                record = self._record(entry.cell, "skipped", entry.skip_reason, started_at=_now())
             files.append(record, self._directory.records)
         except OSError as error:
             raise RunError(
-                f"{planned.cell.id}: cannot write to {self._directory.path}: {error.strerror}; "
+                f"{entry.cell.id}: cannot write to {self._directory.path}: {error.strerror}; "
                 f"all records before this cell are kept in {self._directory.records.name}, "
                 "go on with --resume once it can be written to"
             ) from error
@@ -129,7 +128,7 @@ class _Runner:
             outcome = self._compile(cell, directory)
             started_at, started = _now(), time.monotonic()
             if outcome.state == "ok":
-                with Gate(directory, lambda: self._cluster.shape(bandwidth)) as gate:
+                with StartBarrier(directory, lambda: self._cluster.shape(bandwidth)) as barrier:
                     outcome = self._cluster.run(
                         WORKER,
                         [str(cell_file), str(directory)],
@@ -137,7 +136,7 @@ class _Runner:
                         environment=pins.variables(cell.deepspeed),
                         timeout_s=cell.timeout_s,
                     )
-                network = gate.network
+                network = barrier.network
             if outcome.state == "ok":
                 measurement = _measurement(directory / "measurement.json")
         except LostNodeError as error:
@@ -161,7 +160,7 @@ class _Runner:
     def _compile(self, cell: Cell, directory: Path) -> Outcome:
         """Have the operators ready that the cell's engine compiles at their first use.
 
-        That takes minutes, once a machine: no cell's time limit is to pay for it.
+        That takes minutes, once per machine: no cell's time limit is to pay for it.
         """
         entry = registry.find(cell.strategy)
         needed = (entry.operators, cell.deepspeed)
@@ -191,7 +190,7 @@ class _Runner:
         seconds: float = 0.0,
     ) -> Record:
         return Record(
-            cell=cell,
+            cell=cell.model_copy(update={"origin": Origin()}),  # records name no folders
             cell_id=cell.id,
             state=state,
             error=error,
@@ -206,7 +205,7 @@ class _Runner:
         )
 
     def _versions(self, cell: Cell) -> dict[str, str]:
-        """What the cell's ranks import."""
+        """Versions of the packages that the cell's ranks import."""
         deepspeed = pins.version(cell.deepspeed)
         return self._origin.versions | ({"deepspeed": deepspeed} if deepspeed else {})
 

@@ -1,4 +1,4 @@
-"""What all commands say and how they stop."""
+"""Output of all commands, and how they stop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNUSABLE = 2
 
 
 def console() -> Console:
-    """Standard output; wide where it is a log, which has no width of its own."""
+    """Rich's console on standard output; wide where it is a log, which has no width of its own."""
     from rich.console import Console
 
     return Console() if sys.stdout.isatty() else Console(width=120, force_interactive=False)
@@ -40,7 +40,7 @@ def say_error(message: str) -> None:
 
 
 def stop(message: str) -> NoReturn:
-    """End the command: it cannot start or go on."""
+    """End the command with exit status 2: it cannot start or go on."""
     say_error(f"error: {message}")
     raise typer.Exit(UNUSABLE)
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a command alike, and not in the middle of its tidying up."""
+"""Interrupts: Ctrl-C and SIGTERM end a command alike, but not while it tidies up."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ INTERRUPTED = 130
 
 
 def raise_them() -> None:
-    """Have the first one raise ``KeyboardInterrupt``, and ignore what follows."""
+    """Have the first interrupt raise ``KeyboardInterrupt``, and ignore what follows."""
     _on_signals(_interrupt)
     _spare_forks()
 
 
 @functools.cache
 def _spare_forks() -> None:
-    """A library's forked helper that is ended by SIGTERM must not tear our cluster down."""
+    """Spare forked processes: a library's helper that SIGTERM ends must not end our cluster."""
     os.register_at_fork(after_in_child=lambda: _on_signals(signal.SIG_DFL))
 
 

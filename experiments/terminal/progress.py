@@ -1,7 +1,7 @@
-"""What a run shows while it goes on.
+"""Progress of a run, shown while it goes on.
 
-On a terminal: a line a finished cell, and below them the current cell with its step, loss and
-seconds, the overall bar and the time left. In a log: the line a finished cell only.
+On a terminal: a line per finished cell, and below them the current cell with its step, loss and
+seconds, the overall bar and the time left. In a log: the line per finished cell only.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from experiments.matrix.matrix import Matrix, PlannedCell
+from experiments.matrix.matrix import Matrix, MatrixCell
 from experiments.records.cell import Cell
 from experiments.records.record import Record
 from experiments.terminal.summary_table import STATE_STYLES, megabytes, varying_settings
 from simulation.quantities import format_link
 
-#: Redraws a second: enough to follow steps, and no load on cores that the ranks compute on.
+#: Redraws per second: enough to follow steps, and no load on cores that the ranks compute on.
 _REDRAWS = 2
 #: Titles of the settings that are most often axes; a line must fit on a hundred columns.
 _SHORT = {"accumulation": "accum", "micro_batch": "batch", "sequence_length": "length"}
@@ -79,13 +79,13 @@ class Progress:
     def __init__(
         self,
         matrix: Matrix,
-        cells: Sequence[PlannedCell],
+        cells: Sequence[MatrixCell],
         finished: Sequence[Record],
         console: Console,
     ) -> None:
         self._matrix = matrix
         self._console = console
-        self._cells = [planned.cell for planned in cells if planned.skip_reason is None]
+        self._cells = [entry.cell for entry in cells if entry.skip_reason is None]
         self._skipped = Counter(p.skip_reason for p in cells if p.skip_reason is not None)
         ids = {cell.id for cell in self._cells}
         self._finished = [record for record in finished if record.cell_id in ids]
@@ -105,7 +105,8 @@ class Progress:
         self._console.print(heading)
         self._console.print(Text(self._matrix.description, style="dim"))
         for reason, count in self._skipped.items():
-            self._console.print(Text(f"{count} cells skipped: {reason}", style="dim"))
+            cells = "cell" if count == 1 else "cells"
+            self._console.print(Text(f"{count} {cells} skipped: {reason}", style="dim"))
         if self._finished:
             self._console.print(Text(f"{len(self._finished)} cells are finished already"))
         if len(self._finished) < len(self._cells):
@@ -136,7 +137,7 @@ class Progress:
             self._print(self._lines.line(record, len(self._finished)))
 
     def status(self) -> RenderableType:
-        """The current cell and the whole run, as of now."""
+        """Lines about the current cell and the whole run, as of now."""
         current = self._current
         elapsed = 0.0 if current is None else time.monotonic() - current.started
         overall = self._overall(elapsed)
@@ -189,20 +190,20 @@ class _CellLines:
         titles += [_SHORT.get(item.name, item.setting.label.lower()) for item in self._extra]
         self._titles = titles
         self._widths = [
-            max(len(title), *(len(row[i]) for row in settings)) for i, title in enumerate(titles)
+            max(map(len, (title, *(row[i] for row in settings)))) for i, title in enumerate(titles)
         ]
         self._total = len(cells)
         self._numbers = max(len("cell"), len(f"{self._total}/{self._total}"))
 
     def header(self) -> Text:
-        """What the columns are."""
+        """The line with the columns' titles."""
         settings = "  ".join(t.ljust(w) for t, w in zip(self._titles, self._widths, strict=True))
         cell = "cell".rjust(self._numbers)
         figures = f"{'tokens/s':>9}{'s/step':>8}{'MB/step':>8}{'time':>6}"
         return Text(f"{cell} state   {settings}{figures}", style="dim")
 
     def line(self, record: Record, number: int) -> Text:
-        """One finished cell, the ``number``-th."""
+        """The line of a finished cell, the ``number``-th."""
         settings = "  ".join(
             text.ljust(width)
             for text, width in zip(self._settings(record.cell), self._widths, strict=True)
@@ -224,7 +225,7 @@ class _CellLines:
 def seconds_left(
     remaining: Sequence[Cell], finished: Sequence[Record], elapsed: float
 ) -> float | None:
-    """About how long the remaining cells take; ``elapsed`` of the first of them is over.
+    """Seconds that the remaining cells will take; ``elapsed`` of the first of them are over.
 
     A cell is expected to take as long as the finished ones with its bandwidth did, which is what
     a step's time depends on most; ``None`` before any is finished.
@@ -246,7 +247,7 @@ def seconds_left(
 
 
 def clock(seconds: float) -> str:
-    """``m:ss``, or ``h:mm:ss`` from an hour on."""
+    """Seconds as ``m:ss``, or ``h:mm:ss`` from an hour on."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

@@ -23,7 +23,7 @@ STATE_STYLES = {
     "timeout": "yellow",
     "skipped": "dim",
 }
-#: Of the cells that failed alike, so many are named.
+#: Most cells that are named of those that failed alike.
 _LISTED = 3
 _ABSENT = Text("–", style="dim")
 
@@ -37,11 +37,12 @@ def summary(records: Sequence[Record]) -> RenderableType:
     groups = _groups(ran)
     # The first column fits every strategy, so that the tables line up under one header.
     longest = max(len(record.cell.subject) for record in ran)
-    parts: list[RenderableType] = [_header(longest)]
+    columns = _columns(ran)
+    parts: list[RenderableType] = [_header(longest, columns)]
     for group in groups:
         comparison = _Comparison.of(group)
         parts.append(_heading([record.cell for record in group], extra, comparison))
-        parts.append(_rows(group, comparison, longest))
+        parts.append(_rows(group, comparison, longest, columns))
     return Group(*parts, *_notes(records))
 
 
@@ -71,7 +72,7 @@ def varying_settings(cells: Sequence[Cell]) -> list[Described]:
 
 @dataclass(frozen=True)
 class _Comparison:
-    """What the figures of one group refer to."""
+    """The baseline and the step that the figures of one group refer to."""
 
     #: ZeRO-3 in the same settings, if it is there.
     baseline: Record | None
@@ -90,7 +91,7 @@ class _Comparison:
 @dataclass(frozen=True)
 class _Column:
     title: str
-    unit: str
+    measure: str
     width: int
     justify: JustifyMethod
     show: Callable[[Record, _Comparison], Text]
@@ -148,6 +149,13 @@ def _loss(record: Record, comparison: _Comparison) -> Text:
     return Text(f"{record.measurement.losses[comparison.step - 1]:.4f}")
 
 
+def _held_out(record: Record, _: _Comparison) -> Text:
+    measured = record.measurement
+    if measured is None or measured.held_out_loss is None:
+        return _ABSENT
+    return Text(f"{measured.held_out_loss:.4f}")
+
+
 def _step(record: Record, _: _Comparison) -> Text:
     seconds = record.step_seconds_median
     return _ABSENT if seconds is None else Text(f"{seconds:.{2 if seconds >= 100 else 3}f}")
@@ -177,27 +185,41 @@ _COLUMNS = (
     _Column("step", "s", 7, "right", _step),
     _Column(" evidence", "", 10, "left", _evidence),
 )
+_HELD_OUT = _Column("held out", "loss", 8, "right", _held_out)
 
 
-def _grid(longest_strategy: int) -> Table:
+def _columns(records: Sequence[Record]) -> list[_Column]:
+    """Columns of all tables; the loss on held-out data only where a record has one."""
+    measured = [record.measurement for record in records if record.measurement]
+    if all(each.held_out_loss is None for each in measured):
+        return list(_COLUMNS)
+    return [*_COLUMNS[:-2], _HELD_OUT, *_COLUMNS[-2:]]
+
+
+def _grid(longest_strategy: int, columns: Sequence[_Column]) -> Table:
     table = Table.grid(padding=(0, 1, 0, 0))
     table.add_column(width=longest_strategy, no_wrap=True)
-    for column in _COLUMNS:
+    for column in columns:
         table.add_column(justify=column.justify, width=column.width, no_wrap=True)
     return table
 
 
-def _header(longest_strategy: int) -> Table:
-    table = _grid(longest_strategy)
-    table.add_row("strategy", *(column.title for column in _COLUMNS), style="dim")
-    table.add_row("", *(column.unit for column in _COLUMNS), style="dim")
+def _header(longest_strategy: int, columns: Sequence[_Column]) -> Table:
+    table = _grid(longest_strategy, columns)
+    table.add_row("strategy", *(column.title for column in columns), style="dim")
+    table.add_row("", *(column.measure for column in columns), style="dim")
     return table
 
 
-def _rows(group: Sequence[Record], comparison: _Comparison, longest_strategy: int) -> Table:
-    table = _grid(longest_strategy)
+def _rows(
+    group: Sequence[Record],
+    comparison: _Comparison,
+    longest_strategy: int,
+    columns: Sequence[_Column],
+) -> Table:
+    table = _grid(longest_strategy, columns)
     for record in group:
-        figures = (column.show(record, comparison) for column in _COLUMNS)
+        figures = (column.show(record, comparison) for column in columns)
         table.add_row(_strategy(record), *figures)
     return table
 
@@ -217,7 +239,7 @@ def _heading(cells: Sequence[Cell], extra: Sequence[Described], comparison: _Com
 
 
 def _notes(records: Sequence[Record]) -> list[RenderableType]:
-    """What did not run to its end, one entry for all cells that ended alike."""
+    """Notes on what did not run to its end, one for all cells that ended alike."""
     alike: dict[tuple[State, str], list[str]] = {}
     for record in records:
         if record.state != "ok":

@@ -1,9 +1,9 @@
 """Weights & Biases, fed from the records once all cells are finished.
 
-The records are the store; this is a copy of them in another form, one run a cell, and one for the
-tables and figures. It comes after the last cell, so that it never runs beside a measurement, and a
-failure in it is a warning. Cut short, it goes on with the next export: a run that is not complete
-is written again under the same id, which online resumes it.
+The records are the store; this is a copy of them in another form, one W&B run per cell, and one for
+the tables and figures. It comes after the last cell, so that it never runs beside a measurement,
+and a failure in it is a warning. Cut short, it goes on with the next export: a W&B run that is not
+complete is written again under the same id, which online resumes it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from experiments.records.provenance import scrub
 from experiments.records.record import Record
-from experiments.tracking.runs import Job, cell_job, report_job
+from experiments.tracking.wandb_runs import WandbRun, cell_run, report_run
 
 #: What ``WANDB_MODE`` may say, and what W&B's own aliases mean.
 _MODES = {
@@ -48,7 +48,7 @@ _SETTINGS: dict[str, Any] = {
     "program": "",
     "init_timeout": 20,
 }
-#: In the folder of a run: everything of it has been written.
+#: File in the folder of a W&B run: all of it has been written.
 _COMPLETE = "complete"
 
 
@@ -75,38 +75,38 @@ def export(
     """
     mode, warnings = _mode()
     ran = [record for record in records if record.state != "skipped"]
-    jobs = [cell_job(record, sweep_run) for record in ran]
+    wandb_runs = [cell_run(record, sweep_run) for record in ran]
     if report is not None and ran and report.is_dir():
-        jobs.append(report_job(ran, directory, report))
-    new = [job for job in jobs if not _is_complete(directory, job)]
+        wandb_runs.append(report_run(ran, directory, report))
+    new = [wandb_run for wandb_run in wandb_runs if not _is_complete(directory, wandb_run)]
     if mode == "disabled" or not new:
         return Export(mode, 0, tuple(warnings))
-    written: list[Job] = []
+    written: list[WandbRun] = []
     try:
-        for job in new:
-            _remove(directory, job)
-            if mode == "online" and not _try_online(job, directory, warnings):
+        for wandb_run in new:
+            _remove(directory, wandb_run)
+            if mode == "online" and not _try_online(wandb_run, directory, warnings):
                 mode = "offline"
             if mode == "offline":
-                _write(job, directory, "offline")
-            written.append(job)
+                _write(wandb_run, directory, "offline")
+            written.append(wandb_run)
     except Exception as error:
         warnings.append(f"{len(new) - len(written)} W&B runs not written: {_brief(error)}")
     _complete(written, directory)
     return Export(mode, len(written), tuple(warnings))
 
 
-def _try_online(job: Job, directory: Path, warnings: list[str]) -> bool:
+def _try_online(wandb_run: WandbRun, directory: Path, warnings: list[str]) -> bool:
     """Write the run online, or leave nothing of it and say why not."""
     try:
-        _write(job, directory, "online")
+        _write(wandb_run, directory, "online")
     except Exception as error:
         import wandb
 
         warnings.append(f"W&B cannot be reached, writing offline: {_brief(error)}")
         # Its service process holds the id of the run that failed.
         wandb.teardown()
-        _remove(directory, job)
+        _remove(directory, wandb_run)
         return False
     return True
 
@@ -136,29 +136,29 @@ def _has_key() -> bool:
         return False
 
 
-def _runs(directory: Path, job: Job) -> list[Path]:
-    return list(directory.glob(f"wandb/*run-*-{job.id}"))
+def _folders(directory: Path, wandb_run: WandbRun) -> list[Path]:
+    return list(directory.glob(f"wandb/*run-*-{wandb_run.id}"))
 
 
-def _complete(jobs: Sequence[Job], directory: Path) -> None:
+def _complete(wandb_runs: Sequence[WandbRun], directory: Path) -> None:
     # Its service process writes files when it pleases, and all of them before it ends.
     if (wandb := sys.modules.get("wandb")) is not None:
         wandb.teardown()
-    for job in jobs:
-        for run in _runs(directory, job):
-            (run / _COMPLETE).touch()
+    for wandb_run in wandb_runs:
+        for folder in _folders(directory, wandb_run):
+            (folder / _COMPLETE).touch()
 
 
-def _is_complete(directory: Path, job: Job) -> bool:
-    return any((run / _COMPLETE).exists() for run in _runs(directory, job))
+def _is_complete(directory: Path, wandb_run: WandbRun) -> bool:
+    return any((folder / _COMPLETE).exists() for folder in _folders(directory, wandb_run))
 
 
-def _remove(directory: Path, job: Job) -> None:
-    for left in _runs(directory, job):
+def _remove(directory: Path, wandb_run: WandbRun) -> None:
+    for left in _folders(directory, wandb_run):
         shutil.rmtree(left, ignore_errors=True)
 
 
-def _write(job: Job, directory: Path, mode: Literal["online", "offline"]) -> None:
+def _write(wandb_run: WandbRun, directory: Path, mode: Literal["online", "offline"]) -> None:
     # Imported here, because it takes a second and most commands do not need it.
     import wandb
 
@@ -168,21 +168,21 @@ def _write(job: Job, directory: Path, mode: Literal["online", "offline"]) -> Non
         mode=mode,
         dir=str(directory),
         project=os.environ.get("WANDB_PROJECT") or "fcdp",
-        id=job.id,
+        id=wandb_run.id,
         resume="allow",
-        name=job.name,
-        group=job.group,
-        job_type=job.job_type,
-        tags=job.tags,
-        config=job.config,
+        name=wandb_run.name,
+        group=wandb_run.group,
+        job_type=wandb_run.job_type,
+        tags=wandb_run.tags,
+        config=wandb_run.config,
         settings=wandb.Settings(**settings),
     )
     try:
-        job.fill(run)
+        wandb_run.fill(run)
     except BaseException:
         run.finish(exit_code=1)
         raise
-    run.finish(exit_code=job.exit_code)
+    run.finish(exit_code=wandb_run.exit_code)
 
 
 def _brief(error: Exception) -> str:

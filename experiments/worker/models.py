@@ -1,25 +1,40 @@
-"""Models from ``transformers`` configurations, with random weights: nothing is downloaded."""
+"""The models of cells: those built in, by ``transformers``' configurations, and users' own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn as nn
 
 from experiments.records.cell import Cell
+from experiments.records.workload import AnyModel, ConfiguredModel, OwnModel
+from experiments.worker import configured
+from experiments.worker.blocks import linear_layers
 from simulation.transformer import ATTENTION, ModelSpec, Transformer
 
 
 def build(cell: Cell) -> tuple[nn.Module, Sequence[nn.Module]]:
-    """The cell's model and its transformer blocks, with equal weights on every rank."""
+    """The cell's model and its transformer blocks, with equal weights on every rank.
+
+    Raises ``ValueError`` naming line and key for a model that cannot be had.
+    """
     torch.manual_seed(cell.seed)
-    model = _FAMILIES[cell.model.family](cell.model, cell.sequence_length)
-    blocks: Sequence[nn.Module] = model.get_submodule(_BLOCKS[cell.model.family])
+    model, blocks = _made(cell.model, cell)
     if cell.tuning == "lora":
-        model = _add_adapters(model, cell)
+        model = _add_adapters(model, blocks, cell)
     return model, list(blocks)
+
+
+def _made(spec: AnyModel, cell: Cell) -> tuple[nn.Module, Sequence[nn.Module]]:
+    if isinstance(spec, ConfiguredModel):
+        return configured.configured(spec, cell)
+    if isinstance(spec, OwnModel):
+        return configured.own(spec, cell)
+    model: nn.Module = _FAMILIES[spec.family](spec, cell.sequence_length)
+    blocks: Any = model.get_submodule(_BLOCKS[spec.family])
+    return model, blocks
 
 
 def small_llama(layers: int) -> Any:
@@ -65,16 +80,30 @@ _FAMILIES: dict[str, Callable[[ModelSpec, int], Any]] = {"gpt2": _gpt2, "llama":
 _BLOCKS = {"gpt2": "transformer.h", "llama": "model.layers"}
 
 
-def _add_adapters(model: Any, cell: Cell) -> nn.Module:
+def _add_adapters(model: Any, blocks: Sequence[nn.Module], cell: Cell) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
-    return get_peft_model(
-        model,
-        LoraConfig(
-            task_type="CAUSAL_LM",
-            r=cell.lora_rank,
-            lora_alpha=2 * cell.lora_rank,
-            target_modules=list(ATTENTION[cell.model.family]),
-            fan_in_fan_out=cell.model.family == "gpt2",  # GPT-2 stores its matrices transposed
-        ),
+    family = _family(cell.model)
+    config = LoraConfig(
+        task_type=None if family is None else "CAUSAL_LM",
+        r=cell.lora_rank,
+        lora_alpha=2 * cell.lora_rank,
+        target_modules=_targets(family) or linear_layers(model, blocks),
+        fan_in_fan_out=family == "gpt2",  # GPT-2 stores its matrices transposed
     )
+    return get_peft_model(model, config)
+
+
+def _family(spec: AnyModel) -> str | None:
+    """The family of the model; ``None`` for a user's own."""
+    if isinstance(spec, OwnModel):
+        return None
+    return spec.model_type if isinstance(spec, ConfiguredModel) else spec.family
+
+
+def _targets(family: str | None) -> list[str]:
+    """What is adapted: attention, or what peft adapts of the family; none if it does not know."""
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
+
+    tables: list[Mapping[Any, Sequence[str]]] = [ATTENTION, KNOWN]
+    return next((list(table[family]) for table in tables if family in table), [])

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 
 from baselines import strategy as strategies
-from baselines.strategy import Job, Trainable
-from experiments.clusters import gate
+from baselines.strategy import Job, Loss, Trainable, causal_loss
+from experiments.clusters import start_barrier
 from experiments.clusters.counters import transmitted_bytes
 from experiments.records.cell import Cell
 from experiments.records.record import Measurement
-from experiments.worker import data, models
+from experiments.worker import configured, data, equality, functions, models, text
 from fcdp import Topology
 
 
@@ -31,7 +31,7 @@ def main(cell_file: str, output_directory: str) -> None:
     cell = Cell.model_validate_json(Path(cell_file).read_text(encoding="utf-8"))
     topology = Topology.from_env()
     try:
-        measurement = _Run(cell, topology, Path(output_directory)).measure()
+        measurement = _Training(cell, topology, Path(output_directory)).measure()
         if topology.rank == 0:
             path = Path(output_directory) / "measurement.json"
             path.write_text(measurement.model_dump_json(indent=1), encoding="utf-8")
@@ -40,14 +40,17 @@ def main(cell_file: str, output_directory: str) -> None:
         dist.destroy_process_group()
 
 
-class _Run:
-    """One rank's training run."""
+class _Training:
+    """One rank's training of a cell."""
 
     def __init__(self, cell: Cell, topology: Topology, output: Path) -> None:
         self.cell = cell
         self.topology = topology
         self.output = output
         model, blocks = models.build(cell)
+        equality.check(model, cell, topology)
+        found = text.tokens(cell, configured.vocabulary(model))
+        training, self.held_out = text.split(found, cell)
         self.parameters = sum(param.numel() for param in model.parameters())
         self.trainable_parameters = sum(
             param.numel() for param in model.parameters() if param.requires_grad
@@ -62,10 +65,11 @@ class _Run:
                 micro_batch=cell.micro_batch,
                 accumulation=cell.accumulation,
                 settings=cell.settings,
+                loss=_loss(cell),
             ),
         )
         self.batches = data.micro_batches(
-            data.corpus(),
+            training,
             rank=topology.rank,
             seed=cell.seed,
             sequences=cell.micro_batch,
@@ -79,7 +83,7 @@ class _Run:
         cell, trainable = self.cell, self.trainable
         dist.barrier()
         if self.topology.rank == 0:
-            gate.pass_through(self.output)
+            start_barrier.wait(self.output)
         dist.barrier()
         self._train(cell.warmup_steps)
         self.seconds.clear()
@@ -88,7 +92,19 @@ class _Run:
         self._train(cell.steps)
         sent = self._egress() - before
         ledger = trainable.take_ledger()
-        return self._measurement(sent, ledger)
+        measurement = self._measurement(sent, ledger)
+        # After all that is counted, timed or at its peak has been read.
+        return measurement.model_copy(update={"held_out_loss": self._held_out_loss()})
+
+    def _held_out_loss(self) -> float | None:
+        """Mean loss of the held-out sequences, which every rank has all of."""
+        if not len(self.held_out):
+            return None
+        total = 0.0
+        for sequences in self.held_out.split(self.cell.micro_batch):
+            loss = self.trainable.evaluate(sequences.to(self._device))
+            total += loss.item() * len(sequences)
+        return total / len(self.held_out)
 
     def _train(self, steps: int) -> None:
         for _ in range(steps):
@@ -149,6 +165,12 @@ class _Run:
             host_cache_bytes=trainable.host_cache_bytes,
             peak_device_bytes=torch.accelerator.max_memory_allocated() if on_accelerator else None,
         )
+
+
+def _loss(cell: Cell) -> Loss:
+    if cell.loss == Cell.model_fields["loss"].default:
+        return causal_loss
+    return functions.find(cell.loss, cell.origin.key("loss"))
 
 
 def _per_step(ledger: dict[str, dict[str, float]], steps: int) -> dict[str, dict[str, float]]:

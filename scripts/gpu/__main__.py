@@ -15,7 +15,7 @@ from typing import Protocol, get_args
 import torch
 
 from scripts.gpu import constants, correctness, groups, memory, nccl, overlap, records
-from scripts.gpu.records import Deadline, DeviceType, Job, Record
+from scripts.gpu.records import Brief, Deadline, DeviceType, Record
 
 SUMMARY = "summary.json"
 #: Before and after the parts: imports, provenance, the table.
@@ -24,7 +24,7 @@ _LONGEST_DETAIL = 1000
 
 
 class Measure(Protocol):
-    def __call__(self, job: Job, record: Record, limit_s: float) -> None: ...
+    def __call__(self, brief: Brief, record: Record, limit_s: float) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ def main(arguments: Sequence[str]) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
-        job = Job(options.out, Path(scratch), options.device, small=options.device == "cpu")
-        found = run(job, options.only, options.budget_s)
+        brief = Brief(options.out, Path(scratch), options.device, small=options.device == "cpu")
+        found = run(brief, options.only, options.budget_s)
     seconds = time.monotonic() - started
     records.write(
         options.out / SUMMARY,
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if _any_failed(found) else 0
 
 
-def run(job: Job, names: Sequence[str], budget_s: float) -> list[Record]:
+def run(brief: Brief, names: Sequence[str], budget_s: float) -> list[Record]:
     """Run the parts; whatever one of them does, the next ones run."""
     deadline = Deadline(budget_s - min(_BESIDE_S, budget_s / 10))
     found = []
@@ -81,20 +81,20 @@ def run(job: Job, names: Sequence[str], budget_s: float) -> list[Record]:
         shares = [PARTS[each].share for each in names[index:]]
         limit_s = deadline.left() * shares[0] / sum(shares)
         print(f"{name}: up to {limit_s:.0f} s ...", flush=True)
-        found.append(_run(name, job, limit_s))
+        found.append(_run(name, brief, limit_s))
         print(f"{name}: {found[-1].verdict} after {found[-1].seconds:.0f} s", flush=True)
     return found
 
 
-def _run(name: str, job: Job, limit_s: float) -> Record:
+def _run(name: str, brief: Brief, limit_s: float) -> Record:
     record, started = Record(name), time.monotonic()
     try:
-        PARTS[name].measure(job, record, limit_s)
+        PARTS[name].measure(brief, record, limit_s)
     except Exception:
         record.failed("the part itself", traceback.format_exc())
     record.seconds = time.monotonic() - started
     if PARTS[name].recorded:
-        records.write(job.out / f"{name}.json", record.as_json(job.device))
+        records.write(brief.out / f"{name}.json", record.as_json(brief.device))
     return record
 
 

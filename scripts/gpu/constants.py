@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from scripts.gpu import groups, records
 from scripts.gpu.rank import Rank
-from scripts.gpu.records import NOT_ON_CPU, Job, Record
+from scripts.gpu.records import NOT_ON_CPU, Brief, Record
 
 FILE = "preflight.json"
 _DTYPES = ("float32", "bfloat16")
@@ -33,19 +33,19 @@ _BURST = 8
 _SIZES, _EXCHANGES = [4**power for power in range(7, 14)], 5
 
 
-def measure(job: Job, record: Record, limit_s: float) -> None:
+def measure(brief: Brief, record: Record, limit_s: float) -> None:
     """Measure on all GPUs of this machine, or on two ranks of its CPUs."""
     started_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    ranks = 2 if job.device == "cpu" else torch.cuda.device_count()
+    ranks = 2 if brief.device == "cpu" else torch.cuda.device_count()
     outcome = groups.run(
-        "constants", {"small": job.small}, world_size=ranks, device=job.device, limit_s=limit_s
+        "constants", {"small": brief.small}, world_size=ranks, device=brief.device, limit_s=limit_s
     )
     if outcome.state != "ended" or not outcome.lines[0]:
         record.failed("measurements", "\n".join([str(outcome), *outcome.stacks]))
         return
     probed = dict(outcome.lines[0][0])
     beside = probed.pop("beside")
-    origin = records.origin(job.device, None)
+    origin = records.origin(brief.device, None)
     content = {
         **probed,
         "version": 1,
@@ -60,8 +60,8 @@ def measure(job: Job, record: Record, limit_s: float) -> None:
         "started_at": started_at,
         "seconds": outcome.seconds,
     }
-    records.write(job.out / FILE, content)
-    judge(record, probed, beside, job.device == "cpu")
+    records.write(brief.out / FILE, content)
+    judge(record, probed, beside, brief.device == "cpu")
 
 
 def judge(record: Record, probed: dict[str, Any], beside: dict[str, Any], on_cpu: bool) -> None:
@@ -136,9 +136,9 @@ class _Probe:
         self._rank = rank
         self._device = rank.device
         self._on_cpu = rank.device.type == "cpu"
-        self._seconds = 0.05 if rank.job["small"] else _RATE_S
-        self._sizes = _SIZES[:3] if rank.job["small"] else _SIZES
-        self._copy_bytes = _COPY_BYTES // (16 if rank.job["small"] else 1)
+        self._seconds = 0.05 if rank.brief["small"] else _RATE_S
+        self._sizes = _SIZES[:3] if rank.brief["small"] else _SIZES
+        self._copy_bytes = _COPY_BYTES // (16 if rank.brief["small"] else 1)
 
     def all_gather(self) -> dict[str, Any] | None:
         """Every rank sends its part to the others."""
@@ -192,7 +192,7 @@ class _Probe:
 
     def compute(self) -> dict[str, Any]:
         together, alone = {}, {}
-        rows = _ROWS[self._device.type] // (4 if self._rank.job["small"] else 1)
+        rows = _ROWS[self._device.type] // (4 if self._rank.brief["small"] else 1)
         for name in _DTYPES:
             matrix = torch.randn(rows, rows, device=self._device).to(getattr(torch, name))
             product = torch.empty_like(matrix)

@@ -8,7 +8,7 @@ from typing import Any
 
 from scripts.gpu import groups, marked, parity
 from scripts.gpu.parity import BOUNDS, Case
-from scripts.gpu.records import Deadline, Job, Record
+from scripts.gpu.records import Brief, Deadline, Record
 
 #: Of the part's time, at most.
 _TESTS_SHARE = 0.4
@@ -18,52 +18,58 @@ _RESTARTS = 3
 _LEAST_S = 20.0
 
 
-def measure(job: Job, record: Record, limit_s: float) -> None:
+def measure(brief: Brief, record: Record, limit_s: float) -> None:
     deadline = Deadline(limit_s)
-    marked.check(record, job, _TESTS_SHARE * limit_s)
+    marked.check(record, brief, _TESTS_SHARE * limit_s)
     # On one GPU a world of real ranks takes turns: the imitated one is quick, and keeps the
     # device as busy as one rank of sixteen does. It goes first: NCCL may refuse the other.
-    _compare(record, job, "imitated 2 × 8", (2, 8), fake=True, limit_s=0.4 * deadline.left())
-    transport = "gloo" if job.device == "cpu" else "NCCL, two ranks on one GPU"
-    _compare(record, job, f"2 × 1, {transport}", (2, 1), fake=False, limit_s=deadline.left())
+    _compare(record, brief, "imitated 2 × 8", (2, 8), fake=True, limit_s=0.4 * deadline.left())
+    transport = "gloo" if brief.device == "cpu" else "NCCL, two ranks on one GPU"
+    _compare(record, brief, f"2 × 1, {transport}", (2, 1), fake=False, limit_s=deadline.left())
 
 
 @dataclass
 class Found:
     """What came of a world's cases."""
 
-    #: By case: one line a rank.
+    #: By case: one line per rank.
     lines: dict[Case, list[dict[str, Any]]] = field(default_factory=dict)
     #: By case that broke its ranks, or was not reached: why.
     broken: dict[Case, str] = field(default_factory=dict)
 
 
 def _compare(
-    record: Record, job: Job, world: str, topology: tuple[int, int], *, fake: bool, limit_s: float
+    record: Record,
+    brief: Brief,
+    world: str,
+    topology: tuple[int, int],
+    *,
+    fake: bool,
+    limit_s: float,
 ) -> None:
-    found = _run(job, topology, fake=fake, limit_s=limit_s)
+    found = _run(brief, topology, fake=fake, limit_s=limit_s)
     record.details[f"parity, {world}"] = {
         case.name: {**lines[0], "equal": all(line["equal"] for line in lines)}
         for case, lines in found.lines.items()
     }
-    judge(record, world, parity.cases(job.small), found)
+    judge(record, world, parity.cases(brief.small), found)
     record.figures[f"equal on {world.split(',')[0]}"] = (
         f"{sum(all(line['equal'] for line in lines) for lines in found.lines.values())}"
-        f" of {len(parity.cases(job.small))}"
+        f" of {len(parity.cases(brief.small))}"
     )
 
 
-def _run(job: Job, topology: tuple[int, int], *, fake: bool, limit_s: float) -> Found:
+def _run(brief: Brief, topology: tuple[int, int], *, fake: bool, limit_s: float) -> Found:
     deadline, found, first = Deadline(limit_s), Found(), 0
-    cases = parity.cases(job.small)
+    cases = parity.cases(brief.small)
     for _ in range(1 + _RESTARTS):
         if first == len(cases) or deadline.left() < min(_LEAST_S, limit_s / 2):
             break
         outcome = groups.run(
             "parity",
-            {"small": job.small, "first": first, "fake": fake, "topology": topology},
+            {"small": brief.small, "first": first, "fake": fake, "topology": topology},
             world_size=1 if fake else topology[0] * topology[1],
-            device=job.device,
+            device=brief.device,
             limit_s=deadline.left(),
             apart=True,
         )

@@ -11,7 +11,7 @@ from scripts.gpu.rank import Rank
 
 def on_this_rank(rank: Rank) -> None:
     rank.answer({"rank": rank.rank, "host": os.environ.get("NCCL_HOSTID")})
-    fault = rank.job["fault"] if rank.rank == rank.job["at"] else "none"
+    fault = rank.brief["fault"] if rank.rank == rank.brief["at"] else "none"
     if fault == "raise":
         raise ValueError("made to fail")
     if fault == "crash":

@@ -25,7 +25,7 @@ State = Literal["ended", "hung", "died"]
 #: The stacks are written this long before the limit.
 STACKS_S = 3.0
 _POLL_S = 0.1
-# One process imports torch, and each rank is a copy of it: seconds a rank.
+# One process imports torch, and each rank is a copy of it: seconds per rank.
 _context = multiprocessing.get_context("forkserver")
 _PRELOAD = ["torch", "torch.distributed.fsdp", "fcdp", "scripts.gpu.rank"]
 _LONGEST_TEXT = 4000
@@ -69,7 +69,7 @@ class Outcome:
 
 def run(
     task: str,
-    job: Mapping[str, Any],
+    brief: Mapping[str, Any],
     *,
     world_size: int,
     device: DeviceType,
@@ -88,7 +88,7 @@ def run(
             for rank in range(world_size):
                 given = {
                     "task": task,
-                    "job": dict(job),
+                    "brief": dict(brief),
                     "rank": rank,
                     "world_size": world_size,
                     "device": device,

@@ -16,7 +16,7 @@ from typing import Any
 
 from experiments.records import provenance
 from scripts.gpu import outcomes
-from scripts.gpu.records import Deadline, Job, Record
+from scripts.gpu.records import Brief, Deadline, Record
 
 _MARK = "pytest.mark.gpu"
 #: Under this nothing is started any more.
@@ -29,7 +29,7 @@ def files(root: Path) -> list[Path]:
     return [file.relative_to(root) for file in found if _MARK in file.read_text(encoding="utf-8")]
 
 
-def check(record: Record, job: Job, limit_s: float) -> None:
+def check(record: Record, brief: Brief, limit_s: float) -> None:
     """Run them all within ``limit_s`` and note what came of each file."""
     if importlib.util.find_spec("pytest") is None:
         record.not_measured("GPU-marked tests", "pytest is not installed")
@@ -37,12 +37,12 @@ def check(record: Record, job: Job, limit_s: float) -> None:
     deadline = Deadline(limit_s)
     found: dict[str, Any] = {}
     # Without a GPU all are skipped: one file shows that much.
-    for file in files(provenance.ROOT)[-1 if job.small else 0 :]:
+    for file in files(provenance.ROOT)[-1 if brief.small else 0 :]:
         name = f"GPU-marked tests of {file}"
         if deadline.left() < _LEAST_S:
             record.failed(name, f"not begun: the {limit_s:.0f} s of this part were over")
             continue
-        lines, error = _run(file, job, deadline.left())
+        lines, error = _run(file, brief, deadline.left())
         found[str(file)] = lines
         _judge(record, name, lines, error)
     record.details["tests"] = found
@@ -50,9 +50,9 @@ def check(record: Record, job: Job, limit_s: float) -> None:
     record.figures["tests"] = ", ".join(f"{n} {outcome}" for outcome, n in sorted(counts.items()))
 
 
-def _run(file: Path, job: Job, limit_s: float) -> tuple[list[dict[str, str]], str]:
+def _run(file: Path, brief: Brief, limit_s: float) -> tuple[list[dict[str, str]], str]:
     """The tests' outcomes, and why pytest itself did not end well."""
-    target = job.scratch / f"{file.stem}.jsonl"
+    target = brief.scratch / f"{file.stem}.jsonl"
     environment = {**provenance.without_secrets(os.environ), outcomes.FILE: str(target)}
     # Options that pytest's plugins define are left out: the plugins may be missing.
     options = ["-o", "addopts=", "-o", "minversion=0", "-p", "no:cacheprovider", "-q"]

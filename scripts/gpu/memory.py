@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import fcdp
 from scripts.gpu import fake, groups
 from scripts.gpu.rank import Rank
-from scripts.gpu.records import NOT_ON_CPU, Deadline, Job, Record
+from scripts.gpu.records import NOT_ON_CPU, Brief, Deadline, Record
 
 NODES, RANKS_PER_NODE = 2, 8
 ENGINES = ("fsdp2", "none", "host")
@@ -50,15 +50,15 @@ def allowed(width: int) -> int:
     return _SLICES * -(-slice_bytes // _SEGMENT) * _SEGMENT + _SMALL
 
 
-def measure(job: Job, record: Record, limit_s: float) -> None:
-    deadline, size = Deadline(limit_s), sizes(job.small)
+def measure(brief: Brief, record: Record, limit_s: float) -> None:
+    deadline, size = Deadline(limit_s), sizes(brief.small)
     found: dict[str, dict[str, Any]] = {}
     for index, engine in enumerate(ENGINES):
         outcome = groups.run(
             "memory",
             {"engine": engine, **size},
             world_size=1,
-            device=job.device,
+            device=brief.device,
             limit_s=deadline.left() / (len(ENGINES) - index),
         )
         if outcome.state != "ended":
@@ -132,7 +132,7 @@ def on_this_rank(rank: Rank) -> None:
 
 
 def _peaks(rank: Rank, topology: fcdp.Topology) -> dict[str, Any]:
-    size = {name: int(rank.job[name]) for name in sizes(small=True)}
+    size = {name: int(rank.brief[name]) for name in sizes(small=True)}
     device = rank.device
     rows = (size["tokens"], size["width"])
     scratch = (
@@ -140,7 +140,7 @@ def _peaks(rank: Rank, topology: fcdp.Topology) -> dict[str, Any]:
         torch.empty(rows, dtype=torch.bfloat16, device=device),
     )
     model = nn.Sequential(*(_Busy(size, scratch) for _ in range(size["units"])))
-    _shard(model, topology, rank.job["engine"])
+    _shard(model, topology, rank.brief["engine"])
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
     x = torch.randn(8, size["width"], dtype=torch.bfloat16, device=device)
     if device.type == "cpu":
@@ -149,7 +149,7 @@ def _peaks(rank: Rank, topology: fcdp.Topology) -> dict[str, Any]:
         found: dict[str, Any] = {"not_measured": NOT_ON_CPU}
     else:
         found = _on_the_device(lambda: _step(model, optimizer, x, device), device)
-    found["hits"] = None if rank.job["engine"] == "fsdp2" else fcdp.ledger(model).hits
+    found["hits"] = None if rank.brief["engine"] == "fsdp2" else fcdp.ledger(model).hits
     return found
 
 

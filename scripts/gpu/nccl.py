@@ -14,17 +14,17 @@ from typing import Any
 import fcdp
 from scripts.gpu import groups
 from scripts.gpu.rank import Rank
-from scripts.gpu.records import Deadline, Job, Record
-from scripts.gpu.training import Run, Trained, deterministic, train
+from scripts.gpu.records import Brief, Deadline, Record
+from scripts.gpu.training import Recipe, Trained, deterministic, train
 
 TOPOLOGIES = ((2, 1), (2, 2), (4, 1))
 #: More than two summands have more than one order, and micro-batches are added before ranks.
 _TOLERANCE = 1e-4
-RUNS = {
-    "full": Run(fcdp.HostCache()),
-    "frozen": Run(fcdp.HostCache(), lora=True),
-    "two micro-batches": Run(fcdp.HostCache(), micro_batches=2),
-    "frozen, two micro-batches": Run(fcdp.HostCache(), lora=True, micro_batches=2),
+RECIPES = {
+    "full": Recipe(fcdp.HostCache()),
+    "frozen": Recipe(fcdp.HostCache(), lora=True),
+    "two micro-batches": Recipe(fcdp.HostCache(), micro_batches=2),
+    "frozen, two micro-batches": Recipe(fcdp.HostCache(), lora=True, micro_batches=2),
 }
 
 
@@ -32,24 +32,24 @@ RUNS = {
 _FEW = ("full", "frozen, two micro-batches")
 
 
-def runs(small: bool) -> dict[str, Run]:
-    return {name: run for name, run in RUNS.items() if not small or name in _FEW}
+def recipes(small: bool) -> dict[str, Recipe]:
+    return {name: recipe for name, recipe in RECIPES.items() if not small or name in _FEW}
 
 
-def measure(job: Job, record: Record, limit_s: float) -> None:
+def measure(brief: Brief, record: Record, limit_s: float) -> None:
     deadline = Deadline(limit_s)
     for index, topology in enumerate(TOPOLOGIES):
         name = f"{topology[0]} × {topology[1]}"
         outcome = groups.run(
             "training",
-            {"topology": topology, "small": job.small},
+            {"topology": topology, "small": brief.small},
             world_size=topology[0] * topology[1],
-            device=job.device,
+            device=brief.device,
             # What one does not use, the next ones have.
             limit_s=deadline.left() / (len(TOPOLOGIES) - index),
             apart=True,
         )
-        judge(record, name, list(runs(job.small)), outcome, exact=topology == (2, 1))
+        judge(record, name, list(recipes(brief.small)), outcome, exact=topology == (2, 1))
         record.details[name] = {
             "state": outcome.state,
             "seconds": round(outcome.seconds, 1),
@@ -88,15 +88,15 @@ def judge(
 
 def on_this_rank(rank: Rank) -> None:
     deterministic()
-    nodes, ranks_per_node = rank.job["topology"]
+    nodes, ranks_per_node = rank.brief["topology"]
     topology = fcdp.Topology.build(nodes, ranks_per_node, rank.device.type)
-    references: dict[Run, Trained] = {}
-    for name, run in runs(rank.job["small"]).items():
-        run = replace(run, steps=3 if rank.job["small"] else 5)
-        reference = replace(run, policy=None)
+    references: dict[Recipe, Trained] = {}
+    for name, recipe in recipes(rank.brief["small"]).items():
+        recipe = replace(recipe, steps=3 if rank.brief["small"] else 5)
+        reference = replace(recipe, policy=None)
         if reference not in references:
             references[reference] = train(reference, topology, rank.device)
-        rank.answer(_compared(name, train(run, topology, rank.device), references[reference]))
+        rank.answer(_compared(name, train(recipe, topology, rank.device), references[reference]))
 
 
 def _compared(name: str, found: Trained, expected: Trained) -> dict[str, Any]:

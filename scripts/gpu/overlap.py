@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 import fcdp
 from scripts.gpu import fake, groups, trace
 from scripts.gpu.rank import Rank
-from scripts.gpu.records import NOT_ON_CPU, Job, Record
+from scripts.gpu.records import NOT_ON_CPU, Brief, Record
 
 TRACE = "trace.json.gz"
 MOST_TRACE_BYTES = 2 * 2**20
@@ -40,13 +40,13 @@ def sizes(small: bool) -> dict[str, int]:
     return {"layers": 20, "width": 2048, "tokens": 1024, "micro_batch": 16, "rounds": 10}
 
 
-def measure(job: Job, record: Record, limit_s: float) -> None:
-    size = sizes(job.small)
+def measure(brief: Brief, record: Record, limit_s: float) -> None:
+    size = sizes(brief.small)
     outcome = groups.run(
         "overlap",
-        {**size, "trace": str(job.out.absolute() / TRACE)},
+        {**size, "trace": str(brief.out.absolute() / TRACE)},
         world_size=1,
-        device=job.device,
+        device=brief.device,
         limit_s=limit_s,
     )
     if outcome.state != "ended":
@@ -55,7 +55,7 @@ def measure(job: Job, record: Record, limit_s: float) -> None:
     for line in outcome.lines[0]:
         found |= line
     record.details = {"sizes": size, **found}
-    judge(record, found, job.device == "cpu")
+    judge(record, found, brief.device == "cpu")
 
 
 def judge(record: Record, found: dict[str, Any], on_cpu: bool) -> None:
@@ -101,7 +101,7 @@ def on_this_rank(rank: Rank) -> None:
             name: _Step(rank, topology, policy)
             for name, policy in (("none", fcdp.NoCache()), ("host", fcdp.HostCache()))
         }
-        seconds = interleaved(steps, rank.job["rounds"])
+        seconds = interleaved(steps, rank.brief["rounds"])
         medians = {name: statistics.median(each) for name, each in seconds.items()}
         rank.answer(
             {
@@ -112,7 +112,7 @@ def on_this_rank(rank: Rank) -> None:
                 "hits": fcdp.ledger(steps["host"].model).hits,
             }
         )
-        rank.answer(_traced(steps["host"], Path(rank.job["trace"])))
+        rank.answer(_traced(steps["host"], Path(rank.brief["trace"])))
 
 
 class _Step:
@@ -121,7 +121,7 @@ class _Step:
     def __init__(self, rank: Rank, topology: fcdp.Topology, policy: fcdp.CachePolicy) -> None:
         from transformers import GPT2Config, GPT2LMHeadModel
 
-        layers, width, tokens = (int(rank.job[name]) for name in ("layers", "width", "tokens"))
+        layers, width, tokens = (int(rank.brief[name]) for name in ("layers", "width", "tokens"))
         config = GPT2Config(
             n_embd=width,
             n_layer=layers,
@@ -144,7 +144,7 @@ class _Step:
             mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
             look_ahead=_LOOK_AHEAD,
         )
-        shape = (int(rank.job["micro_batch"]), tokens)
+        shape = (int(rank.brief["micro_batch"]), tokens)
         self._tokens = torch.randint(50257, shape, device=rank.device)
 
     def __call__(self) -> None:

@@ -14,7 +14,7 @@ import torch
 import fcdp
 from scripts.gpu import fake
 from scripts.gpu.rank import Rank
-from scripts.gpu.training import Run, Trained, deterministic, train
+from scripts.gpu.training import Recipe, Trained, deterministic, train
 
 CODECS: dict[str, fcdp.Codec] = {"int8": fcdp.BlockInt8(), "int4": fcdp.BlockInt4()}
 #: How far a lossy run's losses may be from FSDP2's, relative, in the few steps that are trained.
@@ -60,7 +60,7 @@ def cases(small: bool) -> list[Case]:
 def on_this_rank(rank: Rank) -> None:
     """Run the cases that are asked for, by index, and answer each with a line."""
     deterministic()
-    asked = cases(rank.job["small"])[rank.job["first"] :]
+    asked = cases(rank.brief["small"])[rank.brief["first"] :]
     with _topology(rank) as topology, tempfile.TemporaryDirectory() as folder:
         compare = _Comparison(rank, topology, Path(folder))
         for case in asked:
@@ -69,8 +69,8 @@ def on_this_rank(rank: Rank) -> None:
 
 @contextlib.contextmanager
 def _topology(rank: Rank) -> Iterator[fcdp.Topology]:
-    nodes, ranks_per_node = rank.job["topology"]
-    if rank.job["fake"]:
+    nodes, ranks_per_node = rank.brief["topology"]
+    if rank.brief["fake"]:
         with fake.world(nodes, ranks_per_node, rank.device.type) as topology:
             yield topology
     else:
@@ -105,15 +105,15 @@ class _Comparison:
 
     def _train(self, case: Case) -> Trained:
         codec = None if case.codec is None else CODECS[case.codec]
-        run = Run(
+        recipe = Recipe(
             None if case.policy == "fsdp2" else self._policy(case.policy),
             lora=case.tuning == "lora",
             gather_codec=codec,
             reduce_codec=codec,
             param_dtype=torch.bfloat16,
-            force_sums=self._rank.job["fake"],
+            force_sums=self._rank.brief["fake"],
         )
-        return train(run, self._topology, self._rank.device)
+        return train(recipe, self._topology, self._rank.device)
 
     def _policy(self, name: str) -> fcdp.CachePolicy:
         policies: dict[str, fcdp.CachePolicy] = {

@@ -35,7 +35,7 @@ class Rank:
     rank: int
     world_size: int
     device: torch.device
-    job: Mapping[str, Any]
+    brief: Mapping[str, Any]
     answer: Callable[[Mapping[str, Any]], None]
 
 
@@ -52,7 +52,7 @@ def main(folder: Path, given: Mapping[str, Any]) -> None:
 
         if given["world_size"] > 1:
             _join(folder, given, limit_s)
-        rank = Rank(given["rank"], given["world_size"], device, given["job"], answer)
+        rank = Rank(given["rank"], given["world_size"], device, given["brief"], answer)
         module, _, function = TASKS[given["task"]].partition(":")
         getattr(importlib.import_module(module), function)(rank)
         if dist.is_initialized():

@@ -28,7 +28,7 @@ _NVIDIA_SMI = (
 
 
 @dataclass(frozen=True)
-class Job:
+class Brief:
     """What is asked of every part."""
 
     #: Where the records go; what they need meanwhile goes to ``scratch``.

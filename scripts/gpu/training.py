@@ -22,7 +22,7 @@ _BLOCKS, _ADAPTER_RANK = 2, 3
 
 
 @dataclass(frozen=True)
-class Run:
+class Recipe:
     """What is trained, and by which engine."""
 
     #: ``None``: FSDP2.
@@ -101,27 +101,27 @@ class Model(nn.Module):
         return logits
 
 
-def train(run: Run, topology: fcdp.Topology, device: torch.device) -> Trained:
+def train(recipe: Recipe, topology: fcdp.Topology, device: torch.device) -> Trained:
     """Train on this rank; on all ranks alike but for the data."""
     torch.manual_seed(0)
-    model = Model(run.lora).to(device)  # made on the host: the same numbers on every device
-    if run.lora:
+    model = Model(recipe.lora).to(device)  # made on the host: the same numbers on every device
+    if recipe.lora:
         for name, param in model.named_parameters():
             param.requires_grad_("adapter" in name)
-    _shard(model, run, topology)
+    _shard(model, recipe, topology)
     trained = [param for param in model.parameters() if param.requires_grad]
     # A large rate makes a stale parameter show at once; a large epsilon keeps the update from
     # turning rounding noise in tiny gradients into full steps.
     optimizer = torch.optim.AdamW(trained, lr=0.03, eps=1e-3)
     data = _batches(topology.rank, device)
-    losses = [_step(model, optimizer, data, run).item() for _ in range(run.steps)]
+    losses = [_step(model, optimizer, data, recipe).item() for _ in range(recipe.steps)]
     params = {name: _whole(param) for name, param in model.named_parameters()}
-    return Trained(losses, params, None if run.policy is None else fcdp.ledger(model).hits)
+    return Trained(losses, params, None if recipe.policy is None else fcdp.ledger(model).hits)
 
 
-def _shard(model: Model, run: Run, topology: fcdp.Topology) -> None:
-    precision = MixedPrecisionPolicy(param_dtype=run.param_dtype, reduce_dtype=torch.float32)
-    if run.policy is None:
+def _shard(model: Model, recipe: Recipe, topology: fcdp.Topology) -> None:
+    precision = MixedPrecisionPolicy(param_dtype=recipe.param_dtype, reduce_dtype=torch.float32)
+    if recipe.policy is None:
         for module in [*model.blocks, model]:
             fully_shard(module, mesh=topology.mesh, mp_policy=precision)
     else:
@@ -129,29 +129,29 @@ def _shard(model: Model, run: Run, topology: fcdp.Topology) -> None:
             model,
             topology,
             units=model.blocks,
-            policy=run.policy,
+            policy=recipe.policy,
             mp_policy=precision,
-            gather_codec=run.gather_codec,
-            reduce_codec=run.reduce_codec,
+            gather_codec=recipe.gather_codec,
+            reduce_codec=recipe.reduce_codec,
         )
-    if run.force_sums:
+    if recipe.force_sums:
         for part in model.modules():
             if isinstance(part, FSDPModule):
                 part.set_force_sum_reduction_for_comms(True)
 
 
 def _step(
-    model: Model, optimizer: torch.optim.Optimizer, data: Iterator[torch.Tensor], run: Run
+    model: Model, optimizer: torch.optim.Optimizer, data: Iterator[torch.Tensor], recipe: Recipe
 ) -> torch.Tensor:
     total = torch.zeros(())
-    for index in range(run.micro_batches):
+    for index in range(recipe.micro_batches):
         defer: Any = contextlib.nullcontext()
-        if run.policy is not None and run.micro_batches > 1:
-            defer = fcdp.accumulate(model, last=index == run.micro_batches - 1)
+        if recipe.policy is not None and recipe.micro_batches > 1:
+            defer = fcdp.accumulate(model, last=index == recipe.micro_batches - 1)
         with defer:
             tokens = next(data)
             logits = model(tokens[:, :-1]).flatten(0, 1).float()
-            loss = F.cross_entropy(logits, tokens[:, 1:].flatten()) / run.micro_batches
+            loss = F.cross_entropy(logits, tokens[:, 1:].flatten()) / recipe.micro_batches
             loss.backward()
         total = total + loss.detach().cpu()
     optimizer.step()

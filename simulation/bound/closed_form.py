@@ -1,9 +1,9 @@
 """The model of "Memory and Bandwidth are All You Need for FSDP" (arXiv 2504.03655).
 
 The formulas are papers.md 5.2 to 5.4, whose label is [R]: recalled and made consistent, not read in
-the paper. Symbols are the paper's: φ = 12·L·H² parameters, Q bytes an element, N GPUs, l tokens a
-sequence, E tokens per GPU and step, γ the share of intermediate activations that is kept (0: full
-checkpointing), α̂ the share of the peak that kernels reach, ε seconds a layer and rank.
+the paper. Symbols are the paper's: φ = 12·L·H² parameters, Q bytes per element, N GPUs, l tokens
+per sequence, E tokens per GPU and step, γ the share of intermediate activations that is kept (0:
+full checkpointing), α̂ the share of the peak that kernels reach, ε seconds per layer and rank.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """φ, without embeddings."""
+        """φ: the model's parameters without embeddings."""
         return 12 * self.layers * self.width**2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """N GPUs alike."""
+    """A cluster of N GPUs alike."""
 
     gpus: int
     memory_bytes: float
     bandwidth_bytes_per_s: float
     peak_flops: float
-    #: ε: seconds a layer and rank.
+    #: ε: seconds per layer and rank.
     latency_seconds: float = 0.0
 
     def __post_init__(self) -> None:
@@ -57,7 +57,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Estimate:
-    """One step of each GPU."""
+    """What the closed form says of one step of each GPU."""
 
     tokens: float
     forward_seconds: float
@@ -69,7 +69,7 @@ class Estimate:
 
 
 def free_bytes(shape: Shape, cluster: Cluster, stage: Stage = "zero-3") -> float:
-    """M_free: what parameters, gradients and optimizer states leave of a GPU; may be negative."""
+    """M_free: bytes of a GPU beside parameters, gradients and optimizer states; may be negative."""
     parameters = shape.parameters * shape.element_bytes
     others = 7 * parameters  # gradients φQ, optimizer 6φQ: fp32 master copy and two moments
     if stage == "zero-3":
@@ -78,7 +78,11 @@ def free_bytes(shape: Shape, cluster: Cluster, stage: Stage = "zero-3") -> float
 
 
 def activation_bytes_per_token(shape: Shape, gamma: float) -> float:
-    """M_act: a block's input where it is recomputed, 16·H·Q + 2·H where all is kept."""
+    """M_act: bytes of activations per token; a recomputed block keeps its input only.
+
+    A block that keeps all has 16·H·Q + 2·H bytes. Raises ``ValueError`` for a ``gamma`` that is no
+    share.
+    """
     checks.share(gamma=gamma)
     kept = 16 * shape.width * shape.element_bytes + 2 * shape.width
     return shape.layers * ((1 - gamma) * shape.width * shape.element_bytes + gamma * kept)
@@ -92,12 +96,12 @@ def token_capacity(
 
 
 def forward_flops_per_token(shape: Shape, sequence_length: int) -> float:
-    """F_fwd: 2φ and the attention's 4·L·H·l."""
+    """F_fwd: forward's operations per token, 2φ and the attention's 4·L·H·l."""
     return 2.0 * shape.parameters + 4.0 * shape.layers * shape.width * sequence_length
 
 
 def transfer_seconds(shape: Shape, cluster: Cluster) -> float:
-    """T_transfer of one gather of all parameters."""
+    """T_transfer: seconds of one gather of all parameters."""
     moved = shape.parameters * shape.element_bytes / cluster.bandwidth_bytes_per_s
     return moved + shape.layers * cluster.gpus * cluster.latency_seconds
 
@@ -115,7 +119,8 @@ def estimate(
     """The step that fills the memory; ``None`` if not even one sequence fits.
 
     ``backward_transfers``: 2 where the gather and the reduce-scatter of backward share a link that
-    is half duplex, 1 where they overlap. Which of them the paper uses is not known.
+    is half duplex, 1 where they overlap. Which of them the paper uses is not known. Raises
+    ``ValueError`` naming the argument that cannot be.
     """
     checks.counts(sequence_length=sequence_length, backward_transfers=backward_transfers)
     checks.positive(efficiency=efficiency)
@@ -156,7 +161,7 @@ def hfu_bound(shape: Shape, cluster: Cluster, sequence_length: int) -> float:
 def required_bandwidth_bytes_per_s(
     shape: Shape, cluster: Cluster, sequence_length: int, target: float
 ) -> float:
-    """S_vol for an HFU of ``target``: the inverse of ``hfu_bound``.
+    """S_vol: bytes per second and GPU for an HFU of ``target``, the inverse of ``hfu_bound``.
 
     Raises ``ValueError`` for a target that is not a share, and where the model leaves no memory.
     """
@@ -166,7 +171,7 @@ def required_bandwidth_bytes_per_s(
     if free <= 0:
         raise ValueError(
             f"gpus = {cluster.gpus}: parameters, gradients and optimizer states need "
-            f"{(cluster.memory_bytes - free) / 1e9:.1f} GB a GPU, "
+            f"{(cluster.memory_bytes - free) / 1e9:.1f} GB per GPU, "
             f"it has {cluster.memory_bytes / 1e9:.1f}"
         )
     return target * cluster.peak_flops / (_intensity(shape, sequence_length) * free)
@@ -180,7 +185,7 @@ def _intensity(shape: Shape, sequence_length: int) -> float:
 
 @dataclass(frozen=True)
 class Choice:
-    """A point of the grid, and what it yields."""
+    """A point of the grid, and its estimate."""
 
     stage: Stage
     gamma: float
@@ -204,7 +209,11 @@ def grid_search(
     steps: int = 100,
     highest_efficiency: float = 1.0,
 ) -> Best:
-    """Section 5.4: stage × γ × α̂ in ``steps`` steps each; a point counts if its HFU is ≤ its α̂."""
+    """Search stage × γ × α̂ in ``steps`` steps each, as in 5.4.
+
+    A point counts if its HFU is at most its α̂. Raises ``ValueError`` naming the argument that
+    cannot be.
+    """
     checks.counts(steps=steps)
     checks.share(highest_efficiency=highest_efficiency)
     choices = []

@@ -1,4 +1,4 @@
-"""What the closed form says of one model on one cluster: one line of ``bound.jsonl``."""
+"""The closed form's answers for the paper's sizes: one line of ``bound.jsonl`` per point."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SEQUENCE_LENGTH, _LONGER = 2048, 4
 
 
 class Point(Strict):
-    """A model of L layers of width H on N GPUs alike, a sequence length."""
+    """A question: a model of L layers of width H, N GPUs alike, a sequence length."""
 
     #: As the paper names the size, and what that is in parameters.
     model: str
@@ -45,29 +45,29 @@ class Point(Strict):
 
 
 class Gains(Strict):
-    """What a change of one thing alone multiplies the bound on utilisation by."""
+    """Factors of the bound on utilisation, each by a change of one thing alone."""
 
     twice_bandwidth: float
     #: Twice what parameters, gradients and optimizer states leave of the GPU's memory.
     twice_free_memory: float
-    #: Sequences of four times as many tokens; and what they multiply tokens a second by.
+    #: Sequences of four times as many tokens; and the factor of tokens per second.
     longer_sequences: float
     longer_sequences_tokens_per_s: float
 
 
 class BoundRecord(Strict):
-    """One point, with all activations recomputed but where the best choice is looked for."""
+    """The answers for one point; activations are recomputed but where the best choice is sought."""
 
     point: Point
     evidence: Literal["simulated"] = "simulated"
-    #: 12·L·H².
+    #: φ = 12·L·H².
     parameters: int
     free_bytes: float
-    #: Tokens a GPU and step that fill its memory.
+    #: Tokens per GPU and step that fill its memory.
     tokens: float
     #: Bound on utilisation with recomputation, before the kernels' own; may exceed 1.
     hfu_bound: float
-    #: Bandwidth a GPU that a bound of 1 needs.
+    #: Bandwidth per GPU that a bound of 1 needs.
     required_bits_per_s: float
     #: The most MFU over stages, kept activations and kernels' efficiency.
     best_mfu: float
@@ -102,7 +102,7 @@ def points() -> list[Point]:
 
 
 def settle(point: Point, commit: str | None) -> BoundRecord:
-    """What the closed form says of a point; ``commit`` is the one that the record names."""
+    """Answer a point by the closed form; ``commit`` is the one that the record names."""
     shape = closed_form.Shape(layers=point.layers, width=point.width)
     cluster = closed_form.Cluster(
         gpus=point.gpus,
@@ -129,7 +129,6 @@ def settle(point: Point, commit: str | None) -> BoundRecord:
 
 
 def _gains(shape: Shape, cluster: Cluster, length: int) -> Gains:
-
     bandwidth, memory = cluster.bandwidth_bytes_per_s, cluster.memory_bytes
     faster = replace(cluster, bandwidth_bytes_per_s=2 * bandwidth)
     larger = replace(cluster, memory_bytes=memory + closed_form.free_bytes(shape, cluster))

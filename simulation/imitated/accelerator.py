@@ -29,16 +29,17 @@ _BLOCK = 512
 
 
 class Allocations(TorchDispatchMode):
-    """Bytes by device type of all storages that operations made and that are still alive."""
+    """Counts the bytes, by device type, of storages that operations made and that are alive."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.current: dict[str, int] = defaultdict(int)
         self.peak: dict[str, int] = defaultdict(int)
-        #: By the storage's address: its device type, its bytes, and what tells of its end.
+        #: Device type, bytes and what tells of its end, of each storage by its address.
         self._alive: dict[int, tuple[str, int, weakref.ref[torch.UntypedStorage]]] = {}
 
     def reset_peak(self) -> None:
+        """Let peaks begin anew at what is alive now."""
         self.peak = defaultdict(int, self.current)
 
     def __enter__(self) -> Allocations:
@@ -50,7 +51,7 @@ class Allocations(TorchDispatchMode):
                 device, _, end = self._alive[storage._cdata]
                 self._set(storage._cdata, device, _blocks(storage), end)
 
-        # No operation: FSDP2 frees gathered parameters by it.
+        # FSDP2 frees gathered parameters by it, which no dispatched operation tells of.
         self._resize = mock.patch.object(torch.UntypedStorage, "resize_", counted_resize)
         self._resize.start()
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -99,7 +100,7 @@ def _blocks(storage: torch.UntypedStorage) -> int:
 
 
 class _Stream:
-    """Everything runs at once and in order: there is nothing to wait for."""
+    """A stream on which everything runs at once and in order: there is nothing to wait for."""
 
     def __init__(self, priority: int = 0) -> None:
         self.stream_id = 0
@@ -128,7 +129,7 @@ class _Event:
 
 
 class _Device(ModuleType):
-    """What ``torch.cuda`` is to CUDA."""
+    """The module of the device, as ``torch.cuda`` is CUDA's."""
 
     Stream = _Stream
     Event = _Event
@@ -188,7 +189,7 @@ _set_up: list[bool] = []
 
 @contextlib.contextmanager
 def imitated(total_bytes: int) -> Iterator[Allocations]:
-    """Make the accelerator, of so much memory, this process's; tensors made inside are fake.
+    """Give this process the accelerator, of so much memory; tensors made inside are fake.
 
     Once a process has it, it stays known to PyTorch.
     """
@@ -226,8 +227,11 @@ def _flash_attention(
     scale: float | None = None,
     **others: Any,
 ) -> torch.Tensor:
-    """The kernel that PyTorch chooses on CUDA for these inputs; a device it does not know gets
-    attention by matrix products, which takes far more memory."""
+    """Call the kernel that PyTorch chooses on CUDA for these inputs.
+
+    A device that PyTorch does not know gets attention by matrix products, which takes far more
+    memory.
+    """
     assert attn_mask is None, "CUDA's flash attention takes no mask"
     output: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
         query, key, value, dropout_p, is_causal, scale=scale

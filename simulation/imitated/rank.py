@@ -69,7 +69,7 @@ class Rank:
         )
 
     def step(self, micro_batch: int) -> None:
-        """Forward, backward and optimizer step that, as in the first, gathers everything."""
+        """Train one step that, like the first, gathers everything across nodes."""
         if has_engine(self.model):
             fcdp.invalidate(self.model)
         shape = (micro_batch, self.case.sequence_length + 1)
@@ -99,7 +99,7 @@ def world(size: int, device_type: str) -> Iterator[None]:
 
 
 def _with_contents(make_mesh: Callable[..., Any]) -> Callable[..., Any]:
-    """A mesh looks its own ranks up, which fake tensors do not hold."""
+    """``make_mesh`` with real tensors: a mesh reads its ranks, which fake ones do not hold."""
 
     @functools.wraps(make_mesh)
     def make(*args: Any, **kwargs: Any) -> Any:
@@ -152,7 +152,7 @@ def _checkpointed(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Modu
 
 
 def _topology(nodes: int, ranks_per_node: int, device_type: str) -> fcdp.Topology:
-    """As ``Topology.build``, whose ranks tell each other what they know; here is but one."""
+    """The topology as ``Topology.build`` makes it, without asking other ranks: there are none."""
     make = _with_contents(init_device_mesh)
     grid = make(device_type, (nodes, ranks_per_node), mesh_dim_names=("inter", "intra"))
     mesh = make(device_type, (nodes * ranks_per_node,), mesh_dim_names=("shard",))

@@ -1,4 +1,4 @@
-"""What is asked about memory and what was found: one line of ``memory.jsonl`` a case."""
+"""The study's cases and what was found of memory: one line of ``memory.jsonl`` per case."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ State = Literal["ok", "oom", "skipped", "failed"]
 
 
 class Case(Strict):
-    """One strategy on one model: everything that decides how much memory a rank needs."""
+    """A strategy on a model, with everything that decides how much memory a rank needs."""
 
     strategy: Name
     #: Cache policy of strategies that have one, as ``baselines.presets.policies`` reads it.
@@ -34,6 +34,7 @@ class Case(Strict):
 
     @property
     def usable_bytes(self) -> int:
+        """Device memory without the reserve."""
         return self.device_bytes - self.reserve_bytes
 
     @property
@@ -45,31 +46,31 @@ class Case(Strict):
 class Peak(Strict):
     """Most bytes that one rank keeps alive during a step."""
 
-    #: Sequences a rank.
+    #: Sequences per rank.
     micro_batch: int
     device_bytes: int
     #: The host's part: the cache's arena, and what is offloaded.
     host_bytes: int
 
 
-class Finding(Strict):
-    """What the steps of one case took."""
+class MemoryUse(Strict):
+    """Memory that the steps of one case took, on one rank where nothing else is said."""
 
     parameters: int
     trainable_parameters: int
-    #: Between steps: parameters, optimizer states, caches.
+    #: Bytes between steps: parameters, optimizer states, caches.
     resting_device_bytes: int
-    #: Each step that was run, by micro-batch.
+    #: The peaks of the steps that were run, in their order.
     peaks: list[Peak] = Field(min_length=1)
-    #: The largest that fits into what is usable; the next larger one was run and does not. 0 if
-    #: not even one sequence does.
+    #: The largest micro-batch that fits into what is usable; the next larger one was run and
+    #: does not. 0 if not even one sequence does.
     largest_micro_batch: int
-    #: The cache of all ranks of a node; ``None`` for strategies without one.
+    #: Bytes of the caches of all ranks of a node; ``None`` for strategies without one.
     host_cache_bytes_per_node: int | None
 
 
 class MemoryRecord(Strict):
-    """One case: what was found, or why nothing was."""
+    """A case with what was found, or why nothing was."""
 
     case: Case
     state: State
@@ -77,7 +78,7 @@ class MemoryRecord(Strict):
     evidence: Literal["simulated"] = "simulated"
     #: What of it is real.
     method: str = "real code, fake tensors"
-    finding: Finding | None
+    finding: MemoryUse | None
     commit: str | None
     versions: dict[str, str]
     started_at: str

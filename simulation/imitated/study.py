@@ -1,4 +1,4 @@
-"""Which cases there are, and how one is settled."""
+"""The study of memory: which cases there are, and how one is settled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any, get_args
 
 from baselines import registry
-from simulation.imitated.records import Case, Finding, MemoryRecord, Peak, State
+from simulation.imitated.records import Case, MemoryRecord, MemoryUse, Peak, State
 from simulation.imitated.search import largest_fitting
 from simulation.paper_models import PAPER_MODELS, SEQUENCE_LENGTH
 from simulation.transformer import ModelSpec, Tuning
@@ -28,7 +28,7 @@ RESERVE_BYTES = 4 * 10**9
 #: The paper's LoRA.
 LORA_RANK = 8
 
-#: Those whose memory differs first; fcdp with the policies that the paper has.
+#: Strategies with their policies, those whose memory differs first; fcdp with the paper's policies.
 STRATEGIES = (
     ("fsdp2", "host"),
     ("fcdp", "host"),
@@ -46,7 +46,7 @@ STRATEGIES = (
     ("deepspeed-hpz", "host"),
 )
 
-#: By engine, why its step does not run on the imitated accelerator: what was raised when tried.
+#: Why an engine's step does not run on the imitated accelerator: what was raised when tried.
 _REASONS = {
     "ddp": "not run: DDP's reducer is C++ that reads tensors' contents, and fake ones have none",
     "deepspeed": "not run: DeepSpeed chooses its device itself, here the CPU, and moves parameters "
@@ -59,7 +59,7 @@ def cases(
     models: Sequence[ModelSpec] = tuple(PAPER_MODELS.values()),
     strategies: Sequence[str] | None = None,
 ) -> list[Case]:
-    """Every strategy × model × {full, LoRA} × checkpointing {off, on}.
+    """The cases: every strategy × model × {full, LoRA} × checkpointing {off, on}.
 
     Raises ``ValueError`` for a strategy that is not among ``STRATEGIES``.
     """
@@ -89,27 +89,27 @@ def cases(
 
 
 def place(record: MemoryRecord) -> tuple[int, str]:
-    """Sorts records as the tables have them."""
+    """Sort key of a record, for the order of the tables."""
     case = record.case
     return [*STRATEGIES].index((case.strategy, case.policy)), case.model_dump_json()
 
 
 def settle(
     pending: Iterable[Case],
-    jobs: int,
+    processes: int,
     build: Build,
     *,
     commit: str | None,
     versions: Mapping[str, str],
 ) -> Iterator[MemoryRecord]:
-    """The records of all cases, as they are finished, by ``jobs`` processes.
+    """Settle the cases with so many ``processes``; yields records as they are finished.
 
     ``build`` is called there, so that it must be a function of a module; ``commit`` and
     ``versions`` are those that the records name.
     """
     origin = {"commit": commit, "versions": dict(versions)}
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a warning that fake groups do nothing
-    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         try:
             futures = [pool.submit(_settle, case, build, origin) for case in pending]
             for future in as_completed(futures):
@@ -148,7 +148,7 @@ def _why_not(case: Case) -> str | None:
 
 
 def _least_bytes(case: Case, build: Build) -> int:
-    """What DDP keeps: fp32 parameters, and for trained ones gradients and two Adam moments."""
+    """Least bytes that DDP keeps: fp32 parameters; of trained ones gradients and two moments."""
     import torch
 
     if case.strategy != "ddp":
@@ -158,8 +158,8 @@ def _least_bytes(case: Case, build: Build) -> int:
     return sum(param.numel() * (16 if param.requires_grad else 4) for param in model.parameters())
 
 
-def find(case: Case, build: Build) -> Finding:
-    """Run steps of the case in this process, on the imitated accelerator."""
+def find(case: Case, build: Build) -> MemoryUse:
+    """Count the memory of the case's steps, run in this process on the imitated accelerator."""
     # These import torch, for which commands that only ask must not wait.
     from simulation.imitated.accelerator import NAME, imitated
     from simulation.imitated.rank import Rank, imitated_host, world
@@ -186,7 +186,7 @@ def find(case: Case, build: Build) -> Finding:
 
         largest = largest_fitting(peak, case.usable_bytes, about_one)
     cache = rank.trainable.host_cache_bytes
-    return Finding(
+    return MemoryUse(
         parameters=rank.parameters,
         trainable_parameters=rank.trained,
         resting_device_bytes=resting,

@@ -1,4 +1,4 @@
-"""The findings as tables, for the terminal and as Markdown; and next to the paper's statements."""
+"""The records as tables, for the terminal and as Markdown; and next to the paper's statements."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KINDS = (("full", False), ("full", True), ("lora", False), ("lora", True))
 
 @dataclass(frozen=True)
 class Table:
-    """Of one model."""
+    """A table of one model, or of the paper's statements."""
 
     title: str
     rows: Sequence[tuple[str, ...]]
@@ -23,7 +23,7 @@ class Table:
 
 
 def tables(records: Iterable[MemoryRecord]) -> list[Table]:
-    """Per model a row a strategy: the largest micro-batch, and the peak at the paper's."""
+    """One table per model, one row per strategy: the largest micro-batch, and a peak."""
     by_model: dict[str, list[MemoryRecord]] = {}
     for record in records:
         by_model.setdefault(record.case.model.name, []).append(record)
@@ -53,7 +53,7 @@ def _figure(record: MemoryRecord | None) -> str:
 
 
 def _host(records: Iterable[MemoryRecord]) -> str:
-    """The most that a node keeps, over what is tuned and how."""
+    """Host memory of a node in GB, the most over what is tuned and how; a dash without."""
     sizes = [
         record.case.ranks_per_node * peak.host_bytes
         for record in records
@@ -64,7 +64,7 @@ def _host(records: Iterable[MemoryRecord]) -> str:
 
 
 def markdown(records: Sequence[MemoryRecord]) -> str:
-    """``memory.md``: what was asked, the tables, the paper's statements."""
+    """The text of ``memory.md``: what was asked, the tables, the paper's statements."""
     case = records[0].case
     parts = [
         "# Device memory at paper scale",

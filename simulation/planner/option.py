@@ -17,11 +17,11 @@ _SIMULATED = 3
 
 @dataclass(frozen=True)
 class Shortfall:
-    """What a workload lacks, in bytes; zero: it fits."""
+    """Memory that a workload lacks; none: it fits."""
 
-    #: On each device.
+    #: Bytes on each device.
     device_bytes: float
-    #: On each node's host.
+    #: Bytes on each node's host.
     host_bytes: float
 
     @property
@@ -29,16 +29,16 @@ class Shortfall:
         return self.device_bytes == 0 == self.host_bytes
 
     def of_node(self, ranks_per_node: int) -> float:
-        """Of a node's devices and host together."""
+        """Bytes that a node lacks, on its devices and its host together."""
         return ranks_per_node * self.device_bytes + self.host_bytes
 
 
 @dataclass(frozen=True)
 class Speed:
-    """An optimizer step, simulated."""
+    """How fast a simulated optimizer step is, and what it waits for."""
 
     step_seconds: float
-    #: Of the whole cluster.
+    #: Tokens per second of the whole cluster.
     tokens_per_s: float
     mfu: float
     hfu: float
@@ -46,7 +46,7 @@ class Speed:
     waits_seconds: Mapping[str, float]
     #: Seconds of full use of each resource.
     busy_seconds: Mapping[str, float]
-    #: What one node sends to others.
+    #: Bytes per step that one node sends to others.
     inter_node_bytes: float
 
     @property
@@ -56,7 +56,7 @@ class Speed:
 
     @property
     def bottleneck_share(self) -> float:
-        """Of the step."""
+        """Share of the step that it waits for the bottleneck."""
         return self.waits_seconds[self.bottleneck] / self.step_seconds
 
 
@@ -74,13 +74,13 @@ class Option:
 
     @property
     def sent_bytes_per_token(self) -> float:
-        """What one node sends to others, by tokens of the whole cluster: steps differ in length."""
+        """Bytes that one node sends to others per token of the whole cluster."""
         tokens = self.speed.tokens_per_s * self.speed.step_seconds
         return self.speed.inter_node_bytes / tokens
 
 
 def shortfall(workload: Workload, hardware: Hardware) -> Shortfall:
-    """What the workload lacks on this hardware, with its cache where the policy puts it."""
+    """The memory that the workload lacks, with its cache where the policy puts it."""
     peak = needed(workload, hardware)
     return Shortfall(
         max(0.0, peak.device_bytes - hardware.usable_device_bytes),
@@ -89,7 +89,7 @@ def shortfall(workload: Workload, hardware: Hardware) -> Shortfall:
 
 
 def most_tokens_per_s(workload: Workload, hardware: Hardware) -> float:
-    """What computation alone allows, with nothing to wait for: no schedule is faster."""
+    """Tokens per second that computation alone allows: no schedule is faster."""
     flops = shapes.hardware_flops(
         workload.model, workload.sequence_length, workload.lora, workload.recomputed
     )
@@ -97,7 +97,7 @@ def most_tokens_per_s(workload: Workload, hardware: Hardware) -> float:
 
 
 def simulated(workload: Workload, hardware: Hardware) -> Option:
-    """The option of a workload that fits.
+    """The option of a workload that fits, simulated.
 
     From the third micro-batch on each is like the one before, so that a step of many takes what
     three do and the difference between three and two for each one more.
@@ -126,7 +126,7 @@ def simulated(workload: Workload, hardware: Hardware) -> Option:
 
 
 def _measures(prediction: Prediction) -> dict[tuple[str, str], float]:
-    """All that grows with the number of micro-batches, by kind and resource."""
+    """Figures that grow with the number of micro-batches, by kind and resource."""
     found = {
         ("step", ""): prediction.step_seconds,
         ("sent", ""): float(prediction.inter_node_bytes),
@@ -140,10 +140,10 @@ def _measures(prediction: Prediction) -> dict[tuple[str, str], float]:
 
 def _waits(prediction: Prediction) -> dict[str, float]:
     """Seconds of the critical path, by the resource that each task on it needs longest."""
-    run = prediction.run
+    timeline = prediction.timeline
     waits: dict[str, float] = {}
-    for index in run.critical_path():
-        task, span = run.tasks[index], run.spans[index]
+    for index in timeline.critical_path():
+        task, span = timeline.tasks[index], timeline.spans[index]
         slowest = max(task.demands, key=lambda name: task.demands[name], default="latency")
         if task.latency_seconds > task.demands.get(slowest, 0.0):
             slowest = "latency"

@@ -12,7 +12,7 @@ from simulation.planner.search import Verdict, search
 
 #: Throughputs this close are taken to be the same: the simulator is no more exact.
 TIE = 0.05
-#: Of the strategies that are as fast, so many are named.
+#: Most strategies that are named as being as fast.
 _LISTED = 4
 _WAITS = {
     "compute": "computation",
@@ -28,14 +28,14 @@ _WAITS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """All strategies, and the one to take. Every figure in it is simulated."""
+    """The answer to a request: all strategies, and the one to take. Every figure is simulated."""
 
     request: Request
-    #: Those that fit, fastest first; then those that do not, by what they lack.
+    #: Verdicts of strategies that fit, fastest first; then of the others, by what they lack.
     verdicts: tuple[Verdict, ...]
     strategy: str
     option: Option
-    #: One sentence.
+    #: Why this strategy, in one sentence.
     reason: str
 
     def hours(self, option: Option) -> float:
@@ -44,7 +44,7 @@ class Plan:
         return self.request.tokens / option.tokens_per_s / 3600 * world
 
     def cost(self, option: Option) -> float | None:
-        """In the currency of the price; ``None`` without one."""
+        """Cost of the request's tokens, in the currency of its price; ``None`` without one."""
         price = self.request.price_per_gpu_hour
         return None if price is None else price * self.hours(option)
 
@@ -68,8 +68,8 @@ def plan(request: Request) -> Plan | None:
 
 def quantises(strategy: str) -> bool:
     """Whether what crosses nodes is rounded, so that results are not those of FSDP2."""
-    plan = schedule_of(strategy)
-    return plan.gather_codec is not None or plan.reduce_codec is not None
+    schedule = schedule_of(strategy)
+    return schedule.gather_codec is not None or schedule.reduce_codec is not None
 
 
 def waits_for(option: Option) -> str:
@@ -84,7 +84,7 @@ def _order(verdict: Verdict, request: Request) -> tuple[float, float]:
 
 
 def _tied(options: dict[str, Option]) -> dict[str, Option]:
-    """The fastest and those as fast."""
+    """The fastest option and those as fast, within ``TIE``."""
     fastest = max(option.tokens_per_s for option in options.values())
     return {
         name: option
@@ -94,18 +94,18 @@ def _tied(options: dict[str, Option]) -> dict[str, Option]:
 
 
 def _plainness(strategy: Strategy) -> tuple[int, int]:
-    """Less is plainer: what it takes beyond memory that sharding or replicating needs anyway.
+    """Sort key, least for the plainest: what a strategy takes beyond sharding or replicating.
 
     Nothing; host memory; device memory, which is scarcer; an optimizer on the CPU or on disk. Then
     what PyTorch ships, this library, another framework.
     """
-    plan = schedule_of(strategy.name)
-    if plan.optimizer != "device" or plan.parameters != "device":
+    schedule = schedule_of(strategy.name)
+    if schedule.optimizer != "device" or schedule.parameters != "device":
         takes = 3
-    elif plan.shards == "node" or plan.cache == "device" or plan.policy == "device":
+    elif schedule.shards == "node" or schedule.cache == "device" or schedule.policy == "device":
         takes = 2
     else:
-        takes = 0 if plan.cache is None or plan.policy == "none" else 1
+        takes = 0 if schedule.cache is None or schedule.policy == "none" else 1
     return takes, ENGINES.index(strategy.engine)
 
 
@@ -126,7 +126,7 @@ def _reason(
 
 
 def _against(strategy: str, chosen: Option, found: dict[str, Option]) -> str:
-    """The choice next to plain ZeRO-3."""
+    """A clause about the chosen strategy next to plain ZeRO-3."""
     base = found.get("fsdp2")
     if strategy == "fsdp2" or base is None:
         share = f"{chosen.speed.bottleneck_share:.0%}"

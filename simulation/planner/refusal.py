@@ -8,7 +8,7 @@ from simulation.planner.option import Shortfall
 from simulation.planner.request import Request
 from simulation.planner.search import shortfalls
 
-#: So many times as many nodes are tried, and sequences of so small a part.
+#: Factors by which more nodes are tried, and shorter sequences.
 _TIMES = (2, 4, 8, 16)
 _LORA_RANK = 8
 
@@ -32,7 +32,7 @@ def refusal(request: Request) -> str:
 
 
 def lacking(lack: Shortfall) -> str:
-    """In words."""
+    """A shortfall in words, in GB."""
     parts = (
         (lack.device_bytes, "GB on each device"),
         (lack.host_bytes, "GB of host memory on each node"),

@@ -20,7 +20,7 @@ EVIDENCE = "simulated"
 
 
 def titles(request: Request) -> tuple[str, str]:
-    """What is trained, and on what, in a line each."""
+    """Two lines: what is trained, and on what."""
     hardware = request.hardware
     tuning = "full" if request.lora_rank is None else f"LoRA {request.lora_rank}"
     lengths = ", ".join(map(str, request.sequence_lengths))
@@ -35,7 +35,7 @@ def titles(request: Request) -> tuple[str, str]:
 
 
 def table(plan: Plan) -> RenderableType:
-    """Strategies that fit, fastest first; those that do not; the recommendation."""
+    """The plan for a terminal: strategies that fit, fastest first; the others; the advice."""
     from rich.console import Group
     from rich.text import Text
 
@@ -57,7 +57,7 @@ def table(plan: Plan) -> RenderableType:
 
 
 def document(plan: Plan) -> dict[str, Any]:
-    """All of it, for JSON; sizes in bytes, times in seconds."""
+    """The plan for JSON, with all of the grid; sizes in bytes, times in seconds."""
     request, hardware = plan.request, plan.request.hardware
     return {
         "evidence": EVIDENCE,

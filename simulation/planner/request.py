@@ -1,4 +1,4 @@
-"""What somebody wants to train, on what, and which choices are theirs to make."""
+"""A question to the planner: what to train, on what, and which choices are open."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from simulation.paper_models import PAPER_MODELS, SEQUENCE_LENGTH
 from simulation.transformer import Transformer
 from simulation.workload import Workload
 
-#: Shares of the blocks whose activations are recomputed: all that a grid needs to be close.
+#: Activation-checkpointing fractions: all that a grid needs to be close.
 RECOMPUTED = (0.0, 0.25, 0.5, 0.75, 1.0)
-#: What our engine does with adapters: a gather and a reduction a step, or one all-reduce.
+#: What our engine does with adapters: a gather and a reduction per step, or one all-reduce.
 _ADAPTERS = ("sharded", "replicated")
 
 
@@ -34,15 +34,15 @@ class Request:
     #: ``None``: all parameters are trained.
     lora_rank: int | None = None
     sequence_lengths: tuple[int, ...] = (SEQUENCE_LENGTH,)
-    #: Sequences a rank and micro-batch; none: the largest that fits.
+    #: Sequences per rank and micro-batch; none: the largest that fits.
     micro_batches: tuple[int, ...] = ()
     recomputed: tuple[float, ...] = RECOMPUTED
     strategies: tuple[str, ...] = simulated()
-    #: Of strategies that have the choice.
+    #: Cache policies of strategies that have the choice.
     policies: tuple[str, ...] = ("host",)
-    #: Sequences an optimizer step, of all ranks; ``None``: one micro-batch each.
+    #: Sequences per optimizer step, of all ranks; ``None``: one micro-batch each.
     global_batch: int | None = None
-    #: To be trained on.
+    #: Tokens to be trained on, in all.
     tokens: float = 1e9
     price_per_gpu_hour: float | None = None
 
@@ -63,7 +63,7 @@ class Request:
             raise ValueError(
                 f"global_batch = {self.global_batch}: must be a multiple of the {ranks} ranks"
             )
-        whole = self.sequences_a_rank
+        whole = self.sequences_per_rank
         for size in self.micro_batches:
             if whole is not None and whole % size:
                 raise ValueError(
@@ -73,8 +73,8 @@ class Request:
         self.workloads()  # raises for what the model or a workload cannot be
 
     @property
-    def sequences_a_rank(self) -> int | None:
-        """In an optimizer step, if the request says how many."""
+    def sequences_per_rank(self) -> int | None:
+        """Sequences per rank and optimizer step; ``None`` if the request does not say."""
         return None if self.global_batch is None else self.global_batch // self.hardware.world_size
 
     def workloads(self) -> list[Workload]:
@@ -101,8 +101,8 @@ class Request:
 
     def _choices(self, strategy: str) -> list[tuple[str, str]]:
         """Policies, and whether adapters are sharded, of a strategy that has the choice."""
-        plan = schedule_of(strategy)
-        if plan.cache != "policy" or plan.policy is not None:
+        schedule = schedule_of(strategy)
+        if schedule.cache != "policy" or schedule.policy is not None:
             return [("host", "sharded")]
         return list(product(self.policies, _ADAPTERS[: 1 if self.lora_rank is None else 2]))
 

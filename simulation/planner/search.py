@@ -24,9 +24,9 @@ class Verdict:
     strategy: str
     #: What was simulated; none: the strategy does not fit.
     options: tuple[Option, ...]
-    #: Sequences a rank and micro-batch, at any point of the grid; 0 if it does not fit.
+    #: Sequences per rank and micro-batch, at any point of the grid; 0 if it does not fit.
     largest_micro_batch: int
-    #: Of the point of the grid that lacks least.
+    #: Memory that the point of the grid lacks which lacks least.
     shortfall: Shortfall
 
     @property
@@ -41,7 +41,7 @@ class Verdict:
 
 
 def search(request: Request) -> tuple[Verdict, ...]:
-    """One verdict a strategy, in the order of the request."""
+    """One verdict per strategy, in the order of the request."""
     grouped = groupby(request.workloads(), key=lambda workload: workload.strategy)
     return tuple(_verdict(strategy, list(points), request) for strategy, points in grouped)
 
@@ -80,7 +80,7 @@ def _fitting(point: Workload, request: Request) -> list[Workload]:
     anyway over more tokens, so that none is faster than the largest.
     """
     hardware = request.hardware
-    if not request.micro_batches and request.sequences_a_rank is None:
+    if not request.micro_batches and request.sequences_per_rank is None:
         most = largest_micro_batch(point, hardware, lambda tried: _fits(tried, hardware))
         return [replace(point, micro_batch=most)] if most else []
     fitting = [tried for tried in _tried(point, request) if _fits(tried, hardware)]
@@ -89,7 +89,7 @@ def _fitting(point: Workload, request: Request) -> list[Workload]:
 
 def _tried(point: Workload, request: Request) -> list[Workload]:
     """The point with each micro-batch that the request allows, largest first; else with 1."""
-    whole = request.sequences_a_rank
+    whole = request.sequences_per_rank
     if whole is None:
         sizes = request.micro_batches or (1,)
         return [replace(point, micro_batch=size) for size in sorted(sizes, reverse=True)]

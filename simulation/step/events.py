@@ -2,7 +2,7 @@
 
 A task waits for the tasks that it comes after and for the one before it on its stream. Then its
 latency passes, and then it makes progress as fast as its resources allow. Each resource can be
-used at a rate of one second a second; tasks that want more than there is share it max-min fairly.
+used for one second per second; tasks that want more than there is share it max-min fairly.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-#: Remainders below this share of a task are rounding.
+#: Share of a task below which what is left of it is rounding.
 _DONE = 1e-9
 
 
 @dataclass(frozen=True)
 class Task:
-    """Something that takes time. ``after`` are indices of earlier tasks."""
+    """A piece of a step's work, on one stream. ``after`` are indices of earlier tasks."""
 
     name: str
     #: Tasks of one stream run one after the other, in the order of the list.
@@ -42,8 +42,8 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Run:
-    """All tasks' spans, in the order of the tasks."""
+class Timeline:
+    """What a simulation yields: all tasks' spans, in the order of the tasks."""
 
     tasks: tuple[Task, ...]
     spans: tuple[Span, ...]
@@ -61,7 +61,7 @@ class Run:
         return busy
 
     def critical_path(self) -> list[int]:
-        """Tasks that follow one another without a gap from the start to the end of the run."""
+        """Indices of the tasks that follow one another without a gap up to the last to end."""
         if not self.tasks:
             return []
         before = _predecessors(self.tasks)
@@ -93,8 +93,8 @@ class _State:
     waiting: list[tuple[float, int]] = field(default_factory=list)
 
 
-def simulate(tasks: Sequence[Task]) -> Run:
-    """Run the tasks from time 0."""
+def simulate(tasks: Sequence[Task]) -> Timeline:
+    """Let the tasks run from time 0, each once all that it waits for has ended."""
     before = _predecessors(tasks)
     followers: list[list[int]] = [[] for _ in tasks]
     missing = [len(group) for group in before]
@@ -128,11 +128,11 @@ def simulate(tasks: Sequence[Task]) -> Run:
                     ready.append(follower)
     assert not any(missing), "tasks wait for one another in a circle"
     spans = tuple(Span(start, end) for start, end in zip(starts, ends, strict=True))
-    return Run(tuple(tasks), spans)
+    return Timeline(tuple(tasks), spans)
 
 
 def _predecessors(tasks: Sequence[Task]) -> list[set[int]]:
-    """What each task waits for: its dependencies, and the one before it on its stream."""
+    """Indices of the tasks that each waits for: its dependencies, and the last on its stream."""
     latest: dict[str, int] = {}
     groups = []
     for index, task in enumerate(tasks):

@@ -21,60 +21,61 @@ class Exchanges:
     """How one workload's units move under one strategy on one cluster."""
 
     workload: Workload
-    plan: Schedule
+    schedule: Schedule
     hardware: Hardware
 
     def gather(self, unit: Unit) -> list[Traffic]:
-        """From the ranks that share the parameters, one exchange after the other."""
+        """The exchanges of one gather, from the ranks that share the parameters, in their order."""
         nodes, ranks = self._nodes, self._ranks
-        if self.plan.shards == "rank":
+        if self.schedule.shards == "rank":
             return []
-        if self.plan.shards == "node" or nodes == 1:
+        if self.schedule.shards == "node" or nodes == 1:
             return self.spread(unit)
-        if self.plan.hierarchical:
-            return [self._across(unit.gathered, self._gather_codec), *self.spread(unit)]
+        if self.schedule.hierarchical:
+            return [self._inter_node(unit.gathered, self._gather_codec), *self.spread(unit)]
         encoded = self._sent_bytes(unit.gathered, self._gather_codec)
         return [collectives.flat(encoded, nodes, ranks)]
 
     def spread(self, unit: Unit) -> list[Traffic]:
-        """Inside the node, where every rank has its slice already."""
-        return [collectives.inside(self.gathered_bytes(unit), self._ranks)]
+        """The intra-node all-gather of slices that the ranks have already."""
+        return [collectives.intra_node(self.gathered_bytes(unit), self._ranks)]
 
     def slice_bytes(self, unit: Unit) -> float:
-        """What a rank's entry takes: our cache leaves out what the rank holds anyway."""
+        """Bytes of a rank's entry: our cache leaves out what the rank holds anyway."""
         whole = self.gathered_bytes(unit) / self._ranks
-        return whole if self.plan.caches_own_shard else (self._nodes - 1) / self._nodes * whole
+        return whole if self.schedule.caches_own_shard else (self._nodes - 1) / self._nodes * whole
 
     def reduce(self, trained: int, *, last: bool) -> list[Traffic]:
-        """The reduction of the gradients of ``trained`` parameters in one micro-batch."""
+        """The exchanges that reduce the gradients of ``trained`` parameters of one micro-batch."""
         nodes, ranks = self._nodes, self._ranks
         nbytes = float(trained * self.workload.element_bytes)
-        if self.plan.shards == "rank":
+        if self.schedule.shards == "rank":
             return [collectives.flat_all_reduce(nbytes, nodes, ranks)] if last else []
         if nodes == 1:
-            return [self._inside(nbytes)]
-        if self.plan.shards == "node":
-            both_ways = collectives.across(nbytes, nodes)
-            return [self._inside(nbytes), *([both_ways + both_ways] if last else [])]
+            return [self._intra_node(nbytes)]
+        if self.schedule.shards == "node":
+            both_ways = collectives.inter_node(nbytes, nodes)
+            return [self._intra_node(nbytes), *([both_ways + both_ways] if last else [])]
         codec = self._reduce_codec
-        if self.plan.hierarchical or codec != "none":  # the vendor's qgZ: two all-to-alls
-            crossing = last or not self.plan.defers
-            half = [self._across(trained, codec)] if crossing else []
-            return [self._inside(nbytes), *half]
+        if self.schedule.hierarchical or codec != "none":  # the vendor's qgZ: two all-to-alls
+            crossing = last or not self.schedule.accumulates_without_sync
+            half = [self._inter_node(trained, codec)] if crossing else []
+            return [self._intra_node(nbytes), *half]
         ring = collectives.flat(nbytes, nodes, ranks)
         return [ring + ring if self._gloo else ring]
 
     def all_reduce(self, trained: int) -> list[Traffic]:
-        """The gradients of parameters that every rank keeps whole, by our engine."""
+        """The all-reduce of replicated parameters' gradients, by our engine."""
         nbytes = float(trained * self.workload.element_bytes)
         return [collectives.hierarchical_all_reduce(nbytes, self._nodes, self._ranks)]
 
     def shard_bytes(self, unit: Unit) -> float:
-        """One rank's part as it waits on the host or the disk; FSDP2 copies fp32 and casts then."""
-        element = _FSDP2_BYTES if self.plan.shards_fp32 else self.workload.element_bytes
+        """Bytes of a rank's shard on the host or the disk; FSDP2 copies fp32 and casts then."""
+        element = _FSDP2_BYTES if self.schedule.shards_fp32 else self.workload.element_bytes
         return element * unit.parameters / self.hardware.world_size
 
     def gathered_bytes(self, unit: Unit) -> float:
+        """Bytes of the whole unit as it is gathered."""
         return float(unit.gathered * self.workload.element_bytes)
 
     @property
@@ -88,30 +89,30 @@ class Exchanges:
     @property
     def _gloo(self) -> bool:
         """Whether a vendor's reduce-scatter is an all-reduce."""
-        return self.hardware.backend == "gloo" and not self.plan.pairwise
+        return self.hardware.backend == "gloo" and not self.schedule.pairwise
 
     @property
     def _gather_codec(self) -> str:
-        return self.plan.gather_codec or self._choice("gather_codec")
+        return self.schedule.gather_codec or self._choice("gather_codec")
 
     @property
     def _reduce_codec(self) -> str:
-        return self.plan.reduce_codec or self._choice("reduce_codec")
+        return self.schedule.reduce_codec or self._choice("reduce_codec")
 
     def _choice(self, setting: str) -> str:
         """The workload's codec, for strategies that have the choice."""
         has = setting in registry.find(self.workload.strategy).settings.model_fields
         return str(getattr(self.workload, setting)) if has else "none"
 
-    def _inside(self, nbytes: float) -> Traffic:
-        half = collectives.inside(nbytes, self._ranks)
+    def _intra_node(self, nbytes: float) -> Traffic:
+        half = collectives.intra_node(nbytes, self._ranks)
         return half + half if self._gloo else half
 
-    def _across(self, parameters: int, codec: str) -> Traffic:
-        return collectives.across(self._sent_bytes(parameters, codec), self._nodes)
+    def _inter_node(self, parameters: int, codec: str) -> Traffic:
+        return collectives.inter_node(self._sent_bytes(parameters, codec), self._nodes)
 
     def _sent_bytes(self, parameters: int, codec: str) -> float:
-        """What the parameters are while they travel; codecs encode shards, padding included."""
+        """Bytes of the parameters while they travel; codecs encode shards, padding included."""
         if codec == "none":
             return float(parameters * self.workload.element_bytes)
         from baselines.presets.codecs import parse  # needs torch

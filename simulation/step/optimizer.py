@@ -10,13 +10,14 @@ from simulation.step.tasks import COMPUTE, Tasks
 from simulation.units import Layout
 from simulation.workload import Workload
 
-#: AdamW in fp32: parameter, gradient and two moments are read, all but the gradient written.
+#: Bytes per element of AdamW in fp32: it reads parameter, gradient and two moments, and writes all
+#: but the gradient.
 _ADAM_BYTES = 28
 _STATES_BYTES = 12
 
 
 def optimizer_tasks(
-    tasks: Tasks, workload: Workload, plan: Schedule, units: Layout, ends: Sequence[int]
+    tasks: Tasks, workload: Workload, schedule: Schedule, units: Layout, ends: Sequence[int]
 ) -> None:
     """Append the optimizer's step, which begins when all gradients are reduced."""
     hardware = tasks.hardware
@@ -24,30 +25,30 @@ def optimizer_tasks(
         "world": hardware.world_size,
         "node": hardware.ranks_per_node,
         "rank": 1,
-    }[plan.shards]
+    }[schedule.shards]
     mine = workload.trained / sharers
-    if plan.optimizer == "device":
+    if schedule.optimizer == "device":
         rate = hardware.device.memory_bytes_per_s / hardware.ranks_sharing_device
         at = tasks.compute("optimizer", _ADAM_BYTES * mine / rate, ends)
     else:
         of_node = mine * hardware.ranks_per_node
         demands = {"cpu": of_node / hardware.cpu_adam_elements_per_s}
-        if plan.optimizer == "disk":  # read, step and write follow one another as a pipeline
+        if schedule.optimizer == "disk":  # read, step and write follow one another as a pipeline
             nbytes = _STATES_BYTES * of_node
             rates = hardware.disk_read_bytes_per_s, hardware.disk_write_bytes_per_s
             demands["disk"] = sum(nbytes / rate for rate in rates)
             tasks.count("disk", "optimizer", 2 * nbytes)
         at = tasks.add("optimizer", "cpu", demands, ends)
-        if plan.parameters == "device":
+        if schedule.parameters == "device":
             size = workload.element_bytes * mine
             at = tasks.copy(
                 "updated parameters", "host_to_device", "copy in", size, "optimizer", (at,)
             )
-    if units.whole and plan.keeps_small_whole:
-        # What every rank keeps whole is stepped in shards and gathered again.
-        nbytes = float(workload.element_bytes * units.whole)
-        if plan.shards == "node" or hardware.nodes == 1:
-            traffic = collectives.inside(nbytes, hardware.ranks_per_node)
+    if units.replicated and schedule.replicates_small:
+        # DeepSpeed steps what it replicates in shards, and gathers it again.
+        nbytes = float(workload.element_bytes * units.replicated)
+        if schedule.shards == "node" or hardware.nodes == 1:
+            traffic = collectives.intra_node(nbytes, hardware.ranks_per_node)
         else:
             traffic = collectives.flat(nbytes, hardware.nodes, hardware.ranks_per_node)
         tasks.exchange("gather what stays whole", COMPUTE, traffic, "optimizer", (at,))

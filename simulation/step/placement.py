@@ -21,7 +21,7 @@ _SETTLED = 6
 
 @dataclass(frozen=True)
 class Placement:
-    """Where entries are, and what they take of a rank's memory."""
+    """The tier of each unit's entry, and what the entries take of a rank's memory."""
 
     tiers: Mapping[Unit, Place]
     cache: CacheBytes
@@ -38,24 +38,27 @@ class _PolicyUnit:
     reuses: int
 
 
-def place(workload: Workload, plan: Schedule, units: Layout, hardware: Hardware) -> Placement:
-    """Raises ``ValueError`` for a policy that ``baselines.presets.policies`` does not know."""
-    if plan.cache is None or hardware.nodes == 1:
+def place(workload: Workload, schedule: Schedule, units: Layout, hardware: Hardware) -> Placement:
+    """Place the units' entries as the strategy or its policy does.
+
+    Raises ``ValueError`` for a policy that ``baselines.presets.policies`` does not know.
+    """
+    if schedule.cache is None or hardware.nodes == 1:
         return Placement({}, CacheBytes())
-    if plan.cache != "policy":
-        whole = entry_bytes(workload, plan, hardware)
-        cache = CacheBytes(**{plan.cache: whole})
-        return Placement(dict.fromkeys(units.units, plan.cache), cache)
-    return _by_policy(plan.policy or workload.policy, workload, plan, units, hardware)
+    if schedule.cache != "policy":
+        whole = entry_bytes(workload, schedule, hardware)
+        cache = CacheBytes(**{schedule.cache: whole})
+        return Placement(dict.fromkeys(units.units, schedule.cache), cache)
+    return _by_policy(schedule.policy or workload.policy, workload, schedule, units, hardware)
 
 
 def shard_numel(parameters: int, world_size: int) -> int:
-    """Elements of one rank's part, padding included."""
+    """Elements of one rank's shard, padding included."""
     return -(-parameters // world_size)
 
 
 def _by_policy(
-    text: str, workload: Workload, plan: Schedule, units: Layout, hardware: Hardware
+    text: str, workload: Workload, schedule: Schedule, units: Layout, hardware: Hardware
 ) -> Placement:
     from baselines.presets.policies import parse  # needs torch
 
@@ -72,7 +75,7 @@ def _by_policy(
         for tier in decided.preferences[policy_unit][:1]:
             tiers[unit] = tier
     if decided.guarded:
-        tiers = _by_usage(decided, seen, tiers, workload, plan, units, hardware)
+        tiers = _by_usage(decided, seen, tiers, workload, schedule, units, hardware)
     sizes: dict[str, float] = {"device": 0.0, "host": 0.0, "disk": 0.0}
     for unit, policy_unit in seen.items():
         size = (hardware.nodes - 1) * policy_unit.shard_bytes
@@ -88,12 +91,12 @@ def _by_usage(
     seen: Mapping[Unit, _PolicyUnit],
     tiers: Mapping[Unit, Place],
     workload: Workload,
-    plan: Schedule,
+    schedule: Schedule,
     units: Layout,
     hardware: Hardware,
 ) -> dict[Unit, Place]:
     """Ask the policy as each unit is stored in forward, when activations have piled up so far."""
-    most = footprint(workload, plan, units, hardware, CacheBytes())
+    most = footprint(workload, schedule, units, hardware, CacheBytes())
     activations = most.forward["activations"]
     rest = sum(most.forward.values()) - activations
     found: dict[Unit, Place] = dict(tiers)

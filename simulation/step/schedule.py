@@ -31,42 +31,43 @@ class Step:
     def __init__(
         self,
         workload: Workload,
-        plan: Schedule,
+        schedule: Schedule,
         units: Layout,
         placement: Placement,
         hardware: Hardware,
     ) -> None:
         self.tasks = Tasks(hardware)
         self._workload = workload
-        self._plan = plan
+        self._schedule = schedule
         self._units = units
         self._tiers = placement.tiers
         self._hardware = hardware
-        self._exchanges = Exchanges(workload, plan, hardware)
+        self._exchanges = Exchanges(workload, schedule, hardware)
         self._gloo = hardware.backend == "gloo"
         #: Computation so far; reductions; the store of each unit's entry in this step.
         self._computed: list[int] = []
         self._reduced: list[int] = []
         self._stored: dict[Unit, int] = {}
-        #: What the gather before has waited for: look-ahead copies may begin then.
+        #: Tasks that the gather before has waited for: prefetched copies may begin after them.
         self._latest_gather: tuple[int, ...] = ()
-        #: What is gathered, and by which task; what a micro-batch's gathers wait for.
+        #: Units that are gathered, and by which task; tasks that a micro-batch's gathers wait for.
         self._gathered: dict[Unit, int | None] = {}
         self._wait_for_all: tuple[int, ...] = ()
         layers, block = workload.model.layers, workload.model.block_parameters
-        lead = min(plan.lead_per_block * layers, plan.most_lead)
+        lead = min(schedule.lead_per_block * layers, schedule.most_lead)
         self._over_turn = _over_turn(units, lead * block)
-        #: Beside matrix products, in one forward or one backward of all blocks.
+        #: Seconds beside matrix products, in one forward or one backward of all blocks.
         overheads = hardware.overheads
         kept = workload.tokens * block_activation_bytes(workload) * hardware.ranks_sharing_device
         each = overheads.block_seconds.get(find(workload.strategy).engine, 0.0)
         self._overhead_seconds = (layers / 2) * (each + overheads.activation_byte_seconds * kept)
 
     def build(self) -> Tasks:
+        """The tasks of all micro-batches and of the optimizer. Call it once."""
         for index in range(self._workload.accumulation):
             self._micro_batch(index)
         ends = [*self._computed[-1:], *self._reduced]
-        optimizer_tasks(self.tasks, self._workload, self._plan, self._units, ends)
+        optimizer_tasks(self.tasks, self._workload, self._schedule, self._units, ends)
         return self.tasks
 
     def _micro_batch(self, index: int) -> None:
@@ -85,17 +86,16 @@ class Step:
             needs = segment.units if segment.in_backward else ()
             self._run(segment, needs, "backward", flops, first)
             waiting += sum(unit.trained for unit in segment.units)
-            if segment.block:  # a vendor that gathers matrices reduces them a block at a time
+            if segment.block:  # a vendor that gathers matrices reduces those of a block together
                 self._reduce(segment.name, self._exchanges.reduce(waiting, last=last), waiting)
                 waiting = 0
-        whole = 0
-        if not self._plan.keeps_small_whole:
-            replicas = self._exchanges.all_reduce(units.whole_trained) if last else []
-            self._reduce("replicas", replicas, units.whole_trained)
+        in_root = units.root.trained
+        if not self._schedule.replicates_small:
+            replicas = self._exchanges.all_reduce(units.replicated_trained) if last else []
+            self._reduce("replicas", replicas, units.replicated_trained)
         else:
-            whole = units.whole_trained
-        rest = units.root.trained + whole
-        self._reduce("root", self._exchanges.reduce(rest, last=last), rest)
+            in_root += units.replicated_trained
+        self._reduce("root", self._exchanges.reduce(in_root, last=last), in_root)
 
     def _run(
         self, segment: Segment, needs: Sequence[Unit], phase: str, flops: float, first: bool
@@ -127,23 +127,23 @@ class Step:
         return found
 
     def _gather_may_begin(self) -> tuple[int, ...]:
-        """Not before the computation that precedes the running one has ended."""
+        """Tasks that a gather waits for: the computation before the one that is running."""
         return tuple(dict.fromkeys([*self._wait_for_all, *self._computed[-2:-1]]))
 
     def _is_stale(self, unit: Unit, phase: str, first: bool) -> bool:
-        if self._plan.cached_for == "micro-batch":
+        if self._schedule.cached_for == "micro-batch":
             return phase == "forward"
-        outlived = unit.trained == 0 and self._plan.cached_for == "change"
+        outlived = unit.trained == 0 and self._schedule.cached_for == "change"
         return first and phase == "forward" and not outlived
 
     def _gather_anew(self, unit: Unit, name: str, phase: str, after: tuple[int, ...]) -> int | None:
         exchanges = self._exchanges.gather(unit)
         shard = self._exchanges.shard_bytes(unit)
         start = after
-        if self._plan.parameters == "disk":
+        if self._schedule.parameters == "disk":
             node_shards = shard * self._hardware.ranks_per_node
             start = (self.tasks.disk(f"{name} read", "read", node_shards, phase, after),)
-        if self._plan.parameters != "device":
+        if self._schedule.parameters != "device":
             start = (self._copy_in(f"{name} copy in", shard, phase, start),)
         at = None
         for number, traffic in enumerate(exchanges):
@@ -163,7 +163,7 @@ class Step:
         if tier in ("host", "disk"):
             size = self._exchanges.slice_bytes(unit)
             begin = tuple(dict.fromkeys([*self._latest_gather, *self._stored_tasks(unit)]))
-            if self._plan.blocking:
+            if self._schedule.blocking:
                 begin = after
             if tier == "disk":
                 node_bytes = size * self._hardware.ranks_per_node
@@ -180,7 +180,7 @@ class Step:
         return (self._stored[unit],) if unit in self._stored else ()
 
     def _copy_in(self, name: str, nbytes: float, phase: str, after: Sequence[int]) -> int:
-        stream = COMPUTE if self._plan.blocking or self._gloo else "copy in"
+        stream = COMPUTE if self._schedule.blocking or self._gloo else "copy in"
         return self.tasks.copy(name, "host_to_device", stream, nbytes, phase, after)
 
     def _store(self, unit: Unit, phase: str, gathered: int) -> None:
@@ -190,7 +190,7 @@ class Step:
             return
         size = self._exchanges.slice_bytes(unit)
         name = f"{phase} store {unit.name}"
-        stream = COMPUTE if self._plan.blocking or self._gloo else "copy out"
+        stream = COMPUTE if self._schedule.blocking or self._gloo else "copy out"
         at = self.tasks.copy(name, "device_to_host", stream, size, phase, (gathered,))
         if tier == "disk":
             node_bytes = size * self._hardware.ranks_per_node
@@ -198,8 +198,8 @@ class Step:
         self._stored[unit] = at
 
     def _gather_stream(self, number: int) -> str:
-        """On a host of one thread, only the first exchange of a prefetched gather is ahead."""
-        if self._gloo and (number > 0 or not self._plan.gathers_ahead_on_host):
+        """The stream of a gather's exchange; with one thread only the first runs ahead."""
+        if self._gloo and (number > 0 or not self._schedule.gathers_ahead_on_host):
             return COMPUTE
         return "gather"
 
@@ -210,7 +210,7 @@ class Step:
         for traffic in exchanges:
             stream = COMPUTE if self._gloo else "reduce"
             after = (self.tasks.exchange(f"reduce {name}", stream, traffic, "reduce", after),)
-        if self._plan.optimizer != "device":
+        if self._schedule.optimizer != "device":
             size = _GRADIENT_BYTES * trained / self._hardware.world_size
             stream = COMPUTE if self._gloo else "copy out"
             title = f"gradients {name}"

@@ -22,6 +22,7 @@ class Tasks:
     moved_bytes: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def compute(self, name: str, seconds: float, after: Sequence[int]) -> int:
+        """Append a rank's computation; returns its index, as the other methods do."""
         return self.add(name, COMPUTE, {"compute": seconds}, after)
 
     def exchange(
@@ -33,9 +34,9 @@ class Tasks:
         after: Sequence[int],
         gathered_bytes: float = 0.0,
     ) -> int:
-        """What ranks send one another, with what that takes of PCIe and of the host's cores.
+        """Append an exchange among ranks, with what it takes of PCIe and of the host's cores.
 
-        ``gathered_bytes``: what each rank has at the end of it that it had not.
+        ``gathered_bytes`` are those that each rank has at its end and had not before.
         """
         hardware = self.hardware
         demands = {
@@ -62,7 +63,7 @@ class Tasks:
     def copy(
         self, name: str, link: str, stream: str, nbytes: float, phase: str, after: Sequence[int]
     ) -> int:
-        """A rank's copy between host and device, of ``nbytes``."""
+        """Append a rank's copy of ``nbytes`` between host and device."""
         to_device = link == "host_to_device"
         rate = (
             self.hardware.host_to_device_bytes_per_s
@@ -73,7 +74,7 @@ class Tasks:
         return self.add(name, stream, {link: nbytes / rate}, after)
 
     def disk(self, name: str, kind: str, nbytes: float, phase: str, after: Sequence[int]) -> int:
-        """A node's ``read`` or ``write``."""
+        """Append a node's ``read`` or ``write`` of ``nbytes``."""
         rate = (
             self.hardware.disk_read_bytes_per_s
             if kind == "read"

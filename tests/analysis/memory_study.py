@@ -6,7 +6,7 @@ from itertools import product
 from typing import Any
 
 from analysis.load.memory import MemoryStudy
-from simulation.imitated.records import Case, Finding, MemoryRecord, Peak
+from simulation.imitated.records import Case, MemoryRecord, MemoryUse, Peak
 from simulation.transformer import ModelSpec
 
 MODELS = [
@@ -30,7 +30,7 @@ def made(strategy: str, model: ModelSpec, tuning: str, again: bool, largest: int
             "reserve_bytes": 4_000_000_000,
         }
     )
-    finding = Finding(
+    finding = MemoryUse(
         parameters=10**10,
         trainable_parameters=10**10,
         resting_device_bytes=10**9,

@@ -40,6 +40,18 @@ class Settings:
 
 def train(strategy: str, settings: Settings) -> tuple[nn.Module, list[float]]:
     """The trained model, and this rank's loss of each step."""
+    model, trainable, batches = _made(strategy, settings)
+    losses = [_step(trainable, batches, settings.accumulation) for _ in range(settings.steps)]
+    return model, losses
+
+
+def made(strategy: str, settings: Settings) -> tuple[Trainable, Iterator[torch.Tensor]]:
+    """What is to be trained on this rank, and its micro-batches."""
+    _, trainable, batches = _made(strategy, settings)
+    return trainable, batches
+
+
+def _made(strategy: str, settings: Settings) -> tuple[nn.Module, Trainable, Iterator[torch.Tensor]]:
     spec = model_spec(settings.family, layers=2, width=32, heads=2)
     model, blocks = models.build(
         cell(strategy, model=spec, tuning=settings.tuning, sequence_length=SEQUENCE_LENGTH)
@@ -60,8 +72,7 @@ def train(strategy: str, settings: Settings) -> tuple[nn.Module, list[float]]:
     batches = data.micro_batches(
         data.corpus(), rank=topology.rank, seed=0, sequences=2, sequence_length=SEQUENCE_LENGTH
     )
-    losses = [_step(trainable, batches, settings.accumulation) for _ in range(settings.steps)]
-    return model, losses
+    return model, trainable, batches
 
 
 def _step(trainable: Trainable, batches: Iterator[torch.Tensor], accumulation: int) -> float:

@@ -35,6 +35,9 @@ RANGES = {
     Kind.REDUCE_INTER: "reduce_inter",
 }
 
+#: Where the thread waits for a reduction that is in flight: nothing of the figure's.
+WAIT = "fcdp::reduce_wait"
+
 
 def ranges_of_a_step() -> list[str]:
     """What a rank does in the second step of a full fine-tuning, in the order of its start."""
@@ -60,7 +63,12 @@ def test_a_step_on_cpus_has_the_order_that_is_drawn(ranks: Pools) -> None:
         if task.kind in RANGES
     ]
     assert len(expected) == 18
-    assert ranks.run(4, ranges_of_a_step) == [expected] * 4
+    for ranges in ranks.run(4, ranges_of_a_step):
+        waits = [name for name in ranges if name.startswith(WAIT)]
+        assert [name for name in ranges if name not in waits] == expected
+        # Of the three reductions the first is waited for when the last is about to begin.
+        assert waits == [f"{WAIT} {unit}" for unit in ("blocks.1", "blocks.0", "root")]
+        assert ranges[-5:] == ["fcdp::reduce_intra root", waits[0], ranges[-3], *waits[1:]]
 
 
 @pytest.mark.parametrize(("name", "line"), draw_schedule.schedules().items())

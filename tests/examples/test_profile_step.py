@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from examples import profile_step
+from fcdp.api import BLOCKS_AHEAD
 from tests.examples.launch import printed
 from tests.ranks import Pools
 
@@ -55,6 +55,7 @@ EXPECTED = {
     "cache_load": {*BLOCKS},  # the root stays gathered from forward to backward
     "reduce_intra": {"root", *BLOCKS},
     "reduce_inter": {"root", *BLOCKS},
+    "reduce_wait": {"root", *BLOCKS},
 }
 
 
@@ -72,15 +73,20 @@ def test_every_range_names_its_unit(traced: tuple[list[str], dict[str, list[Rang
     }
 
 
-def test_a_block_is_gathered_while_the_one_before_computes(
+def test_blocks_are_gathered_while_those_before_them_compute(
     traced: tuple[list[str], dict[str, list[Range]]],
 ) -> None:
+    """The first two blocks' gathers begin together, ahead of the first; each later one's, a block
+    further ahead."""
     _, ranges = traced
-    for block, following in pairwise(BLOCKS):
-        (gather,) = ranges[f"fcdp::gather_inter {following}"]
-        # FSDP2's own ranges, before and after the block's forward.
-        assert ranges[f"FSDP::pre_forward ({block})"][0].end <= gather.start
-        assert gather.end <= ranges[f"FSDP::post_forward ({block})"][0].start
+    gathers = [ranges[f"fcdp::gather_inter {block}"][0] for block in BLOCKS]
+    # FSDP2's own ranges, before and after the block's forward.
+    begins = [ranges[f"FSDP::pre_forward ({block})"][0] for block in BLOCKS]
+    ends = [ranges[f"FSDP::post_forward ({block})"][0] for block in BLOCKS]
+    for gather in gathers[:BLOCKS_AHEAD]:
+        assert gather.end <= begins[0].start
+    for before, gather in zip(range(len(BLOCKS)), gathers[BLOCKS_AHEAD:], strict=False):
+        assert begins[before].end <= gather.start <= gather.end <= ends[before].start
 
 
 def test_a_gather_crosses_once_and_is_stored_before_it_is_loaded(

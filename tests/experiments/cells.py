@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from baselines import pins
 from experiments.clusters.emulated import EmulatedCluster
-from experiments.clusters.gate import Gate
 from experiments.clusters.interface import Outcome
+from experiments.clusters.start_barrier import StartBarrier
 from experiments.records.cell import Cell, ClusterSpec
 from experiments.records.record import Measurement
 from experiments.runner.runner import WORKER
@@ -53,7 +53,7 @@ def cell(strategy: str, **settings: Any) -> Cell:
 
 
 @dataclass(frozen=True)
-class Run:
+class CellResult:
     """How a cell ended."""
 
     cell: Cell
@@ -75,7 +75,7 @@ class Run:
 
 def run(
     cluster: EmulatedCluster, cell: Cell, directory: Path, entry: str = WORKER, *arguments: str
-) -> Run:
+) -> CellResult:
     """Run one cell as the runner does; ``entry`` takes the worker's arguments and more."""
     directory.mkdir()
     file = directory / "cell.json"
@@ -83,7 +83,7 @@ def run(
     cluster.shape(None)
     started = time.monotonic()
     bandwidth = cell.inter_bandwidth_bits_per_s
-    with Gate(directory, lambda: cluster.shape(bandwidth)):
+    with StartBarrier(directory, lambda: cluster.shape(bandwidth)):
         outcome = cluster.run(
             entry,
             [str(file), str(directory), *arguments],
@@ -91,7 +91,7 @@ def run(
             environment=pins.variables(cell.deepspeed),
             timeout_s=cell.timeout_s,
         )
-    return Run(cell, directory, outcome, time.monotonic() - started)
+    return CellResult(cell, directory, outcome, time.monotonic() - started)
 
 
 FAILING_WORKER = f"{__name__}:fail_in_mid_step"

@@ -60,10 +60,10 @@ def test_strategies_are_listed_with_engine_version_and_needs() -> None:
     assert version("deepspeed") in by_name["deepspeed-zero3"]
 
 
-def test_what_cannot_run_here_is_planned_as_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_run_here_is_listed_as_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "has_cuda", lambda: False)
-    planned = [p for p in reader.read("parity").cells if p.cell.tuning == "full"]
-    reasons = {p.cell.strategy: p.skip_reason for p in planned}
+    listed = [p for p in reader.read("parity").cells if p.cell.tuning == "full"]
+    reasons = {p.cell.strategy: p.skip_reason for p in listed}
     assert "operator quantizer" in str(reasons["deepspeed-zeropp"])
     assert "coalesced" in str(reasons["deepspeed-mics"])
     assert reasons["fsdp2"] is None
@@ -75,9 +75,9 @@ def test_a_dry_run_shows_cells_and_reasons_and_starts_nothing(tmp_path: Path) ->
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     skipped = [line for line in lines if "  skipped: accumulation is compared at" in line]
-    plan = reader.read("reference")
-    to_run = sum(planned.skip_reason is None for planned in plan.cells)
-    assert len(lines) == len(plan.cells) + 1
+    matrix = reader.read("reference")
+    to_run = sum(entry.skip_reason is None for entry in matrix.cells)
+    assert len(lines) == len(matrix.cells) + 1
     assert skipped
     assert lines[-1].startswith(f"reference: {to_run} cells to run, ")
     assert not output.exists()

@@ -18,7 +18,7 @@ from experiments.clusters.emulated import EmulatedCluster
 from experiments.commands.kinds import PRELOADED
 from experiments.records.cell import ClusterSpec
 from tests.experiments import cells, operators
-from tests.experiments.cells import NODES, RANKS_PER_NODE, Run, cell, model_spec
+from tests.experiments.cells import NODES, RANKS_PER_NODE, CellResult, cell, model_spec
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Runs:
     """LoRA under one pin."""
 
     pin: Pin
-    zero3: Run
-    hpz: Run
+    zero3: CellResult
+    hpz: CellResult
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def runs(
     operators.build(pin)
     directory = tmp_path_factory.mktemp(pin)
 
-    def run(strategy: str) -> Run:
+    def run(strategy: str) -> CellResult:
         # Of a model of two blocks ZeRO-3 keeps most over the turn from forward to backward.
         model = model_spec("gpt2", layers=4)
         lora = cell(strategy, tuning="lora", deepspeed=pin, model=model)

@@ -20,6 +20,9 @@ class NoFailures:
     def waiting(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
+    def completing(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def backward_runs(self) -> None:
         pass
 
@@ -53,6 +56,7 @@ class StandInUnit:
     shard_bytes: int
     reuses: int = 1
     params: tuple[Any, ...] = ()
+    hooked: bool = False
 
 
 def slice_of(rows: torch.Tensor, node: int = 0) -> Slice:

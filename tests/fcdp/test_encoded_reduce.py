@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import fcdp
 from fcdp.encoded_reduce import EncodedReduce
+from fcdp.exchange import wait_all
 from fcdp.ledger import Ledger
 from tests.fcdp.training import topology_of
 from tests.ranks import Pools
@@ -37,13 +38,14 @@ def reduced(world_size: int, dtype: torch.dtype) -> tuple[bool, int]:
     topology = topology_of(world_size, 1)
     output = torch.empty(NUMEL, dtype=dtype)
     partial = partial_of(topology.rank, world_size, dtype)
-    sent = reducer(world_size).reduce(output, partial)
+    encoded = reducer(world_size)
+    wait_all(encoded.start(output, partial))
     wide = torch.promote_types(dtype, torch.float32)
     expected = torch.zeros(NUMEL, dtype=wide)
     for rank in range(world_size):
         part = partial_of(rank, world_size, dtype).view(world_size, -1)[topology.rank].to(wide)
         expected += part if rank == topology.rank else rounded(part)
-    return torch.equal(output, expected.to(dtype)), sent
+    return torch.equal(output, expected.to(dtype)), encoded.sent_bytes(NUMEL)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -61,7 +63,7 @@ def lost_over_time(error_feedback: bool) -> float:
     partial = partial_of(topology_of(2, 1).rank, 2, torch.float32)
     total, output = torch.zeros(NUMEL), torch.empty(NUMEL)
     for _ in range(50):
-        reduce.reduce(output, partial)
+        wait_all(reduce.start(output, partial))
         total += output
     exact = partial.clone()
     dist.all_reduce(exact)
@@ -83,9 +85,9 @@ def after_an_overflow() -> tuple[bool, bool]:
     output = torch.empty(NUMEL)
     overflowed = partial.clone()
     overflowed[3::NUMEL] = torch.inf
-    reduce.reduce(output, overflowed)
+    wait_all(reduce.start(output, overflowed))
     seen = not output.isfinite().all()
-    reduce.reduce(output, partial)
+    wait_all(reduce.start(output, partial))
     return bool(seen), bool(output.isfinite().all())
 
 
@@ -97,11 +99,11 @@ def after_a_layout_change() -> bool:
     """Whether the first reduction of a new layout is as if nothing had been reduced before."""
     rank = topology_of(2, 1).rank
     used, fresh = reducer(2, error_feedback=True), reducer(2, error_feedback=True)
-    used.reduce(torch.empty(NUMEL), partial_of(rank, 2, torch.float32))
+    wait_all(used.start(torch.empty(NUMEL), partial_of(rank, 2, torch.float32)))
     other = partial_of(rank, 2, torch.float32, numel=1)
     outputs = torch.empty(2, 1)
     for output, reduce in zip(outputs, (used, fresh), strict=True):
-        reduce.reduce(output, other)
+        wait_all(reduce.start(output, other))
     return torch.equal(outputs[0], outputs[1])
 
 

@@ -70,7 +70,9 @@ def test_gradients_are_scaled_once(ranks_per_node: int, op: dist.ReduceOp.RedOpT
     topology: Any = Place(2, 0, ranks_per_node)
     group: Any = None
     ledger = Ledger()
-    reduce = HierarchicalReduceScatter(unit, topology, OnDevice(ledger), ledger, encoded=None)
+    reduce = HierarchicalReduceScatter(
+        unit, topology, OnDevice(ledger), mock.Mock(), ledger, encoded=None
+    )
     asked: list[Any] = []
 
     def noting(_: Any, __: Any, *how: Any) -> list[Any]:
@@ -102,7 +104,12 @@ def test_a_second_reduction_may_be_in_flight_where_fsdp2_has_its_default(
         mesh=SimpleNamespace(device_type=device_type), reduce_inter=None, nodes=2
     )
     engine: Any = SimpleNamespace(
-        topology=topology, ledger=Ledger(), _encoded=[], _reductions={}, _partials=mock.Mock()
+        topology=topology,
+        ledger=Ledger(),
+        _encoded=[],
+        _reductions={},
+        _partials=mock.Mock(),
+        _in_flight=mock.Mock(),
     )
     Engine._reduce_by_hierarchy(engine, unit, Codecs())  # type: ignore[arg-type]
     calls = unit.module.set_reduce_scatter_max_input_buffers.call_args_list

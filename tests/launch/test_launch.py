@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -19,6 +21,8 @@ from experiments.records.record import read as read_records
 SKYPILOT = ROOT / "launch/skypilot.yaml"
 COMMANDS = ["preflight", "run small --resume"]
 
+#: How the variables begin that a test sets itself.
+_SETTINGS = ("FCDP_", "NCCL_", "SSH_AUTH_", "WANDB_")
 #: Says with what arguments and settings it was called.
 _TELL = """\
 #!{python}
@@ -48,7 +52,7 @@ def _program(path: Path, text: str) -> None:
 def start(
     command: list[str | Path], path: Path | None = None, **settings: str
 ) -> subprocess.CompletedProcess[str]:
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("FCDP_", "NCCL_"))}
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(_SETTINGS)}
     return subprocess.run(
         command,
         cwd=ROOT,
@@ -109,19 +113,13 @@ def test_skypilot_runs_the_commands_on_the_first_node(tmp_path: Path, python: Pa
 
 @pytest.mark.parametrize("gpus", ["all", "none"])
 def test_docker_gets_the_flags_and_the_settings_by_name(tmp_path: Path, gpus: str) -> None:
-    folder = tmp_path / "stand-ins"
-    folder.mkdir()
-    file = tmp_path / "docker.jsonl"
-    _program(folder / "docker", _TELL.format(python=sys.executable, name="docker", file=str(file)))
-    done = start(
-        [ROOT / "launch/docker.sh", "node0 node1", *COMMANDS],
-        folder,
+    call = call_of_docker(
+        tmp_path,
         NCCL_DEBUG="a setting",
+        WANDB_API_KEY="a key",
         FCDP_GPUS=gpus,
         FCDP_DOCKER_OPTIONS="--device /dev/infiniband",
     )
-    assert done.returncode == 0, done.stderr
-    (call,) = told(file)
     line = " ".join(call["arguments"])
     there = call["settings"]["FCDP_PREFIX"]
     assert call["settings"]["FCDP_HOSTS"] == "node0 node1"
@@ -131,10 +129,54 @@ def test_docker_gets_the_flags_and_the_settings_by_name(tmp_path: Path, gpus: st
         assert part in line
         assert part in there
     assert ("--gpus all" in line) == ("--gpus all" in there) == (gpus == "all")
-    for name in ("FCDP_HOSTS", "FCDP_PREFIX", "NCCL_DEBUG"):
+    for name in ("FCDP_HOSTS", "FCDP_PREFIX", "NCCL_DEBUG", "WANDB_API_KEY"):
         assert f"--env {name} " in line
+        assert name not in there
     assert "a setting" not in line
+    assert "a key" not in line
+    assert "--tty" not in line  # no terminal
     assert call["arguments"][-4:] == ["fcdp", "launch/commands.sh", *COMMANDS]
+
+
+def test_what_is_compiled_on_the_other_machines_is_kept(tmp_path: Path) -> None:
+    call = call_of_docker(tmp_path, FCDP_IMAGE="me/fcdp:2")
+    there = call["settings"]["FCDP_PREFIX"]
+    assert "--volume me-fcdp-2-operators:/opt/venv/operators " in there
+    assert there.endswith("--volume me-fcdp-2-operators-paper:/opt/venv-paper/operators me/fcdp:2")
+    assert "operators:" not in " ".join(call["arguments"])
+
+
+def test_docker_is_the_account_that_calls(tmp_path: Path) -> None:
+    """Else ssh refuses its settings and keys, and takes another name for the user's."""
+    agent = tmp_path / "agent"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(agent))
+        call = call_of_docker(tmp_path, HOME="/home/me", SSH_AUTH_SOCK=str(agent))
+    line = " ".join(call["arguments"])
+    for part in (
+        f"--user {os.getuid()}:{os.getgid()}",
+        "--volume /etc/passwd:/etc/passwd:ro",
+        "--env HOME",
+        "--volume /home/me/.ssh:/home/me/.ssh:ro",
+        f"--env SSH_AUTH_SOCK --volume {agent}:{agent}",
+    ):
+        assert f"{part} " in line
+        assert part not in call["settings"]["FCDP_PREFIX"]
+    agent.unlink()
+    assert "SSH_AUTH_SOCK" not in " ".join(call_of_docker(tmp_path)["arguments"])
+
+
+def call_of_docker(tmp_path: Path, **settings: str) -> dict[str, Any]:
+    """How launch/docker.sh calls a stand-in for Docker."""
+    folder = tmp_path / "stand-ins"
+    folder.mkdir(exist_ok=True)
+    file = tmp_path / "docker.jsonl"
+    file.unlink(missing_ok=True)
+    _program(folder / "docker", _TELL.format(python=sys.executable, name="docker", file=str(file)))
+    done = start([ROOT / "launch/docker.sh", "node0 node1", *COMMANDS], folder, **settings)
+    assert done.returncode == 0, done.stderr
+    (call,) = told(file)
+    return call
 
 
 def test_a_command_that_cannot_run_ends_the_script(tmp_path: Path) -> None:
@@ -155,6 +197,35 @@ def test_a_command_that_cannot_run_ends_the_script(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "second" in done.stdout
     assert "third" not in done.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_script_alone_ends_the_command(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """The command tidies up, the script waits for it, and the next one does not start."""
+    (tmp_path / "bin").mkdir()
+    _program(
+        tmp_path / "bin/python",
+        """\
+        #!/usr/bin/env bash
+        tidy() { sleep 0.2; echo "$3 is tidy"; exit 130; }
+        trap 'tidy "$@"' TERM
+        echo "$3 runs"
+        for _ in {1..3000}; do sleep 0.01; done
+        """,
+    )
+    with subprocess.Popen(
+        [ROOT / "launch/commands.sh", "first", "second"],
+        env={**os.environ, "VENV": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as started:
+        assert started.stdout is not None
+        assert started.stdout.readline() == "first runs\n"
+        started.send_signal(number)
+        assert started.communicate(timeout=60)[0] == "first is tidy\n"
+    assert started.returncode == 130
 
 
 def test_cells_train_on_two_nodes_of_this_host(tmp_path: Path) -> None:

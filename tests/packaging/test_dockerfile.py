@@ -10,8 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.main import get_group
 
+from analysis.__main__ import app
+from experiments.commands import COMMANDS
 from tests.packaging import ROOT
+from tests.packaging.test_setup import FILES
 
 DOCKERFILE = ROOT / "Dockerfile"
 
@@ -52,7 +56,11 @@ def test_python_packages_come_from_the_set_up_script_and_its_pins_only() -> None
 
 
 def test_the_code_does_not_invalidate_the_environment() -> None:
-    assert position("RUN", "scripts/setup.sh") < position("COPY", "fcdp:fcdp . .")
+    """Before the environment is made, only what it is made from has been copied."""
+    made = position("RUN", "scripts/setup.sh")
+    copied = [text.split()[1:-1] for name, text in instructions()[:made] if name == "COPY"]
+    assert {source for sources in copied for source in sources} == {*FILES, "LICENSE"}
+    assert made < position("COPY", "fcdp:fcdp . .")
 
 
 def test_it_does_not_run_as_root() -> None:
@@ -95,23 +103,36 @@ def test_its_set_up_step_runs_on_what_was_copied(tmp_path: Path, torch: str) -> 
     """The step itself, with nothing installed: the script only says what it would do."""
     for copied in arguments("COPY")[:-1]:
         *sources, target = copied.split()[1:]
+        (tmp_path / target).mkdir(exist_ok=True)
         for source in sources:
-            if (ROOT / source).is_dir():
-                shutil.copytree(ROOT / source, tmp_path / target)
-            else:
-                shutil.copy(ROOT / source, tmp_path / target)
+            shutil.copy(ROOT / source, tmp_path / target)
     (step,) = [run for run in arguments("RUN") if "scripts/setup.sh" in run]
     assert ("ARG", "TORCH=cuda") in instructions()
     done = subprocess.run(
         ["bash", "-c", step.replace("setup.sh --pins", "setup.sh --check")],
         cwd=tmp_path,
-        env={**os.environ, "TORCH": torch, "VENV": str(tmp_path / "venv")},
+        env={
+            **os.environ,
+            "TORCH": torch,
+            "VENV": str(tmp_path / "venv"),
+            "TORCH_EXTENSIONS_DIR": str(tmp_path / "venv/operators"),
+        },
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
     assert f"torch's {torch} build" in done.stdout
     assert (tmp_path / "fcdp/__init__.py").exists()
+    for folder in operators():
+        assert (tmp_path / folder.relative_to("/opt")).stat().st_mode & 0o7777 == 0o1777
+
+
+def operators() -> list[Path]:
+    """Where a container compiles DeepSpeed's operators: both pins', whatever account it runs as."""
+    (variables,) = (argument.split() for argument in arguments("ENV") if "VENV=" in argument)
+    assert "VENV=/opt/venv" in variables
+    assert "TORCH_EXTENSIONS_DIR=/opt/venv/operators" in variables
+    return [Path("/opt/venv/operators"), Path("/opt/venv-paper/operators")]
 
 
 def test_nothing_that_git_knows_is_left_out() -> None:
@@ -167,8 +188,9 @@ def test_the_image_knows_its_commit_and_no_credentials(tmp_path: Path) -> None:
     [
         (["run", "quickstart"], "python -m experiments run quickstart"),
         (["--help"], "python -m experiments --help"),
-        (["report", "runs"], "python -m analysis report runs"),
         (["torchrun", "--nnodes", "2"], "torchrun --nnodes 2"),
+        *(([name, "runs"], f"python -m experiments {name} runs") for name in COMMANDS),
+        *(([name, "runs"], f"python -m analysis {name} runs") for name in get_group(app).commands),
     ],
 )
 def test_the_entry_point_reaches_the_commands(

@@ -15,7 +15,7 @@ from experiments.preflight.schema import Preflight
 from scripts.gpu import __main__ as command
 from scripts.gpu import constants, correctness, groups, marked, memory, nccl, overlap, parity, trace
 from scripts.gpu.parity import Case
-from scripts.gpu.records import Job, Record
+from scripts.gpu.records import Brief, Record
 
 ROOT = Path(__file__).resolve().parents[2]
 #: What is committed stays small.
@@ -108,16 +108,16 @@ def test_the_trace_names_what_fcdp_does(out: Path) -> None:
 def test_a_part_that_fails_does_not_stop_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(job: Job, record: Record, limit_s: float) -> None:
+    def broken(brief: Brief, record: Record, limit_s: float) -> None:
         record.passed_if(True, "the first half")
         raise RuntimeError("illegal memory access")
 
-    def sound(job: Job, record: Record, limit_s: float) -> None:
+    def sound(brief: Brief, record: Record, limit_s: float) -> None:
         record.passed_if(limit_s > 100, "has the time that the other left", f"{limit_s}")
 
     parts = {"broken": command.Part(broken, 0.9), "sound": command.Part(sound, 0.1)}
     monkeypatch.setattr(command, "PARTS", parts)
-    found = command.run(Job(tmp_path, tmp_path, "cpu", True), [*parts], 480)
+    found = command.run(Brief(tmp_path, tmp_path, "cpu", True), [*parts], 480)
     assert [record.verdict for record in found] == ["failed", "passed"]
     assert "illegal memory access" in (tmp_path / "broken.json").read_text()
 
@@ -134,8 +134,8 @@ def test_wrong_arguments_are_refused(
 
 
 def faulty(fault: str, limit_s: float) -> groups.Outcome:
-    job = {"fault": fault, "at": 1}
-    return groups.run("fault", job, world_size=2, device="cpu", limit_s=limit_s, apart=True)
+    brief = {"fault": fault, "at": 1}
+    return groups.run("fault", brief, world_size=2, device="cpu", limit_s=limit_s, apart=True)
 
 
 @pytest.mark.ranks
@@ -280,7 +280,7 @@ def test_slices_in_flight_are_a_small_part_of_the_model() -> None:
 
 def test_losses_that_differ_or_ranks_that_hang_fail_nccl() -> None:
     run = {"equal": True, "distance": 0.0, "hits": 1}
-    whole = [run] * len(nccl.RUNS)
+    whole = [run] * len(nccl.RECIPES)
     for lines, state, verdict in (
         (whole, "ended", "passed"),
         ([*whole[:-1], {**run, "distance": 0.1}], "ended", "failed"),
@@ -288,7 +288,7 @@ def test_losses_that_differ_or_ranks_that_hang_fail_nccl() -> None:
     ):
         record = Record("nccl")
         outcome = groups.Outcome(state, [whole, lines], "", [], 1.0)  # type: ignore[arg-type]
-        nccl.judge(record, "2 × 2", list(nccl.RUNS), outcome, exact=False)
+        nccl.judge(record, "2 × 2", list(nccl.RECIPES), outcome, exact=False)
         assert record.verdict == verdict
 
 

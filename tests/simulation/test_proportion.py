@@ -14,9 +14,9 @@ from simulation.proportion import communication_to_computation, link_bits_per_s
 
 
 def zero3(name: str, model: str) -> Iterator[Cell]:
-    for planned in reader.read(name).cells:
-        if (planned.cell.strategy, planned.cell.model.name) == ("deepspeed-zero3", model):
-            yield planned.cell
+    for entry in reader.read(name).cells:
+        if (entry.cell.strategy, entry.cell.model.name) == ("deepspeed-zero3", model):
+            yield entry.cell
 
 
 def ratio(cell: Cell) -> float:

@@ -19,6 +19,7 @@ from experiments.records import parity
 from experiments.records.cell import Cell, ClusterSpec, SimulatedSpec
 from experiments.records.record import Record
 from experiments.records.settings import Described, Setting, described
+from experiments.records.workload import Library, Origin, TextFile
 from experiments.terminal.summary_table import summary, varying_settings
 from simulation.files import Strict
 from tests.analysis import made_up
@@ -36,6 +37,11 @@ OTHERS: dict[str, dict[str, Any]] = {
     "adapters": {"adapters": "replicated"},
     # FCDP has no such setting.
     "deepspeed": {"strategy": "deepspeed-zero3", "deepspeed": "paper"},
+    "data": {"data": TextFile(text="prose.txt", digest="0" * 64)},
+    "data_in_full": {"data": Library(tokenizer="qwen")},
+    "loss": {"loss": "package.module:function"},
+    "origin": {"origin": Origin(folder="examples")},
+    "origin_in_full": {"origin": Origin(folder="examples")},
 }
 SETTINGS = [pytest.param(item, id=name) for name, item in described(Cell).items() if name != "port"]
 

@@ -16,7 +16,7 @@ def test_every_matrix_is_there() -> None:
 
 @pytest.mark.parametrize("name", ["reference", "parity", "slow-link", "tau-batch"])
 def test_names_are_those_of_the_cells(name: str) -> None:
-    cells = [planned.cell for planned in expanded.read(name).cells]
+    cells = [entry.cell for entry in expanded.read(name).cells]
     assert matrices.names(name) == {
         "strategy": {cell.strategy for cell in cells},
         "model": {cell.model.name for cell in cells},

@@ -9,6 +9,7 @@ from analysis import text
 from analysis.compare.baseline import compare
 from analysis.load.table import frame
 from analysis.report import tables
+from experiments.records.workload import OwnModel
 from simulation.quantities import format_link
 from tests.analysis import made_up
 
@@ -47,6 +48,24 @@ def test_a_setting_is_a_column_only_where_it_differs() -> None:
 
     assert list(tables.presentable(both)["Accumulation"]) == ["1", "4"]
     assert "Accumulation" not in tables.presentable(one)
+
+
+def test_the_loss_of_held_out_data_is_a_column_where_there_is_one(compared: pd.DataFrame) -> None:
+    of = made_up.cell("fcdp", made_up.MODELS[0], "full", 10**8)
+    measured = made_up.measurement(of).model_copy(update={"held_out_loss": 5.25})
+    shown = tables.presentable(compare(frame([made_up.record(of, measurement=measured)])))
+    assert list(shown["held-out loss"]) == ["5.2500"]
+    assert "held-out loss" not in tables.presentable(compared)
+
+
+def test_cells_of_users_models_have_rows() -> None:
+    of = made_up.cell("fcdp", made_up.MODELS[0], "full", 10**8)
+    own = of.model_copy(update={"model": OwnModel(name="mine", function="my.models:build")})
+    record = made_up.record(of).model_copy(update={"cell": own, "cell_id": own.id})
+    table = frame([record])
+    assert list(table["model"]) == ["mine"]
+    assert table[["family", "layers", "width", "heads"]].isna().all(axis=None)
+    assert list(tables.presentable(compare(table))["Model"]) == ["mine"]
 
 
 def test_notes_name_every_baseline_and_why_cells_were_skipped(compared: pd.DataFrame) -> None:

@@ -13,10 +13,10 @@ if __name__ == "__main__":
     # A shell that starts the tests in the background has them ignore it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     directory = sys.argv[1]
-    jobs = "tests.experiments.clusters.jobs"
-    with EmulatedCluster(ClusterSpec(nodes=2, ranks_per_node=2), preload=[jobs]) as cluster:
+    on_ranks = "tests.experiments.clusters.on_ranks"
+    with EmulatedCluster(ClusterSpec(nodes=2, ranks_per_node=2), preload=[on_ranks]) as cluster:
         cluster.run(
-            f"{jobs}:linger",
+            f"{on_ranks}:linger",
             [directory],
             logs=Path(directory),
             environment={},

@@ -23,7 +23,7 @@ from tests.experiments.waiting import is_running, wait_until, wait_until_ended
 
 pytestmark = pytest.mark.usefixtures("privileged")
 
-JOBS = "tests.experiments.clusters.jobs"
+ON_RANKS = "tests.experiments.clusters.on_ranks"
 ROOT = Path(__file__).parents[3]
 SECRET = "a value that no rank is to see"
 
@@ -33,7 +33,7 @@ def cluster(privileged: None) -> Iterator[EmulatedCluster]:
     with pytest.MonkeyPatch.context() as patch:
         for name in provenance.SECRETS:
             patch.setenv(name, SECRET)
-        with EmulatedCluster(ClusterSpec(nodes=2, ranks_per_node=2), preload=[JOBS]) as built:
+        with EmulatedCluster(ClusterSpec(nodes=2, ranks_per_node=2), preload=[ON_RANKS]) as built:
             yield built
 
 
@@ -51,7 +51,7 @@ def run(
 ) -> Outcome:
     environment = {"TEST_CGROUP": os.environ.get("TEST_CGROUP", "")}
     return cluster.run(
-        f"{JOBS}:{function}", arguments, logs=logs, environment=environment, timeout_s=timeout_s
+        f"{ON_RANKS}:{function}", arguments, logs=logs, environment=environment, timeout_s=timeout_s
     )
 
 
@@ -68,14 +68,14 @@ def test_ranks_meet_and_a_further_run_has_no_cold_start(
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 2), (3, 1), (2, 3)])
 def test_other_shapes(tmp_path: Path, nodes: int, ranks_per_node: int) -> None:
     spec = ClusterSpec(nodes=nodes, ranks_per_node=ranks_per_node)
-    with EmulatedCluster(spec, preload=[JOBS]) as cluster:
+    with EmulatedCluster(spec, preload=[ON_RANKS]) as cluster:
         assert run(cluster, tmp_path, "add_up") == Outcome("ok")
     assert len(list(tmp_path.glob("rank*.log"))) == nodes * ranks_per_node
 
 
 def test_what_a_rank_sees(cluster: EmulatedCluster, tmp_path: Path) -> None:
     outcome = cluster.run(
-        f"{JOBS}:describe",
+        f"{ON_RANKS}:describe",
         [str(tmp_path)],
         logs=tmp_path / "logs",
         environment={"GIVEN": "$value", "OMP_NUM_THREADS": "2"},
@@ -127,7 +127,7 @@ def test_a_module_that_was_preloaded_from_elsewhere_is_an_error(
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch/__init__.py").touch()
     outcome = cluster.run(
-        f"{JOBS}:add_up",
+        f"{ON_RANKS}:add_up",
         [],
         logs=tmp_path / "logs",
         environment={"PYTHONPATH": str(tmp_path)},
@@ -336,7 +336,7 @@ def test_everything_ends_by_itself_when_the_parent_is_killed(
 ) -> None:
     assert len(names_of(parent.pid)) == 3
     folders = sorted(temporary.iterdir())
-    assert len(folders) == 2  # the job's, and the one of multiprocessing's sockets
+    assert len(folders) == 2  # the launch's, and the one of multiprocessing's sockets
     parent.kill()
     parent.wait()
     wait_until_ended(pids_below(tmp_path))

@@ -26,7 +26,7 @@ from experiments.records.provenance import ROOT
 from tests.experiments.clusters.engines import program
 from tests.experiments.waiting import is_running, wait_until, wait_until_ended
 
-JOBS = "tests.experiments.clusters.jobs"
+ON_RANKS = "tests.experiments.clusters.on_ranks"
 SECRET = "a secret that only these tests know"
 RANKS = 1
 
@@ -65,7 +65,7 @@ def run(
     cluster: RentedCluster, logs: Path, function: str, *arguments: str, timeout_s: float = 100
 ) -> Outcome:
     return cluster.run(
-        f"{JOBS}:{function}", arguments, logs=logs, environment={}, timeout_s=timeout_s
+        f"{ON_RANKS}:{function}", arguments, logs=logs, environment={}, timeout_s=timeout_s
     )
 
 
@@ -84,7 +84,7 @@ def test_ranks_of_both_nodes_meet(cluster: RentedCluster, tmp_path: Path) -> Non
 def test_what_a_rank_sees(cluster: RentedCluster, tmp_path: Path) -> None:
     with cluster_of("localhost", "localhost", ranks=2) as larger:
         outcome = larger.run(
-            f"{JOBS}:describe",
+            f"{ON_RANKS}:describe",
             [str(tmp_path)],
             logs=tmp_path / "logs",
             environment={"GIVEN": "$value"},

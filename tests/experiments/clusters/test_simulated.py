@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from experiments.clusters.interface import ClusterError
 from experiments.clusters.simulated import SimulatedCluster
 from experiments.matrix import reader
-from experiments.matrix.matrix import PlannedCell
+from experiments.matrix.matrix import MatrixCell
 from experiments.records.cell import Cell, ClusterSpec, SimulatedSpec
 from experiments.records.modelled import hardware_of
 from experiments.records.record import Record
@@ -39,9 +39,9 @@ def simulated(strategy: str, **settings: Any) -> Cell:
 
 
 def run(cells: list[Cell], directory: Path) -> list[Record]:
-    planned = [PlannedCell(given, None) for given in cells]
+    listed = [MatrixCell(given, None) for given in cells]
     cluster = SimulatedCluster(cells[0].cluster)
-    return runner.run(planned, [], cluster, RunDirectory(directory), Nobody())
+    return runner.run(listed, [], cluster, RunDirectory(directory), Nobody())
 
 
 def test_a_cell_has_a_record_without_any_process(tmp_path: Path) -> None:
@@ -174,11 +174,11 @@ def written(directory: Path, text: str) -> str:
 
 
 def test_a_matrix_file_names_the_gpu(tmp_path: Path) -> None:
-    plan = reader.read(written(tmp_path, FILE.replace("GPU", "h100-sxm")))
-    assert isinstance(plan.cluster, SimulatedSpec)
-    assert plan.cluster.gpu == "h100-sxm"
+    matrix = reader.read(written(tmp_path, FILE.replace("GPU", "h100-sxm")))
+    assert isinstance(matrix.cluster, SimulatedSpec)
+    assert matrix.cluster.gpu == "h100-sxm"
     # NCCL's collectives, which this machine has not, are no matter.
-    assert [planned.skip_reason for planned in plan.cells] == [None, None]
+    assert [entry.skip_reason for entry in matrix.cells] == [None, None]
 
 
 def test_an_unknown_gpu_is_an_error_of_its_line(tmp_path: Path) -> None:
@@ -188,6 +188,6 @@ def test_an_unknown_gpu_is_an_error_of_its_line(tmp_path: Path) -> None:
 
 def test_cells_of_any_matrix_keep_their_ids_when_they_are_simulated() -> None:
     here, there = reader.read("parity"), reader.read("parity", simulated=True)
-    assert [planned.cell.id for planned in here.cells] == [p.cell.id for p in there.cells]
-    skipped = [planned.skip_reason for planned in there.cells if planned.skip_reason]
+    assert [entry.cell.id for entry in here.cells] == [p.cell.id for p in there.cells]
+    skipped = [entry.skip_reason for entry in there.cells if entry.skip_reason]
     assert set(skipped) == {"accumulation is compared on full fine-tuning only"}

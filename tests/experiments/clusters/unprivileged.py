@@ -18,10 +18,10 @@ if __name__ == "__main__":
     from experiments.clusters.emulated import EmulatedCluster
     from experiments.records.cell import ClusterSpec
 
-    jobs = "tests.experiments.clusters.jobs"
-    with EmulatedCluster(ClusterSpec(nodes=2, ranks_per_node=1), preload=[jobs]) as cluster:
+    on_ranks = "tests.experiments.clusters.on_ranks"
+    with EmulatedCluster(ClusterSpec(nodes=2, ranks_per_node=1), preload=[on_ranks]) as cluster:
         settings = cluster.shape(100_000_000)
         outcome = cluster.run(
-            f"{jobs}:add_up", [], logs=Path(sys.argv[1]), environment={}, timeout_s=60
+            f"{on_ranks}:add_up", [], logs=Path(sys.argv[1]), environment={}, timeout_s=60
         )
     print(sys.argv[2:], settings["rate_bits_per_s"], outcome)

@@ -26,7 +26,7 @@ SIMULATED = FILE.replace(
 
 
 def cells(name: str) -> list[Cell]:
-    return [planned.cell for planned in reader.read(name).cells]
+    return [entry.cell for entry in reader.read(name).cells]
 
 
 def test_a_suite_is_a_folder_and_a_matrix_is_itself() -> None:

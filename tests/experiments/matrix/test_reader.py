@@ -61,7 +61,7 @@ def written(directory: Path, text: str = FILE) -> str:
 
 
 def test_axes_are_multiplied_and_strategies_follow_one_another(tmp_path: Path) -> None:
-    cells = [planned.cell for planned in reader.read(written(tmp_path)).cells]
+    cells = [entry.cell for entry in reader.read(written(tmp_path)).cells]
     assert len(cells) == 3 * 2 * 2 * 2
     for first in range(0, len(cells), 3):
         group = cells[first : first + 3]
@@ -76,24 +76,24 @@ def test_a_reference_is_one_of_the_strategies(tmp_path: Path) -> None:
 
 
 def test_skip_rules_and_overrides_apply_to_their_cells_only(tmp_path: Path) -> None:
-    for planned in reader.read(written(tmp_path)).cells:
-        cell = planned.cell
+    for entry in reader.read(written(tmp_path)).cells:
+        cell = entry.cell
         unshaped = cell.inter_bandwidth_bits_per_s is None
         skipped = cell.accumulation == 4 and unshaped
-        assert planned.skip_reason == ("not interesting" if skipped else None)
+        assert entry.skip_reason == ("not interesting" if skipped else None)
         assert cell.steps == (2 if not unshaped and cell.strategy != "deepspeed-zero3" else 5)
 
 
-def test_a_pin_that_is_not_installed_is_planned_as_skipped(
+def test_a_pin_that_is_not_installed_is_listed_as_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pins, "version", {"current": "0.19.6", "paper": None}.get)
     file = written(tmp_path, FILE.replace("  tuning: full", "  tuning: full\n  deepspeed: paper"))
-    planned = {p.cell.strategy: p for p in reader.read(file).cells if p.cell.accumulation == 1}
-    zero3 = planned["deepspeed-zero3"]
+    listed = {p.cell.strategy: p for p in reader.read(file).cells if p.cell.accumulation == 1}
+    zero3 = listed["deepspeed-zero3"]
     assert zero3.skip_reason == "DeepSpeed (paper) is not installed: make baselines"
     assert zero3.cell.variant == "deepspeed-zero3@paper"
-    assert planned["fcdp"].skip_reason is None
+    assert listed["fcdp"].skip_reason is None
 
 
 def test_a_setting_multiplies_the_cells_of_strategies_that_have_it_alone(tmp_path: Path) -> None:
@@ -110,26 +110,28 @@ def test_a_setting_multiplies_the_cells_of_strategies_that_have_it_alone(tmp_pat
 def test_a_cell_that_one_combination_runs_is_not_skipped_for_another(tmp_path: Path) -> None:
     axis = "axes:\n  policy: [host, disk]\n"
     rule = "skip:\n  - when: {policy: host}\n    reason: known\n"
-    plan = reader.read(written(tmp_path, FILE.replace("axes:\n", axis).replace("skip:\n", rule)))
-    skipped = {p.cell.strategy for p in plan.cells if p.skip_reason == "known"}
+    expanded = reader.read(
+        written(tmp_path, FILE.replace("axes:\n", axis).replace("skip:\n", rule))
+    )
+    skipped = {p.cell.strategy for p in expanded.cells if p.skip_reason == "known"}
     assert skipped == {"fcdp"}
 
 
 def test_another_cluster_takes_the_place_of_the_files(tmp_path: Path) -> None:
     rented = ClusterSpec(kind="rented", nodes=4, ranks_per_node=8)
-    own, plan = reader.read(written(tmp_path)), reader.read(written(tmp_path), rented)
-    assert plan.cluster == rented
-    assert {planned.cell.cluster for planned in plan.cells} == {rented}
-    assert not {p.cell.id for p in own.cells} & {p.cell.id for p in plan.cells}
-    reasons = {p.cell.inter_bandwidth_bits_per_s: p.skip_reason for p in plan.cells}
+    own, expanded = reader.read(written(tmp_path)), reader.read(written(tmp_path), rented)
+    assert expanded.cluster == rented
+    assert {entry.cell.cluster for entry in expanded.cells} == {rented}
+    assert not {p.cell.id for p in own.cells} & {p.cell.id for p in expanded.cells}
+    reasons = {p.cell.inter_bandwidth_bits_per_s: p.skip_reason for p in expanded.cells}
     assert "nothing limits them to a bandwidth" in str(reasons[10_000_000])
 
 
 @pytest.mark.parametrize("name", files.available())
 def test_matrices_of_the_repository(name: str) -> None:
-    plan = reader.read(name)
-    assert plan.name == name
-    cells = [planned.cell for planned in plan.cells if planned.skip_reason is None]
+    expanded = reader.read(name)
+    assert expanded.name == name
+    cells = [entry.cell for entry in expanded.cells if entry.skip_reason is None]
     assert "fcdp" in {cell.strategy for cell in cells}
     assert len({(cell.variant, cell.choices, cell.micro_batch) for cell in cells}) > 1
 
@@ -137,15 +139,15 @@ def test_matrices_of_the_repository(name: str) -> None:
 @pytest.mark.parametrize("name", ["baselines", "parity"])
 def test_matrices_of_all_strategies_leave_none_out(name: str) -> None:
     """A new strategy belongs into them."""
-    strategies = [planned.cell.strategy for planned in reader.read(name).cells]
+    strategies = [entry.cell.strategy for entry in reader.read(name).cells]
     assert set(strategies) == set(STRATEGY_NAMES)
 
 
 def test_reference_accumulates_at_100_mbit_only() -> None:
     accumulating = [
-        planned.cell
-        for planned in reader.read("reference").cells
-        if planned.cell.accumulation == 4 and planned.skip_reason is None
+        entry.cell
+        for entry in reader.read("reference").cells
+        if entry.cell.accumulation == 4 and entry.skip_reason is None
     ]
     assert {cell.inter_bandwidth_bits_per_s for cell in accumulating} == {100_000_000}
     assert {cell.strategy for cell in accumulating} == {"deepspeed-zero3", "fsdp2", "fcdp"}
@@ -189,7 +191,7 @@ def test_no_cell_twice_and_none_lost(tmp_path: Path, chosen: dict[str, list[Any]
         del document[rules]
     file = written(tmp_path, yaml.safe_dump(document, sort_keys=False))
 
-    cells = [planned.cell for planned in reader.read(file).cells]
+    cells = [entry.cell for entry in reader.read(file).cells]
     assert len({cell.id for cell in cells}) == len(cells)
     points = [
         tuple(
@@ -207,7 +209,7 @@ def test_no_cell_twice_and_none_lost(tmp_path: Path, chosen: dict[str, list[Any]
     # Another order of the axes: the same cells, and the same ids.
     document["axes"] = dict(reversed(chosen.items()))
     again = reader.read(written(tmp_path, yaml.safe_dump(document, sort_keys=False)))
-    assert {planned.cell.id for planned in again.cells} == {cell.id for cell in cells}
+    assert {entry.cell.id for entry in again.cells} == {cell.id for cell in cells}
 
 
 def test_ids_are_those_of_other_machines_and_days() -> None:
@@ -223,6 +225,23 @@ def test_an_id_ignores_what_does_not_change_the_measurement() -> None:
     assert first.model_copy(update={"seed": 7}).id != first.id
 
 
+#: Lines added to the workload, and what is said of them.
+ADDED = [
+    ("data: {text: none.txt}", "data.text: there is no file or folder none.txt beside this matrix"),
+    ("data: {jsonl: a.jsonl}", "data.jsonl: there is no file or folder a.jsonl beside"),
+    ("data: prose.txt", "data: 'prose.txt' is not a mapping such as {text: FILE}"),
+    ("data: {field: text}", "data: says none of library, text, jsonl, dataset"),
+    ("data: {library: perl}", "data.library: 'perl' is not allowed"),
+    ("data: {library: python, tokenizer: ./t}", "data.tokenizer: there is no file or folder ./t "),
+    (
+        "loss: mse",
+        "loss: 'mse' is no loss; allowed: 'cross entropy', a function as package.module:",
+    ),
+    ("loss: nowhere:mse", "loss: no module 'nowhere' in the current directory or among installed"),
+    ("held_out: -1", "held_out: -1 is not allowed: input should be greater than or equal to 0"),
+    ("origin: x", "origin: unknown key 'origin'; allowed: "),
+]
+LLAMA = "name: llama-b, family: llama, layers: 2, width: 16, heads: 2"
 MISTAKES = [
     ("- fcdp\n", "- ddp\n  policy: [disk]\n", 12, "axes.policy: no strategy of this matrix has it; "
      "those that do: fcdp-sched, fcdp"),
@@ -266,6 +285,17 @@ MISTAKES = [
      "is not allowed: input should be a valid integer"),
     ("name: llama-b", "name: gpt2-a", 6, "models[1].name: 'gpt2-a' is the name of an earlier"),
     ("name: llama-b", "name: llama/b", 6, "models[1].name: 'llama/b' is not allowed"),
+    (LLAMA, "name: b, config: ./b", 6, "models[1].config: there is no file or folder ./b beside "
+     "this matrix file"),
+    (LLAMA, "name: b, config: 4", 6, "models[1].config: 4 is not text"),
+    (LLAMA, "name: b, function: nowhere.models:build", 6, "models[1].function: no module "
+     "'nowhere.models' in the current directory or among installed packages: "),
+    (LLAMA, "name: b, function: tests.nowhere:build", 6, "models[1].function: no module "
+     "'tests.nowhere' in the current directory or among installed packages: there is no such file"),
+    (LLAMA, "name: b, function: tests.experiments", 6, "models[1].function: 'tests.experiments' is "
+     "not allowed: value error, must be of the form \"package.module:function\""),
+    (LLAMA, "name: b, function: 'a:b', layers: 2", 6, "models[1].layers: unknown key 'layers'; "
+     "allowed: name, function"),
     ("nodes: 2", "nodes: 0", 3, "cluster.nodes: 0 is not allowed: input should be greater"),
     ("nodes: 2", "node: 2", 3, "cluster.node: unknown key 'node'; allowed: nodes, "),
     ("accumulation: 4, inter", "accumulation: 3, inter", 26, "skip[0].when.accumulation: 3 is "
@@ -283,6 +313,7 @@ MISTAKES = [
     ("name: example", "name: &loop [*loop]", 1, "name[0]: the alias contains itself"),
     ("name: example", "name: 2026-13-45", 1, "name: '2026-13-45' cannot be read: "),
     ("name: example", "name: \x07", 1, "not valid YAML: "),
+    *(("workload:", f"workload:\n  {line}", 16, f"workload.{said}") for line, said in ADDED),
 ]  # fmt: skip
 
 

@@ -22,13 +22,13 @@ SWEEP = ROOT / "experiments/sweeps/tau-batch.yaml"
 
 def test_the_sweep_and_its_matrix_have_the_same_cells() -> None:
     definition = yaml.safe_load(SWEEP.read_text())
-    plan = reader.read(definition["command"][definition["command"].index("sweep-cell") + 1])
+    matrix = reader.read(definition["command"][definition["command"].index("sweep-cell") + 1])
     values = {name: given["values"] for name, given in definition["parameters"].items()}
     picked = [
-        sweep.pick(plan, [f"--{n}={v}" for n, v in zip(values, chosen, strict=True)])
+        sweep.pick(matrix, [f"--{n}={v}" for n, v in zip(values, chosen, strict=True)])
         for chosen in itertools.product(*values.values())
     ]
-    assert {each.cell.id for each in picked} == {planned.cell.id for planned in plan.cells}
+    assert {each.cell.id for each in picked} == {entry.cell.id for entry in matrix.cells}
     assert definition["metric"]["name"] == "tokens_per_s"
 
 

@@ -53,7 +53,7 @@ class Silent:
 
 
 @pytest.fixture
-def plan(tmp_path: Path) -> Matrix:
+def matrix(tmp_path: Path) -> Matrix:
     return reader.read(str(matrix_file(tmp_path)))
 
 
@@ -63,19 +63,19 @@ def directory(tmp_path: Path) -> RunDirectory:
 
 
 def run(
-    plan: Matrix,
+    matrix: Matrix,
     directory: RunDirectory,
     cluster: StandInCluster,
     finished: Sequence[Record] = (),
 ) -> list[Record]:
-    return runner.run(plan.cells, finished, cluster, directory, Silent())
+    return runner.run(matrix.cells, finished, cluster, directory, Silent())
 
 
-def test_every_cell_is_run_and_recorded(plan: Matrix, directory: RunDirectory) -> None:
+def test_every_cell_is_run_and_recorded(matrix: Matrix, directory: RunDirectory) -> None:
     cluster, observer = StandInCluster(), Silent()
-    result = runner.run(plan.cells, [], cluster, directory, observer)
+    result = runner.run(matrix.cells, [], cluster, directory, observer)
     assert result == read_records(directory.records) == observer.finished
-    assert [r.cell for r in result] == [planned.cell for planned in plan.cells]
+    assert [r.cell for r in result] == [entry.cell for entry in matrix.cells]
     assert cluster.started == observer.started == [r.cell_id for r in result]
     # Ranks set up on the open link; it is limited when they are ready.
     assert cluster.shapes == [None, 10**8] * 3 + [None, 10**7] * 3
@@ -102,7 +102,7 @@ def test_a_failing_cell_does_not_end_the_matrix(tmp_path: Path, directory: RunDi
         overrides:
           - {when: {strategy: fsdp2, inter_bandwidth: 100 Mbit/s}, set: {timeout_s: 0.3}}
         """
-    plan = reader.read(str(matrix_file(tmp_path, extra=extra)))
+    matrix = reader.read(str(matrix_file(tmp_path, extra=extra)))
     behaviours = {
         "zero3-full-tiny-100mbit": "raise",
         "fsdp2-full-tiny-100mbit": "hang",
@@ -110,7 +110,7 @@ def test_a_failing_cell_does_not_end_the_matrix(tmp_path: Path, directory: RunDi
         "zero3-full-tiny-10mbit": "oom",
         "fsdp2-full-tiny-10mbit": "broken",
     }
-    result = run(plan, directory, StandInCluster(behaviours=behaviours))
+    result = run(matrix, directory, StandInCluster(behaviours=behaviours))
     assert [r.state for r in result] == ["failed", "timeout", "failed", "oom", "failed", "skipped"]
     errors = [r.error or "" for r in result]
     assert errors[0].startswith("rank 1: Traceback")
@@ -129,18 +129,18 @@ def test_operators_are_compiled_once_and_before_the_cells_that_need_them(
 ) -> None:
     file = matrix_file(tmp_path)
     file.write_text(file.read_text().replace("fsdp2, fcdp]", "deepspeed-hpz, deepspeed-offload]"))
-    plan = reader.read(str(file))
+    matrix = reader.read(str(file))
     cluster = StandInCluster()
-    result = run(plan, directory, cluster)
+    result = run(matrix, directory, cluster)
     assert {r.state for r in result} == {"ok"}
     assert cluster.compiled == [(), ("CPUAdamBuilder",)]
 
 
 def test_cells_whose_operators_cannot_be_compiled_fail_and_no_others(
-    plan: Matrix, directory: RunDirectory
+    matrix: Matrix, directory: RunDirectory
 ) -> None:
     cluster = StandInCluster(behaviours={"compiler": "no g++"})
-    result = run(plan, directory, cluster)
+    result = run(matrix, directory, cluster)
     assert {(r.cell.strategy, r.state) for r in result} == {
         ("deepspeed-zero3", "failed"),
         ("fsdp2", "ok"),
@@ -150,21 +150,21 @@ def test_cells_whose_operators_cannot_be_compiled_fail_and_no_others(
 
 
 def test_a_cluster_is_built_only_if_there_is_something_to_run(
-    plan: Matrix, directory: RunDirectory
+    matrix: Matrix, directory: RunDirectory
 ) -> None:
     class Unbuildable(StandInCluster):
         def __enter__(self) -> Unbuildable:
             raise ClusterError("no privileges")
 
     with pytest.raises(ClusterError, match="no privileges"):
-        run(plan, directory, Unbuildable())
+        run(matrix, directory, Unbuildable())
     assert not directory.records.exists()
-    finished = [record(planned.cell) for planned in plan.cells]
-    assert run(plan, directory, Unbuildable(), finished) == finished
+    finished = [record(entry.cell) for entry in matrix.cells]
+    assert run(matrix, directory, Unbuildable(), finished) == finished
 
 
 def test_an_interrupt_tears_the_cluster_down_and_keeps_what_is_finished(
-    plan: Matrix, directory: RunDirectory
+    matrix: Matrix, directory: RunDirectory
 ) -> None:
     class Interrupted(StandInCluster):
         def run(self, *arguments: Any, **options: Any) -> Outcome:
@@ -174,14 +174,14 @@ def test_an_interrupt_tears_the_cluster_down_and_keeps_what_is_finished(
 
     cluster = Interrupted()
     with pytest.raises(KeyboardInterrupt):
-        run(plan, directory, cluster)
+        run(matrix, directory, cluster)
     assert not cluster.entered
-    finished = directory.resume(plan, retry_failed=False)
-    assert [r.cell_id for r in finished] == [p.cell.id for p in plan.cells[:2]]
+    finished = directory.resume(matrix, retry_failed=False)
+    assert [r.cell_id for r in finished] == [p.cell.id for p in matrix.cells[:2]]
 
 
 def test_a_lost_node_ends_the_run_and_its_cell_has_no_record(
-    plan: Matrix, directory: RunDirectory
+    matrix: Matrix, directory: RunDirectory
 ) -> None:
     class Preempted(StandInCluster):
         def run(self, *arguments: Any, **options: Any) -> Outcome:
@@ -190,10 +190,10 @@ def test_a_lost_node_ends_the_run_and_its_cell_has_no_record(
             return super().run(*arguments, **options)
 
     with pytest.raises(runner.RunError, match=r"fcdp.*: node 1 is lost; .*go on with --resume"):
-        run(plan, directory, Preempted())
-    finished = directory.resume(plan, retry_failed=False)
-    assert [r.cell_id for r in finished] == [p.cell.id for p in plan.cells[:2]]
-    result = run(plan, directory, StandInCluster(), finished)
+        run(matrix, directory, Preempted())
+    finished = directory.resume(matrix, retry_failed=False)
+    assert [r.cell_id for r in finished] == [p.cell.id for p in matrix.cells[:2]]
+    result = run(matrix, directory, StandInCluster(), finished)
     assert [r.state for r in result] == ["ok"] * 6
 
 
@@ -203,24 +203,24 @@ def test_a_resumed_matrix_has_every_cell_once(
     tmp_path_factory: pytest.TempPathFactory, finished: set[int], torn: int, retry: bool
 ) -> None:
     path = tmp_path_factory.mktemp("run")
-    plan = reader.read(str(matrix_file(path)))
+    matrix = reader.read(str(matrix_file(path)))
     directory = RunDirectory(path / "run")
-    ids = [planned.cell.id for planned in plan.cells]
+    ids = [entry.cell.id for entry in matrix.cells]
     states = ["ok", "failed", "oom", "timeout", "ok", "failed"]
     for i in finished:
-        of = plan.cells[i].cell
+        of = matrix.cells[i].cell
         files.append(record(of, states[i], None), directory.records)  # type: ignore[arg-type]
     if torn and len(finished) < 6:
         left = next(i for i in range(6) if i not in finished)
-        line = record(plan.cells[left].cell).model_dump_json()
+        line = record(matrix.cells[left].cell).model_dump_json()
         directory.path.mkdir(exist_ok=True)
         with directory.records.open("a") as file:
             file.write(line[:torn])
 
     # Its ranks end at once, without a process, so that many examples are cheap.
     cluster = StandInCluster(behaviours={"": "oom"})
-    kept = directory.resume(plan, retry_failed=retry)
-    result = run(plan, directory, cluster, kept)
+    kept = directory.resume(matrix, retry_failed=retry)
+    result = run(matrix, directory, cluster, kept)
 
     retried = {i for i in finished if retry and states[i] in ("failed", "timeout")}
     assert cluster.started == [ids[i] for i in range(6) if i not in finished - retried]
@@ -231,25 +231,25 @@ def test_a_resumed_matrix_has_every_cell_once(
     assert retried <= {ids.index(r.cell_id) for r in earlier}
 
 
-def test_starting_afresh_keeps_the_earlier_run(plan: Matrix, directory: RunDirectory) -> None:
+def test_starting_afresh_keeps_the_earlier_run(matrix: Matrix, directory: RunDirectory) -> None:
     assert directory.start_afresh() is None
-    first = run(plan, directory, StandInCluster(behaviours={"": "oom"}))
+    first = run(matrix, directory, StandInCluster(behaviours={"": "oom"}))
     (directory.path / "unrelated.txt").touch()
     archive = directory.start_afresh()
     assert archive is not None
     assert read_records(archive / "records.jsonl") == first
     assert sorted(path.name for path in archive.iterdir()) == ["cells", "records.jsonl"]
     assert sorted(p.name for p in directory.path.iterdir()) == ["earlier", "unrelated.txt"]
-    again = run(plan, directory, StandInCluster(behaviours={"": "oom"}))
+    again = run(matrix, directory, StandInCluster(behaviours={"": "oom"}))
     assert read_records(directory.records) == again
     other = directory.start_afresh()
     assert other not in (None, archive)
 
 
-def test_resuming_refuses_another_matrix(plan: Matrix, directory: RunDirectory) -> None:
-    run(plan, directory, StandInCluster(behaviours={"": "oom"}))
+def test_resuming_refuses_another_matrix(matrix: Matrix, directory: RunDirectory) -> None:
+    run(matrix, directory, StandInCluster(behaviours={"": "oom"}))
     with pytest.raises(ValueError, match="holds records of matrix 'small', not 'other'"):
-        directory.resume(replace(plan, name="other"), retry_failed=False)
+        directory.resume(replace(matrix, name="other"), retry_failed=False)
 
 
 def test_resuming_refuses_what_another_kind_of_cluster_left(
@@ -260,18 +260,18 @@ def test_resuming_refuses_what_another_kind_of_cluster_left(
         skip:
           - {when: {strategy: [deepspeed-zero3, fsdp2, fcdp]}, reason: not today}
         """
-    plan = reader.read(str(matrix_file(tmp_path, extra=skipped)))
-    run(plan, directory, StandInCluster())
-    simulated = replace(plan, simulated=True)
-    assert [p.cell.id for p in simulated.cells] == [p.cell.id for p in plan.cells]
+    matrix = reader.read(str(matrix_file(tmp_path, extra=skipped)))
+    run(matrix, directory, StandInCluster())
+    simulated = replace(matrix, simulated=True)
+    assert [p.cell.id for p in simulated.cells] == [p.cell.id for p in matrix.cells]
     with pytest.raises(ValueError, match=r"'emulated', not 'simulated'; give .* with --output"):
         directory.resume(simulated, retry_failed=False)
 
 
 def test_a_full_disk_is_a_clear_error_and_loses_nothing(
-    plan: Matrix, directory: RunDirectory
+    matrix: Matrix, directory: RunDirectory
 ) -> None:
-    run(plan, directory, StandInCluster(behaviours={"": "oom"}))
+    run(matrix, directory, StandInCluster(behaviours={"": "oom"}))
     before = directory.records.read_bytes()
     kept = read_records(directory.records)[:-1]
     directory.records.write_text("".join(r.model_dump_json() + "\n" for r in kept))
@@ -281,24 +281,24 @@ def test_a_full_disk_is_a_clear_error_and_loses_nothing(
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, limit[1]))
     try:
         with pytest.raises(runner.RunError, match=r"cannot write to .*File too large.*--resume"):
-            run(plan, directory, StandInCluster(behaviours={"": "oom"}), kept)
+            run(matrix, directory, StandInCluster(behaviours={"": "oom"}), kept)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, handler)
     assert read_records(directory.records) == kept
-    run(plan, directory, StandInCluster(behaviours={"": "oom"}), kept)
+    run(matrix, directory, StandInCluster(behaviours={"": "oom"}), kept)
     assert len(read_records(directory.records)) == before.count(b"\n")
 
 
 @pytest.mark.parametrize(
     ("pattern", "count"), [(None, 6), ("fcdp", 2), ("*-10mbit-*", 3), ("zero3*100mbit*", 0)]
 )
-def test_only(plan: Matrix, pattern: str | None, count: int) -> None:
+def test_only(matrix: Matrix, pattern: str | None, count: int) -> None:
     if count:
-        assert len(runner.select(plan.cells, pattern)) == count
+        assert len(runner.select(matrix.cells, pattern)) == count
     else:
         with pytest.raises(ValueError, match="--only: no cell id matches"):
-            runner.select(plan.cells, pattern)
+            runner.select(matrix.cells, pattern)
 
 
 def start(file: Path, output: Path, *options: str, **cluster: Any) -> subprocess.Popen[str]:
@@ -349,7 +349,7 @@ def test_a_killed_runner_resumes_where_it_was(tmp_path: Path) -> None:
     assert "5 cells are finished already" in output
     after = read_records(directory.records)
     assert after[:3] == before
-    ids = [planned.cell.id for planned in reader.read(str(file)).cells]
+    ids = [entry.cell.id for entry in reader.read(str(file)).cells]
     assert [r.cell_id for r in after] == ids
     assert all(r.state == "ok" for r in after)
 

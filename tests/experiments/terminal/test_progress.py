@@ -6,12 +6,14 @@ import io
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console, RenderableType
 
 from experiments.matrix import reader
+from experiments.matrix.matrix import MatrixCell
 from experiments.records.record import Record
 from experiments.terminal.progress import Progress, Step, Tail, clock, seconds_left
 from experiments.terminal.summary_table import summary
@@ -86,6 +88,24 @@ def test_losses_are_those_of_one_step() -> None:
     assert [line.split()[7] for line in lines[-2:]] == ["5.5000", "5.5000"]
 
 
+def test_the_loss_of_held_out_data_is_shown_where_there_is_one() -> None:
+    held_out = record(cell(held_out=2), held_out_loss=5.25)
+    without = record(cell(held_out=2, strategy="fsdp2"), "oom", "no memory")
+    lines = rendered(summary([held_out, without]), 120)
+    assert lines[0].split()[-3:] == ["out", "step", "evidence"]
+    assert lines[4].split()[7:] == ["5.3000", "5.2500", "0.500", "emulated"]
+    assert lines[5].split()[7:] == ["–", "–", "–", "emulated"]
+    assert "held out" not in rendered(summary(comparison()))[0]
+
+
+def test_a_run_of_skipped_cells_alone_shows_them(tmp_path: Path) -> None:
+    matrix = replace(reader.read("quickstart"), cells=(MatrixCell(cell(), "not here"),))
+    text = io.StringIO()
+    with Progress(matrix, matrix.cells, [], Console(file=text, width=100)) as progress:
+        progress.cell_finished(record(cell(), "skipped", "not here"))
+    assert "1 cell skipped: not here" in text.getvalue()
+
+
 def test_cells_that_ended_alike_are_told_once() -> None:
     error = "rank 0: Traceback\n  File x\nRuntimeError: the cause"
     records = [record(cell(seed=seed), "failed", error) for seed in range(5)]
@@ -98,9 +118,9 @@ def test_cells_that_ended_alike_are_told_once() -> None:
 
 
 def test_nothing_wraps_on_a_hundred_columns() -> None:
-    plan = reader.read("reference")
+    matrix = reader.read("reference")
     sent = itertools.cycle([1.2e8, 1.2e11])
-    records = [record(planned.cell, inter_node_bytes_per_step=next(sent)) for planned in plan.cells]
+    records = [record(entry.cell, inter_node_bytes_per_step=next(sent)) for entry in matrix.cells]
     lines = rendered(summary(records), width=100)
     # A line a record, a heading and an empty line for each three strategies, two lines of header.
     assert len(lines) == 2 + len(records) + 2 * len(records) // 3
@@ -108,12 +128,12 @@ def test_nothing_wraps_on_a_hundred_columns() -> None:
 
 
 def run_displayed(console: Console, directory: Path, finished: int = 0) -> None:
-    plan = reader.read("quickstart")
-    records = [record(planned.cell) for planned in plan.cells]
-    with Progress(plan, plan.cells, records[:finished], console) as progress:
-        for planned in plan.cells[finished:]:
-            progress.cell_started(planned.cell, directory)
-            progress.cell_finished(record(planned.cell))
+    matrix = reader.read("quickstart")
+    records = [record(entry.cell) for entry in matrix.cells]
+    with Progress(matrix, matrix.cells, records[:finished], console) as progress:
+        for entry in matrix.cells[finished:]:
+            progress.cell_started(entry.cell, directory)
+            progress.cell_finished(record(entry.cell))
 
 
 def test_a_log_has_one_line_a_cell(tmp_path: Path) -> None:
@@ -131,21 +151,35 @@ def test_a_log_has_one_line_a_cell(tmp_path: Path) -> None:
 
 
 def test_lines_fit_a_hundred_columns_also_with_another_axis(tmp_path: Path) -> None:
-    plan = reader.read("reference")
+    matrix = reader.read("reference")
     text = io.StringIO()
-    with Progress(plan, plan.cells, [], Console(file=text, width=100)) as progress:
-        progress.cell_started(plan.cells[0].cell, tmp_path)
-        progress.cell_finished(record(plan.cells[0].cell, inter_node_bytes_per_step=1.2e11))
+    with Progress(matrix, matrix.cells, [], Console(file=text, width=100)) as progress:
+        progress.cell_started(matrix.cells[0].cell, tmp_path)
+        progress.cell_finished(record(matrix.cells[0].cell, inter_node_bytes_per_step=1.2e11))
     assert " 120,000 " in text.getvalue().splitlines()[-1]
     assert "36 cells skipped: accumulation is compared at 100 Mbit/s only" in text.getvalue()
     assert text.getvalue().splitlines()[-1].endswith(" 12s")
 
 
-def test_a_terminal_shows_the_current_cell_and_the_whole_run(tmp_path: Path) -> None:
-    plan = reader.read("quickstart")
-    first = plan.cells[0].cell
+def test_a_run_in_which_all_cells_are_skipped_is_shown(tmp_path: Path) -> None:
+    """As where all of a matrix's links are limited, and the cluster limits none."""
+    matrix = reader.read("quickstart")
+    cells = [replace(entry, skip_reason="no limited links") for entry in matrix.cells]
     console = Console(file=io.StringIO(), width=100, force_terminal=True, force_interactive=True)
-    with Progress(plan, plan.cells, [], console) as progress:
+    with Progress(matrix, cells, [], console) as progress:
+        assert "0 of 0 cells" in rendered(progress.status())[-1]
+        progress.cell_finished(record(cells[0].cell, "skipped"))
+    text = io.StringIO()
+    with Progress(matrix, cells, [], Console(file=text, width=100)):
+        pass
+    assert "24 cells skipped: no limited links" in text.getvalue()
+
+
+def test_a_terminal_shows_the_current_cell_and_the_whole_run(tmp_path: Path) -> None:
+    matrix = reader.read("quickstart")
+    first = matrix.cells[0].cell
+    console = Console(file=io.StringIO(), width=100, force_terminal=True, force_interactive=True)
+    with Progress(matrix, matrix.cells, [], console) as progress:
         progress.cell_started(first, tmp_path)
         lines = rendered(progress.status())
         assert lines[1].startswith(

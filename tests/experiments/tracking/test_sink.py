@@ -11,7 +11,7 @@ import pytest
 import wandb
 
 from experiments.records.provenance import ROOT
-from experiments.tracking import runs, sink
+from experiments.tracking import sink, wandb_runs
 from experiments.tracking.sink import export
 from tests.experiments.stand_in import cell, record
 
@@ -75,7 +75,7 @@ def test_a_run_that_was_cut_short_is_written_again(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(runs, "_summary", die)
+        patch.setattr(wandb_runs, "_summary", die)
         with pytest.raises(KeyboardInterrupt):
             export([record(cell(seed=5))], tmp_path)
     assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 1
@@ -104,7 +104,7 @@ def test_what_a_run_holds(tmp_path: Path) -> None:
 def test_history_is_a_point_a_step_with_times_after_warm_up() -> None:
     measured = record(cell()).measurement
     assert measured is not None
-    assert runs._history(measured) == [
+    assert wandb_runs._history(measured) == [
         {"step": 1, "loss": 5.6},
         {"step": 2, "loss": 5.5, "step_seconds": 0.4},
         {"step": 3, "loss": 5.4, "step_seconds": 0.5},

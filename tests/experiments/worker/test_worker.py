@@ -22,8 +22,9 @@ from experiments.clusters import namespaces
 from experiments.clusters.emulated import EmulatedCluster
 from experiments.commands.kinds import PRELOADED
 from experiments.records.cell import ClusterSpec
+from experiments.records.workload import Origin, OwnModel
 from tests.experiments import cells
-from tests.experiments.cells import NODES, RANKS_PER_NODE, Run, cell, model_spec
+from tests.experiments.cells import NODES, RANKS_PER_NODE, CellResult, cell, model_spec
 
 STRATEGIES = ("deepspeed-zero3", "deepspeed-hpz", "fsdp2", "fcdp")
 LORA = {"tuning": "lora"}
@@ -36,7 +37,7 @@ BFLOAT16 = {"dtype": "bfloat16", "steps": 2}
 #: the measured steps. Measured on four blocks: 8 to 11 kB a step.
 FIXED_BYTES = 16_000
 
-Runner = Callable[..., Run]
+Runner = Callable[..., CellResult]
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +70,9 @@ def cluster(privileged: None, fork_server: None) -> Iterator[EmulatedCluster]:
 def run(cluster: EmulatedCluster, tmp_path_factory: pytest.TempPathFactory) -> Runner:
     """Run a cell, or return how it ended when it was run before."""
     directory = tmp_path_factory.mktemp("cells")
-    finished: dict[str, Run] = {}
+    finished: dict[str, CellResult] = {}
 
-    def run_once(strategy: str, settings: Mapping[str, Any] | None = None) -> Run:
+    def run_once(strategy: str, settings: Mapping[str, Any] | None = None) -> CellResult:
         wanted = cell(strategy, **(settings or {}))
         if wanted.id not in finished:
             finished[wanted.id] = cells.run(cluster, wanted, directory / wanted.id)
@@ -89,7 +90,7 @@ def nothing_is_left(cluster: EmulatedCluster) -> Iterator[None]:
     assert [namespaces.processes(name) for name in own] == [[]] * len(own)
 
 
-def payload(run: Run, itemsize: int = 4) -> float:
+def payload(run: CellResult, itemsize: int = 4) -> float:
     """Bytes a step of one gather and one reduction across nodes of what is trained."""
     return 2 * (NODES - 1) / NODES * run.measurement.trainable_parameters * itemsize
 
@@ -252,6 +253,46 @@ def test_what_a_measurement_says(run: Runner, strategy: str) -> None:
     assert measured.peak_device_bytes is None
     assert (measured.ledger_bytes_per_step is None) == (strategy != "fcdp")
     assert (measured.host_cache_bytes is None) == (strategy != "fcdp")
+
+
+@pytest.mark.parametrize("strategy", ["fcdp", "fsdp2", "deepspeed-zero3"])
+def test_the_loss_of_held_out_data_is_no_part_of_what_is_counted(
+    run: Runner, strategy: str
+) -> None:
+    """It takes six micro-batches, each of which would be gathered for."""
+    finished, without = run(strategy, {"held_out": 6}), run(strategy)
+    measured, fsdp2 = finished.measurement, run("fsdp2", {"held_out": 6}).measurement
+    assert without.measurement.held_out_loss is None
+    assert measured.held_out_loss is not None
+    assert measured.held_out_loss == pytest.approx(fsdp2.held_out_loss, rel=1e-5)
+    assert measured.losses == pytest.approx(fsdp2.losses, rel=1e-5)
+    # Training goes down from log(256) = 5.5, on data alike.
+    assert measured.losses[-1] - 0.5 < measured.held_out_loss < measured.losses[0]
+    assert finished.sent == pytest.approx(without.sent, rel=0.02)
+    assert len(measured.step_seconds) == finished.cell.steps
+
+
+def test_a_users_own_model_and_loss_train_alike(run: Runner) -> None:
+    own = {
+        "model": OwnModel(name="mine", function="tests.experiments.own_model:build"),
+        "loss": "tests.experiments.own_model:loss",
+        "held_out": 2,
+    }
+    fcdp, fsdp2 = (run(strategy, own).measurement for strategy in ("fcdp", "fsdp2"))
+    assert fcdp.parameters == 2 * 256 * 16 + 256 + 2 * (16 * 16 + 16)
+    assert fcdp.losses == pytest.approx(fsdp2.losses, rel=1e-5)
+    assert fcdp.losses[-1] < fcdp.losses[0]
+    assert fcdp.held_out_loss == pytest.approx(fsdp2.held_out_loss, rel=1e-5)
+
+
+def test_a_workload_that_cannot_be_had_fails_with_its_line(
+    cluster: EmulatedCluster, tmp_path: Path
+) -> None:
+    empty = OwnModel(name="mine", function="tests.experiments.own_model:without_blocks")
+    wanted = cell("fcdp", model=empty, origin=Origin(model="mine.yaml:5: models[0]"))
+    failed = cells.run(cluster, wanted, tmp_path / "cell")
+    assert failed.outcome.state == "failed"
+    assert "ValueError: mine.yaml:5: models[0].function: tests" in str(failed.outcome.error)
 
 
 def test_the_cache_holds_what_comes_from_other_nodes(run: Runner) -> None:

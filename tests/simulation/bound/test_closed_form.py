@@ -146,7 +146,7 @@ def test_what_does_not_fit_has_no_estimate() -> None:
     shape = Shape(layers=96, width=12288)
     assert estimate(shape, A100, LENGTH) is None
     assert grid_search(shape, A100, LENGTH, steps=5).mfu is None
-    with pytest.raises(ValueError, match="gpus = 8: .* need 347.9 GB a GPU, it has 40.0"):
+    with pytest.raises(ValueError, match="gpus = 8: .* need 347.9 GB per GPU, it has 40.0"):
         required_bandwidth_bytes_per_s(shape, A100, LENGTH, 0.5)
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from experiments.commands.memory import build
 from simulation.imitated import study
-from simulation.imitated.records import Case, Finding
+from simulation.imitated.records import Case, MemoryUse
 from simulation.transformer import ModelSpec
 
 #: GPT-2 of so wide blocks that parameters weigh, and so small a vocabulary that logits do not.
@@ -34,7 +34,7 @@ def case(strategy: str, layers: int = LAYERS, **settings: Any) -> Case:
     )
 
 
-def found(case: Case) -> Finding:
+def found(case: Case) -> MemoryUse:
     """Called in a process that will know the imitated accelerator ever after."""
     leave_group()
     return study.find(case, build)

@@ -8,7 +8,7 @@ import pytest
 
 from experiments.commands.memory import build
 from simulation.imitated import study
-from simulation.imitated.records import Case, Finding
+from simulation.imitated.records import Case, MemoryUse
 from simulation.imitated.search import PAPER_MICRO_BATCH
 from tests.ranks import Pools
 from tests.simulation.imitated.small import LAYERS, WIDTH, case, found
@@ -21,62 +21,62 @@ NODES, RANKS_PER_NODE, WORLD = 4, 8, 32
 ROUNDING = 1.05
 
 
-def at_paper(finding: Finding) -> int:
-    return next(p.device_bytes for p in finding.peaks if p.micro_batch == PAPER_MICRO_BATCH)
+def at_paper(use: MemoryUse) -> int:
+    return next(p.device_bytes for p in use.peaks if p.micro_batch == PAPER_MICRO_BATCH)
 
 
 STRATEGIES = ["fsdp2", "fcdp", "hpz", "zero3", "fsdp2-hsdp", "fsdp2-offload", "zeropp"]
 
 
 @pytest.fixture(scope="module")
-def findings(apart: Pools) -> dict[str, Finding]:
+def uses(apart: Pools) -> dict[str, MemoryUse]:
     return {strategy: apart.run(1, found, case(strategy))[0] for strategy in STRATEGIES}
 
 
 def test_between_steps_a_rank_keeps_its_part_of_parameters_and_states(
-    findings: dict[str, Finding],
+    uses: dict[str, MemoryUse],
 ) -> None:
     """Parameters and two Adam moments, in fp32."""
-    total = 12 * findings["fsdp2"].parameters
-    assert 1 <= findings["fsdp2"].resting_device_bytes / (total / WORLD) < ROUNDING
-    assert 1 <= findings["fsdp2-hsdp"].resting_device_bytes / (total / RANKS_PER_NODE) < ROUNDING
-    assert findings["fsdp2-offload"].resting_device_bytes <= 512  # the last loss
+    total = 12 * uses["fsdp2"].parameters
+    assert 1 <= uses["fsdp2"].resting_device_bytes / (total / WORLD) < ROUNDING
+    assert 1 <= uses["fsdp2-hsdp"].resting_device_bytes / (total / RANKS_PER_NODE) < ROUNDING
+    assert uses["fsdp2-offload"].resting_device_bytes <= 512  # the last loss
 
 
-def test_the_host_cache_costs_the_device_at_most_two_slices(findings: dict[str, Finding]) -> None:
+def test_the_host_cache_costs_the_device_at_most_two_slices(uses: dict[str, MemoryUse]) -> None:
     """design.md, invariant 3: those in flight, one that is filled and one that is read."""
     for strategy in ("fcdp", "zero3"):
-        extra = at_paper(findings[strategy]) - at_paper(findings["fsdp2"])
+        extra = at_paper(uses[strategy]) - at_paper(uses["fsdp2"])
         assert 0 < extra <= 2 * (2 * BLOCK / RANKS_PER_NODE + 512)
-    assert findings["fcdp"].largest_micro_batch == findings["fsdp2"].largest_micro_batch
+    assert uses["fcdp"].largest_micro_batch == uses["fsdp2"].largest_micro_batch
 
 
-def test_a_device_cache_costs_its_slice_of_the_model(findings: dict[str, Finding]) -> None:
+def test_a_device_cache_costs_its_slice_of_the_model(uses: dict[str, MemoryUse]) -> None:
     # Of the blocks: no gather of a step would read the root's.
     cache = 2 * LAYERS * BLOCK / RANKS_PER_NODE * (NODES - 1) / NODES
-    extra = findings["hpz"].resting_device_bytes - findings["fsdp2"].resting_device_bytes
+    extra = uses["hpz"].resting_device_bytes - uses["fsdp2"].resting_device_bytes
     assert 1 <= extra / cache < ROUNDING
-    assert at_paper(findings["hpz"]) > at_paper(findings["fcdp"])
-    assert findings["hpz"].largest_micro_batch <= findings["fcdp"].largest_micro_batch
+    assert at_paper(uses["hpz"]) > at_paper(uses["fcdp"])
+    assert uses["hpz"].largest_micro_batch <= uses["fcdp"].largest_micro_batch
 
 
-def test_the_host_holds_what_other_nodes_have(findings: dict[str, Finding]) -> None:
-    expected = 2 * findings["fcdp"].parameters * (NODES - 1) / NODES
-    cache = findings["fcdp"].host_cache_bytes_per_node
+def test_the_host_holds_what_other_nodes_have(uses: dict[str, MemoryUse]) -> None:
+    expected = 2 * uses["fcdp"].parameters * (NODES - 1) / NODES
+    cache = uses["fcdp"].host_cache_bytes_per_node
     assert cache is not None
     assert 1 <= cache / expected < 1.1  # pages of 4096 bytes
-    assert findings["fcdp"].peaks[0].host_bytes * RANKS_PER_NODE >= cache
-    assert findings["hpz"].host_cache_bytes_per_node == 0
-    assert findings["fsdp2"].host_cache_bytes_per_node is None
-    offloaded = findings["fsdp2-offload"].peaks[0].host_bytes
-    assert offloaded >= 16 * findings["fsdp2-offload"].parameters / WORLD
+    assert uses["fcdp"].peaks[0].host_bytes * RANKS_PER_NODE >= cache
+    assert uses["hpz"].host_cache_bytes_per_node == 0
+    assert uses["fsdp2"].host_cache_bytes_per_node is None
+    offloaded = uses["fsdp2-offload"].peaks[0].host_bytes
+    assert offloaded >= 16 * uses["fsdp2-offload"].parameters / WORLD
 
 
-def test_the_largest_micro_batch_was_run_and_the_next_too(findings: dict[str, Finding]) -> None:
+def test_the_largest_micro_batch_was_run_and_the_next_too(uses: dict[str, MemoryUse]) -> None:
     usable = case("fsdp2").usable_bytes
-    for finding in findings.values():
-        by_size = {peak.micro_batch: peak.device_bytes for peak in finding.peaks}
-        largest = finding.largest_micro_batch
+    for use in uses.values():
+        by_size = {peak.micro_batch: peak.device_bytes for peak in use.peaks}
+        largest = use.largest_micro_batch
         assert by_size[largest] <= usable < by_size[largest + 1]
 
 
@@ -86,8 +86,8 @@ def test_memory_grows_on_a_straight_line_with_micro_batch_and_layers(
     """So the figures of few micro-batches give those of others."""
     slopes = []
     for layers in (LAYERS, LAYERS + 2):
-        finding = apart.run(1, found, case("fcdp", layers, device_bytes=2 * 10**9))[0]
-        first, second, third = sorted(finding.peaks, key=lambda peak: peak.micro_batch)[-3:]
+        use = apart.run(1, found, case("fcdp", layers, device_bytes=2 * 10**9))[0]
+        first, second, third = sorted(use.peaks, key=lambda peak: peak.micro_batch)[-3:]
         slope = (third.device_bytes - first.device_bytes) / (third.micro_batch - first.micro_batch)
         line = first.device_bytes + slope * (second.micro_batch - first.micro_batch)
         assert math.isclose(second.device_bytes, line, rel_tol=1e-3)

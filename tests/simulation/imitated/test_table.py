@@ -6,7 +6,7 @@ from pathlib import Path
 
 from simulation import files, paper_models
 from simulation.imitated import study, table
-from simulation.imitated.records import Finding, MemoryRecord, Peak, read
+from simulation.imitated.records import MemoryRecord, MemoryUse, Peak, read
 
 
 def record(
@@ -20,7 +20,7 @@ def record(
     )
     finding = None
     if largest is not None:
-        finding = Finding(
+        finding = MemoryUse(
             parameters=10,
             trainable_parameters=10,
             resting_device_bytes=1,

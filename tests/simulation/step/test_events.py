@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulation.step.events import Run, Task, simulate
+from simulation.step.events import Task, Timeline, simulate
 
 RESOURCES = ["compute", "link", "disk"]
 
@@ -46,8 +46,8 @@ def test_tasks_that_share_one_of_their_resources_are_slowed_alike() -> None:
     """Alone the exchange takes half of PCIe; with the copy both run at two thirds."""
     exchange = Task("exchange", "s", {"link": 4, "pcie": 2})
     copy = Task("copy", "t", {"pcie": 3})
-    run = simulate([exchange, copy])
-    assert [span.end for span in run.spans] == pytest.approx([5.5, 4.5])
+    timeline = simulate([exchange, copy])
+    assert [span.end for span in timeline.spans] == pytest.approx([5.5, 4.5])
 
 
 def test_latency_takes_no_resource() -> None:
@@ -56,16 +56,16 @@ def test_latency_takes_no_resource() -> None:
 
 
 def test_dependencies_and_the_critical_path() -> None:
-    run = simulate(
+    timeline = simulate(
         [
             Task("short", "s", {"link": 1}),
             Task("long", "t", {"disk": 5}),
             Task("last", "s", {"link": 1}, after=(1,)),
         ]
     )
-    assert [run.tasks[index].name for index in run.critical_path()] == ["long", "last"]
-    assert run.seconds == 6
-    assert run.busy_seconds() == {"link": 2, "disk": 5}
+    assert [timeline.tasks[index].name for index in timeline.critical_path()] == ["long", "last"]
+    assert timeline.seconds == 6
+    assert timeline.busy_seconds() == {"link": 2, "disk": 5}
 
 
 def test_a_task_that_takes_no_time() -> None:
@@ -77,18 +77,19 @@ def test_a_task_that_takes_no_time() -> None:
 
 @given(task_lists())
 def test_order_and_bounds(tasks: list[Task]) -> None:
-    run = simulate(tasks)
-    for index, (task, span) in enumerate(zip(tasks, run.spans, strict=True)):
-        assert all(run.spans[earlier].end <= span.start + 1e-9 for earlier in task.after)
+    timeline = simulate(tasks)
+    for index, (task, span) in enumerate(zip(tasks, timeline.spans, strict=True)):
+        assert all(timeline.spans[earlier].end <= span.start + 1e-9 for earlier in task.after)
         same = [other for other in range(index) if tasks[other].stream == task.stream]
-        assert all(run.spans[earlier].end <= span.start + 1e-9 for earlier in same)
+        assert all(timeline.spans[earlier].end <= span.start + 1e-9 for earlier in same)
         assert span.end - span.start >= task.alone_seconds * (1 - 1e-6) - 1e-9
     # No resource does more than a second's work a second, and something is always going on.
     assert all(
-        seconds <= run.seconds * (1 + 1e-6) + 1e-9 for seconds in run.busy_seconds().values()
+        seconds <= timeline.seconds * (1 + 1e-6) + 1e-9
+        for seconds in timeline.busy_seconds().values()
     )
     assert (
-        run.seconds
+        timeline.seconds
         <= sum(task.latency_seconds for task in tasks)
         + sum(sum(task.demands.values()) for task in tasks) * (1 + 1e-6)
         + 1e-9
@@ -97,17 +98,17 @@ def test_order_and_bounds(tasks: list[Task]) -> None:
 
 @given(task_lists())
 def test_the_critical_path_has_no_gap(tasks: list[Task]) -> None:
-    run = simulate(tasks)
-    path = run.critical_path()
-    assert run.spans[path[0]].start == 0
-    assert run.spans[path[-1]].end == run.seconds
+    timeline = simulate(tasks)
+    path = timeline.critical_path()
+    assert timeline.spans[path[0]].start == 0
+    assert timeline.spans[path[-1]].end == timeline.seconds
     for earlier, later in itertools.pairwise(path):
-        assert run.spans[earlier].end == run.spans[later].start
+        assert timeline.spans[earlier].end == timeline.spans[later].start
 
 
 @given(task_lists())
 def test_it_is_deterministic(tasks: list[Task]) -> None:
-    def values(run: Run) -> list[tuple[float, float]]:
-        return [(span.start, span.end) for span in run.spans]
+    def values(timeline: Timeline) -> list[tuple[float, float]]:
+        return [(span.start, span.end) for span in timeline.spans]
 
     assert values(simulate(tasks)) == values(simulate(tasks))

@@ -1,4 +1,4 @@
-"""What the ranks of the tests' jobs do; imported by name inside them."""
+"""What the ranks of the tests' launches do; imported by name inside them."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def fail(how: str, failing: str) -> None:
                 _go(how)
             dist.all_reduce(total)
     finally:
-        # What a careful job does; its peers then see a lost connection before this rank has ended.
+        # As careful functions do; its peers then see a lost connection before this rank has ended.
         if how == "raise and clean up":
             dist.destroy_process_group()
 

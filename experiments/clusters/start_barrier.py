@@ -1,4 +1,4 @@
-"""Between set-up and training: ranks set up on the open link, and train on the limited one.
+"""The start barrier: ranks set up on the open link, wait, and train on the limited one.
 
 Building a model distributes it, some strategies several times over, which on a slow link would
 take longer than the steps that are measured. So the link is limited when all ranks are ready.
@@ -18,8 +18,8 @@ _OPEN = "open"
 _POLL_S = 0.01
 
 
-def pass_through(directory: Path) -> None:
-    """On rank 0, when all ranks have set up: say so, and wait until the link is limited.
+def wait(directory: Path) -> None:
+    """Say, on rank 0, that all ranks have set up, and wait until the link is limited.
 
     Raises ``RuntimeError`` if it could not be.
     """
@@ -30,21 +30,21 @@ def pass_through(directory: Path) -> None:
         raise RuntimeError(f"the link between nodes could not be limited: {error}")
 
 
-class Gate:
-    """Around a job: calls ``limit`` when its ranks are ready, then lets them go on to train.
+class StartBarrier:
+    """The runner's side: calls ``limit`` when a launch's ranks are ready, and lets them go on.
 
-    ``directory`` is one that the job's rank 0 shares. What ``limit`` raises goes to that rank.
+    ``directory`` is one that the launch's rank 0 shares. What ``limit`` raises goes to that rank.
     """
 
     def __init__(self, directory: Path, limit: Callable[[], dict[str, Any]]) -> None:
         self._directory = directory
         self._limit = limit
-        self._job_ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="gate", daemon=True)
+        self._ranks_ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="start-barrier", daemon=True)
         #: What the limit was set to; empty if the ranks never got that far.
         self.network: dict[str, Any] = {}
 
-    def __enter__(self) -> Gate:
+    def __enter__(self) -> StartBarrier:
         self._thread.start()
         return self
 
@@ -54,14 +54,14 @@ class Gate:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._job_ended.set()
+        self._ranks_ended.set()
         self._thread.join()
         for name in (_READY, _OPEN):
             (self._directory / name).unlink(missing_ok=True)
 
     def _watch(self) -> None:
         while not (self._directory / _READY).exists():
-            if self._job_ended.wait(_POLL_S):
+            if self._ranks_ended.wait(_POLL_S):
                 return
         message = ""
         try:

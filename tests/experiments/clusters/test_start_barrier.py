@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from experiments.clusters import gate
-from experiments.clusters.gate import Gate
+from experiments.clusters import start_barrier
+from experiments.clusters.start_barrier import StartBarrier
 
 #: Longer than anything here takes; nothing waits for it unless a test is about to fail.
 ENDS_WITHIN_S = 30.0
@@ -26,7 +26,7 @@ def rank_at_the_gate(directory: Path) -> Future[None]:
 
     def arrive() -> None:
         try:
-            gate.pass_through(directory)
+            start_barrier.wait(directory)
         except BaseException as error:
             passed.set_exception(error)
         else:
@@ -37,7 +37,7 @@ def rank_at_the_gate(directory: Path) -> Future[None]:
 
 
 def gate_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "gate"]
+    return [thread for thread in threading.enumerate() if thread.name == "start-barrier"]
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def test_a_rank_waits_until_the_link_is_limited(tmp_path: Path) -> None:
         waited.append(True)
         return SHAPED
 
-    with Gate(tmp_path, limit) as watched:
+    with StartBarrier(tmp_path, limit) as watched:
         passed = rank_at_the_gate(tmp_path)
         arrived.set_result(passed)
         passed.result(ENDS_WITHIN_S)
@@ -72,7 +72,7 @@ def test_the_link_stays_open_until_the_ranks_are_ready(tmp_path: Path) -> None:
         limited.set()
         return SHAPED
 
-    with Gate(tmp_path, limit) as watched:
+    with StartBarrier(tmp_path, limit) as watched:
         assert not limited.wait(LIMITING_S)
         assert watched.network == {}
         rank_at_the_gate(tmp_path).result(ENDS_WITHIN_S)
@@ -96,7 +96,7 @@ def test_what_the_limit_raises_reaches_the_rank(
     def limit() -> dict[str, Any]:
         raise error
 
-    with Gate(tmp_path, limit) as watched:
+    with StartBarrier(tmp_path, limit) as watched:
         passed = rank_at_the_gate(tmp_path)
         with pytest.raises(RuntimeError) as caught:
             passed.result(ENDS_WITHIN_S)
@@ -112,7 +112,7 @@ def test_a_job_that_ends_before_it_is_ready_does_not_hang(tmp_path: Path) -> Non
     ended = threading.Event()
 
     def run_a_job() -> None:
-        with Gate(tmp_path, limit) as watched:
+        with StartBarrier(tmp_path, limit) as watched:
             pass
         assert watched.network == {}
         ended.set()
@@ -125,7 +125,7 @@ def test_a_job_that_ends_before_it_is_ready_does_not_hang(tmp_path: Path) -> Non
 def test_what_ends_the_job_passes_through(tmp_path: Path) -> None:
     with (
         pytest.raises(KeyboardInterrupt, match="Ctrl-C"),
-        Gate(tmp_path, lambda: SHAPED),
+        StartBarrier(tmp_path, lambda: SHAPED),
     ):
         raise KeyboardInterrupt("Ctrl-C")
 
@@ -133,7 +133,7 @@ def test_what_ends_the_job_passes_through(tmp_path: Path) -> None:
 def test_a_job_that_ends_while_the_link_is_limited_leaves_no_limit_under_way(
     tmp_path: Path,
 ) -> None:
-    """Otherwise it would come over the next job's set-up."""
+    """Otherwise it would come over the next launch's set-up."""
     limiting, finished = threading.Event(), threading.Event()
 
     def limit() -> dict[str, Any]:
@@ -142,7 +142,7 @@ def test_a_job_that_ends_while_the_link_is_limited_leaves_no_limit_under_way(
         finished.set()
         return SHAPED
 
-    with Gate(tmp_path, limit):
+    with StartBarrier(tmp_path, limit):
         rank_at_the_gate(tmp_path)
         assert limiting.wait(ENDS_WITHIN_S)
     assert finished.is_set()
@@ -152,8 +152,11 @@ def test_gates_of_different_directories_do_not_meet(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     for directory in (first, second):
         directory.mkdir()
-    with Gate(first, lambda: {"job": 1}) as one, Gate(second, lambda: {"job": 2}) as two:
+    with (
+        StartBarrier(first, lambda: {"launch": 1}) as one,
+        StartBarrier(second, lambda: {"launch": 2}) as two,
+    ):
         rank_at_the_gate(second).result(ENDS_WITHIN_S)
-        assert (one.network, two.network) == ({}, {"job": 2})
+        assert (one.network, two.network) == ({}, {"launch": 2})
         rank_at_the_gate(first).result(ENDS_WITHIN_S)
-    assert (one.network, two.network) == ({"job": 1}, {"job": 2})
+    assert (one.network, two.network) == ({"launch": 1}, {"launch": 2})

@@ -1,4 +1,4 @@
-"""What W&B's runs hold: one for each cell, and one for the tables and figures."""
+"""W&B runs as they are to be written: one per cell, and one for the tables and figures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TAG_LENGTH = 64
 
 
 @dataclass(frozen=True)
-class Job:
+class WandbRun:
     """One W&B run that is to be written."""
 
     id: str
@@ -29,8 +29,8 @@ class Job:
     exit_code: int = 0
 
 
-def cell_job(record: Record, run_id: str | None = None) -> Job:
-    """The run of a cell: its history, its summary; group = matrix, job type = strategy."""
+def cell_run(record: Record, run_id: str | None = None) -> WandbRun:
+    """A cell's W&B run: its history, its summary; group = matrix, W&B's job type = strategy."""
 
     def fill(run: Any) -> None:
         if record.measurement is not None:
@@ -39,7 +39,7 @@ def cell_job(record: Record, run_id: str | None = None) -> Job:
                 run.log(point, step=step)
         run.summary.update(_summary(record))
 
-    return Job(
+    return WandbRun(
         id=run_id or _run_id(record),
         name=record.cell_id,
         group=record.cell.matrix,
@@ -51,8 +51,8 @@ def cell_job(record: Record, run_id: str | None = None) -> Job:
     )
 
 
-def report_job(records: Sequence[Record], directory: Path, report: Path) -> Job:
-    """The run that holds the records and the files below ``report`` as an artifact."""
+def report_run(records: Sequence[Record], directory: Path, report: Path) -> WandbRun:
+    """The W&B run that holds the records and the files below ``report`` as an artifact."""
     matrix = records[0].cell.matrix
 
     def fill(run: Any) -> None:
@@ -66,7 +66,7 @@ def report_job(records: Sequence[Record], directory: Path, report: Path) -> Job:
                 artifact.add_file(str(file), str(file.relative_to(report)), skip_cache=True)
             run.log_artifact(artifact)
 
-    return Job(
+    return WandbRun(
         id=_digest("report", *sorted(map(_run_id, records))),
         name=f"{matrix}-report",
         group=matrix,
@@ -90,7 +90,7 @@ def _staging(directory: Path) -> Iterator[None]:
 
 
 def _run_id(record: Record) -> str:
-    """The same for the same record, so that a resumed matrix adds only its new cells."""
+    """An id, the same for the same record: a resumed matrix adds only its new cells."""
     return _digest(record.cell_id, record.started_at)
 
 
@@ -106,7 +106,7 @@ def _tags(record: Record) -> list[str]:
 
 
 def _history(measurement: Measurement) -> list[dict[str, float]]:
-    """One point a step; the warm-up steps, which come first, have a loss and no time."""
+    """One point per step; the warm-up steps, which come first, have a loss and no time."""
     warmup = len(measurement.losses) - len(measurement.step_seconds)
     points = []
     for step, loss in enumerate(measurement.losses):

@@ -1,0 +1,187 @@
+"""The models, data and losses of a matrix file: what can be checked of them without torch."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NoReturn
+
+from experiments.matrix.sections import Sections
+from experiments.records import documents
+from experiments.records.cell import Cell
+from experiments.records.provenance import ROOT
+from experiments.records.workload import (
+    AnyData,
+    AnyModel,
+    ConfiguredModel,
+    Dataset,
+    JsonLines,
+    Library,
+    Origin,
+    OwnModel,
+    TextFile,
+    is_path,
+)
+from simulation import hugging_face
+from simulation.transformer import ModelSpec
+from simulation.yaml_lines import KeyPath
+
+_LOSS: str = Cell.model_fields["loss"].default
+_SOURCES = ("library", "text", "jsonl", "dataset")
+#: What decides nothing of the model; it changes with each version that saves a configuration.
+_VOLATILE = ("transformers_version", "_name_or_path")
+
+
+class Workloads:
+    """Reads what of a matrix file's workload comes from elsewhere.
+
+    A mistake raises ``ValueError`` with the file, the line and the key.
+    """
+
+    def __init__(self, file: Sections, folder: Path) -> None:
+        self._file = file
+        folder = folder.resolve()
+        inside = folder.is_relative_to(ROOT)
+        self._folder = str(folder.relative_to(ROOT) if inside else folder)
+        #: Models by name that are not built in.
+        self._from_elsewhere: dict[str, KeyPath] = {}
+
+    def models(self) -> dict[str, AnyModel]:
+        """The file's models by name."""
+        specs: dict[str, AnyModel] = {}
+        for i in range(len(self._file.items(("models",)))):
+            spec = self._model(("models", i))
+            if spec.name in specs:
+                self._file.fail(
+                    ("models", i, "name"), f"{spec.name!r} is the name of an earlier model"
+                )
+            specs[spec.name] = spec
+            if not isinstance(spec, ModelSpec):
+                self._from_elsewhere[spec.name] = ("models", i)
+        return specs
+
+    def _model(self, path: KeyPath) -> AnyModel:
+        section = self._file.at(path)
+        if isinstance(section, dict) and "function" in section:
+            model = self._file.spec(OwnModel, path)
+            self._has_module(model.function, (*path, "function"))
+            return model
+        if isinstance(section, dict) and "config" in section:
+            return self._configured(path)
+        return self._file.spec(ModelSpec, path)
+
+    def data(self, path: KeyPath) -> AnyData:
+        """The data at ``path`` of the file."""
+        section = self._file.at(path)
+        if not isinstance(section, dict):
+            self._file.fail(path, f"{section!r} is not a mapping such as {{text: FILE}}")
+        source = next((key for key in _SOURCES if key in section), None)
+        if source is None:
+            self._file.fail(path, f"says none of {', '.join(_SOURCES)}")
+        data = self._from(source, path)
+        if data.tokenizer is not None:
+            tokenizer = self._path_or_name(data.tokenizer, (*path, "tokenizer"))
+            data = data.model_copy(update={"tokenizer": tokenizer})
+        return data
+
+    def loss(self, path: KeyPath) -> str:
+        """The loss at ``path`` of the file."""
+        loss = self._file.at(path)
+        if loss == _LOSS:
+            return _LOSS
+        if not isinstance(loss, str) or ":" not in loss:
+            self._file.fail(
+                path, f"{loss!r} is no loss; allowed: {_LOSS!r}, a function as package.module:name"
+            )
+        self._has_module(loss, path)
+        return loss
+
+    def origin(self, model: str, settings: Mapping[str, KeyPath]) -> Origin:
+        """Where the file gives what of a cell's workload comes from elsewhere."""
+        paths = {name: settings[name] for name in ("data", "loss") if name in settings}
+        if model in self._from_elsewhere:
+            paths["model"] = self._from_elsewhere[model]
+        if not paths:
+            return Origin()
+        places = {name: self._file.place(path) for name, path in paths.items()}
+        return Origin(folder=self._folder, **places)
+
+    def _configured(self, path: KeyPath) -> ConfiguredModel:
+        place = (*path, "config")
+        config = self._file.at(place)
+        if not isinstance(config, str):
+            self._file.fail(place, f"{config!r} is not text")
+        source = self._path_or_name(config, place)
+        given = self._path(config)
+        try:
+            read = hugging_face.read(given if is_path(source) else source)
+        except ValueError as error:
+            self._file.fail(place, str(error))
+        if not isinstance(read.get("model_type"), str):
+            self._file.fail(place, f"{config} says no model_type")
+        said = {name: read[name] for name in sorted(read) if name not in _VOLATILE}
+        model = self._file.spec(ConfiguredModel, path, configuration=said)
+        if model.weights == "pretrained" and is_path(source):
+            folder = given if given.is_dir() else given.parent
+            if not any(folder.glob("*.safetensors")):
+                self._file.fail((*path, "weights"), f"there are no *.safetensors in {folder.name}")
+        return model.model_copy(update={"config": source})
+
+    def _from(self, source: str, path: KeyPath) -> AnyData:
+        if source == "library":
+            return self._file.spec(Library, path)
+        if source == "dataset":
+            loaded = self._file.spec(Dataset, path)
+            if importlib.util.find_spec("datasets") is None:
+                self._file.fail((*path, source), "needs the package datasets: pip install datasets")
+            name = self._path_or_name(loaded.dataset, (*path, source))
+            return loaded.model_copy(update={"dataset": name})
+        file = self._existing_file((*path, source))
+        if source == "text":
+            return self._file.spec(TextFile, path, digest=documents.digest(file))
+        lines = self._file.spec(JsonLines, path, digest=documents.digest(file))
+        try:
+            if sum(1 for _ in documents.json_lines(file, lines.field)) == 0:
+                raise ValueError(f"{file.name} has empty lines alone")
+        except ValueError as error:
+            self._file.fail((*path, source), str(error))
+        return lines
+
+    def _existing_file(self, path: KeyPath) -> Path:
+        given = self._file.at(path)
+        if not isinstance(given, str):
+            self._file.fail(path, f"{given!r} is not text")
+        file = self._path(given)
+        if not file.is_file():
+            self._no_file(given, path)
+        if not file.stat().st_size:
+            self._file.fail(path, f"{given} is empty")
+        return file
+
+    def _path_or_name(self, given: str, path: KeyPath) -> str:
+        """What is there, as ``is_path`` knows paths; else what may be a name on the hub."""
+        if self._path(given).exists():
+            return given if is_path(given) else f"./{given}"
+        if is_path(given) or given.endswith(".json") or given.count("/") > 1:
+            self._no_file(given, path)
+        return given
+
+    def _no_file(self, given: str, path: KeyPath) -> NoReturn:
+        self._file.fail(path, f"there is no file or folder {given} beside this matrix file")
+
+    def _path(self, given: str) -> Path:
+        return Origin(folder=self._folder).path(given)
+
+    def _has_module(self, function: str, path: KeyPath) -> None:
+        module = function.partition(":")[0]
+        try:
+            if importlib.util.find_spec(module) is not None:
+                return
+            reason = "there is no such file"
+        except Exception as error:  # what the packages around it do while they are imported
+            reason = str(error)
+        self._file.fail(
+            path,
+            f"no module {module!r} in the current directory or among installed packages: {reason}",
+        )

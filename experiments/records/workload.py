@@ -1,0 +1,167 @@
+"""What a cell may train beside the built-in models on the standard library's text.
+
+Paths are as the matrix file gives them; ``Origin`` says where they start. Where a name on the hub
+would do as well, a path begins as ``is_path`` says, so that no node looks for it elsewhere.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator
+
+from experiments.records.provenance import ROOT
+from simulation.files import Name, Strict
+from simulation.transformer import ModelSpec
+
+
+def _is_function(text: str) -> str:
+    module, _, name = text.partition(":")
+    if not all(part.isidentifier() for part in (*module.split("."), name)):
+        raise ValueError('must be of the form "package.module:function"')
+    return text
+
+
+#: A user's function, as "package.module:function".
+Function = Annotated[str, AfterValidator(_is_function)]
+
+
+def is_path(given: str) -> bool:
+    """Whether it is a path, and not a name on the hub."""
+    return given.startswith((".", "/", "~"))
+
+
+class ConfiguredModel(Strict):
+    """A causal language model of ``transformers`` by its configuration."""
+
+    name: Name
+    #: A ``config.json``, the folder that has it, or a name on the hub.
+    config: str
+    #: Pretrained ones are in the same folder, or go by the same name.
+    weights: Literal["random", "pretrained"] = "random"
+    #: What the ``config.json`` says, which the reader adds: nodes need not have the file.
+    configuration: dict[str, Any]
+
+    @property
+    def model_type(self) -> str:
+        """The family, as ``transformers`` calls it."""
+        return str(self.configuration.get("model_type"))
+
+
+class OwnModel(Strict):
+    """A model that a user's function makes, as docs/workloads.md says."""
+
+    name: Name
+    function: Function
+
+
+AnyModel = ModelSpec | ConfiguredModel | OwnModel
+
+
+class _Data(Strict):
+    #: A folder with a tokenizer, or its name on the hub; without one, bytes are the tokens.
+    tokenizer: str | None = None
+
+    @property
+    def source(self) -> str:
+        """Where the text comes from, in words."""
+        raise NotImplementedError
+
+    @property
+    def name(self) -> str:
+        """What tables call it."""
+        return self.source if self.tokenizer is None else f"{self.source} by {self.tokenizer}"
+
+
+class Library(_Data):
+    """The sources of Python's standard library, which every machine has."""
+
+    library: Literal["python"] = "python"
+
+    @property
+    def source(self) -> str:
+        return "standard library"
+
+
+class TextFile(_Data):
+    """A text file."""
+
+    text: str
+    #: SHA-256 of its content, which the reader adds: nodes must have the same file.
+    digest: str
+
+    @property
+    def source(self) -> str:
+        return self.text
+
+
+class JsonLines(_Data):
+    """A file of one JSON object per line, of which one field is the text."""
+
+    jsonl: str
+    field: str = "text"
+    #: As of a text file.
+    digest: str
+
+    @property
+    def source(self) -> str:
+        return self.jsonl
+
+
+class Dataset(_Data):
+    """A data set that the package ``datasets`` loads by its name or from a folder."""
+
+    dataset: str
+    #: Which of several configurations the data set has.
+    subset: str | None = None
+    split: str = "train"
+    field: str = "text"
+
+    @property
+    def source(self) -> str:
+        return self.dataset if self.subset is None else f"{self.dataset}/{self.subset}"
+
+
+AnyData = Library | TextFile | JsonLines | Dataset
+
+
+class Origin(Strict):
+    """Where a matrix file gives a cell's workload, for paths in it and errors about it.
+
+    Empty where nothing of the workload comes from elsewhere.
+    """
+
+    #: The folder of the file: relative to this repository if it is in it.
+    folder: str = ""
+    #: File, line and key.
+    model: str = ""
+    data: str = ""
+    loss: str = ""
+
+    @property
+    def name(self) -> str:
+        """What tables call it."""
+        return self.folder
+
+    def key(self, part: Literal["model", "data", "loss"], key: str = "") -> str:
+        """File, line and key of a part of the workload, or of one key of it, for errors."""
+        return ".".join(filter(None, (getattr(self, part) or part, key)))
+
+    def path(self, given: str) -> Path:
+        """A path that the file gives, on this machine."""
+        return ROOT / self.folder / Path(given).expanduser()
+
+    def source(self, given: str, where: str) -> str:
+        """The path of what is given as one, or the name on the hub.
+
+        Raises ``ValueError``, about the key ``where``, for a path that is not on this node.
+        """
+        if not is_path(given):
+            return given
+        found = self.path(given)
+        if not found.exists():
+            raise ValueError(
+                f"{where}: there is no {found} on this node; each node needs it, at the same path"
+            )
+        return str(found)

@@ -1,0 +1,136 @@
+"""Causal language models of ``transformers`` by their configuration, and users' own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from experiments.records.cell import Cell
+from experiments.records.workload import ConfiguredModel, OwnModel
+from experiments.worker import blocks, functions
+
+
+def configured(spec: ConfiguredModel, cell: Cell) -> tuple[nn.Module, Sequence[nn.Module]]:
+    """The model that ``transformers`` makes of the configuration, and its blocks, in float32.
+
+    Raises ``ValueError`` naming line and key for a configuration that it does not know or cannot
+    build, for weights that are not there, and for a model without blocks.
+    """
+    from transformers import AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM
+    where = cell.origin.key("model", "config")
+    config = _configuration(spec, where)
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and cell.sequence_length > longest:
+        raise ValueError(
+            f"{where}: {spec.config} allows sequences of up to {longest} tokens, and "
+            f"sequence_length is {cell.sequence_length}"
+        )
+    if spec.weights == "pretrained":
+        model = _pretrained(spec, config, cell)
+    else:
+        try:
+            model = auto.from_config(config, dtype=torch.float32)
+        except Exception as error:  # each family refuses what it cannot build in its own way
+            raise ValueError(
+                f"{where}: transformers cannot build {spec.config}, of model_type "
+                f"{spec.model_type!r}, as a causal language model: {error}"
+            ) from error
+    return model.train(), _blocks(model, where)
+
+
+def own(spec: OwnModel, cell: Cell) -> tuple[nn.Module, Sequence[nn.Module]]:
+    """What the user's function makes: the model and its blocks.
+
+    Raises ``ValueError`` naming line and key for a function that is not there or returns anything
+    else. What it raises itself passes through.
+    """
+    where = cell.origin.key("model", "function")
+    made = functions.find(spec.function, where)(cell.sequence_length)
+    if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
+        raise ValueError(
+            f"{where}: {spec.function} returned a {type(made).__name__}; it must return a tuple of "
+            "the model and its blocks"
+        )
+    model, found = made[0], list(made[1])
+    inside = set(model.modules()) - {model}
+    if not found or not all(block in inside for block in found):
+        raise ValueError(
+            f"{where}: {spec.function} must return the blocks of its model, at least 1"
+        )
+    return model, found
+
+
+def vocabulary(model: Any) -> int | None:
+    """Tokens that the model has embeddings of; ``None`` where it does not say."""
+    if not hasattr(model, "get_input_embeddings"):
+        return None
+    try:
+        return int(model.get_input_embeddings().num_embeddings)
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def _configuration(spec: ConfiguredModel, where: str) -> Any:
+    """The configuration without dropout, as strategies must see the same losses."""
+    from transformers import AutoConfig
+
+    said = {name: value for name, value in spec.configuration.items() if name != "model_type"}
+    try:
+        config = AutoConfig.for_model(spec.model_type, **said)
+    except Exception as error:  # of types and values, from wherever the family checks them
+        raise ValueError(
+            f"{where}: transformers does not know {spec.config}, of model_type "
+            f"{spec.model_type!r}: {error}"
+        ) from error
+    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+        for name, value in part.to_dict().items():
+            if "drop" in name and isinstance(value, float):
+                setattr(part, name, 0.0)
+    return config
+
+
+def _pretrained(spec: ConfiguredModel, config: Any, cell: Cell) -> Any:
+    """The model with its weights, from safetensors alone: nothing pickled is opened."""
+    from transformers import AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM
+    where = cell.origin.key("model", "weights")
+    source = cell.origin.source(spec.config, where)
+    if Path(source).is_file():
+        source = str(Path(source).parent)
+    try:
+        model, loaded = auto.from_pretrained(
+            source,
+            config=config,
+            dtype=torch.float32,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except Exception as error:  # of files, of the network, of shapes
+        raise ValueError(
+            f"{where}: no pretrained weights of {spec.config} on this node: {error}"
+        ) from error
+    lacking = sorted([*loaded["missing_keys"], *map(str, loaded["mismatched_keys"])])
+    if lacking:
+        raise ValueError(
+            f"{where}: {spec.config} has no weights for {len(lacking)} parameters of its "
+            f"configuration, such as {lacking[0]}"
+        )
+    return model
+
+
+def _blocks(model: nn.Module, where: str) -> list[nn.Module]:
+    found = blocks.find(model)
+    if not found:
+        raise ValueError(
+            f"{where}: {type(model).__name__} has no blocks, which are the layers of one class in "
+            "an nn.ModuleList"
+        )
+    return found

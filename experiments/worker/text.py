@@ -1,0 +1,133 @@
+"""The tokens that a cell trains on, and those that are held out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from experiments.records import documents
+from experiments.records.cell import Cell
+from experiments.records.workload import AnyData, Dataset, JsonLines, Library, Origin, TextFile
+from experiments.worker import data
+
+#: Of the tokens, the last: where sequences are held out, nothing of it is trained on.
+HELD_OUT_SHARE = 0.1
+
+
+def tokens(cell: Cell, vocabulary: int | None) -> torch.Tensor:
+    """All of the cell's tokens in their order: bytes, or what its tokenizer makes of the text.
+
+    Raises ``ValueError`` naming line and key where the data are not on this node or are others than
+    the runner's, are too short for one sequence, or have tokens outside of the model's vocabulary.
+    """
+    found = _bytes(cell) if cell.data.tokenizer is None else _tokenised(cell)
+    where = cell.origin.key("data")
+    least = cell.sequence_length + 2
+    if len(found) < least:
+        raise ValueError(
+            f"{where}: {cell.data.name} has {len(found)} tokens, of which sequence_length = "
+            f"{cell.sequence_length} needs {least}"
+        )
+    largest = int(found.max())
+    if vocabulary is not None and largest >= vocabulary:
+        raise ValueError(
+            f"{where}: {cell.data.name} has token {largest}, and the vocabulary of model "
+            f"{cell.model.name} has {vocabulary}: tokens must be below that"
+        )
+    return found
+
+
+def split(found: torch.Tensor, cell: Cell) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens to train on, and the cell's held-out sequences, int64 (sequences, tokens + 1).
+
+    The sequences are spread evenly over the last ``HELD_OUT_SHARE`` and do not overlap. Raises
+    ``ValueError`` where so many do not fit in there.
+    """
+    window = cell.sequence_length + 1
+    if cell.held_out == 0:
+        return found, torch.empty(0, window, dtype=torch.int64)
+    kept = len(found) - int(len(found) * HELD_OUT_SHARE)
+    training, last = found[:kept], found[kept:]
+    most = len(last) // window
+    if cell.held_out > most or len(training) <= window:
+        raise ValueError(
+            f"held_out = {cell.held_out}: the last {HELD_OUT_SHARE:.0%} of {cell.data.name} have "
+            f"{len(last)} tokens, which are at most {most} sequences of {window}"
+        )
+    starts = [index * len(last) // cell.held_out for index in range(cell.held_out)]
+    return training, torch.stack([last[start : start + window] for start in starts]).long()
+
+
+def _bytes(cell: Cell) -> torch.Tensor:
+    if isinstance(cell.data, Library):
+        return data.corpus()
+    if isinstance(cell.data, TextFile):
+        file = _file(cell.data.text, cell.data.digest, cell.origin.key("data", "text"), cell.origin)
+        # Mapped, so that the ranks of a node share it; not shared, so that none can write to it.
+        return torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
+    joined = bytearray(b"\n".join(text.encode() for text in _texts(cell.data, cell.origin)))
+    return torch.frombuffer(joined, dtype=torch.uint8)
+
+
+def _tokenised(cell: Cell) -> torch.Tensor:
+    """Tokens of each document, and between documents the tokenizer's end of text, if it has one."""
+    tokenizer = _tokenizer(cell)
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    found: list[int] = []
+    for text in _texts(cell.data, cell.origin):
+        found += end if found else []
+        found += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return torch.tensor(found, dtype=torch.int64)
+
+
+def _tokenizer(cell: Cell) -> Any:
+    from transformers import AutoTokenizer
+
+    given = cell.data.tokenizer
+    assert given is not None
+    where = cell.origin.key("data", "tokenizer")
+    source = cell.origin.source(given, where)
+    try:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except Exception as error:  # of files, of the network, of a format
+        raise ValueError(f"{where}: no tokenizer {given} on this node: {error}") from error
+
+
+def _texts(given: AnyData, origin: Origin) -> Iterator[str]:
+    """The documents of the data."""
+    if isinstance(given, Library):
+        yield bytes(data.corpus().tolist()).decode(errors="replace")
+    elif isinstance(given, TextFile):
+        file = _file(given.text, given.digest, origin.key("data", "text"), origin)
+        yield file.read_text(encoding="utf-8", errors="replace")
+    elif isinstance(given, JsonLines):
+        file = _file(given.jsonl, given.digest, origin.key("data", "jsonl"), origin)
+        yield from documents.json_lines(file, given.field)
+    else:
+        yield from _of_dataset(given, origin)
+
+
+def _file(given: str, digest: str, where: str, origin: Origin) -> Path:
+    """A file of the matrix's folder that is the one that the runner has read."""
+    file = Path(origin.source(str(origin.path(given)), where))
+    if documents.digest(file) != digest:
+        raise ValueError(f"{where}: {file} is another file on this node than it was for the runner")
+    return file
+
+
+def _of_dataset(given: Dataset, origin: Origin) -> Iterator[str]:
+    where = origin.key("data", "dataset")
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ValueError(f"{where}: needs the package datasets on each node: {error}") from error
+    source = origin.source(given.dataset, where)
+    try:
+        rows = load_dataset(source, given.subset, split=given.split)
+    except Exception as error:  # of files, of the network, of names
+        raise ValueError(f"{where}: {given.source} cannot be had on this node: {error}") from error
+    for number, row in enumerate(rows):
+        yield documents.text_of(row, given.field, f"{where}: row {number}")

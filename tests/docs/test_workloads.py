@@ -1,0 +1,75 @@
+"""docs/workloads.md: its matrix runs on an emulated cluster, its functions train."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from experiments.clusters.emulated import EmulatedCluster
+from experiments.commands.kinds import PRELOADED
+from experiments.matrix import reader
+from experiments.records.cell import Cell, ClusterSpec
+from experiments.records.record import Record
+from experiments.runner import runner
+from experiments.runner.directory import RunDirectory
+from tests.docs import DOCS, code_blocks
+
+
+class Nobody:
+    def cell_started(self, cell: Cell, directory: Path) -> None:
+        return None
+
+    def cell_finished(self, record: Record) -> None:
+        return None
+
+
+@pytest.fixture
+def matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The page's matrix file, with the files beside it that the page says there are."""
+    monkeypatch.chdir(tmp_path)
+    exec(code_blocks("workloads.md")[0], {})
+    (tmp_path / "prose.txt").write_text("In the beginning was the word. " * 200, encoding="utf-8")
+    page = (DOCS / "workloads.md").read_text(encoding="utf-8")
+    found = re.search(r"<!-- matrix -->\n```yaml\n(.*?)```", page, re.DOTALL)
+    assert found is not None
+    file = tmp_path / "mine.yaml"
+    file.write_text(found[1], encoding="utf-8")
+    return file
+
+
+def test_the_matrix_of_the_page_runs(
+    privileged: None, matrix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir("/")  # paths are relative to the file
+    expanded = reader.read(str(matrix))
+    assert isinstance(expanded.cluster, ClusterSpec)
+    directory = RunDirectory(tmp_path / "run")
+    cluster = EmulatedCluster(expanded.cluster, preload=[*PRELOADED, "experiments.worker.worker"])
+    records = runner.run(expanded.cells, [], cluster, directory, Nobody())
+    assert [record.cell.strategy for record in records] == ["fsdp2", "fcdp"]
+    fsdp2, fcdp = (found(record) for record in records)
+    assert len(fcdp.losses) == 2
+    assert fcdp.losses == pytest.approx(fsdp2.losses, rel=1e-6)
+    assert fcdp.held_out_loss is not None
+    assert fcdp.held_out_loss == pytest.approx(fsdp2.held_out_loss, rel=1e-6)
+    # Records may be published: they name no folder of this machine.
+    assert str(tmp_path) not in directory.records.read_text(encoding="utf-8")
+
+
+def found(record: Record) -> Any:
+    assert record.state == "ok", record.error
+    return record.measurement
+
+
+def test_the_functions_of_the_page_train() -> None:
+    scope: dict[str, Any] = {}
+    exec(code_blocks("workloads.md")[1], scope)
+    model, blocks = scope["build"](8)
+    assert {*blocks} < {*model.modules()}
+    sequences = torch.arange(18).view(2, 9)
+    scope["loss"](model, sequences).backward()
+    assert all(param.grad is not None for param in model.parameters())

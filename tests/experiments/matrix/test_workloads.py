@@ -1,0 +1,184 @@
+"""What a matrix file says of models, data and losses that come from elsewhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.matrix import reader
+from experiments.matrix.matrix import Matrix
+from experiments.records.workload import ConfiguredModel, JsonLines, Library, Origin, TextFile
+from tests.experiments import families
+from tests.experiments.matrix.test_reader import FILE, LLAMA, written
+
+TUNING = "  tuning: full"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The folder of a matrix file, with what it names beside it."""
+    (tmp_path / "qwen").mkdir()
+    config = {**families.configuration("qwen2"), "transformers_version": "5.0.0"}
+    (tmp_path / "qwen" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (tmp_path / "prose.txt").write_text("In the beginning was the word.", encoding="utf-8")
+    (tmp_path / "chat.jsonl").write_text('{"text": "a"}\n\n{"text": "b"}\n', encoding="utf-8")
+    return tmp_path
+
+
+def read(folder: Path, old: str, new: str, **options: Any) -> Matrix:
+    assert FILE.count(old) == 1
+    return reader.read(written(folder, FILE.replace(old, new)), **options)
+
+
+def test_a_configuration_travels_with_its_cells(folder: Path) -> None:
+    matrices = [
+        read(folder, LLAMA, f"name: llama-b, config: {given}")
+        for given in ("qwen", "qwen/config.json")
+    ]
+    for matrix, given in zip(matrices, ("qwen", "qwen/config.json"), strict=True):
+        (cell, *_) = (p.cell for p in matrix.cells if p.cell.model.name == "llama-b")
+        assert cell.model == ConfiguredModel(
+            name="llama-b", config=f"./{given}", configuration=families.configuration("qwen2")
+        )
+        assert type(cell).model_validate_json(cell.model_dump_json()) == cell
+        assert cell.origin.key("model", "config") == "example.yaml:6: models[1].config"
+        assert cell.origin.path("qwen") == folder / "qwen"
+
+
+def test_built_in_workloads_have_no_origin(tmp_path: Path) -> None:
+    assert {entry.cell.origin.folder for entry in reader.read(written(tmp_path)).cells} == {""}
+    assert reader.read("quickstart").cells[0].cell.origin == Origin()
+
+
+def test_data_are_known_by_their_content(folder: Path) -> None:
+    file, new = folder / "prose.txt", TUNING + "\n  data: {text: prose.txt}"
+    first = read(folder, TUNING, new).cells[0].cell
+    assert isinstance(first.data, TextFile)
+    assert (first.data.name, first.origin.key("data")) == (
+        "prose.txt",
+        "example.yaml:17: workload.data",
+    )
+    moved = folder / "elsewhere"
+    folder.joinpath("elsewhere").mkdir()
+    (moved / "prose.txt").write_bytes(file.read_bytes())
+    assert read(moved, TUNING, new).cells[0].cell.id == first.id
+    file.write_text("Another text.", encoding="utf-8")
+    assert read(folder, TUNING, new).cells[0].cell.id != first.id
+
+
+def test_data_may_be_an_axis_and_part_of_a_rule(folder: Path) -> None:
+    new = """  data:
+    - {library: python}
+    - {text: prose.txt}
+    - {jsonl: chat.jsonl, tokenizer: qwen}
+workload:
+"""
+    text = FILE.replace("workload:\n", new).replace(
+        "{accumulation: 4, inter_bandwidth: unshaped}", "{data: {text: prose.txt}}"
+    )
+    cells = reader.read(written(folder, text)).cells
+    assert {type(entry.cell.data) for entry in cells} == {Library, TextFile, JsonLines}
+    assert {p.skip_reason for p in cells if isinstance(p.cell.data, TextFile)} == {
+        "not interesting"
+    }
+    assert {p.cell.data.name for p in cells if not p.skip_reason} == {
+        "standard library",
+        "chat.jsonl by ./qwen",
+    }
+
+
+def test_the_default_said_aloud_is_the_default(tmp_path: Path) -> None:
+    said = TUNING + "\n  data: {library: python}\n  loss: cross entropy\n  held_out: 0"
+    silent = [entry.cell.id for entry in reader.read(written(tmp_path)).cells]
+    assert [entry.cell.id for entry in read(tmp_path, TUNING, said).cells] == silent
+
+
+def test_only_what_the_simulator_knows_is_simulated(folder: Path) -> None:
+    llama = folder / "llama.json"
+    llama.write_text(json.dumps(families.configuration("llama")), encoding="utf-8")
+
+    def reasons(model: str) -> set[str | None]:
+        matrix = read(folder, LLAMA, f"name: llama-b, {model}", simulated=True)
+        return {
+            p.skip_reason
+            for p in matrix.cells
+            if p.cell.model.name == "llama-b" and p.skip_reason != "not interesting"
+        }
+
+    assert reasons("config: llama.json") == {None}
+    assert reasons("config: qwen") == {
+        "is not simulated: model_type = 'qwen2' of qwen2: allowed are gpt2, llama"
+    }
+    own = reasons("function: 'tests.experiments.own_model:build'")
+    assert own == {
+        "is not simulated: the shape of what tests.experiments.own_model:build makes is not known"
+    }
+
+
+MISTAKES = {
+    "config.json": ("not JSON", "config: config.json", "config", "is not JSON"),
+    "list.json": ("[]", "config: list.json", "config", "holds no configuration"),
+    "untyped.json": ("{}", "config: untyped.json", "config", "untyped.json says no model_type"),
+    "qwen/pytorch_model.bin": (
+        "pickled",
+        "config: qwen, weights: pretrained",
+        "weights",
+        "there are no *.safetensors in qwen",
+    ),
+    "a": ("", "config: qwen, weights: best", "weights", "'best' is not allowed"),
+    "b": ("", "config: qwen, configuration: {}", "configuration", "unknown key 'configuration'"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_in_models_name_line_and_key(folder: Path, name: str) -> None:
+    content, model, key, problem = MISTAKES[name]
+    (folder / name).write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match="example") as raised:
+        read(folder, LLAMA, f"name: llama-b, {model}")
+    assert str(raised.value).startswith(f"example.yaml:6: models[1].{key}: ")
+    assert problem in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ('{"text": "a"}\n{"txt": "b"}\n', "chat.jsonl:2: has no field 'text', only 'txt'"),
+        ('{"text": "a"}\n\n{"text": \n', "chat.jsonl:3: is not JSON: "),
+        ('{"text": 3}\n', "chat.jsonl:1: text is a int, not text"),
+        ('["text"]\n', "chat.jsonl:1: is no JSON object"),
+        ("\n\n", "chat.jsonl has empty lines alone"),
+        ("", "chat.jsonl is empty"),
+    ],
+)
+def test_mistakes_in_data_name_line_and_key(folder: Path, content: str, problem: str) -> None:
+    (folder / "chat.jsonl").write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match="example") as raised:
+        read(folder, TUNING, TUNING + "\n  data: {jsonl: chat.jsonl}")
+    assert str(raised.value).startswith(f"example.yaml:17: workload.data.jsonl: {problem}")
+
+
+def test_a_data_set_needs_its_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from experiments.matrix import workloads
+
+    monkeypatch.setattr(workloads.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        ValueError, match=r"17: workload\.data\.dataset: needs the package datasets"
+    ):
+        read(folder, TUNING, TUNING + "\n  data: {dataset: squad}")
+
+
+def test_a_name_that_is_no_path_is_looked_for_on_the_hub(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    def offline(*arguments: object, **options: object) -> None:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
+    with pytest.raises(ValueError, match=r"models\[1\]\.config: .*'Qwen/none': is no path, and co"):
+        read(folder, LLAMA, "name: llama-b, config: Qwen/none")

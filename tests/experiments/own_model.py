@@ -1,0 +1,48 @@
+"""A model and a loss of a user's own; imported by ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+
+class Model(nn.Module):
+    """Two blocks between an embedding and an output layer; returns logits as a plain tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2))
+        self.output = nn.Linear(16, 256)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        logits: torch.Tensor = self.output(hidden)
+        return logits
+
+
+def build(sequence_length: int) -> tuple[nn.Module, Sequence[nn.Module]]:
+    model = Model()
+    return model, list(model.blocks)
+
+
+def loss(model: nn.Module, sequences: torch.Tensor) -> torch.Tensor:
+    logits = model(sequences[:, :-1])
+    return nn.functional.cross_entropy(logits.flatten(0, 1), sequences[:, 1:].flatten())
+
+
+def without_blocks(sequence_length: int) -> tuple[nn.Module, Sequence[nn.Module]]:
+    return Model(), []
+
+
+def with_blocks_of_another(sequence_length: int) -> tuple[nn.Module, Sequence[nn.Module]]:
+    return Model(), list(Model().blocks)
+
+
+def model_alone(sequence_length: int) -> Any:
+    return Model()

@@ -1,0 +1,220 @@
+"""Models by their configuration, with pretrained weights, and users' own."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+from experiments.records.cell import Cell
+from experiments.records.workload import ConfiguredModel, Origin, OwnModel
+from experiments.worker import blocks, configured, functions, models
+from tests.experiments import families
+from tests.experiments.cells import cell
+
+WHERE = "mine.yaml:5: models[0]"
+
+
+def of(family: str, folder: Path | None = None, **settings: Any) -> Cell:
+    """A cell of a model of the family; of its pretrained weights where there is a folder."""
+    spec = ConfiguredModel(
+        name="theirs",
+        config="./saved",
+        weights="random" if folder is None else "pretrained",
+        configuration=families.configuration(family) | settings.pop("configuration", {}),
+    )
+    origin = Origin(folder=str(folder or ""), model=WHERE)
+    return cell("fcdp", model=spec, origin=origin, **{"sequence_length": 16, **settings})
+
+
+def own(function: str, **settings: Any) -> Cell:
+    spec = OwnModel(name="mine", function=f"tests.experiments.own_model:{function}")
+    return cell("fcdp", model=spec, origin=Origin(model=WHERE), **settings)
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(input_ids=torch.arange(32).view(2, 16), use_cache=False).logits
+        return found
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_a_family_has_its_blocks_and_nothing_random(family: str) -> None:
+    model, found = models.build(of(family))
+    assert model.training
+    assert len(found) == 3
+    names = [name for name, module in model.named_modules() if any(module is b for b in found)]
+    assert [re.findall(r"\d+$", name) for name in names] == [["0"], ["1"], ["2"]]
+    inside = sum(param.numel() for block in found for param in block.parameters())
+    assert inside > 0.5 * sum(param.numel() for param in model.parameters())
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+    assert configured.vocabulary(model) == 256
+    torch.testing.assert_close(logits(model), logits(model))
+    again, _ = models.build(of(family))
+    assert all(
+        torch.equal(*pair) for pair in zip(again.parameters(), model.parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_the_configuration_of_a_built_in_family_is_the_same_model(family: Any) -> None:
+    from tests.experiments.cells import model_spec
+
+    spec = model_spec(family, layers=3, width=32)
+    built_in, _ = models.build(cell("fcdp", model=spec, sequence_length=64))
+    theirs, _ = models.build(of(family, sequence_length=64))
+    assert logits(theirs).equal(logits(built_in))
+
+
+ADAPTED = {
+    "qwen2": {"self_attn.q_proj", "self_attn.v_proj"},
+    "llama": {f"self_attn.{name}_proj" for name in "qkvo"},
+    "gpt2": {"attn.c_attn", "attn.c_proj"},
+}
+
+
+@pytest.mark.parametrize("family", ADAPTED)
+def test_lora_adapts_what_is_usual_of_the_family(family: str) -> None:
+    _, found = models.build(of(family, tuning="lora"))
+    for block in found:
+        trained = {n.partition(".lora_")[0] for n, p in block.named_parameters() if p.requires_grad}
+        assert trained == ADAPTED[family]
+
+
+def test_lora_adapts_all_linear_layers_of_the_blocks_of_an_unknown_family() -> None:
+    model, found = models.build(own("build", tuning="lora"))
+    trained = [name for name, param in model.named_parameters() if param.requires_grad]
+    assert len(trained) == 4
+    assert all(".blocks." in name and ".lora_" in name for name in trained)
+    assert len(found) == 2
+    assert model(torch.arange(6).view(2, 3)).shape == (2, 3, 256)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "opt"])
+def test_pretrained_weights_are_those_of_the_folder(family: str, tmp_path: Path) -> None:
+    saved = families.save(family, tmp_path / "saved")
+    loaded, found = models.build(of(family, tmp_path))
+    assert len(found) == 3
+    expected = dict(saved.named_parameters())
+    assert expected.keys() == dict(loaded.named_parameters()).keys()
+    for name, param in loaded.named_parameters():
+        assert torch.equal(param, expected[name]), name
+    random, _ = models.build(of(family))
+    assert not logits(random).equal(logits(loaded))
+
+
+def problem(wanted: Cell) -> str:
+    with pytest.raises(ValueError, match=re.escape(WHERE)) as raised:
+        models.build(wanted)
+    return str(raised.value).removeprefix(f"{WHERE}.")
+
+
+def test_pickled_weights_are_not_opened(tmp_path: Path) -> None:
+    saved = families.save("qwen2", tmp_path / "saved")
+    (tmp_path / "saved" / "model.safetensors").unlink()
+    torch.save(saved.state_dict(), tmp_path / "saved" / "pytorch_model.bin")
+    assert problem(of("qwen2", tmp_path)).startswith(
+        "weights: no pretrained weights of ./saved on "
+    )
+
+
+def test_weights_that_are_not_on_this_node_name_the_key(tmp_path: Path) -> None:
+    assert problem(of("qwen2", tmp_path)) == (
+        f"weights: there is no {tmp_path}/saved on this node; each node needs it, at the same path"
+    )
+
+
+def test_weights_of_fewer_layers_are_no_pretrained_model(tmp_path: Path) -> None:
+    families.save("qwen2", tmp_path / "saved")
+    deeper = of("qwen2", tmp_path, configuration={"num_hidden_layers": 4})
+    said = problem(deeper)
+    assert said.startswith("weights: ./saved has no weights for ")
+    assert "layers.3." in said
+
+
+@pytest.mark.parametrize(
+    ("configuration", "sequence_length", "said"),
+    [
+        (
+            {"model_type": "nonesuch"},
+            16,
+            "config: transformers does not know ./saved, of model_type 'n",
+        ),
+        (
+            {"model_type": "vit"},
+            16,
+            "config: transformers cannot build ./saved, of model_type 'vit', a",
+        ),
+        (
+            {"num_hidden_layers": 0},
+            16,
+            "config: Qwen2ForCausalLM has no blocks, which are the layer",
+        ),
+        ({"num_key_value_heads": "two"}, 16, "config: transformers "),
+        ({}, 65, "config: ./saved allows sequences of up to 64 tokens, and sequence_length is 65"),
+    ],
+)
+def test_configurations_that_cannot_be_trained_name_the_key(
+    configuration: dict[str, Any], sequence_length: int, said: str
+) -> None:
+    wanted = of("qwen2", configuration=configuration, sequence_length=sequence_length)
+    assert problem(wanted).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("nonesuch", "tests.experiments.own_model has no function 'nonesuch'"),
+        ("without_blocks", "tests.experiments.own_model:without_blocks must return the blocks of"),
+        (
+            "with_blocks_of_another",
+            "tests.experiments.own_model:with_blocks_of_another must return",
+        ),
+        (
+            "model_alone",
+            "tests.experiments.own_model:model_alone returned a Model; it must return a ",
+        ),
+    ],
+)
+def test_functions_that_make_no_model_name_the_key(function: str, said: str) -> None:
+    assert problem(own(function)).startswith(f"function: {said}")
+
+
+def test_a_module_that_is_not_on_this_node_names_the_key() -> None:
+    with pytest.raises(
+        ValueError, match=r"^mine\.yaml:9: workload\.loss: nowhere cannot be import"
+    ):
+        functions.find("nowhere:loss", "mine.yaml:9: workload.loss")
+
+
+class Block(nn.Module):
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(experts))
+
+
+class Other(Block):
+    pass
+
+
+def test_the_blocks_are_the_longest_list_that_is_in_no_other() -> None:
+    model = nn.ModuleDict(
+        {
+            "heads": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]),
+            "layers": nn.ModuleList(Block(9) for _ in range(3)),
+            "drops": nn.ModuleList(nn.Dropout() for _ in range(5)),
+        }
+    )
+    assert blocks.find(model) == list(model["layers"].children())
+    assert blocks.find(nn.Linear(2, 2)) == []
+
+
+def test_blocks_of_several_classes_are_those_that_are_not_to_be_split() -> None:
+    model: Any = nn.ModuleDict({"layers": nn.ModuleList([Block(4), Other(4), Block(4)])})
+    assert len(blocks.find(model)) == 4  # experts
+    model._no_split_modules = ["Block", "Other"]
+    assert blocks.find(model) == list(model["layers"].children())

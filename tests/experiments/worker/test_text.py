@@ -1,0 +1,174 @@
+"""The tokens that cells train on, and those that they hold out."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from experiments.records import documents
+from experiments.records.cell import Cell
+from experiments.records.workload import Dataset, JsonLines, Library, Origin, TextFile
+from experiments.worker import data, text
+from tests.experiments.cells import cell
+
+WHERE = "mine.yaml:7: workload.data"
+PROSE = "In the beginning was the word, and the wörd was plain. "
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "prose.txt").write_text(PROSE, encoding="utf-8")
+    lines = '{"said": "the word"}\n\n{"said": "wörd", "by": "b"}\n'
+    (tmp_path / "chat.jsonl").write_text(lines, encoding="utf-8")
+    save_tokenizer(tmp_path / "words")
+    return tmp_path
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Words are tokens: 1 the, 2 word, 3 plain; 0 all others; 4 ends a text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"?": 0, "the": 1, "word": 2, "plain": 3}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="?", eos_token="<end>"
+    ).save_pretrained(folder)
+
+
+def of(folder: Path, given: Any, sequence_length: int = 4, **settings: Any) -> Cell:
+    origin = Origin(folder=str(folder), data=WHERE)
+    return cell("fcdp", data=given, origin=origin, sequence_length=sequence_length, **settings)
+
+
+def prose(folder: Path, **more: Any) -> TextFile:
+    return TextFile(text="prose.txt", digest=documents.digest(folder / "prose.txt"), **more)
+
+
+def chat(folder: Path, **more: Any) -> JsonLines:
+    digest = documents.digest(folder / "chat.jsonl")
+    return JsonLines(jsonl="chat.jsonl", field="said", digest=digest, **more)
+
+
+def test_the_default_is_the_standard_library() -> None:
+    assert torch.equal(text.tokens(cell("fcdp"), 256), data.corpus())
+
+
+def test_a_text_file_byte_by_byte(folder: Path) -> None:
+    found = text.tokens(of(folder, prose(folder)), 256)
+    assert bytes(found.tolist()) == PROSE.encode()
+    found.zero_()  # its own pages: the file stays as it is
+    assert (folder / "prose.txt").read_text(encoding="utf-8") == PROSE
+
+
+def test_json_lines_byte_by_byte(folder: Path) -> None:
+    found = text.tokens(of(folder, chat(folder)), None)
+    assert bytes(found.tolist()).decode() == "the word\nwörd"
+
+
+def test_tokens_of_a_tokenizer(folder: Path) -> None:
+    words = text.tokens(of(folder, prose(folder, tokenizer="./words")), 5)
+    assert words.tolist() == [0, 1, 0, 0, 1, 2, 0, 0, 1, 0, 0, 3, 0]
+    # The end of text stands between documents.
+    lines = text.tokens(of(folder, chat(folder, tokenizer="./words"), sequence_length=2), 5)
+    assert lines.tolist() == [1, 2, 4, 0]
+    library = text.tokens(of(folder, Library(tokenizer="./words")), 5)
+    assert set(library.tolist()) == {0, 1, 2, 3}
+
+
+def test_a_data_set(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def load_dataset(name: str, subset: str | None, *, split: str) -> list[dict[str, Any]]:
+        asked.append((name, subset, split))
+        return [{"said": "a word"}, {"said": "or two"}]
+
+    module: Any = ModuleType("datasets")
+    module.load_dataset = load_dataset
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    named = Dataset(dataset="names", subset="en", split="test", field="said")
+    assert bytes(text.tokens(of(folder, named), 256).tolist()) == b"a word\nor two"
+    local = Dataset(dataset="./words", field="said")
+    text.tokens(of(folder, local), 256)
+    assert asked == [("names", "en", "test"), (str(folder / "words"), None, "train")]
+    with pytest.raises(ValueError, match=r"dataset: row 0: has no field 'text', only 'said'"):
+        text.tokens(of(folder, Dataset(dataset="names")), 256)
+
+
+def problem(wanted: Cell, vocabulary: int = 256) -> str:
+    with pytest.raises(ValueError, match=re.escape(WHERE)) as raised:
+        text.tokens(wanted, vocabulary)
+    return str(raised.value).removeprefix(WHERE)
+
+
+def test_files_that_are_not_on_this_node_name_the_key(folder: Path, tmp_path: Path) -> None:
+    wanted = of(folder, prose(folder)), of(folder, chat(folder, tokenizer="./words"))
+    (folder / "prose.txt").write_text("another text of another node", encoding="utf-8")
+    (folder / "chat.jsonl").unlink()
+    assert problem(wanted[0]) == (
+        f".text: {folder}/prose.txt is another file on this node than it was for the runner"
+    )
+    assert problem(wanted[1]) == (
+        f".jsonl: there is no {folder}/chat.jsonl on this node; each node needs it, at the same "
+        "path"
+    )
+
+
+def test_tokenizers_and_data_sets_that_are_not_on_this_node_name_the_key(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert problem(of(folder, Dataset(dataset="squad"))).startswith(
+        ".dataset: needs the package datasets on each node: "
+    )
+    (folder / "words" / "tokenizer.json").unlink()
+    assert problem(of(folder, prose(folder, tokenizer="./words"))).startswith(
+        ".tokenizer: no tokenizer ./words on this node: "
+    )
+
+
+def test_tokens_are_below_the_vocabulary(folder: Path) -> None:
+    said = problem(of(folder, prose(folder)), vocabulary=128)
+    assert said == (
+        ": prose.txt has token 195, and the vocabulary of model gpt2-2x128 has 128: tokens must be "
+        "below that"
+    )
+
+
+def test_a_text_has_a_sequence(folder: Path) -> None:
+    size = len(PROSE.encode())
+    assert len(text.tokens(of(folder, prose(folder), sequence_length=size - 2), 256)) == size
+    said = problem(of(folder, prose(folder), sequence_length=size - 1))
+    assert said == (
+        f": prose.txt has {size} tokens, of which sequence_length = {size - 1} needs {size + 1}"
+    )
+
+
+def test_held_out_sequences_are_the_end_and_not_trained_on() -> None:
+    found = torch.arange(200, dtype=torch.uint8)
+    training, last = text.split(found, cell("fcdp", held_out=3, sequence_length=4))
+    assert training.tolist() == list(range(180))
+    assert last.tolist() == [[*range(first, first + 5)] for first in (180, 186, 193)]
+    assert last.dtype == torch.int64
+
+
+def test_nothing_is_held_out_unless_asked_for() -> None:
+    found = torch.arange(200, dtype=torch.uint8)
+    training, last = text.split(found, cell("fcdp", sequence_length=4))
+    assert training is found
+    assert len(last) == 0
+
+
+def test_more_held_out_sequences_than_there_are_is_an_error() -> None:
+    found = torch.arange(200, dtype=torch.uint8)
+    assert len(text.split(found, cell("fcdp", held_out=4, sequence_length=4))[1]) == 4
+    with pytest.raises(
+        ValueError, match=r"held_out = 5: the last 10% of standard library have 20 "
+    ):
+        text.split(found, cell("fcdp", held_out=5, sequence_length=4))

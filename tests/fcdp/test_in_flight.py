@@ -1,0 +1,331 @@
+"""Reductions in flight, on exchanges that only note what is asked of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fcdp.exchange import Pending, Then
+from fcdp.failure import RankFailed
+from fcdp.in_flight import MOST_IN_FLIGHT, Arriving, InFlight
+from fcdp.ledger import Ledger
+from fcdp.partial_gradients import OnDevice
+from fcdp.reduce_scatter import HierarchicalReduceScatter
+from tests.fcdp.stand_ins import CPU, NoFailures, Place, StandInUnit
+
+SUMS = (2.0, 4.0, 6.0, 8.0)
+
+
+@torch.enable_grad()
+def in_backward(*steps: Callable[[], object]) -> None:
+    """Run ``steps`` one after another in one backward."""
+    y = x = torch.ones(1, requires_grad=True)
+
+    def hook(step: Callable[[], object]) -> Callable[[torch.Tensor], None]:
+        def run(gradient: torch.Tensor) -> None:
+            step()
+
+        return run
+
+    for step in reversed(steps):
+        y = y * 1
+        y.register_hook(hook(step))
+    y.sum().backward()
+    assert x.grad is not None, "backward has ended"
+
+
+class Exchanges:
+    """Reductions whose sums arrive when they are waited for, and the log of what happened."""
+
+    def __init__(self) -> None:
+        failures: Any = NoFailures()
+        self.queue = InFlight(failures)
+        self.log: list[str] = []
+
+    def output(self, name: str, params: tuple[Any, ...] = ()) -> Arriving:
+        """What FSDP2 is given for the gradients of unit ``name``, (4)."""
+        unit: Any = StandInUnit(name, 16, params=params)
+        made = self.queue.output(unit, torch.full((4,), torch.nan))
+        assert isinstance(made, Arriving)
+        return made
+
+    def start(self, output: Arriving, error: BaseException | None = None) -> None:
+        """Start the reduction to ``output``; its wait raises ``error``, if given."""
+        name = output.crossing.unit.name
+
+        def arrive() -> None:
+            self.log.append(f"wait {name}")
+            if error is not None:
+                raise error
+            output.plain.copy_(torch.tensor(SUMS))
+
+        def issue() -> list[Pending]:
+            self.log.append(f"start {name}")
+            return [Then(arrive)]
+
+        self.queue.start(output.crossing, issue)
+
+
+def test_reductions_start_in_order_and_at_most_so_many_are_in_flight() -> None:
+    exchanges = Exchanges()
+    steps = [
+        (lambda name=name: exchanges.start(exchanges.output(name))) for name in ("a", "b", "c", "d")
+    ]
+    in_backward(*steps)
+    starts = ["start a", "start b", "wait a", "start c", "wait b", "start d"]
+    assert MOST_IN_FLIGHT == 2
+    assert exchanges.log == [*starts, "wait c", "wait d"]
+
+
+def test_division_and_views_do_not_wait_and_hold_afterwards() -> None:
+    exchanges = Exchanges()
+    output = exchanges.output("a")
+    views: list[torch.Tensor] = []
+
+    @torch.no_grad()
+    def reduce() -> None:
+        exchanges.start(output)
+        output.div_(2.0)
+        views.append(torch.as_strided(output, size=(2,), stride=(1,), storage_offset=2))
+
+    in_backward(reduce, lambda: exchanges.log.append("computed"))
+    assert exchanges.log == ["start a", "computed", "wait a"]
+    assert output.tolist() == [1, 2, 3, 4]
+    assert views[0].tolist() == [3, 4]
+
+
+def added_up(gradient: torch.Tensor) -> list[float]:
+    total = torch.zeros(4)
+    total += gradient
+    return total.tolist()
+
+
+def added_to(gradient: torch.Tensor) -> list[float]:
+    gradient += torch.zeros(4)
+    return gradient.tolist()
+
+
+READS: dict[str, Callable[[torch.Tensor], list[float]]] = {
+    "tolist": lambda gradient: gradient.tolist(),
+    "numpy": lambda gradient: gradient.numpy().tolist(),
+    "clone": lambda gradient: gradient.clone().tolist(),
+    "cast": lambda gradient: gradient.to(torch.float64).tolist(),
+    "view": lambda gradient: gradient.view(2, 2).flatten().tolist(),
+    "item": lambda gradient: [part.item() for part in gradient],
+    "added up": added_up,
+    "added to": added_to,
+    "foreach": lambda gradient: torch._foreach_add([gradient], 0.0)[0].tolist(),
+    "divided by a tensor": lambda gradient: gradient.div_(torch.tensor(1.0)).tolist(),
+    "repr": lambda gradient: eval(repr(gradient), {"tensor": lambda values: values}),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_whatever_reads_a_gradient_waits_for_it(read: str) -> None:
+    exchanges = Exchanges()
+    seen: list[list[float]] = []
+
+    @torch.no_grad()
+    def look() -> None:
+        output = exchanges.output("a")
+        exchanges.start(output)
+        seen.append(READS[read](torch.as_strided(output, (4,), (1,), 0)))
+        exchanges.log.append("read")
+
+    in_backward(look)
+    assert seen == [[*SUMS]]
+    assert exchanges.log == ["start a", "wait a", "read"]
+
+
+def test_those_before_the_one_that_is_read_end_first_and_later_ones_do_not() -> None:
+    exchanges = Exchanges()
+    outputs = [exchanges.output(name) for name in ("a", "b")]
+    in_backward(
+        *(lambda output=output: exchanges.start(output) for output in outputs),
+        lambda: outputs[0].sum(),
+        lambda: exchanges.log.append("read a"),
+        lambda: exchanges.start(exchanges.output("c")),
+        lambda: outputs[1].sum(),
+        lambda: exchanges.log.append("read b"),
+    )
+    before = ["start a", "start b", "wait a", "read a"]
+    assert exchanges.log == [*before, "start c", "wait b", "read b", "wait c"]
+
+
+def test_gradients_are_plain_tensors_after_backward() -> None:
+    """As they were given, or as a view of them; what took their place is left alone."""
+    exchanges = Exchanges()
+    params = [SimpleNamespace(grad=None) for _ in range(3)]
+    output = exchanges.output("a", (*params,))
+    other = torch.ones(4)
+
+    def reduce() -> None:
+        exchanges.start(output)
+        for param, local in zip(params, (output, other), strict=False):
+            param.grad = SimpleNamespace(_local_tensor=local)
+
+    in_backward(reduce)
+    first, second, third = (param.grad for param in params)
+    assert type(first._local_tensor) is torch.Tensor
+    assert first._local_tensor.tolist() == [*SUMS]
+    assert second._local_tensor is other
+    assert third is None
+
+
+def test_a_reduction_outside_of_backward_is_waited_for_at_once() -> None:
+    exchanges = Exchanges()
+    exchanges.start(exchanges.output("a"))
+    assert exchanges.log == ["start a", "wait a"]
+
+
+def test_every_backward_waits_for_its_own() -> None:
+    """Also one inside another, as reentrant checkpointing has them, and one after a failed one."""
+    exchanges = Exchanges()
+
+    def step(name: str) -> Callable[[], None]:
+        return lambda: exchanges.start(exchanges.output(name))
+
+    in_backward(step("a"), lambda: in_backward(step("b")), step("c"))
+    inner = ["start a", "start b", "wait a", "wait b"]
+    assert exchanges.log == [*inner, "start c", "wait c"]
+
+    exchanges.log.clear()
+
+    def fail() -> None:
+        raise ValueError("no label")
+
+    with pytest.raises(ValueError, match="no label"):
+        in_backward(step("d"), fail)
+    assert exchanges.log == ["start d"]
+    in_backward(step("e"))
+    assert exchanges.log == ["start d", "start e", "wait d", "wait e"]
+
+
+def test_what_is_queued_for_the_end_of_backward_may_read() -> None:
+    """Before or after this library's own callback."""
+    exchanges = Exchanges()
+    output = exchanges.output("a")
+    seen: list[list[float]] = []
+
+    def ask() -> None:
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: seen.append(output.tolist()))
+
+    in_backward(ask, lambda: exchanges.start(output), ask)
+    assert seen == [[*SUMS]] * 2
+    assert exchanges.log == ["start a", "wait a"]
+
+
+def test_a_gradient_whose_wait_was_interrupted_is_never_read() -> None:
+    """The queue goes on, and memory that gloo may still write to lives until it does not."""
+    exchanges = Exchanges()
+    lost, next_one = exchanges.output("blocks.1"), exchanges.output("blocks.0")
+
+    def interrupted() -> None:
+        exchanges.start(lost, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            lost.sum()
+        assert exchanges.queue._interrupted
+
+    in_backward(interrupted)
+    for read in (lost.sum, lambda: torch.as_strided(lost, (1,), (1,), 0)):
+        with pytest.raises(RuntimeError, match=r"blocks\.1: its gradients did not arrive"):
+            read()
+    in_backward(lambda: exchanges.start(next_one))
+    assert next_one.tolist() == [*SUMS]
+    assert exchanges.log == ["start blocks.1", "wait blocks.1", "start blocks.0", "wait blocks.0"]
+    assert not exchanges.queue._interrupted
+
+
+def test_a_gradient_that_a_failed_rank_keeps_from_arriving_is_never_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing is waited for where nothing can be exchanged any more."""
+
+    def over(self: NoFailures) -> None:
+        raise RankFailed("rank 1 failed: ValueError: no label")
+
+    exchanges = Exchanges()
+    outputs = [exchanges.output(name) for name in ("blocks.1", "blocks.0")]
+
+    def fail() -> None:
+        for output in outputs:
+            exchanges.start(output)
+        monkeypatch.setattr(NoFailures, "completing", over)
+
+    with pytest.raises(RankFailed, match="no label"):
+        in_backward(fail)
+    for output in outputs:
+        with pytest.raises(RuntimeError, match="no label|did not arrive"):
+            output.sum()
+    assert exchanges.log == ["start blocks.1", "start blocks.0"]
+
+
+def reduction(ranks_per_node: int, log: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A unit's reduction over exchanges that note when they are asked for and waited for."""
+    unit: Any = StandInUnit("unit", 4)
+    topology: Any = Place(2, 0, ranks_per_node)
+    failures: Any = topology.failures
+    ledger = Ledger()
+
+    def noting(output: Any, buffers: Any, op: Any, group: str) -> list[Pending]:
+        log.append(f"start {group}")
+        return [Then(lambda: log.append(f"wait {group}"))]
+
+    monkeypatch.setattr("fcdp.reduce_scatter.reduce_scatter", noting)
+    monkeypatch.setattr("fcdp.reduce_scatter.reduce_scatter_parts", noting)
+    return HierarchicalReduceScatter(
+        unit, topology, OnDevice(ledger), InFlight(failures), ledger, encoded=None
+    )
+
+
+INSIDE = ["start intra of reductions", "wait intra of reductions"]
+
+
+@pytest.mark.parametrize(
+    ("hooked", "expected"),
+    [
+        (False, ["start inter of reductions", "computed", "wait inter of reductions"]),
+        (True, ["start inter of reductions", "wait inter of reductions", "computed"]),
+    ],
+)
+def test_backward_goes_on_while_gradients_cross_nodes_unless_a_hook_waits_for_them(
+    monkeypatch: pytest.MonkeyPatch, hooked: bool, expected: list[str]
+) -> None:
+    """Inside the node it waits in either case."""
+    log: list[str] = []
+    reduce = reduction(2, log, monkeypatch)
+    reduce._unit.hooked = hooked
+    group: Any = None
+
+    def reduce_as_fsdp2_does() -> None:
+        gradients = reduce.allocate((8,), dtype=torch.float32, device=CPU)
+        output = reduce.allocate((2,), dtype=torch.float32, device=CPU)
+        assert type(gradients) is torch.Tensor
+        assert isinstance(output, Arriving) != hooked
+        reduce(output, gradients, group, dist.ReduceOp.SUM)
+
+    in_backward(reduce_as_fsdp2_does, lambda: log.append("computed"))
+    assert log == [*INSIDE, *expected]
+
+
+def test_nothing_is_in_flight_where_gradients_stay_inside_the_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reduce = reduction(1, [], monkeypatch)
+    reduce.requires_sync = False
+    reduce.allocate((4,), dtype=torch.float32, device=CPU)
+    assert type(reduce.allocate((2,), dtype=torch.float32, device=CPU)) is torch.Tensor
+
+
+def test_nothing_is_in_flight_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its streams overlap by themselves, and what reads a gradient is queued behind it."""
+    reduce = reduction(1, [], monkeypatch)
+    device = torch.device("meta")
+    reduce.allocate((4,), dtype=torch.float32, device=device)
+    assert type(reduce.allocate((2,), dtype=torch.float32, device=device)) is torch.Tensor
