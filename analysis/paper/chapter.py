@@ -15,6 +15,8 @@ from analysis.paper.contents import Section
 from analysis.paper.fit import Fitted
 from analysis.paper.sensitivity import Sweeps, sweeps
 from analysis.paper.tables import Table
+from experiments.records.workload import AnyModel
+from simulation.transformer import ModelSpec
 
 #: Of emulated comparisons a table shows the one at the paper's ratio of communication to
 #: computation, if there is one.
@@ -183,9 +185,7 @@ def _assumptions(section: Section, runs: Mapping[str, AnyRun]) -> str:
         if isinstance(run := runs.get(name), Run)
         for record in run.records
     ]
-    models = words.distinct(
-        [f"{c.model.name} ({c.model.layers} blocks of width {c.model.width})" for c in cells]
-    )
+    models = words.distinct([_sized(c.model) for c in cells])
     clusters = words.distinct(
         [f"{c.cluster.nodes} nodes × {c.cluster.ranks_per_node} ranks" for c in cells]
     )
@@ -197,6 +197,13 @@ def _assumptions(section: Section, runs: Mapping[str, AnyRun]) -> str:
         again = words.distinct([f"{c.recomputed * 100:g} %" for c in cells])
         parts += [f"{again} of the blocks recomputed", f"{shares} of each link reached"]
     return "; ".join(part for part in parts if part)
+
+
+def _sized(model: AnyModel) -> str:
+    """A model and, where it is one of the built-in ones, its dimensions."""
+    if not isinstance(model, ModelSpec):
+        return model.name
+    return f"{model.name} ({model.layers} blocks of width {model.width})"
 
 
 def _drawing(
