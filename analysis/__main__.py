@@ -119,6 +119,7 @@ def _reproduce() -> None:
     except (OSError, ValueError) as error:
         _fail(str(error))
     typer.echo(f"claims  {written.document}\nreport  {written.page}")
+    typer.echo(f"tables  {written.tables}\nfigures {written.figures}")
 
 
 def _load(path: Path) -> list[Record]:

@@ -208,16 +208,19 @@ def cluster(
     host_memory_bytes: float = 512 * GB,
     matmul_efficiency: float = MATMUL_EFFICIENCY,
     link_efficiency: float = LINK_EFFICIENCY,
+    inter_efficiency: float | None = None,
     inter_latency_seconds: float = 15e-6,
 ) -> Hardware:
     """A cluster of nodes with one kind of GPU, of which only the data sheets are known.
 
     ``inter_bits_per_s`` is a node's nominal bandwidth, ``link_efficiency`` the share of every
-    link's nominal rate that is reached. Raises ``ValueError`` for an unknown GPU and naming the
-    argument that cannot be.
+    link's nominal rate that is reached, ``inter_efficiency`` that of the link between nodes where
+    it is another. Raises ``ValueError`` for an unknown GPU and naming the argument that cannot be.
     """
-    checks.positive(inter_bits_per_s=inter_bits_per_s, link_efficiency=link_efficiency)
-    checks.share(link_efficiency=link_efficiency)
+    between = link_efficiency if inter_efficiency is None else inter_efficiency
+    shares = {"link_efficiency": link_efficiency, "inter_efficiency": between}
+    checks.positive(inter_bits_per_s=inter_bits_per_s, **shares)
+    checks.share(**shares)
     device = gpu(gpu_name)
     pcie = link_efficiency * device.pcie_bytes_per_s
     return Hardware(
@@ -226,7 +229,7 @@ def cluster(
         ranks_per_node=ranks_per_node,
         device=device,
         matmul_efficiency=matmul_efficiency,
-        inter_bytes_per_s=link_efficiency * inter_bits_per_s / 8,
+        inter_bytes_per_s=between * inter_bits_per_s / 8,
         inter_latency_seconds=inter_latency_seconds,
         intra_bytes_per_s=link_efficiency * device.link_bytes_per_s,
         host_to_device_bytes_per_s=pcie,

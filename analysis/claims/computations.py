@@ -167,7 +167,30 @@ class Outcome(Strict):
         ]
 
 
-Computation = Annotated[Ratio | Value | LossDifference | Outcome, Field(discriminator="kind")]
+class Outcomes(Strict):
+    """The share of cells that end as is said of their strategies: one ``oom``, others ``ok``."""
+
+    kind: Literal["outcomes"]
+    of: Selection
+    states: dict[str, State]
+    take: Literal["mean"] = "mean"
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        return ("%",)
+
+    def samples(self, rows: Sequence[Row]) -> list[Sample]:
+        said = [(self.states.get(str(row.settings["strategy"])), row) for row in rows]
+        return [
+            Sample(float(row.state == state), row)
+            for state, row in said
+            if state is not None and row.state != "skipped" and self.of.matches(row)
+        ]
+
+
+Computation = Annotated[
+    Ratio | Value | LossDifference | Outcome | Outcomes, Field(discriminator="kind")
+]
 
 
 def taken(samples: Sequence[Sample], take: Take | Literal["mean"]) -> float:

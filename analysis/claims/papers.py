@@ -78,10 +78,18 @@ class Tolerance(Strict):
         return abs(ours - paper) <= self.relative * abs(paper)
 
 
+#: What a comparison is for. ``result``: it is of the claim's own setting, and decides; all others
+#: decide nothing and count for nothing. ``context``: another setting than the claim's. ``set-up``:
+#: what was set so that other comparisons are fair. ``consistency``: the project's own measurements
+#: or formulas against themselves. ``fit``: ours was chosen so that the number comes out.
+Role = Literal["result", "context", "set-up", "consistency", "fit"]
+
+
 class Check(Strict):
     """How a matrix's records are compared with a claim."""
 
     matrix: MatrixName
+    role: Role = "result"
     compute: Computation
     tolerance: Tolerance
     #: What to know of the comparison, whatever it says.

@@ -8,13 +8,24 @@ from typing import Literal
 
 from analysis import text
 from analysis.claims.computations import SCALES, Ratio, Sample, Unit, Value, taken
-from analysis.claims.papers import Check, Claim, Claims
+from analysis.claims.papers import Check, Claim, Claims, Role
 from analysis.load.rows import Row
 from experiments.records.abilities import Evidence
 
-Verdict = Literal["reproduced", "not reproduced", "not run"]
-#: A claim whose checks do not agree.
-Summary = Literal["reproduced", "reproduced in part", "not reproduced", "not run"]
+Verdict = Literal[
+    "reproduced", "not reproduced", "not run", "agrees", "differs",
+    "as set up", "not as set up", "consistent", "inconsistent", "fitted",
+]  # fmt: skip
+#: By what a comparison is for: near enough, and not.
+VERDICTS: dict[Role, tuple[Verdict, Verdict]] = {
+    "result": ("reproduced", "not reproduced"),
+    "context": ("agrees", "differs"),
+    "set-up": ("as set up", "not as set up"),
+    "consistency": ("consistent", "inconsistent"),
+    "fit": ("fitted", "fitted"),
+}
+#: A claim by its results alone: they may not agree, and one without any is set apart.
+Summary = Literal["reproduced", "reproduced in part", "not reproduced", "not run", "set apart"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +42,12 @@ class Finding:
     #: Which cells ours is taken from.
     cells: str
     #: What to know of the comparison; why it was not reproduced, or why it was not run.
-    reason: str
+    reasons: tuple[str, ...]
+
+    @property
+    def decides(self) -> bool:
+        """Whether the claim's verdict rests on it."""
+        return self.check is None or self.check.role == "result"
 
 
 def judge(claims: Claims, rows: Mapping[str, Sequence[Row]]) -> list[Finding]:
@@ -44,46 +60,58 @@ def judge(claims: Claims, rows: Mapping[str, Sequence[Row]]) -> list[Finding]:
         if not claim.checks:
             reason = claim.untested or claims.papers[claim.paper].untested
             assert reason is not None, "checked when the file was read"
-            found.append(Finding(claim, None, "not run", None, None, "", reason))
+            found.append(Finding(claim, None, "not run", None, None, "", (reason,)))
         found += [_check(claims, claim, check, rows.get(check.matrix)) for check in claim.checks]
     return found
 
 
 def summarise(findings: Sequence[Finding]) -> dict[str, Summary]:
-    """Each claim's verdict over its checks, by id; checks that were not run do not count."""
-    verdicts: dict[str, set[Verdict]] = {}
+    """Each claim's verdict over its results, by id; checks that were not run do not count."""
+    of: dict[str, list[Finding]] = {}
     for finding in findings:
-        verdicts.setdefault(finding.claim.id, set()).add(finding.verdict)
-    return {claim: _summary(of - {"not run"}) for claim, of in verdicts.items()}
+        of.setdefault(finding.claim.id, []).append(finding)
+    return {
+        claim: _summary(
+            {finding.verdict for finding in found if finding.decides} - {"not run"},
+            apart=all(not finding.decides for finding in found),
+        )
+        for claim, found in of.items()
+    }
 
 
-def _summary(verdicts: set[Verdict]) -> Summary:
+def _summary(verdicts: set[Verdict], apart: bool) -> Summary:
+    if apart:
+        return "set apart"
     if not verdicts:
         return "not run"
-    return verdicts.pop() if len(verdicts) == 1 else "reproduced in part"
+    if len(verdicts) > 1:
+        return "reproduced in part"
+    return "reproduced" if "reproduced" in verdicts else "not reproduced"
 
 
 def _check(claims: Claims, claim: Claim, check: Check, rows: Sequence[Row] | None) -> Finding:
     """One check against the cells of its matrix, if there are any."""
     if rows is None:
         reason = claims.matrices[check.matrix].planned or "There are no records of its matrix."
-        return Finding(claim, check, "not run", None, None, "", reason)
+        return Finding(claim, check, "not run", None, None, "", (reason,))
     samples = check.compute.samples(rows)
     if not samples:
         reason = f"No cell of {check.matrix} has a result with which to compare."
-        return Finding(claim, check, "not run", None, None, "", reason)
+        return Finding(claim, check, "not run", None, None, "", (reason,))
     # A matrix that was run in several ways is judged by what was really measured, if it was.
     evidence = min({sample.row.evidence for sample in samples}, key=list(text.EVIDENCE).index)
     samples = [sample for sample in samples if sample.row.evidence == evidence]
     assert claim.unit is not None, "checked when the claim was read"
     ours = taken(samples, check.compute.take) * SCALES[claim.unit]
-    reproduced = check.tolerance.admits(ours, claim.number)
-    verdict: Verdict = "reproduced" if reproduced else "not reproduced"
+    near = check.tolerance.admits(ours, claim.number)
+    verdict = VERDICTS[check.role][0 if near else 1]
     reasons = [check.note, _noise(claims, check)]
-    if not reproduced:
+    if not near and check.role == "result":
         reasons.append(check.because or "No reason has been found yet.")
+    elif not near:
+        reasons.append(check.because)
     cells = _cells(samples, check.compute.take)
-    return Finding(claim, check, verdict, ours, evidence, cells, " ".join(filter(None, reasons)))
+    return Finding(claim, check, verdict, ours, evidence, cells, tuple(filter(None, reasons)))
 
 
 def _noise(claims: Claims, check: Check) -> str | None:

@@ -31,6 +31,9 @@ from simulation.quantities import format_link
 
 #: Up to this many panels stand side by side; more are stacked.
 WIDEST = 4
+#: A matrix with more figures than this sweeps what it does not know; it is read from its table, and
+#: by those who fit to it.
+MOST_FIGURES = 12
 #: More strategies than this are drawn in small multiples, an engine a column.
 CROWD = 6
 
@@ -55,7 +58,10 @@ def parted(compared: pd.DataFrame) -> Iterator[tuple[pd.DataFrame, str]]:
     ran = compared[compared["state"] != "skipped"]
     for _, matrix in ran.groupby("matrix", sort=False):
         apart = [name for name in must_agree(matrix) if name not in (*PANEL, *AXES)]
-        for _, cells in matrix.groupby(apart, dropna=False, sort=False):
+        groups = matrix.groupby(apart, dropna=False, sort=False)
+        if groups.ngroups > MOST_FIGURES:
+            continue
+        for _, cells in groups:
             yield cells, _setting(cells, matrix, apart)
 
 

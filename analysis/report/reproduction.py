@@ -1,4 +1,4 @@
-"""REPRODUCTION.md and its page: each claim of the papers next to what the committed records say."""
+"""REPRODUCTION.md and its page: the papers' results next to what the committed records say."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from analysis.compare import predictions
 from analysis.compare.baseline import compare
 from analysis.figures import matrix, memory
 from analysis.figures import predictions as predicted
-from analysis.figures.drawings import Drawing
+from analysis.figures.drawings import Drawing, svg
 from analysis.load import runs
 from analysis.load.memory import MemoryStudy
 from analysis.load.runs import AnyRun, Run
+from analysis.paper import tables as papers_tables
+from analysis.paper.chapter import Chapter, chapter
 from analysis.report import pages
 from analysis.report.tables import escaped
 
@@ -32,32 +34,62 @@ class Written:
 
     document: Path
     page: Path
+    #: The chapter's tables as CSV and LaTeX, and its figures.
+    tables: Path
+    figures: Path
 
 
 def write(results: Path) -> Written:
-    """Write REPRODUCTION.md beside the folder of results, and the page into it.
+    """Write REPRODUCTION.md beside the folder of results, and the rest into it.
 
     Raises ``ValueError`` for malformed claims or records, or without any.
     """
     claims, of = papers.load(), runs.load(results)
-    where = Written(results.resolve().parent / "REPRODUCTION.md", results / "report.html")
-    where.document.write_text(markdown(claims, of), encoding="utf-8")
-    where.page.write_text(page(claims, of), encoding="utf-8")
+    where = Written(
+        results.resolve().parent / "REPRODUCTION.md",
+        results / "report.html",
+        results / "paper" / "tables",
+        results / "paper" / "figures",
+    )
+    values = _values(claims, of)
+    first: Chapter = values["chapter"]
+    where.document.write_text(_markdown(values), encoding="utf-8")
+    where.page.write_text(_page(claims, of, values), encoding="utf-8")
+    papers_tables.write(first.written, where.tables)
+    where.figures.mkdir(parents=True, exist_ok=True)
+    for drawing in first.drawn:
+        (where.figures / f"{drawing.name}.svg").write_bytes(svg(drawing))
     return where
 
 
 def markdown(claims: Claims, of: Sequence[AnyRun]) -> str:
     """The document; it depends on the claims and the records alone."""
-    return pages.render("reproduction.md.j2", **_values(claims, of), cell=escaped)
+    return _markdown(_values(claims, of))
 
 
-def page(claims: Claims, of: Sequence[AnyRun]) -> str:
+def chapter_of(claims: Claims, of: Sequence[AnyRun]) -> Chapter:
+    """The chapter on the FCDP paper."""
+    findings = judge(claims, {run.matrix: run.rows for run in of})
+    return chapter(claims, of, findings, summarise(findings), _notes(claims, findings))
+
+
+def _markdown(values: Mapping[str, Any]) -> str:
+    return pages.render(
+        "reproduction.md.j2", **values, cell=escaped, table=papers_tables.as_markdown
+    )
+
+
+def _page(claims: Claims, of: Sequence[AnyRun], values: Mapping[str, Any]) -> str:
     """The self-contained HTML page, which has the figures of every run too."""
     figures = {run.matrix: [pages.figure(drawn) for drawn in _drawn(run)] for run in of}
     pairs = _predicted(claims, of)
     validated = [] if pairs.empty else [pages.figure(predicted.draw(pairs))]
     return pages.render(
-        "reproduction.html.j2", **_values(claims, of), figures=figures, validated=validated
+        "reproduction.html.j2",
+        **values,
+        figures=figures,
+        validated=validated,
+        figure=pages.figure,
     )
 
 
@@ -74,8 +106,10 @@ def _values(claims: Claims, of: Sequence[AnyRun]) -> dict[str, Any]:
     """What both documents show."""
     by_matrix = {run.matrix: run for run in of}
     findings = judge(claims, {run.matrix: run.rows for run in of})
-    lines = [_line(claims, finding, by_matrix) for finding in findings]
-    verdicts = Counter(summarise(findings).values())
+    notes = _notes(claims, findings)
+    lines = [_line(claims, finding, by_matrix, notes) for finding in findings]
+    summary = summarise(findings)
+    verdicts = Counter(summary.values())
     evidence = {finding.evidence for finding in findings}
     return {
         "counts": [(verdict, verdicts[verdict]) for verdict in get_args(Summary)],
@@ -88,7 +122,8 @@ def _values(claims: Claims, of: Sequence[AnyRun]) -> dict[str, Any]:
             }
             for name, paper in claims.papers.items()
         ],
-        "failed": _failed(lines),
+        "chapter": chapter_of(claims, of),
+        "notes": notes,
         "labels": LABELS,
         "evidence": {name: text.EVIDENCE[name] for name in text.EVIDENCE if name in evidence},
         "runs": of,
@@ -114,7 +149,20 @@ def _predicted(claims: Claims, of: Sequence[AnyRun]) -> pd.DataFrame:
     return pd.DataFrame([pair for found in pairs for pair in found])
 
 
-def _line(claims: Claims, finding: Finding, of: Mapping[str, AnyRun]) -> dict[str, Any]:
+def _notes(claims: Claims, findings: Sequence[Finding]) -> dict[str, int]:
+    """Each reason once, however many claims it is given for, with its number."""
+    reasons = (
+        reason
+        for finding in findings
+        for reason in finding.reasons
+        if reason != claims.papers[finding.claim.paper].untested
+    )
+    return {reason: at for at, reason in enumerate(dict.fromkeys(reasons), start=1)}
+
+
+def _line(
+    claims: Claims, finding: Finding, of: Mapping[str, AnyRun], notes: Mapping[str, int]
+) -> dict[str, Any]:
     """A finding's figures as text."""
     claim, check = finding.claim, finding.check
     line = {
@@ -129,7 +177,7 @@ def _line(claims: Claims, finding: Finding, of: Mapping[str, AnyRun]) -> dict[st
         "evidence": finding.evidence or text.ABSENT,
         "verdict": finding.verdict,
         "cells": finding.cells,
-        "reason": finding.reason,
+        "notes": [notes[reason] for reason in finding.reasons if reason in notes],
         "command": "",
         "resources": claim.needs or "",
     }
@@ -139,14 +187,3 @@ def _line(claims: Claims, finding: Finding, of: Mapping[str, AnyRun]) -> dict[st
         line["command"] = use.command or f"python -m experiments run {check.matrix}"
         line["resources"] = run.resources if run else claim.needs or use.resources or ""
     return line
-
-
-def _failed(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What did not reproduce, a claim and reason once however many matrices say so."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
-    for line in lines:
-        if line["verdict"] == "not reproduced":
-            item = found.setdefault((line["id"], line["reason"]), {**line, "ours": []})
-            ours = {"value": line["ours"], "evidence": line["evidence"], "command": line["command"]}
-            item["ours"].append(ours)
-    return list(found.values())

@@ -28,10 +28,11 @@ from simulation.yaml_lines import Document, KeyPath, load
 #: How the file names a field of a cell, where it is not by the field's own name.
 _FILE_NAMES = {"inter_bandwidth_bits_per_s": "inter_bandwidth", "matrix": "name"}
 _FIELD_NAMES = {file: field for field, file in _FILE_NAMES.items()}
+#: Of a simulated cluster, which is what a cell wants it to be.
+_OF_CLUSTER = ("nodes", "inter_efficiency")
 #: What a file may set a cell by cell; the matrix and the cluster are the same for all of them.
 _SETTINGS = (
-    # Of a simulated cluster, which has as many as a cell wants.
-    "nodes",
+    *_OF_CLUSTER,
     *(
         _FILE_NAMES.get(field, field)
         for field in Cell.model_fields
@@ -150,8 +151,7 @@ class _Expansion:
         if largest:
             fields["micro_batch"] = 1
         cluster: dict[str, Any] = self._cluster.model_dump()
-        if "nodes" in fields:
-            cluster["nodes"] = fields.pop("nodes")
+        cluster |= {name: fields.pop(name) for name in _OF_CLUSTER if name in fields}
         try:
             cell = Cell.of(
                 **{
@@ -301,7 +301,7 @@ class _Expansion:
 
 
 def _simulated_only(setting: str, item: object) -> bool:
-    return setting == "nodes" or (setting == "micro_batch" and item == _LARGEST)
+    return setting in _OF_CLUSTER or (setting == "micro_batch" and item == _LARGEST)
 
 
 def _why_not_simulated(cell: Cell) -> str | None:

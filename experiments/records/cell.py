@@ -55,7 +55,8 @@ class SimulatedSpec(Strict):
     """A cluster that need not exist: nodes of one kind of GPU, simulated.
 
     ``simulation.hardware`` knows the GPUs. The link between nodes is the
-    cell's bandwidth, of which ``link_efficiency`` is reached.
+    cell's bandwidth, of which ``inter_efficiency`` is reached, or ``link_efficiency`` as of the
+    links inside a node.
     """
 
     kind: Annotated[Literal["simulated"], _KIND]
@@ -72,6 +73,9 @@ class SimulatedSpec(Strict):
     link_efficiency: Annotated[float, Setting("Link efficiency", place="run")] = Field(
         default=0.8, gt=0, le=1
     )
+    inter_efficiency: Annotated[
+        float | None, Setting("Share of the link", place="run", in_id="later")
+    ] = Field(default=None, gt=0, le=1)
     inter_latency_us: Annotated[float, Setting("Latency", place="run", write="{:g} µs".format)] = (
         Field(default=15.0, ge=0)
     )

@@ -70,6 +70,7 @@ def hardware_of(spec: AnyCluster, inter_bits_per_s: float | None) -> Hardware:
         host_memory_bytes=spec.host_memory_gb * GB,
         matmul_efficiency=spec.matmul_efficiency,
         link_efficiency=spec.link_efficiency,
+        inter_efficiency=spec.inter_efficiency,
         inter_latency_seconds=spec.inter_latency_us / 1e6,
     )
 

@@ -60,7 +60,7 @@ def test_near_enough_is_reproduced_and_says_how_to_read_it() -> None:
     assert finding.ours == pytest.approx(3.3 / 10.4)
     assert finding.evidence == "emulated"
     assert finding.cells == "gpt2-4x128, 10 Mbit/s"
-    assert finding.reason == "By the counters."
+    assert finding.reasons == ("By the counters.",)
 
 
 def test_too_far_is_not_reproduced_with_the_reason_found() -> None:
@@ -69,12 +69,12 @@ def test_too_far_is_not_reproduced_with_the_reason_found() -> None:
     finding = found(claims(far))
 
     assert finding.verdict == "not reproduced"
-    assert finding.reason == "A note. A reason."
+    assert finding.reasons == ("A note.", "A reason.")
 
 
 def test_a_missing_reason_is_said() -> None:
-    assert found(claims(check(tolerance={"at_most": 0.1}))).reason == (
-        "No reason has been found yet."
+    assert found(claims(check(tolerance={"at_most": 0.1}))).reasons == (
+        "No reason has been found yet.",
     )
 
 
@@ -84,9 +84,9 @@ def test_what_was_not_run_says_why() -> None:
     untested = found(claims())
 
     assert {f.verdict for f in (planned, nothing, untested)} == {"not run"}
-    assert planned.reason == "Not run yet."
-    assert nothing.reason == "No cell of parity has a result with which to compare."
-    assert untested.reason == "Not built."
+    assert planned.reasons == ("Not run yet.",)
+    assert nothing.reasons == ("No cell of parity has a result with which to compare.",)
+    assert untested.reasons == ("Not built.",)
     assert planned.ours is None
 
 
@@ -99,8 +99,8 @@ def test_a_comparison_of_times_says_that_they_are_noisy() -> None:
 
     by_bytes, by_time = judge(noisy, {"parity": rows()})
 
-    assert "Others" not in by_bytes.reason
-    assert "Others used the machine." in by_time.reason
+    assert by_bytes.reasons == ()
+    assert by_time.reasons == ("Others used the machine.",)
 
 
 def test_kinds_of_evidence_are_not_mixed_and_measured_goes_first() -> None:
@@ -128,6 +128,27 @@ def test_a_claim_is_summarised_over_the_checks_that_were_run(
     ]
 
     assert summarise(judge(claims(*checks), {"parity": rows()})) == {"bytes": summary}
+
+
+@pytest.mark.parametrize(
+    ("role", "near", "far"),
+    [
+        ("context", "agrees", "differs"),
+        ("set-up", "as set up", "not as set up"),
+        ("consistency", "consistent", "inconsistent"),
+        ("fit", "fitted", "fitted"),
+    ],
+)
+def test_only_results_decide(role: str, near: str, far: str) -> None:
+    others = [check(role=role), check(role=role, tolerance={"at_least": 1})]
+    of = claims(check(), *others)
+
+    result, *apart = judge(of, {"parity": rows()})
+
+    assert [finding.verdict for finding in apart] == [near, far]
+    assert not any(finding.decides for finding in apart)
+    assert summarise([result, *apart]) == {"bytes": "reproduced"}
+    assert summarise(apart) == {"bytes": "set apart"}
 
 
 def test_numbers_are_written_as_the_paper_has_them_and_ours_with_three_digits() -> None:

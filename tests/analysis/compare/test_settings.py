@@ -29,6 +29,7 @@ GPT2, LLAMA = made_up.MODELS
 #: Other values where not any value will do.
 OTHERS: dict[str, dict[str, Any]] = {
     "gpu": {"gpu": "a10g"},
+    "inter_efficiency": {"inter_efficiency": 0.4},  # by default that of both links
     "cluster": {"cluster": ClusterSpec(nodes=2, ranks_per_node=2)},
     "model": {"model": LLAMA},
     "model_in_full": {"model": GPT2.model_copy(update={"vocabulary": 512})},

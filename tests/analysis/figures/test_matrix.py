@@ -207,6 +207,18 @@ def test_strategies_without_a_colour_of_their_own_and_many_panels() -> None:
     assert labels == ["FSDP2", "another", "FCDP"]
 
 
+def test_a_sweep_of_many_settings_is_not_drawn_figure_by_figure() -> None:
+    lengths = range(2, matrix.MOST_FIGURES + 3)
+    cells = [
+        made_up.cell("fcdp", made_up.MODELS[0], "full", None, sequence_length=length)
+        for length in lengths
+    ]
+    made = [made_up.record(cell) for cell in cells]
+
+    assert matrix.draw(compare(frame(made))) == []
+    assert len(matrix.draw(compare(frame(made[:2])))) == 4
+
+
 def test_no_figure_without_a_result() -> None:
     cell = made_up.cell("fcdp", made_up.MODELS[0], "full", None)
     oom = made_up.record(cell, state="oom", error="out of memory", measurement=None)

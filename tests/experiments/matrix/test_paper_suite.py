@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def cells(name: str) -> list[Cell]:
 
 
 def test_a_suite_is_a_folder_and_a_matrix_is_itself() -> None:
-    assert len(SUITE) == 9
+    assert len(SUITE) == 12
     assert all(name.startswith("paper/") for name in SUITE)
     assert files.suites() == ["paper"]
     assert files.members("quickstart") == ["quickstart"]
@@ -40,14 +41,30 @@ def test_a_suite_is_a_folder_and_a_matrix_is_itself() -> None:
 def test_models_and_clusters_are_the_papers(name: str) -> None:
     for cell in cells(name):
         assert cell.model == paper_models.find(cell.model.name)
-        assert cell.sequence_length == paper_models.SEQUENCE_LENGTH
+        swept = name.startswith("paper/sensitivity")
+        assert swept or cell.sequence_length == paper_models.SEQUENCE_LENGTH
         assert isinstance(cell.cluster, SimulatedSpec)
         nodes, link = cell.cluster.nodes, cell.inter_bandwidth_bits_per_s
         assert link is not None
-        assert hardware_of(cell.cluster, link) == paper_cluster(nodes, link)
+        assert swept == (cell.cluster.inter_efficiency is not None)
+        spec = cell.cluster.model_copy(update={"inter_efficiency": None})
+        assert hardware_of(spec, link) == paper_cluster(nodes, link)
         # Full fine-tuning is on four nodes, but for strong scaling; LoRA on two.
         if name != "paper/scaling":
             assert nodes == (4 if cell.tuning == "full" else 2)
+
+
+def test_only_the_link_between_nodes_has_the_share_of_it() -> None:
+    link = 100_000_000_000
+    spec = SimulatedSpec(
+        kind="simulated", nodes=2, ranks_per_node=8, gpu="a40", inter_efficiency=0.4
+    )
+    whole = hardware_of(spec.model_copy(update={"inter_efficiency": None}), link)
+
+    found = hardware_of(spec, link)
+
+    assert found.inter_bytes_per_s == pytest.approx(0.4 * link / 8)
+    assert replace(found, inter_bytes_per_s=whole.inter_bytes_per_s) == whole
 
 
 def test_scaling_is_strong() -> None:

@@ -1,0 +1,229 @@
+"""The chapter on the paper: a row per result first, then a section per table or figure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from analysis import text
+from analysis.claims.papers import Claim, Claims
+from analysis.claims.verdicts import Finding, Summary, quoted, rounded
+from analysis.figures.drawings import Drawing
+from analysis.load.runs import AnyRun, Run
+from analysis.paper import contents, figures, fit, sweeps_drawn, words
+from analysis.paper.contents import Section
+from analysis.paper.fit import Fitted
+from analysis.paper.sensitivity import Sweeps, sweeps
+from analysis.paper.tables import Table
+from experiments.records.workload import AnyModel
+from simulation.transformer import ModelSpec
+
+#: Of emulated comparisons a table shows the one at the paper's ratio of communication to
+#: computation, if there is one.
+_SAME_RATIO = "paper-emulated"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A section as documents show it."""
+
+    section: Section
+    table: Table
+    #: By number; a document has each note once.
+    notes: tuple[int, ...]
+    assumptions: str
+    commands: tuple[str, ...]
+    drawing: Drawing | None
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """All of it."""
+
+    #: A row per result: what, paper, simulated, emulated, verdict, and its section's id and title.
+    opening: tuple[tuple[str, ...], ...]
+    parts: tuple[Part, ...]
+    fitted: Fitted | None
+    #: The fit's tables, in words.
+    tables: tuple[Table, ...] = ()
+    contradictions: tuple[str, ...] = ()
+    best: Mapping[str, str] = field(default_factory=dict)
+    assumed: str = ""
+    drawings: tuple[Drawing, ...] = ()
+
+    @property
+    def drawn(self) -> list[Drawing]:
+        """Every figure."""
+        own = [part.drawing for part in self.parts if part.drawing is not None]
+        return own + list(self.drawings)
+
+    @property
+    def written(self) -> list[Table]:
+        """Every table, for CSV and LaTeX."""
+        return [part.table for part in self.parts] + list(self.tables)
+
+
+def chapter(
+    claims: Claims,
+    runs: Sequence[AnyRun],
+    findings: Sequence[Finding],
+    verdicts: Mapping[str, Summary],
+    number: Mapping[str, int],
+) -> Chapter:
+    """The chapter of these records; ``number`` has each note's."""
+    holds = contents.load(claims)
+    by_matrix = {run.matrix: run for run in runs}
+    rows = {sweep.matrix: by_matrix[sweep.matrix].rows for sweep in holds.fit.sweeps
+            if sweep.matrix in by_matrix}  # fmt: skip
+    swept = sweeps(holds.fit, claims, rows)
+    found = None if swept is None else fit.fitted(holds.fit, swept)
+    shown = _Shown(claims, findings, verdicts, words.as_predicted(found), found)
+    parts = tuple(
+        Part(
+            section,
+            shown.table(section),
+            tuple(sorted({number[note] for note in shown.notes(section)})),
+            _assumptions(section, by_matrix),
+            tuple(_command(claims, name) for name in section.matrices),
+            _drawing(section, shown, by_matrix, found, swept),
+        )
+        for section in holds.sections
+    )
+    opening = tuple(
+        (*shown.opening(name), section.id, section.title)
+        for section in holds.sections
+        for name in section.first
+    )
+    if found is None or swept is None:
+        return Chapter(opening, parts, None)
+    return Chapter(
+        opening,
+        parts,
+        found,
+        (words.predictions(found), words.changes(found, swept)),
+        tuple(words.contradictions(found)),
+        words.best(found),
+        words.setting(found.fit, found.assumed),
+        (sweeps_drawn.regions(found, swept),),
+    )
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """Claims and what was found of them, as cells of tables."""
+
+    claims: Claims
+    findings: Sequence[Finding]
+    verdicts: Mapping[str, Summary]
+    predicted: Mapping[str, str]
+    found: Fitted | None
+
+    def of(self, name: str) -> Claim:
+        return next(claim for claim in self.claims.claims if claim.id == name)
+
+    def table(self, section: Section) -> Table:
+        fitted = self.found
+        at = "" if fitted is None else words.value(fitted.fit.unknown, fitted.value)
+        rows = []
+        for name in section.claims:
+            what, paper, simulated, emulated, verdict = self.opening(name)
+            predicted = [self.predicted.get(name, text.ABSENT)] if fitted else []
+            rows.append((what, paper, simulated, *predicted, emulated, verdict))
+        columns = [f"Simulated, {at} of the link"] if fitted else []
+        return Table(
+            section.id,
+            section.title,
+            ("Result", "Paper", "Simulated", *columns, "Emulated", "Verdict"),
+            tuple(rows),
+        )
+
+    def opening(self, name: str) -> tuple[str, str, str, str, str]:
+        """Result, paper, simulated, emulated, verdict."""
+        claim = self.of(name)
+        paper = f"{quoted(claim.number, claim.unit)} [{claim.label}]"
+        simulated, emulated = (self._ours(claim, kind) for kind in ("simulated", "emulated"))
+        verdict = self.verdicts[name]
+        apart = [f.verdict for f in self.findings if f.claim.id == name and not f.decides]
+        return (
+            claim.claim,
+            paper,
+            simulated,
+            emulated,
+            (apart[0] if verdict == "set apart" else verdict),
+        )
+
+    def _ours(self, claim: Claim, evidence: str) -> str:
+        """Ours by this evidence: what decides, else at the paper's ratio, else the first."""
+        found = [f for f in self.findings if f.claim.id == claim.id and f.evidence == evidence]
+        found.sort(key=lambda f: (not f.decides, not _at_same_ratio(f)))
+        return rounded(found[0].ours, claim.unit) if found else text.ABSENT
+
+    def notes(self, section: Section) -> list[str]:
+        """The reasons of what decides the section's claims."""
+        return [
+            reason
+            for finding in self.findings
+            if finding.claim.id in section.claims and finding.decides
+            for reason in finding.reasons
+        ]
+
+
+def _at_same_ratio(finding: Finding) -> bool:
+    return finding.check is not None and finding.check.matrix.startswith(_SAME_RATIO)
+
+
+def _command(claims: Claims, matrix: str) -> str:
+    use = claims.matrices.get(matrix)
+    return (use.command if use else None) or f"python -m experiments run {matrix}"
+
+
+def _assumptions(section: Section, runs: Mapping[str, AnyRun]) -> str:
+    """Dimensions, length, recomputation and share of the link of the section's cells."""
+    cells = [
+        record.cell
+        for name in section.matrices
+        if isinstance(run := runs.get(name), Run)
+        for record in run.records
+    ]
+    models = words.distinct([_sized(c.model) for c in cells])
+    clusters = words.distinct(
+        [f"{c.cluster.nodes} nodes × {c.cluster.ranks_per_node} ranks" for c in cells]
+    )
+    lengths = words.distinct([f"{c.sequence_length} tokens per sequence" for c in cells])
+    parts = [models, clusters, lengths]
+    simulated = [c.cluster for c in cells if c.cluster.kind == "simulated"]
+    if simulated:
+        shares = words.distinct([f"{c.link_efficiency * 100:g} %" for c in simulated])
+        again = words.distinct([f"{c.recomputed * 100:g} %" for c in cells])
+        parts += [f"{again} of the blocks recomputed", f"{shares} of each link reached"]
+    return "; ".join(part for part in parts if part)
+
+
+def _sized(model: AnyModel) -> str:
+    """A model and, where it is one of the built-in ones, its dimensions."""
+    if not isinstance(model, ModelSpec):
+        return model.name
+    return f"{model.name} ({model.layers} blocks of width {model.width})"
+
+
+def _drawing(
+    section: Section,
+    shown: _Shown,
+    runs: Mapping[str, AnyRun],
+    found: Fitted | None,
+    swept: Sweeps | None,
+) -> Drawing | None:
+    """The section's figure; ``None`` without its records."""
+    if section.figure == "sweep":
+        if found is None or swept is None:
+            return None
+        fitted_to = {target.claim for target in found.fit.targets}
+        drawn = [name for name in section.claims if name in fitted_to]
+        return sweeps_drawn.curves(f"paper-{section.id}", drawn, found, swept)
+    run = runs.get(section.matrices[0])
+    if not isinstance(run, Run):
+        return None
+    claims = [shown.of(name) for name in section.claims]
+    if section.figure in ("volume", "bandwidth"):
+        return getattr(figures, section.figure)(claims, run)  # type: ignore[no-any-return]
+    return getattr(figures, section.figure)(run)  # type: ignore[no-any-return]

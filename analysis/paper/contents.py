@@ -1,0 +1,112 @@
+"""What the chapter on the paper holds: its sections, and what is fitted to which number.
+
+``contents.yaml`` names claims, matrices and settings; the paper's numbers stand in
+``analysis/claims.yaml``. A mistake raises ``ValueError`` with the file and the key.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from analysis.claims.computations import Computation
+from analysis.claims.papers import Claims
+from experiments.records.cell import MatrixName
+from simulation import yaml_lines
+from simulation.files import Name, Strict
+
+CONTENTS = Path(__file__).with_suffix(".yaml")
+
+
+class Sweep(Strict):
+    """A matrix over what is not known: which setting of its cells is which unknown."""
+
+    matrix: MatrixName
+    unknowns: dict[str, Name]
+
+
+class Target(Strict):
+    """A claim as the sweeps answer it."""
+
+    claim: Name
+    #: In as few words as a figure's axis has room for.
+    short: str
+    compute: Computation
+
+
+class Fit(Strict):
+    """One unknown is chosen so that one number comes out; all others are predicted."""
+
+    #: The unknown that is fitted; all others keep their values of ``assumed``.
+    unknown: Name
+    assumed: dict[Name, float]
+    #: The claim whose number is fitted.
+    fitted: Name
+    #: How near a prediction must be, as a share of the paper's number.
+    tolerance: float = Field(gt=0, lt=1)
+    sweeps: tuple[Sweep, ...]
+    #: What readers call an unknown.
+    words: dict[Name, str]
+    targets: tuple[Target, ...]
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Fit:
+        unknowns = {name for sweep in self.sweeps for name in sweep.unknowns.values()}
+        for key, named in (("assumed", {*self.assumed, self.unknown}), ("words", {*self.words})):
+            if named != unknowns:
+                raise ValueError(f"{key}: {sorted(named)}; the sweeps have {sorted(unknowns)}")
+        if self.fitted not in [target.claim for target in self.targets]:
+            raise ValueError(f"fitted: {self.fitted!r} is not among the targets")
+        return self
+
+
+#: What a section's figure draws.
+Figure = Literal["volume", "sweep", "scaling", "bandwidth", "policies", "memory", "losses"]
+
+
+class Section(Strict):
+    """One table or figure of the paper."""
+
+    id: Name
+    title: str
+    figure: Figure
+    matrices: tuple[MatrixName, ...]
+    claims: tuple[Name, ...] = Field(min_length=1)
+    #: Those of its claims that the chapter opens with.
+    first: tuple[Name, ...] = Field(min_length=1)
+    #: What of the paper's is not known.
+    unknown: str | None = None
+
+    @model_validator(mode="after")
+    def _opens_with_its_own(self) -> Section:
+        if others := [name for name in self.first if name not in self.claims]:
+            raise ValueError(f"first: {others} are not among the section's claims")
+        return self
+
+
+class Contents(Strict):
+    """The file."""
+
+    #: The paper, as the claims call it.
+    paper: Name
+    sections: tuple[Section, ...]
+    fit: Fit
+
+
+def load(claims: Claims, path: Path = CONTENTS) -> Contents:
+    """Read and check the chapter's contents; ``ValueError`` as said above."""
+    try:
+        contents = Contents.model_validate(yaml_lines.load(path).values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{path.name}: {where}: {first['msg']}") from error
+    known = {claim.id for claim in claims.claims}
+    named = [("fit.targets", target.claim) for target in contents.fit.targets]
+    named += [(section.id, name) for section in contents.sections for name in section.claims]
+    for where, name in named:
+        if name not in known:
+            raise ValueError(f"{path.name}: {where}: {name!r} is no claim")
+    return contents

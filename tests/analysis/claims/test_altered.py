@@ -1,0 +1,80 @@
+"""No verdict is there by construction: records that say something else give another one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+
+from analysis.__main__ import RESULTS
+from analysis.claims import papers
+from analysis.claims.computations import Outcome, Outcomes, Ratio, Value
+from analysis.claims.papers import Check, Claim, Claims
+from analysis.claims.verdicts import judge
+from analysis.load import runs
+from analysis.load.rows import Row
+
+#: A bound may hold by a margin; it falls at one of these powers of two.
+POWERS = range(1, 9)
+CLAIMS = papers.load()
+DECIDING = [
+    (claim, check) for claim in CLAIMS.claims for check in claim.checks if check.role == "result"
+]
+
+
+@pytest.fixture(scope="module")
+def committed() -> Mapping[str, Sequence[Row]]:
+    return {run.matrix: run.rows for run in runs.load(RESULTS)}
+
+
+def verdict(claim: Claim, check: Check, rows: Sequence[Row]) -> str:
+    alone = claim.model_copy(update={"checks": (check,)})
+    of = Claims(papers=CLAIMS.papers, matrices=CLAIMS.matrices, claims=(alone,))
+    (finding,) = judge(of, {check.matrix: rows})
+    return finding.verdict
+
+
+def altered(check: Check, rows: Sequence[Row], factor: float) -> list[Row]:
+    """The rows with what the comparison is of multiplied, nothing of it being something."""
+    compute = check.compute
+    assert isinstance(compute, Ratio | Value)
+    found = []
+    for row in rows:
+        value = row.quantities.get(compute.quantity)
+        if value is not None and compute.of.matches(row):
+            row = replace(
+                row,
+                quantities={**row.quantities, compute.quantity: value * factor or factor * 1e9},
+            )
+        found.append(row)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("claim", "check"), DECIDING, ids=[f"{claim.id}-{check.matrix}" for claim, check in DECIDING]
+)
+def test_a_verdict_rests_on_its_records(
+    claim: Claim, check: Check, committed: Mapping[str, Sequence[Row]]
+) -> None:
+    rows = committed[check.matrix]
+    before = verdict(claim, check, rows)
+    if isinstance(check.compute, Outcome | Outcomes):
+        sampled = {id(sample.row) for sample in check.compute.samples(rows)}
+        other = [
+            replace(row, state="ok" if row.state == "oom" else "oom") if id(row) in sampled else row
+            for row in rows
+        ]
+        assert before == "not reproduced" or verdict(claim, check, other) != before
+        return
+    if before == "not reproduced":
+        assert verdict(claim, check, altered(check, rows, 1.0)) == before
+        return
+    exact = check.tolerance.relative is not None and check.compute.kind in ("ratio", "value")
+    if exact and check.tolerance.relative < 0.5:
+        for factor in (2.0, 0.5):
+            assert verdict(claim, check, altered(check, rows, factor)) == "not reproduced"
+        return
+    factors = [2.0**power for power in POWERS] + [0.5**power for power in POWERS]
+    after = {verdict(claim, check, altered(check, rows, factor)) for factor in factors}
+    assert "not reproduced" in after
