@@ -88,13 +88,17 @@ class _Training:
         self._train(cell.warmup_steps)
         self.seconds.clear()
         trainable.take_ledger()
+        trainable.take_metrics()
+        trainable.settle()
         before = self._egress()
         self._train(cell.steps)
+        trainable.settle()
         sent = self._egress() - before
         ledger = trainable.take_ledger()
         measurement = self._measurement(sent, ledger)
         # After all that is counted, timed or at its peak has been read.
-        return measurement.model_copy(update={"held_out_loss": self._held_out_loss()})
+        told = {**trainable.take_metrics(), "held_out_loss": self._held_out_loss()}
+        return measurement.model_copy(update=told)
 
     def _held_out_loss(self) -> float | None:
         """Mean loss of the held-out sequences, which every rank has all of."""
@@ -163,6 +167,7 @@ class _Training:
             ledger_bytes_per_step=ledger and _per_step(ledger, cell.steps),
             peak_host_bytes=max(r["host"] for r in ranks),
             host_cache_bytes=trainable.host_cache_bytes,
+            steps_per_round=trainable.interval,
             peak_device_bytes=torch.accelerator.max_memory_allocated() if on_accelerator else None,
         )
 
