@@ -43,9 +43,7 @@ def _one_worker() -> list[bool]:
             workers.__dict__.pop("_send", None)
         begins.append(flat(trained))
     assert begins[1].equal(begins[0]), "the first round is taken up by the second"
-    return [
-        begins[t + 1].equal(begins[t] - (begins[t - 1] - ends[t - 1])) for t in range(1, 5)
-    ]
+    return [begins[t + 1].equal(begins[t] - (begins[t - 1] - ends[t - 1])) for t in range(1, 5)]
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,9 @@ def made(training: Training) -> tuple[nn.Sequential, LocalSteps]:
 
 def flat(of: nn.Module) -> torch.Tensor:
     """All parameters end to end, gathered where they are sharded."""
-    whole = [getattr(param, "full_tensor", lambda param=param: param)() for param in of.parameters()]
+    whole = [
+        getattr(param, "full_tensor", lambda param=param: param)() for param in of.parameters()
+    ]
     return torch.cat([param.detach().flatten() for param in whole])
 
 
