@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from baselines import pins
-from baselines.registry import STRATEGIES
+from baselines.registry import STRATEGIES, STRATEGY_NAMES
 from experiments.matrix import files, reader
 from experiments.records.cell import ClusterSpec
 from simulation.quantities import format_link
