@@ -1,6 +1,6 @@
-"""One rank of a job in which one rank ends before its time: run by ``test_failure``.
+"""One rank of a job in which one rank ends before its time: run by ``test_processes``.
 
-``python -m tests.fcdp.failing_rank RANK WORLD PORT FAILING {raises,is-killed}``
+``python -m tests.fcdp.failures.failing_rank RANK WORLD PORT FAILING {raises,is-killed}``
 """
 
 from __future__ import annotations
