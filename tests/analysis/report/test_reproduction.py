@@ -35,17 +35,19 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     return written.page.read_text("utf-8")
 
 
-def test_the_committed_document_is_up_to_date() -> None:
-    document = reproduction.markdown(papers.load(), runs.load(RESULTS))
+@pytest.fixture(scope="module")
+def document() -> str:
+    """What the committed records and claims give."""
+    return reproduction.markdown(papers.load(), runs.load(RESULTS))
 
+
+def test_the_committed_document_is_up_to_date(document: str) -> None:
     assert (ROOT / "REPRODUCTION.md").read_text("utf-8") == document, (
         "REPRODUCTION.md differs from the records: run python -m analysis report"
     )
 
 
-def test_every_claim_is_in_the_document_with_its_verdict() -> None:
-    document = reproduction.markdown(papers.load(), runs.load(RESULTS))
-
+def test_every_claim_is_in_the_document_with_its_verdict(document: str) -> None:
     for claim in papers.load().claims:
         lines = [line for line in document.splitlines() if line.startswith(f"| {claim.claim} |")]
         assert len(lines) == max(len(claim.checks), 1), claim.id
@@ -54,8 +56,7 @@ def test_every_claim_is_in_the_document_with_its_verdict() -> None:
     assert all(any(verdict in row for verdict in verdicts) for row in rows if row.startswith("|"))
 
 
-def test_the_finding_about_hpz_is_stated_where_the_51_times_are() -> None:
-    document = reproduction.markdown(papers.load(), runs.load(RESULTS))
+def test_the_finding_about_hpz_is_stated_where_the_51_times_are(document: str) -> None:
     failed = document.split("## What did not reproduce")[1].split("\n## ")[0]
 
     findings = [line for line in failed.splitlines() if "51 times" in line]
