@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,35 +18,33 @@ from tests.fcdp.failures.made_up import SOON_S
 pytestmark = pytest.mark.ranks
 
 
-def _run_job(failing: int, how: str) -> list[tuple[int, str]]:
+def _run_job(failing: int, how: str, folder: Path) -> list[tuple[int, str]]:
     """Exit status and error output of three ranks."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    arguments = ["3", str(port), str(failing), how]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.fcdp.failures.failing_rank", str(rank), *arguments],
-            stderr=subprocess.PIPE,
-            env=environment,
-            text=True,
-        )
-        for rank in range(3)
-    ]
+    job = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "tests.fcdp.failures.failing_job"),
+            *(str(port), str(failing), how, str(folder)),
+        ],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        text=True,
+        start_new_session=True,
+    )
     try:
-        outputs = [process.communicate(timeout=4 * SOON_S)[1] for process in processes]
+        output, _ = job.communicate(timeout=4 * SOON_S)
     finally:
-        for process in processes:
-            process.kill()
-    return [
-        (process.returncode, output) for process, output in zip(processes, outputs, strict=True)
-    ]
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)  # the ranks are of its session
+    statuses = json.loads(output.splitlines()[-1])
+    return [(status, (folder / f"{rank}.err").read_text()) for rank, status in enumerate(statuses)]
 
 
 @pytest.mark.parametrize("failing", [0, 2], ids=["serves-the-store", "another"])
-def test_an_uncaught_error_is_in_the_messages_of_all_ranks(failing: int) -> None:
-    for rank, (status, output) in enumerate(_run_job(failing, "raises")):
+def test_an_uncaught_error_is_in_the_messages_of_all_ranks(failing: int, tmp_path: Path) -> None:
+    for rank, (status, output) in enumerate(_run_job(failing, "raises", tmp_path)):
         assert status == 1, output
         last = output.strip().splitlines()[-1].removeprefix(f"[rank{rank}]: ")
         if rank == failing:
@@ -56,8 +57,8 @@ def test_an_uncaught_error_is_in_the_messages_of_all_ranks(failing: int) -> None
 
 
 @pytest.mark.parametrize("failing", [0, 2], ids=["serves-the-store", "another"])
-def test_a_killed_rank_ends_the_others(failing: int) -> None:
-    for rank, (status, output) in enumerate(_run_job(failing, "is-killed")):
+def test_a_killed_rank_ends_the_others(failing: int, tmp_path: Path) -> None:
+    for rank, (status, output) in enumerate(_run_job(failing, "is-killed", tmp_path)):
         if rank == failing:
             assert status == -signal.SIGKILL
         else:
