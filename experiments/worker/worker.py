@@ -19,7 +19,7 @@ from experiments.clusters import start_barrier
 from experiments.clusters.counters import transmitted_bytes
 from experiments.records.cell import Cell
 from experiments.records.record import Measurement
-from experiments.worker import configured, data, equality, functions, models, text
+from experiments.worker import configured, data, equality, models, text
 from fcdp import Topology
 
 
@@ -175,7 +175,7 @@ class _Training:
 def _loss(cell: Cell) -> Loss:
     if cell.loss == Cell.model_fields["loss"].default:
         return causal_loss
-    return functions.find(cell.loss, cell.origin.key("loss"))
+    return configured.function(cell.loss, cell.origin.key("loss"))
 
 
 def _per_step(ledger: dict[str, dict[str, float]], steps: int) -> dict[str, dict[str, float]]:

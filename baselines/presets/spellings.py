@@ -1,4 +1,4 @@
-"""Cache policies, parsed from the names that matrix files use."""
+"""Cache policies and codecs, parsed from the names that matrix files use."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import fcdp
 _SIZES = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(KiB|MiB|GiB|)")
 _CALL = re.compile(r"(\w+)(?:\((.*)\))?")
+_CODECS: dict[str, Callable[..., fcdp.Codec]] = {"int8": fcdp.BlockInt8, "int4": fcdp.BlockInt4}
+_CODEC = re.compile(r"(int8|int4)(?:\((\d+)\))?")
 
 
-def parse(text: str) -> fcdp.CachePolicy:
+def parse_policy(text: str) -> fcdp.CachePolicy:
     """The policy of a text: ``host``, ``threshold(0.8)``, ``budget(device=1 GiB, host=4 GiB)`` …
 
     The disk tier's file goes to the directory for temporary files (``TMPDIR``). Raises
@@ -31,6 +33,20 @@ def parse(text: str) -> fcdp.CachePolicy:
         return _POLICIES[match[1]](arguments)
     except (ValueError, KeyError) as error:
         raise ValueError(f"policy = {text!r}: {error}; allowed are {', '.join(_FORMS)}") from error
+
+
+def parse_codec(text: str) -> fcdp.Codec | None:
+    """The codec of a text: ``none``, ``int8``, ``int4``, or ``int8(128)`` for blocks of 128 values.
+
+    Raises ``ValueError`` for anything else.
+    """
+    if text == "none":
+        return None
+    match = _CODEC.fullmatch(text)
+    if match is None:
+        raise ValueError(f"codec = {text!r}: allowed are none, int8, int4, int8(128) for a block")
+    make = _CODECS[match[1]]
+    return make() if match[2] is None else make(int(match[2]))
 
 
 def _directory() -> Path:
