@@ -52,7 +52,7 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-#: Cache policy, as ``baselines.presets.policies`` reads it.
+#: Cache policy, as ``fcdp.cache.named`` reads it.
 Policy = Annotated[str, Setting("Policy", "subject", in_id="later")]
 #: What crosses nodes in gathers and reductions, as ``baselines.presets.codecs`` reads it.
 GatherCodec = Annotated[
