@@ -225,6 +225,30 @@ def test_time_left_goes_by_the_link() -> None:
     assert seconds_left(remaining, [], elapsed=1.0) is None
 
 
+def test_the_cell_that_runs_says_how_long_it_will_take() -> None:
+    slow, fast = 10_000_000, 100_000_000
+    remaining = [cell(inter_bandwidth_bits_per_s=link) for link in (slow, slow, fast)]
+    step = Step(step=2, of=10, loss=1.0, seconds=5.0)
+    # Eight steps are left of it; the others are taken for alike, with what it took to start.
+    assert seconds_left(remaining, [], 20.0, step) == pytest.approx(40 + 60 + 60)
+    finished = [record(cell(inter_bandwidth_bits_per_s=fast)).model_copy(update={"seconds": 9.0})]
+    assert seconds_left(remaining, finished, 20.0, step) == pytest.approx(40 + 60 + 9)
+
+
+def test_a_minimum_above_what_was_sent_has_a_note() -> None:
+    less = record(
+        cell(strategy="deepspeed-zero3"),
+        engine="deepspeed",
+        inter_node_bytes_closed_form=10e6,
+        inter_node_bytes_per_step=9e6,
+    )
+    lines = rendered(summary([less]), width=120)
+    assert "10.00*" in " ".join(lines)
+    assert any(line.startswith("* the minimum is of a schedule that") for line in lines)
+    more = record(cell(), inter_node_bytes_closed_form=9e6, inter_node_bytes_per_step=9e6)
+    assert "*" not in " ".join(rendered(summary([more]), width=120))
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (151, "2:31"), (3751, "1:02:31")]
 )
