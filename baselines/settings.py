@@ -52,9 +52,9 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-#: Cache policy, as ``baselines.presets.spellings`` reads it.
+#: Cache policy, as ``fcdp.cache.named`` reads it.
 Policy = Annotated[str, Setting("Policy", "subject", in_id="later")]
-#: What crosses nodes in gathers and reductions, as ``baselines.presets.spellings`` reads it.
+#: What crosses nodes in gathers and reductions, as ``baselines.presets.codecs`` reads it.
 GatherCodec = Annotated[
     str, Setting("Gather codec", "subject", in_id="later", write="gather {}".format)
 ]

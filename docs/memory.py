@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import fcdp
-from baselines.presets.spellings import parse_policy
 from fcdp.cache.arena import aligned
+from fcdp.cache.named import parse
 
 PAGE = Path(__file__).resolve().parent / "memory.md"
 GB = 1e9
@@ -151,9 +151,7 @@ class Example:
 
     def memory_row(self, name: str) -> str:
         cluster, ranks = self.cluster, self.cluster.ranks_per_node
-        memory = cache(
-            parse_policy(name), blocks(self.parameters, self.layers, 2, cluster), cluster
-        )
+        memory = cache(parse(name), blocks(self.parameters, self.layers, 2, cluster), cluster)
         most = "≤ " if name.startswith(("threshold", "auto")) else ""
         cells = [
             f"{most}{memory.device / GB:.2f}" if memory.device else "0",

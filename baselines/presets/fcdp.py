@@ -7,7 +7,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 import fcdp
-from baselines.presets import spellings
+from baselines.presets import codecs
 from baselines.pytorch.fsdp2 import FSDP2, mixed_precision
 from baselines.settings import CacheSettings
 from baselines.strategy import Job, crossing_bytes, numel, trainable_parameters
@@ -22,11 +22,11 @@ def build(model: nn.Module, job: Job, offload_policy: OffloadPolicy = OffloadPol
         model,
         job.topology,
         units=job.blocks,
-        policy=spellings.parse_policy(settings.policy),
+        policy=settings.policy,
         mp_policy=mixed_precision(job.dtype),
         offload_policy=offload_policy,
-        gather_codec=spellings.parse_codec(settings.gather_codec),
-        reduce_codec=spellings.parse_codec(settings.reduce_codec),
+        gather_codec=codecs.parse(settings.gather_codec),
+        reduce_codec=codecs.parse(settings.reduce_codec),
         error_feedback=settings.error_feedback,
         adapters=settings.adapters,
     )
@@ -53,8 +53,8 @@ def least_bytes(model: nn.Module, job: Job) -> float:
     """
     engine, settings = engine_of(model), settings_of(job)
     gather_codec, reduce_codec = (
-        spellings.parse_codec(settings.gather_codec),
-        spellings.parse_codec(settings.reduce_codec),
+        codecs.parse(settings.gather_codec),
+        codecs.parse(settings.reduce_codec),
     )
     count = 0.0
     for unit in engine.units:

@@ -251,11 +251,11 @@ class _Expansion:
             if self._cluster.can.start_processes and _simulated_only(setting, item):
                 raise ValueError(f"is for clusters of kind simulated, not {self._cluster.kind}")
             if setting in ("policy", "gather_codec", "reduce_codec"):
-                # It imports torch, which most matrices need not wait for.
-                from baselines.presets import spellings
+                # These import torch, which most matrices need not wait for.
+                from baselines.presets import codecs
+                from fcdp.cache import named
 
-                parse = spellings.parse_policy if setting == "policy" else spellings.parse_codec
-                parse(str(item))
+                (named if setting == "policy" else codecs).parse(str(item))
         except ValueError as error:
             self._file.fail(path, str(error))
         return item

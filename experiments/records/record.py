@@ -113,5 +113,23 @@ class Record(Strict):
 
 
 def read(path: Path) -> list[Record]:
-    """Read a JSON Lines file of records; see ``simulation.files.read_as``."""
-    return files.read_as(path, Record)
+    """Read a JSON Lines file of records; see ``simulation.files.read_as``.
+
+    Records may be anybody's, and folders are named by the ids in them: raises ``ValueError`` with
+    file and line for an id that is not its cell's, and for a cell that has a record already.
+    """
+    found = files.read_as(path, Record)
+    lines: dict[tuple[str, str], int] = {}
+    for number, record in enumerate(found, start=1):
+        if record.cell_id != record.cell.id:
+            raise ValueError(
+                f"{path}:{number}: cell_id = {record.cell_id[:80]!r}: must be its cell's, "
+                f"{record.cell.id!r}"
+            )
+        first = lines.setdefault((record.cell_id, record.evidence), number)
+        if first != number:
+            raise ValueError(
+                f"{path}:{number}: {record.cell_id} has a record already, in line {first}; each "
+                "cell has one"
+            )
+    return found

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn as nn
 
 from experiments.records.cell import Cell
 from experiments.records.workload import ConfiguredModel, OwnModel
-from experiments.worker import blocks
+from experiments.worker import functions
+from fcdp.blocks import find_blocks
 
 
 def configured(spec: ConfiguredModel, cell: Cell) -> tuple[nn.Module, Sequence[nn.Module]]:
@@ -52,7 +52,7 @@ def own(spec: OwnModel, cell: Cell) -> tuple[nn.Module, Sequence[nn.Module]]:
     else. What it raises itself passes through.
     """
     where = cell.origin.key("model", "function")
-    made = function(spec.function, where)(cell.sequence_length)
+    made = functions.find(spec.function, where)(cell.sequence_length)
     if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
         raise ValueError(
             f"{where}: {spec.function} returned a {type(made).__name__}; it must return a tuple of "
@@ -128,28 +128,7 @@ def _pretrained(spec: ConfiguredModel, config: Any, cell: Cell) -> Any:
 
 
 def _blocks(model: nn.Module, where: str) -> list[nn.Module]:
-    found = blocks.find(model)
-    if not found:
-        raise ValueError(
-            f"{where}: {type(model).__name__} has no blocks, which are the layers of one class in "
-            "an nn.ModuleList"
-        )
-    return found
-
-
-def function(name: str, where: str) -> Callable[..., Any]:
-    """The function "package.module:function" that the matrix file names at ``where``.
-
-    Raises ``ValueError`` where there is none.
-    """
-    module, _, function = name.partition(":")
     try:
-        found: Any = getattr(importlib.import_module(module), function, None)
-    except ImportError as error:
-        raise ValueError(
-            f"{where}: {module} cannot be imported: {error}; each node imports it from the folder "
-            "that ranks start in, this repository's, or from installed packages"
-        ) from error
-    if not callable(found):
-        raise ValueError(f"{where}: {module} has no function {function!r}")
-    return cast(Callable[..., Any], found)
+        return find_blocks(model)
+    except ValueError as error:
+        raise ValueError(f"{where}: {str(error).removeprefix('units: ')}") from error

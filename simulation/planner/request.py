@@ -47,7 +47,7 @@ class Request:
     price_per_gpu_hour: float | None = None
 
     def __post_init__(self) -> None:
-        from baselines.presets.spellings import parse_policy  # needs torch
+        from fcdp.cache.named import parse  # needs torch
 
         checks.counts(**{f"sequence_length[{i}]": n for i, n in enumerate(self.sequence_lengths)})
         checks.counts(**{f"micro_batch[{i}]": n for i, n in enumerate(self.micro_batches)})
@@ -57,7 +57,7 @@ class Request:
         for strategy in self.strategies:
             schedule_of(strategy)
         for policy in self.policies:
-            parse_policy(policy)
+            parse(policy)
         ranks = self.hardware.world_size
         if self.global_batch is not None and (self.global_batch < 1 or self.global_batch % ranks):
             raise ValueError(

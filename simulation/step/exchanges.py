@@ -115,9 +115,9 @@ class Exchanges:
         """Bytes of the parameters while they travel; codecs encode shards, padding included."""
         if codec == "none":
             return float(parameters * self.workload.element_bytes)
-        from baselines.presets.spellings import parse_codec  # needs torch
+        from baselines.presets.codecs import parse  # needs torch
 
-        encoder = parse_codec(codec)
+        encoder = parse(codec)
         assert encoder is not None
         world = self.hardware.world_size
         return float(world * encoder.encoded_bytes(shard_numel(parameters, world)))

@@ -41,7 +41,7 @@ class _PolicyUnit:
 def place(workload: Workload, schedule: Schedule, units: Layout, hardware: Hardware) -> Placement:
     """Place the units' entries as the strategy or its policy does.
 
-    Raises ``ValueError`` for a policy that ``baselines.presets.spellings`` does not know.
+    Raises ``ValueError`` for a policy that ``fcdp.cache.named`` does not know.
     """
     if schedule.cache is None or hardware.nodes == 1:
         return Placement({}, CacheBytes())
@@ -60,7 +60,7 @@ def shard_numel(parameters: int, world_size: int) -> int:
 def _by_policy(
     text: str, workload: Workload, schedule: Schedule, units: Layout, hardware: Hardware
 ) -> Placement:
-    from baselines.presets.spellings import parse_policy  # needs torch
+    from fcdp.cache.named import parse  # needs torch
 
     seen: dict[Unit, Any] = {}
     for unit in units.units:
@@ -69,7 +69,7 @@ def _by_policy(
         seen[unit] = _PolicyUnit(
             unit.name, workload.element_bytes * numel, numel, not frozen, (not unit.kept) + frozen
         )
-    decided: Any = parse_policy(text).place(list(seen.values()), hardware)  # type: ignore[arg-type]
+    decided: Any = parse(text).place(list(seen.values()), hardware)  # type: ignore[arg-type]
     tiers: dict[Unit, Place] = {}
     for unit, policy_unit in seen.items():
         for tier in decided.preferences[policy_unit][:1]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fcdp
-from baselines.presets.spellings import _POLICIES, parse_policy
+from fcdp.cache.named import _POLICIES, parse
 from fcdp.engine import engine_of
 from tests.docs import ROOT, code_blocks, table
 from tests.fcdp.training import Settings, batches, loss_of, make_model, take_step, topology_of
@@ -26,7 +26,7 @@ def test_each_name_is_the_policy_beside_it() -> None:
     for name, row in zip(names, rows, strict=True):
         directory = Path(tempfile.gettempdir())
         made = eval(row["In Python"].strip("`"), {"fcdp": fcdp, "directory": directory})
-        assert parse_policy(name) == made
+        assert parse(name) == made
 
 
 def run_block(index: int, **names: Any) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import fcdp
-from baselines.presets.spellings import parse_codec
+from baselines.presets.codecs import parse
 
 
 @pytest.mark.parametrize(
@@ -18,10 +18,10 @@ from baselines.presets.spellings import parse_codec
     ],
 )
 def test_names_stand_for_codecs(text: str, codec: fcdp.Codec | None) -> None:
-    assert parse_codec(text) == codec
+    assert parse(text) == codec
 
 
 @pytest.mark.parametrize("text", ["int2", "int8()", "int8(-1)", "int8(0)", ""])
 def test_anything_else_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="codec = |block = "):
-        parse_codec(text)
+        parse(text)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import fcdp
-from baselines.presets.spellings import parse_policy
+from fcdp.cache.named import parse
 
 TEMPORARY = Path(tempfile.gettempdir())
 
@@ -27,7 +27,7 @@ TEMPORARY = Path(tempfile.gettempdir())
     ],
 )
 def test_names_stand_for_policies(text: str, policy: fcdp.CachePolicy) -> None:
-    assert parse_policy(text) == policy
+    assert parse(text) == policy
 
 
 @pytest.mark.parametrize(
@@ -43,5 +43,5 @@ def test_names_stand_for_policies(text: str, policy: fcdp.CachePolicy) -> None:
 )
 def test_anything_else_is_refused_with_what_is_allowed(text: str, words: str) -> None:
     with pytest.raises(ValueError, match="policy = ") as error:
-        parse_policy(text)
+        parse(text)
     assert words in str(error.value)

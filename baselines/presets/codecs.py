@@ -1,0 +1,25 @@
+"""Codecs, parsed from the names that matrix files use."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import fcdp
+
+_KINDS: dict[str, Callable[..., fcdp.Codec]] = {"int8": fcdp.BlockInt8, "int4": fcdp.BlockInt4}
+_CALL = re.compile(r"(int8|int4)(?:\((\d+)\))?")
+
+
+def parse(text: str) -> fcdp.Codec | None:
+    """The codec of a text: ``none``, ``int8``, ``int4``, or ``int8(128)`` for blocks of 128 values.
+
+    Raises ``ValueError`` for anything else.
+    """
+    if text == "none":
+        return None
+    match = _CALL.fullmatch(text)
+    if match is None:
+        raise ValueError(f"codec = {text!r}: allowed are none, int8, int4, int8(128) for a block")
+    make = _KINDS[match[1]]
+    return make() if match[2] is None else make(int(match[2]))
