@@ -12,10 +12,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from baselines import pins
-from baselines.co2.settings import CO2Settings, LocalSGDSettings, SlowMoSettings
 from baselines.pins import Pin
 from baselines.schedule import DDP, DEEPSPEED, FCDP, FSDP2, Schedule, within_node
-from baselines.settings import CacheSettings, DeepSpeedSettings, EncodedSettings, Settings
+from baselines.settings import (
+    CacheSettings,
+    CO2Settings,
+    DeepSpeedSettings,
+    EncodedSettings,
+    LocalSGDSettings,
+    Settings,
+    SlowMoSettings,
+)
 
 #: Engines in the order of preference: what PyTorch ships, this library, another framework.
 ENGINES = ("ddp", "fsdp2", "fcdp", "deepspeed", "co2")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from baselines.co2.settings import CO2Settings, LocalSGDSettings, Penalty, SlowMoSettings
+from baselines.settings import CO2Settings, LocalSGDSettings, Penalty, SlowMoSettings
 
 
 @dataclass(frozen=True)

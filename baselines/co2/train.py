@@ -29,9 +29,9 @@ from torch.distributed.fsdp import fully_shard
 from baselines.co2.average import Average
 from baselines.co2.flat import Flat
 from baselines.co2.outer import OuterState, Rule
-from baselines.co2.settings import LocalSGDSettings
 from baselines.pytorch.ddp import autocast
 from baselines.pytorch.fsdp2 import FSDP2, mixed_precision
+from baselines.settings import LocalSGDSettings
 from baselines.strategy import Job, crossing_bytes, trainable_parameters, trained_numel
 
 #: Scalars that cross with a displacement: squares of its norm and of the first step's.

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from baselines.co2.settings import CO2Settings, LocalSGDSettings, SlowMoSettings
+from baselines.settings import CO2Settings, LocalSGDSettings, SlowMoSettings
 from tests.baselines.co2.workers import (
     ALL,
     PLAIN,

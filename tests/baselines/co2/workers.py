@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from baselines.co2.settings import CO2Settings, LocalSGDSettings
 from baselines.co2.train import LocalSteps, co2, local_sgd
+from baselines.settings import CO2Settings, LocalSGDSettings
 from baselines.strategy import Job
 from tests.fcdp.training import topology_of
 

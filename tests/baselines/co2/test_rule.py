@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from baselines import registry
 from baselines.co2.outer import Rule
-from baselines.co2.settings import CO2Settings, LocalSGDSettings, SlowMoSettings
+from baselines.settings import CO2Settings, LocalSGDSettings, SlowMoSettings
 
 
 @pytest.mark.parametrize(
