@@ -6,6 +6,7 @@ A matrix expands to cells; each runs in fresh processes and ends as one record.
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
@@ -225,9 +226,8 @@ class Cell(Strict):
             exclude["model"] = {"vocabulary"}  # as before models had one
         settings = to_json(self.flat(exclude))
         digest = hashlib.sha256(settings).hexdigest()[:8]
-        return (
-            f"{self.variant}-{self.tuning}-{self.model.name}-{link}-k{self.accumulation}-{digest}"
-        )
+        subject = "-".join((self.variant, *map(_in_a_name, self.choices)))
+        return f"{subject}-{self.tuning}-{self.model.name}-{link}-k{self.accumulation}-{digest}"
 
     def flat(self, exclude: dict[str, Any] | None = None) -> dict[str, Any]:
         """All fields as JSON has them, the settings of its strategy among them."""
@@ -241,3 +241,9 @@ class Cell(Strict):
         """Tokens that all ranks together train on between two optimizer steps."""
         ranks = self.cluster.nodes * self.cluster.ranks_per_node
         return ranks * self.micro_batch * self.accumulation * self.sequence_length
+
+
+def _in_a_name(words: str) -> str:
+    """A choice as a part of an id, which is a folder's name too: ``threshold-0.8``."""
+    joined = re.sub(r"(?<=\d) (?=[KMGT]i?B)", "", words)
+    return re.sub(r"[^A-Za-z0-9.]+", "-", joined).strip("-")

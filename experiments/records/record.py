@@ -31,6 +31,20 @@ class Simulation(Strict):
     host_bytes: dict[str, float]
 
 
+class Cached(Strict):
+    """What one rank's cache did and holds: the mean over ranks of counts, the most of bytes."""
+
+    #: Gathers a step: served from the cache, and across nodes.
+    hits_per_step: float
+    misses_per_step: float
+    #: Entries and their bytes after the last step, by the tier that they are in.
+    entries: dict[str, float]
+    entry_bytes: dict[str, int]
+    #: Memory taken for entries: of the device, and of the host, page-locked on CUDA.
+    device_bytes: int
+    host_bytes: int
+
+
 class Measurement(Strict):
     """What the ranks of one cell measured over the steps after warm-up; rank 0 writes it."""
 
@@ -56,6 +70,11 @@ class Measurement(Strict):
     peak_device_bytes: int | None
     #: Mean loss of the cell's held-out sequences after the last step; ``None`` without any.
     held_out_loss: float | None = None
+    #: Of strategies with a cache; not in records of before there were ablations.
+    cache: Cached | None = None
+    #: Seconds a step of forward, backward with its reductions, and the optimizer, the mean over
+    #: ranks; ``None`` on accelerators, whose host does not wait, and in older records.
+    phase_seconds: dict[str, float] | None = None
     #: What only a simulation knows.
     simulation: Simulation | None = None
 
