@@ -14,6 +14,7 @@ import pandas as pd
 from experiments.records import settings
 from experiments.records.cell import Cell
 from experiments.records.record import Cached, Measurement, Record, read
+from experiments.records.repeats import pooled
 
 #: Settings of a cell that have a column; what it chooses for its strategy is in ``strategy``.
 _SETTINGS = settings.names(Cell, "condition", "incidental")
@@ -87,11 +88,14 @@ def load(path: Path) -> list[Record]:
 
 
 def latest(records: Sequence[Record]) -> list[Record]:
-    """One record a cell: where a cell was run again, the run that started last."""
+    """One record a cell: where a cell was run again, the run that started last.
+
+    What a matrix repeats counts as one cell, with the steps of all its repetitions.
+    """
     kept: dict[tuple[str, str], Record] = {}
     for record in sorted(records, key=lambda record: record.started_at):
         kept[record.cell_id, record.evidence] = record
-    return list(kept.values())
+    return pooled(kept.values())
 
 
 def frame(records: Sequence[Record]) -> pd.DataFrame:

@@ -134,6 +134,10 @@ class Cell(Strict):
         default=0, ge=0
     )
     origin: Annotated[Origin, Setting("Origin", "incidental", in_id="never")] = Origin()
+    #: Which repetition of the cell it is, of those that its matrix wants.
+    repeat: Annotated[int, Setting("Repetition", "incidental", in_id="never")] = Field(
+        default=0, ge=0
+    )
     timeout_s: Annotated[float, Setting("Time limit", "incidental", in_id="never")] = Field(gt=0)
 
     @field_validator("settings", mode="plain")
@@ -227,7 +231,10 @@ class Cell(Strict):
         settings = to_json(self.flat(exclude))
         digest = hashlib.sha256(settings).hexdigest()[:8]
         subject = "-".join((self.variant, *map(_in_a_name, self.choices)))
-        return f"{subject}-{self.tuning}-{self.model.name}-{link}-k{self.accumulation}-{digest}"
+        again = f"-r{self.repeat + 1}" if self.repeat else ""
+        return (
+            f"{subject}-{self.tuning}-{self.model.name}-{link}-k{self.accumulation}-{digest}{again}"
+        )
 
     def flat(self, exclude: dict[str, Any] | None = None) -> dict[str, Any]:
         """All fields as JSON has them, the settings of its strategy among them."""

@@ -12,6 +12,9 @@ from experiments.records.cell import Cell
 from simulation import files
 from simulation.files import Strict
 
+#: Above these a machine is busy: load for each core, and share of the processors' time.
+_BUSY_LOAD, _BUSY_STEAL = 0.5, 0.05
+
 State = Literal["ok", "oom", "failed", "timeout", "skipped"]
 
 
@@ -79,6 +82,26 @@ class Measurement(Strict):
     simulation: Simulation | None = None
 
 
+class Machine(Strict):
+    """How busy with others' work the machine was that started the ranks."""
+
+    #: Load average over a minute, before the run's first cell, and cores that it is to be held to.
+    load: float
+    cores: int
+    #: Share of the processors' time that the machine's own host took while the cell ran.
+    steal_share: float
+
+    @property
+    def why_busy(self) -> str | None:
+        """What others take of the machine, in words; ``None`` if it is quiet."""
+        reasons = []
+        if self.load > _BUSY_LOAD * self.cores:
+            reasons.append(f"a load of {self.load:.1f} on {self.cores} cores")
+        if self.steal_share > _BUSY_STEAL:
+            reasons.append(f"{self.steal_share:.0%} of the processors' time taken by its host")
+        return " and ".join(reasons) or None
+
+
 class Record(Strict):
     """One finished cell: settings, outcome, figures, and where they come from."""
 
@@ -91,6 +114,8 @@ class Record(Strict):
     commit: str | None
     versions: dict[str, str]
     hardware: dict[str, Any]
+    #: ``None`` where nothing was run, and in older records.
+    machine: Machine | None = None
     #: What the shaper was set to (rate, burst, MTU), as the cluster reports it.
     network: dict[str, Any]
     started_at: str

@@ -22,9 +22,10 @@ from experiments.matrix.matrix import MatrixCell
 from experiments.records import provenance
 from experiments.records.cell import Cell
 from experiments.records.provenance import Provenance
-from experiments.records.record import Measurement, Record, State
+from experiments.records.record import Machine, Measurement, Record, State
 from experiments.records.workload import Origin
 from experiments.runner.directory import RunDirectory
+from experiments.runner.machine import Watch
 from simulation import files
 
 WORKER = "experiments.worker.worker:main"
@@ -95,6 +96,7 @@ class _Runner:
         self._directory = directory
         self._observer = observer
         self._origin = origin
+        self._watch = Watch()
         self._compiled: set[tuple[tuple[str, ...], Pin]] = set()
 
     def finish(self, entry: MatrixCell) -> Record:
@@ -127,6 +129,7 @@ class _Runner:
             self._cluster.shape(None)
             outcome = self._compile(cell, directory)
             started_at, started = _now(), time.monotonic()
+            self._watch.machine()
             if outcome.state == "ok":
                 with StartBarrier(directory, lambda: self._cluster.shape(bandwidth)) as barrier:
                     outcome = self._cluster.run(
@@ -153,6 +156,7 @@ class _Runner:
             _error(outcome),
             measurement=measurement,
             network=network,
+            machine=self._watch.machine() if self._cluster.can.start_processes else None,
             started_at=started_at,
             seconds=time.monotonic() - started,
         )
@@ -187,6 +191,7 @@ class _Runner:
         started_at: str,
         measurement: Measurement | None = None,
         network: dict[str, Any] | None = None,
+        machine: Machine | None = None,
         seconds: float = 0.0,
     ) -> Record:
         return Record(
@@ -200,6 +205,7 @@ class _Runner:
             versions=self._versions(cell),
             hardware=self._origin.hardware,
             network=network or {},
+            machine=machine,
             started_at=started_at,
             seconds=seconds,
         )

@@ -12,6 +12,7 @@ from rich.text import Text
 from experiments.records import settings
 from experiments.records.cell import Cell
 from experiments.records.record import Record, State
+from experiments.records.repeats import within_spread
 from experiments.records.settings import Described, described
 from simulation.quantities import format_link
 
@@ -115,12 +116,12 @@ def _tokens(record: Record, _: _Comparison) -> Text:
 def _speed_up(record: Record, comparison: _Comparison) -> Text:
     baseline = comparison.baseline
     own, other = record.tokens_per_s, baseline and baseline.tokens_per_s
-    if not own or not other:
+    if baseline is None or not own or not other:
         return _ABSENT
+    if record is not baseline and within_spread(record, baseline):
+        return Text("none", style="dim")
     ratio = own / other
-    # Within two per cent, a shared machine's noise is all there is to see.
-    style = "green" if ratio > 1.02 else "red" if ratio < 0.98 else ""
-    return Text(f"{ratio:.2f}×", style=style)
+    return Text(f"{ratio:.2f}×", style="green" if ratio > 1 else "red" if ratio < 1 else "")
 
 
 def _sent(record: Record, _: _Comparison) -> Text:
@@ -238,6 +239,16 @@ def _heading(cells: Sequence[Cell], extra: Sequence[Described], comparison: _Com
     return Text("\n" + " · ".join(parts), style="bold cyan")
 
 
+def _of_times(records: Sequence[Record]) -> list[RenderableType]:
+    """What to keep in mind of times: a busy machine."""
+    machines = [r.machine for r in records if r.machine is not None and r.machine.why_busy]
+    if not machines:
+        return []
+    worst = max(machines, key=lambda machine: machine.steal_share)
+    said = f"the machine was busy: {worst.why_busy}; none: a difference within the spread of steps"
+    return [Text(f"\n{said}", style="yellow")]
+
+
 def _notes(records: Sequence[Record]) -> list[RenderableType]:
     """Notes on what did not run to its end, one for all cells that ended alike."""
     alike: dict[tuple[State, str], list[str]] = {}
@@ -246,7 +257,7 @@ def _notes(records: Sequence[Record]) -> list[RenderableType]:
             lines = (record.error or "").strip().splitlines() or [""]
             # The last line of a traceback is the one that names the error.
             alike.setdefault((record.state, lines[-1]), []).append(record.cell_id)
-    notes: list[RenderableType] = []
+    notes = _of_times(records)
     for (state, error), ids in alike.items():
         count = f" {len(ids)} cell{'s' if len(ids) > 1 else ''}: "
         notes.append(Text.assemble("\n", (state, STATE_STYLES[state]), count, error))
