@@ -1,9 +1,9 @@
-"""The table at the end of a run: each strategy next to DeepSpeed's ZeRO-3."""
+"""The table at the end of a run: each strategy next to a reference, such as ZeRO-3."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Group, JustifyMethod, RenderableType
 from rich.table import Table
@@ -12,11 +12,12 @@ from rich.text import Text
 from experiments.records import settings
 from experiments.records.cell import Cell
 from experiments.records.record import Record, State
+from experiments.records.reference import REFERENCES, reference
 from experiments.records.repeats import within_spread
 from experiments.records.settings import Described, described
+from experiments.terminal import variants_table
 from simulation.quantities import format_link
 
-BASELINE = "deepspeed-zero3"
 STATE_STYLES = {
     "ok": "green",
     "oom": "magenta",
@@ -38,12 +39,14 @@ def summary(records: Sequence[Record]) -> RenderableType:
     groups = _groups(ran)
     # The first column fits every strategy, so that the tables line up under one header.
     longest = max(len(record.cell.subject) for record in ran)
-    columns = _columns(ran)
+    columns = _columns(ran, groups)
     parts: list[RenderableType] = [_header(longest, columns)]
     for group in groups:
         comparison = _Comparison.of(group)
         parts.append(_heading([record.cell for record in group], extra, comparison))
         parts.append(_rows(group, comparison, longest, columns))
+        if (details := variants_table.table(group)) is not None:
+            parts += [Text(), details]
     return Group(*parts, *_notes(records))
 
 
@@ -75,7 +78,7 @@ def varying_settings(cells: Sequence[Cell]) -> list[Described]:
 class _Comparison:
     """The baseline and the step that the figures of one group refer to."""
 
-    #: ZeRO-3 in the same settings, if it is there.
+    #: What the others are compared with in the same settings, if it is there.
     baseline: Record | None
     #: The last step that every cell with losses has trained; 0 if there are none.
     step: int
@@ -84,7 +87,8 @@ class _Comparison:
 
     @classmethod
     def of(cls, group: Sequence[Record]) -> _Comparison:
-        baseline = next((record for record in group if record.cell.subject == BASELINE), None)
+        wanted = reference(record.cell.subject for record in group)
+        baseline = next((record for record in group if record.cell.subject == wanted), None)
         steps = {len(r.measurement.losses) for r in group if r.measurement} - {0}
         return cls(baseline, min(steps, default=0), len(steps) > 1)
 
@@ -175,12 +179,14 @@ def megabytes(count: float) -> str:
     return f"{count / 1e6:.2f}" if count < 1e9 else f"{count / 1e6:,.0f}"
 
 
+#: Stands for what the cells are compared with.
+_VERSUS = "vs"
 _COLUMNS = (
     _Column("state", "", 7, "left", _state),
     _Column("speed", "tokens/s", 8, "right", _tokens),
-    _Column("speed-up", "vs ZeRO-3", 9, "right", _speed_up),
+    _Column("speed-up", _VERSUS, 9, "right", _speed_up),
     _Column("sent", "MB/step", 8, "right", _sent),
-    _Column("sent", "vs ZeRO-3", 9, "right", _sent_ratio),
+    _Column("sent", _VERSUS, 9, "right", _sent_ratio),
     _Column("minimum", "MB/step", 8, "right", _least),
     _Column("loss", "", 7, "right", _loss),
     _Column("step", "s", 7, "right", _step),
@@ -189,12 +195,22 @@ _COLUMNS = (
 _HELD_OUT = _Column("held out", "loss", 8, "right", _held_out)
 
 
-def _columns(records: Sequence[Record]) -> list[_Column]:
+def _columns(records: Sequence[Record], groups: Sequence[Sequence[Record]]) -> list[_Column]:
     """Columns of all tables; the loss on held-out data only where a record has one."""
     measured = [record.measurement for record in records if record.measurement]
-    if all(each.held_out_loss is None for each in measured):
-        return list(_COLUMNS)
-    return [*_COLUMNS[:-2], _HELD_OUT, *_COLUMNS[-2:]]
+    held_out = [_HELD_OUT] if any(each.held_out_loss is not None for each in measured) else []
+    versus = f"vs {_reference_of_all(groups)}"
+    named = [
+        replace(column, measure=versus) if column.measure == _VERSUS else column
+        for column in _COLUMNS
+    ]
+    return [*named[:-2], *held_out, *named[-2:]]
+
+
+def _reference_of_all(groups: Sequence[Sequence[Record]]) -> str:
+    """What columns call the reference: of all groups, or that each has its own."""
+    found = {reference(record.cell.subject for record in group) for group in groups} - {None}
+    return REFERENCES[str(*found)] if len(found) == 1 else "ref."
 
 
 def _grid(longest_strategy: int, columns: Sequence[_Column]) -> Table:
