@@ -39,10 +39,11 @@ def summary(records: Sequence[Record]) -> RenderableType:
     groups = _groups(ran)
     # The first column fits every strategy, so that the tables line up under one header.
     longest = max(len(record.cell.subject) for record in ran)
-    columns = _columns(ran, groups)
+    wanted = reference(record.cell.subject for record in ran)
+    columns = _columns(ran, wanted)
     parts: list[RenderableType] = [_header(longest, columns)]
     for group in groups:
-        comparison = _Comparison.of(group)
+        comparison = _Comparison.of(group, wanted)
         parts.append(_heading([record.cell for record in group], extra, comparison))
         parts.append(_rows(group, comparison, longest, columns))
         if (details := variants_table.table(group)) is not None:
@@ -86,8 +87,7 @@ class _Comparison:
     is_cut: bool
 
     @classmethod
-    def of(cls, group: Sequence[Record]) -> _Comparison:
-        wanted = reference(record.cell.subject for record in group)
+    def of(cls, group: Sequence[Record], wanted: str | None) -> _Comparison:
         baseline = next((record for record in group if record.cell.subject == wanted), None)
         steps = {len(r.measurement.losses) for r in group if r.measurement} - {0}
         return cls(baseline, min(steps, default=0), len(steps) > 1)
@@ -195,22 +195,16 @@ _COLUMNS = (
 _HELD_OUT = _Column("held out", "loss", 8, "right", _held_out)
 
 
-def _columns(records: Sequence[Record], groups: Sequence[Sequence[Record]]) -> list[_Column]:
+def _columns(records: Sequence[Record], wanted: str | None) -> list[_Column]:
     """Columns of all tables; the loss on held-out data only where a record has one."""
     measured = [record.measurement for record in records if record.measurement]
     held_out = [_HELD_OUT] if any(each.held_out_loss is not None for each in measured) else []
-    versus = f"vs {_reference_of_all(groups)}"
+    versus = "" if wanted is None else f"vs {REFERENCES[wanted]}"
     named = [
         replace(column, measure=versus) if column.measure == _VERSUS else column
         for column in _COLUMNS
     ]
     return [*named[:-2], *held_out, *named[-2:]]
-
-
-def _reference_of_all(groups: Sequence[Sequence[Record]]) -> str:
-    """What columns call the reference: of all groups, or that each has its own."""
-    found = {reference(record.cell.subject for record in group) for group in groups} - {None}
-    return REFERENCES[str(*found)] if len(found) == 1 else "ref."
 
 
 def _grid(longest_strategy: int, columns: Sequence[_Column]) -> Table:
