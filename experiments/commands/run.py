@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -35,7 +35,16 @@ def run(
     ] = False,
     only: Annotated[
         str | None,
-        typer.Option(metavar="PATTERN", help="Only cells whose id contains or matches this."),
+        typer.Option(
+            metavar="CELLS",
+            help="Only cells with these settings (policy=disk,k=4) or this id.",
+        ),
+    ] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="SETTING=VALUE", help="Another value, or [a, list], than the file's."
+        ),
     ] = None,
     cluster: Annotated[
         ClusterKind | None,
@@ -60,9 +69,11 @@ def run(
     """
     from experiments.clusters.interface import ClusterError
     from experiments.matrix import files
+    from experiments.matrix.changes import parse
 
     try:
-        matrices = [_read(name, cluster) for name in files.members(matrix)]
+        given = parse(changes or ())
+        matrices = [_read(name, cluster, given) for name in files.members(matrix)]
         chosen = _select(matrices, only)
     except (ValueError, ClusterError) as error:
         terminal.stop(str(error))
@@ -84,14 +95,14 @@ def run(
         raise typer.Exit(terminal.FAILED)
 
 
-def _read(name: str, cluster: ClusterKind | None) -> Matrix:
+def _read(name: str, cluster: ClusterKind | None, changes: Mapping[str, Any]) -> Matrix:
     """The matrix, on the kind of cluster that is asked for."""
     from experiments.matrix import reader
 
     simulated = cluster is ClusterKind.SIMULATED
-    matrix = reader.read(name, kinds.override(cluster), simulated=simulated)
+    matrix = reader.read(name, kinds.override(cluster), simulated=simulated, changes=changes)
     if cluster is ClusterKind.EMULATED:
-        return reader.read(name, kinds.emulated(matrix.cluster))
+        return reader.read(name, kinds.emulated(matrix.cluster), changes=changes)
     return matrix
 
 

@@ -13,11 +13,13 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
 
 from baselines import registry
+from experiments.matrix.changes import applied
 from experiments.matrix.files import find
 from experiments.matrix.matrix import Matrix, MatrixCell
 from experiments.matrix.sections import Sections, explain
@@ -65,18 +67,23 @@ class _Rule:
 
 
 def read(
-    name_or_path: str, cluster: ClusterSpec | None = None, *, simulated: bool = False
+    name_or_path: str,
+    cluster: ClusterSpec | None = None,
+    *,
+    simulated: bool = False,
+    changes: Mapping[str, Any] = MappingProxyType({}),
 ) -> Matrix:
     """Read a matrix file and expand it to its cells, for another cluster than its own if given.
 
     With ``simulated`` the cells of whatever cluster are simulated: what this machine lacks is then
-    no reason to skip one.
+    no reason to skip one. ``changes`` are settings and their values in place of the file's.
 
     Cells that differ only in their strategy follow one another, so that a drift of the machine
     meets all strategies of a comparison alike.
     """
     path = find(name_or_path)
-    return _Expansion(load(path), path.parent, cluster, simulated).matrix()
+    document = applied(load(path), changes)
+    return _Expansion(document, path.parent, cluster, simulated).matrix()
 
 
 class _Expansion:

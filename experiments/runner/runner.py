@@ -10,7 +10,6 @@ import time
 import traceback
 from collections.abc import Sequence
 from datetime import datetime, timezone
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +22,7 @@ from experiments.records import provenance
 from experiments.records.cell import Cell
 from experiments.records.provenance import Provenance
 from experiments.records.record import Machine, Measurement, Record, State
+from experiments.records.select import chosen
 from experiments.records.workload import Origin
 from experiments.runner.directory import RunDirectory
 from experiments.runner.machine import Watch
@@ -51,15 +51,11 @@ class Observer(Protocol):
 
 
 def select(cells: Sequence[MatrixCell], pattern: str | None) -> list[MatrixCell]:
-    """The cells whose id holds the text, or matches the glob, ``pattern``."""
+    """The cells of a pattern, as ``experiments.records.select`` reads it; all without one."""
     if pattern is None:
         return list(cells)
-    chosen = [p for p in cells if pattern in p.cell.id or fnmatchcase(p.cell.id, pattern)]
-    if not chosen:
-        raise ValueError(
-            f"--only: no cell id matches {pattern!r}; an id looks like {cells[0].cell.id!r}"
-        )
-    return chosen
+    wanted = {cell.id for cell in chosen([entry.cell for entry in cells], pattern)}
+    return [entry for entry in cells if entry.cell.id in wanted]
 
 
 def run(
