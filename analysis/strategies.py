@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from colorsys import hls_to_rgb
 from dataclasses import dataclass, replace
@@ -52,7 +52,7 @@ _HUES = {
 #: Lightness and the steps of hue make 24 colours of each; neighbours in order are far apart.
 _LIGHTNESS = (0.30, 0.62, 0.46)
 _STEPS_OF_HUE = (0, 4, 2, 6, 1, 5, 3, 7)
-_MARKERS = "^vD<>sPXph*o"
+_MARKERS = "^vD<>sPXph*odH8"
 
 
 def engine(strategy: str) -> str:
@@ -78,16 +78,22 @@ def ordered(strategies: Iterable[str]) -> list[str]:
 
 def styles(strategies: Iterable[str]) -> dict[str, Style]:
     """Each strategy's style, in display order; 24 without a look of their own stay distinct."""
+    strategies = ordered(strategies)
     looks: dict[str, Style] = {}
     spare: Counter[str] = Counter()
-    for strategy in ordered(strategies):
+    taken: dict[str, set[str]] = defaultdict(set)
+    for strategy, found in ((name, _described(name)) for name in strategies):
+        if found is not None and found.look is not None:
+            taken[engine(strategy)].add(found.look.marker)
+    for strategy in strategies:
         found = _described(strategy)
         if found is not None and found.look is not None:
             colour, marker = found.look.colour, found.look.marker
         else:
             family = SUBJECT if _is_variant(strategy) else engine(strategy)
-            colour, marker = _spare(family, spare[family])
+            colour, marker = _spare(family, spare[family], taken[engine(strategy)])
             spare[family] += 1
+        taken[engine(strategy)].add(marker)
         looks[strategy] = Style(label(strategy), colour, marker, _LINES[engine(strategy)])
     if SUBJECT in looks and any(map(_is_variant, looks)):
         policy = CacheSettings.model_fields["policy"].default  # beside others', it is named
@@ -104,15 +110,19 @@ def _is_variant(strategy: str) -> bool:
     return strategy.startswith(f"{SUBJECT} ")
 
 
-def _spare(family: str, number: int) -> tuple[str, str]:
-    """The colour and marker of the so-manieth without a look of its own."""
+def _spare(family: str, number: int, taken: set[str]) -> tuple[str, str]:
+    """The colour and marker of the so-manieth without a look of its own.
+
+    A marker that its engine has already only where all are ``taken``; the colour then differs.
+    """
     first, last = _HUES[family]
     lightness = _LIGHTNESS[number % len(_LIGHTNESS)]
     step = _STEPS_OF_HUE[number % len(_STEPS_OF_HUE)]
     hue = first + (last - first) * step / (len(_STEPS_OF_HUE) - 1)
     red, green, blue = hls_to_rgb(hue / 360, lightness, 0.75)
     colour = "#" + "".join(f"{round(255 * part):02X}" for part in (red, green, blue))
-    return colour, _MARKERS[number % len(_MARKERS)]
+    usual = _MARKERS[number % len(_MARKERS)]
+    return colour, next((free for free in _MARKERS if free not in taken), usual)
 
 
 def by_engine(looks: dict[str, Style]) -> dict[str, dict[str, Style]]:
