@@ -48,6 +48,11 @@ COMMANDS: Mapping[str, Command] = {
         "Run a matrix: every cell in fresh processes, then table, figures, report and W&B runs.",
         _SHOWS_HELP,
     ),
+    "matrix": Command(
+        "experiments.commands.matrix",
+        "Write a matrix file to begin with; `run FILE` runs it as it is.",
+        _SHOWS_HELP,
+    ),
     "show": Command(
         "experiments.commands.show",
         "List the runs below a directory; of one run, its cells and how they compare.",

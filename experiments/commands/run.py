@@ -51,7 +51,8 @@ def run(
         typer.Option(help="Where to run: the matrix file says, unless this does."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the cells and start nothing.")
+        bool,
+        typer.Option("--dry-run", help="Show the cells, with simulated time and memory."),
     ] = False,
     no_wandb: Annotated[
         bool,
@@ -79,7 +80,8 @@ def run(
         terminal.stop(str(error))
     if dry_run:
         for each, cells in chosen:
-            session.show(each, cells)
+            path = _path(each, output, suite=len(matrices) > 1)
+            _show(each, cells, path, resume=resume or retry_failed, retry_failed=retry_failed)
         return
     well = True
     for each, cells in chosen:
@@ -93,6 +95,25 @@ def run(
         well &= drawn and reached and not session.any_failed(records)
     if not well:
         raise typer.Exit(terminal.FAILED)
+
+
+def _show(
+    matrix: Matrix, cells: Sequence[MatrixCell], path: Path, *, resume: bool, retry_failed: bool
+) -> None:
+    """Show what a run would do, of the cells that have no record yet if it resumes."""
+    from experiments.commands import dry_run
+    from experiments.records import provenance
+    from experiments.runner.directory import RETRIED, RunDirectory
+
+    finished = []
+    if resume:
+        try:
+            finished = RunDirectory(path).resume(matrix, retry_failed=False)
+        except (ValueError, OSError) as error:
+            terminal.stop(str(error))
+    if retry_failed:
+        finished = [record for record in finished if record.state not in RETRIED]
+    dry_run.show(matrix, cells, finished, provenance.memory_bytes())
 
 
 def _read(name: str, cluster: ClusterKind | None, changes: Mapping[str, Any]) -> Matrix:

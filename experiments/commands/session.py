@@ -176,24 +176,6 @@ def export(
         )
 
 
-def show(matrix: Matrix, cells: Sequence[MatrixCell]) -> None:
-    """List the cells: what a run would do."""
-    console = terminal.console()
-    running = [entry for entry in cells if entry.skip_reason is None]
-    for entry in cells:
-        reason = "" if entry.skip_reason is None else f"  skipped: {entry.skip_reason}"
-        style = "dim" if reason else ""
-        text = f"{entry.cell.id}{reason}"
-        console.print(text, style=style, soft_wrap=True, highlight=False, markup=False)
-    skipped = len(cells) - len(running)
-    steps = sum(entry.cell.warmup_steps + entry.cell.steps for entry in running)
-    console.print(
-        f"{matrix.name}: {len(running)} cells to run, {steps} steps in all, {skipped} skipped",
-        style="bold",
-        highlight=False,
-    )
-
-
 def any_failed(records: Sequence[Record]) -> bool:
     """Whether a cell failed or timed out."""
     return any(record.state in ("failed", "timeout") for record in records)
