@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # What `make reproduce` runs on the emulated cluster; a cell that fails is a result too.
 EMULATED := quickstart reference unshaped slow-link parity volume baselines paper-emulated \
-	paper-emulated-full paper-emulated-components paper-emulated-policies link-bound
+	paper-emulated-full paper-emulated-components paper-emulated-policies link-bound ablation
 
 .DEFAULT_GOAL := help
 .PHONY: quickstart reproduce check test lint unit operators gpu setup baselines pins clean help

@@ -214,7 +214,7 @@ def _gain(cells: pd.DataFrame) -> str:
     if shown.empty:
         return ""
     within = float(shown["within_spread"].min())
-    return f"  {text.gain(float(shown['speed_up'].median()), within)}"
+    return f"  {text.gain(float(shown['speed_up'].median()), within, none='no difference')}"
 
 
 def draw_bytes(ax: Axes, panel: pd.DataFrame, looks: Looks) -> None:

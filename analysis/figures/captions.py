@@ -56,7 +56,7 @@ def _throughput(cells: pd.DataFrame) -> str:
         gains = True
         over = (
             f"the speed-up over {strategies.styles(cells['strategy'])[references[0]].label}; "
-            "none: the difference is within the spread."
+            "no difference: it is within the spread of the steps."
         )
     if links.nunique(dropna=False) == 1:
         return _joined(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from experiments.records.cell import Cell
 from experiments.records.record import Record
@@ -17,8 +17,8 @@ def once(cell: Cell) -> Cell:
 def pooled(records: Iterable[Record]) -> list[Record]:
     """One record for all repetitions of a cell, in the order of the first of each.
 
-    It has the steps of all that ran to their end, in turn; all else is that of the first of them,
-    but for what is worst: how much of the processors the host has taken.
+    It has the steps of all that ran to their end, in turn, and the mean of their phases; of the
+    machine, the one whose host took most; all else is that of the first of them.
     """
     alike: dict[tuple[str, str], list[Record]] = {}
     for record in records:
@@ -32,7 +32,10 @@ def _as_one(group: list[Record]) -> Record:
     ran = [record for record in group if record.measurement is not None] or group[:1]
     first, cell = ran[0], once(ran[0].cell)
     steps = [seconds for r in ran if r.measurement for seconds in r.measurement.step_seconds]
-    measured = first.measurement and first.measurement.model_copy(update={"step_seconds": steps})
+    phases = [r.measurement.phase_seconds for r in ran if r.measurement]
+    measured = first.measurement and first.measurement.model_copy(
+        update={"step_seconds": steps, "phase_seconds": _mean([each for each in phases if each])}
+    )
     known = [record.machine for record in ran if record.machine is not None]
     return first.model_copy(
         update={
@@ -43,6 +46,12 @@ def _as_one(group: list[Record]) -> Record:
             "seconds": sum(record.seconds for record in group),
         }
     )
+
+
+def _mean(phases: Sequence[Mapping[str, float]]) -> dict[str, float] | None:
+    if not phases:
+        return None
+    return {name: sum(each[name] for each in phases) / len(phases) for name in phases[0]}
 
 
 def middle_half(record: Record) -> tuple[float, float] | None:

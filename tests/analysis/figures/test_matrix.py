@@ -260,8 +260,8 @@ def test_a_variants_gain_is_over_the_reference_and_none_within_the_spread() -> N
         found[policy] = made_up.record(of, measurement=measured)
     (traffic, *_) = matrix.draw(compare(frame(list(found.values()))))
     texts = [text.get_text() for text in traffic.figure.axes[0].texts]
-    assert [" ".join(text.split()[1:]) for text in texts] == ["2.0×", "none", "reference"]
-    assert "none: the difference is within the spread" in traffic.caption
+    assert [" ".join(text.split()[1:]) for text in texts] == ["2.0×", "no difference", "reference"]
+    assert "no difference: it is within the spread" in traffic.caption
 
 
 def test_looks_differ() -> None:

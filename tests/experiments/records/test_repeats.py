@@ -32,6 +32,16 @@ def test_repetitions_are_one_record_with_all_steps() -> None:
     assert [kept.cell_id for kept in latest([*ours, *theirs])] == [one.cell_id, other.cell_id]
 
 
+def test_phases_are_the_mean_of_all_repetitions() -> None:
+    ran = [
+        record(cell(repeat=number), phase_seconds={"forward": seconds})
+        for number, seconds in enumerate((1.0, 2.0))
+    ]
+    (one,) = pooled(ran)
+    assert one.measurement is not None
+    assert one.measurement.phase_seconds == {"forward": 1.5}
+
+
 def test_a_repetition_that_failed_does_not_take_the_others_along() -> None:
     failed = record(cell(repeat=0), "failed", "an error")
     ran = record(cell(repeat=1), step_seconds=[1.0])
