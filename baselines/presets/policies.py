@@ -8,9 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import fcdp
+from baselines import sizes
 
-_SIZES = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(KiB|MiB|GiB|)")
 _CALL = re.compile(r"(\w+)(?:\((.*)\))?")
 
 
@@ -53,17 +52,14 @@ def _threshold(arguments: dict[str, str]) -> fcdp.CachePolicy:
 
 
 def _budget(arguments: dict[str, str]) -> fcdp.CachePolicy:
-    sizes = {name: _bytes(value) for name, value in arguments.items()}
-    if not sizes or not set(sizes) <= {"device", "host", "disk"}:
+    given = {name: _bytes(value) for name, value in arguments.items()}
+    if not given or not set(given) <= {"device", "host", "disk"}:
         raise ValueError("takes sizes for device, host and disk")
-    return fcdp.Budget(**sizes, directory=_directory() if sizes.get("disk") else None)
+    return fcdp.Budget(**given, directory=_directory() if given.get("disk") else None)
 
 
 def _bytes(text: str) -> int:
-    match = _SIZE.fullmatch(text)
-    if match is None:
-        raise ValueError(f"{text!r} is not a size (bytes, KiB, MiB, GiB)")
-    return int(float(match[1]) * _SIZES[match[2]])
+    return int(text) if text.isdecimal() else int(sizes.parse(text))
 
 
 _POLICIES: dict[str, Callable[[dict[str, str]], fcdp.CachePolicy]] = {

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from baselines import sizes
 from experiments import terminal
-from simulation.hardware import GB
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 #: Host memory of one rank's process beside what the simulator counts, in bytes: with modules that
 #: all ranks share it is about as much as it is without.
-_PROCESS = 0.2 * GB
+_PROCESS = 200e6
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class _Estimate:
 
     def __str__(self) -> str:
         if self.here_bytes is not None:
-            memory = f"{self.here_bytes / GB:.1f} GB of this machine"
+            memory = f"{sizes.written(self.here_bytes)} of this machine"
         else:
-            memory = f"{self.device_bytes / GB:.1f} GB per device"
-            memory += f", {self.host_bytes / GB:.1f} GB per host" if self.host_bytes else ""
+            memory = f"{sizes.written(self.device_bytes)} per device"
+            memory += f", {sizes.written(self.host_bytes)} per host" if self.host_bytes else ""
         return f"{self.step_seconds:.3g} s/step, {memory}"
 
 
@@ -78,8 +78,8 @@ def show(
     console.print(f"{matrix.name}: {counts}{times}{beside}", style="bold", highlight=False)
     if largest[0] > memory_bytes:
         terminal.stop(
-            f"{largest[1]} needs about {largest[0] / GB:.1f} GB, and this machine has "
-            f"{memory_bytes / GB:.1f} GB: make it smaller (--set), or leave it out (--only)"
+            f"{largest[1]} needs about {sizes.written(largest[0])}, and this machine has "
+            f"{sizes.written(memory_bytes)}: make it smaller (--set), or leave it out (--only)"
         )
 
 

@@ -49,7 +49,7 @@ def test_no_file_is_overwritten(own: Path) -> None:
 def test_a_dry_run_has_simulated_times_and_memory(own: Path) -> None:
     lines = call("run", own, "--dry-run").output.splitlines()
     assert len(lines) == 7
-    assert all(" s/step, " in line and "GB of this machine" in line for line in lines[:-1])
+    assert all(" s/step, " in line and " MB of this machine" in line for line in lines[:-1])
     assert lines[-1].startswith("own: 6 cells to run, 24 steps in all, 0 skipped; simulated, 0:")
 
 
@@ -70,7 +70,7 @@ def test_what_this_machine_cannot_hold_is_refused(
     monkeypatch.setattr(provenance, "memory_bytes", lambda: 500_000_000)
     result = call("run", own, "--dry-run")
     assert result.exit_code == 2
-    assert "GB, and this machine has 0.5 GB: make it smaller" in flat(result)
+    assert " MB, and this machine has 500 MB: make it smaller" in flat(result)
 
 
 def test_a_simulated_matrix_says_the_memory_of_its_own_devices() -> None:
