@@ -21,6 +21,7 @@ from analysis.compare.audit import Finding, audit
 from analysis.load.table import latest, load
 from experiments.records.cell import Cell
 from experiments.records.record import Record
+from experiments.records.repeats import within_spread
 from experiments.records.variants import ranked
 from experiments.terminal import variants_table
 from experiments.terminal.summary_table import summary
@@ -265,12 +266,18 @@ def _row(setting: tuple[object, ...], by_strategy: dict[str, Record]) -> str:
     cells = [
         *map(str, setting),
         *(text.number(_seconds(record)) for record in (deepspeed, fsdp2, fcdp)),
-        text.times(_faster(fcdp, deepspeed)),
-        text.times(_faster(fcdp, fsdp2)),
+        _gain(fcdp, deepspeed),
+        _gain(fcdp, fsdp2),
         *(text.number(_megabytes(record)) for record in (deepspeed, fsdp2, fcdp)),
         text.number(_least_megabytes(fcdp)),
     ]
     return "| " + " | ".join(cells) + " |"
+
+
+def _gain(record: Record | None, other: Record | None) -> str:
+    """How many times as fast; none within the spread of their steps."""
+    within = record is not None and other is not None and within_spread(record, other)
+    return "none" if within else text.times(_faster(record, other))
 
 
 def _seconds(record: Record | None) -> float | None:
