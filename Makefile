@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # What `make reproduce` runs on the emulated cluster; a cell that fails is a result too.
 EMULATED := quickstart reference unshaped slow-link parity volume baselines paper-emulated \
-	paper-emulated-full paper-emulated-components paper-emulated-policies link-bound
+	paper-emulated-full paper-emulated-components paper-emulated-policies link-bound ablation
 
 # Of files in the order of tests/order.py, and not those of the most tests first.
 TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from colorsys import hls_to_rgb
+from dataclasses import dataclass, replace
 
 from baselines import registry
+from baselines.settings import CacheSettings
 
 #: What everything is compared with unless the caller says otherwise.
 BASELINE = "deepspeed-zero3"
@@ -40,14 +43,18 @@ _ENGINES: dict[registry.Engine, str] = {
     "fcdp": "This engine",
     "co2": "Local steps",
 }
-_SPARE = (
-    ("#8C7A00", ">"),
-    ("#7F7F7F", "X"),
-    ("#000000", "h"),
-    ("#44AA99", "d"),
-    ("#117733", "p"),
-    ("#B2B200", "*"),
-)
+#: Hues of what has no look of its own, in degrees on the colour wheel: from, to, by engine. FCDP's
+#: variants share the greens with FCDP itself.
+_HUES = {
+    "DeepSpeed": (5, 65),
+    "PyTorch": (215, 265),
+    "This engine": (275, 335),
+    SUBJECT: (80, 205),
+}
+#: Lightness and the steps of hue make 24 colours of each; neighbours in order are far apart.
+_LIGHTNESS = (0.30, 0.62, 0.46)
+_STEPS_OF_HUE = (0, 4, 2, 6, 1, 5, 3, 7)
+_MARKERS = "^vD<>sPXph*odH8"
 
 
 def engine(strategy: str) -> str:
@@ -72,18 +79,52 @@ def ordered(strategies: Iterable[str]) -> list[str]:
 
 
 def styles(strategies: Iterable[str]) -> dict[str, Style]:
-    """Each strategy's style, in display order; strategies not named above share spare colours."""
+    """Each strategy's style, in display order; 24 without a look of their own stay distinct."""
+    strategies = ordered(strategies)
     looks: dict[str, Style] = {}
-    spare = 0
-    for strategy in ordered(strategies):
+    spare: Counter[str] = Counter()
+    taken: dict[str, set[str]] = defaultdict(set)
+    for strategy, found in ((name, _described(name)) for name in strategies):
+        if found is not None and found.look is not None:
+            taken[engine(strategy)].add(found.look.marker)
+    for strategy in strategies:
         found = _described(strategy)
         if found is not None and found.look is not None:
             colour, marker = found.look.colour, found.look.marker
         else:
-            colour, marker = _SPARE[spare % len(_SPARE)]
-            spare += 1
+            family = SUBJECT if _is_variant(strategy) else engine(strategy)
+            colour, marker = _spare(family, spare[family], taken[engine(strategy)])
+            spare[family] += 1
+        taken[engine(strategy)].add(marker)
         looks[strategy] = Style(label(strategy), colour, marker, _LINES[engine(strategy)])
+    if SUBJECT in looks and any(map(_is_variant, looks)):
+        policy = CacheSettings.model_fields["policy"].default  # beside others', it is named
+        looks[SUBJECT] = replace(looks[SUBJECT], label=f"{label(SUBJECT)} {policy}")
     return looks
+
+
+def is_ablation(baseline: object) -> bool:
+    """Whether what is compared with is this library itself, with other settings."""
+    return isinstance(baseline, str) and (baseline == SUBJECT or _is_variant(baseline))
+
+
+def _is_variant(strategy: str) -> bool:
+    return strategy.startswith(f"{SUBJECT} ")
+
+
+def _spare(family: str, number: int, taken: set[str]) -> tuple[str, str]:
+    """The colour and marker of the so-manieth without a look of its own.
+
+    A marker that its engine has already only where all are ``taken``; the colour then differs.
+    """
+    first, last = _HUES[family]
+    lightness = _LIGHTNESS[number % len(_LIGHTNESS)]
+    step = _STEPS_OF_HUE[number % len(_STEPS_OF_HUE)]
+    hue = first + (last - first) * step / (len(_STEPS_OF_HUE) - 1)
+    red, green, blue = hls_to_rgb(hue / 360, lightness, 0.75)
+    colour = "#" + "".join(f"{round(255 * part):02X}" for part in (red, green, blue))
+    usual = _MARKERS[number % len(_MARKERS)]
+    return colour, next((free for free in _MARKERS if free not in taken), usual)
 
 
 def by_engine(looks: dict[str, Style]) -> dict[str, dict[str, Style]]:
@@ -101,7 +142,9 @@ def by_engine(looks: dict[str, Style]) -> dict[str, dict[str, Style]]:
 
 
 def label(strategy: str) -> str:
-    """The name that a reader sees."""
+    """The name that a reader sees; of FCDP's variants, what they choose."""
+    if _is_variant(strategy):
+        return f"{label(SUBJECT)} {strategy.removeprefix(SUBJECT).strip()}"
     found = _described(strategy)
     return strategy if found is None else found.label
 

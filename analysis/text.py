@@ -38,6 +38,11 @@ def times(value: float | None) -> str:
     return text if text == ABSENT else f"{text}×"
 
 
+def gain(speed_up: float, within_spread: float, none: str = "none") -> str:
+    """A speed-up, or that there is none: the difference is within the spread."""
+    return none if within_spread == 1 else times(speed_up)
+
+
 def percent(value: float | None) -> str:
     """A share such as ``30 %``."""
     if value is None or math.isnan(value):

@@ -43,6 +43,21 @@ class Job:
     loss: Loss = causal_loss
 
 
+@dataclass(frozen=True)
+class CacheUse:
+    """What one rank's cache did and holds."""
+
+    #: Gathers since the last ``take_ledger``: served from the cache, and across nodes.
+    hits: int
+    misses: int
+    #: Entries and their bytes, by the tier that they are in.
+    entries: dict[str, int]
+    entry_bytes: dict[str, int]
+    #: Memory that is taken for entries: of the device, and of the host, page-locked on CUDA.
+    device_bytes: int
+    host_bytes: int
+
+
 class Trainable(Protocol):
     """A model under one strategy, on this rank."""
 
@@ -82,6 +97,21 @@ class Trainable(Protocol):
         """Bytes that one node has moved since the last call, by link and phase.
 
         ``None`` for an engine without a ledger.
+        """
+        ...
+
+    def take_phases(self) -> dict[str, float] | None:
+        """Seconds of this rank since the last call: forward, backward, optimizer.
+
+        ``None`` where the host does not know them.
+        """
+        ...
+
+    @property
+    def cache(self) -> CacheUse | None:
+        """What this rank's cache did since the last ``take_ledger``, and holds.
+
+        ``None`` without one.
         """
         ...
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from experiments.commands import COMMANDS, STYLE, Lazy, stand_in
@@ -11,8 +13,21 @@ for _name, _command in COMMANDS.items():
     app.command(_name, help=_command.summary)(stand_in)
 
 
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"fcdp {version('fcdp')}, torch {version('torch')}")
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def main(
+    _: Annotated[
+        bool,
+        typer.Option("--version", callback=_say_version, is_eager=True, help="Say the versions."),
+    ] = False,
+) -> None:
     """FCDP next to other ZeRO-3 strategies: matrices of cells on a cluster, and their records."""
 
 

@@ -2,7 +2,8 @@
 
 Settings of strategies, once fields of every cell, go into ``settings`` of those that have them.
 Skipped cells that differed only in a setting which their strategy does not have are dropped: they
-are no cells of their own any more. Each record's id must stay what it was, or nothing is written.
+are no cells of their own any more. Ids name what a cell chooses for its strategy; in older records
+their digest alone said it. Else each record's id must stay what it was, or nothing is written.
 """
 
 from __future__ import annotations
@@ -27,17 +28,25 @@ def carried_over(lines: Iterable[str]) -> Iterator[Record]:
     for line in lines:
         content = json.loads(line)
         if "settings" in content["cell"]:
-            yield Record.model_validate(content)
+            yield _named(Record.model_validate(content))
             continue
         foreign = _move(content["cell"])
         if foreign and content["state"] == "skipped":
             continue
         if foreign:
             raise ValueError(f"{content['cell_id']}: ran with {foreign}, which it does not have")
-        record = Record.model_validate(content)
-        if record.cell.id != content["cell_id"]:
-            raise ValueError(f"{content['cell_id']}: would become {record.cell.id}")
-        yield record
+        yield _named(Record.model_validate(content))
+
+
+def _named(record: Record) -> Record:
+    """The record with today's id, which may differ from its own in the choices that it names."""
+    before, after = record.cell_id, record.cell.id
+    if before == after:
+        return record
+    end = f"-{record.cell.tuning}-{record.cell.model.name}-"
+    if after.partition(end)[2] != before.partition(end)[2] or not record.cell.choices:
+        raise ValueError(f"{before}: would become {after}")
+    return record.model_copy(update={"cell_id": after})
 
 
 def _move(cell: dict[str, Any]) -> dict[str, Any]:

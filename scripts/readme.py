@@ -18,9 +18,12 @@ from rich.console import Console
 
 from analysis import text
 from analysis.compare.audit import Finding, audit
-from analysis.load.table import load
+from analysis.load.table import latest, load
 from experiments.records.cell import Cell
 from experiments.records.record import Record
+from experiments.records.repeats import within_spread
+from experiments.records.variants import ranked
+from experiments.terminal import variants_table
 from experiments.terminal.summary_table import summary
 from simulation.quantities import format_link
 
@@ -53,6 +56,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "slow-link": lambda: _kept(load(_records("slow-link"))),
         "paper-emulated": lambda: _speeds(load(_records("paper-emulated"))),
     },
+    "docs/ablations.md": {"ablation": lambda: _ablated(latest(load(_records("ablation"))))},
     "docs/strategies.md": {
         "audit": lambda: _audited(audit(load(_records("parity")))),
         "baselines": lambda: _speeds(load(_records("baselines"))),
@@ -152,6 +156,32 @@ def _kept(records: Sequence[Record]) -> str:
     return "\n".join([*lines, "", _trained_share(records)])
 
 
+def _ablated(records: Sequence[Record]) -> str:
+    """A table for each number of micro-batches, the variants ranked, as Markdown."""
+    parts = []
+    for count in dict.fromkeys(record.cell.accumulation for record in records):
+        variants = ranked([record for record in records if record.cell.accumulation == count])
+        rows = [variants_table.row(variant) for variant in variants]
+        titles = [title for title in rows[0] if any(row[title] != "–" for row in rows)]
+        parts += [
+            f"{count} micro-batch{'es' * (count > 1)} per step:\n",
+            f"| {' | '.join(title.replace(chr(10), ' ') for title in titles)} |",
+            f"|---|{'--:|' * (len(titles) - 1)}",
+            *(f"| {' | '.join(row[title] for title in titles)} |" for row in rows),
+            "",
+        ]
+    why = {record.machine.why_busy for record in records if record.machine} - {None}
+    worst = max((r.machine.steal_share for r in records if r.machine), default=0.0)
+    return "\n".join([*parts, _busy(worst) if why else "The machine was quiet."])
+
+
+def _busy(steal: float) -> str:
+    return (
+        f"The machine was busy: its host took up to {steal:.0%} of the processors' time. Times are "
+        "those of that day; bytes, hits and entries are not."
+    )
+
+
 def _trained_share(records: Sequence[Record]) -> str:
     counts = {(m.trainable_parameters, m.parameters) for r in records if (m := r.measurement)}
     ((trained, total),) = counts
@@ -236,12 +266,18 @@ def _row(setting: tuple[object, ...], by_strategy: dict[str, Record]) -> str:
     cells = [
         *map(str, setting),
         *(text.number(_seconds(record)) for record in (deepspeed, fsdp2, fcdp)),
-        text.times(_faster(fcdp, deepspeed)),
-        text.times(_faster(fcdp, fsdp2)),
+        _gain(fcdp, deepspeed),
+        _gain(fcdp, fsdp2),
         *(text.number(_megabytes(record)) for record in (deepspeed, fsdp2, fcdp)),
         text.number(_least_megabytes(fcdp)),
     ]
     return "| " + " | ".join(cells) + " |"
+
+
+def _gain(record: Record | None, other: Record | None) -> str:
+    """How many times as fast; none within the spread of their steps."""
+    within = record is not None and other is not None and within_spread(record, other)
+    return "none" if within else text.times(_faster(record, other))
 
 
 def _seconds(record: Record | None) -> float | None:

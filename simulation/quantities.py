@@ -8,12 +8,12 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import TypeVar
 
+from baselines import sizes
+
 _NUMBER = re.compile(r"([+-]?[\d_]*\.?\d+(?:[eE][+-]?\d+)?)\s*(.*)", re.DOTALL)
 _DECIMAL = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-_BINARY = {"ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
 #: Prefixes of any case; a bit is b or bit, a byte is B.
 _RATE = re.compile(r"([kmgtKMGT]?)(bps|bits?/s|b/s|Bps|B/s)")
-_SIZE = re.compile(r"([kmgtKMGT]i?|)B")
 _COUNT = re.compile(r"[kMBT]?")
 _COUNTS = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _LORA = re.compile(r"lora:(\d+)")
@@ -70,9 +70,17 @@ def format_link(bits: float | None) -> str:
 
 def size_bytes(option: str, text: str) -> float:
     """Bytes of a size of memory: ``512GB``, ``512 GiB``, ``1TB``."""
-    allowed = "a number above 0 and a unit, such as 512GB, '512 GiB' or 1TB"
-    number, suffix = _split(option, text, _SIZE, allowed)
-    return float(number * Decimal((_DECIMAL | _BINARY)[suffix[1].lower()]))
+    try:
+        return sizes.parse(text)
+    except ValueError:
+        raise _mistake(option, text, sizes.ALLOWED) from None
+
+
+def format_rate(bits_per_s: float) -> str:
+    """A bandwidth that was reached, to three digits: ``99.5 Gbit/s``."""
+    suffix, size = next((u, s) for u, s in _LINK_SCALES if bits_per_s >= s or s == 1)
+    value = bits_per_s / size
+    return f"{value:,.0f} {suffix}" if value >= 100 else f"{value:.3g} {suffix}"
 
 
 def count(option: str, text: str) -> float:

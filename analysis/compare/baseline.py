@@ -11,6 +11,8 @@ import pandas as pd
 from analysis import strategies
 from experiments.records import settings
 from experiments.records.cell import Cell
+from experiments.records.reference import reference as usual
+from experiments.records.repeats import overlap
 
 _CONDITIONS = settings.names(Cell, "condition")
 #: Cells are compared only where all of these agree; how many steps were timed may differ.
@@ -44,7 +46,8 @@ def compare(table: pd.DataFrame, baseline: str = strategies.BASELINE) -> pd.Data
     """The table in display order with, beside each cell, how it compares; no row is lost.
 
     Added columns: ``baseline`` (the strategy compared with: the one asked for or, where that has
-    no result, the first that has), ``speed_up``, ``fastest_other`` (the
+    no result, the usual one or the first that has), ``speed_up``, ``within_spread`` (1 where that
+    is no more than the spread of both cells' steps, else 0), ``fastest_other`` (the
     fastest other strategy), ``speed_up_over_fastest_other``, ``bytes_of_baseline``,
     ``bytes_of_baseline_closed_form``, ``bytes_of_closed_form`` (all ratios),
     ``ledger_disagreement_percent``, ``loss_difference`` and ``loss_difference_max``.
@@ -126,12 +129,12 @@ def _compare_group(group: pd.DataFrame, wanted: str) -> pd.DataFrame:
 
 
 def _reference(group: pd.DataFrame, wanted: str) -> pd.Series | None:
-    """The finished cell of the wanted baseline, else of the first strategy that finished."""
+    """The finished cell of the wanted baseline, else of the usual ones, else of the first."""
     finished = group[group["state"] == "ok"]
     names = strategies.ordered(finished["strategy"])
     if not names:
         return None
-    name = wanted if wanted in names else names[0]
+    name = wanted if wanted in names else usual(names) or names[0]
     reference: pd.Series = finished[finished["strategy"] == name].iloc[0]
     return reference
 
@@ -147,6 +150,9 @@ def _compare_cell(cell: pd.Series, reference: pd.Series | None) -> dict[str, obj
     return {
         "baseline": name,
         "speed_up": ratio(cell["tokens_per_s"], reference["tokens_per_s"]),
+        "within_spread": float(
+            cell["cell"] != reference["cell"] and overlap(_middle(cell), _middle(reference))
+        ),
         "bytes_of_baseline": ratio(sent, reference["inter_node_bytes_per_step"]),
         "bytes_of_baseline_closed_form": ratio(sent, reference["inter_node_bytes_closed_form"]),
         "bytes_of_closed_form": ratio(sent, closed_form),
@@ -167,8 +173,13 @@ def _compare_with_fastest(cell: pd.Series, group: pd.DataFrame) -> dict[str, obj
     }
 
 
+def _middle(cell: pd.Series) -> tuple[float, float]:
+    return cell["step_seconds_q1"], cell["step_seconds_q3"]
+
+
 _RATIOS = (
     "speed_up",
+    "within_spread",
     "bytes_of_baseline",
     "bytes_of_baseline_closed_form",
     "bytes_of_closed_form",

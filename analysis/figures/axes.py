@@ -51,11 +51,14 @@ def draw_throughput(ax: Axes, panel: pd.DataFrame, looks: Looks) -> None:
             errorbar=None,
             legend=False,
             linewidth=1.6,
-            markersize=5.5,
             ax=ax,
         )
+    sizes = _marker_sizes(looks)
+    for line in ax.lines:
+        line.set_markersize(sizes[str(line.get_color())])
     for _, cell in finished.iterrows():
-        _draw_spread(ax, cell, looks[cell["strategy"]], hollow=not cell["shaped"])
+        look = looks[cell["strategy"]]
+        _draw_spread(ax, cell, look, sizes[look.colour], hollow=not cell["shaped"])
     ax.set(xscale="log", yscale="log", xlabel="", ylabel="")
     _tick_links(ax, places)
     _mark_missing(ax, panel[panel["state"] != "ok"], looks)
@@ -114,7 +117,15 @@ def tick_throughput(ax: Axes) -> None:
     ax.yaxis.set_minor_locator(NullLocator())
 
 
-def _draw_spread(ax: Axes, cell: pd.Series, look: strategies.Style, hollow: bool) -> None:
+def _marker_sizes(looks: Looks) -> dict[str, float]:
+    """Smaller from strategy to strategy, by colour: where points coincide all stay visible."""
+    last = max(len(looks) - 1, 1)
+    return {look.colour: 8.0 - 3.5 * at / last for at, look in enumerate(looks.values())}
+
+
+def _draw_spread(
+    ax: Axes, cell: pd.Series, look: strategies.Style, size: float, hollow: bool
+) -> None:
     """The middle half of the steps; on an unshaped link the marker too, which has no line."""
     if hollow:
         ax.plot(
@@ -123,7 +134,7 @@ def _draw_spread(ax: Axes, cell: pd.Series, look: strategies.Style, hollow: bool
             color=look.colour,
             marker=look.marker,
             markerfacecolor="none",
-            markersize=5.5,
+            markersize=size,
             linestyle="none",
         )
     if cell["step_seconds_iqr"] > OUTGROWS_MARKER * cell["step_seconds_median"]:
@@ -175,13 +186,35 @@ def draw_throughput_of_one_link(ax: Axes, panel: pd.DataFrame, looks: Looks) -> 
     for place, strategy in enumerate(looks):
         cells = finished[finished["strategy"] == strategy]
         value = float(cells["tokens_per_s"].median())
-        speed_up = float(annotated(cells)["speed_up"].median())
-        gain = "" if math.isnan(speed_up) else f"  {text.times(speed_up)}"
-        _label_bar(ax, place, value, f"{text.number(value)}{gain}")
+        ends = [_rate(cell, end) for _, cell in cells.iterrows() for end in ("q3", "q1")]
+        if ends and max(ends) > 1.01 * min(ends):
+            ax.plot([min(ends), max(ends)], [place] * 2, color=INK, linewidth=1.0, alpha=0.7)
+        gain = _gain(cells)
+        _label_bar(ax, place, max([value, *ends]), f"{text.number(value)}{gain}")
     if len(finished):
-        ax.set_xlim(0, float(finished["tokens_per_s"].max()) * 1.75)
+        fastest = finished["tokens_per_step"] / finished["step_seconds_q1"]
+        ax.set_xlim(0, float(fastest.max()) * 1.75)
     ax.xaxis.set_major_locator(MaxNLocator(nbins=3, prune="upper"))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+
+
+def _rate(cell: pd.Series, quartile: str) -> float:
+    """Tokens per second of the quartile of the steps' times."""
+    return float(cell["tokens_per_step"] / cell[f"step_seconds_{quartile}"])
+
+
+def _gain(cells: pd.DataFrame) -> str:
+    """What stands beside a bar: FCDP's gain over ZeRO-3, or any variant's over the reference."""
+    compared = cells[cells["baseline"].map(strategies.is_ablation)]
+    if compared.empty:
+        compared = annotated(cells)
+    elif (compared["baseline"] == compared["strategy"]).all():
+        return "  reference"
+    shown = compared[compared["speed_up"].notna()]
+    if shown.empty:
+        return ""
+    within = float(shown["within_spread"].min())
+    return f"  {text.gain(float(shown['speed_up'].median()), within, none='no difference')}"
 
 
 def draw_bytes(ax: Axes, panel: pd.DataFrame, looks: Looks) -> None:

@@ -46,15 +46,23 @@ def _throughput(cells: pd.DataFrame) -> str:
     """How to read axes of throughput, which are bars where there is but one link."""
     steps = text.one_or_range(_timed_steps(cells), "whole")
     links = cells["inter_bandwidth_bits_per_s"]
-    gains = annotated(cells)["speed_up"].notna().any()
+    gains = bool(annotated(cells)["speed_up"].notna().any())
     over = (
         f"{strategies.label(strategies.SUBJECT)}'s speed-up over "
         f"{strategies.label(strategies.BASELINE)}."
     )
+    references = cells.loc[cells["baseline"].map(strategies.is_ablation), "baseline"].unique()
+    if len(references):
+        gains = True
+        over = (
+            f"the speed-up over {strategies.styles(cells['strategy'])[references[0]].label}; "
+            "no difference: it is within the spread of the steps."
+        )
     if links.nunique(dropna=False) == 1:
         return _joined(
             "tokens a second of the whole cluster, each node's egress limit being "
-            f"{format_link(links.iloc[0])} (medians of {steps} steps).",
+            f"{format_link(links.iloc[0])} (medians of {steps} steps; lines: the middle half of "
+            "the steps).",
             f"Beside the bar: {over}" if gains else "",
         )
     return _joined(

@@ -19,6 +19,7 @@ from analysis.figures import axes, captions
 from analysis.figures.drawings import (
     Drawing,
     drawing,
+    label_width,
     least_mark,
     line,
     missing_mark,
@@ -127,7 +128,7 @@ def _bars(
     panels = panels_of(cells)
     columns = min(len(panels), ABREAST)
     rows = -(-len(panels) // columns)
-    size = (WIDTH * columns + 1.6, rows * (PITCH * len(looks) + 0.8) + 0.7)
+    size = (WIDTH * columns + 1.6 + label_width(looks), rows * (PITCH * len(looks) + 0.8) + 0.7)
     with style():
         figure = Figure(figsize=size, layout="constrained")
         grid = figure.subplots(rows, columns, sharey=True, squeeze=False).flatten()

@@ -25,6 +25,8 @@ from analysis.compare.varying import PANEL, in_words, varying
 from analysis.figures import axes
 from analysis.load.provenance import provenance
 
+#: Width of a letter of a label, in inches, a little more than most have.
+LETTER = 0.073
 NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
@@ -113,11 +115,17 @@ def panels_of(cells: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     return panels
 
 
+def label_width(looks: axes.Looks) -> float:
+    """Inches that the longest label takes beside bars, beyond those of a short one."""
+    return max(0.0, LETTER * (max(len(look.label) for look in looks.values()) - 16))
+
+
 def put_legend(figure: Figure, handles: Sequence[Line2D], columns: int | None = None) -> None:
-    """Above the axes, by default in as many columns as the width holds (1.4 inches an entry)."""
+    """Above the axes, by default in as many columns as the width holds."""
     if not handles:
         return
-    fitting = max(int(figure.get_figwidth() / 1.4), 1)
+    longest = max(len(str(handle.get_label())) for handle in handles)
+    fitting = max(int(figure.get_figwidth() / max(1.4, 0.55 + LETTER * longest)), 1)
     figure.legend(
         handles=handles,
         loc="outside upper center",

@@ -18,6 +18,7 @@ from analysis.figures import axes, captions, crowd
 from analysis.figures.drawings import (
     Drawing,
     drawing,
+    label_width,
     least_mark,
     line,
     missing_mark,
@@ -94,7 +95,7 @@ def draw_traffic(cells: pd.DataFrame, looks: axes.Looks, setting: str = "") -> D
     """Throughput against bandwidth, and bytes between nodes a step, a pair of axes each panel."""
     panels = panels_of(cells)
     with style():
-        figure, pairs = _pairs_of_axes(len(panels))
+        figure, pairs = _pairs_of_axes(len(panels), label_width(looks))
         links = cells["inter_bandwidth_bits_per_s"].unique()
         one_link = format_link(links[0]) if len(links) == 1 else None
         for (title, panel), (upper, lower) in zip(panels, pairs, strict=True):
@@ -131,14 +132,14 @@ def draw_losses(cells: pd.DataFrame, looks: axes.Looks, setting: str = "") -> Dr
     return drawing(figure, cells, "losses", "Training loss", setting, captions.losses(cells))
 
 
-def _pairs_of_axes(panels: int) -> tuple[Figure, list[tuple[Axes, Axes]]]:
+def _pairs_of_axes(panels: int, label: float) -> tuple[Figure, list[tuple[Axes, Axes]]]:
     """Panels as columns while they are few, as rows otherwise."""
     if panels <= WIDEST:
-        size = (max(1.95 * panels + 1.1, 5.0), 4.5)
+        size = (max(1.95 * panels + 1.1, 5.0) + label * panels, 4.5)
         figure = Figure(figsize=size, layout="constrained")
         grid = figure.subplots(2, panels, sharey="row", squeeze=False, height_ratios=[1.5, 1])
         return figure, [(grid[0, at], grid[1, at]) for at in range(panels)]
-    figure = Figure(figsize=(7.5, 2.0 * panels + 0.6), layout="constrained")
+    figure = Figure(figsize=(7.5 + 2 * label, 2.0 * panels + 0.6), layout="constrained")
     grid = figure.subplots(panels, 2, squeeze=False)
     return figure, [(grid[at, 0], grid[at, 1]) for at in range(panels)]
 

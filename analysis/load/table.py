@@ -13,15 +13,16 @@ import pandas as pd
 
 from experiments.records import settings
 from experiments.records.cell import Cell
-from experiments.records.record import Measurement, Record, read
+from experiments.records.record import Cached, Measurement, Record, read
+from experiments.records.repeats import pooled
 
 #: Settings of a cell that have a column; what it chooses for its strategy is in ``strategy``.
 _SETTINGS = settings.names(Cell, "condition", "incidental")
-#: What has a column of a measurement: all but mappings, of which the ledger is flattened.
+#: What has a column of a measurement: all but mappings, of which most are flattened.
 _MEASURED = {
     name: field.annotation
     for name, field in Measurement.model_fields.items()
-    if name not in ("ledger_bytes_per_step", "simulation")
+    if name not in ("ledger_bytes_per_step", "cache", "phase_seconds", "simulation")
 }
 
 
@@ -34,7 +35,8 @@ def _measured_kind(annotation: Any) -> str:
 
 #: What only a built-in model says of itself.
 _SHAPE = {"family": "string", "layers": "Int64", "width": "Int64", "heads": "Int64"}
-#: Every column that is always there, with its type; ``ledger_*`` columns are added as found.
+#: Every column that is always there, with its type; ``ledger_*``, ``cache_*`` and ``phase_*``
+#: columns are added as found.
 COLUMNS = {
     "matrix": "string",
     "cell": "string",
@@ -86,11 +88,14 @@ def load(path: Path) -> list[Record]:
 
 
 def latest(records: Sequence[Record]) -> list[Record]:
-    """One record a cell: where a cell was run again, the run that started last."""
+    """One record a cell: where a cell was run again, the run that started last.
+
+    What a matrix repeats counts as one cell, with the steps of all its repetitions.
+    """
     kept: dict[tuple[str, str], Record] = {}
     for record in sorted(records, key=lambda record: record.started_at):
         kept[record.cell_id, record.evidence] = record
-    return list(kept.values())
+    return pooled(kept.values())
 
 
 def frame(records: Sequence[Record]) -> pd.DataFrame:
@@ -142,6 +147,8 @@ def _measured(record: Record, measurement: Measurement) -> dict[str, Any]:
         **{name: getattr(measurement, name) for name in _MEASURED},
         "loss_final": measurement.losses[-1] if measurement.losses else None,
         **_ledger(measurement.ledger_bytes_per_step),
+        **_cache(measurement.cache),
+        **_phases(measurement.phase_seconds),
     }
     low, high = np.quantile(measurement.round_seconds, [0.25, 0.75])
     return found | {
@@ -162,6 +169,24 @@ def _ledger(ledger: dict[str, dict[str, float]] | None) -> dict[str, float]:
         for phase, amount in phases.items():
             found[f"{name}_{_identifier(phase)}_bytes_per_step"] = amount
     return found
+
+
+def _cache(cached: Cached | None) -> dict[str, float]:
+    """``cache_hits``, ``cache_<tier>_entries``, ``cache_<tier>_bytes`` and the like."""
+    if cached is None:
+        return {}
+    return {
+        "cache_hits_per_step": cached.hits_per_step,
+        "cache_misses_per_step": cached.misses_per_step,
+        "cache_device_memory_bytes": cached.device_bytes,
+        "cache_host_memory_bytes": cached.host_bytes,
+        **{f"cache_{tier}_entries": count for tier, count in cached.entries.items()},
+        **{f"cache_{tier}_entry_bytes": count for tier, count in cached.entry_bytes.items()},
+    }
+
+
+def _phases(seconds: dict[str, float] | None) -> dict[str, float]:
+    return {f"phase_{name}_seconds": value for name, value in (seconds or {}).items()}
 
 
 def _identifier(name: str) -> str:

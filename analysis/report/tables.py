@@ -40,7 +40,7 @@ def presentable(compared: pd.DataFrame) -> pd.DataFrame:
         "Strategy": compared["strategy"].map(strategies.label),
         "s/step": shown("step_seconds_median", text.number),
         "tokens/s": shown("tokens_per_s", text.number),
-        "speed-up": shown("speed_up", text.times),
+        "speed-up": shown("speed_up", text.times).mask(compared["within_spread"].eq(1), "none"),
         "MB sent/step": shown("inter_node_bytes_per_step", text.megabytes),
         "of baseline": shown("bytes_of_baseline", text.percent),
         "closed form MB": shown("inter_node_bytes_closed_form", text.megabytes),

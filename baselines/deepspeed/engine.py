@@ -13,7 +13,8 @@ import torch.nn as nn
 from deepspeed.accelerator import get_accelerator
 from torch.utils.cpp_extension import _get_build_directory
 
-from baselines.strategy import Job, Loss, make_optimizer, trainable_parameters
+from baselines.phases import Phases
+from baselines.strategy import CacheUse, Job, Loss, make_optimizer, trainable_parameters
 
 
 def initialize(
@@ -38,7 +39,8 @@ def initialize(
         optimizer=optimizer or make_optimizer(model, job),
         config=config,
     )
-    return DeepSpeedZero3(engine, job.loss, closed_form_bytes)
+    phases = Phases(job.topology.mesh.device_type)
+    return DeepSpeedZero3(engine, job.loss, closed_form_bytes, phases)
 
 
 def build_operators(*more: str) -> None:
@@ -70,18 +72,23 @@ class DeepSpeedZero3:
     policy: str | None = None
     host_cache_bytes: int | None = None
     interval = 1
+    cache: CacheUse | None = None
 
-    def __init__(self, engine: Any, loss: Loss, closed_form_bytes: float) -> None:
+    def __init__(self, engine: Any, loss: Loss, closed_form_bytes: float, phases: Phases) -> None:
         self._engine = engine
         self._loss = loss
         self.closed_form_bytes = closed_form_bytes
+        self._phases = phases
 
     def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
         losses = []
         for sequences in micro_batches:
-            loss = self._loss(self._engine, sequences)
-            self._engine.backward(loss)  # divides by the number of micro-batches itself
-            self._engine.step()
+            with self._phases.timed("forward"):
+                loss = self._loss(self._engine, sequences)
+            with self._phases.timed("backward"):
+                self._engine.backward(loss)  # divides by the number of micro-batches itself
+            with self._phases.timed("optimizer"):
+                self._engine.step()
             losses.append(loss.detach())
         return torch.stack(losses).mean()
 
@@ -100,6 +107,9 @@ class DeepSpeedZero3:
 
     def take_ledger(self) -> dict[str, dict[str, float]] | None:
         return None
+
+    def take_phases(self) -> dict[str, float] | None:
+        return self._phases.take()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
@@ -10,7 +12,7 @@ import fcdp
 from baselines.presets import codecs
 from baselines.pytorch.fsdp2 import FSDP2, mixed_precision
 from baselines.settings import CacheSettings
-from baselines.strategy import Job, crossing_bytes, numel, trainable_parameters
+from baselines.strategy import CacheUse, Job, crossing_bytes, numel, trainable_parameters
 from fcdp.engine import engine_of
 from fcdp.unit import Unit
 
@@ -100,6 +102,26 @@ def node_bytes(ledger: fcdp.Ledger, topology: fcdp.Topology) -> dict[str, dict[s
     return counts
 
 
+def cache_use(model: nn.Module, topology: fcdp.Topology) -> CacheUse:
+    """What this rank's cache did since its ledger was reset, and where its entries are."""
+    engine, ledger = engine_of(model), fcdp.ledger(model)
+    entries: Counter[str] = Counter()
+    entry_bytes: Counter[str] = Counter()
+    for unit in engine.units:
+        tier = engine.cache.tier_of(unit)
+        if tier is not None:
+            entries[tier] += 1
+            entry_bytes[tier] += (topology.nodes - 1) * unit.shard_bytes
+    return CacheUse(
+        hits=ledger.hits,
+        misses=ledger.misses,
+        entries=dict(entries),
+        entry_bytes=dict(entry_bytes),
+        device_bytes=ledger.device_cache_bytes,
+        host_bytes=ledger.host_cache_bytes,
+    )
+
+
 class FCDP(FSDP2):
     """FSDP2's loop with gradient accumulation without sync between nodes."""
 
@@ -115,6 +137,10 @@ class FCDP(FSDP2):
 
     def take_ledger(self) -> dict[str, dict[str, float]]:
         return node_bytes(fcdp.ledger(self.model), self.job.topology)
+
+    @property
+    def cache(self) -> CacheUse:
+        return cache_use(self.model, self.job.topology)
 
     @property
     def host_cache_bytes(self) -> int:

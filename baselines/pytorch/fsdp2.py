@@ -14,7 +14,8 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from baselines.strategy import Job, make_optimizer, zero3_bytes
+from baselines.phases import Phases
+from baselines.strategy import CacheUse, Job, make_optimizer, zero3_bytes
 
 
 def build(model: nn.Module, job: Job, offload_policy: OffloadPolicy = OffloadPolicy()) -> FSDP2:
@@ -58,13 +59,15 @@ class FSDP2:
         self.job = job
         self.closed_form_bytes = closed_form_bytes
         self.optimizer = make_optimizer(model, job)
+        self._phases = Phases(job.topology.mesh.device_type)
 
     def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
         total = torch.zeros((), device=micro_batches[0].device)
         for index, sequences in enumerate(micro_batches):
             total += self.backward(sequences, last=index == len(micro_batches) - 1)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        with self._phases.timed("optimizer"):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         return total
 
     def backward(self, sequences: torch.Tensor, *, last: bool) -> torch.Tensor:
@@ -73,8 +76,10 @@ class FSDP2:
         Gradients are reduced each time: ``set_requires_gradient_sync(False)`` would keep the whole
         model's gradients on every rank, which is not ZeRO-3 any more and does not fit at 30B.
         """
-        loss = self.job.loss(self.model, sequences) / self.job.accumulation
-        loss.backward()
+        with self._phases.timed("forward"):
+            loss = self.job.loss(self.model, sequences) / self.job.accumulation
+        with self._phases.timed("backward"):
+            loss.backward()
         return loss.detach()
 
     @torch.no_grad()
@@ -96,6 +101,13 @@ class FSDP2:
         return {}
 
     def take_ledger(self) -> dict[str, dict[str, float]] | None:
+        return None
+
+    def take_phases(self) -> dict[str, float] | None:
+        return self._phases.take()
+
+    @property
+    def cache(self) -> CacheUse | None:
         return None
 
     @property

@@ -48,6 +48,25 @@ COMMANDS: Mapping[str, Command] = {
         "Run a matrix: every cell in fresh processes, then table, figures, report and W&B runs.",
         _SHOWS_HELP,
     ),
+    "matrix": Command(
+        "experiments.commands.matrix",
+        "Write a matrix file to begin with; `run FILE` runs it as it is.",
+        _SHOWS_HELP,
+    ),
+    "show": Command(
+        "experiments.commands.show",
+        "List the runs below a directory; of one run, its cells and how they compare.",
+    ),
+    "compare": Command(
+        "experiments.commands.compare",
+        "Compare two runs cell by cell, or two cells: settings, figures, beyond the spread or not.",
+        _SHOWS_HELP,
+    ),
+    "watch": Command(
+        "experiments.commands.watch",
+        "Follow a run in another terminal: a line per finished cell, and the step that it is at.",
+        _SHOWS_HELP,
+    ),
     "strategies": Command(
         "experiments.commands.strategies",
         "List the strategies: engine, versions, and why one cannot run on this machine.",

@@ -121,9 +121,7 @@ def _columns(link: Link | None) -> tuple[str, str, str]:
 
 
 def _bandwidth(bytes_per_s: float) -> str:
-    return f"{_scaled(bytes_per_s)}B/s ({_scaled(8 * bytes_per_s)}bit/s)"
+    from baselines import sizes
+    from simulation.quantities import format_rate
 
-
-def _scaled(rate: float) -> str:
-    size, prefix = (1e9, "G") if rate >= 1e9 else (1e6, "M")
-    return f"{rate / size:,.3g} {prefix}"
+    return f"{sizes.written(bytes_per_s)}/s ({format_rate(8 * bytes_per_s)})"

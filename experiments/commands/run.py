@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -37,7 +37,16 @@ def run(
     ] = False,
     only: Annotated[
         str | None,
-        typer.Option(metavar="PATTERN", help="Only cells whose id contains or matches this."),
+        typer.Option(
+            metavar="CELLS",
+            help="Only cells with these settings (policy=disk,k=4) or this id.",
+        ),
+    ] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="SETTING=VALUE", help="Another value, or [a, list], than the file's."
+        ),
     ] = None,
     cluster: Annotated[
         ClusterKind | None,
@@ -48,7 +57,8 @@ def run(
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the cells and start nothing.")
+        bool,
+        typer.Option("--dry-run", help="Show the cells, with simulated time and memory."),
     ] = False,
     no_wandb: Annotated[
         bool,
@@ -66,16 +76,19 @@ def run(
     """
     from experiments.clusters.interface import ClusterError
     from experiments.matrix import files
+    from experiments.matrix.changes import parse
 
     try:
-        matrices = [_read(name, cluster) for name in files.members(matrix)]
+        given = parse(changes or ())
+        matrices = [_read(name, cluster, given) for name in files.members(matrix)]
         _check_names(matrices)
         chosen = _select(matrices, only)
     except (ValueError, ClusterError) as error:
         terminal.stop(str(error))
     if dry_run:
         for each, cells in chosen:
-            session.show(each, cells)
+            path = _path(each, output, suite=len(matrices) > 1)
+            _show(each, cells, path, resume=resume or retry_failed, retry_failed=retry_failed)
         return
     well = True
     for each, cells in chosen:
@@ -91,14 +104,33 @@ def run(
         raise typer.Exit(terminal.FAILED)
 
 
-def _read(name: str, cluster: ClusterKind | None) -> Matrix:
+def _show(
+    matrix: Matrix, cells: Sequence[MatrixCell], path: Path, *, resume: bool, retry_failed: bool
+) -> None:
+    """Show what a run would do, of the cells that have no record yet if it resumes."""
+    from experiments.commands import dry_run
+    from experiments.records import provenance
+    from experiments.runner.directory import RETRIED, RunDirectory
+
+    finished = []
+    if resume:
+        try:
+            finished = RunDirectory(path).resume(matrix, retry_failed=False)
+        except (ValueError, OSError) as error:
+            terminal.stop(str(error))
+    if retry_failed:
+        finished = [record for record in finished if record.state not in RETRIED]
+    dry_run.show(matrix, cells, finished, provenance.memory_bytes())
+
+
+def _read(name: str, cluster: ClusterKind | None, changes: Mapping[str, Any]) -> Matrix:
     """The matrix, on the kind of cluster that is asked for."""
     from experiments.matrix import reader
 
     simulated = cluster is ClusterKind.SIMULATED
-    matrix = reader.read(name, kinds.override(cluster), simulated=simulated)
+    matrix = reader.read(name, kinds.override(cluster), simulated=simulated, changes=changes)
     if cluster is ClusterKind.EMULATED:
-        return reader.read(name, kinds.emulated(matrix.cluster))
+        return reader.read(name, kinds.emulated(matrix.cluster), changes=changes)
     return matrix
 
 

@@ -75,9 +75,17 @@ def run_cells(
 ) -> list[Record]:
     """Run the cells that have no record yet, and show how far they are."""
     from experiments.clusters.interface import ClusterError
-    from experiments.runner import runner
+    from experiments.runner import machine, runner
     from experiments.terminal.progress import Progress
 
+    if not matrix.simulated and (busy := machine.look().why_busy):
+        terminal.console().print(
+            f"this machine is busy: {busy}; times will vary, and a difference within the spread "
+            "of the steps is shown as none",
+            style="yellow",
+            soft_wrap=True,
+            highlight=False,
+        )
     try:
         with Progress(matrix, cells, finished, terminal.console()) as progress:
             if matrix.simulated:
@@ -92,11 +100,12 @@ def run_cells(
 
 def finish(records: Sequence[Record], directory: RunDirectory, *, wandb: bool) -> bool:
     """Show the table, write W&B's runs and the report; return whether the report was drawn."""
+    from experiments.records.repeats import pooled
     from experiments.terminal.summary_table import summary
 
     console = terminal.console()
     console.print()
-    console.print(summary(records))
+    console.print(summary(pooled(records)))
     console.print()
     terminal.say(console, "records", directory.records)
     drawn = draw(console, directory)
@@ -172,24 +181,6 @@ def export(
             soft_wrap=True,
             highlight=False,
         )
-
-
-def show(matrix: Matrix, cells: Sequence[MatrixCell]) -> None:
-    """List the cells: what a run would do."""
-    console = terminal.console()
-    running = [entry for entry in cells if entry.skip_reason is None]
-    for entry in cells:
-        reason = "" if entry.skip_reason is None else f"  skipped: {entry.skip_reason}"
-        style = "dim" if reason else ""
-        text = f"{entry.cell.id}{reason}"
-        console.print(text, style=style, soft_wrap=True, highlight=False, markup=False)
-    skipped = len(cells) - len(running)
-    steps = sum(entry.cell.warmup_steps + entry.cell.steps for entry in running)
-    console.print(
-        f"{matrix.name}: {len(running)} cells to run, {steps} steps in all, {skipped} skipped",
-        style="bold",
-        highlight=False,
-    )
 
 
 def any_failed(records: Sequence[Record]) -> bool:

@@ -2,21 +2,24 @@
 
 The file is YAML: ``axes`` that are multiplied, ``workload`` constants, ``skip`` rules with their
 reasons, and ``overrides`` that change constants for some of the cells. Any setting of a cell may
-be an axis or a constant. ``reference`` names the strategy whose losses all others must reach. A
-mistake raises ``ValueError`` naming the file, the line and the key.
+be an axis or a constant. ``reference`` names the strategy whose losses all others must reach;
+``repeats`` says how often each cell runs, 1 by default. A mistake raises ``ValueError`` naming the
+file, the line and the key.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
 
 from baselines import registry
+from experiments.matrix.changes import applied
 from experiments.matrix.files import find
 from experiments.matrix.matrix import Matrix, MatrixCell
 from experiments.matrix.sections import Sections, explain
@@ -36,7 +39,7 @@ _SETTINGS = (
     *(
         _FILE_NAMES.get(field, field)
         for field in Cell.model_fields
-        if field not in ("matrix", "cluster", "settings", "origin")
+        if field not in ("matrix", "cluster", "settings", "origin", "repeat")
     ),
     *registry.setting_names(),
 )
@@ -65,18 +68,23 @@ class _Rule:
 
 
 def read(
-    name_or_path: str, cluster: ClusterSpec | None = None, *, simulated: bool = False
+    name_or_path: str,
+    cluster: ClusterSpec | None = None,
+    *,
+    simulated: bool = False,
+    changes: Mapping[str, Any] = MappingProxyType({}),
 ) -> Matrix:
     """Read a matrix file and expand it to its cells, for another cluster than its own if given.
 
     With ``simulated`` the cells of whatever cluster are simulated: what this machine lacks is then
-    no reason to skip one.
+    no reason to skip one. ``changes`` are settings and their values in place of the file's.
 
     Cells that differ only in their strategy follow one another, so that a drift of the machine
     meets all strategies of a comparison alike.
     """
     path = find(name_or_path)
-    return _Expansion(load(path), path.parent, cluster, simulated).matrix()
+    document = applied(load(path), changes)
+    return _Expansion(document, path.parent, cluster, simulated).matrix()
 
 
 class _Expansion:
@@ -90,7 +98,7 @@ class _Expansion:
         self._top = self._file.section(
             (),
             required=("name", "description", "cluster", "models", "axes"),
-            optional=("reference", "workload", "skip", "overrides"),
+            optional=("reference", "repeats", "workload", "skip", "overrides"),
         )
         for key in ("name", "description"):
             if not isinstance(self._top[key], str):
@@ -104,6 +112,7 @@ class _Expansion:
         self._require_all_settings()
         self._require_a_strategy_for_each()
         self._reference = self._reference_strategy()
+        self._repeats = self._how_often()
         self._skips = [
             _Rule(self._when(path), self._reason(path), {})
             for path in self._rules("skip", "reason")
@@ -136,10 +145,24 @@ class _Expansion:
             name,
             description,
             self._cluster,
-            tuple(cells.values()),
+            tuple(self._repeated(list(cells.values()))),
             self._simulated,
             self._reference,
         )
+
+    def _repeated(self, cells: list[MatrixCell]) -> Iterator[MatrixCell]:
+        """All cells, and again in reverse, in turn: a drift meets none more than others."""
+        yield from cells
+        running = [entry for entry in cells if entry.skip_reason is None]
+        for repeat in range(1, 1 if self._simulated else self._repeats):
+            for entry in reversed(running) if repeat % 2 else running:
+                yield MatrixCell(entry.cell.model_copy(update={"repeat": repeat}), None)
+
+    def _how_often(self) -> int:
+        repeats = self._top.get("repeats", 1)
+        if not isinstance(repeats, int) or isinstance(repeats, bool) or repeats < 1:
+            self._file.fail(("repeats",), f"{repeats!r} is not a whole number, 1 or more")
+        return repeats
 
     def _cell(self, assignment: Mapping[str, _Value]) -> Cell:
         settings = dict(assignment)

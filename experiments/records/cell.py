@@ -6,6 +6,7 @@ A matrix expands to cells; each runs in fresh processes and ends as one record.
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
@@ -140,6 +141,10 @@ class Cell(Strict):
     #: ranks run: a simulated cell has `trace`.
     profile: Annotated[bool, Setting("Profiled", "incidental", in_id="later")] = False
     origin: Annotated[Origin, Setting("Origin", "incidental", in_id="never")] = Origin()
+    #: Which repetition of the cell it is, of those that its matrix wants.
+    repeat: Annotated[int, Setting("Repetition", "incidental", in_id="never")] = Field(
+        default=0, ge=0
+    )
     timeout_s: Annotated[float, Setting("Time limit", "incidental", in_id="never")] = Field(gt=0)
 
     @field_validator("settings", mode="plain")
@@ -232,8 +237,10 @@ class Cell(Strict):
             exclude["model"] = {"vocabulary"}  # as before models had one
         settings = to_json(self.flat(exclude))
         digest = hashlib.sha256(settings).hexdigest()[:8]
+        subject = "-".join((self.variant, *map(_in_a_name, self.choices)))
+        again = f"-r{self.repeat + 1}" if self.repeat else ""
         return (
-            f"{self.variant}-{self.tuning}-{self.model.name}-{link}-k{self.accumulation}-{digest}"
+            f"{subject}-{self.tuning}-{self.model.name}-{link}-k{self.accumulation}-{digest}{again}"
         )
 
     def flat(self, exclude: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -248,3 +255,9 @@ class Cell(Strict):
         """Tokens that all ranks together train on between two optimizer steps."""
         ranks = self.cluster.nodes * self.cluster.ranks_per_node
         return ranks * self.micro_batch * self.accumulation * self.sequence_length
+
+
+def _in_a_name(words: str) -> str:
+    """A choice as a part of an id, which is a folder's name too: ``threshold-0.8``."""
+    joined = re.sub(r"(?<=\d) (?=[KMGT]i?B)", "", words)
+    return re.sub(r"[^A-Za-z0-9.]+", "-", joined).strip("-")

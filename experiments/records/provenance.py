@@ -112,7 +112,7 @@ def _hardware() -> dict[str, Any]:
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
-        "memory_bytes": _memory_bytes(),
+        "memory_bytes": memory_bytes(),
         "kernel": platform.release(),
         **_gpus(),
     }
@@ -139,7 +139,7 @@ def _cpu_model() -> str:
     return next(models, "") or platform.machine()
 
 
-def _memory_bytes() -> int:
+def memory_bytes() -> int:
     """What the machine has, or what a container may use of it."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:

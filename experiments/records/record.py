@@ -12,6 +12,9 @@ from experiments.records.cell import Cell
 from simulation import files
 from simulation.files import Strict
 
+#: Above these a machine is busy: load for each core, and share of the processors' time.
+_BUSY_LOAD, _BUSY_STEAL = 0.5, 0.05
+
 State = Literal["ok", "oom", "failed", "timeout", "skipped"]
 
 
@@ -29,6 +32,20 @@ class Simulation(Strict):
     #: By part: one rank's device, one node's host.
     device_bytes: dict[str, float]
     host_bytes: dict[str, float]
+
+
+class Cached(Strict):
+    """What one rank's cache did and holds: the mean over ranks of counts, the most of bytes."""
+
+    #: Gathers a step: served from the cache, and across nodes.
+    hits_per_step: float
+    misses_per_step: float
+    #: Entries and their bytes after the last step, by the tier that they are in.
+    entries: dict[str, float]
+    entry_bytes: dict[str, int]
+    #: Memory taken for entries: of the device, and of the host, page-locked on CUDA.
+    device_bytes: int
+    host_bytes: int
 
 
 class Measurement(Strict):
@@ -64,6 +81,11 @@ class Measurement(Strict):
     clipped_fraction: float | None = None
     #: Mean loss of the cell's held-out sequences after the last step; ``None`` without any.
     held_out_loss: float | None = None
+    #: Of strategies with a cache; not in records of before there were ablations.
+    cache: Cached | None = None
+    #: Seconds a step of forward, backward with its reductions, and the optimizer, the mean over
+    #: ranks; ``None`` on accelerators, whose host does not wait, and in older records.
+    phase_seconds: dict[str, float] | None = None
     #: What only a simulation knows.
     simulation: Simulation | None = None
 
@@ -79,6 +101,26 @@ class Measurement(Strict):
         return [sum(self.step_seconds[i * size : (i + 1) * size]) / size for i in range(rounds)]
 
 
+class Machine(Strict):
+    """How busy with others' work the machine was that started the ranks."""
+
+    #: Load average over a minute, before the run's first cell, and cores that it is to be held to.
+    load: float
+    cores: int
+    #: Share of the processors' time that the machine's own host took while the cell ran.
+    steal_share: float
+
+    @property
+    def why_busy(self) -> str | None:
+        """What others take of the machine, in words; ``None`` if it is quiet."""
+        reasons = []
+        if self.load > _BUSY_LOAD * self.cores:
+            reasons.append(f"a load of {self.load:.1f} on {self.cores} cores")
+        if self.steal_share > _BUSY_STEAL:
+            reasons.append(f"{self.steal_share:.0%} of the processors' time taken by its host")
+        return " and ".join(reasons) or None
+
+
 class Record(Strict):
     """One finished cell: settings, outcome, figures, and where they come from."""
 
@@ -91,6 +133,8 @@ class Record(Strict):
     commit: str | None
     versions: dict[str, str]
     hardware: dict[str, Any]
+    #: ``None`` where nothing was run, and in older records.
+    machine: Machine | None = None
     #: What the shaper was set to (rate, burst, MTU), as the cluster reports it.
     network: dict[str, Any]
     started_at: str

@@ -10,7 +10,6 @@ import time
 import traceback
 from collections.abc import Sequence
 from datetime import datetime, timezone
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,9 +21,11 @@ from experiments.matrix.matrix import MatrixCell
 from experiments.records import provenance
 from experiments.records.cell import Cell
 from experiments.records.provenance import Provenance
-from experiments.records.record import Measurement, Record, State
+from experiments.records.record import Machine, Measurement, Record, State
+from experiments.records.select import chosen
 from experiments.records.workload import Origin
 from experiments.runner.directory import RunDirectory
+from experiments.runner.machine import Watch
 from simulation import files
 
 WORKER = "experiments.worker.worker:main"
@@ -50,15 +51,11 @@ class Observer(Protocol):
 
 
 def select(cells: Sequence[MatrixCell], pattern: str | None) -> list[MatrixCell]:
-    """The cells whose id holds the text, or matches the glob, ``pattern``."""
+    """The cells of a pattern, as ``experiments.records.select`` reads it; all without one."""
     if pattern is None:
         return list(cells)
-    chosen = [p for p in cells if pattern in p.cell.id or fnmatchcase(p.cell.id, pattern)]
-    if not chosen:
-        raise ValueError(
-            f"--only: no cell id matches {pattern!r}; an id looks like {cells[0].cell.id!r}"
-        )
-    return chosen
+    wanted = {cell.id for cell in chosen([entry.cell for entry in cells], pattern)}
+    return [entry for entry in cells if entry.cell.id in wanted]
 
 
 def run(
@@ -95,6 +92,7 @@ class _Runner:
         self._directory = directory
         self._observer = observer
         self._origin = origin
+        self._watch = Watch()
         self._compiled: set[tuple[tuple[str, ...], Pin]] = set()
 
     def finish(self, entry: MatrixCell) -> Record:
@@ -127,6 +125,7 @@ class _Runner:
             self._cluster.shape(None)
             outcome = self._compile(cell, directory)
             started_at, started = _now(), time.monotonic()
+            self._watch.machine()
             if outcome.state == "ok":
                 with StartBarrier(directory, lambda: self._cluster.shape(bandwidth)) as barrier:
                     outcome = self._cluster.run(
@@ -153,6 +152,7 @@ class _Runner:
             _error(outcome),
             measurement=measurement,
             network=network,
+            machine=self._watch.machine() if self._cluster.can.start_processes else None,
             started_at=started_at,
             seconds=time.monotonic() - started,
         )
@@ -187,6 +187,7 @@ class _Runner:
         started_at: str,
         measurement: Measurement | None = None,
         network: dict[str, Any] | None = None,
+        machine: Machine | None = None,
         seconds: float = 0.0,
     ) -> Record:
         return Record(
@@ -200,6 +201,7 @@ class _Runner:
             versions=self._versions(cell),
             hardware=self._origin.hardware,
             network=network or {},
+            machine=machine,
             started_at=started_at,
             seconds=seconds,
         )

@@ -180,7 +180,10 @@ class Progress:
             self._live.start()
 
     def _print(self, line: Text) -> None:
-        self._console.print(line, no_wrap=True, overflow="ellipsis")
+        if self._console.is_interactive:
+            self._console.print(line, no_wrap=True, overflow="ellipsis")
+        else:  # a log has no width
+            self._console.print(line, soft_wrap=True)
 
 
 class _CellLines:

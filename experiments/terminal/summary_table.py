@@ -1,9 +1,9 @@
-"""The table at the end of a run: each strategy next to DeepSpeed's ZeRO-3."""
+"""The table at the end of a run: each strategy next to a reference, such as ZeRO-3."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Group, JustifyMethod, RenderableType
 from rich.table import Table
@@ -12,10 +12,12 @@ from rich.text import Text
 from experiments.records import settings
 from experiments.records.cell import Cell
 from experiments.records.record import Record, State
+from experiments.records.reference import REFERENCES, reference
+from experiments.records.repeats import within_spread
 from experiments.records.settings import Described, described
+from experiments.terminal import variants_table
 from simulation.quantities import format_link
 
-BASELINE = "deepspeed-zero3"
 STATE_STYLES = {
     "ok": "green",
     "oom": "magenta",
@@ -42,12 +44,15 @@ def summary(records: Sequence[Record]) -> RenderableType:
     groups = _groups(ran)
     # The first column fits every strategy, so that the tables line up under one header.
     longest = max(len(record.cell.subject) for record in ran)
-    columns = _columns(ran)
+    wanted = reference(record.cell.subject for record in ran)
+    columns = _columns(ran, wanted)
     parts: list[RenderableType] = [_header(longest, columns)]
     for group in groups:
-        comparison = _Comparison.of(group)
+        comparison = _Comparison.of(group, wanted)
         parts.append(_heading([record.cell for record in group], extra, comparison))
         parts.append(_rows(group, comparison, longest, columns))
+        if (details := variants_table.table(group)) is not None:
+            parts += [Text(), details]
     if any(map(_sends_less, ran)):
         parts.append(Text(_LESS, style="dim"))
     return Group(*parts, *_notes(records))
@@ -81,7 +86,7 @@ def varying_settings(cells: Sequence[Cell]) -> list[Described]:
 class _Comparison:
     """The baseline and the step that the figures of one group refer to."""
 
-    #: ZeRO-3 in the same settings, if it is there.
+    #: What the others are compared with in the same settings, if it is there.
     baseline: Record | None
     #: The last step that every cell with losses has trained; 0 if there are none.
     step: int
@@ -89,8 +94,8 @@ class _Comparison:
     is_cut: bool
 
     @classmethod
-    def of(cls, group: Sequence[Record]) -> _Comparison:
-        baseline = next((record for record in group if record.cell.subject == BASELINE), None)
+    def of(cls, group: Sequence[Record], wanted: str | None) -> _Comparison:
+        baseline = next((record for record in group if record.cell.subject == wanted), None)
         steps = {len(r.measurement.losses) for r in group if r.measurement} - {0}
         return cls(baseline, min(steps, default=0), len(steps) > 1)
 
@@ -122,12 +127,12 @@ def _tokens(record: Record, _: _Comparison) -> Text:
 def _speed_up(record: Record, comparison: _Comparison) -> Text:
     baseline = comparison.baseline
     own, other = record.tokens_per_s, baseline and baseline.tokens_per_s
-    if not own or not other:
+    if baseline is None or not own or not other:
         return _ABSENT
+    if record is not baseline and within_spread(record, baseline):
+        return Text("none", style="dim")
     ratio = own / other
-    # Within two per cent, a shared machine's noise is all there is to see.
-    style = "green" if ratio > 1.02 else "red" if ratio < 0.98 else ""
-    return Text(f"{ratio:.2f}×", style=style)
+    return Text(f"{ratio:.2f}×", style="green" if ratio > 1 else "red" if ratio < 1 else "")
 
 
 def _sent(record: Record, _: _Comparison) -> Text:
@@ -192,12 +197,14 @@ def megabytes(count: float) -> str:
     return f"{count / 1e6:.2f}" if count < 1e9 else f"{count / 1e6:,.0f}"
 
 
+#: Stands for what the cells are compared with.
+_VERSUS = "vs"
 _COLUMNS = (
     _Column("state", "", 7, "left", _state),
     _Column("speed", "tokens/s", 8, "right", _tokens),
-    _Column("speed-up", "vs ZeRO-3", 9, "right", _speed_up),
+    _Column("speed-up", _VERSUS, 9, "right", _speed_up),
     _Column("sent", "MB/step", 8, "right", _sent),
-    _Column("sent", "vs ZeRO-3", 9, "right", _sent_ratio),
+    _Column("sent", _VERSUS, 9, "right", _sent_ratio),
     _Column("minimum", "MB/step", 8, "right", _least),
     _Column("loss", "", 7, "right", _loss),
     _Column("step", "s", 7, "right", _step),
@@ -206,12 +213,16 @@ _COLUMNS = (
 _HELD_OUT = _Column("held out", "loss", 8, "right", _held_out)
 
 
-def _columns(records: Sequence[Record]) -> list[_Column]:
+def _columns(records: Sequence[Record], wanted: str | None) -> list[_Column]:
     """Columns of all tables; the loss on held-out data only where a record has one."""
     measured = [record.measurement for record in records if record.measurement]
-    if all(each.held_out_loss is None for each in measured):
-        return list(_COLUMNS)
-    return [*_COLUMNS[:-2], _HELD_OUT, *_COLUMNS[-2:]]
+    held_out = [_HELD_OUT] if any(each.held_out_loss is not None for each in measured) else []
+    versus = "" if wanted is None else f"vs {REFERENCES[wanted]}"
+    named = [
+        replace(column, measure=versus) if column.measure == _VERSUS else column
+        for column in _COLUMNS
+    ]
+    return [*named[:-2], *held_out, *named[-2:]]
 
 
 def _grid(longest_strategy: int, columns: Sequence[_Column]) -> Table:
@@ -256,6 +267,16 @@ def _heading(cells: Sequence[Cell], extra: Sequence[Described], comparison: _Com
     return Text("\n" + " · ".join(parts), style="bold cyan")
 
 
+def _of_times(records: Sequence[Record]) -> list[RenderableType]:
+    """What to keep in mind of times: a busy machine."""
+    machines = [r.machine for r in records if r.machine is not None and r.machine.why_busy]
+    if not machines:
+        return []
+    worst = max(machines, key=lambda machine: machine.steal_share)
+    said = f"the machine was busy: {worst.why_busy}; none: a difference within the spread of steps"
+    return [Text(f"\n{said}", style="yellow")]
+
+
 def _notes(records: Sequence[Record]) -> list[RenderableType]:
     """Notes on what did not run to its end, one for all cells that ended alike."""
     alike: dict[tuple[State, str], list[str]] = {}
@@ -264,7 +285,7 @@ def _notes(records: Sequence[Record]) -> list[RenderableType]:
             lines = (record.error or "").strip().splitlines() or [""]
             # The last line of a traceback is the one that names the error.
             alike.setdefault((record.state, lines[-1]), []).append(record.cell_id)
-    notes: list[RenderableType] = []
+    notes = _of_times(records)
     for (state, error), ids in alike.items():
         count = f" {len(ids)} cell{'s' if len(ids) > 1 else ''}: "
         notes.append(Text.assemble("\n", (state, STATE_STYLES[state]), count, error))

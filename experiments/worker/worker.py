@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import time
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 from baselines import strategy as strategies
-from baselines.strategy import Job, Loss, Trainable, causal_loss
+from baselines.strategy import CacheUse, Job, Loss, Trainable, causal_loss
 from experiments.clusters import start_barrier
 from experiments.clusters.counters import transmitted_bytes
 from experiments.records.cell import Cell
-from experiments.records.record import Measurement
+from experiments.records.record import Cached, Measurement
 from experiments.worker import configured, data, equality, functions, models, profiling, text
 from fcdp import Topology
 
@@ -93,12 +94,14 @@ class _Training:
         trainable.take_ledger()
         trainable.take_metrics()
         trainable.settle()
+        trainable.take_phases()
         before = self._egress()
         self._train(cell.steps)
         trainable.settle()
         sent = self._egress() - before
+        cache, phases = trainable.cache, trainable.take_phases()
         ledger = trainable.take_ledger()
-        measurement = self._measurement(sent, ledger)
+        measurement = self._measurement(sent, ledger, cache, phases)
         # After all that is counted, timed or at its peak has been read.
         told = {**trainable.take_metrics(), "held_out_loss": self._held_out_loss()}
         return measurement.model_copy(update=told)
@@ -157,12 +160,20 @@ class _Training:
     def _device(self) -> torch.device:
         return torch.device(self.topology.mesh.device_type)
 
-    def _measurement(self, sent: int, ledger: dict[str, dict[str, float]] | None) -> Measurement:
+    def _measurement(
+        self,
+        sent: int,
+        ledger: dict[str, dict[str, float]] | None,
+        cache: CacheUse | None,
+        phases: dict[str, float] | None,
+    ) -> Measurement:
         cell, trainable = self.cell, self.trainable
         mine = {
             "seconds": self.seconds,
             "losses": self.losses,
             "sent": sent,
+            "cache": cache,
+            "phases": phases,
             "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
         ranks: list[Any] = [None] * self.topology.world_size
@@ -184,6 +195,8 @@ class _Training:
             peak_host_bytes=max(r["host"] for r in ranks),
             host_cache_bytes=trainable.host_cache_bytes,
             steps_per_round=trainable.interval,
+            cache=None if cache is None else _cached([r["cache"] for r in ranks], cell.steps),
+            phase_seconds=phases and _mean([r["phases"] for r in ranks], cell.steps),
             peak_device_bytes=torch.accelerator.max_memory_allocated() if on_accelerator else None,
         )
 
@@ -192,6 +205,26 @@ def _loss(cell: Cell) -> Loss:
     if cell.loss == Cell.model_fields["loss"].default:
         return causal_loss
     return functions.find(cell.loss, cell.origin.key("loss"))
+
+
+def _cached(ranks: Sequence[CacheUse], steps: int) -> Cached:
+    return Cached(
+        hits_per_step=sum(rank.hits for rank in ranks) / len(ranks) / steps,
+        misses_per_step=sum(rank.misses for rank in ranks) / len(ranks) / steps,
+        entries=_mean([rank.entries for rank in ranks], 1),
+        entry_bytes={
+            tier: max(rank.entry_bytes.get(tier, 0) for rank in ranks)
+            for tier in {tier: None for rank in ranks for tier in rank.entry_bytes}
+        },
+        device_bytes=max(rank.device_bytes for rank in ranks),
+        host_bytes=max(rank.host_bytes for rank in ranks),
+    )
+
+
+def _mean(ranks: Sequence[Mapping[str, float]], steps: int) -> dict[str, float]:
+    """The mean over ranks and steps of each key's value, 0 where a rank does not have it."""
+    names = dict.fromkeys(name for rank in ranks for name in rank)
+    return {name: sum(r.get(name, 0) for r in ranks) / len(ranks) / steps for name in names}
 
 
 def _per_step(ledger: dict[str, dict[str, float]], steps: int) -> dict[str, dict[str, float]]:

@@ -18,8 +18,8 @@ from fcdp.cache.policy import (
     Threshold,
 )
 
-_SIZES = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(KiB|MiB|GiB|)")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kKMGT]?)(i?)B)?")
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _CALL = re.compile(r"(\w+)(?:\((.*)\))?")
 
 
@@ -71,8 +71,9 @@ def _budget(arguments: dict[str, str]) -> CachePolicy:
 def _bytes(text: str) -> int:
     match = _SIZE.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r} is not a size (bytes, KiB, MiB, GiB)")
-    return int(float(match[1]) * _SIZES[match[2]])
+        raise ValueError(f"{text!r} is not a size: allowed are bytes, or such as 512MB, 1 GiB")
+    power = _POWERS[(match[2] or "").upper()]
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
 _POLICIES: dict[str, Callable[[dict[str, str]], CachePolicy]] = {

@@ -11,6 +11,7 @@ from simulation.planner.plan import Plan, quantises
 from simulation.planner.refusal import lacking
 from simulation.planner.request import Request
 from simulation.planner.search import Verdict
+from simulation.quantities import format_rate
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -24,7 +25,7 @@ def titles(request: Request) -> tuple[str, str]:
     hardware = request.hardware
     tuning = "full" if request.lora_rank is None else f"LoRA {request.lora_rank}"
     lengths = ", ".join(map(str, request.sequence_lengths))
-    link = f"{8 * hardware.inter_bytes_per_s / 1e9:.3g} Gbit/s reached between nodes"
+    link = f"{format_rate(8 * hardware.inter_bytes_per_s)} reached between nodes"
     nodes = f"{hardware.nodes} nodes" if hardware.nodes > 1 else "1 node"
     return (
         f"{request.model} · {tuning} · {lengths} tokens a sequence",

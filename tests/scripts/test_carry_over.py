@@ -53,6 +53,15 @@ def test_what_ran_with_a_setting_that_it_does_not_have_is_refused() -> None:
         list(carried_over([flat("fsdp2", policy="disk")]))
 
 
+def test_an_id_of_before_ids_named_choices_is_renamed_and_nothing_else_is_changed() -> None:
+    made = record(cell(strategy="fcdp", policy="threshold(0.8)"))
+    older = made.model_copy(
+        update={"cell_id": made.cell_id.replace("fcdp-threshold-0.8-", "fcdp-")}
+    )
+    assert older.cell_id != made.cell_id
+    assert list(carried_over([older.model_dump_json()])) == [made]
+
+
 def test_another_id_is_refused() -> None:
     content = json.loads(flat("fcdp")) | {"cell_id": "fcdp-of-another-time"}
     with pytest.raises(ValueError, match="fcdp-of-another-time: would become fcdp-"):

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections import defaultdict
+from colorsys import rgb_to_hls
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 from matplotlib.axes import Axes
-from matplotlib.colors import to_hex
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_hex, to_rgb
 
 from analysis import strategies
 from analysis.compare.baseline import compare
@@ -224,6 +228,52 @@ def test_no_figure_without_a_result() -> None:
     oom = made_up.record(cell, state="oom", error="out of memory", measurement=None)
 
     assert matrix.draw(compare(frame([oom]))) == []
+
+
+def test_two_dozen_variants_stay_distinct() -> None:
+    names = ["fcdp", *(f"fcdp threshold(0.{number:02})" for number in range(24))]
+    looks = list(strategies.styles(names).values())
+    assert len({(look.colour, look.marker) for look in looks}) == len(looks)
+    colours = [to_rgb(look.colour) for look in looks]
+    # Of 8 bits each, no two colours are nearer than this.
+    assert min(math.dist(a, b) for a, b in itertools.combinations(colours, 2)) > 24 / 255
+    # All are FCDP's hues, and it is named as the others are.
+    assert all(75 < 360 * rgb_to_hls(*colour)[0] < 210 for colour in colours)
+    assert looks[0].label == "FCDP host"
+
+
+def test_labels_of_variants_are_inside_the_figure() -> None:
+    names = ["none", "host", "budget(device=100 MiB, host=200 MiB, disk=400 MiB)", *"abcdefgh"]
+    cells = [
+        made_up.record(of, measurement=made_up.measurement(made_up.cell("fcdp", *rest)))
+        for rest in [(made_up.MODELS[0], "full", LINKS[0])]
+        for name in names
+        for of in [made_up.cell("fcdp", *rest, gather_codec="none", policy=name)]
+    ]
+    for wanted in (cells[:3], cells):
+        for drawing in matrix.draw(compare(frame(wanted))):
+            canvas = FigureCanvasAgg(drawing.figure)
+            canvas.draw()
+            width = drawing.figure.bbox.width
+            for ax in drawing.figure.axes:
+                for label in ax.get_yticklabels():
+                    if label.get_visible() and label.get_text():
+                        assert label.get_window_extent().x0 >= 0
+                        assert label.get_window_extent().x1 <= width
+                assert ax.get_window_extent().width > 0.25 * width
+
+
+def test_a_variants_gain_is_over_the_reference_and_none_within_the_spread() -> None:
+    model, link = made_up.MODELS[0], LINKS[0]
+    found = {}
+    for policy, seconds in (("none", [2.0, 2.2]), ("host", [1.0, 1.1]), ("disk", [2.1, 2.3])):
+        of = made_up.cell("fcdp", model, "full", link, policy=policy)
+        measured = made_up.measurement(of).model_copy(update={"step_seconds": seconds})
+        found[policy] = made_up.record(of, measurement=measured)
+    (traffic, *_) = matrix.draw(compare(frame(list(found.values()))))
+    texts = [text.get_text() for text in traffic.figure.axes[0].texts]
+    assert [" ".join(text.split()[1:]) for text in texts] == ["2.0×", "no difference", "reference"]
+    assert "no difference: it is within the spread" in traffic.caption
 
 
 def test_looks_differ() -> None:

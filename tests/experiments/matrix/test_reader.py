@@ -19,6 +19,7 @@ from experiments.matrix import files, reader
 from experiments.records.cell import ClusterSpec
 from simulation.quantities import format_link
 from simulation.yaml_lines import load
+from tests.experiments.stand_in import matrix_file
 
 FILE = """\
 name: example
@@ -223,6 +224,27 @@ def test_an_id_ignores_what_does_not_change_the_measurement() -> None:
     cluster = first.cluster.model_copy(update={"port": 29999})
     assert first.model_copy(update={"timeout_s": 1.0, "cluster": cluster}).id == first.id
     assert first.model_copy(update={"seed": 7}).id != first.id
+
+
+def test_repetitions_come_in_both_orders(tmp_path: Path) -> None:
+    once = [entry.cell for entry in reader.read(str(matrix_file(tmp_path))).cells]
+    repeated = reader.read(str(matrix_file(tmp_path, extra="\n        repeats: 3\n"))).cells
+    cells = [entry.cell for entry in repeated]
+    assert [cell.repeat for cell in cells] == [0] * 6 + [1] * 6 + [2] * 6
+    in_turn = [cell.model_copy(update={"repeat": 0}) for cell in cells]
+    assert in_turn == [*once, *reversed(once), *once]
+    assert len({cell.id for cell in cells}) == 18
+
+
+def test_simulations_are_not_repeated(tmp_path: Path) -> None:
+    file = matrix_file(tmp_path, extra="\n        repeats: 3\n")
+    assert len(reader.read(str(file), simulated=True).cells) == 6
+
+
+def test_repeats_are_a_whole_number(tmp_path: Path) -> None:
+    file = matrix_file(tmp_path, extra="\n        repeats: twice\n")
+    with pytest.raises(ValueError, match="repeats: 'twice' is not a whole number, 1 or more"):
+        reader.read(str(file))
 
 
 #: Lines added to the workload, and what is said of them.

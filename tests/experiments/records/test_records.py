@@ -140,6 +140,20 @@ def test_committed_cells_keep_their_ids() -> None:
     assert all(each.cell.id == each.cell_id for each in cells)
 
 
+@pytest.mark.parametrize(
+    ("chosen", "named"),
+    [
+        ({"policy": "threshold(0.8)"}, "fcdp-threshold-0.8-full-"),
+        ({"policy": "budget(device=1 MiB, host=4GiB)"}, "fcdp-budget-device-1MiB-host-4GiB-full-"),
+        ({"gather_codec": "int8(128)", "adapters": "replicated"},
+         "fcdp-gather-int8-128-replicated-adapters-full-"),
+        ({"policy": "host"}, "fcdp-full-"),
+    ],
+)  # fmt: skip
+def test_an_id_names_what_the_cell_chooses(chosen: dict[str, str], named: str) -> None:
+    assert cell(**chosen).id.startswith(named)
+
+
 def test_a_vocabulary_is_part_of_the_id_where_it_is_not_the_usual_one() -> None:
     spec = cell().model
     assert cell(model=spec.model_copy(update={"vocabulary": 256})).id == cell().id

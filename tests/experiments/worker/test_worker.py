@@ -303,6 +303,26 @@ def test_the_cache_holds_what_comes_from_other_nodes(run: Runner) -> None:
     assert received <= measured.host_cache_bytes <= received + 6 * 4096
 
 
+def test_a_measurement_says_what_the_cache_did(run: Runner) -> None:
+    measured = run("fcdp").measurement
+    cache, units = measured.cache, 2 * 1 + 1
+    assert cache is not None
+    assert cache.entries == {"host": units}
+    # Blocks are gathered anew in backward, the root is not; all are trained, so each crosses once.
+    assert (cache.hits_per_step, cache.misses_per_step) == (2, units)
+    assert cache.host_bytes == measured.host_cache_bytes
+    assert 0 < cache.entry_bytes["host"] <= cache.host_bytes
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_phases_make_up_the_step(run: Runner, strategy: str) -> None:
+    measured = run(strategy).measurement
+    assert measured.phase_seconds is not None
+    assert set(measured.phase_seconds) == {"forward", "backward", "optimizer"}
+    mean = sum(measured.step_seconds) / len(measured.step_seconds)
+    assert 0.5 * mean < sum(measured.phase_seconds.values()) <= mean
+
+
 def test_progress_is_reported_step_by_step(run: Runner) -> None:
     finished = run("fcdp")
     text = (finished.directory / "progress.jsonl").read_text(encoding="utf-8")

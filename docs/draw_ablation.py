@@ -1,0 +1,51 @@
+"""Draws docs/figures/ablation.svg: tokens per second of each variant of the committed ablation.
+
+python -m docs.draw_ablation [folder]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+from analysis import strategies
+from analysis.compare.baseline import compare
+from analysis.figures import axes
+from analysis.figures.drawings import label_width, put_source, style
+from analysis.load.table import frame, latest, load
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORDS = ROOT / "results" / "ablation" / "records.jsonl"
+FIGURES = ROOT / "docs" / "figures"
+
+
+def draw() -> Figure:
+    """A panel for each number of micro-batches, its variants as bars, the middle half as lines."""
+    compared = compare(frame(latest(load(RECORDS))))
+    looks = strategies.styles(compared["strategy"])
+    with style():
+        figure = Figure(figsize=(7.4 + label_width(looks), 3.0), layout="constrained")
+        panels = list(compared.groupby("accumulation"))
+        grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+        for (count, cells), ax in zip(panels, grid, strict=True):
+            axes.draw_throughput_of_one_link(ax, cells, looks)
+            plural = "" if count == 1 else "es"
+            ax.set(title=f"{count} micro-batch{plural} per step", xlabel="tokens/s")
+        put_source(figure, compared, "")
+    return figure
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Write the figure into the folder, by default that of the committed ones."""
+    folder = Path(arguments[0]) if arguments else FIGURES
+    folder.mkdir(parents=True, exist_ok=True)
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fcdp"}):
+        draw().savefig(folder / "ablation.svg", metadata={"Date": None, "Creator": None})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

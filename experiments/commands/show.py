@@ -1,0 +1,86 @@
+"""``python -m experiments show``: the runs below a directory, or the cells of one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from experiments import terminal
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from experiments.records.record import Record
+
+
+def show(
+    run: Annotated[
+        str,
+        typer.Argument(metavar="[DIR]", help="A run, RUN:CELLS, or a directory of runs."),
+    ] = "runs",
+) -> None:
+    """List the runs below a directory; of one run, its cells and how they compare.
+
+    CELLS are settings (`results/ablation:policy=disk`) or a part of ids. Exit status: 0; 2 if there
+    is no such run.
+    """
+    from experiments.records import found
+    from experiments.terminal.summary_table import summary
+
+    console = terminal.console()
+    try:
+        path = Path(run)
+        files = found.files(path) if path.exists() else []
+        if len(files) > 1:
+            console.print(_runs(files, path))
+            return
+        records = found.records(run)
+    except (ValueError, OSError) as error:
+        terminal.stop(str(error))
+    console.print(_cells(records))
+    console.print(summary(records))
+
+
+def _runs(files: Sequence[Path], path: Path) -> Table:
+    from rich.table import Table
+
+    from experiments.records.record import read
+
+    table = Table("run", "evidence", "cells", "started", "commit", box=None, header_style="dim")
+    for file in files:
+        records = read(file)
+        states = Counter(record.state for record in records)
+        first = min(records, key=lambda record: record.started_at, default=None)
+        table.add_row(
+            str(file.parent.relative_to(path)),
+            ", ".join(sorted({record.evidence for record in records})),
+            ", ".join(f"{count} {state}" for state, count in states.items()),
+            first.started_at[:16].replace("T", " ") if first else "–",
+            (first.commit or "unknown")[:10] if first else "–",
+        )
+    return table
+
+
+def _cells(records: Sequence[Record]) -> Table:
+    from rich.table import Table
+
+    from experiments.terminal.summary_table import STATE_STYLES
+
+    table = Table("cell", "state", box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for title in ("s/step", "tokens/s", "took"):
+        table.add_column(title, justify="right")
+    for record in records:
+        seconds, tokens = record.step_seconds_median, record.tokens_per_s
+        table.add_row(
+            record.cell_id,
+            record.state,
+            "–" if seconds is None else f"{seconds:.3f}",
+            "–" if tokens is None else f"{tokens:,.0f}",
+            f"{record.seconds:.0f} s",
+            style="" if record.state == "ok" else STATE_STYLES[record.state],
+        )
+    return table

@@ -1,0 +1,85 @@
+"""Settings of a matrix file that the command line gives other values: ``steps=10``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import yaml
+
+from simulation.yaml_lines import Document
+
+
+def parse(given: Sequence[str]) -> dict[str, Any]:
+    """Values by setting, of texts ``SETTING=VALUE``; values are YAML, a list makes an axis.
+
+    Raises ``ValueError`` naming the option.
+    """
+    found: dict[str, Any] = {}
+    for text in given:
+        name, separator, value = text.partition("=")
+        if not separator or not name.strip():
+            raise ValueError(f"--set: {text!r} is not a setting and its value, as in steps=10")
+        try:
+            found[name.strip()] = yaml.safe_load(_quoted(value))
+        except yaml.YAMLError as error:
+            raise ValueError(f"--set: {value!r} is not YAML, such as 10 or [host, disk]") from error
+    return found
+
+
+def applied(document: Document, changes: Mapping[str, Any]) -> Document:
+    """The document as if it said so; rules about values that are gone, or that they set, go too."""
+    if not changes or not isinstance(document.values, dict):
+        return document
+    values = dict(document.values)
+    axes, workload = dict(values.get("axes") or {}), dict(values.get("workload") or {})
+    for name, value in changes.items():
+        if isinstance(value, list):
+            workload.pop(name, None)
+            axes[name] = value
+        elif name in axes:
+            axes[name] = [value]
+        else:
+            workload[name] = value
+    values |= {"axes": axes, "workload": workload}
+    for section in ("skip", "overrides"):
+        rules = [_changed(rule, changes) for rule in values.pop(section, ())]
+        if kept := [rule for rule in rules if rule]:
+            values[section] = kept
+    if not workload:
+        del values["workload"]
+    return replace(document, values=values)
+
+
+def _changed(rule: Any, changes: Mapping[str, Any]) -> Any:
+    """A rule that still says something; ``None`` if nothing of it is left."""
+    if not isinstance(rule, dict) or not isinstance(rule.get("when"), dict):
+        return rule  # the reader says what is wrong with it
+    when = dict(rule["when"])
+    for name in set(when) & set(changes):
+        new = changes[name] if isinstance(changes[name], list) else [changes[name]]
+        old = when[name] if isinstance(when[name], list) else [when[name]]
+        when[name] = [value for value in old if value in new]
+        if not when[name]:
+            return None
+    rule = {**rule, "when": when}
+    if isinstance(rule.get("set"), dict):
+        rule["set"] = {name: value for name, value in rule["set"].items() if name not in changes}
+        return rule if rule["set"] else None
+    return rule
+
+
+def _quoted(value: str) -> str:
+    """The text with calls such as ``budget(device=1 MiB, host=2 MiB)`` as one item of a list."""
+    inside, found = 0, []
+    for letter in value:
+        inside += (letter == "(") - (letter == ")")
+        found.append("\0" if letter == "," and inside else letter)
+    text = "".join(found)
+    if "\0" not in text:
+        return value
+    body = text.strip().removeprefix("[").removesuffix("]")
+    items = [item.strip().replace("\0", ",") for item in body.split(",")]
+    quoted = ", ".join(f'"{item}"' if "," in item else item for item in items)
+    return f"[{quoted}]" if text.strip().startswith("[") else quoted

@@ -1,0 +1,82 @@
+"""Cells picked by a part of their ids, or by their settings: ``policy=disk,k=4``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any
+
+from experiments.records.cell import Cell
+from experiments.records.settings import Described, described
+from simulation import quantities
+
+#: Other names of settings than their own: as matrix files and ids have them.
+_ALIASES = {
+    "k": "accumulation",
+    "inter_bandwidth": "inter_bandwidth_bits_per_s",
+    "link": "inter_bandwidth_bits_per_s",
+    "length": "sequence_length",
+}
+_SETTINGS = re.compile(r"\w+=")
+
+
+def chosen(cells: Sequence[Cell], pattern: str, option: str = "--only") -> list[Cell]:
+    """The cells that ``pattern`` means, at least one.
+
+    Settings and their values, with commas between, mean cells that have them all; a setting that is
+    given twice may have either value. Anything else is a part of an id, or a glob that ids match.
+    Raises ``ValueError`` where there is no such setting, or no such cell.
+    """
+    if _SETTINGS.match(pattern):
+        return _with_settings(cells, pattern, option)
+    found = [cell for cell in cells if pattern in cell.id or fnmatchcase(cell.id, pattern)]
+    if not found:
+        raise ValueError(
+            f"{option}: no cell id matches {pattern!r}; an id looks like {cells[0].id!r}"
+        )
+    return found
+
+
+def _with_settings(cells: Sequence[Cell], pattern: str, option: str) -> list[Cell]:
+    wanted: dict[str, list[str]] = {}
+    for part in quantities.each(option, pattern, quantities.name):
+        name, separator, value = part.partition("=")
+        if not separator:
+            raise ValueError(
+                f"{option}: {part!r} is not a setting and its value, as in policy=disk"
+            )
+        wanted.setdefault(_setting(name.strip(), option), []).append(value.strip())
+    every, left = described(Cell), list(cells)
+    for name, values in wanted.items():
+        item, before = every[name], left
+        left = [cell for cell in before if any(_has(item, cell, value) for value in values)]
+        if not left:
+            there = dict.fromkeys(_written(item, item.of(cell)) for cell in before)
+            raise ValueError(
+                f"{option}: no cell has {name} {values[-1]!r}; there are {', '.join(there)}"
+            )
+    return left
+
+
+def _setting(name: str, option: str) -> str:
+    known: Mapping[str, Any] = {**described(Cell), **_ALIASES}
+    if name in known:
+        return _ALIASES.get(name, name)
+    close = get_close_matches(name, known, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else f"; allowed: {', '.join(known)}"
+    raise ValueError(f"{option}: there is no setting {name!r}{hint}")
+
+
+def _has(item: Described, cell: Cell, value: str) -> bool:
+    own = item.of(cell)
+    if item.name != "inter_bandwidth_bits_per_s":
+        return own is not None and value in (str(own), item.written(own), str(own).lower())
+    return bool(own == quantities.link(value))
+
+
+def _written(item: Described, value: Any) -> str:
+    if item.name == "inter_bandwidth_bits_per_s":
+        return quantities.format_link(value)
+    return item.written(value)

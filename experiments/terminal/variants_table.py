@@ -1,0 +1,90 @@
+"""The table of an ablation: what the cache of each variant did, and where its step's time went."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from experiments.records.record import Cached, Record
+from experiments.records.reference import REFERENCES
+from experiments.records.variants import PHASES, TIERS, Variant, ranked
+
+_ABSENT = "–"
+_PHASES = {"forward": "fwd.", "backward": "bwd.", "optimizer": "opt."}
+
+
+def table(comparison: Sequence[Record]) -> Table | None:
+    """The variants of one comparison, ranked; ``None`` where fewer than two have a cache."""
+    variants = ranked(comparison)
+    if sum(variant.cache is not None for variant in variants) < 2:
+        return None
+    found = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False)
+    rows = [row(variant) for variant in variants]
+    for title in rows[0]:
+        if any(values[title] != _ABSENT for values in rows):
+            words = title == "variant"
+            found.add_column(title, justify="left" if words else "right", no_wrap=not words)
+    for values in rows:
+        shown = [str(column.header) for column in found.columns]
+        found.add_row(*(Text(values[title]) for title in shown))
+    return found
+
+
+def row(variant: Variant) -> Mapping[str, str]:
+    """One variant's figures by the titles of their columns; MB are 10⁶ bytes."""
+    return dict(_figures(variant))
+
+
+def _figures(variant: Variant) -> Iterator[tuple[str, str]]:
+    yield "variant", variant.name
+    steps = variant.step_seconds
+    yield "s/step", _number(steps[1] if steps else None, 3)
+    # Half of what the middle half of the steps spans, over the median.
+    yield "±", f"{(steps[2] - steps[0]) / 2 / steps[1]:.0%}" if steps else _ABSENT
+    yield f"vs\n{_reference(variant)}", _speed_up(variant)
+    cache = variant.cache
+    yield "hits", _number(cache.hits_per_step if cache else None, 4)
+    yield "misses", _number(cache.misses_per_step if cache else None, 4)
+    for tier in TIERS:
+        held = cache is not None and tier in cache.entries
+        yield f"{tier}\nn: MB", _held(cache, tier) if cache and held else _ABSENT
+    # Of the host, page-locked on CUDA; of the device, its tier's.
+    yield "host\narena MB", _megabytes(cache.host_bytes if cache else None)
+    measured = variant.record.measurement
+    yield "sent\nMB", _megabytes(measured.inter_node_bytes_per_step if measured else None)
+    for phase in PHASES:
+        yield f"{_PHASES[phase]}\ns", _number(variant.phase_seconds(phase), 3)
+    for phase in PHASES[:2]:
+        bits = variant.reached_bits_per_s(phase)
+        yield f"{_PHASES[phase]}\nMbit/s", _number(None if bits is None else bits / 1e6, 3)
+    yield "MFU", _ABSENT if variant.mfu is None else f"{variant.mfu:.1%}"
+
+
+def _held(cache: Cached, tier: str) -> str:
+    return f"{_number(cache.entries[tier], 2)}: {_megabytes(cache.entry_bytes[tier])}"
+
+
+def _reference(variant: Variant) -> str:
+    return _ABSENT if variant.reference is None else REFERENCES[variant.reference.cell.subject]
+
+
+def _speed_up(variant: Variant) -> str:
+    if variant.speed_up is None:
+        return _ABSENT
+    if variant.record is not variant.reference and not variant.differs:
+        return "none"
+    return f"{variant.speed_up:.2f}×"
+
+
+def _megabytes(count: float | None) -> str:
+    return _ABSENT if count is None else _number(count / 1e6, 3)
+
+
+def _number(value: float | None, digits: int) -> str:
+    if value is None:
+        return _ABSENT
+    if value == round(value) or value >= 10 ** (digits - 1):
+        return f"{value:,.0f}"
+    return f"{value:#.{digits}g}"

@@ -1,0 +1,60 @@
+"""The page of ablations has the committed records' table and figure, and its commands are real."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from docs import draw_ablation
+from experiments.__main__ import app
+from experiments.commands import COMMANDS
+from experiments.matrix import reader
+from experiments.records.record import read
+from scripts.readme import rewritten
+from tests.docs import DOCS
+
+PAGE = (DOCS / "ablations.md").read_text(encoding="utf-8")
+COMMANDS_PAGE = (DOCS / "commands.md").read_text(encoding="utf-8")
+
+
+def test_the_records_are_those_of_the_matrix() -> None:
+    ran = [record.cell_id for record in read(draw_ablation.RECORDS)]
+    cells = [entry.cell for entry in reader.read("ablation").cells]
+    assert ran == [cell.id for cell in cells]
+    assert len({cell.subject for cell in cells}) == 7
+    assert {cell.accumulation for cell in cells} == {1, 4}
+
+
+def test_the_table_is_that_of_the_records() -> None:
+    assert rewritten("docs/ablations.md", PAGE) == PAGE
+    rows = [line for line in PAGE.splitlines() if line.startswith(("| none |", "| host |"))]
+    assert len(rows) == 4
+
+
+def test_the_figure_is_that_of_the_records(tmp_path: Path) -> None:
+    """Up to the version of matplotlib: their texts are compared, in order."""
+    draw_ablation.main([str(tmp_path)])
+    drawn, committed = (
+        re.findall(r"<text.*?>(.*?)</text>", (folder / "ablation.svg").read_text(encoding="utf-8"))
+        for folder in (tmp_path, DOCS / "figures")
+    )
+    assert len(committed) > 20
+    assert drawn == committed
+    assert "(figures/ablation.svg)" in PAGE
+
+
+@pytest.mark.parametrize(
+    "command", re.findall(r"^python -m experiments ((?:show|compare) .+)$", PAGE, re.MULTILINE)
+)
+def test_the_pages_commands_show_what_is_committed(command: str) -> None:
+    result = CliRunner().invoke(app, command.split())
+    assert result.exit_code == 0, result.output
+    assert "fcdp-" in result.output
+
+
+def test_the_page_of_commands_has_them_all() -> None:
+    named = set(re.findall(r"`([a-z][a-z-]+)", COMMANDS_PAGE))
+    assert set(COMMANDS) <= named

@@ -1,0 +1,79 @@
+"""A new matrix file runs as it is; a dry run says how long, in what, and what is left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from experiments.__main__ import app
+from experiments.matrix import reader
+from experiments.records import provenance
+from simulation import files
+from tests.experiments.stand_in import record
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def flat(result: Result) -> str:
+    return " ".join(result.output.split())
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    file = tmp_path / "folder" / "own.yaml"
+    result = call("matrix", "new", file)
+    assert result.exit_code == 0, result.output
+    return file
+
+
+def test_a_new_file_is_a_matrix(own: Path) -> None:
+    matrix = reader.read(str(own))
+    assert matrix.name == "own"
+    # The policy does not multiply FSDP2's cells.
+    subjects = [entry.cell.subject for entry in matrix.cells]
+    assert sorted(subjects) == ["fcdp"] * 2 + ["fcdp none"] * 2 + ["fsdp2"] * 2
+
+
+def test_no_file_is_overwritten(own: Path) -> None:
+    before = own.read_text()
+    result = call("matrix", "new", own)
+    assert (result.exit_code, own.read_text()) == (2, before)
+    assert "is there already, and stays as it is" in flat(result)
+    assert call("matrix", "new", own.with_suffix(".txt")).exit_code == 2
+
+
+def test_a_dry_run_has_simulated_times_and_memory(own: Path) -> None:
+    lines = call("run", own, "--dry-run").output.splitlines()
+    assert len(lines) == 7
+    assert all(" s/step, " in line and " MB of this machine" in line for line in lines[:-1])
+    assert lines[-1].startswith("own: 6 cells to run, 24 steps in all, 0 skipped; simulated, 0:")
+
+
+def test_a_dry_run_honours_resume(own: Path, tmp_path: Path) -> None:
+    cells = [entry.cell for entry in reader.read(str(own)).cells]
+    for cell, state in ((cells[0], "ok"), (cells[1], "failed")):
+        files.append(record(cell, state, "an error"), tmp_path / "run" / "records.jsonl")
+    before = (tmp_path / "run" / "records.jsonl").read_bytes()
+    for option, count in (("--no-wandb", 6), ("--resume", 4), ("--retry-failed", 5)):
+        result = call("run", own, "--dry-run", "--output", tmp_path / "run", option)
+        assert f"own: {count} cells to run" in flat(result)
+    assert (tmp_path / "run" / "records.jsonl").read_bytes() == before
+
+
+def test_what_this_machine_cannot_hold_is_refused(
+    own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(provenance, "memory_bytes", lambda: 500_000_000)
+    result = call("run", own, "--dry-run")
+    assert result.exit_code == 2
+    assert " MB, and this machine has 500 MB: make it smaller" in flat(result)
+
+
+def test_a_simulated_matrix_says_the_memory_of_its_own_devices() -> None:
+    result = call("run", "paper/volume", "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert "GB per device" in flat(result)

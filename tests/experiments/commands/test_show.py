@@ -1,0 +1,120 @@
+"""``show``, ``compare`` and ``watch`` read what runs leave, the committed ones included."""
+
+from __future__ import annotations
+
+import fcntl
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from experiments.__main__ import app
+from experiments.records.provenance import ROOT
+from experiments.records.record import read
+from simulation import files
+from tests.experiments.stand_in import cell, record
+
+RUNS = sorted(file.parent for file in (ROOT / "results").rglob("records.jsonl"))
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments)
+
+
+def flat(result: Result) -> str:
+    return " ".join(result.output.split())
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    for policy, seconds in (("none", [1.0, 1.1]), ("host", [0.5, 0.5]), ("disk", [1.05, 1.1])):
+        made = record(cell(policy=policy), step_seconds=seconds)
+        files.append(made, tmp_path / "mine" / "records.jsonl")
+    return tmp_path / "mine"
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.name)
+def test_each_committed_run_is_shown_and_compared_with_itself(path: Path) -> None:
+    shown = call("show", str(path))
+    assert shown.exit_code == 0, shown.output
+    ids = {each.cell_id for each in read(path / "records.jsonl")}
+    assert all(each in shown.output for each in ids)
+    compared = call("compare", str(path), str(path))
+    assert compared.exit_code == 0, compared.output
+    assert f"0 of {len(ids)} cells differ beyond the spread" in flat(compared)
+
+
+def test_all_committed_runs_are_listed() -> None:
+    shown = call("show", str(ROOT / "results"))
+    assert shown.exit_code == 0, shown.output
+    names = [str(path.relative_to(ROOT / "results")) for path in RUNS]
+    assert [line.split()[0] for line in shown.output.splitlines()[1:]] == names
+
+
+def test_cells_of_a_run_are_picked_by_their_settings(run: Path) -> None:
+    shown = call("show", f"{run}:policy=disk")
+    assert "fcdp-disk-full-" in shown.output
+    assert "fcdp-none-full-" not in shown.output
+
+
+@pytest.mark.parametrize(("policy", "ratio"), [("host", "0.476"), ("disk", "none")])
+def test_two_cells_are_compared_in_full(run: Path, policy: str, ratio: str) -> None:
+    lines = call("compare", f"{run}:policy=none", f"{run}:policy={policy}").output.splitlines()
+    rows = {line.split()[0]: line.split() for line in lines if line.strip()}
+    assert rows["policy"] == ["policy", "none", policy]
+    assert rows["s/step"][-1] == ratio
+    assert "accumulation" not in rows  # alike
+
+
+def test_a_difference_between_runs_counts_beyond_the_spread(run: Path) -> None:
+    again = run.parent / "again"
+    for policy, seconds in (("none", [1.05, 1.1]), ("host", [0.25, 0.25])):
+        files.append(record(cell(policy=policy), step_seconds=seconds), again / "records.jsonl")
+    said = flat(call("compare", str(run), str(again)))
+    assert "1 of 2 cells differ beyond the spread of their steps; 1 cells of the larger" in said
+    assert "2.00×" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("show", "nowhere"), "nowhere: no such file or directory"),
+        (("show", str(ROOT / "docs")), "holds no records.jsonl"),
+        (("show", f"{RUNS[0]}:polcy=disk"), "there is no setting 'polcy'; did you mean 'policy'?"),
+        (("compare", str(ROOT / "results"), str(RUNS[0])), "runs; give one: "),
+        (("compare", str(RUNS[0]), str(RUNS[1])), "have no cell in common"),
+        (("watch", str(ROOT / "docs")), "no run was started here"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments: tuple[str, ...], message: str) -> None:
+    result = call(*arguments)
+    assert result.exit_code == 2
+    assert message in flat(result)
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.ranks
+def test_a_run_is_watched_to_its_end(run: Path) -> None:
+    lock = run / ".lock"
+    with lock.open("w") as held:
+        fcntl.lockf(held, fcntl.LOCK_EX)
+        command = [sys.executable, "-m", "experiments", "watch", str(run)]
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as watching:
+            assert watching.stdout is not None
+            first = [watching.stdout.readline() for _ in range(3)]
+            assert all(line.startswith("ok      fcdp-") for line in first)
+            files.append(record(cell(policy="auto")), run / "records.jsonl")
+            assert watching.stdout.readline().startswith("ok      fcdp-auto-")
+            assert watching.poll() is None
+            fcntl.lockf(held, fcntl.LOCK_UN)
+            rest = watching.stdout.read()
+    assert watching.returncode == 0
+    assert "vs none" in rest
+
+
+def test_the_version_is_said() -> None:
+    result = call("--version")
+    assert result.exit_code == 0
+    assert result.output.startswith("fcdp ")

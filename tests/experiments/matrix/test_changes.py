@@ -1,0 +1,75 @@
+"""What the command line sets takes the place of what a matrix file says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.matrix import reader
+from experiments.matrix.changes import parse
+from experiments.matrix.files import available
+from experiments.records.cell import Cell
+from experiments.records.settings import described
+from tests.experiments.stand_in import matrix_file
+
+
+def values(cells: list[Cell], name: str) -> list[Any]:
+    return list(dict.fromkeys(described(Cell)[name].of(cell) for cell in cells))
+
+
+def cells_of(name: str, *given: str) -> list[Cell]:
+    return [entry.cell for entry in reader.read(name, changes=parse(given)).cells]
+
+
+def test_a_value_takes_the_place_of_the_workloads_and_of_overrides() -> None:
+    cells = cells_of("quickstart", "steps=10")
+    assert values(cells, "steps") == [10]
+    assert len(cells) == len(reader.read("quickstart").cells)
+
+
+def test_a_list_is_an_axis_and_a_value_an_axis_of_one() -> None:
+    cells = cells_of("ablation", "steps=[1, 2]", "policy=disk", "accumulation=[2]")
+    assert (values(cells, "steps"), values(cells, "policy")) == ([1, 2], ["disk"])
+    assert values(cells, "accumulation") == [2]
+
+
+def test_a_list_may_have_calls_with_commas() -> None:
+    cells = cells_of("ablation", "policy=[host, budget(device=1 MiB, host=2 MiB)]")
+    assert values(cells, "policy") == ["host", "budget(device=1 MiB, host=2 MiB)"]
+    one = cells_of("ablation", "policy=budget(device=1 MiB, host=2 MiB)")
+    assert values(one, "policy") == ["budget(device=1 MiB, host=2 MiB)"]
+
+
+def test_rules_about_values_that_are_gone_are_gone(tmp_path: Path) -> None:
+    rules = """\
+        skip:
+          - {when: {inter_bandwidth: 10 Mbit/s}, reason: too slow}
+        overrides:
+          - {when: {inter_bandwidth: 10 Mbit/s}, set: {steps: 1}}
+        """
+    file = str(matrix_file(tmp_path, extra=rules))
+    matrix = reader.read(file, changes=parse(["inter_bandwidth=1Gbps"]))
+    assert [entry.skip_reason for entry in matrix.cells] == [None] * 3
+    assert values([entry.cell for entry in matrix.cells], "steps") == [2]
+
+
+@pytest.mark.parametrize("name", available())
+def test_every_matrix_takes_another_number_of_steps(name: str) -> None:
+    assert values(cells_of(name, "steps=7"), "steps") == [7]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("steps", "--set: 'steps' is not a setting and its value, as in steps=10"),
+        ("policy=[host", "--set: '\\[host' is not YAML"),
+        ("setps=1", "unknown key 'setps'.*did you mean 'steps'"),
+        ("policy=hots", "policy = 'hots': allowed are none, device"),
+        ("steps=many", "'many' is not allowed"),
+    ],
+)
+def test_a_mistake_is_one_of_the_file(given: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        cells_of("ablation", given)

@@ -1,0 +1,67 @@
+"""Cells are picked by settings or by ids, of all committed matrices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from experiments.records.cell import Cell
+from experiments.records.record import read
+from experiments.records.select import chosen
+from experiments.records.settings import described
+from tests.experiments.stand_in import cell
+
+RESULTS = Path(__file__).parents[3] / "results"
+FILES = sorted(RESULTS.rglob("records.jsonl"))
+CELLS = [
+    cell(policy="none"),
+    cell(policy="disk"),
+    cell(policy="disk", accumulation=4),
+    cell(policy="budget(device=1 MiB, host=2 MiB)", inter_bandwidth_bits_per_s=None),
+    cell(strategy="fsdp2"),
+]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [
+        ("policy=disk", [1, 2]),
+        ("policy=disk,k=4", [2]),
+        ("policy=disk, accumulation=1", [1]),
+        ("policy=none,policy=disk,k=1", [0, 1]),
+        ("policy=budget(device=1 MiB, host=2 MiB)", [3]),
+        ("link=unshaped", [3]),
+        ("link=0.1Gbps,strategy=fsdp2", [4]),
+        ("disk", [1, 2]),
+        ("fsdp2-*", [4]),
+    ],
+)
+def test_cells_are_those_of_the_pattern(pattern: str, found: list[int]) -> None:
+    assert chosen(CELLS, pattern) == [CELLS[at] for at in found]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("polcy=disk", "--only: there is no setting 'polcy'; did you mean 'policy'"),
+        ("policy=dsk", "--only: no cell has policy 'dsk'; there are none, disk, budget"),
+        ("policy=disk,k=2", "--only: no cell has accumulation '2'; there are 1, 4"),
+        ("policy=disk,k", "--only: 'k' is not a setting and its value"),
+        ("link=fast", "'fast' is not a bandwidth"),
+        ("zero4", "--only: no cell id matches 'zero4'; an id looks like 'fcdp-none-"),
+    ],
+)
+def test_a_mistake_says_what_there_is(pattern: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        chosen(CELLS, pattern)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.parent.relative_to(RESULTS)))
+def test_each_setting_of_each_committed_cell_finds_it(file: Path) -> None:
+    cells = [record.cell for record in read(file)]
+    for one in (cells[0], cells[-1]):
+        for name in ("strategy", "policy", "accumulation", "tuning", "model", "nodes"):
+            value = described(Cell)[name].of(one)
+            if value is not None:
+                assert one in chosen(cells, f"{name}={value}")

@@ -1,0 +1,94 @@
+"""Variants of one strategy are ranked against a stated reference, with what their caches did."""
+
+from __future__ import annotations
+
+import pytest
+
+from experiments.records.record import Cached, Record
+from experiments.records.reference import reference
+from experiments.records.variants import ranked
+from experiments.terminal import variants_table
+from tests.experiments.stand_in import cell, record
+from tests.experiments.terminal.test_progress import rendered
+
+_LEDGER = {"inter_node": {"forward": 2e6, "backward": 1e6, "reduce": 3e6}}
+
+
+def ran(policy: str, seconds: list[float], **held: int) -> Record:
+    cache = Cached(
+        hits_per_step=4.0 * bool(held),
+        misses_per_step=5.0,
+        entries=dict.fromkeys(held, 2.0),
+        entry_bytes=held,
+        device_bytes=held.get("device", 0),
+        host_bytes=held.get("host", 0),
+    )
+    return record(
+        cell(policy=policy),
+        step_seconds=seconds,
+        cache=cache,
+        phase_seconds={"forward": 0.4, "backward": 0.5, "optimizer": 0.1},
+        ledger_bytes_per_step=_LEDGER,
+    )
+
+
+def comparison() -> list[Record]:
+    return [
+        ran("none", [1.0, 1.1, 1.2]),
+        ran("host", [0.5, 0.5, 0.5], host=1_580_000),
+        ran("disk", [1.1, 1.2, 1.3], disk=3_000_000),
+        ran("budget(device=1MiB, host=2MiB)", [2.0, 2.0, 2.0], device=790_000, host=1_580_000),
+        record(cell(policy="auto"), "failed", "an error"),
+    ]
+
+
+def test_variants_are_ranked_and_those_that_failed_left_out() -> None:
+    found = ranked(comparison())
+    assert [variant.name for variant in found] == [
+        "host", "none", "disk", "budget(device=1MiB, host=2MiB)"
+    ]  # fmt: skip
+    assert {variant.reference.cell.subject for variant in found if variant.reference} == {
+        "fcdp none"
+    }
+    assert [variant.speed_up for variant in found] == pytest.approx([2.2, 1.0, 1.1 / 1.2, 0.55])
+    assert [variant.differs for variant in found] == [True, False, False, True]
+
+
+def test_bits_reached_are_bytes_of_the_phase_over_its_time() -> None:
+    (variant, *_) = ranked(comparison())
+    assert variant.reached_bits_per_s("forward") == pytest.approx(8 * 2e6 / 0.4)
+    assert variant.reached_bits_per_s("backward") == pytest.approx(8 * 4e6 / 0.5)
+
+
+@pytest.mark.parametrize(
+    ("subjects", "wanted"),
+    [
+        (["fcdp disk", "fcdp none", "fcdp"], "fcdp none"),
+        (["fcdp gather int8", "fcdp"], "fcdp"),
+        (["fcdp none", "fsdp2", "deepspeed-zero3"], "deepspeed-zero3"),
+        (["mics", "ddp"], None),
+    ],
+)
+def test_the_reference_is_what_caches_least(subjects: list[str], wanted: str | None) -> None:
+    assert reference(subjects) == wanted
+
+
+def test_a_row_says_what_the_cache_did() -> None:
+    rows = {variant.name: variants_table.row(variant) for variant in ranked(comparison())}
+    assert rows["host"]["vs\nnone"] == "2.20×"
+    assert rows["none"]["vs\nnone"] == "1.00×"
+    assert rows["disk"]["vs\nnone"] == "none"  # within the spread
+    assert (rows["host"]["hits"], rows["host"]["misses"]) == ("4", "5")
+    budget = rows["budget(device=1MiB, host=2MiB)"]
+    assert (budget["device\nn: MB"], budget["host\nn: MB"]) == ("2: 0.790", "2: 1.58")
+    assert budget["disk\nn: MB"] == "–"
+    assert (budget["fwd.\nMbit/s"], budget["bwd.\nMbit/s"]) == ("40", "64")
+
+
+def test_the_table_fits_a_log_and_is_not_shown_of_older_records() -> None:
+    shown = variants_table.table(comparison())
+    assert shown is not None
+    text = rendered(shown, width=120)
+    assert not any("…" in line for line in text)
+    assert any(line.startswith("budget(device=1") for line in text)
+    assert variants_table.table([record(cell(policy="none")), record(cell())]) is None
