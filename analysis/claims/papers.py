@@ -12,6 +12,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationError, model_validator
 
+from analysis.claims.causes import Cause, setting_of
 from analysis.claims.computations import SCALES, Computation, Unit
 from analysis.load import matrices
 from experiments.records.cell import MatrixName
@@ -96,6 +97,8 @@ class Check(Strict):
     note: str | None = None
     #: The reason found; shown only where the claim is indeed not reproduced.
     because: str | None = None
+    #: What of it is computed anew; shown with it.
+    causes: tuple[Cause, ...] = ()
 
 
 class Claim(Strict):
@@ -177,6 +180,20 @@ def _mistakes(claims: Claims) -> Iterator[tuple[KeyPath, str]]:
                 yield (*where, "matrix"), f"{check.matrix!r} is no matrix; allowed are {allowed}"
             for key, problem in _unknown_names(check):
                 yield (*where, "compute", *key), problem
+            for number, cause in enumerate(check.causes):
+                for key, problem in _mistaken(cause, claims):
+                    yield (*where, "causes", number, key), problem
+
+
+def _mistaken(cause: Cause, claims: Claims) -> Iterator[tuple[str, str]]:
+    """What is wrong with a cause: the key, and the problem."""
+    if cause.matrix not in claims.matrices:
+        there = ", ".join(claims.matrices)
+        yield "matrix", f"{cause.matrix!r} is no matrix; allowed are {there}"
+    try:
+        setting_of(cause)
+    except ValueError as error:
+        yield "setting", str(error)
 
 
 def _unknown_names(check: Check) -> Iterator[tuple[KeyPath, str]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from analysis import text
+from analysis.claims.causes import Cause, changed, setting_of
 from analysis.claims.computations import SCALES, Ratio, Sample, Unit, Value, taken
 from analysis.claims.papers import Check, Claim, Claims, Role
 from analysis.load.rows import Row
@@ -61,7 +62,7 @@ def judge(claims: Claims, rows: Mapping[str, Sequence[Row]]) -> list[Finding]:
             reason = claim.untested or claims.papers[claim.paper].untested
             assert reason is not None, "checked when the file was read"
             found.append(Finding(claim, None, "not run", None, None, "", (reason,)))
-        found += [_check(claims, claim, check, rows.get(check.matrix)) for check in claim.checks]
+        found += [_check(claims, claim, check, rows) for check in claim.checks]
     return found
 
 
@@ -89,8 +90,11 @@ def _summary(verdicts: set[Verdict], apart: bool) -> Summary:
     return "reproduced" if "reproduced" in verdicts else "not reproduced"
 
 
-def _check(claims: Claims, claim: Claim, check: Check, rows: Sequence[Row] | None) -> Finding:
+def _check(
+    claims: Claims, claim: Claim, check: Check, every: Mapping[str, Sequence[Row]]
+) -> Finding:
     """One check against the cells of its matrix, if there are any."""
+    rows = every.get(check.matrix)
     if rows is None:
         reason = claims.matrices[check.matrix].planned or "There are no records of its matrix."
         return Finding(claim, check, "not run", None, None, "", (reason,))
@@ -106,12 +110,42 @@ def _check(claims: Claims, claim: Claim, check: Check, rows: Sequence[Row] | Non
     near = check.tolerance.admits(ours, claim.number)
     verdict = VERDICTS[check.role][0 if near else 1]
     reasons = [check.note, _noise(claims, check)]
-    if not near and check.role == "result":
-        reasons.append(check.because or "No reason has been found yet.")
-    elif not near:
-        reasons.append(check.because)
+    if not near:
+        why = [check.because, *(_computed(cause, claim, check, every) for cause in check.causes)]
+        if check.role == "result" and not any(why):
+            why = ["No reason has been found yet."]
+        reasons += why
     cells = _cells(samples, check.compute.take)
     return Finding(claim, check, verdict, ours, evidence, cells, tuple(filter(None, reasons)))
+
+
+def _computed(
+    cause: Cause, claim: Claim, check: Check, every: Mapping[str, Sequence[Row]]
+) -> str | None:
+    """What the claim is with one setting changed, in words; ``None`` without such cells."""
+    found = changed(cause, check.compute, every[check.matrix], every.get(cause.matrix, ()))
+    if found is None:
+        return None
+    assert claim.unit is not None, "checked when the claim was read"
+    item, scale, take = setting_of(cause), SCALES[claim.unit], check.compute.take
+    was, now = (taken(samples, take) * scale for samples in (found.before, found.after))
+    before = ", ".join(item.written(value) for value in found.was)
+    reaches = "" if check.tolerance.admits(now, claim.number) else "not "
+    number = "" if claim.number is None else f" of {quoted(claim.number, claim.unit)}"
+    return (
+        f"{item.setting.label} alone changed from {before} to {item.written(cause.to)}"
+        f"{_side(cause, check)} gives {rounded(now, claim.unit)} instead of "
+        f"{rounded(was, claim.unit)} ({_cells(found.after, take)}, {cause.matrix}): "
+        f"{reaches}{asked(check, claim.unit)}{number}."
+    )
+
+
+def _side(cause: Cause, check: Check) -> str:
+    """In which cells a setting is changed, where not in all that are compared."""
+    chosen = getattr(check.compute, cause.side, None)
+    if chosen is None or cause.setting in chosen.settings:
+        return ""
+    return f", of the cells with {', '.join(map(str, chosen.settings.values()))},"
 
 
 def _noise(claims: Claims, check: Check) -> str | None:
