@@ -78,6 +78,16 @@ class Tolerance(Strict):
         assert paper is not None, "checked when the claim was read"
         return abs(ours - paper) <= self.relative * abs(paper)
 
+    def decides(self, interval: tuple[float, float], paper: float | None) -> bool:
+        """Whether all of an interval is near enough, or nothing of it."""
+        low, high = interval
+        if self.relative is None:
+            return self.admits(low, paper) == self.admits(high, paper)
+        assert paper is not None, "checked when the claim was read"
+        away = self.relative * abs(paper)
+        within = paper - away <= low and high <= paper + away
+        return within or high < paper - away or low > paper + away
+
 
 #: What a comparison is for. ``result``: it is of the claim's own setting, and decides; all others
 #: decide nothing and count for nothing. ``context``: another setting than the claim's. ``set-up``:
@@ -181,8 +191,8 @@ def _mistakes(claims: Claims) -> Iterator[tuple[KeyPath, str]]:
             for key, problem in _unknown_names(check):
                 yield (*where, "compute", *key), problem
             for number, cause in enumerate(check.causes):
-                for key, problem in _mistaken(cause, claims):
-                    yield (*where, "causes", number, key), problem
+                for wrong, problem in _mistaken(cause, claims):
+                    yield (*where, "causes", number, wrong), problem
 
 
 def _mistaken(cause: Cause, claims: Claims) -> Iterator[tuple[str, str]]:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import isinf
 from typing import Literal
 
 from analysis import text
 from analysis.claims.causes import Cause, changed, setting_of
 from analysis.claims.computations import SCALES, Ratio, Sample, Unit, Value, taken
 from analysis.claims.papers import Check, Claim, Claims, Role
+from analysis.claims.timing import STEPS, Timing, timing
 from analysis.load.rows import Row
 from experiments.records.abilities import Evidence
 
 Verdict = Literal[
     "reproduced", "not reproduced", "not run", "agrees", "differs",
-    "as set up", "not as set up", "consistent", "inconsistent", "fitted",
+    "as set up", "not as set up", "consistent", "inconsistent", "fitted", "undecided",
 ]  # fmt: skip
 #: By what a comparison is for: near enough, and not.
 VERDICTS: dict[Role, tuple[Verdict, Verdict]] = {
@@ -26,7 +28,9 @@ VERDICTS: dict[Role, tuple[Verdict, Verdict]] = {
     "fit": ("fitted", "fitted"),
 }
 #: A claim by its results alone: they may not agree, and one without any is set apart.
-Summary = Literal["reproduced", "reproduced in part", "not reproduced", "not run", "set apart"]
+Summary = Literal[
+    "reproduced", "reproduced in part", "not reproduced", "undecided", "not run", "set apart"
+]
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,8 @@ class Finding:
     verdict: Verdict
     #: In the claim's unit; ``None`` where nothing was run.
     ours: float | None
+    #: How sure it is, in the claim's unit, where it was timed over several steps.
+    interval: tuple[float, float] | None = field(default=None, kw_only=True)
     #: The evidence of the cells that ours is taken from; never more than one kind.
     evidence: Evidence | None
     #: Which cells ours is taken from.
@@ -85,9 +91,12 @@ def _summary(verdicts: set[Verdict], apart: bool) -> Summary:
         return "set apart"
     if not verdicts:
         return "not run"
-    if len(verdicts) > 1:
+    decided = verdicts - {"undecided"}
+    if not decided:
+        return "undecided"
+    if len(decided) > 1:
         return "reproduced in part"
-    return "reproduced" if "reproduced" in verdicts else "not reproduced"
+    return "reproduced" if "reproduced" in decided else "not reproduced"
 
 
 def _check(
@@ -109,14 +118,52 @@ def _check(
     ours = taken(samples, check.compute.take) * SCALES[claim.unit]
     near = check.tolerance.admits(ours, claim.number)
     verdict = VERDICTS[check.role][0 if near else 1]
-    reasons = [check.note, _noise(claims, check)]
+    timed = timing(samples, check.compute)
+    ends = None if timed is None else timed.interval
+    scale = SCALES[claim.unit]
+    interval = None if ends is None else (ends[0] * scale, ends[1] * scale)
+    unsure = _unsure(timed, interval, claim, check)
+    if unsure is not None and check.role in ("result", "context"):
+        verdict = "undecided"
+    reasons = [check.note, _noise(claims, check), unsure]
     if not near:
         why = [check.because, *(_computed(cause, claim, check, every) for cause in check.causes)]
-        if check.role == "result" and not any(why):
+        if verdict == "not reproduced" and not any(why):
             why = ["No reason has been found yet."]
         reasons += why
-    cells = _cells(samples, check.compute.take)
-    return Finding(claim, check, verdict, ours, evidence, cells, tuple(filter(None, reasons)))
+    cells = _cells(samples, check.compute.take) + _lacking(check, rows)
+    if interval is not None:
+        cells += f"; 95 % of draws: {between(interval, claim.unit)}"
+    said = tuple(filter(None, reasons))
+    return Finding(claim, check, verdict, ours, evidence, cells, said, interval=interval)
+
+
+def _unsure(
+    timed: Timing | None, interval: tuple[float, float] | None, claim: Claim, check: Check
+) -> str | None:
+    """Why a timed comparison decides nothing, if it does not."""
+    if timed is None:
+        return None
+    if not timed.enough:
+        return (
+            f"Timed over fewer than {STEPS} steps in a cell: it is not told from noise, and "
+            "decides nothing."
+        )
+    assert interval is not None, "there are several steps"
+    if check.tolerance.decides(interval, claim.number):
+        return None
+    return "Its interval is in part near enough, and in part not."
+
+
+def _lacking(check: Check, rows: Sequence[Row]) -> str:
+    """Which cells left no figures of those that are compared, and how they ended."""
+    if not isinstance(check.compute, Ratio):
+        return ""
+    found = [
+        f"{row.settings['strategy']} {row.state} ({row.settings['model']})"
+        for row in check.compute.lacking(rows)
+    ]
+    return f"; without figures: {', '.join(dict.fromkeys(found))}" if found else ""
 
 
 def _computed(
@@ -169,10 +216,19 @@ def quoted(value: float | None, unit: Unit | None) -> str:
 
 def rounded(value: float | None, unit: Unit | None) -> str:
     """One of our numbers, to as many digits as tell it from the paper's."""
-    if value is None:
+    # Infinite is what ours is where it left no figures.
+    if value is None or isinf(value):
         return text.ABSENT
     # A share near all of it is told by how much is missing.
     return _with_unit(text.number(value, 4 if unit == "%" and 99 <= value < 100 else 3), unit)
+
+
+def between(interval: tuple[float, float] | None, unit: Unit | None) -> str:
+    """The ends of an interval, which has none of few steps."""
+    if interval is None:
+        return ""
+    low, high = (rounded(end, unit) for end in interval)
+    return f"{low} to {high}"
 
 
 def asked(check: Check, unit: Unit | None) -> str:

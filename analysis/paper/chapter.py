@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from analysis import text
 from analysis.claims.papers import Claim, Claims
-from analysis.claims.verdicts import Finding, Summary, quoted, rounded
+from analysis.claims.verdicts import Finding, Summary, between, quoted, rounded
 from analysis.figures.drawings import Drawing
 from analysis.load.runs import AnyRun, Run
 from analysis.paper import contents, figures, fit, sweeps_drawn, words
@@ -156,7 +156,12 @@ class _Shown:
         """Ours by this evidence: what decides, else at the paper's ratio, else the first."""
         found = [f for f in self.findings if f.claim.id == claim.id and f.evidence == evidence]
         found.sort(key=lambda f: (not f.decides, not _at_same_ratio(f)))
-        return rounded(found[0].ours, claim.unit) if found else text.ABSENT
+        if not found:
+            return text.ABSENT
+        ours, sure = rounded(found[0].ours, claim.unit), between(found[0].interval, claim.unit)
+        if found[0].verdict == "undecided":
+            sure = f"{sure}; undecided".removeprefix("; ")
+        return f"{ours} ({sure})" if sure else ours
 
     def notes(self, section: Section) -> list[str]:
         """The reasons of what decides the section's claims."""

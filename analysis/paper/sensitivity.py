@@ -108,7 +108,12 @@ def _found(fit: Fit, indexed: Sequence[_Index], setting: Mapping[str, float]) ->
 
 
 def _value(target: Target, claim: Claim, cells: Sequence[Row]) -> float:
-    samples = target.compute.samples(cells)
+    # Where ours is out of memory there is no speed to draw a line to.
+    samples = [
+        sample
+        for sample in target.compute.samples(cells)
+        if sample.over is None or sample.row.state == "ok"
+    ]
     assert claim.unit is not None, "checked when the claims were read"
     return taken(samples, target.compute.take) * SCALES[claim.unit] if samples else float("nan")
 

@@ -11,6 +11,7 @@ from analysis.__main__ import RESULTS
 from analysis.claims import papers
 from analysis.claims.computations import Outcome, Outcomes, Ratio, Value
 from analysis.claims.papers import Check, Claim, Claims
+from analysis.claims.timing import STEPS
 from analysis.claims.verdicts import judge
 from analysis.load import runs
 from analysis.load.rows import Row
@@ -59,6 +60,10 @@ def test_a_verdict_rests_on_its_records(
 ) -> None:
     rows = committed[check.matrix]
     before = verdict(claim, check, rows)
+    if before == "undecided":
+        # With as many steps that are no noisier it would be decided.
+        rows = [replace(row, step_seconds=[*row.step_seconds] * STEPS) for row in rows]
+        before = verdict(claim, check, rows)
     if isinstance(check.compute, Outcome | Outcomes):
         sampled = {id(sample.row) for sample in check.compute.samples(rows)}
         other = [
