@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from math import isinf
 from typing import Literal
 
-from analysis import text
+from analysis import strategies, text
 from analysis.claims.causes import Cause, changed, setting_of
 from analysis.claims.computations import SCALES, Ratio, Sample, Unit, Value, taken
 from analysis.claims.papers import Check, Claim, Claims, Role
 from analysis.claims.timing import STEPS, Timing, timing
 from analysis.load.rows import Row
 from experiments.records.abilities import Evidence
+from experiments.records.settings import Described
 
 Verdict = Literal[
     "reproduced", "not reproduced", "not run", "agrees", "differs",
@@ -160,7 +161,7 @@ def _lacking(check: Check, rows: Sequence[Row]) -> str:
     if not isinstance(check.compute, Ratio):
         return ""
     found = [
-        f"{row.settings['strategy']} {row.state} ({row.settings['model']})"
+        f"{strategies.label(str(row.settings['strategy']))} {row.state} ({row.settings['model']})"
         for row in check.compute.lacking(rows)
     ]
     return f"; without figures: {', '.join(dict.fromkeys(found))}" if found else ""
@@ -176,15 +177,20 @@ def _computed(
     assert claim.unit is not None, "checked when the claim was read"
     item, scale, take = setting_of(cause), SCALES[claim.unit], check.compute.take
     was, now = (taken(samples, take) * scale for samples in (found.before, found.after))
-    before = ", ".join(item.written(value) for value in found.was)
+    before = ", ".join(_word(item, value) for value in found.was)
     reaches = "" if check.tolerance.admits(now, claim.number) else "not "
     number = "" if claim.number is None else f" of {quoted(claim.number, claim.unit)}"
     return (
-        f"{item.setting.label} alone changed from {before} to {item.written(cause.to)}"
+        f"{item.setting.label} alone changed from {before} to {_word(item, cause.to)}"
         f"{_side(cause, check)} gives {rounded(now, claim.unit)} instead of "
         f"{rounded(was, claim.unit)} ({_cells(found.after, take)}, {cause.matrix}): "
         f"{reaches}{asked(check, claim.unit)}{number}."
     )
+
+
+def _word(item: Described, value: object) -> str:
+    """The value of a setting as readers know it."""
+    return strategies.label(str(value)) if item.name == "strategy" else item.written(value)
 
 
 def _side(cause: Cause, check: Check) -> str:
