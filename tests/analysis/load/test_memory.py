@@ -69,7 +69,7 @@ def test_claims_are_compared_with_it(study: memory.MemoryStudy, tmp_path: Path) 
     assert [run.matrix for run in of] == ["memory"]
     (row,) = [line for line in document.splitlines() if line.startswith("| ZeRO++ runs out of mem")
               and "experiments memory" in line]  # fmt: skip
-    assert "| 100 % | at least 100 % | simulated | reproduced |" in row
+    assert "| 100 % | at least 100 % | simulated | agrees |" in row
     assert "32 cases, 32 min" in row
     assert "[records](results/memory/memory.jsonl)" in document
 
