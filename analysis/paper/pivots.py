@@ -30,7 +30,7 @@ def table(pivot: Pivot, rows: Sequence[Row]) -> Table:
         (_word(pivot.rows, side), *(_cell(pivot, cells, side, top) for top in tops))
         for side in sides
     ]
-    heads = (_label(pivot.rows), *(_word(pivot.columns, top) for top in tops))
+    heads = (_label(pivot.rows), *(_head(pivot.columns, top) for top in tops))
     return Table(pivot.id, pivot.title, heads, tuple(lines))
 
 
@@ -56,6 +56,11 @@ def _of(row: Row, setting: str) -> str:
 
 def _word(setting: str, value: str) -> str:
     return strategies.label(value) if setting == "strategy" else value
+
+
+def _head(setting: str, value: str) -> str:
+    """A column's name, which says of a plain number what it is of."""
+    return f"{_label(setting)} {value}" if value.isdigit() else _word(setting, value)
 
 
 def _label(setting: str) -> str:

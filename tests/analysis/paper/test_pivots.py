@@ -10,7 +10,7 @@ from analysis.paper.contents import Pivot
 
 
 def row(strategy: str, link: str, speed: float | None, state: Any = "ok") -> Row:
-    chosen = {"strategy": strategy, "link": link, "model": "gpt-30b"}
+    chosen = {"strategy": strategy, "link": link, "model": "gpt-30b", "nodes": 2}
     return Row(chosen, state, "simulated", {} if speed is None else {"tokens_per_s": speed})
 
 
@@ -46,3 +46,9 @@ def test_cells_that_are_not_asked_for_are_left_out() -> None:
     table = pivots.table(pivot(of={"strategy": "fcdp"}), ROWS)
 
     assert [line[1:] for line in table.rows] == [("50.0", "200")]
+
+
+def test_a_column_says_what_its_number_is_of() -> None:
+    table = pivots.table(pivot(columns="nodes", of={"link": "1 Gbit/s"}), ROWS)
+
+    assert table.columns == ("System", "Nodes 2")
