@@ -1,4 +1,4 @@
-"""What was measured is written by a command; prose repeats it, and has no such number of its own."""
+"""What was measured is written by a command: prose has no such number of its own."""
 
 from __future__ import annotations
 
