@@ -52,6 +52,8 @@ class Chapter:
     contradictions: tuple[str, ...] = ()
     best: Mapping[str, str] = field(default_factory=dict)
     assumed: str = ""
+    #: How near a prediction must be.
+    tolerance: str = ""
     drawings: tuple[Drawing, ...] = ()
 
     @property
@@ -120,6 +122,7 @@ def chapter(
         tuple(words.contradictions(found)),
         words.best(found),
         words.setting(found.fit, found.assumed),
+        f"{100 * found.fit.tolerance:g} %",
         (sweeps_drawn.regions(found, swept),),
     )
 
