@@ -12,6 +12,9 @@ unexport PYTHONDONTWRITEBYTECODE
 EMULATED := quickstart reference unshaped slow-link parity volume baselines paper-emulated \
 	paper-emulated-full paper-emulated-components paper-emulated-policies link-bound
 
+# Of files in the order of tests/order.py, and not those of the most tests first.
+TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
+
 .DEFAULT_GOAL := help
 .PHONY: quickstart reproduce check test lint unit operators gpu setup baselines pins clean help
 
@@ -34,12 +37,12 @@ check: setup ## linters, types and unit tests: before each commit
 	@$(MAKE) --no-print-directory --output-sync -j 2 lint unit
 
 unit: setup
-	$(VENV)/bin/python -m pytest -q -m unit -n 2 --dist loadfile
+	$(VENV)/bin/python -m pytest -q -m unit $(TWO_PROCESSES)
 
 # DeepSpeed's operator compiles beside the linters: the tests would wait for it, most of a minute.
 test: setup ## linters and types, then the tests
 	@$(MAKE) --no-print-directory -j 2 lint operators
-	$(VENV)/bin/python -m pytest -q -n 2 --dist loadfile
+	$(VENV)/bin/python -m pytest -q $(TWO_PROCESSES)
 
 operators: setup
 	@$(VENV)/bin/python -m baselines.deepspeed.engine >/dev/null 2>&1 || true

@@ -31,12 +31,14 @@ _LINES: dict[str, Dashes] = {
     "DeepSpeed": (0, (5, 1.5)),
     "PyTorch": (0, (1.5, 1)),
     "This engine": (0, ()),
+    "Local steps": (0, (3, 1, 1, 1)),
 }
 _ENGINES: dict[registry.Engine, str] = {
     "deepspeed": "DeepSpeed",
     "fsdp2": "PyTorch",
     "ddp": "PyTorch",
     "fcdp": "This engine",
+    "co2": "Local steps",
 }
 _SPARE = (
     ("#8C7A00", ">"),

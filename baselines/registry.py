@@ -14,11 +14,19 @@ from typing import Any, Literal
 from baselines import pins
 from baselines.pins import Pin
 from baselines.schedule import DDP, DEEPSPEED, FCDP, FSDP2, Schedule, within_node
-from baselines.settings import CacheSettings, DeepSpeedSettings, EncodedSettings, Settings
+from baselines.settings import (
+    CacheSettings,
+    CO2Settings,
+    DeepSpeedSettings,
+    EncodedSettings,
+    LocalSGDSettings,
+    Settings,
+    SlowMoSettings,
+)
 
 #: Engines in the order of preference: what PyTorch ships, this library, another framework.
-ENGINES = ("ddp", "fsdp2", "fcdp", "deepspeed")
-Engine = Literal["fcdp", "fsdp2", "ddp", "deepspeed"]
+ENGINES = ("ddp", "fsdp2", "fcdp", "deepspeed", "co2")
+Engine = Literal["fcdp", "fsdp2", "ddp", "deepspeed", "co2"]
 #: Whether a strategy trains as FSDP2 does but for the order of sums, within what quantisation
 #: loses, or by an optimization of its own.
 Numerics = Literal["exact", "bounded", "own"]
@@ -354,9 +362,41 @@ STRATEGIES: tuple[Strategy, ...] = (
         built_by="presets.fcdp",
         settings=CacheSettings,
     ),
+    Strategy(
+        "local-sgd",
+        "co2",
+        "Local SGD: steps apart, then the mean of all workers",
+        None,
+        Look("#C9A227", "s"),
+        numerics="own",
+        built_by="co2.train:local_sgd",
+        settings=LocalSGDSettings,
+    ),
+    Strategy(
+        "slowmo",
+        "co2",
+        "SlowMo: Local SGD with an outer momentum",
+        None,
+        Look("#997515", "D"),
+        numerics="own",
+        built_by="co2.train:local_sgd",
+        settings=SlowMoSettings,
+        title="SlowMo",
+    ),
+    Strategy(
+        "co2",
+        "co2",
+        "CO2: steps apart, whose mean arrives while the next ones are computed",
+        None,
+        Look("#6B4E00", "^"),
+        numerics="own",
+        built_by="co2.train:co2",
+        settings=CO2Settings,
+        title="CO2",
+    ),
 )
 #: Sibling systems that have their place here, by the name of their folder to come.
-PLANNED = ("co2", "cyclic", "luwu", "fuyou")
+PLANNED = ("cyclic", "luwu", "fuyou")
 
 STRATEGY_NAMES: tuple[str, ...] = tuple(strategy.name for strategy in STRATEGIES)
 

@@ -67,6 +67,17 @@ class Trainable(Protocol):
         """
         ...
 
+    #: Optimizer steps from one exchange between workers to the next.
+    interval: int
+
+    def settle(self) -> None:
+        """Wait for what is still being sent after the last step, before bytes are counted."""
+        ...
+
+    def take_metrics(self) -> dict[str, float]:
+        """What the strategy tells of the steps since the last call, by field of a measurement."""
+        ...
+
     def take_ledger(self) -> dict[str, dict[str, float]] | None:
         """Bytes that one node has moved since the last call, by link and phase.
 

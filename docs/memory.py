@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import fcdp
-from baselines.presets.policies import parse
 from fcdp.cache.arena import aligned
+from fcdp.cache.named import parse
 
 PAGE = Path(__file__).resolve().parent / "memory.md"
 GB = 1e9

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Literal, get_args
 
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from fcdp.agreement import on_all_ranks
+from fcdp.arguments import (
+    blocks_of,
+    check_fsdp2_policies,
+    check_kinds,
+    check_plain,
+    policy_of,
+    warn_without_blocks,
+)
 from fcdp.cache.cache import Safety
 from fcdp.cache.policy import CachePolicy, HostCache
 from fcdp.cache.tiers import disk
@@ -42,8 +50,8 @@ def shard(
     model: nn.Module,
     topology: Topology,
     *,
-    units: Iterable[nn.Module],
-    policy: CachePolicy = HostCache(),
+    units: Iterable[nn.Module] | None = None,
+    policy: CachePolicy | str = HostCache(),
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
     offload_policy: OffloadPolicy = OffloadPolicy(),
     reshard_after_forward: bool | None = None,
@@ -59,10 +67,15 @@ def shard(
 ) -> nn.Module:
     """Shard ``model`` with FSDP2 and cache its gathered parameters, in place.
 
-    ``units`` are the modules to gather one at a time, usually the transformer blocks. Inside each,
-    parameters that differ in dtype or in ``requires_grad`` get units of their own: the adapters of
-    a block gather together, apart from its frozen weights (paper: FCDP-Comm). Freeze and add
-    adapters before. Make the optimizer after.
+    ``units`` are the modules to gather one at a time: by default the model's blocks, which are the
+    members of its largest list of modules, whatever is wrapped around it. Inside each, parameters
+    that differ in dtype or in ``requires_grad`` get units of their own: the adapters of a block
+    gather together, apart from its frozen weights (paper: FCDP-Comm). Freeze and add adapters
+    before. Make the optimizer after: one made before holds parameters that are the model's
+    no longer, and its step is a ``RuntimeError``.
+
+    ``policy`` says where entries wait: a :class:`CachePolicy`, or its name as matrix files write it
+    (``"host"``, ``"budget(device=1 GiB, host=4 GiB)"``). Rank 0 prints where all units lie.
 
     Matrices of fewer rows than ranks, as low-rank factors are, are sharded along a dimension that
     the ranks divide evenly, if there is one: by rows, most of what is gathered would be padding.
@@ -86,17 +99,21 @@ def shard(
     Setting up again with equal arguments changes nothing.
 
     Raises ``ValueError`` for a model that is sharded already, DTensors of any other mesh, a unit
-    outside the model, too little host memory, or ``adapters="replicated"`` where nothing trained
+    outside the model, no units where the model's blocks cannot be told (it lists what they may be),
+    too little host memory, or ``adapters="replicated"`` where nothing trained
     has a unit of its own.
     """
     # Before anything is sharded, what can be refused by then.
+    check_kinds(model, topology)
+    check_fsdp2_policies(mp_policy, offload_policy)
+    policy = policy_of(policy)
     options = Options(
         look_ahead,
         partial_gradients,
         Safety(detect_writes, verify, poison),
         Codecs(gather_codec, reduce_codec, error_feedback),
     )
-    blocks = list(units)
+    blocks = blocks_of(model, units)
     sharding = (tuple(map(id, blocks)), mp_policy, offload_policy, reshard_after_forward, adapters)
     setup = Setup(_ranks(topology), policy, options, sharding)
     if is_set_up(model, setup):
@@ -108,7 +125,8 @@ def shard(
             f"reshard_after_forward = {reshard_after_forward!r}: must be True, False or None; what "
             "an integer does in FSDP2 (hpZ), fcdp.DeviceCache() does here"
         )
-    _check_plain(model, blocks, topology)
+    check_plain(model, topology)
+    warn_without_blocks(blocks, topology)
     on_all_ranks(f"policy = {policy}", topology, lambda: _check_directory(policy))
     splits = split_off(model, blocks)
     replicated: list[nn.Parameter] = []
@@ -122,6 +140,7 @@ def shard(
     keep = reshard_after_forward is None and fit_in_a_slice(splits, blocks, topology.ranks_per_node)
     if keep:
         splits = bucket(splits, model)
+    before = [*map(weakref.ref, model.parameters())]  # alive, they would take memory twice
     groups = [(split.modules, False if keep else reshard_after_forward) for split in splits]
     groups += [([block], reshard_after_forward) for block in [*blocks, model]]
     for modules, reshard in groups:
@@ -141,6 +160,7 @@ def shard(
         topology,
         setup,
         replicated=replicated,
+        before=before,
         kept=[module for split in splits for module in split.modules] if keep else [],
         reduce_dtype=mp_policy.reduce_dtype,
     )
@@ -150,7 +170,7 @@ def shard(
 def cache_parameters(
     model: nn.Module,
     topology: Topology,
-    policy: CachePolicy = HostCache(),
+    policy: CachePolicy | str = HostCache(),
     *,
     look_ahead: int = 1,
     partial_gradients: PartialsPlace = "device",
@@ -196,13 +216,14 @@ def cache_parameters(
     for a ``gather_codec`` where one unit's parameters are not of one floating dtype, and for
     ``error_feedback`` without a ``reduce_codec``.
     """
+    check_kinds(model, topology)
     options = Options(
         look_ahead,
         partial_gradients,
         Safety(detect_writes, verify, poison),
         Codecs(gather_codec, reduce_codec, error_feedback),
     )
-    setup = Setup(_ranks(topology), policy, options)
+    setup = Setup(_ranks(topology), policy_of(policy), options)
     if not is_set_up(model, setup):
         Engine(model, topology, setup)
     return model
@@ -288,22 +309,3 @@ def _prefetch_forward(
         module.set_modules_to_forward_prefetch(
             [unit for unit in called if isinstance(unit, FSDPModule)]
         )
-
-
-def _check_plain(model: nn.Module, blocks: list[nn.Module], topology: Topology) -> None:
-    inside = set(model.modules())
-    for index, block in enumerate(blocks):
-        if block not in inside:
-            raise ValueError(
-                f"units[{index}]: {type(block).__name__} is not a submodule of the model"
-            )
-        if block is model:
-            raise ValueError(f"units[{index}]: is the model itself; pass its blocks")
-    for name, param in model.named_parameters():
-        if isinstance(param, DTensor) and not topology.is_beside(param.device_mesh):
-            raise ValueError(
-                f"{name}: is a DTensor on mesh {param.device_mesh}; fcdp.shard takes plain "
-                "parameters and those of tensor parallelism, whose mesh must be of other "
-                "dimensions of the mesh that the topology is of (Topology.of_mesh(mesh['dp'])); "
-                "for a model that fully_shard has sharded call fcdp.cache_parameters"
-            )

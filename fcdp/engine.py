@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 
 from fcdp.agreement import on_all_ranks
 from fcdp.all_gather import CachedAllGather
+from fcdp.arguments import warn_of_sizes
 from fcdp.cache.cache import Cache
 from fcdp.cache.entry import Entry, Slices
 from fcdp.cache.memory_plan import MemoryPlan
@@ -23,7 +25,7 @@ from fcdp.encoded_reduce import EncodedReduce, check_encodable
 from fcdp.guard import Guard
 from fcdp.in_flight import InFlight
 from fcdp.ledger import Ledger
-from fcdp.optimizers import follow_optimizers
+from fcdp.optimizers import Strays, follow_optimizers
 from fcdp.partial_gradients import Partials
 from fcdp.passes import Passes, drop_prefetched, reshard
 from fcdp.reduce_scatter import HierarchicalReduceScatter
@@ -76,9 +78,13 @@ class Engine:
         *,
         replicated: Sequence[nn.Parameter] = (),
         kept: Sequence[nn.Module] = (),
+        before: Iterable[weakref.ref[nn.Parameter]] = (),
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        """``kept`` are modules that stay gathered after forward because FCDP chose so."""
+        """``kept`` are modules that stay gathered after forward because FCDP chose so.
+
+        ``before`` are the parameters that the model had before it was sharded.
+        """
         self.topology = topology
         self.setup = setup
         policy, options = setup.policy, setup.options
@@ -94,6 +100,7 @@ class Engine:
         detects = options.safety.detect_writes and topology.nodes > 1
         guard = Guard(self.units, device, streams) if detects else None
         self._replicas = Replicas(replicated, model, topology, device, self.ledger, reduce_dtype)
+        self._strays = Strays(model, before)
         self._kept = [unit for unit in self.units if id(unit.module) in set(map(id, kept))]
         self._passes = Passes(model, self._kept)
         self.staleness = Staleness(
@@ -112,6 +119,7 @@ class Engine:
         )
         on_all_ranks("host memory", topology, plan.check)
         plan.announce()
+        warn_of_sizes(policy, self.units, topology)
         self.cache = on_all_ranks(
             f"policy = {policy}",
             topology,
@@ -291,7 +299,11 @@ class Engine:
         )
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to step. Raises ``RuntimeError`` where gradients still wait."""
+        """An optimizer is about to step.
+
+        Raises ``RuntimeError`` where gradients still wait, and for one that would train nothing.
+        """
+        self._strays.refuse(optimizer)
         self.staleness.begin_step(optimizer)
         reshard(self._kept)
         self._in_flight.finish()  # of a backward that raised

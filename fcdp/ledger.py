@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
+
+from fcdp.sizes import in_words
 
 Link = Literal["inter_node", "intra_node", "host_to_device", "device_to_host", "disk"]
 Phase = Literal["forward", "backward", "reduce"]
 
+#: Links as people read them, slowest first.
+_NAMES: dict[Link, str] = {
+    "inter_node": "between nodes",
+    "intra_node": "inside the node",
+    "host_to_device": "host to device",
+    "device_to_host": "device to host",
+    "disk": "disk",
+}
 
-@dataclass
+
+@dataclass(repr=False)
 class Ledger:
     """Payload bytes of one rank since the last :meth:`reset`, without the transport's framing.
 
@@ -42,6 +54,34 @@ class Ledger:
     #: What error feedback keeps of reductions for the next ones, in bytes of device memory.
     residual_bytes: int = 0
 
+    def __repr__(self) -> str:
+        links = ", ".join(
+            f"{_NAMES[link]} {in_words(self.total(link))}" for link in _NAMES if link in self.bytes
+        )
+        return f"Ledger({links or 'no bytes'}; {self.hits} hits, {self.misses} misses)"
+
+    def table(self) -> str:
+        """Counts and memory as lines of text, for people: ``print(fcdp.ledger(model).table())``."""
+        phases = get_args(Phase)
+        rows = [["bytes of this rank", *phases, "total"]]
+        for link in (link for link in _NAMES if link in self.bytes):
+            counts = [self.bytes[link].get(phase, 0) for phase in phases]
+            shown = (in_words(count) if count else "–" for count in [*counts, sum(counts)])
+            rows.append([_NAMES[link], *shown])
+        lines = _aligned(rows)
+        served = self.hits + self.misses
+        share = f" ({self.hits / served:.0%} of gathers)" if served else ""
+        lines.append(f"hits {self.hits}{share}, misses {self.misses}")
+        held = {
+            "cache on the host": self.host_cache_bytes,
+            "cache on the device": self.device_cache_bytes,
+            "partial gradients on the host": self.host_partials_bytes,
+            "partial gradients, at most": self.peak_pending_bytes,
+            "residuals": self.residual_bytes,
+        }
+        lines += [f"{name} {in_words(nbytes)}" for name, nbytes in held.items() if nbytes]
+        return "\n".join(lines)
+
     def add(self, link: Link, phase: Phase, count: int) -> None:
         self.bytes[link][phase] += count
 
@@ -65,6 +105,12 @@ class Ledger:
         self.bytes.clear()
         self.hits = self.misses = 0
         self.peak_pending_bytes = self.pending_bytes
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines whose columns stand under each other, the first on the left and others on the right."""
+    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+    return ["  ".join([name.ljust(first), *map(str.rjust, cells, others)]) for name, *cells in rows]
 
 
 def gather_phase() -> Phase:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
 from typing import Any, Protocol
 from weakref import WeakSet
 
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -20,6 +24,57 @@ class Follower(Protocol):
     def before_step(self, optimizer: Optimizer) -> None: ...
 
     def after_step(self, optimizer: Optimizer) -> None: ...
+
+
+class Strays:
+    """Optimizers that would step parameters which are the model's no longer, and train nothing.
+
+    ``fully_shard`` puts new parameters in the place of the old ones, which an optimizer that was
+    made before still holds. Nothing else would show: its step finds no gradients and passes.
+    """
+
+    def __init__(self, model: nn.Module, before: Iterable[weakref.ref[nn.Parameter]]) -> None:
+        """``before`` are the parameters before ``fcdp.shard``; none where it has not sharded."""
+        self._model = weakref.ref(model)
+        here = set(map(id, model.parameters()))
+        held = [param for each in before if (param := each()) is not None]
+        # By identity: a set would compare the tensors' values.
+        self._replaced = {id(param): weakref.ref(param) for param in held if id(param) not in here}
+        #: Optimizers that were looked at, and how many parameters they had then.
+        self._known: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+
+    def refuse(self, optimizer: Optimizer) -> None:
+        """Raise ``RuntimeError`` if ``optimizer`` was made before the model was sharded."""
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        model = self._model()
+        if model is None or self._known.get(optimizer) == len(params):
+            return
+        lost = sum(map(self._is_replaced, params))
+        if lost or self._may_be_older(params, model):
+            raise RuntimeError(
+                f"{type(optimizer).__name__}: {lost or len(params)} of its {len(params)} "
+                "parameters are the model's no longer, so that its step would train nothing: "
+                "sharding has put others in their place. Make the optimizer after fcdp.shard or "
+                "fully_shard"
+            )
+        if any(param.grad is not None for param in params):
+            self._known[optimizer] = len(params)
+
+    def _is_replaced(self, param: Any) -> bool:
+        found = self._replaced.get(id(param))
+        return found is not None and found() is param
+
+    def _may_be_older(self, params: list[Any], model: nn.Module) -> bool:
+        """Whether these plain tensors without a gradient are shaped like the model's parameters.
+
+        The optimizer of another model is none of this one's business, so that both count.
+        """
+        if any(param.grad is not None or isinstance(param, DTensor) for param in params):
+            return False
+        ours = [*model.parameters()]
+        here, shapes = set(map(id, ours)), {param.shape for param in ours}
+        strange = [id(param) not in here and param.shape in shapes for param in params]
+        return bool(strange) and all(strange)
 
 
 _followers: WeakSet[Follower] = WeakSet()

@@ -24,8 +24,8 @@ class Options:
     codecs: Codecs
 
     def __post_init__(self) -> None:
-        if self.look_ahead < 0:
-            raise ValueError(f"look_ahead = {self.look_ahead}: must be 0 or more")
+        if type(self.look_ahead) is not int or self.look_ahead < 0:
+            raise ValueError(f"look_ahead = {self.look_ahead!r}: must be a count, 0 or more")
         if self.partials not in get_args(PartialsPlace):
             allowed = ", ".join(get_args(PartialsPlace))
             raise ValueError(f"partial_gradients = {self.partials!r}: must be one of {allowed}")

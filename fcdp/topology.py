@@ -53,6 +53,12 @@ class Topology:
     control_intra: dist.ProcessGroup
     control_inter: dist.ProcessGroup
 
+    def __repr__(self) -> str:
+        nodes = f"{self.nodes} node{'s' * (self.nodes != 1)}"
+        ranks = f"{self.ranks_per_node} rank{'s' * (self.ranks_per_node != 1)}"
+        here = f"rank {self.rank} = node {self.node}, local rank {self.local_rank}"
+        return f"Topology({nodes} × {ranks}, {here}, {self.mesh.device_type})"
+
     @property
     def world_size(self) -> int:
         return self.nodes * self.ranks_per_node

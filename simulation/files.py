@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 #: A part of a cell's id, and so of its directory's name: no separators, no spaces, not too long.
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
+
+#: Levels of lists and objects in a line; records have half as many.
+_DEEPEST = 20
 
 
 class Strict(BaseModel):
@@ -61,10 +64,35 @@ def read_as(path: Path, kind: type[AnyStrict]) -> list[AnyStrict]:
     records = []
     for number, line in enumerate(lines, start=1):
         try:
-            records.append(kind.model_validate(json.loads(line)))
+            found = json.loads(line)
+            _check_depth(found, _DEEPEST)
+            records.append(kind.model_validate(found))
+        except RecursionError as error:  # json's own
+            raise ValueError(f"{path}:{number}: not a record: nested too deeply") from error
         except ValueError as error:
-            raise ValueError(f"{path}:{number}: not a record of this version: {error}") from error
+            raise ValueError(
+                f"{path}:{number}: not a record of this version: {_problem(error)}"
+            ) from error
     return records
+
+
+def _check_depth(value: Any, left: int) -> None:
+    """Raise ``ValueError`` for what is nested deeper than any record: a file may be anybody's."""
+    if not left:
+        raise ValueError(f"nested more than {_DEEPEST} deep")
+    if isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            _check_depth(each, left - 1)
+
+
+def _problem(error: ValueError) -> str:
+    """The error in one line, without the values, which may be a whole file."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first, *others = error.errors(include_input=False, include_url=False)
+    where = ".".join(map(str, first["loc"]))
+    more = f", and {len(others)} more" if others else ""
+    return f"{where}: {first['msg']}{more}"
 
 
 def _end_of_complete_lines(content: bytes) -> int:

@@ -237,11 +237,3 @@ def cluster(
         intra_shares_pcie=device.link_is_pcie,
         host_memory_bytes=host_memory_bytes,
     )
-
-
-def paper_cluster(nodes: int = 4, inter_bits_per_s: float = 100e9) -> Hardware:
-    """The FCDP paper's cluster (papers.md 0.3).
-
-    Nodes have 8 A40 of 48 GB and 512 GB of host memory; the paper's link is 100 Gbit/s InfiniBand.
-    """
-    return cluster("a40", nodes=nodes, ranks_per_node=8, inter_bits_per_s=inter_bits_per_s)

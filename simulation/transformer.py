@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -138,7 +139,7 @@ class Transformer:
             tied=gpt2,
         )
 
-    @property
+    @cached_property
     def matrices(self) -> tuple[Matrix, ...]:
         """The matrices of one block."""
         width, inner = self.width, self.mlp_width

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from baselines.schedule import Schedule
 from simulation.transformer import Rows, padded_numel
@@ -102,21 +103,22 @@ class _Model:
         replicated = apart and workload.adapters == "replicated"
         adapters = {} if not apart or replicated else self._adapters()
         segments = []
+        like = self._unit(model.block_rows, [] if apart else None)
         for block in range(model.layers):
-            own = self._unit(f"block {block}", model.block_rows, [] if apart else None)
+            own = replace(like, name=f"block {block}")
             segments.append(self._block(block, (own, *adapters.get(block, ()))))
         whole = model.layers * workload.block_adapters if replicated else 0
         root = self._root()
         return Layout(root, tuple(segments), self._head(root), whole, whole)
 
-    def _unit(self, name: str, rows: list[Rows], adapters: list[Rows] | None) -> Unit:
-        """A block's own unit; ``adapters`` are those that it holds, ``None``: all of them."""
+    def _unit(self, rows: list[Rows], adapters: list[Rows] | None) -> Unit:
+        """Any block's own unit; ``adapters`` are those that it holds, ``None``: all of them."""
         model, lora = self._workload.model, self._workload.lora
         if adapters is None:
             adapters = [] if lora is None else model.adapter_rows(lora)
         base, more = self._gathered(rows), self._gathered(adapters)
         parameters = padded_numel([*rows, *adapters], 1)
-        return Unit(name, parameters, base + more, base + more if self._full else more)
+        return Unit("block", parameters, base + more, base + more if self._full else more)
 
     def _gathered(self, rows: list[Rows]) -> int:
         return padded_numel(rows, self._sharers, cut_rows=self._cut_rows)
@@ -135,7 +137,7 @@ class _Model:
         forward, backward = self._block_flops
         return Segment(f"block {block}", forward, backward, units, block=True)
 
-    @property
+    @cached_property
     def _block_flops(self) -> tuple[float, float]:
         model, lora, length = (
             self._workload.model,

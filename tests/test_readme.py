@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shlex
 import subprocess
 import sys
+import unittest.mock
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from typer.main import get_group
 
 import analysis.__main__
 import experiments.__main__
+import fcdp
 from experiments.matrix.files import find, suites
+from fcdp.engine import engine_of
+from tests.ranks import Pools
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -50,10 +59,68 @@ def test_every_link_into_the_repository_leads_somewhere() -> None:
     assert [link for link in inside if not (ROOT / link).exists()] == []
 
 
-def test_the_api_is_five_lines() -> None:
+def example() -> str:
+    """The README's program in Python."""
     (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    compile(block, "README.md", "exec")
-    assert len(block.splitlines()) == 5
+    return str(block)
+
+
+def test_the_api_is_five_lines_beside_pefts() -> None:
+    assert len(example().splitlines()) == 6
+
+
+def run_example() -> dict[str, Any]:
+    """The README's example word by word, on a small Llama: a step, and one more of the same."""
+    import peft
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 56, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=64, num_hidden_layers=3, **sizes)
+    scope: dict[str, Any] = {
+        "fcdp": fcdp,
+        "torch": torch,
+        "get_peft_model": peft.get_peft_model,
+        "LoraConfig": peft.LoraConfig,
+        "model": LlamaForCausalLM(config),
+        "is_last": True,
+        "batch": torch.arange(18).view(2, 9) + torch.distributed.get_rank(),
+        "loss": lambda model, batch: model(input_ids=batch, labels=batch, use_cache=False).loss,
+    }
+    with one_rank_per_node():
+        exec(compile(example(), "README.md", "exec", dont_inherit=True), scope)
+    model, optimizer, batch = scope["model"], scope["optimizer"], scope["batch"]
+    before = scope["loss"](model, batch).item()
+    optimizer.step()
+    optimizer.zero_grad()
+    fcdp.ledger(model).reset()
+    after = scope["loss"](model, batch)
+    after.backward()
+    adapters = sum(p.numel() * p.itemsize for p in model.parameters() if p.requires_grad)
+    return {
+        "units": [unit.name for unit in engine_of(model).units if not unit.trainable],
+        "learns": before - after.item(),
+        "crossed": fcdp.ledger(model).total("inter_node"),
+        "adapters": adapters,
+    }
+
+
+@contextlib.contextmanager
+def one_rank_per_node() -> Iterator[None]:
+    """The environment of a rank that torchrun has started alone on its node."""
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    told = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    with unittest.mock.patch.dict(os.environ, {name: str(value) for name, value in told.items()}):
+        yield
+
+
+def test_the_example_trains_adapters_and_sends_them_alone(ranks: Pools) -> None:
+    for ran in ranks.run(2, run_example):
+        layers = [f"base_model.model.model.layers.{index}" for index in range(3)]
+        assert ran["units"] == ["root", *layers]
+        assert ran["learns"] > 0
+        # Half of the adapters goes out and half of their gradients, to the other one of two nodes.
+        assert ran["crossed"] == ran["adapters"]
 
 
 def commands() -> list[list[str]]:

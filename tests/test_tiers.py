@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.order import SECONDS, longest_first
 from tests.tiers import FIXTURES, FOLDERS, tier_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -90,6 +91,13 @@ def test_a_test_is_in_one_tier() -> None:
         tier_of({"ranks", "unit"}, set())
     with pytest.raises(ValueError, match="marked as ranks, and uses a fixture of cluster"):
         tier_of({"ranks"}, {"privileged"})
+
+
+def test_the_longest_file_comes_first() -> None:
+    longest = max(SECONDS, key=lambda file: SECONDS[file])
+    tests = [("a", "unit")] * 19 + [("b", "ranks")] * 2 + [("c", "cluster"), (longest, "unit")]
+    assert longest_first(tests) == [longest, "c", "b", "a"]
+    assert [file for file in SECONDS if not (ROOT / file).is_file()] == []
 
 
 @pytest.mark.ranks

@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests.order import longest_first
+
 TIERS = {
     "unit": "one process, no process group",
     "ranks": "processes: rank pools, process groups, commands",
@@ -77,16 +79,23 @@ class _Tiers:
         self._started: list[str] = []
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
+        tests = []
         for item in items:
             marks = {mark.name for mark in item.iter_markers()}
             fixtures = {*getattr(item, "fixturenames", ())}
-            folder = item.nodeid.partition("::")[0].rpartition("/")[0]
+            file = item.nodeid.partition("::")[0]
             try:
-                tier = tier_of(marks, fixtures, folder)
+                tier = tier_of(marks, fixtures, file.rpartition("/")[0])
             except ValueError as error:
                 raise pytest.UsageError(f"{item.nodeid}: {error}") from error
             item.add_marker(tier)
+            tests.append((file, tier))
+        if hasattr(config, "workerinput"):  # one of xdist's processes
+            place = {file: index for index, file in enumerate(longest_first(tests))}
+            items.sort(key=lambda item: place[item.nodeid.partition("::")[0]])
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Iterator[None]:

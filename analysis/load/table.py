@@ -143,7 +143,7 @@ def _measured(record: Record, measurement: Measurement) -> dict[str, Any]:
         "loss_final": measurement.losses[-1] if measurement.losses else None,
         **_ledger(measurement.ledger_bytes_per_step),
     }
-    low, high = np.quantile(measurement.step_seconds, [0.25, 0.75])
+    low, high = np.quantile(measurement.round_seconds, [0.25, 0.75])
     return found | {
         "step_seconds_median": record.step_seconds_median,
         "step_seconds_q1": low,

@@ -69,6 +69,7 @@ class DeepSpeedZero3:
     engine_version: str = deepspeed.__version__
     policy: str | None = None
     host_cache_bytes: int | None = None
+    interval = 1
 
     def __init__(self, engine: Any, loss: Loss, closed_form_bytes: float) -> None:
         self._engine = engine
@@ -90,6 +91,12 @@ class DeepSpeedZero3:
         loss = self._loss(self._engine, sequences)
         self._engine.train()
         return loss
+
+    def settle(self) -> None:
+        pass
+
+    def take_metrics(self) -> dict[str, float]:
+        return {}
 
     def take_ledger(self) -> dict[str, dict[str, float]] | None:
         return None

@@ -7,7 +7,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 import fcdp
-from baselines.presets import codecs, policies
+from baselines.presets import codecs
 from baselines.pytorch.fsdp2 import FSDP2, mixed_precision
 from baselines.settings import CacheSettings
 from baselines.strategy import Job, crossing_bytes, numel, trainable_parameters
@@ -22,7 +22,7 @@ def build(model: nn.Module, job: Job, offload_policy: OffloadPolicy = OffloadPol
         model,
         job.topology,
         units=job.blocks,
-        policy=policies.parse(settings.policy),
+        policy=settings.policy,
         mp_policy=mixed_precision(job.dtype),
         offload_policy=offload_policy,
         gather_codec=codecs.parse(settings.gather_codec),

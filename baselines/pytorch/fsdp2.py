@@ -51,6 +51,7 @@ class FSDP2:
     engine = "fsdp2"
     engine_version = torch.__version__
     policy: str | None = None
+    interval = 1
 
     def __init__(self, model: nn.Module, job: Job, closed_form_bytes: float) -> None:
         self.model = model
@@ -87,6 +88,12 @@ class FSDP2:
     def casting(self) -> AbstractContextManager[object]:
         """What has forwards compute in ``job.dtype``; here FSDP2's mixed precision does it."""
         return nullcontext()
+
+    def settle(self) -> None:
+        pass
+
+    def take_metrics(self) -> dict[str, float]:
+        return {}
 
     def take_ledger(self) -> dict[str, dict[str, float]] | None:
         return None

@@ -96,7 +96,7 @@ def _pid_scope() -> int:
 @contextmanager
 def folder() -> Iterator[Path]:
     """An empty folder, removed afterwards, as are those that killed processes left before."""
-    _remove_stale()
+    remove_stale()
     with tempfile.TemporaryDirectory(prefix=f"{new_prefix()}-") as name:
         yield Path(name)
 
@@ -106,14 +106,15 @@ def new_folder_for_sockets() -> Path:
 
     A later process removes it if this one is killed.
     """
-    _remove_stale()
+    remove_stale()
     parent = tempfile.gettempdir()
     if len(os.fsencode(parent)) > _LONGEST_FOR_SOCKETS:
         parent = _USUAL
     return Path(tempfile.mkdtemp(prefix=f"{new_prefix()}-", dir=parent))
 
 
-def _remove_stale() -> None:
+def remove_stale() -> None:
+    """Remove the folders of processes that were killed; every run does, on whatever cluster."""
     for parent in {tempfile.gettempdir(), _USUAL}:
         for path in Path(parent).glob("*"):
             if is_orphan(path.name):

@@ -182,9 +182,9 @@ class _Ranks:
                 stderr=log,
             )
         try:
-            if not self._wait(launched.pid):
-                return {}
-            return self._exits(launched.wait())
+            # Torchrun still runs where its ranks have all left with code 0: it then waits for the
+            # other nodes' agents, and a rank that has left too early may be why they failed.
+            return self._exits(launched.wait() if self._wait(launched.pid) else 0)
         finally:
             _end_descendants()
             launched.wait()

@@ -34,11 +34,12 @@ def bound(
     found = [study.settle(point, commit) for point in study.points()]
     file = output / "bound.jsonl"
     try:
+        terminal.check_writable("--output", file)
         file.unlink(missing_ok=True)
         for record in found:
             files.append(record, file)
-    except OSError as error:
-        terminal.stop(f"{file}: {error.strerror}")
+    except (ValueError, OSError) as error:
+        terminal.stop(str(error))
     console = terminal.console()
     console.print(_table(found))
     terminal.say(console, "records", file)

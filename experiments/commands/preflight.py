@@ -20,15 +20,21 @@ if TYPE_CHECKING:
 
 def preflight(
     cluster: Annotated[
-        ClusterKind, typer.Option(help="What to measure; rented nodes need their agents.")
+        ClusterKind,
+        typer.Option(metavar="KIND", help="What to measure: emulated, or rented nodes."),
     ] = ClusterKind.EMULATED,
     nodes: Annotated[int, typer.Option(min=1, help="Of an emulated cluster.")] = 2,
-    ranks: Annotated[int, typer.Option(min=1, help="A node, of an emulated cluster.")] = 2,
+    ranks: Annotated[int, typer.Option(min=1, help="Per node of an emulated cluster.")] = 2,
     bandwidth: Annotated[
         str, typer.Option(help="Between emulated nodes, such as '10 Mbit/s'.")
     ] = "unshaped",
     output: Annotated[
-        Path, typer.Option(metavar="FILE", help="Where the figures go, as JSON.")
+        Path,
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help="Where the figures go, as JSON (runs/preflight/preflight.json).",
+        ),
     ] = Path("runs/preflight/preflight.json"),
 ) -> None:
     """Measure a cluster's links, copies and compute, for the planner and the simulator.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,7 +21,8 @@ def run(
     matrix: Annotated[
         str,
         typer.Argument(
-            metavar="MATRIX", help="A name in experiments/matrices, of a folder there, or a path."
+            metavar="MATRIX",
+            help="A name in experiments/matrices, or the path of a file; of a folder of them too.",
         ),
     ],
     output: Annotated[
@@ -39,7 +41,11 @@ def run(
     ] = None,
     cluster: Annotated[
         ClusterKind | None,
-        typer.Option(help="Where to run: the matrix file says, unless this does."),
+        typer.Option(
+            metavar="KIND",
+            help="Where to run, emulated, rented or simulated: the matrix file says, unless this "
+            "does.",
+        ),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the cells and start nothing.")
@@ -63,6 +69,7 @@ def run(
 
     try:
         matrices = [_read(name, cluster) for name in files.members(matrix)]
+        _check_names(matrices)
         chosen = _select(matrices, only)
     except (ValueError, ClusterError) as error:
         terminal.stop(str(error))
@@ -93,6 +100,16 @@ def _read(name: str, cluster: ClusterKind | None) -> Matrix:
     if cluster is ClusterKind.EMULATED:
         return reader.read(name, kinds.emulated(matrix.cluster))
     return matrix
+
+
+def _check_names(matrices: Sequence[Matrix]) -> None:
+    """Raise ``ValueError`` if the records of two matrices would go to one folder."""
+    names = Counter(Path(matrix.name).name for matrix in matrices)
+    for name, count in names.items():
+        if count > 1:
+            raise ValueError(
+                f"MATRIX: {count} of its matrices are named {name!r}; each needs its own name"
+            )
 
 
 def _select(matrices: Sequence[Matrix], only: str | None) -> list[tuple[Matrix, list[MatrixCell]]]:

@@ -35,18 +35,25 @@ def opened(
 
     Ends the command with what to do where it cannot run here, or is interrupted.
     """
+    from experiments.clusters import lifetimes
     from experiments.runner.directory import RunDirectory
 
     directory = RunDirectory(path)
     if matrix.cluster.can.make_nodes and not matrix.simulated:
         kinds.enter_namespace()
+    lifetimes.remove_stale()
     interrupts.raise_them()
     with ExitStack() as stack:
         try:
             stack.enter_context(directory.locked())
             finished = directory.resume(matrix, retry_failed) if resume else []
             archive = None if resume else directory.start_afresh()
-        except (ValueError, OSError) as error:
+        except OSError as error:
+            terminal.stop(
+                f"--output = {str(path)!r}: records cannot be written there: "
+                f"{terminal.why_unusable(path, error)}"
+            )
+        except ValueError as error:
             terminal.stop(str(error))
         if archive is not None:
             typer.echo(f"the earlier run is now in {terminal.shown(archive)}")

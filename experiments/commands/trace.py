@@ -45,7 +45,7 @@ def trace(
             raise ValueError(f"--only: {len(chosen)} cells match {only!r}, give one: {found}, …")
         kinds.simulated_cluster(expanded.cluster)  # or an error that says why it cannot be
         prediction = _predict(chosen[0])
-        output.parent.mkdir(parents=True, exist_ok=True)
+        terminal.check_writable("--output", output)
         output.write_text(json.dumps(chrome_trace(prediction)) + "\n", encoding="utf-8")
     except (ValueError, OSError, ClusterError) as error:
         terminal.stop(str(error))

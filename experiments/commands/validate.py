@@ -6,6 +6,7 @@ what was counted and timed; ``analysis`` joins the two.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -129,17 +130,29 @@ def validate(
             )
         known = _known(calibrate, preflight, gpu)
         for folder in results or sorted(file.parent for file in _RESULTS.rglob("records.jsonl")):
-            found = _compare(read(folder / "records.jsonl"), known, folder)
+            found = _compare(read(_records(folder)), known, folder)
             if found:
                 compared[terminal.shown(folder)] = found
+                terminal.check_writable("RESULTS", folder / PREDICTIONS)
                 _write(found, known, folder / PREDICTIONS, origin)
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         terminal.stop(str(error))
     if not compared:
         where = ", ".join(map(str, results or [_RESULTS]))
         terminal.stop(f"{where}: no cell of an emulated cluster that ran to its end")
     terminal.console().print(_table(compared))
     terminal.console().print(known.description(), highlight=False)
+
+
+def _records(folder: Path) -> Path:
+    """The folder's records. Raises ``ValueError`` where it holds none that can be read."""
+    file = folder / "records.jsonl"
+    if not os.access(file, os.R_OK) or not file.is_file():
+        raise ValueError(
+            f"RESULTS = {str(folder)!r}: holds no records.jsonl that can be read; give a folder "
+            "that `python -m experiments run` has written, such as runs/quickstart"
+        )
+    return file
 
 
 def _known(calibrate: bool, preflight: Path | None, gpu: str | None) -> _Known:

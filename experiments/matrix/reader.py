@@ -252,9 +252,10 @@ class _Expansion:
                 raise ValueError(f"is for clusters of kind simulated, not {self._cluster.kind}")
             if setting in ("policy", "gather_codec", "reduce_codec"):
                 # These import torch, which most matrices need not wait for.
-                from baselines.presets import codecs, policies
+                from baselines.presets import codecs
+                from fcdp.cache import named
 
-                (policies if setting == "policy" else codecs).parse(str(item))
+                (named if setting == "policy" else codecs).parse(str(item))
         except ValueError as error:
             self._file.fail(path, str(error))
         return item

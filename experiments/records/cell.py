@@ -136,6 +136,9 @@ class Cell(Strict):
     held_out: Annotated[int, Setting("Held-out sequences", in_id="later", learns=True)] = Field(
         default=0, ge=0
     )
+    #: Whether one step more is trained under torch's profiler, after all that is measured; where
+    #: ranks run: a simulated cell has `trace`.
+    profile: Annotated[bool, Setting("Profiled", "incidental", in_id="later")] = False
     origin: Annotated[Origin, Setting("Origin", "incidental", in_id="never")] = Origin()
     timeout_s: Annotated[float, Setting("Time limit", "incidental", in_id="never")] = Field(gt=0)
 

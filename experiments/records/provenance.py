@@ -19,8 +19,15 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Variables whose values are in no record, no log and no rank's environment.
-SECRETS = ("WANDB_API_KEY",)
+#: Variables whose values are in no record, no error and no rank's environment: keys and tokens,
+#: by a word of their name, as in ``WANDB_API_KEY``, ``HF_TOKEN``, ``AWS_SECRET_ACCESS_KEY``.
+_SECRET = re.compile(
+    r"(?:^|_)(?:TOKENS?|API_?KEY|ACCESS_KEY|PRIVATE_KEY|SECRETS?|PASSWORD|PASSWD|CREDENTIALS?)"
+    r"(?:_|$)",
+    re.IGNORECASE,
+)
+#: A shorter value is a switch (``HF_HUB_DISABLE_IMPLICIT_TOKEN=1``), and part of any text.
+_SHORTEST_SECRET = 8
 _PACKAGES = ("torch", "deepspeed", "transformers", "peft")
 _NVIDIA = Path("/proc/driver/nvidia")
 #: An error text keeps its beginning, where the rank is named, and its end, where the cause is.
@@ -43,10 +50,10 @@ def gather() -> Provenance:
 
 def scrub(text: str) -> str:
     """The text without this machine's paths and names and without secrets, and not too long."""
-    for name in SECRETS:
-        secret = os.environ.get(name)
-        if secret:
-            text = text.replace(secret, f"<{name}>")
+    secrets = {value: name for name, value in os.environ.items() if is_secret(name)}
+    for secret in sorted(secrets, key=len, reverse=True):
+        if len(secret) >= _SHORTEST_SECRET:
+            text = text.replace(secret, f"<{secrets[secret]}>")
     replacements = {f"{ROOT}{os.sep}": "", f"{sys.prefix}{os.sep}": "<python>/"}
     for home in (os.environ.get("HOME"), str(Path.home())):
         if home and home != os.sep:
@@ -63,9 +70,14 @@ def scrub(text: str) -> str:
     return text.encode("utf-8", errors="replace").decode("utf-8")
 
 
+def is_secret(name: str) -> bool:
+    """Whether a variable of this name holds a key, a token or a password."""
+    return _SECRET.search(name) is not None
+
+
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment for processes that need none of ``SECRETS``."""
-    return {name: value for name, value in environment.items() if name not in SECRETS}
+    """The environment for processes that need no keys, tokens or passwords."""
+    return {name: value for name, value in environment.items() if not is_secret(name)}
 
 
 def _commit() -> str | None:

@@ -54,10 +54,29 @@ class Measurement(Strict):
     #: Host cache of one rank, in bytes; page-locked on CUDA.
     host_cache_bytes: int | None
     peak_device_bytes: int | None
+    #: Optimizer steps from one exchange between workers to the next.
+    steps_per_round: int = 1
+    #: Where workers train apart, means over the outer updates: what late displacements were divided
+    #: by, how far workers are from their mean relative to how far they went, and the share of the
+    #: outer momentum's elements that were clipped.
+    staleness_gap: float | None = None
+    worker_drift: float | None = None
+    clipped_fraction: float | None = None
     #: Mean loss of the cell's held-out sequences after the last step; ``None`` without any.
     held_out_loss: float | None = None
     #: What only a simulation knows.
     simulation: Simulation | None = None
+
+    @property
+    def round_seconds(self) -> list[float]:
+        """Seconds per step of each whole round; of each step where all steps are alike.
+
+        One step of a round waits for what the others do not, so that the median of steps is not
+        their pace. Of less than a round it is the mean of what there is.
+        """
+        size = min(self.steps_per_round, len(self.step_seconds))
+        rounds = len(self.step_seconds) // size
+        return [sum(self.step_seconds[i * size : (i + 1) * size]) / size for i in range(rounds)]
 
 
 class Record(Strict):
@@ -79,10 +98,10 @@ class Record(Strict):
 
     @property
     def step_seconds_median(self) -> float | None:
-        """Median of the measured steps in seconds."""
+        """Median of the measured steps in seconds; see :attr:`Measurement.round_seconds`."""
         if self.measurement is None:
             return None
-        ordered = sorted(self.measurement.step_seconds)
+        ordered = sorted(self.measurement.round_seconds)
         middle = len(ordered) // 2
         return (ordered[middle] + ordered[~middle]) / 2
 
@@ -94,5 +113,23 @@ class Record(Strict):
 
 
 def read(path: Path) -> list[Record]:
-    """Read a JSON Lines file of records; see ``simulation.files.read_as``."""
-    return files.read_as(path, Record)
+    """Read a JSON Lines file of records; see ``simulation.files.read_as``.
+
+    Records may be anybody's, and folders are named by the ids in them: raises ``ValueError`` with
+    file and line for an id that is not its cell's, and for a cell that has a record already.
+    """
+    found = files.read_as(path, Record)
+    lines: dict[tuple[str, str], int] = {}
+    for number, record in enumerate(found, start=1):
+        if record.cell_id != record.cell.id:
+            raise ValueError(
+                f"{path}:{number}: cell_id = {record.cell_id[:80]!r}: must be its cell's, "
+                f"{record.cell.id!r}"
+            )
+        first = lines.setdefault((record.cell_id, record.evidence), number)
+        if first != number:
+            raise ValueError(
+                f"{path}:{number}: {record.cell_id} has a record already, in line {first}; each "
+                "cell has one"
+            )
+    return found

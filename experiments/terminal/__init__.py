@@ -45,6 +45,16 @@ def stop(message: str) -> NoReturn:
     raise typer.Exit(UNUSABLE)
 
 
+def why_unusable(path: Path, error: OSError) -> str:
+    """What keeps files from being written below a folder, in words."""
+    blocking = next((each for each in (path, *path.parents) if each.is_file()), None)
+    if blocking is not None:
+        return f"{shown(blocking)} is a file, not a folder"
+    if isinstance(error, FileNotFoundError):  # all folders above were to be made
+        return "nothing can be made there"
+    return (error.strerror or type(error).__name__).lower()
+
+
 def check_writable(option: str, file: Path) -> None:
     """Make the file's folder; raises ``ValueError`` if the file cannot be written there."""
     try:
@@ -54,4 +64,5 @@ def check_writable(option: str, file: Path) -> None:
         if not existed:
             file.unlink()
     except OSError as error:
-        raise ValueError(f"{option} = {str(file)!r}: cannot be written: {error}") from error
+        why = why_unusable(file.parent, error)
+        raise ValueError(f"{option} = {str(file)!r}: cannot be written: {why}") from error

@@ -97,9 +97,10 @@ class Progress:
 
     def __enter__(self) -> Progress:
         cluster = self._matrix.cluster
+        kind = "simulated" if self._matrix.simulated else cluster.kind
         heading = Text.assemble(
             (self._matrix.name, "bold"),
-            f" · {len(self._cells)} cells · {cluster.kind} cluster, {cluster.nodes} nodes × "
+            f" · {len(self._cells)} cells · {kind} cluster, {cluster.nodes} nodes × "
             f"{cluster.ranks_per_node} ranks",
         )
         self._console.print(heading)
@@ -110,7 +111,8 @@ class Progress:
         if self._finished:
             self._console.print(Text(f"{len(self._finished)} cells are finished already"))
         if len(self._finished) < len(self._cells):
-            self._console.print(Text("starting the cluster …", style="dim"))
+            doing = "simulating" if self._matrix.simulated else "starting the cluster"
+            self._console.print(Text(f"{doing} …", style="dim"))
         return self
 
     def __exit__(
@@ -140,16 +142,17 @@ class Progress:
         """Lines about the current cell and the whole run, as of now."""
         current = self._current
         elapsed = 0.0 if current is None else time.monotonic() - current.started
-        overall = self._overall(elapsed)
+        step = None if current is None else current.tail.last()
+        overall = self._overall(elapsed, step)
         if current is None:
             return Group(Text(), overall)
-        return Group(Text(), _cell_status(current.cell, current.tail.last(), elapsed), overall)
+        return Group(Text(), _cell_status(current.cell, step, elapsed), overall)
 
-    def _overall(self, elapsed_cell: float) -> Table:
+    def _overall(self, elapsed_cell: float, step: Step | None) -> Table:
         done = len(self._finished)
         ids = {record.cell_id for record in self._finished}
         remaining = [cell for cell in self._cells if cell.id not in ids]
-        left = seconds_left(remaining, self._finished, elapsed_cell)
+        left = seconds_left(remaining, self._finished, elapsed_cell, step)
         times = f"{clock(time.monotonic() - self._started)} passed"
         if left is not None:
             times += f", about {clock(left)} left"
@@ -223,27 +226,38 @@ class _CellLines:
 
 
 def seconds_left(
-    remaining: Sequence[Cell], finished: Sequence[Record], elapsed: float
+    remaining: Sequence[Cell], finished: Sequence[Record], elapsed: float, step: Step | None = None
 ) -> float | None:
-    """Seconds that the remaining cells will take; ``elapsed`` of the first of them are over.
+    """Seconds that the remaining cells will take.
 
-    A cell is expected to take as long as the finished ones with its bandwidth did, which is what
-    a step's time depends on most; ``None`` before any is finished.
+    Of the first of them, which is running, ``elapsed`` are over and ``step`` is its last one: the
+    steps to come will take as long each. Another cell is expected to take as long as those with its
+    bandwidth do, which is what a step's time depends on most. ``None`` before anything is known.
     """
-    if not finished:
+    if not remaining:
+        return 0.0 if finished else None
+    running, *others = remaining
+    seconds = [(_link(record.cell), record.seconds) for record in finished]
+    left = None
+    if step is not None:
+        left = (step.of - step.step) * step.seconds
+        seconds.append((_link(running), elapsed + left))
+    if not seconds:
         return None
-    overall = sum(record.seconds for record in finished) / len(finished)
-    by_link: dict[int | None, list[float]] = {}
-    for record in finished:
-        link = record.cell.inter_bandwidth_bits_per_s
-        by_link.setdefault(link, []).append(record.seconds)
-    expected = [
-        sum(same) / len(same) if (same := by_link.get(cell.inter_bandwidth_bits_per_s)) else overall
-        for cell in remaining
-    ]
-    if expected:
-        expected[0] = max(0.0, expected[0] - elapsed)
-    return sum(expected)
+    if left is None:
+        left = max(0.0, _expected(running, seconds) - elapsed)
+    return left + sum(_expected(cell, seconds) for cell in others)
+
+
+def _expected(cell: Cell, seconds: Sequence[tuple[int | None, float]]) -> float:
+    """The mean of the cells with its bandwidth, or of all."""
+    alike = [taken for link, taken in seconds if link == _link(cell)]
+    known = alike or [taken for _, taken in seconds]
+    return sum(known) / len(known)
+
+
+def _link(cell: Cell) -> int | None:
+    return cell.inter_bandwidth_bits_per_s
 
 
 def clock(seconds: float) -> str:

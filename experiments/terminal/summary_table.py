@@ -26,6 +26,11 @@ STATE_STYLES = {
 #: Most cells that are named of those that failed alike.
 _LISTED = 3
 _ABSENT = Text("–", style="dim")
+#: What a minimum means that is above what was sent.
+_LESS = (
+    "\n* the minimum is of a schedule that gathers each block anew in backward; DeepSpeed still "
+    "holds some from the end of forward, which it does not gather again"
+)
 
 
 def summary(records: Sequence[Record]) -> RenderableType:
@@ -43,6 +48,8 @@ def summary(records: Sequence[Record]) -> RenderableType:
         comparison = _Comparison.of(group)
         parts.append(_heading([record.cell for record in group], extra, comparison))
         parts.append(_rows(group, comparison, longest, columns))
+    if any(map(_sends_less, ran)):
+        parts.append(Text(_LESS, style="dim"))
     return Group(*parts, *_notes(records))
 
 
@@ -140,7 +147,18 @@ def _sent_ratio(record: Record, comparison: _Comparison) -> Text:
 
 def _least(record: Record, _: _Comparison) -> Text:
     measured = record.measurement
-    return _megabytes(measured.inter_node_bytes_closed_form if measured else None)
+    least = _megabytes(measured.inter_node_bytes_closed_form if measured else None)
+    return least + "*" if _sends_less(record) else least
+
+
+def _sends_less(record: Record) -> bool:
+    """Whether DeepSpeed sends less than its schedule must, by more than rounding."""
+    measured = record.measurement
+    if measured is None or measured.engine != "deepspeed":
+        return False
+    if measured.inter_node_bytes_closed_form is None:
+        return False
+    return measured.inter_node_bytes_per_step < 0.995 * measured.inter_node_bytes_closed_form
 
 
 def _loss(record: Record, comparison: _Comparison) -> Text:

@@ -10,9 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from experiments.records.cell import Cell
 from experiments.records.record import Measurement, Record
+from simulation.quantities import format_link
 
 _TAG_LENGTH = 64
+#: Of the table of all cells.
+_COLUMNS = (
+    *("cell", "strategy", "model", "tuning", "link", "accumulation", "state", "evidence"),
+    *("tokens_per_s", "step_seconds", "inter_node_megabytes_per_step"),
+)
+#: Titles of the charts, by the column that they show.
+_CHARTS = {
+    "tokens_per_s": "Tokens per second",
+    "inter_node_megabytes_per_step": "MB between nodes per step",
+}
 
 
 @dataclass(frozen=True)
@@ -34,7 +46,7 @@ def cell_run(record: Record, run_id: str | None = None) -> WandbRun:
 
     def fill(run: Any) -> None:
         if record.measurement is not None:
-            for step, point in enumerate(_history(record.measurement)):
+            for step, point in enumerate(_history(record.measurement), start=1):
                 # With its number, a point that a resumed run has already is not added again.
                 run.log(point, step=step)
         run.summary.update(_summary(record))
@@ -45,19 +57,20 @@ def cell_run(record: Record, run_id: str | None = None) -> WandbRun:
         group=record.cell.matrix,
         job_type=record.cell.variant,
         tags=_tags(record),
-        config=record.cell.flat(),
+        config=_config(record.cell),
         fill=fill,
         exit_code=0 if record.state == "ok" else 1,
     )
 
 
 def report_run(records: Sequence[Record], directory: Path, report: Path) -> WandbRun:
-    """The W&B run that holds the records and the files below ``report`` as an artifact."""
+    """The W&B run that shows all cells: a table, charts, the figures, and all files to download."""
     matrix = records[0].cell.matrix
 
     def fill(run: Any) -> None:
         import wandb
 
+        _show(run, records, report)
         # A suite's matrix has a slash in its name, which an artifact's may not.
         artifact = wandb.Artifact(f"{matrix.replace('/', '-')}-report", type="report")
         with _staging(directory / "wandb" / "data"):
@@ -75,6 +88,44 @@ def report_run(records: Sequence[Record], directory: Path, report: Path) -> Wand
         config={"matrix": matrix},
         fill=fill,
     )
+
+
+def _show(run: Any, records: Sequence[Record], report: Path) -> None:
+    """Log what is looked at in the browser: the cells as a table, two charts of it, the figures."""
+    import wandb
+
+    table = wandb.Table(columns=[*_COLUMNS], data=[_row(record) for record in records])
+    shown: dict[str, Any] = {"cells": table}
+    for name, title in _CHARTS.items():
+        shown[f"charts/{name}"] = wandb.plot.bar(table, "cell", name, title=title)
+    for figure in sorted(report.rglob("*.png")):
+        shown[f"figures/{figure.stem}"] = wandb.Image(str(figure))
+    run.log(shown)
+
+
+def _row(record: Record) -> list[Any]:
+    cell, measured = record.cell, record.measurement
+    return [
+        record.cell_id,
+        cell.subject,
+        cell.model.name,
+        cell.tuning,
+        format_link(cell.inter_bandwidth_bits_per_s),
+        cell.accumulation,
+        record.state,
+        record.evidence,
+        record.tokens_per_s,
+        record.step_seconds_median,
+        None if measured is None else measured.inter_node_bytes_per_step / 1e6,
+    ]
+
+
+def _config(cell: Cell) -> dict[str, Any]:
+    """The cell's settings, none of which its strategy or its tuning does not have."""
+    settings = cell.flat({"origin": True})
+    if cell.tuning == "full":
+        del settings["lora_rank"]
+    return settings
 
 
 @contextmanager
@@ -101,16 +152,19 @@ def _digest(*parts: str) -> str:
 def _tags(record: Record) -> list[str]:
     cluster = record.cell.cluster
     shape = f"{cluster.nodes} nodes x {cluster.ranks_per_node} ranks"
-    tags = [record.evidence, cluster.kind, shape, str(record.hardware.get("cpu", ""))]
+    cell = record.cell
+    link = format_link(cell.inter_bandwidth_bits_per_s)
+    tags = [cell.variant, cell.model.name, cell.tuning, link, record.evidence, cluster.kind, shape]
+    tags.append(str(record.hardware.get("cpu", "")))
     return list(dict.fromkeys(tag[:_TAG_LENGTH] for tag in tags if tag))
 
 
 def _history(measurement: Measurement) -> list[dict[str, float]]:
-    """One point per step; the warm-up steps, which come first, have a loss and no time."""
+    """One point per step, whose number is W&B's; warm-up steps, the first, have no time."""
     warmup = len(measurement.losses) - len(measurement.step_seconds)
     points = []
     for step, loss in enumerate(measurement.losses):
-        point = {"step": float(step + 1), "loss": loss}
+        point = {"loss": loss}
         if step >= warmup:
             point["step_seconds"] = measurement.step_seconds[step - warmup]
         points.append(point)

@@ -1,4 +1,4 @@
-"""Causal language models of ``transformers`` by their configuration, and users' own."""
+"""Causal language models of ``transformers`` by their configuration, and users' own functions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch.nn as nn
 
 from experiments.records.cell import Cell
 from experiments.records.workload import ConfiguredModel, OwnModel
-from experiments.worker import blocks, functions
+from experiments.worker import functions
+from fcdp.blocks import find_blocks
 
 
 def configured(spec: ConfiguredModel, cell: Cell) -> tuple[nn.Module, Sequence[nn.Module]]:
@@ -127,10 +128,7 @@ def _pretrained(spec: ConfiguredModel, config: Any, cell: Cell) -> Any:
 
 
 def _blocks(model: nn.Module, where: str) -> list[nn.Module]:
-    found = blocks.find(model)
-    if not found:
-        raise ValueError(
-            f"{where}: {type(model).__name__} has no blocks, which are the layers of one class in "
-            "an nn.ModuleList"
-        )
-    return found
+    try:
+        return find_blocks(model)
+    except ValueError as error:
+        raise ValueError(f"{where}: {str(error).removeprefix('units: ')}") from error

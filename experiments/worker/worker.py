@@ -19,7 +19,7 @@ from experiments.clusters import start_barrier
 from experiments.clusters.counters import transmitted_bytes
 from experiments.records.cell import Cell
 from experiments.records.record import Measurement
-from experiments.worker import configured, data, equality, functions, models, text
+from experiments.worker import configured, data, equality, functions, models, profiling, text
 from fcdp import Topology
 
 
@@ -31,7 +31,10 @@ def main(cell_file: str, output_directory: str) -> None:
     cell = Cell.model_validate_json(Path(cell_file).read_text(encoding="utf-8"))
     topology = Topology.from_env()
     try:
-        measurement = _Training(cell, topology, Path(output_directory)).measure()
+        training = _Training(cell, topology, Path(output_directory))
+        measurement = training.measure()
+        if cell.profile:
+            training.profile()
         if topology.rank == 0:
             path = Path(output_directory) / "measurement.json"
             path.write_text(measurement.model_dump_json(indent=1), encoding="utf-8")
@@ -88,13 +91,28 @@ class _Training:
         self._train(cell.warmup_steps)
         self.seconds.clear()
         trainable.take_ledger()
+        trainable.take_metrics()
+        trainable.settle()
         before = self._egress()
         self._train(cell.steps)
+        trainable.settle()
         sent = self._egress() - before
         ledger = trainable.take_ledger()
         measurement = self._measurement(sent, ledger)
         # After all that is counted, timed or at its peak has been read.
-        return measurement.model_copy(update={"held_out_loss": self._held_out_loss()})
+        told = {**trainable.take_metrics(), "held_out_loss": self._held_out_loss()}
+        return measurement.model_copy(update=told)
+
+    def profile(self) -> None:
+        """Train one more step under the profiler, of which the measurement knows nothing."""
+        batches = self._batches()
+        profiling.profile_step(
+            lambda: self.trainable.step(batches).item(),
+            self._egress,
+            self.trainable.take_ledger,
+            self.topology,
+            self.output,
+        )
 
     def _held_out_loss(self) -> float | None:
         """Mean loss of the held-out sequences, which every rank has all of."""
@@ -108,15 +126,17 @@ class _Training:
 
     def _train(self, steps: int) -> None:
         for _ in range(steps):
-            batches = [
-                batch.to(self._device) for batch in islice(self.batches, self.cell.accumulation)
-            ]
+            batches = self._batches()
             begin = time.perf_counter()
             # Reading the loss ends the step on an accelerator too.
             self.losses.append(self.trainable.step(batches).item())
             self.seconds.append(time.perf_counter() - begin)
             if self.topology.rank == 0:
                 self._report()
+
+    def _batches(self) -> list[torch.Tensor]:
+        """The micro-batches of the next step."""
+        return [batch.to(self._device) for batch in islice(self.batches, self.cell.accumulation)]
 
     def _report(self) -> None:
         line = {
@@ -163,6 +183,7 @@ class _Training:
             ledger_bytes_per_step=ledger and _per_step(ledger, cell.steps),
             peak_host_bytes=max(r["host"] for r in ranks),
             host_cache_bytes=trainable.host_cache_bytes,
+            steps_per_round=trainable.interval,
             peak_device_bytes=torch.accelerator.max_memory_allocated() if on_accelerator else None,
         )
 

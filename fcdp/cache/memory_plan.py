@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from fcdp.cache.entry import TierName
 from fcdp.cache.policy import CachePolicy, Placement
 from fcdp.cache.tiers import disk, host
 from fcdp.partial_gradients import PartialsPlace
+from fcdp.sizes import in_words
 from fcdp.topology import Topology
 from fcdp.unit import Unit
 
@@ -79,23 +81,46 @@ class MemoryPlan:
         free = memory.available_host_memory()
         if free is not None and self.host_bytes > free:
             raise ValueError(
-                f"{self}, but only {_size(free)} of host memory are free; use more "
+                f"{self.memory}, but only {in_words(free)} of host memory are free; use more "
                 "nodes' memory, a smaller gather dtype, a Budget with less host memory, NoCache() "
                 "or partial_gradients='device' (what fcdp.shard has sharded goes to "
                 "fcdp.cache_parameters now)"
             )
 
     def announce(self) -> None:
-        """Rank 0 prints what is about to be taken to standard error."""
-        if self.topology.rank == 0 and self.host_bytes:
+        """Rank 0 prints where all units lie to standard error, before memory is taken."""
+        if self.topology.rank == 0:
             print(self, file=sys.stderr, flush=True)
 
-    def __str__(self) -> str:
+    @property
+    def memory(self) -> str:
+        """What is taken of the host, as people read it."""
         parts = ", ".join(
-            f"{name} {_size(nbytes)}" for name, nbytes in self.parts.items() if nbytes
+            f"{name} {in_words(nbytes)}" for name, nbytes in self.parts.items() if nbytes
         )
         ranks = self.topology.processes_per_node
-        return f"fcdp: {_size(self.host_bytes)} of host memory a node, {ranks} × ({parts})"
+        return f"fcdp: {in_words(self.host_bytes)} of host memory per node, {ranks} × ({parts})"
+
+    def __str__(self) -> str:
+        memory = f"; {self.memory.removeprefix('fcdp: ')}" if self.host_bytes else ""
+        return f"fcdp: {self._places}{memory}"
+
+    @property
+    def _places(self) -> str:
+        units = self.placement.preferences
+        counted = f"{len(units)} unit{'s' * (len(units) != 1)}"
+        if self.topology.nodes == 1:
+            return f"{counted}, on one node: nothing crosses nodes, and nothing is cached"
+        places = Counter(_where(self.placement, unit) for unit in units)
+        return f"{counted}: {', '.join(f'{count} {place}' for place, count in places.items())}"
+
+
+def _where(placement: Placement, unit: Unit) -> str:
+    """Where a unit's entry lies, in words."""
+    tiers = [tier for tier in (_planned_tier(placement, unit),) if tier]
+    if placement.guarded and "device" in placement.preferences[unit]:
+        tiers.insert(0, "device")
+    return " or ".join(tiers) or "gathered across nodes"
 
 
 def _planned_tier(placement: Placement, unit: Unit) -> TierName | None:
@@ -104,10 +129,3 @@ def _planned_tier(placement: Placement, unit: Unit) -> TierName | None:
     if preference[:1] == ("device",) and not placement.guarded:
         return "device"
     return next((tier for tier in preference if tier != "device"), None)
-
-
-def _size(nbytes: int) -> str:
-    for power, unit in ((30, "GiB"), (20, "MiB")):
-        if nbytes >= 2**power:
-            return f"{nbytes / 2**power:.1f} {unit}"
-    return f"{nbytes / 2**10:.0f} KiB"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 from fcdp.cache.entry import TierName
 from fcdp.cache.memory import Usage
+from fcdp.sizes import in_words
 from fcdp.topology import Topology
 from fcdp.unit import Unit
 
@@ -61,7 +63,7 @@ class Fixed:
 class NoCache:
     """Gather across nodes every time: ZeRO-3, with this library's hierarchical collectives."""
 
-    directory: None = None
+    directory: ClassVar[None] = None
 
     def place(self, units: Sequence[Unit], topology: Topology) -> Placement:
         return Fixed(dict.fromkeys(units, ()))
@@ -74,7 +76,7 @@ class DeviceCache:
     What the device cannot take goes to the host.
     """
 
-    directory: None = None
+    directory: ClassVar[None] = None
 
     def place(self, units: Sequence[Unit], topology: Topology) -> Placement:
         return Fixed(dict.fromkeys(units, ("device", "host")))
@@ -88,7 +90,7 @@ class HostCache:
     shard is at hand anyway. A node holds (n−1)/n of the gathered model in all.
     """
 
-    directory: None = None
+    directory: ClassVar[None] = None
 
     def place(self, units: Sequence[Unit], topology: Topology) -> Placement:
         return Fixed(dict.fromkeys(units, ("host",)))
@@ -99,6 +101,9 @@ class DiskCache:
     """Keep every unit on a local disk, in ``directory``; host memory holds a few units only."""
 
     directory: Path
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "directory", _path(self.directory))
 
     def place(self, units: Sequence[Unit], topology: Topology) -> Placement:
         return Fixed(dict.fromkeys(units, ("disk",)))
@@ -113,11 +118,11 @@ class Threshold:
     """
 
     tau: float
-    directory: None = None
+    directory: ClassVar[None] = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.tau <= 1:
-            raise ValueError(f"tau = {self.tau}: must be between 0 and 1")
+        if not _is_number(self.tau) or not 0 <= self.tau <= 1:
+            raise ValueError(f"tau = {self.tau!r}: must be between 0 and 1")
 
     def place(self, units: Sequence[Unit], topology: Topology) -> Placement:
         return _BelowThreshold(dict.fromkeys(units, ("device", "host")), self.tau)
@@ -151,10 +156,22 @@ class Budget:
     disk: int = 0
     directory: Path | None = None
 
+    def __repr__(self) -> str:
+        sizes = {"device": self.device, "host": self.host, "disk": self.disk}
+        given = [f"{name}={in_words(size)}" for name, size in sizes.items() if size]
+        if self.directory is not None:
+            given.append(f"directory={str(self.directory)!r}")
+        return f"Budget({', '.join(given)})"
+
     def __post_init__(self) -> None:
         for name in ("device", "host", "disk"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} = {getattr(self, name)}: must be bytes, 0 or more")
+            size = getattr(self, name)
+            if type(size) is not int or size < 0:
+                raise ValueError(
+                    f"{name} = {size!r}: must be bytes, a whole number, 0 or more; 2**30 for a GiB"
+                )
+        if self.directory is not None:
+            object.__setattr__(self, "directory", _path(self.directory))
         if self.disk and self.directory is None:
             raise ValueError(f"disk = {self.disk}: needs a directory")
 
@@ -182,11 +199,15 @@ class Auto:
 
     reserve: float = 0.1
     measured_gathers: int = 4
-    directory: None = None
+    directory: ClassVar[None] = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.reserve < 1:
-            raise ValueError(f"reserve = {self.reserve}: must be between 0 and 1")
+        if not _is_number(self.reserve) or not 0 < self.reserve < 1:
+            raise ValueError(f"reserve = {self.reserve!r}: must be between 0 and 1")
+        if type(self.measured_gathers) is not int or self.measured_gathers < 0:
+            raise ValueError(
+                f"measured_gathers = {self.measured_gathers!r}: must be a count, 0 or more"
+            )
 
     def place(self, units: Sequence[Unit], topology: Topology) -> Placement:
         return _AutoPlacement(
@@ -239,3 +260,14 @@ def _best_first(units: Sequence[Unit]) -> Sequence[Unit]:
     """Most reused first, then soonest reused: backward meets the last unit of forward first."""
     order = {unit: place for place, unit in enumerate(units)}
     return sorted(units, key=lambda unit: (-unit.reuses, -order[unit]))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _path(directory: Any) -> Path:
+    """A path, of a text too. Raises ``ValueError`` for anything else."""
+    if not isinstance(directory, str | os.PathLike):
+        raise ValueError(f"directory = {directory!r}: must be a path")
+    return Path(directory)

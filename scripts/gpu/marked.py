@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from experiments.records import provenance
-from scripts.gpu import outcomes
 from scripts.gpu.records import Brief, Deadline, Record
 
 _MARK = "pytest.mark.gpu"
+#: Names, to pytest's process, the file for outcomes.
+_OUTCOMES = "FCDP_GPU_OUTCOMES"
 #: Under this nothing is started any more.
 _LEAST_S = 10.0
 
@@ -53,10 +54,10 @@ def check(record: Record, brief: Brief, limit_s: float) -> None:
 def _run(file: Path, brief: Brief, limit_s: float) -> tuple[list[dict[str, str]], str]:
     """The tests' outcomes, and why pytest itself did not end well."""
     target = brief.scratch / f"{file.stem}.jsonl"
-    environment = {**provenance.without_secrets(os.environ), outcomes.FILE: str(target)}
+    environment = {**provenance.without_secrets(os.environ), _OUTCOMES: str(target)}
     # Options that pytest's plugins define are left out: the plugins may be missing.
     options = ["-o", "addopts=", "-o", "minversion=0", "-p", "no:cacheprovider", "-q"]
-    plugin = ["-p", "scripts.gpu.outcomes"]
+    plugin = ["-p", __name__]  # for its hooks, below
     process = subprocess.Popen(
         [sys.executable, "-m", "pytest", *options, *plugin, "-m", "gpu", str(file)],
         cwd=provenance.ROOT,
@@ -108,3 +109,22 @@ def _judge(record: Record, name: str, lines: list[dict[str, str]], error: str) -
     else:
         said = by_outcome.get("skipped", ["no test was found"])
         record.not_measured(name, said[0])
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """Write each test's outcome as a line, at once, so that a kill loses none."""
+    if report.when == "call" or report.outcome != "passed":
+        _write_outcome(report.nodeid, report.outcome, report.longrepr)
+
+
+def pytest_collectreport(report: Any) -> None:
+    if report.failed:
+        _write_outcome(report.nodeid, "not collected", report.longrepr)
+
+
+def _write_outcome(test: str, outcome: str, said: object) -> None:
+    # A skip's is (file, line, reason); an error's ends with what was raised.
+    last = said[-1] if isinstance(said, tuple) else str(said or "").strip()
+    line = {"test": test, "outcome": outcome, "said": str(last)[-600:]}
+    with open(os.environ[_OUTCOMES], "a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")

@@ -5,6 +5,9 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import json
+import os
+import signal
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,7 +27,7 @@ TASKS = {
     "memory": "scripts.gpu.memory:on_this_rank",
     "overlap": "scripts.gpu.overlap:on_this_rank",
     "constants": "scripts.gpu.constants:on_this_rank",
-    "fault": "scripts.gpu.faults:on_this_rank",
+    "fault": "scripts.gpu.rank:go_wrong",
 }
 
 
@@ -85,3 +88,20 @@ def _leave(device: torch.device) -> None:
         torch.cuda.synchronize()
     dist.all_reduce(torch.zeros(1, device="cpu"))
     dist.destroy_process_group()
+
+
+def go_wrong(rank: Rank) -> None:
+    """Fail, crash or hang on purpose: what the tests of :mod:`scripts.gpu.groups` start."""
+    rank.answer({"rank": rank.rank, "host": os.environ.get("NCCL_HOSTID")})
+    fault = rank.brief["fault"] if rank.rank == rank.brief["at"] else "none"
+    if fault == "raise":
+        raise ValueError("made to fail")
+    if fault == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if fault == "hang":
+        _hang()
+
+
+def _hang() -> None:
+    while True:
+        time.sleep(60)

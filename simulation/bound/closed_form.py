@@ -129,9 +129,22 @@ def estimate(
     if tokens < sequence_length:
         return None
     forward = forward_flops_per_token(shape, sequence_length)
-    backward = (2 + (1 - gamma)) * forward
-    rate = efficiency * cluster.peak_flops
     transfer = transfer_seconds(shape, cluster)
+    rate = efficiency * cluster.peak_flops
+    return _step(cluster, tokens, gamma, forward, rate, transfer, backward_transfers)
+
+
+def _step(
+    cluster: Cluster,
+    tokens: float,
+    gamma: float,
+    forward: float,
+    rate: float,
+    transfer: float,
+    backward_transfers: int = 1,
+) -> Estimate:
+    """The step of so many tokens at ``rate``, from one token's forward and one gather of all."""
+    backward = (2 + (1 - gamma)) * forward
     forward_seconds = max(tokens * forward / rate, transfer)
     backward_seconds = max(tokens * backward / rate, backward_transfers * transfer)
     speed = tokens / (forward_seconds + backward_seconds)
@@ -214,26 +227,26 @@ def grid_search(
     A point counts if its HFU is at most its α̂. Raises ``ValueError`` naming the argument that
     cannot be.
     """
-    checks.counts(steps=steps)
+    checks.counts(steps=steps, sequence_length=sequence_length)
     checks.share(highest_efficiency=highest_efficiency)
+    forward = forward_flops_per_token(shape, sequence_length)
+    transfer = transfer_seconds(shape, cluster)
     choices = []
     stages: tuple[Stage, ...] = ("zero-1/2", "zero-3")
     for stage in stages:
         for kept in range(steps + 1):
+            gamma = kept / steps
+            tokens = token_capacity(shape, cluster, gamma, stage)
+            if tokens < sequence_length:
+                continue
             for reached in range(1, steps + 1):
-                gamma, efficiency = kept / steps, highest_efficiency * reached / steps
+                efficiency = highest_efficiency * reached / steps
                 if efficiency == 0:
                     continue
-                found = estimate(
-                    shape,
-                    cluster,
-                    sequence_length,
-                    gamma=gamma,
-                    efficiency=efficiency,
-                    stage=stage,
-                )
+                rate = efficiency * cluster.peak_flops
+                found = _step(cluster, tokens, gamma, forward, rate, transfer)
                 # Equal but for rounding where the step is bound by compute alone.
-                if found is not None and found.hfu <= efficiency * (1 + 1e-9):
+                if found.hfu <= efficiency * (1 + 1e-9):
                     choices.append(Choice(stage, gamma, efficiency, found))
     if not choices:
         return Best(None, None)

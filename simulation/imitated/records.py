@@ -18,7 +18,7 @@ class Case(Strict):
     """A strategy on a model, with everything that decides how much memory a rank needs."""
 
     strategy: Name
-    #: Cache policy of strategies that have one, as ``baselines.presets.policies`` reads it.
+    #: Cache policy of strategies that have one, as ``fcdp.cache.named`` reads it.
     policy: str = "host"
     model: ModelSpec
     tuning: Tuning

@@ -47,7 +47,7 @@ class Request:
     price_per_gpu_hour: float | None = None
 
     def __post_init__(self) -> None:
-        from baselines.presets.policies import parse  # needs torch
+        from fcdp.cache.named import parse  # needs torch
 
         checks.counts(**{f"sequence_length[{i}]": n for i, n in enumerate(self.sequence_lengths)})
         checks.counts(**{f"micro_batch[{i}]": n for i, n in enumerate(self.micro_batches)})

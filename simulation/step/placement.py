@@ -41,7 +41,7 @@ class _PolicyUnit:
 def place(workload: Workload, schedule: Schedule, units: Layout, hardware: Hardware) -> Placement:
     """Place the units' entries as the strategy or its policy does.
 
-    Raises ``ValueError`` for a policy that ``baselines.presets.policies`` does not know.
+    Raises ``ValueError`` for a policy that ``fcdp.cache.named`` does not know.
     """
     if schedule.cache is None or hardware.nodes == 1:
         return Placement({}, CacheBytes())
@@ -60,7 +60,7 @@ def shard_numel(parameters: int, world_size: int) -> int:
 def _by_policy(
     text: str, workload: Workload, schedule: Schedule, units: Layout, hardware: Hardware
 ) -> Placement:
-    from baselines.presets.policies import parse  # needs torch
+    from fcdp.cache.named import parse  # needs torch
 
     seen: dict[Unit, Any] = {}
     for unit in units.units:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fcdp
-from baselines.presets.policies import _POLICIES, parse
+from fcdp.cache.named import _POLICIES, parse
 from fcdp.engine import engine_of
 from tests.docs import ROOT, code_blocks, table
 from tests.fcdp.training import Settings, batches, loss_of, make_model, take_step, topology_of

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 
-def wait_until(condition: Callable[[], bool], within_s: float = 60) -> None:
+def wait_until(condition: Callable[[], bool], within_s: float = 60, every_s: float = 0.02) -> None:
+    """Look at the condition until it holds; less often where looking takes a command."""
     deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline, "nothing happened in time"
-        time.sleep(0.02)
+        time.sleep(every_s)
 
 
 def is_running(pid: int) -> bool:

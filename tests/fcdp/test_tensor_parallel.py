@@ -205,7 +205,7 @@ def announced(layout: Layout) -> tuple[int, str]:
 def test_host_memory_is_planned_for_all_ranks_of_a_node(ranks: Pools) -> None:
     (processes, said), *_ = ranks.run(4, announced, Layout(2, 1, launched=True))
     assert processes == 2
-    assert "of host memory a node, 2 × (cache" in said
+    assert "of host memory per node, 2 × (cache" in said
 
 
 def bytes_between_nodes(layout: Layout) -> tuple[dict[str, int], int, int]:

@@ -85,7 +85,9 @@ def docker(network: Network, folder: Path) -> Iterator[list[Engine]]:
                 *("--bridge=none", "--iptables=false", "--ip-forward=false"),
             )
         for engine in engines:
-            wait_until(lambda engine=engine: succeeds(["docker", "info"], **engine.variables))
+            wait_until(
+                lambda engine=engine: succeeds(["docker", "info"], **engine.variables), every_s=0.3
+            )
             engine.build("fcdp", archive)
         yield engines
 

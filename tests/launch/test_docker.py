@@ -77,7 +77,7 @@ class Containers:
         )
 
     def check_nothing_runs(self) -> None:
-        wait_until(lambda: not any(engine.containers() for engine in self.engines))
+        wait_until(lambda: not any(engine.containers() for engine in self.engines), every_s=0.3)
 
 
 def test_two_containers_train(run: Containers) -> None:

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from simulation import hardware
-from simulation.hardware import GPUS, cluster, gpu, paper_cluster
+from simulation.hardware import GPUS, cluster, gpu
+from tests.simulation.workloads import paper_cluster
 
 
 @pytest.mark.parametrize("name", GPUS)

@@ -17,12 +17,12 @@ from experiments.records.cell import Cell
 from experiments.records.modelled import workload_of
 from experiments.worker import models
 from simulation import memory
-from simulation.hardware import paper_cluster
 from simulation.imitated.records import Case, MemoryRecord, read
 from simulation.paper_models import PAPER_MODELS
 from simulation.prediction import fits, needed
 from simulation.workload import Workload
 from tests.experiments.cells import cell, model_spec
+from tests.simulation.workloads import paper_cluster
 
 HARDWARE = paper_cluster()
 #: Peaks of real training steps.

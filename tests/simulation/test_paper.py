@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import pytest
 
-from simulation.hardware import paper_cluster
 from simulation.paper_models import PAPER_MODELS, SEQUENCE_LENGTH
 from simulation.prediction import predict
 from simulation.transformer import Transformer
 from simulation.workload import Workload
+from tests.simulation.workloads import paper_cluster
 
 NODES = 2
 

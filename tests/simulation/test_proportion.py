@@ -10,7 +10,7 @@ from experiments.matrix import reader
 from experiments.records.cell import Cell
 from experiments.records.modelled import cluster_of, workload_of
 from simulation.emulated import emulated
-from simulation.proportion import communication_to_computation, link_bits_per_s
+from simulation.prediction import communication_to_computation, link_bits_per_s
 
 
 def zero3(name: str, model: str) -> Iterator[Cell]:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from baselines import strategy
 from simulation import traffic as collectives
-from simulation.hardware import paper_cluster
 from simulation.traffic import Traffic
+from tests.simulation.workloads import paper_cluster
 
 nodes = st.integers(1, 64)
 ranks = st.integers(1, 16)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from experiments.records.modelled import workload_of
-from simulation.hardware import Hardware, paper_cluster
+from simulation.hardware import Hardware, cluster
 from simulation.paper_models import PAPER_MODELS
 from simulation.prediction import Prediction, predict
 from simulation.workload import Workload
@@ -14,6 +14,14 @@ from tests.experiments.cells import cell, model_spec
 
 #: Small, so that tests are quick; every kind of unit is there.
 SMALL = model_spec("gpt2", layers=6, width=512, heads=8)
+
+
+def paper_cluster(nodes: int = 4, inter_bits_per_s: float = 100e9) -> Hardware:
+    """The FCDP paper's cluster (papers.md 0.3).
+
+    Nodes have 8 A40 of 48 GB and 512 GB of host memory; the paper's link is 100 Gbit/s InfiniBand.
+    """
+    return cluster("a40", nodes=nodes, ranks_per_node=8, inter_bits_per_s=inter_bits_per_s)
 
 
 def workload(strategy: str, *, lora: bool = False, large: bool = False, **more: Any) -> Workload:

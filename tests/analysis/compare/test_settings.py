@@ -15,6 +15,7 @@ from analysis.load.rows import row
 from analysis.load.table import frame
 from analysis.report import tables
 from baselines import registry
+from baselines.settings import CacheSettings
 from experiments.records import parity
 from experiments.records.cell import Cell, ClusterSpec, SimulatedSpec
 from experiments.records.record import Record
@@ -44,6 +45,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "origin": {"origin": Origin(folder="examples")},
     "origin_in_full": {"origin": Origin(folder="examples")},
 }
+#: Strategies beside those whose settings they have, or most of them.
+ALIKE = {"fcdp": "fcdp-sched", "local-sgd": "slowmo", "slowmo": "co2", "co2": "slowmo"}
 SETTINGS = [pytest.param(item, id=name) for name, item in described(Cell).items() if name != "port"]
 
 
@@ -53,9 +56,24 @@ def cell(strategy: str = "fcdp", **changes: Any) -> Cell:
     return made_up.cell(**{"strategy": strategy, "reduce_codec": "int8"} | given | changes)
 
 
+def owner(item: Described) -> str:
+    """A strategy whose cells have this setting: FCDP, if it has it."""
+    name = item.name
+    if name in OTHERS or name not in registry.setting_names() or name in CacheSettings.model_fields:
+        return "fcdp"
+    return next(of.name for of in registry.STRATEGIES if name in of.settings.model_fields)
+
+
+def usual(item: Described) -> Cell:
+    """A cell of a strategy that has this setting."""
+    return cell(owner(item))
+
+
 def changed(item: Described) -> Cell:
-    """A cell of FCDP that differs from ``cell()`` in this setting alone."""
+    """A cell that differs from ``usual(item)`` in this setting alone."""
     change = OTHERS.get(item.name) or {item.name: _other(item)}
+    if owner(item) != "fcdp":
+        return cell(owner(item), **change)
     if item.name in SimulatedSpec.model_fields:
         simulated = cell().cluster
         change = {"cluster": type(simulated)(**{**simulated.model_dump(), **change})}
@@ -63,8 +81,9 @@ def changed(item: Described) -> Cell:
 
 
 def _other(item: Described) -> Any:
-    value = item.of(cell())
-    field = Cell.model_fields.get(item.name)
+    value = item.of(usual(item))
+    kind = registry.find(owner(item)).settings
+    field = Cell.model_fields.get(item.name) or kind.model_fields.get(item.name)
     choices = get_args(field.annotation) if field else ()
     if isinstance(value, bool):
         return not value
@@ -82,8 +101,8 @@ def record(of: Cell) -> Record:
 
 @pytest.mark.parametrize("item", SETTINGS)
 def test_each_setting_is_part_of_the_id_or_says_that_it_is_not(item: Described) -> None:
-    assert item.of(changed(item)) != item.of(cell())
-    assert (changed(item).id == cell().id) == (item.setting.in_id == "never")
+    assert item.of(changed(item)) != item.of(usual(item))
+    assert (changed(item).id == usual(item).id) == (item.setting.in_id == "never")
 
 
 @pytest.mark.parametrize("item", SETTINGS)
@@ -112,16 +131,16 @@ def test_a_claim_compares_cells_that_differ_in_nothing_else(item: Described) -> 
         kind="ratio",
         quantity="tokens_per_s",
         of=Selection(strategy=changed(item).strategy),
-        over=Selection(strategy="fcdp-sched"),  # which has FCDP's settings
+        over=Selection(strategy=ALIKE[owner(item)]),
     )
-    rows = [row(record(cell("fcdp-sched"))), row(record(changed(item)))]
+    rows = [row(record(cell(ALIKE[owner(item)]))), row(record(changed(item)))]
     compared = item.setting.role == "incidental" or item.name == "strategy"
     assert bool(ratio.samples(rows)) == compared
 
 
 @pytest.mark.parametrize("item", SETTINGS)
 def test_tables_and_figures_say_in_which_setting_cells_differ(item: Described) -> None:
-    cells = [cell(), changed(item)]
+    cells = [usual(item), changed(item)]
     table = compare(frame([record(of) for of in cells]))
     shown = tables.presentable(table)
     parted = list(matrix.parted(table))

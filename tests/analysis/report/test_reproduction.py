@@ -37,17 +37,16 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     return written.page.read_text("utf-8")
 
 
-def test_the_committed_document_is_up_to_date() -> None:
-    document = reproduction.markdown(papers.load(), runs.load(RESULTS))
+@pytest.fixture(scope="module")
+def document() -> str:
+    """What the committed records and claims give."""
+    return reproduction.markdown(papers.load(), runs.load(RESULTS))
 
+
+def test_the_committed_document_is_up_to_date(document: str) -> None:
     assert (ROOT / "REPRODUCTION.md").read_text("utf-8") == document, (
         "REPRODUCTION.md differs from the records: run python -m analysis report"
     )
-
-
-@pytest.fixture(scope="module")
-def document() -> str:
-    return reproduction.markdown(papers.load(), runs.load(RESULTS))
 
 
 def test_every_claim_is_in_its_papers_table_with_its_verdict(document: str) -> None:

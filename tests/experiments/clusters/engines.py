@@ -98,7 +98,7 @@ def sshd(network: Network, folder: Path, hidden: Path, **variables: str) -> Iter
                 *("/usr/sbin/sshd", "-D", "-e", "-f", "/dev/null", *options),
             )
             there = [*enter(network, 0), str(client / "ssh"), address, "true"]
-            wait_until(lambda there=there: succeeds(there))
+            wait_until(lambda there=there: succeeds(there), every_s=0.1)
         yield client
 
 
@@ -147,10 +147,11 @@ class Slurm:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    def idle(self) -> bool:
-        """Whether all nodes wait for work."""
-        states = self.call("sinfo", "--noheader", "--Node", "--format=%T").split()
-        return states == ["idle"] * len(self._daemons.network.nodes)
+    def wait_until_idle(self) -> None:
+        """Wait until all nodes wait for work."""
+        wanted = ["idle"] * len(self._daemons.network.nodes)
+        look = ("sinfo", "--noheader", "--Node", "--format=%T")
+        wait_until(lambda: self.call(*look).split() == wanted, every_s=0.3)
 
 
 @contextmanager
@@ -184,8 +185,9 @@ def slurm(network: Network, folder: Path) -> Iterator[Slurm]:
         daemons.inside(0, "slurmctld", "-D", **started.variables)
         for node in range(len(network.nodes)):
             started.slurmd.append(started.start(node))
-        wait_until(lambda: succeeds(started.command("scontrol", "ping"), **started.variables))
-        wait_until(started.idle)
+        ping = started.command("scontrol", "ping")
+        wait_until(lambda: succeeds(ping, **started.variables), every_s=0.3)
+        started.wait_until_idle()
         yield started
 
 

@@ -17,7 +17,6 @@ from pyroute2 import netns
 from experiments.clusters import lifetimes, namespaces
 from experiments.clusters.emulated import EmulatedCluster
 from experiments.clusters.interface import ClusterError, Outcome
-from experiments.records import provenance
 from experiments.records.cell import ClusterSpec
 from tests.experiments.waiting import is_running, wait_until, wait_until_ended
 
@@ -31,7 +30,7 @@ SECRET = "a value that no rank is to see"
 @pytest.fixture(scope="module")
 def cluster(privileged: None) -> Iterator[EmulatedCluster]:
     with pytest.MonkeyPatch.context() as patch:
-        for name in provenance.SECRETS:
+        for name in ("WANDB_API_KEY", "HF_TOKEN"):
             patch.setenv(name, SECRET)
         with EmulatedCluster(ClusterSpec(nodes=2, ranks_per_node=2), preload=[ON_RANKS]) as built:
             yield built

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -61,6 +62,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RentedCluster]
             yield built
 
 
+@pytest.fixture(scope="module")
+def larger(cluster: RentedCluster) -> Iterator[RentedCluster]:
+    """The same with two ranks per node."""
+    with cluster_of("localhost", "localhost", ranks=2) as built:
+        yield built
+
+
 def run(
     cluster: RentedCluster, logs: Path, function: str, *arguments: str, timeout_s: float = 100
 ) -> Outcome:
@@ -81,15 +89,14 @@ def test_ranks_of_both_nodes_meet(cluster: RentedCluster, tmp_path: Path) -> Non
     assert sorted(path.name for path in tmp_path.iterdir()) == logs
 
 
-def test_what_a_rank_sees(cluster: RentedCluster, tmp_path: Path) -> None:
-    with cluster_of("localhost", "localhost", ranks=2) as larger:
-        outcome = larger.run(
-            f"{ON_RANKS}:describe",
-            [str(tmp_path)],
-            logs=tmp_path / "logs",
-            environment={"GIVEN": "$value"},
-            timeout_s=100,
-        )
+def test_what_a_rank_sees(larger: RentedCluster, tmp_path: Path) -> None:
+    outcome = larger.run(
+        f"{ON_RANKS}:describe",
+        [str(tmp_path)],
+        logs=tmp_path / "logs",
+        environment={"GIVEN": "$value"},
+        timeout_s=100,
+    )
     assert outcome == Outcome("ok")
     for rank in range(4):
         text = (tmp_path / f"{rank}.json").read_text()
@@ -114,19 +121,18 @@ def test_the_network_is_described_without_secrets_and_not_limited(cluster: Rente
 
 
 @pytest.mark.parametrize(
-    ("how", "rank", "state", "error"),
+    ("nodes", "how", "rank", "error"),
     [
-        ("raise and clean up", 3, "failed", "ValueError: the cause of it all"),
-        ("vanish", 2, "failed", "before its function returned"),
-        ("SIGKILL", 0, "failed", "killed by signal SIGKILL"),
+        ("larger", "raise and clean up", 3, "ValueError: the cause of it all"),
+        ("cluster", "vanish", 1, "before its function returned"),
+        ("cluster", "SIGKILL", 0, "killed by signal SIGKILL"),
     ],
 )
 def test_the_rank_that_failed_first_is_named(
-    cluster: RentedCluster, tmp_path: Path, how: str, rank: int, state: str, error: str
+    request: pytest.FixtureRequest, tmp_path: Path, nodes: str, how: str, rank: int, error: str
 ) -> None:
-    with cluster_of("localhost", "localhost", ranks=2) as larger:
-        outcome = run(larger, tmp_path, "fail", how, str(rank))
-    assert (outcome.state, outcome.rank) == (state, rank), outcome.error
+    outcome = run(request.getfixturevalue(nodes), tmp_path, "fail", how, str(rank))
+    assert (outcome.state, outcome.rank) == ("failed", rank), outcome.error
     assert error in str(outcome.error)
 
 
@@ -142,16 +148,24 @@ def when_all_linger(folder: Path, act: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-def test_a_launch_that_does_not_end_is_ended(cluster: RentedCluster, tmp_path: Path) -> None:
+def test_a_launch_that_does_not_end_is_ended(
+    cluster: RentedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     listens = []
+    passed_s = [0.0]
+    clock = SimpleNamespace(
+        monotonic=lambda: time.monotonic() + passed_s[0], monotonic_ns=time.monotonic_ns
+    )
+    monkeypatch.setattr(launched, "time", clock)
 
     def look() -> None:
         for address in ("127.0.0.1", "127.0.0.2"):
             with socket.socket() as probe:
                 listens.append(probe.connect_ex((address, cluster._port)) == 0)
+        passed_s[0] = 100.0  # rather than to wait for it
 
     thread = when_all_linger(tmp_path, look)
-    assert run(cluster, tmp_path, "linger", str(tmp_path), timeout_s=30).state == "timeout"
+    assert run(cluster, tmp_path, "linger", str(tmp_path), timeout_s=100).state == "timeout"
     thread.join()
     # The store is open at node 0's address only.
     assert listens == [True, False]

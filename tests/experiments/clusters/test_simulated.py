@@ -20,8 +20,8 @@ from experiments.records.record import Record
 from experiments.records.record import read as read_records
 from experiments.runner import runner
 from experiments.runner.directory import RunDirectory
-from simulation.hardware import paper_cluster
 from tests.experiments.cells import cell, model_spec
+from tests.simulation.workloads import paper_cluster
 
 SPEC = SimulatedSpec(kind="simulated", nodes=2, ranks_per_node=8, gpu="a40")
 

@@ -43,7 +43,7 @@ def run(cluster: Slurm, tmp_path: Path) -> Run:
 
 def allocate(cluster: Slurm) -> dict[str, str]:
     """Slurm's variables of an allocation of both nodes."""
-    wait_until(cluster.idle)
+    cluster.wait_until_idle()
     cluster.call("salloc", "--no-shell", "--nodes=2", "--quiet")
     (job,) = cluster.call("squeue", "--noheader", "--states=R", "--format=%i").split()
     return {"SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": "n[0-1]"}
@@ -51,7 +51,7 @@ def allocate(cluster: Slurm) -> dict[str, str]:
 
 def test_two_cells_train_in_a_batch_job(cluster: Slurm, network: Network, tmp_path: Path) -> None:
     run = Run(tmp_path, [], {})
-    wait_until(cluster.idle)
+    cluster.wait_until_idle()
     log = tmp_path / "batch.log"
     cluster.call(
         *("sbatch", "--wait", "--nodes=2", f"--output={log}"),

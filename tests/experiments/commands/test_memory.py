@@ -22,9 +22,12 @@ def test_finished_cases_are_kept_and_not_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = Console(file=StringIO(), width=200)
-    first = settle(["gpt-30b"], ["ddp"], tmp_path, 1, shown)
+    # What is named twice is settled once.
+    first = settle(["gpt-30b", "gpt-30b"], ["ddp", "ddp"], tmp_path, 1, shown)
+    assert len(first) == len({record.case for record in first})
     assert {record.state for record in first} == {"oom"}  # 28.9 billion parameters in fp32
     kept = read(tmp_path / "memory.jsonl")
+    assert len(kept) == len(first)
     assert sorted(kept, key=study.place) == sorted(first, key=study.place)
     page = (tmp_path / "memory.md").read_text(encoding="utf-8")
     assert "| ddp | oom | oom | oom | oom | – |" in page
@@ -46,13 +49,6 @@ def test_unknown_names_are_refused(tmp_path: Path, arguments: list[str], message
     assert result.exit_code == UNUSABLE
     assert message in result.output
     assert not any(tmp_path.iterdir())
-
-
-def test_a_model_named_twice_is_settled_once(tmp_path: Path) -> None:
-    shown = Console(file=StringIO())
-    settled = settle(["gpt-30b", "gpt-30b"], ["ddp", "ddp"], tmp_path, 1, shown)
-    assert len(settled) == len({record.case for record in settled})
-    assert len(read(tmp_path / "memory.jsonl")) == len(settled)
 
 
 @pytest.mark.parametrize("name", ["memory.jsonl", "memory.md"])

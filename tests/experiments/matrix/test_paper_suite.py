@@ -13,9 +13,9 @@ from experiments.records.cell import Cell, SimulatedSpec
 from experiments.records.modelled import cluster_of, hardware_of, workload_of
 from experiments.records.record import read
 from simulation import paper_models
-from simulation.hardware import paper_cluster
 from simulation.prediction import fits, predict
 from tests.experiments.matrix.test_reader import FILE, written
+from tests.simulation.workloads import paper_cluster
 
 RESULTS = Path(__file__).parents[3] / "results"
 SUITE = files.members("paper")

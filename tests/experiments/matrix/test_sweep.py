@@ -15,7 +15,9 @@ import yaml
 
 from experiments.matrix import reader, sweep
 from experiments.records.provenance import ROOT
+from experiments.records.record import read
 from tests.experiments.stand_in import matrix_file
+from tests.experiments.tracking import offline
 
 SWEEP = ROOT / "experiments/sweeps/tau-batch.yaml"
 
@@ -78,3 +80,37 @@ def test_a_cell_of_a_sweep_is_run_once_and_written_as_the_agents_run(tmp_path: P
     assert len(records.read_text().splitlines()) == 1
     runs = (tmp_path / "runs/small/wandb").glob("offline-run-*")
     assert sorted(path.name.rpartition("-")[2] for path in runs) == ["first", "second"]
+
+
+@pytest.mark.ranks
+def test_wandbs_agent_takes_a_sweep_from_end_to_end(tmp_path: Path) -> None:
+    """Every sixth point of the grid, by W&B's agent, read back from the offline files."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.experiments.tracking.sweep_agent", SWEEP, "6"],
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "STAND_IN": json.dumps({}),
+            "WANDB_MODE": "offline",
+            "WANDB_SWEEP_ID": "a-sweep",
+        },
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    found = offline.runs(tmp_path / "runs/tau-batch")
+    points = [(run.id, run.config["policy"], run.config["micro_batch"]) for run in found]
+    assert points == [
+        ("run0", "threshold(0)", 1),
+        ("run1", "threshold(0.25)", 4),
+        ("run2", "threshold(0.75)", 1),
+        ("run3", "threshold(1)", 4),
+    ], done.stdout + done.stderr
+    assert {run.sweep for run in found} == {"a-sweep"}
+    metric = yaml.safe_load(SWEEP.read_text())["metric"]["name"]
+    records = read(tmp_path / "runs/tau-batch/records.jsonl")
+    assert [run.summary[metric] for run in found] == [record.tokens_per_s for record in records]
+    assert all(run.history for run in found)

@@ -75,6 +75,45 @@ def test_a_malformed_line_is_named(tmp_path: Path) -> None:
         read_records(file)
 
 
+def test_a_malformed_record_is_said_in_one_short_line(tmp_path: Path) -> None:
+    file = tmp_path / "records.jsonl"
+    file.write_text(json.dumps({"cell": ["x" * 10**5] * 3, "error": {}}) + "\n")
+    with pytest.raises(ValueError, match=r"records\.jsonl:1: not a record of this") as error:
+        read_records(file)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize("depth", [30, 10**5])
+def test_a_record_that_is_nested_without_end_is_named(tmp_path: Path, depth: int) -> None:
+    file = tmp_path / "records.jsonl"
+    files.append(record(cell()), file)
+    bomb = "[" * depth + "]" * depth
+    with file.open("a") as text:
+        text.write(file.read_text().replace('"hardware":{', f'"hardware":{{"bomb":{bomb},'))
+    with pytest.raises(ValueError, match=r"records\.jsonl:2: not a record.*nested"):
+        read_records(file)
+
+
+@pytest.mark.parametrize("wrong", ["../../victim", "/etc", "fcdp"])
+def test_an_id_that_is_not_its_cells_is_refused(tmp_path: Path, wrong: str) -> None:
+    file = tmp_path / "records.jsonl"
+    files.append(record(cell(seed=1)), file)
+    files.append(record(cell(seed=2)).model_copy(update={"cell_id": wrong}), file)
+    with pytest.raises(ValueError, match=r"records\.jsonl:2: cell_id = ") as error:
+        read_records(file)
+    assert cell(seed=2).id in str(error.value)
+
+
+def test_a_cell_has_one_record_of_a_kind(tmp_path: Path) -> None:
+    file = tmp_path / "records.jsonl"
+    simulated = record(cell()).model_copy(update={"evidence": "simulated"})
+    for each in (record(cell()), simulated, record(cell())):
+        files.append(each, file)
+    with pytest.raises(ValueError, match=r"records\.jsonl:3: .* has a record already, in line 1"):
+        read_records(file)
+
+
 def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     file = tmp_path / "records.jsonl"
     files.append(record(cell(seed=1)), file)

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import random
 import resource
 import signal
-import subprocess
-import sys
-import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,8 +24,7 @@ from experiments.records.record import read as read_records
 from experiments.runner import runner
 from experiments.runner.directory import RunDirectory
 from simulation import files
-from tests.experiments.stand_in import StandInCluster, cell, matrix_file, record
-from tests.experiments.waiting import wait_until
+from tests.experiments.stand_in import StandInCluster, matrix_file, record
 
 pytestmark = pytest.mark.ranks
 
@@ -299,119 +291,3 @@ def test_only(matrix: Matrix, pattern: str | None, count: int) -> None:
     else:
         with pytest.raises(ValueError, match="--only: no cell id matches"):
             runner.select(matrix.cells, pattern)
-
-
-def start(file: Path, output: Path, *options: str, **cluster: Any) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [
-            *(sys.executable, "-m", "tests.experiments.stand_in", "run", str(file)),
-            *("--output", str(output), "--no-wandb", *options),
-        ],
-        cwd=ROOT,
-        env={**os.environ, "STAND_IN": json.dumps(cluster)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def wait_for_records(file: Path, count: int) -> None:
-    wait_until(lambda: file.exists() and file.read_bytes().count(b"\n") >= count)
-
-
-def test_a_killed_runner_resumes_where_it_was(tmp_path: Path) -> None:
-    file, directory = matrix_file(tmp_path), RunDirectory(tmp_path / "run")
-    process = start(file, directory.path, behaviours={"fsdp2-full-tiny-10mbit": "hang"})
-    wait_for_records(directory.records, 3)
-    process.kill()
-    process.communicate()
-    before = read_records(directory.records)
-    assert len(before) == 3
-    # The kernel may have taken only a part of the last line.
-    with directory.records.open("a") as text:
-        text.write('{"cell": {"matrix": "sma')
-
-    # The lock of the killed runner does not count, that of a living one does.
-    behaviours = {"fcdp-full-tiny-10mbit": "hang"}
-    process = start(file, directory.path, "--resume", behaviours=behaviours)
-    wait_for_records(directory.records, 5)
-    second = start(file, directory.path, "--resume")
-    _, error = second.communicate(timeout=100)
-    assert second.returncode == 2
-    assert f"another run (process {process.pid}) uses this directory" in error
-    process.kill()
-    output, _ = process.communicate()
-    assert "3 cells are finished already" in output
-
-    process = start(file, directory.path, "--resume")
-    output, error = process.communicate(timeout=100)
-    assert process.returncode == 0, error
-    assert "5 cells are finished already" in output
-    after = read_records(directory.records)
-    assert after[:3] == before
-    ids = [entry.cell.id for entry in reader.read(str(file)).cells]
-    assert [r.cell_id for r in after] == ids
-    assert all(r.state == "ok" for r in after)
-
-
-def test_killed_anywhere_and_resumed_it_has_the_records_of_an_undisturbed_run(
-    tmp_path: Path,
-) -> None:
-    """kill -9 at moments spread over the whole command, start and end included."""
-    file = matrix_file(tmp_path, steps=1)
-    undisturbed, disturbed = RunDirectory(tmp_path / "one"), RunDirectory(tmp_path / "other")
-    cluster = {"step_seconds": 0.05, "behaviours": {"fcdp-full-tiny-10mbit": "raise"}}
-    began = time.monotonic()
-    start(file, undisturbed.path, **cluster).communicate()
-    whole = time.monotonic() - began
-    chance = random.Random(0)
-    for _ in range(10):
-        # Now and then from the beginning, which puts what there is aside.
-        options = ["--resume"] if chance.random() < 0.8 else []
-        process = start(file, disturbed.path, *options, **cluster)
-        with suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=chance.uniform(0, whole))
-        process.kill()
-        process.communicate()
-        _tear(disturbed.records, chance.randrange(3))
-    process = start(file, disturbed.path, "--resume", **cluster)
-    process.communicate()
-    assert _told(disturbed.records) == _told(undisturbed.records)
-    assert process.returncode == 1  # for the cell that fails
-
-
-def _tear(file: Path, how: int) -> None:
-    """What the kernel may make of a line that was being written: nothing, a part, or no newline."""
-    if not file.exists() or how == 0:
-        return
-    line = record(cell(seed=7)).model_dump_json()
-    with file.open("a") as text:
-        text.write(line[: len(line) // 2] if how == 1 else line)
-
-
-def _told(file: Path) -> list[dict[str, Any]]:
-    """The records, without what says when they were made."""
-    when = {"started_at", "seconds"}
-    return [record.model_dump(exclude=when) for record in read_records(file)]
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_command_says_how_to_go_on(tmp_path: Path, number: int) -> None:
-    file, directory = matrix_file(tmp_path), RunDirectory(tmp_path / "run")
-    process = start(file, directory.path, behaviours={"fcdp": "hang"})
-    wait_for_records(directory.records, 4)
-    process.send_signal(number)
-    _, error = process.communicate(timeout=100)
-    assert process.returncode == 130
-    assert "interrupted" in error
-    assert "--resume" in error
-    assert "Traceback" not in error
-    assert len(read_records(directory.records)) == 4
-
-
-def test_a_forked_helper_does_not_handle_our_signals(tmp_path: Path) -> None:
-    """A helper that did would unwind into the cluster's teardown, in the wrong process."""
-    file, directory = matrix_file(tmp_path), RunDirectory(tmp_path / "run")
-    process = start(file, directory.path, "--only", "fcdp", behaviours={"": "helper"})
-    _, error = process.communicate(timeout=100)
-    assert process.returncode == 0, error

@@ -190,7 +190,7 @@ def test_a_terminal_shows_the_current_cell_and_the_whole_run(tmp_path: Path) -> 
         lines = rendered(progress.status())
         assert lines[1].endswith("step 2 of 4, loss 5.2500, 1.50 s/step")
         assert "0 of 24 cells" in lines[2]
-        assert "left" not in lines[2]
+        assert lines[2].endswith("left")  # what the cell that runs still takes
         progress.cell_finished(record(first))
         lines = rendered(progress.status())
         assert "1 of 24 cells" in lines[1]
@@ -223,6 +223,30 @@ def test_time_left_goes_by_the_link() -> None:
     assert seconds_left(remaining, finished, elapsed=30.0) == pytest.approx(70 + 10 + 70)
     assert seconds_left(remaining, finished, elapsed=500.0) == pytest.approx(10 + 70)
     assert seconds_left(remaining, [], elapsed=1.0) is None
+
+
+def test_the_cell_that_runs_says_how_long_it_will_take() -> None:
+    slow, fast = 10_000_000, 100_000_000
+    remaining = [cell(inter_bandwidth_bits_per_s=link) for link in (slow, slow, fast)]
+    step = Step(step=2, of=10, loss=1.0, seconds=5.0)
+    # Eight steps are left of it; the others are taken for alike, with what it took to start.
+    assert seconds_left(remaining, [], 20.0, step) == pytest.approx(40 + 60 + 60)
+    finished = [record(cell(inter_bandwidth_bits_per_s=fast)).model_copy(update={"seconds": 9.0})]
+    assert seconds_left(remaining, finished, 20.0, step) == pytest.approx(40 + 60 + 9)
+
+
+def test_a_minimum_above_what_was_sent_has_a_note() -> None:
+    less = record(
+        cell(strategy="deepspeed-zero3"),
+        engine="deepspeed",
+        inter_node_bytes_closed_form=10e6,
+        inter_node_bytes_per_step=9e6,
+    )
+    lines = rendered(summary([less]), width=120)
+    assert "10.00*" in " ".join(lines)
+    assert any(line.startswith("* the minimum is of a schedule that") for line in lines)
+    more = record(cell(), inter_node_bytes_closed_form=9e6, inter_node_bytes_per_step=9e6)
+    assert "*" not in " ".join(rendered(summary([more]), width=120))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import subprocess
 import sys
 import time
@@ -14,9 +16,15 @@ from experiments.records.provenance import ROOT
 from experiments.tracking import sink, wandb_runs
 from experiments.tracking.sink import export
 from tests.experiments.stand_in import cell, record
+from tests.experiments.tracking import offline
 
 pytestmark = pytest.mark.ranks
 
+#: A PNG of one pixel.
+FIGURE = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJg"
+    "gg=="
+)
 KEY = "markermarkermarkermarkermarkermarkermark"
 
 
@@ -55,7 +63,7 @@ def test_tables_and_figures_become_an_artifact_once(tmp_path: Path) -> None:
     report.mkdir()
     (tmp_path / "records.jsonl").write_text("the records")
     (report / "comparison.md").write_text("the table")
-    (report / "losses.png").write_bytes(b"the figure")
+    (report / "losses.png").write_bytes(FIGURE)
     assert export(ran, tmp_path, report).runs == 1
     assert export(ran, tmp_path, report).runs == 0
     stored = [run.read_bytes() for run in (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")]
@@ -63,7 +71,7 @@ def test_tables_and_figures_become_an_artifact_once(tmp_path: Path) -> None:
     for name in (b"comparison.md", b"losses.png", b"records.jsonl", b"report"):
         assert name in content
     staged = [path.read_bytes() for path in (tmp_path / "wandb/data").rglob("*") if path.is_file()]
-    assert {b"the table", b"the figure", b"the records"} <= set(staged)
+    assert {b"the table", FIGURE, b"the records"} <= set(staged)
     # A resumed matrix has another report.
     assert export([*ran, record(cell(seed=3, matrix="suite/small"))], tmp_path, report).runs == 2
 
@@ -101,14 +109,56 @@ def test_what_a_run_holds(tmp_path: Path) -> None:
         assert text.encode() in content
 
 
+def test_a_cells_run_is_read_back(tmp_path: Path) -> None:
+    """Settings of its own alone, one counter of steps, tags to filter by, and a summary."""
+    export([record(cell(strategy="fcdp", policy="disk"))], tmp_path)
+    (run,) = offline.runs(tmp_path)
+    assert {"fcdp", "llama-4x128", "full", "100 Mbit/s", "emulated"} <= set(run.tags)
+    assert run.config["policy"] == "disk"
+    assert not {"deepspeed", "lora_rank", "origin", "threads"} & set(run.config)
+    assert [point["_step"] for point in run.history] == [1, 2, 3, 4]
+    assert [point["loss"] for point in run.history] == [5.6, 5.5, 5.4, 5.3]
+    assert [point.get("step_seconds") for point in run.history] == [None, 0.4, 0.5, 0.6]
+    assert not any("step" in point for point in run.history)
+    assert run.summary["step_seconds_median"] == 0.5
+
+
+def test_a_strategy_has_its_own_settings_alone(tmp_path: Path) -> None:
+    export([record(cell(strategy="deepspeed-zero3", tuning="lora"))], tmp_path)
+    (run,) = offline.runs(tmp_path)
+    assert run.config["deepspeed"] == "current"
+    assert run.config["lora_rank"] == cell().lora_rank
+    assert not {"policy", "gather_codec", "adapters"} & set(run.config)
+
+
+def test_the_reports_run_has_a_table_and_charts(tmp_path: Path) -> None:
+    ran = [record(cell()), record(cell(strategy="fsdp2"), "oom", "rank 1: out of memory")]
+    (report := tmp_path / "report").mkdir()
+    (tmp_path / "records.jsonl").write_text("the records")
+    (report / "losses.png").write_bytes(FIGURE)
+    export(ran, tmp_path, report)
+    (run,) = (run for run in offline.runs(tmp_path) if run.job_type == "report")
+    (point,) = run.history
+    assert point["cells"]["_type"] == "table-file"
+    assert point["figures/losses"]["_type"] == "image-file"
+    table = json.loads((run.folder / "files" / point["cells"]["path"]).read_text())
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+    assert [row["strategy"] for row in rows] == ["fcdp", "fsdp2"]
+    assert [row["tokens_per_s"] for row in rows] == [record(cell()).tokens_per_s, None]
+    assert rows[0]["link"] == "100 Mbit/s"
+    assert {"charts/tokens_per_s", "charts/inter_node_megabytes_per_step"} <= set(
+        run.config["_wandb"]["visualize"]
+    )
+
+
 def test_history_is_a_point_a_step_with_times_after_warm_up() -> None:
     measured = record(cell()).measurement
     assert measured is not None
     assert wandb_runs._history(measured) == [
-        {"step": 1, "loss": 5.6},
-        {"step": 2, "loss": 5.5, "step_seconds": 0.4},
-        {"step": 3, "loss": 5.4, "step_seconds": 0.5},
-        {"step": 4, "loss": 5.3, "step_seconds": 0.6},
+        {"loss": 5.6},
+        {"loss": 5.5, "step_seconds": 0.4},
+        {"loss": 5.4, "step_seconds": 0.5},
+        {"loss": 5.3, "step_seconds": 0.6},
     ]
 
 

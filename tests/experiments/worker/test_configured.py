@@ -12,7 +12,7 @@ import torch.nn as nn
 
 from experiments.records.cell import Cell
 from experiments.records.workload import ConfiguredModel, Origin, OwnModel
-from experiments.worker import blocks, configured, functions, models
+from experiments.worker import configured, functions, models
 from tests.experiments import families
 from tests.experiments.cells import cell
 
@@ -152,7 +152,7 @@ def test_weights_of_fewer_layers_are_no_pretrained_model(tmp_path: Path) -> None
         (
             {"num_hidden_layers": 0},
             16,
-            "config: Qwen2ForCausalLM has no blocks, which are the layer",
+            "config: Qwen2ForCausalLM has no list of blocks (nn.ModuleList)",
         ),
         ({"num_key_value_heads": "two"}, 16, "config: transformers "),
         ({}, 65, "config: ./saved allows sequences of up to 64 tokens, and sequence_length is 65"),
@@ -189,32 +189,3 @@ def test_a_module_that_is_not_on_this_node_names_the_key() -> None:
         ValueError, match=r"^mine\.yaml:9: workload\.loss: nowhere cannot be import"
     ):
         functions.find("nowhere:loss", "mine.yaml:9: workload.loss")
-
-
-class Block(nn.Module):
-    def __init__(self, experts: int) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(experts))
-
-
-class Other(Block):
-    pass
-
-
-def test_the_blocks_are_the_longest_list_that_is_in_no_other() -> None:
-    model = nn.ModuleDict(
-        {
-            "heads": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]),
-            "layers": nn.ModuleList(Block(9) for _ in range(3)),
-            "drops": nn.ModuleList(nn.Dropout() for _ in range(5)),
-        }
-    )
-    assert blocks.find(model) == list(model["layers"].children())
-    assert blocks.find(nn.Linear(2, 2)) == []
-
-
-def test_blocks_of_several_classes_are_those_that_are_not_to_be_split() -> None:
-    model: Any = nn.ModuleDict({"layers": nn.ModuleList([Block(4), Other(4), Block(4)])})
-    assert len(blocks.find(model)) == 4  # experts
-    model._no_split_modules = ["Block", "Other"]
-    assert blocks.find(model) == list(model["layers"].children())

@@ -98,11 +98,11 @@ def what_is_said(nodes: int, ranks_per_node: int, options: dict[str, Any]) -> st
 def test_the_memory_that_will_be_taken_is_printed_once(ranks: Pools) -> None:
     said = ranks.run(4, what_is_said, 2, 2, {"partial_gradients": "host"})
     (line,) = said[0].splitlines()
-    assert (
-        line == "fcdp: 48 KiB of host memory a node, 2 × (cache 12 KiB, partial gradients 12 KiB)"
+    assert line == (
+        "fcdp: 3 units: 3 host; 48 KiB of host memory per node, "
+        "2 × (cache 12 KiB, partial gradients 12 KiB)"
     )
     assert said[1:] == ["", "", ""]
-    assert ranks.run(2, what_is_said, 2, 1, {"policy": fcdp.NoCache()}) == ["", ""]
 
 
 def memory_held(policy: fcdp.CachePolicy) -> tuple[int, int, int]:

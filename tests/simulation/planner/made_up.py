@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from simulation.hardware import paper_cluster
 from simulation.planner.request import Request
+from tests.simulation.workloads import paper_cluster
 
 #: One of each kind.
 KINDS = ("fsdp2", "fcdp", "hpz", "fsdp2-hsdp", "ddp", "deepspeed-zero3", "fsdp2-offload", "qwz")

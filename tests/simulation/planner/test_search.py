@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baselines import registry
-from simulation.hardware import paper_cluster
 from simulation.planner.option import most_tokens_per_s, shortfall, simulated
 from simulation.planner.search import _divisors, search, shortfalls
 from simulation.prediction import predict
 from simulation.workload import Workload
 from tests.simulation.planner.made_up import KINDS, config_file, request
+from tests.simulation.workloads import paper_cluster
 
 STRATEGIES = sorted(registry.simulated())
 SLOW = settings(max_examples=15)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import fcdp
-from baselines.presets.policies import parse
+from fcdp.cache.named import parse
 
 TEMPORARY = Path(tempfile.gettempdir())
 

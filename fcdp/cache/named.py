@@ -1,4 +1,4 @@
-"""Cache policies, parsed from the names that matrix files use."""
+"""Policies by name: what ``fcdp.shard`` takes as a text, and matrix files say."""
 
 from __future__ import annotations
 
@@ -7,14 +7,23 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import fcdp
+from fcdp.cache.policy import (
+    Auto,
+    Budget,
+    CachePolicy,
+    DeviceCache,
+    DiskCache,
+    HostCache,
+    NoCache,
+    Threshold,
+)
 
 _SIZES = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(KiB|MiB|GiB|)")
 _CALL = re.compile(r"(\w+)(?:\((.*)\))?")
 
 
-def parse(text: str) -> fcdp.CachePolicy:
+def parse(text: str) -> CachePolicy:
     """The policy of a text: ``host``, ``threshold(0.8)``, ``budget(device=1 GiB, host=4 GiB)`` …
 
     The disk tier's file goes to the directory for temporary files (``TMPDIR``). Raises
@@ -22,7 +31,7 @@ def parse(text: str) -> fcdp.CachePolicy:
     """
     match = _CALL.fullmatch(text.strip())
     if match is None or match[1] not in _POLICIES:
-        raise ValueError(f"policy = {text!r}: allowed are {', '.join(_FORMS)}")
+        raise ValueError(f"policy = {text!r}: allowed are {', '.join(FORMS)}")
     arguments: dict[str, str] = {}
     for part in filter(None, ((match[2] or "").split(","))):
         name, _, value = part.rpartition("=")
@@ -30,15 +39,15 @@ def parse(text: str) -> fcdp.CachePolicy:
     try:
         return _POLICIES[match[1]](arguments)
     except (ValueError, KeyError) as error:
-        raise ValueError(f"policy = {text!r}: {error}; allowed are {', '.join(_FORMS)}") from error
+        raise ValueError(f"policy = {text!r}: {error}; allowed are {', '.join(FORMS)}") from error
 
 
 def _directory() -> Path:
     return Path(tempfile.gettempdir())
 
 
-def _plain(make: Callable[[], fcdp.CachePolicy]) -> Callable[[dict[str, str]], fcdp.CachePolicy]:
-    def build(arguments: dict[str, str]) -> fcdp.CachePolicy:
+def _plain(make: Callable[[], CachePolicy]) -> Callable[[dict[str, str]], CachePolicy]:
+    def build(arguments: dict[str, str]) -> CachePolicy:
         if arguments:
             raise ValueError("takes no argument")
         return make()
@@ -46,17 +55,17 @@ def _plain(make: Callable[[], fcdp.CachePolicy]) -> Callable[[dict[str, str]], f
     return build
 
 
-def _threshold(arguments: dict[str, str]) -> fcdp.CachePolicy:
+def _threshold(arguments: dict[str, str]) -> CachePolicy:
     if set(arguments) != {""}:
         raise ValueError("takes one number")
-    return fcdp.Threshold(float(arguments[""]))
+    return Threshold(float(arguments[""]))
 
 
-def _budget(arguments: dict[str, str]) -> fcdp.CachePolicy:
+def _budget(arguments: dict[str, str]) -> CachePolicy:
     sizes = {name: _bytes(value) for name, value in arguments.items()}
     if not sizes or not set(sizes) <= {"device", "host", "disk"}:
         raise ValueError("takes sizes for device, host and disk")
-    return fcdp.Budget(**sizes, directory=_directory() if sizes.get("disk") else None)
+    return Budget(**sizes, directory=_directory() if sizes.get("disk") else None)
 
 
 def _bytes(text: str) -> int:
@@ -66,16 +75,17 @@ def _bytes(text: str) -> int:
     return int(float(match[1]) * _SIZES[match[2]])
 
 
-_POLICIES: dict[str, Callable[[dict[str, str]], fcdp.CachePolicy]] = {
-    "none": _plain(fcdp.NoCache),
-    "device": _plain(fcdp.DeviceCache),
-    "host": _plain(fcdp.HostCache),
-    "disk": _plain(lambda: fcdp.DiskCache(_directory())),
+_POLICIES: dict[str, Callable[[dict[str, str]], CachePolicy]] = {
+    "none": _plain(NoCache),
+    "device": _plain(DeviceCache),
+    "host": _plain(HostCache),
+    "disk": _plain(lambda: DiskCache(_directory())),
     "threshold": _threshold,
     "budget": _budget,
-    "auto": _plain(fcdp.Auto),
+    "auto": _plain(Auto),
 }
-_FORMS = [
+#: How each is written.
+FORMS = [
     {"threshold": "threshold(0.8)", "budget": "budget(device=1 GiB, host=4 GiB)"}.get(name, name)
     for name in _POLICIES
 ]

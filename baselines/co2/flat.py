@@ -1,0 +1,42 @@
+"""A worker's parameters as one flat tensor, or this rank's part of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+class Flat:
+    """Parameters in their order, end to end, in float32; of sharded ones this rank's shards."""
+
+    def __init__(self, params: Sequence[torch.Tensor]) -> None:
+        self._params = params
+        self.numel = sum(part.numel() for part in self._parts())
+
+    def copy_to(self, flat: torch.Tensor) -> torch.Tensor:
+        """Copy the parameters to ``flat`` (elements)."""
+        torch._foreach_copy_(self._views(flat), self._parts())
+        return flat
+
+    def copy_from(self, flat: torch.Tensor) -> None:
+        """Copy ``flat`` (elements) to the parameters."""
+        torch._foreach_copy_(self._parts(), self._views(flat))
+
+    def squared_distance(self, flat: torch.Tensor) -> torch.Tensor:
+        """Sum of squares of the differences from ``flat`` (elements), a scalar."""
+        pairs = zip(self._parts(), self._views(flat), strict=True)
+        return torch.stack([(part - view).square().sum() for part, view in pairs]).sum()
+
+    def _parts(self) -> list[torch.Tensor]:
+        # Anew each time: FSDP2 puts other shards in place when a model is loaded or moved.
+        return [
+            (param.to_local() if isinstance(param, DTensor) else param).detach()
+            for param in self._params
+        ]
+
+    def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        parts = self._parts()
+        cut = flat[: self.numel].split([part.numel() for part in parts])
+        return [view.view_as(part) for view, part in zip(cut, parts, strict=True)]

@@ -1,0 +1,83 @@
+"""The outer update: what workers that trained apart go on from (CO2, Algorithm 1).
+
+Everything here is element-wise over flat fp32 tensors, or a scalar that all workers know alike, so
+that what a worker shards its parts shard too, and all workers stay equal to the last bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from baselines.settings import CO2Settings, LocalSGDSettings, Penalty, SlowMoSettings
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How the mean displacement of a round moves the state that all workers start from.
+
+    m ← β·m + Δ/(Λ·γ), x ← x − α·γ·clamp(m, ±φ), with γ = 1 unless ``by_learning_rate``.
+    """
+
+    interval: int
+    learning_rate: float = 1.0
+    momentum: float = 0.0
+    by_learning_rate: bool = False
+    clip: float | None = None
+    penalty: Penalty = "none"
+
+    @classmethod
+    def of(cls, settings: LocalSGDSettings) -> Rule:
+        """The rule of a strategy's settings; Local SGD goes on from the mean."""
+        if isinstance(settings, CO2Settings | SlowMoSettings):
+            own = settings.model_dump(exclude={"worker"})
+            renamed = {name.removeprefix("outer_"): value for name, value in own.items()}
+            return cls(**renamed)
+        return cls(settings.interval)
+
+    def staleness(self, moved: torch.Tensor, first_step: torch.Tensor) -> torch.Tensor:
+        """The gap Λ ≥ 1 that a displacement of one round ago is divided by, a scalar.
+
+        ``moved`` is the norm of the outer update that the displacement knows nothing of,
+        ``first_step`` that of the first local step of its round, the mean over workers. The paper's
+        formula is not public; these bound a round by its first step, the largest while the learning
+        rate falls: ``first-step`` counts the staleness in such steps, ``first-steps`` in rounds of
+        ``interval`` of them.
+        """
+        if self.penalty == "none":
+            return torch.ones_like(moved)
+        steps = self.interval if self.penalty == "first-steps" else 1
+        return 1 + torch.where(first_step > 0, moved / (steps * first_step), 0)
+
+
+class OuterState:
+    """What all workers share after each round: where they start from, and the outer momentum."""
+
+    def __init__(self, start: torch.Tensor) -> None:
+        """``start``: float32 (elements), which becomes this state's own."""
+        self.start = start
+        self.momentum = torch.zeros_like(start)
+
+    def absorb(self, rule: Rule, mean: torch.Tensor, gap: torch.Tensor, rate: float) -> None:
+        """Take a mean displacement (elements), which is overwritten, into the momentum.
+
+        ``gap`` is its staleness, a scalar, and ``rate`` the local steps' learning rate.
+        """
+        scale = rate if rule.by_learning_rate else 1.0
+        self.momentum.mul_(rule.momentum).add_(mean.div_(gap * scale))
+
+    def move(self, rule: Rule, rate: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Move the start by the momentum.
+
+        Returns the sum of squares of what it moved by, and how many elements were clipped, scalars.
+        """
+        scale = rate if rule.by_learning_rate else 1.0
+        move = self.momentum
+        clipped = torch.zeros((), device=move.device)
+        if rule.clip is not None:
+            clipped = (move.abs() > rule.clip).sum().float()
+            move = move.clamp(-rule.clip, rule.clip)
+        move = move * (rule.learning_rate * scale)
+        self.start.sub_(move)
+        return move.dot(move), clipped

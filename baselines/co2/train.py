@@ -1,0 +1,234 @@
+"""Local SGD, SlowMo and CO2: several local steps, then an outer update by the workers' mean.
+
+Each worker takes τ steps of its own optimizer from a state that all share. Then the mean of the
+workers' displacements is formed, and by it the shared state moves on. SlowMo waits for the mean;
+CO2 starts the exchange, moves on by the mean of the round before, and trains meanwhile: nothing of
+an exchange is waited for if τ steps take longer.
+
+A round of CO2 on one worker, whose state is x (τ = 3)::
+
+    step step step | Δ of the last round arrives; x − x_τ is sent; x ← x − …Δ… | step …
+
+What differs from the paper's listing: displacements x_{t,0} − x_{t,τ} cross instead of parameters,
+whose mean the listing then subtracts from x_{t,0}; so x_{t−1,0} need not be kept. Of the released
+code nothing is taken: it discards what it has clipped, and reduces what is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from baselines.co2.average import Average
+from baselines.co2.flat import Flat
+from baselines.co2.outer import OuterState, Rule
+from baselines.pytorch.ddp import autocast
+from baselines.pytorch.fsdp2 import FSDP2, mixed_precision
+from baselines.settings import LocalSGDSettings
+from baselines.strategy import Job, crossing_bytes, trainable_parameters, trained_numel
+
+#: Scalars that cross with a displacement: squares of its norm and of the first step's.
+_SCALARS = 2
+
+
+def local_sgd(model: nn.Module, job: Job) -> LocalSteps:
+    """Local SGD, and SlowMo where its settings are given: the mean is waited for."""
+    return _build(model, job, late=False)
+
+
+def co2(model: nn.Module, job: Job) -> LocalSteps:
+    """CO2: the mean of a round arrives while the next one is computed."""
+    return _build(model, job, late=True)
+
+
+def _build(model: nn.Module, job: Job, *, late: bool) -> LocalSteps:
+    settings, topology = job.settings, job.topology
+    assert isinstance(settings, LocalSGDSettings)
+    whole = settings.worker == "rank"
+    closed_form = 2 * crossing_bytes(trained_numel(model), job, 4) / settings.interval
+    if whole:
+        model.to(topology.mesh.device_type)
+        workers: dist.ProcessGroup = dist.new_group()
+    else:
+        _shard(model, job)
+        # Nothing else uses it here: no gather queues behind the exchange, nor the other way.
+        workers = topology.reduce_inter
+    return LocalSteps(model, job, closed_form, Rule.of(settings), workers, late=late)
+
+
+def _shard(model: nn.Module, job: Job) -> None:
+    """Shard every block and the root over the ranks of this node alone."""
+    topology = job.topology
+    mesh = init_device_mesh(
+        topology.mesh.device_type,
+        (topology.nodes, topology.ranks_per_node),
+        mesh_dim_names=("worker", "shard"),
+    )
+    for module in [*job.blocks, model]:
+        fully_shard(module, mesh=mesh["shard"], mp_policy=mixed_precision(job.dtype))
+
+
+class LocalSteps(FSDP2):
+    """A worker's local steps, and the outer update after each ``interval`` of them."""
+
+    engine = "co2"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        job: Job,
+        closed_form_bytes: float,
+        rule: Rule,
+        workers: dist.ProcessGroup,
+        *,
+        late: bool,
+    ) -> None:
+        """``workers``: this rank's part of each worker, one rank per worker; ``late``: CO2."""
+        super().__init__(model, job, closed_form_bytes)
+        self.interval = rule.interval
+        self._rule = rule
+        self._late = late
+        self._whole = workers.size() == job.topology.world_size
+        self._flat = Flat(trainable_parameters(model))
+        #: Of the whole model, whose parts this rank has one of.
+        self._elements = trained_numel(model)
+        device = torch.device(job.topology.mesh.device_type)
+        self._outer = OuterState(self._flat.copy_to(torch.empty(self._flat.numel, device=device)))
+        self._average = Average(self._flat.numel + _SCALARS, device, workers)
+        #: Steps of this round that are done.
+        self._done = 0
+        #: Squared norms of the last outer update, and of this round's first local step.
+        self._moved = torch.zeros((), device=device)
+        self._first = torch.zeros((), device=device)
+        #: Of each outer update: its staleness gap, drift between workers, share clipped.
+        self._told: list[torch.Tensor] = []
+
+    def casting(self) -> AbstractContextManager[object]:
+        return autocast(self.job) if self._whole else nullcontext()
+
+    def backward(self, sequences: torch.Tensor, *, last: bool) -> torch.Tensor:
+        with self.casting():
+            return super().backward(sequences, last=last)
+
+    def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
+        loss = super().step(micro_batches)
+        self._done += 1
+        if self._done == 1:
+            self._first = self._first_step()
+        if self._done == self.interval:
+            self._done = 0
+            self._end_round()
+        return loss
+
+    @torch.no_grad()
+    def _first_step(self) -> torch.Tensor:
+        return self._flat.squared_distance(self._outer.start)
+
+    @torch.no_grad()
+    def _end_round(self) -> None:
+        """Send this round's displacement; move on by it, or by that of the round before."""
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        arrives = self._late and self._average.started
+        if arrives:
+            self._absorb(rate)
+        self._send()
+        if not self._late:
+            self._absorb(rate)
+        if arrives or not self._late:
+            moved, clipped = self._outer.move(self._rule, rate)
+            self._moved, clipped = self._over_parts(torch.stack((moved, clipped)))
+            self._told[-1][2] = clipped / self._elements
+        # The first round of CO2 begins anew: its displacement arrives with the second.
+        self._flat.copy_from(self._outer.start)
+
+    def _send(self) -> None:
+        """Start the exchange of x_{t,0} − x_{t,τ}, and of what tells how far workers went."""
+        displacement, scalars = self._split()
+        torch.sub(self._outer.start, self._flat.copy_to(displacement), out=displacement)
+        scalars.copy_(torch.stack((displacement.dot(displacement), self._first)))
+        self._average.start()
+
+    def _absorb(self, rate: float) -> None:
+        """Take the mean that has arrived into the outer momentum."""
+        self._average.wait()
+        mean, scalars = self._split()
+        known = self._over_parts(torch.cat((scalars, mean.dot(mean)[None])))
+        each, first, together = known.unbind()
+        gap = torch.ones_like(first)
+        if self._late:
+            gap = self._rule.staleness(self._moved.sqrt(), first.sqrt())
+        drift = ((each - together).clamp(min=0) / each.clamp(min=1e-30)).sqrt()
+        self._told.append(torch.stack((gap, drift, torch.zeros_like(gap))))
+        self._outer.absorb(self._rule, mean, gap, rate)
+
+    def _split(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The buffer's displacement (elements) and scalars."""
+        buffer, numel = self._average.buffer, self._flat.numel
+        return buffer[:numel], buffer[numel:]
+
+    def _over_parts(self, scalars: torch.Tensor) -> torch.Tensor:
+        """Sum scalars over the ranks that one worker is sharded over."""
+        if not self._whole:
+            dist.all_reduce(scalars, group=self.job.topology.reduce_intra)
+        return scalars
+
+    def settle(self) -> None:
+        self._average.settle()
+
+    def take_metrics(self) -> dict[str, float]:
+        """Means over the outer updates since the last call; empty if there was none.
+
+        ``staleness_gap``: what late displacements were divided by. ``worker_drift``: how far
+        workers are from their mean, relative to how far they went (root mean squares).
+        ``clipped_fraction``: share of the outer momentum's elements that were clipped.
+        """
+        if not self._told:
+            return {}
+        gap, drift, clipped = torch.stack(self._told).mean(0).tolist()
+        self._told.clear()
+        return {"staleness_gap": gap, "worker_drift": drift, "clipped_fraction": clipped}
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that this rank needs beside the model's own state to go on where it is.
+
+        Tensors are the live ones. What is under way is waited for; a run that goes on is as if it
+        had not been.
+        """
+        self.settle()
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "start": self._outer.start,
+            "momentum": self._outer.momentum,
+            "sum": self._average.buffer if self._average.started else None,
+            "steps_done": self._done,
+            "moved": self._moved,
+            "first_step": self._first,
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state_dict`` of the same rank, with the model's own state loaded before.
+
+        Raises ``ValueError`` for a state of other parameters or of another interval.
+        """
+        if (found := state["start"].numel()) != self._flat.numel:
+            raise ValueError(f"start = {found} elements: allowed are {self._flat.numel}")
+        if (done := state["steps_done"]) >= self.interval:
+            raise ValueError(f"steps_done = {done}: allowed are those below {self.interval}")
+        self.settle()
+        self.optimizer.load_state_dict(state["optimizer"])
+        self._outer.start.copy_(state["start"])
+        self._outer.momentum.copy_(state["momentum"])
+        self._average.started = state["sum"] is not None
+        if state["sum"] is not None:
+            self._average.buffer.copy_(state["sum"])
+        self._done = done
+        self._moved = state["moved"].clone()
+        self._first = state["first_step"].clone()

@@ -1,0 +1,131 @@
+"""What users pass, checked before anything is sharded: the field, the value, what is allowed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch.nn as nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from fcdp.blocks import find_blocks
+from fcdp.cache import named
+from fcdp.cache.policy import Budget, CachePolicy
+from fcdp.sizes import in_words
+from fcdp.topology import Topology
+from fcdp.unit import Unit
+
+logger = logging.getLogger("fcdp")
+
+
+def check_kinds(model: Any, topology: Any) -> None:
+    """Raise ``ValueError`` if the two arguments of every set-up are something else."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model = {_shown(model)}: must be a torch.nn.Module")
+    if not isinstance(topology, Topology):
+        raise ValueError(
+            f"topology = {_shown(topology)}: must be a fcdp.Topology: Topology.from_env() under "
+            "torchrun, or Topology.of_mesh(mesh) of a DeviceMesh"
+        )
+
+
+def check_fsdp2_policies(mp_policy: Any, offload_policy: Any) -> None:
+    """Raise ``ValueError`` for anything but FSDP2's own policies."""
+    for name, value, kind in (
+        ("mp_policy", mp_policy, MixedPrecisionPolicy),
+        ("offload_policy", offload_policy, OffloadPolicy),
+    ):
+        if not isinstance(value, kind):
+            raise ValueError(
+                f"{name} = {_shown(value)}: must be a torch.distributed.fsdp.{kind.__name__}"
+            )
+
+
+def policy_of(policy: Any) -> CachePolicy:
+    """The policy itself, or the one of a name as matrix files write it.
+
+    Raises ``ValueError`` for another name, a class in an instance's place, and what is no policy.
+    """
+    if isinstance(policy, str):
+        return named.parse(policy)
+    if isinstance(policy, type) or not callable(getattr(policy, "place", None)):
+        raise ValueError(
+            f"policy = {_shown(policy)}: must be a policy such as fcdp.HostCache(), or a name: "
+            f"{', '.join(named.FORMS)}"
+        )
+    found: CachePolicy = policy
+    return found
+
+
+def blocks_of(model: nn.Module, units: Any) -> list[nn.Module]:
+    """The modules to gather one at a time: those given, or the blocks that the model has.
+
+    Raises ``ValueError`` where they are not distinct modules inside the model, and where none are
+    given and none are found.
+    """
+    if units is None:
+        return find_blocks(model)
+    if not isinstance(units, Iterable) or isinstance(units, nn.ModuleDict | str):
+        raise ValueError(
+            f"units = {_shown(units)}: must be a list of modules, such as model.layers; left out, "
+            "the model's blocks are found"
+        )
+    blocks: list[nn.Module] = list(units)
+    inside = set(model.modules())
+    for index, block in enumerate(blocks):
+        where = f"units[{index}]"
+        if not isinstance(block, nn.Module):
+            raise ValueError(f"{where} = {_shown(block)}: must be a module of the model")
+        if block not in inside:
+            raise ValueError(f"{where}: {type(block).__name__} is not a submodule of the model")
+        if block is model:
+            raise ValueError(f"{where}: is the model itself; pass its blocks")
+        if block in blocks[:index]:
+            raise ValueError(f"{where}: is units[{blocks.index(block)}] again; each counts once")
+    return blocks
+
+
+def check_plain(model: nn.Module, topology: Topology) -> None:
+    """Raise ``ValueError`` for a model that is sharded already, but by tensor parallelism."""
+    for name, param in model.named_parameters():
+        if isinstance(param, DTensor) and not topology.is_beside(param.device_mesh):
+            raise ValueError(
+                f"{name}: is a DTensor on mesh {param.device_mesh}; fcdp.shard takes plain "
+                "parameters and those of tensor parallelism, whose mesh must be of other "
+                "dimensions of the mesh that the topology is of (Topology.of_mesh(mesh['dp'])); "
+                "for a model that fully_shard has sharded call fcdp.cache_parameters"
+            )
+
+
+def warn_without_blocks(blocks: list[nn.Module], topology: Topology) -> None:
+    """Rank 0 says once what an empty list of units means."""
+    if not blocks and topology.rank == 0:
+        logger.warning(
+            "fcdp.shard: units is empty, so that the whole model is gathered at once and stays "
+            "gathered; pass its blocks, or leave units out"
+        )
+
+
+def warn_of_sizes(policy: CachePolicy, units: Sequence[Unit], topology: Topology) -> None:
+    """Rank 0 says that a budget is too small for any unit, as one in GiB by mistake is."""
+    if not isinstance(policy, Budget) or topology.nodes == 1 or topology.rank:
+        return
+    smallest = (topology.nodes - 1) * min(unit.shard_bytes for unit in units)
+    for name in ("device", "host", "disk"):
+        size = getattr(policy, name)
+        if 0 < size < smallest:
+            logger.warning(
+                f"policy: {name} = {size}: no unit fits, the smallest takes {in_words(smallest)}; "
+                "sizes are bytes per rank, 2**30 for a GiB"
+            )
+
+
+def _shown(value: Any) -> str:
+    """The value if it is a short text or number, else what it is."""
+    if isinstance(value, str | int | float | None):
+        return repr(value)
+    if isinstance(value, type):
+        return f"{value.__name__} (the class, not {value.__name__}())"
+    return type(value).__name__

@@ -1,0 +1,42 @@
+"""Settings of workers that train apart: what is allowed, and what a reader sees."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from baselines import registry
+from baselines.co2.outer import Rule
+from baselines.settings import CO2Settings, LocalSGDSettings, SlowMoSettings
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("interval", 0),
+        ("interval", 2.5),
+        ("clip", 0.0),
+        ("clip", -1.0),
+        ("outer_momentum", 1.0),
+        ("outer_momentum", -0.1),
+        ("outer_learning_rate", 0.0),
+        ("outer_learning_rate", float("inf")),
+        ("penalty", "gap"),
+        ("worker", "gpu"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(ValidationError, match=name):
+        registry.find("co2").chosen({name: value})
+
+
+def test_each_kind_has_its_rule() -> None:
+    assert Rule.of(LocalSGDSettings(interval=5)) == Rule(5)
+    slowmo = Rule.of(SlowMoSettings(interval=5, outer_momentum=0.7))
+    assert slowmo == Rule(5, momentum=0.7, by_learning_rate=True)
+    co2 = Rule.of(CO2Settings(clip=None))
+    assert co2 == Rule(12, momentum=0.2, penalty="first-steps")
+
+
+def test_no_clipping_may_be_chosen() -> None:
+    assert registry.find("co2").chosen({"clip": None}) == CO2Settings(clip=None)

@@ -1,0 +1,155 @@
+"""Local SGD, SlowMo and CO2 as the listing has them, on ranks that exchange for real."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from baselines.settings import CO2Settings, LocalSGDSettings, SlowMoSettings
+from tests.baselines.co2.workers import (
+    ALL,
+    PLAIN,
+    Training,
+    batches,
+    flat,
+    listing,
+    made,
+    starts,
+)
+from tests.ranks import Pools
+
+pytestmark = pytest.mark.ranks
+
+
+def test_one_worker_follows_its_displacement_one_round_late(ranks: Pools) -> None:
+    (differences,) = ranks.run(1, _one_worker)
+    assert differences == [True] * 4
+
+
+def _one_worker() -> list[bool]:
+    """Whether each start is, to the last bit, the one before minus the displacement before that."""
+    trained, workers = made(Training(CO2Settings(interval=3, **PLAIN)))
+    own = batches(0)
+    begins, ends = [flat(trained)], []
+    for _ in range(5):
+        for _ in range(3):
+            before_the_round_ends = workers._done == 2
+            if before_the_round_ends:
+                end = workers._send
+                workers._send = lambda end=end: (ends.append(flat(trained)), end())  # type: ignore[method-assign]
+            workers.step([next(own)])
+            workers.__dict__.pop("_send", None)
+        begins.append(flat(trained))
+    assert begins[1].equal(begins[0]), "the first round is taken up by the second"
+    return [begins[t + 1].equal(begins[t] - (begins[t - 1] - ends[t - 1])) for t in range(1, 5)]
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        Training(ALL, nodes=2),
+        Training(ALL.model_copy(update={"penalty": "first-steps"}), nodes=2, accumulation=2),
+        Training(CO2Settings(interval=2, by_learning_rate=True, clip=1.0), nodes=2),
+        Training(LocalSGDSettings(interval=3), late=False, nodes=2),
+        Training(SlowMoSettings(interval=3), late=False, nodes=2),
+        Training(ALL, nodes=2, ranks_per_node=2),
+        Training(ALL.model_copy(update={"worker": "node"}), nodes=2, ranks_per_node=2),
+    ],
+    ids=["co2", "in rounds", "by rate", "local sgd", "slowmo", "four ranks", "sharded workers"],
+)
+def test_all_ranks_start_alike_and_as_the_listing_says(ranks: Pools, training: Training) -> None:
+    world = training.nodes * training.ranks_per_node
+    found = ranks.run(world, starts, training)
+    for others in found[1:]:
+        assert all(mine.equal(first) for mine, first in zip(others, found[0], strict=True))
+    for mine, expected in zip(found[0], listing(training), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_late_and_waited_for_differ(ranks: Pools) -> None:
+    training = Training(CO2Settings(interval=3, **PLAIN), nodes=2)
+    late = ranks.run(2, starts, training)[0]
+    waited = ranks.run(2, starts, replace(training, late=False))[0]
+    assert late[1].equal(late[0])
+    assert not waited[1].equal(waited[0])
+
+
+@pytest.mark.parametrize("worker", ["rank", "node"])
+def test_a_resumed_run_goes_on_bit_for_bit(ranks: Pools, worker: str) -> None:
+    settings = ALL.model_copy(update={"worker": worker})
+    training = Training(settings, nodes=2, ranks_per_node=2)
+    assert all(ranks.run(4, _resumed_equals, training, stop) for stop in (2, 6, 7))
+
+
+def _resumed_equals(training: Training, stop: int) -> bool:
+    trained, workers = made(training)
+    own = batches(workers.job.topology.rank)
+    for _ in range(stop):
+        workers.step([next(own)])
+    # Sharded parameters are saved as this rank's shards, which DCP would write.
+    state = {name: value.clone() for name, value in trained.state_dict().items()}
+    told = torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, workers.state_dict())
+    other, resumed = made(training)
+    other.load_state_dict(state)
+    resumed.load_state_dict(told)
+    for _ in range(8):
+        sequences = [next(own)]
+        mine, its = workers.step(sequences), resumed.step(sequences)
+        assert mine.equal(its)
+    workers.settle()
+    resumed.settle()
+    return flat(trained).equal(flat(other))
+
+
+def test_a_state_of_other_parameters_is_refused(ranks: Pools) -> None:
+    ranks.run(1, _refusals)
+
+
+def _refusals() -> None:
+    _, workers = made(Training(CO2Settings(interval=3, **PLAIN)))
+    state = workers.state_dict()
+    with pytest.raises(ValueError, match="start = 3 elements: allowed are 78"):
+        workers.load_state_dict({**state, "start": torch.zeros(3)})
+    with pytest.raises(ValueError, match="steps_done = 5: allowed are those below 3"):
+        workers.load_state_dict({**state, "steps_done": 5})
+
+
+def test_what_is_sent_is_not_what_is_trained(ranks: Pools) -> None:
+    ranks.run(1, _sent_apart)
+
+
+def _sent_apart() -> None:
+    _, workers = made(Training(CO2Settings(interval=2, **PLAIN)))
+    own = batches(0)
+    for _ in range(2):
+        workers.step([next(own)])
+    workers.settle()
+    sent = workers._average.buffer.clone()
+    workers.step([next(own)])
+    assert workers._average.buffer.equal(sent)
+    assert sent.any()
+
+
+def test_metrics_are_of_the_updates_since_they_were_taken(ranks: Pools) -> None:
+    for found in ranks.run(2, _metrics):
+        assert found[0] == {}
+        assert found[1]["staleness_gap"] > 1
+        assert 0 < found[1]["worker_drift"] <= 1
+        assert 0 < found[1]["clipped_fraction"] < 1
+        assert found[2] == {}
+
+
+def _metrics() -> list[dict[str, float]]:
+    _, workers = made(Training(ALL, nodes=2))
+    own = batches(workers.job.topology.rank)
+    found = []
+    for _ in range(3):
+        workers.step([next(own)])
+    found.append(workers.take_metrics())
+    for _ in range(9):
+        workers.step([next(own)])
+    found += [workers.take_metrics(), workers.take_metrics()]
+    workers.settle()
+    return found

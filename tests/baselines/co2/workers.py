@@ -1,0 +1,146 @@
+"""Workers that train apart, and the same in one process, step by step as the listing has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from baselines.co2.train import LocalSteps, co2, local_sgd
+from baselines.settings import CO2Settings, LocalSGDSettings
+from baselines.strategy import Job
+from tests.fcdp.training import topology_of
+
+WIDTH = 6
+LEARNING_RATE = 0.01
+#: The paper's update alone: nothing is scaled, clipped or remembered.
+PLAIN: dict[str, Any] = {"outer_momentum": 0.0, "clip": None, "penalty": "none"}
+
+
+@dataclass(frozen=True)
+class Training:
+    """One run of steps apart."""
+
+    settings: LocalSGDSettings
+    late: bool = True
+    nodes: int = 1
+    ranks_per_node: int = 1
+    steps: int = 12
+    accumulation: int = 1
+
+    @property
+    def workers(self) -> int:
+        apart = self.ranks_per_node if self.settings.worker == "rank" else 1
+        return self.nodes * apart
+
+
+def model() -> nn.Sequential:
+    """Return two blocks, the same on all ranks."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), nn.Linear(WIDTH, WIDTH, bias=False)
+    )
+
+
+def loss(of: nn.Module, sequences: torch.Tensor) -> torch.Tensor:
+    inputs = torch.sin(sequences.float())
+    return (of(inputs) - torch.cos(sequences.float())).square().mean()
+
+
+def batches(rank: int) -> Iterator[torch.Tensor]:
+    """Endless micro-batches of one rank, int64 (2, WIDTH)."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    while True:
+        yield torch.randint(0, 50, (2, WIDTH), generator=generator)
+
+
+def made(training: Training) -> tuple[nn.Sequential, LocalSteps]:
+    """This rank's part of a worker."""
+    trained = model()
+    job = Job(
+        topology=topology_of(training.nodes, training.ranks_per_node),
+        blocks=[trained[0]],
+        dtype=torch.float32,
+        learning_rate=LEARNING_RATE,
+        micro_batch=2,
+        accumulation=training.accumulation,
+        settings=training.settings,
+        loss=loss,
+    )
+    return trained, (co2 if training.late else local_sgd)(trained, job)
+
+
+def flat(of: nn.Module) -> torch.Tensor:
+    """All parameters end to end, gathered where they are sharded."""
+    whole = [
+        getattr(param, "full_tensor", lambda param=param: param)() for param in of.parameters()
+    ]
+    return torch.cat([param.detach().flatten() for param in whole])
+
+
+def listing(training: Training) -> list[torch.Tensor]:
+    """The starts of all rounds by the paper's listing: every worker in this one process.
+
+    No scalar of it is formed as the strategy forms it.
+    """
+    settings = training.settings
+    momentum_of = getattr(settings, "outer_momentum", 0.0)
+    clip = getattr(settings, "clip", None)
+    penalty = getattr(settings, "penalty", "none")
+    scale = LEARNING_RATE if getattr(settings, "by_learning_rate", False) else 1.0
+    rate = getattr(settings, "outer_learning_rate", 1.0)
+    ranks = training.nodes * training.ranks_per_node // training.workers
+    models = [model() for _ in range(training.workers)]
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=LEARNING_RATE) for each in models]
+    data = [[batches(w * ranks + r) for r in range(ranks)] for w in range(training.workers)]
+    starts = [flat(models[0])]
+    momentum = torch.zeros_like(starts[0])
+    before: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    for _ in range(training.steps // settings.interval):
+        firsts = []
+        for each, optimizer, own in zip(models, optimizers, data, strict=True):
+            for step in range(settings.interval):
+                for _ in range(training.accumulation):
+                    for source in own:
+                        share = len(own) * training.accumulation
+                        (loss(each, next(source)) / share).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == 0:
+                    firsts.append((flat(each) - starts[-1]).norm())
+        ends = torch.stack([flat(each) for each in models]).mean(0)
+        now = (starts[-1], ends, torch.stack(firsts).square().mean().sqrt())
+        start = starts[-1]
+        if known := (before if training.late else now):
+            gap: torch.Tensor | float = 1.0
+            if penalty != "none":
+                steps = settings.interval if penalty == "first-steps" else 1
+                gap = 1 + (starts[-1] - starts[-2]).norm() / (steps * known[2])
+            momentum = momentum_of * momentum + (known[0] - known[1]) / (gap * scale)
+            move = momentum if clip is None else momentum.clamp(-clip, clip)
+            start = start - rate * scale * move
+        before = now
+        starts.append(start)
+        for each in models:
+            nn.utils.vector_to_parameters(start.clone(), each.parameters())
+    return starts
+
+
+def starts(training: Training) -> list[torch.Tensor]:
+    """The starts of all rounds, as this rank has them after each."""
+    trained, workers = made(training)
+    own = batches(workers.job.topology.rank)
+    found = [flat(trained)]
+    for step in range(training.steps):
+        workers.step([next(own) for _ in range(training.accumulation)])
+        if (step + 1) % workers.interval == 0:
+            found.append(flat(trained))
+    workers.settle()
+    return found
+
+
+#: A setting in which each part of CO2 does something.
+ALL = CO2Settings(interval=3, outer_momentum=0.3, clip=0.004, penalty="first-step")

@@ -1,0 +1,61 @@
+"""A profiled step leaves a trace per rank, and a summary of what was exchanged."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import torch
+
+import fcdp
+from experiments.worker.profiling import FOLDER, SUMMARY, profile_step
+from tests.fcdp.training import Settings, batches, loss_of, make_model, take_step, topology_of
+from tests.ranks import Pools
+
+
+def profiled(output: str) -> dict[str, dict[str, int]]:
+    """Profile the second step of a small model; returns this rank's bytes of it."""
+    settings = Settings(2, 2)
+    topology = topology_of(2, 2)
+    model = make_model(settings)
+    fcdp.shard(model, topology)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = batches(settings, topology.rank)
+    ledger = fcdp.ledger(model)
+    taken: list[dict[str, dict[str, int]]] = []
+
+    def take() -> dict[str, dict[str, int]]:
+        taken.append(ledger.snapshot())
+        ledger.reset()
+        return taken[-1]
+
+    def step() -> None:
+        take_step(loss_of(model, next(data)), optimizer)
+
+    step()
+    sent = iter([1_000_000, 3_500_000])
+    profile_step(step, lambda: next(sent), take, topology, Path(output))
+    return taken[-1]
+
+
+def test_each_rank_writes_a_trace_and_rank_0_a_summary(ranks: Pools, tmp_path: Path) -> None:
+    ledger = ranks.run(4, profiled, str(tmp_path))[0]
+    folder = tmp_path / FOLDER
+    traces = [f"rank{rank}.json.gz" for rank in range(4)]
+    assert sorted(path.name for path in folder.iterdir()) == sorted([SUMMARY, *traces])
+    for trace in traces:
+        events = json.loads(gzip.decompress((folder / trace).read_bytes()))["traceEvents"]
+        names = {event["name"] for event in events}
+        assert {"fcdp::gather_inter blocks.0", "fcdp::reduce_inter blocks.1"} <= names
+    lines = (folder / SUMMARY).read_text().splitlines()
+    rows = {cells[1].strip(): cells[2:] for line in lines if len(cells := line.split("|")) > 4}
+    # Three units, each gathered across nodes once and inside the node in forward and backward,
+    # but for the root, which stays gathered.
+    assert float(rows["fcdp::gather_inter"][0]) == 3
+    assert float(rows["fcdp::gather_intra"][0]) == 5
+    assert float(rows["fcdp::reduce_inter"][0]) == 3
+    assert float(rows["fcdp::gather_inter"][1]) <= float(rows["fcdp::gather_inter"][2])
+    assert "Node 0 sent 2.500 MB to other nodes, by the kernel's counters." in lines
+    crossed = ledger["inter_node"]["forward"] / 1e6
+    assert f"| inter node | forward | {crossed:.3f} |" in lines

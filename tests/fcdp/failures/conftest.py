@@ -1,0 +1,25 @@
+"""One process that plays all ranks of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch.distributed as dist
+
+from fcdp import board, failure
+
+
+@pytest.fixture
+def playing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Become another rank of a job whose store lives in this process; nothing looks by itself."""
+    store = dist.HashStore()
+    monkeypatch.setattr(board, "_get_default_store", lambda: store)
+    monkeypatch.setattr(failure, "watch", lambda failures: None)
+    monkeypatch.setattr(failure, "PAUSE_S", 0.01)
+
+    def become(rank: int) -> None:
+        monkeypatch.setattr(dist, "get_rank", lambda: rank)
+
+    become(0)
+    return become

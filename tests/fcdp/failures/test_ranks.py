@@ -1,0 +1,266 @@
+"""A rank that raises ends the waits of the others, with its error in their messages."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fcdp import watcher
+from fcdp.exchange import any_rank
+from fcdp.failure import Failures, RankFailed
+from tests.fcdp.failures.made_up import SOON_S
+from tests.ranks import Pools
+
+
+@contextlib.contextmanager
+def _failures(name: str) -> Iterator[tuple[Failures, Callable[[], None]]]:
+    """Failures over a group of their own, and an exchange of all ranks over it."""
+    group = dist.new_group(timeout=timedelta(seconds=150))
+    failures = Failures(name, [group])
+    poll, watcher.POLL_S = watcher.POLL_S, 0.1
+
+    def exchange() -> None:
+        with failures.waiting():
+            group.allreduce([torch.ones(3)]).wait()
+
+    try:
+        yield failures, exchange
+    finally:
+        watcher.POLL_S = poll
+        dist.barrier()  # of the pool's own group: all have seen what they had to see
+
+
+def _ended(work: Callable[[], None]) -> str:
+    """What ends ``work`` in another's stead, if it ends soon."""
+    began = time.monotonic()
+    try:
+        work()
+    except RankFailed as error:
+        assert time.monotonic() - began < SOON_S
+        return str(error)
+    return "done"
+
+
+def _one_raises_and_is_caught() -> list[str]:
+    with _failures("caught") as (failures, exchange):
+
+        def one_pass(fails: bool) -> None:
+            failures.begins()
+            exchange()
+            if fails:
+                failures.announce(ValueError("no label"))
+                return
+            exchange()
+
+        def passes() -> None:
+            one_pass(fails=False)
+            one_pass(fails=dist.get_rank() == 3)
+
+        # The failed rank goes on, in a pass that nobody else begins.
+        return [_ended(passes), _ended(lambda: one_pass(fails=False))]
+
+
+def test_a_rank_that_raises_and_goes_on_ends_the_waits_of_the_others(ranks: Pools) -> None:
+    *others, failed = ranks.run(4, _one_raises_and_is_caught)
+    for seen in others:
+        assert seen == ["rank 3 failed: ValueError: no label"] * 2
+    assert failed == ["done", "rank 3 failed: ValueError: no label"]
+
+
+def _all_raise_alike() -> list[str]:
+    with _failures("alike") as (failures, exchange):
+
+        def passes() -> None:
+            for _ in range(3):
+                failures.begins()
+                exchange()
+                failures.announce(MemoryError("too long a batch"))
+                # The others wait for rank 1 in the same pass, for longer than a few polls ...
+                time.sleep(dist.get_rank() == 1)
+                exchange()
+                failures.begins()
+                # ... and in the next.
+                time.sleep(dist.get_rank() == 2)
+                exchange()
+
+        return [_ended(passes)]
+
+
+def test_ranks_that_all_raise_alike_go_on(ranks: Pools) -> None:
+    assert ranks.run(4, _all_raise_alike) == [["done"]] * 4
+
+
+def _one_is_late_to_raise_alike() -> list[str]:
+    with _failures("late") as (failures, exchange):
+
+        def passes() -> None:
+            failures.begins()
+            exchange()
+            # The exchange that rank 1 is in ends only after others have announced their errors.
+            if dist.get_rank() == 1:
+                with failures.waiting():
+                    time.sleep(1)
+            else:
+                with failures.waiting():
+                    pass
+            failures.announce(MemoryError("too long a batch"))
+            failures.begins()
+            exchange()
+
+        return [_ended(passes)]
+
+
+def test_a_rank_that_is_about_to_raise_alike_is_left_alone(ranks: Pools) -> None:
+    assert ranks.run(4, _one_is_late_to_raise_alike) == [["done"]] * 4
+
+
+def _one_raises_after_the_last_exchange() -> list[str]:
+    with _failures("after") as (failures, exchange):
+
+        def passes() -> None:
+            for _ in range(2):
+                failures.begins()
+                exchange()
+                if dist.get_rank() == 2:
+                    failures.announce(ValueError("a metric"))
+            failures.begins()
+            exchange()
+
+        return [_ended(passes)]
+
+
+def test_a_rank_that_has_left_nothing_out_may_go_on(ranks: Pools) -> None:
+    assert ranks.run(4, _one_raises_after_the_last_exchange) == [["done"]] * 4
+
+
+def _two_raise_differently() -> list[str]:
+    with _failures("two") as (failures, exchange):
+        rank = dist.get_rank()
+
+        def passes() -> None:
+            failures.begins()
+            exchange()
+            if rank == 1:
+                failures.announce(KeyError("a"))
+            dist.barrier()  # rank 1 has announced before rank 2 does
+            if rank == 2:
+                failures.announce(ValueError("b"))
+            if rank in (0, 3):
+                exchange()
+
+        return [_ended(passes)]
+
+
+def test_the_first_error_of_two_is_in_all_messages(ranks: Pools) -> None:
+    first, one, two, last = ranks.run(4, _two_raise_differently)
+    assert first == last == ["rank 1 failed: KeyError: 'a'"]
+    assert one == two == ["done"]
+
+
+def _one_is_slow() -> list[str]:
+    with _failures("slow") as (failures, exchange):
+
+        def passes() -> None:
+            for _ in range(2):
+                failures.begins()
+                exchange()
+                time.sleep(1.5 * (dist.get_rank() == 2))
+                exchange()
+
+        return [_ended(passes)]
+
+
+def test_a_slow_rank_is_no_failure(ranks: Pools) -> None:
+    assert ranks.run(4, _one_is_slow) == [["done"]] * 4
+
+
+def _backward(failures: Failures, raises: bool) -> None:
+    def hook(gradient: torch.Tensor) -> None:
+        failures.backward_runs()
+        if raises:
+            raise ValueError("infinite")
+
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(hook)
+    with contextlib.suppress(ValueError):
+        y.sum().backward()
+
+
+def _one_backward_raises() -> list[str]:
+    with _failures("backward") as (failures, exchange):
+
+        def passes() -> None:
+            for step in range(2):
+                failures.begins()
+                exchange()
+                _backward(failures, raises=dist.get_rank() == 0 and step == 1)
+            if dist.get_rank() == 0:
+                failures.begins()
+            exchange()
+
+        return [_ended(passes)]
+
+
+def test_a_backward_that_raised_is_announced_by_the_next_forward(ranks: Pools) -> None:
+    for (seen,) in ranks.run(4, _one_backward_raises):
+        assert seen.startswith("rank 0 failed: RuntimeError: a backward did not end")
+
+
+def _reset_after_a_backward_that_raised() -> list[str]:
+    """As by FSDP2's ``reset_iter_state``, which waits for what was prefetched."""
+    with _failures("reset") as (failures, exchange):
+
+        def passes() -> None:
+            failures.begins()
+            exchange()
+            _backward(failures, raises=dist.get_rank() == 0)
+            if dist.get_rank() == 0:
+                with failures.waiting():
+                    pass  # arrived long ago
+                failures.begins()
+            exchange()
+            exchange()
+
+        return [_ended(passes)]
+
+
+def test_a_backward_that_raised_is_announced_before_what_it_left_is_waited_for(
+    ranks: Pools,
+) -> None:
+    for (seen,) in ranks.run(4, _reset_after_a_backward_that_raised):
+        assert seen.startswith("rank 0 failed: RuntimeError: a backward did not end")
+
+
+def _one_leaves_an_exchange_out() -> list[str]:
+    """On a device nobody waits on the host, and the ranks meet again in the flags of a pass."""
+    with _failures("left out") as (failures, _):
+        group = dist.new_group(timeout=timedelta(seconds=150))
+        topology: Any = SimpleNamespace(
+            control_intra=dist.new_group([dist.get_rank()], use_local_synchronization=True),
+            control_inter=group,
+            failures=failures,
+        )
+
+        def passes() -> None:
+            for step in range(3):
+                failures.begins()
+                assert any_rank([step == 1, False], topology) == [step == 1, False]
+                if step == 1 and dist.get_rank() == 2:
+                    continue  # it caught an error that nobody else had
+                with failures.waiting():
+                    pass  # queued
+
+        return [_ended(passes)]
+
+
+def test_ranks_that_are_not_at_the_same_exchange_all_say_so(ranks: Pools) -> None:
+    for (seen,) in ranks.run(4, _one_leaves_an_exchange_out):
+        assert "ranks are not at the same exchange" in seen

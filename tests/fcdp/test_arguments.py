@@ -1,0 +1,247 @@
+"""Mistakes of the first hour: each has one line that says what is wrong and what is allowed."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import fully_shard
+
+import fcdp
+from fcdp.engine import engine_of
+from tests.fcdp.training import Settings, batches, loss_of, make_model, topology_of
+from tests.ranks import Pools
+
+SETTINGS = Settings(2, 1)
+
+#: Arguments in place of the right ones, and how the error begins.
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "model": ({"model": "gpt2"}, "model = 'gpt2': must be a torch.nn.Module"),
+    "topology": ({"topology": 2}, "topology = 2: must be a fcdp.Topology"),
+    "precision": (
+        {"mp_policy": torch.bfloat16},
+        "mp_policy = dtype: must be a torch.distributed.fsdp.MixedPrecisionPolicy",
+    ),
+    "offload": (
+        {"offload_policy": True},
+        "offload_policy = True: must be a torch.distributed.fsdp.OffloadPolicy",
+    ),
+    "class": (
+        {"policy": fcdp.HostCache},
+        "policy = HostCache (the class, not HostCache()): must be a policy such as",
+    ),
+    "number": ({"policy": 4}, "policy = 4: must be a policy such as fcdp.HostCache(), or a name: "),
+    "name": ({"policy": "ram"}, "policy = 'ram': allowed are none, device, host"),
+    "units": ({"units": 3}, "units = 3: must be a list of modules"),
+    "one unit": ({"units": nn.Linear(2, 2)}, "units = Linear: must be a list of modules"),
+    "names": ({"units": ["blocks.0"]}, "units[0] = 'blocks.0': must be a module of the model"),
+    "look-ahead": ({"look_ahead": 1.5}, "look_ahead = 1.5: must be a count, 0 or more"),
+}
+
+
+def refused(case: str) -> str:
+    model = make_model(SETTINGS)
+    wrong, _ = MISTAKES[case]
+    arguments = {"model": model, "topology": topology_of(2, 1), **wrong}
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the message is the test
+        fcdp.shard(**arguments)
+    assert not fcdp.is_cached(model)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_wrong_types_are_refused_before_anything_is_sharded(ranks: Pools, case: str) -> None:
+    for message in ranks.run(2, refused, case):
+        assert message.startswith(MISTAKES[case][1])
+
+
+def twice() -> str:
+    model = make_model(SETTINGS)
+    with pytest.raises(ValueError, match="units") as error:
+        fcdp.shard(model, topology_of(2, 1), units=[*model.blocks, model.blocks[0]])
+    return str(error.value)
+
+
+def test_a_unit_counts_once(ranks: Pools) -> None:
+    assert ranks.run(2, twice)[0] == "units[2]: is units[0] again; each counts once"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: fcdp.Budget(host="16 GiB"), "host = '16 GiB': must be bytes, a whole number"),
+        (lambda: fcdp.Budget(device=1.5 * 2**30), "device = 1610612736.0: must be bytes, a whole"),
+        (lambda: fcdp.Threshold("0.8"), "tau = '0.8': must be between 0 and 1"),
+        (lambda: fcdp.Auto(measured_gathers=-1), "measured_gathers = -1: must be a count"),
+        (lambda: fcdp.DiskCache(None), "directory = None: must be a path"),
+    ],
+)
+def test_policies_check_their_types(make: Any, message: str) -> None:
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the message is the test
+        make()
+    assert str(error.value).startswith(message)
+
+
+def test_a_directory_may_be_a_text() -> None:
+    assert fcdp.DiskCache("/tmp") == fcdp.DiskCache(Path("/tmp"))  # type: ignore[arg-type]
+
+
+def said_of(nodes: int, ranks_per_node: int, arguments: dict[str, Any]) -> tuple[str, str]:
+    """What set-up prints, and what it warns of."""
+    printed, warned = io.StringIO(), io.StringIO()
+    handler = logging.StreamHandler(warned)
+    logger = logging.getLogger("fcdp")
+    logger.addHandler(handler)
+    try:
+        with contextlib.redirect_stderr(printed):
+            fcdp.shard(make_model(SETTINGS), topology_of(nodes, ranks_per_node), **arguments)
+    finally:
+        logger.removeHandler(handler)
+    return printed.getvalue(), warned.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("policy", "places"),
+    [
+        ("host", "3 host; "),
+        ("none", "3 gathered across nodes\n"),
+        ("device", "3 device\n"),
+        ("disk", "3 disk; "),
+        ("auto", "3 device or host; "),
+        (fcdp.Budget(host=3000), "1 gathered across nodes, 2 host; "),
+    ],
+    ids=str,
+)
+def test_one_line_says_where_every_unit_lies(ranks: Pools, policy: Any, places: str) -> None:
+    first, second = ranks.run(2, said_of, 2, 1, {"policy": policy})
+    assert first[0].startswith(f"fcdp: 3 units: {places}")
+    assert first[0].count("\n") == 1
+    assert (first[1], second) == ("", ("", ""))
+
+
+def test_one_node_is_said_to_cache_nothing(ranks: Pools) -> None:
+    first, second = ranks.run(2, said_of, 1, 2, {})
+    assert first[0] == "fcdp: 3 units, on one node: nothing crosses nodes, and nothing is cached\n"
+    assert second == ("", "")
+
+
+def test_no_units_are_said_to_be_gathered_at_once(ranks: Pools) -> None:
+    first, second = ranks.run(2, said_of, 2, 1, {"units": []})
+    assert first[0].startswith("fcdp: 1 unit: 1 host; ")
+    assert first[1].startswith("fcdp.shard: units is empty, so that the whole model is gathered at")
+    assert first[1].count("\n") == 1
+    assert second == ("", "")
+
+
+def test_gigabytes_in_the_place_of_bytes_are_said_to_hold_nothing(ranks: Pools) -> None:
+    first, second = ranks.run(2, said_of, 2, 1, {"policy": fcdp.Budget(device=2, host=16)})
+    assert [line.split(",")[0] for line in first[1].splitlines()] == [
+        "policy: device = 2: no unit fits",
+        "policy: host = 16: no unit fits",
+    ]
+    assert second == ("", "")
+
+
+def left_out() -> tuple[list[str], bool]:
+    model = make_model(SETTINGS)
+    topology = topology_of(2, 1)
+    fcdp.shard(model, topology, policy="host")
+    engine = engine_of(model)
+    fcdp.shard(model, topology)  # the same again
+    return [unit.name for unit in engine.units], engine_of(model) is engine
+
+
+def test_units_left_out_are_the_blocks(ranks: Pools) -> None:
+    assert ranks.run(2, left_out)[0] == (["root", "blocks.0", "blocks.1"], True)
+
+
+def stray_step(how: str) -> str:
+    """The error at the step of an optimizer that was made before the model was sharded."""
+    topology = topology_of(2, 1)
+    model = make_model(SETTINGS)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    if how == "shard":
+        fcdp.shard(model, topology)
+    else:
+        for module in [*model.blocks, model]:
+            fully_shard(module, mesh=topology.mesh)
+        fcdp.cache_parameters(model, topology)
+    loss_of(model, next(batches(SETTINGS, topology.rank))).backward()
+    with pytest.raises(RuntimeError) as error:
+        optimizer.step()
+    torch.optim.AdamW(model.parameters(), lr=0.1).step()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("how", ["shard", "fully_shard"])
+def test_an_optimizer_made_before_sharding_is_refused_at_its_step(ranks: Pools, how: str) -> None:
+    message = ranks.run(2, stray_step, how)[0]
+    assert message.startswith("AdamW: 15 of its 15 parameters are the model's no longer")
+    assert message.endswith("Make the optimizer after fcdp.shard or fully_shard")
+
+
+def step_of_replicas() -> list[float]:
+    """Replicated adapters stay what they were: an optimizer made before steps them."""
+    settings = Settings(2, 1, adapter_rank=1)
+    topology = topology_of(2, 1)
+    model = make_model(settings)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.1)
+    fcdp.shard(model, topology, adapters="replicated")
+    before = [param.detach().clone() for param in trained]
+    loss_of(model, next(batches(settings, topology.rank))).backward()
+    optimizer.step()
+    return [(param - was).abs().sum().item() for param, was in zip(trained, before, strict=True)]
+
+
+def test_an_optimizer_of_replicated_adapters_may_be_older(ranks: Pools) -> None:
+    assert any(change > 0 for change in ranks.run(2, step_of_replicas)[0])
+
+
+def test_a_repr_is_one_readable_line(ranks: Pools) -> None:
+    (first, second) = ranks.run(2, shown)
+    assert first[0] == "Topology(2 nodes × 1 rank, rank 0 = node 0, local rank 0, cpu)"
+    assert second[0] == "Topology(2 nodes × 1 rank, rank 1 = node 1, local rank 0, cpu)"
+    assert first[1].startswith("Ledger(between nodes ")
+    assert first[1].endswith("; 2 hits, 3 misses)")
+    lines = first[2].splitlines()
+    assert lines[0].split()[4:] == ["forward", "backward", "reduce", "total"]
+    assert [line.partition("  ")[0] for line in lines[1:]] == [
+        "between nodes",
+        "host to device",
+        "device to host",
+        "hits 2 (40% of gathers), misses 3",
+        "cache on the host 12 KiB",
+    ]
+    assert len({len(line) for line in lines[:4]}) == 1
+
+
+def shown() -> tuple[str, str, str]:
+    topology = topology_of(2, 1)
+    model = make_model(SETTINGS)
+    fcdp.shard(model, topology)
+    loss_of(model, next(batches(SETTINGS, topology.rank))).backward()
+    counts = fcdp.ledger(model)
+    return repr(topology), repr(counts), counts.table()
+
+
+@pytest.mark.parametrize(
+    ("policy", "text"),
+    [
+        (fcdp.HostCache(), "HostCache()"),
+        (fcdp.Threshold(0.8), "Threshold(tau=0.8)"),
+        (fcdp.Auto(), "Auto(reserve=0.1, measured_gathers=4)"),
+        (
+            fcdp.Budget(device=2**30, disk=3 * 2**39, directory=Path("/tmp")),
+            "Budget(device=1 GiB, disk=1536 GiB, directory='/tmp')",
+        ),
+    ],
+)
+def test_policies_are_shown_as_they_are_made(policy: fcdp.CachePolicy, text: str) -> None:
+    assert repr(policy) == text

@@ -1,0 +1,37 @@
+"""The order of files where two processes share them: the longest first.
+
+A process that takes up a file of minutes while the other has none left makes `make test` that much
+longer. What is not in ``SECONDS`` is judged by its tests' tiers.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+#: Seconds on two cores that others used as well; what matters is which is longer.
+SECONDS: Mapping[str, float] = {
+    "tests/experiments/clusters/test_rented.py": 400,
+    "tests/experiments/clusters/test_slurm.py": 320,
+    "tests/experiments/worker/test_worker.py": 300,
+    "tests/experiments/test_pins.py": 290,
+    "tests/experiments/clusters/test_ssh.py": 260,
+    "tests/scripts/test_gpu.py": 90,
+    "tests/simulation/imitated/test_study.py": 80,
+    "tests/baselines/test_adding_to_a_copy.py": 66,
+    "tests/fcdp/test_parity.py": 60,
+    "tests/baselines/test_parity.py": 58,
+    "tests/launch/test_launch.py": 50,
+    "tests/experiments/runner/test_ended_runner.py": 45,
+    "tests/experiments/commands/test_memory.py": 33,
+}
+#: Seconds of a usual test.
+USUAL: Mapping[str, float] = {"cluster": 3.0, "ranks": 1.0, "unit": 0.1}
+
+
+def longest_first(tests: Sequence[tuple[str, str]]) -> list[str]:
+    """Files in the order to run them in, of tests that are each given as file and tier."""
+    usual: dict[str, float] = defaultdict(float)
+    for file, tier in tests:
+        usual[file] += USUAL[tier]
+    return sorted(usual, key=lambda file: -SECONDS.get(file, usual[file]))
