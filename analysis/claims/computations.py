@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 from statistics import median
 from typing import Annotated, Literal
 
@@ -22,6 +23,10 @@ SCALES: dict[Unit, float] = {"×": 1, "%": 100, "GB": 1e-9, "MB": 1e-6, "tokens/
 #: Of several numbers; the middle one unless a claim says "up to" or "at least".
 Take = Literal["max", "min", "median"]
 _TAKE: dict[Take, Callable[[Sequence[float]], float]] = {"max": max, "min": min, "median": median}
+
+#: A cell that ended otherwise, and was not skipped, left no figures, and is as bad as can be.
+ENDED_WELL: tuple[State, ...] = ("ok",)
+_MORE_IS_BETTER: tuple[Quantity, ...] = ("tokens_per_s", "largest_micro_batch")
 
 _LINK = re.compile(r"unshaped|\d+(\.\d+)? [MG]bit/s")
 
@@ -75,6 +80,8 @@ class Sample:
 
     value: float
     row: Row
+    #: What it is compared with, if it is.
+    over: Row | None = None
 
 
 class Ratio(Strict):
@@ -97,12 +104,21 @@ class Ratio(Strict):
         found = []
         for a, b in _pairs(rows, self.of, self.over):
             top, bottom = (row.quantities.get(self.quantity) for row in (a, b))
+            if a.state not in ENDED_WELL:
+                top = 0.0 if self.quantity in _MORE_IS_BETTER else inf
             if top is None or not bottom:
                 continue
-            ratio = top / bottom
-            value = {"ratio": ratio, "reduction": 1 - ratio, "gain": ratio - 1}[self.kind]
-            found.append(Sample(value, a))
+            found.append(Sample(self.of_quotient(top / bottom), a, b))
         return found
+
+    def of_quotient(self, ratio: float) -> float:
+        """The number of this kind that a quotient is."""
+        return {"ratio": ratio, "reduction": 1 - ratio, "gain": ratio - 1}[self.kind]
+
+    def lacking(self, rows: Sequence[Row]) -> list[Row]:
+        """Cells that left no figures where the other of two did, or neither did."""
+        pairs = _pairs(rows, self.of, self.over)
+        return [row for pair in pairs for row in pair if row.state not in ENDED_WELL]
 
 
 class Value(Strict):
@@ -143,7 +159,7 @@ class LossDifference(Strict):
         found = []
         for a, b in _pairs(rows, self.of, self.over):
             if a.losses and b.losses:
-                found.append(Sample(largest_difference(a.losses, b.losses), a))
+                found.append(Sample(largest_difference(a.losses, b.losses), a, b))
         return found
 
 
@@ -202,11 +218,12 @@ def taken(samples: Sequence[Sample], take: Take | Literal["mean"]) -> float:
 def _pairs(rows: Sequence[Row], of: Selection, over: Selection) -> Iterator[tuple[Row, Row]]:
     """Cells of ``of``, each with the one that differs in the settings of ``over`` alone.
 
-    Evidence is never mixed; cells that left no figures have no part in a comparison.
+    Evidence is never mixed. Cells that a matrix leaves out have no part in a comparison; those that
+    left no figures have.
     """
-    finished = [row for row in rows if row.quantities]
-    others = {_rest(row, over): row for row in finished if over.matches(row)}
-    for row in finished:
+    ran = [row for row in rows if row.state != "skipped"]
+    others = {_rest(row, over): row for row in ran if over.matches(row)}
+    for row in ran:
         partner = others.get(_rest(row, over))
         if partner is not None and of.matches(row):
             yield row, partner

@@ -12,6 +12,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationError, model_validator
 
+from analysis.claims.causes import Cause, setting_of
 from analysis.claims.computations import SCALES, Computation, Unit
 from analysis.load import matrices
 from experiments.records.cell import MatrixName
@@ -77,6 +78,16 @@ class Tolerance(Strict):
         assert paper is not None, "checked when the claim was read"
         return abs(ours - paper) <= self.relative * abs(paper)
 
+    def decides(self, interval: tuple[float, float], paper: float | None) -> bool:
+        """Whether all of an interval is near enough, or nothing of it."""
+        low, high = interval
+        if self.relative is None:
+            return self.admits(low, paper) == self.admits(high, paper)
+        assert paper is not None, "checked when the claim was read"
+        away = self.relative * abs(paper)
+        within = paper - away <= low and high <= paper + away
+        return within or high < paper - away or low > paper + away
+
 
 #: What a comparison is for. ``result``: it is of the claim's own setting, and decides; all others
 #: decide nothing and count for nothing. ``context``: another setting than the claim's. ``set-up``:
@@ -96,6 +107,8 @@ class Check(Strict):
     note: str | None = None
     #: The reason found; shown only where the claim is indeed not reproduced.
     because: str | None = None
+    #: What of it is computed anew; shown with it.
+    causes: tuple[Cause, ...] = ()
 
 
 class Claim(Strict):
@@ -177,6 +190,20 @@ def _mistakes(claims: Claims) -> Iterator[tuple[KeyPath, str]]:
                 yield (*where, "matrix"), f"{check.matrix!r} is no matrix; allowed are {allowed}"
             for key, problem in _unknown_names(check):
                 yield (*where, "compute", *key), problem
+            for number, cause in enumerate(check.causes):
+                for wrong, problem in _mistaken(cause, claims):
+                    yield (*where, "causes", number, wrong), problem
+
+
+def _mistaken(cause: Cause, claims: Claims) -> Iterator[tuple[str, str]]:
+    """What is wrong with a cause: the key, and the problem."""
+    if cause.matrix not in claims.matrices:
+        there = ", ".join(claims.matrices)
+        yield "matrix", f"{cause.matrix!r} is no matrix; allowed are {there}"
+    try:
+        setting_of(cause)
+    except ValueError as error:
+        yield "setting", str(error)
 
 
 def _unknown_names(check: Check) -> Iterator[tuple[KeyPath, str]]:

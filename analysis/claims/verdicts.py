@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import isinf
 from typing import Literal
 
-from analysis import text
+from analysis import strategies, text
+from analysis.claims.causes import Cause, changed, setting_of
 from analysis.claims.computations import SCALES, Ratio, Sample, Unit, Value, taken
 from analysis.claims.papers import Check, Claim, Claims, Role
+from analysis.claims.timing import STEPS, Timing, timing
 from analysis.load.rows import Row
 from experiments.records.abilities import Evidence
+from experiments.records.settings import Described
 
 Verdict = Literal[
     "reproduced", "not reproduced", "not run", "agrees", "differs",
-    "as set up", "not as set up", "consistent", "inconsistent", "fitted",
+    "as set up", "not as set up", "consistent", "inconsistent", "fitted", "undecided",
 ]  # fmt: skip
 #: By what a comparison is for: near enough, and not.
 VERDICTS: dict[Role, tuple[Verdict, Verdict]] = {
@@ -25,7 +29,9 @@ VERDICTS: dict[Role, tuple[Verdict, Verdict]] = {
     "fit": ("fitted", "fitted"),
 }
 #: A claim by its results alone: they may not agree, and one without any is set apart.
-Summary = Literal["reproduced", "reproduced in part", "not reproduced", "not run", "set apart"]
+Summary = Literal[
+    "reproduced", "reproduced in part", "not reproduced", "undecided", "not run", "set apart"
+]
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,8 @@ class Finding:
     verdict: Verdict
     #: In the claim's unit; ``None`` where nothing was run.
     ours: float | None
+    #: How sure it is, in the claim's unit, where it was timed over several steps.
+    interval: tuple[float, float] | None = field(default=None, kw_only=True)
     #: The evidence of the cells that ours is taken from; never more than one kind.
     evidence: Evidence | None
     #: Which cells ours is taken from.
@@ -61,7 +69,7 @@ def judge(claims: Claims, rows: Mapping[str, Sequence[Row]]) -> list[Finding]:
             reason = claim.untested or claims.papers[claim.paper].untested
             assert reason is not None, "checked when the file was read"
             found.append(Finding(claim, None, "not run", None, None, "", (reason,)))
-        found += [_check(claims, claim, check, rows.get(check.matrix)) for check in claim.checks]
+        found += [_check(claims, claim, check, rows) for check in claim.checks]
     return found
 
 
@@ -84,13 +92,19 @@ def _summary(verdicts: set[Verdict], apart: bool) -> Summary:
         return "set apart"
     if not verdicts:
         return "not run"
-    if len(verdicts) > 1:
+    decided = verdicts - {"undecided"}
+    if not decided:
+        return "undecided"
+    if len(decided) > 1:
         return "reproduced in part"
-    return "reproduced" if "reproduced" in verdicts else "not reproduced"
+    return "reproduced" if "reproduced" in decided else "not reproduced"
 
 
-def _check(claims: Claims, claim: Claim, check: Check, rows: Sequence[Row] | None) -> Finding:
+def _check(
+    claims: Claims, claim: Claim, check: Check, every: Mapping[str, Sequence[Row]]
+) -> Finding:
     """One check against the cells of its matrix, if there are any."""
+    rows = every.get(check.matrix)
     if rows is None:
         reason = claims.matrices[check.matrix].planned or "There are no records of its matrix."
         return Finding(claim, check, "not run", None, None, "", (reason,))
@@ -105,13 +119,86 @@ def _check(claims: Claims, claim: Claim, check: Check, rows: Sequence[Row] | Non
     ours = taken(samples, check.compute.take) * SCALES[claim.unit]
     near = check.tolerance.admits(ours, claim.number)
     verdict = VERDICTS[check.role][0 if near else 1]
-    reasons = [check.note, _noise(claims, check)]
-    if not near and check.role == "result":
-        reasons.append(check.because or "No reason has been found yet.")
-    elif not near:
-        reasons.append(check.because)
-    cells = _cells(samples, check.compute.take)
-    return Finding(claim, check, verdict, ours, evidence, cells, tuple(filter(None, reasons)))
+    timed = timing(samples, check.compute)
+    ends = None if timed is None else timed.interval
+    scale = SCALES[claim.unit]
+    interval = None if ends is None else (ends[0] * scale, ends[1] * scale)
+    unsure = _unsure(timed, interval, claim, check)
+    if unsure is not None and check.role in ("result", "context"):
+        verdict = "undecided"
+    reasons = [check.note, _noise(claims, check), unsure]
+    if not near:
+        why = [check.because, *(_computed(cause, claim, check, every) for cause in check.causes)]
+        if verdict == "not reproduced" and not any(why):
+            why = ["No reason has been found yet."]
+        reasons += why
+    cells = _cells(samples, check.compute.take) + _lacking(check, rows)
+    if interval is not None:
+        cells += f"; 95 % of draws: {between(interval, claim.unit)}"
+    said = tuple(filter(None, reasons))
+    return Finding(claim, check, verdict, ours, evidence, cells, said, interval=interval)
+
+
+def _unsure(
+    timed: Timing | None, interval: tuple[float, float] | None, claim: Claim, check: Check
+) -> str | None:
+    """Why a timed comparison decides nothing, if it does not."""
+    if timed is None:
+        return None
+    if not timed.enough:
+        return (
+            f"Timed over fewer than {STEPS} steps in a cell: it is not told from noise, and "
+            "decides nothing."
+        )
+    assert interval is not None, "there are several steps"
+    if check.tolerance.decides(interval, claim.number):
+        return None
+    return "Its interval is in part near enough, and in part not."
+
+
+def _lacking(check: Check, rows: Sequence[Row]) -> str:
+    """Which cells left no figures of those that are compared, and how they ended."""
+    if not isinstance(check.compute, Ratio):
+        return ""
+    found = [
+        f"{strategies.label(str(row.settings['strategy']))} {row.state} ({row.settings['model']})"
+        for row in check.compute.lacking(rows)
+    ]
+    return f"; without figures: {', '.join(dict.fromkeys(found))}" if found else ""
+
+
+def _computed(
+    cause: Cause, claim: Claim, check: Check, every: Mapping[str, Sequence[Row]]
+) -> str | None:
+    """What the claim is with one setting changed, in words; ``None`` without such cells."""
+    found = changed(cause, check.compute, every[check.matrix], every.get(cause.matrix, ()))
+    if found is None:
+        return None
+    assert claim.unit is not None, "checked when the claim was read"
+    item, scale, take = setting_of(cause), SCALES[claim.unit], check.compute.take
+    was, now = (taken(samples, take) * scale for samples in (found.before, found.after))
+    before = ", ".join(_word(item, value) for value in found.was)
+    reaches = "" if check.tolerance.admits(now, claim.number) else "not "
+    number = "" if claim.number is None else f" of {quoted(claim.number, claim.unit)}"
+    return (
+        f"{item.setting.label} alone changed from {before} to {_word(item, cause.to)}"
+        f"{_side(cause, check)} gives {rounded(now, claim.unit)} instead of "
+        f"{rounded(was, claim.unit)} ({_cells(found.after, take)}, {cause.matrix}): "
+        f"{reaches}{asked(check, claim.unit)}{number}."
+    )
+
+
+def _word(item: Described, value: object) -> str:
+    """The value of a setting as readers know it."""
+    return strategies.label(str(value)) if item.name == "strategy" else item.written(value)
+
+
+def _side(cause: Cause, check: Check) -> str:
+    """In which cells a setting is changed, where not in all that are compared."""
+    chosen = getattr(check.compute, cause.side, None)
+    if chosen is None or cause.setting in chosen.settings:
+        return ""
+    return f", of the cells with {', '.join(map(str, chosen.settings.values()))},"
 
 
 def _noise(claims: Claims, check: Check) -> str | None:
@@ -135,10 +222,19 @@ def quoted(value: float | None, unit: Unit | None) -> str:
 
 def rounded(value: float | None, unit: Unit | None) -> str:
     """One of our numbers, to as many digits as tell it from the paper's."""
-    if value is None:
+    # Infinite is what ours is where it left no figures.
+    if value is None or isinf(value):
         return text.ABSENT
     # A share near all of it is told by how much is missing.
     return _with_unit(text.number(value, 4 if unit == "%" and 99 <= value < 100 else 3), unit)
+
+
+def between(interval: tuple[float, float] | None, unit: Unit | None) -> str:
+    """The ends of an interval, which has none of few steps."""
+    if interval is None:
+        return ""
+    low, high = (rounded(end, unit) for end in interval)
+    return f"{low} to {high}"
 
 
 def asked(check: Check, unit: Unit | None) -> str:

@@ -33,7 +33,7 @@ class Run:
     #: What the simulator says of the same cells; see ``python -m experiments validate``.
     predictions: list[Record]
 
-    @property
+    @cached_property
     def rows(self) -> list[Row]:
         """What claims are compared with."""
         return [row(record) for record in self.records]

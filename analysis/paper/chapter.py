@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from analysis import text
 from analysis.claims.papers import Claim, Claims
-from analysis.claims.verdicts import Finding, Summary, quoted, rounded
+from analysis.claims.verdicts import Finding, Summary, between, quoted, rounded
 from analysis.figures.drawings import Drawing
 from analysis.load.runs import AnyRun, Run
-from analysis.paper import contents, figures, fit, sweeps_drawn, words
+from analysis.paper import contents, figures, fit, pivots, sweeps_drawn, words
 from analysis.paper.contents import Section
 from analysis.paper.fit import Fitted
 from analysis.paper.sensitivity import Sweeps, sweeps
@@ -29,8 +29,11 @@ class Part:
 
     section: Section
     table: Table
-    #: By number; a document has each note once.
-    notes: tuple[int, ...]
+    #: Notes that stand here, by number, and the numbers of those that stand in earlier sections;
+    #: a document has each note once.
+    notes: Mapping[int, str]
+    earlier: tuple[int, ...]
+    pivots: tuple[Table, ...]
     assumptions: str
     commands: tuple[str, ...]
     drawing: Drawing | None
@@ -40,7 +43,7 @@ class Part:
 class Chapter:
     """All of it."""
 
-    #: A row per result: what, paper, simulated, emulated, verdict, and its section's id and title.
+    #: A row per result: what, paper, simulated, emulated, verdict, and its section's id.
     opening: tuple[tuple[str, ...], ...]
     parts: tuple[Part, ...]
     fitted: Fitted | None
@@ -49,6 +52,8 @@ class Chapter:
     contradictions: tuple[str, ...] = ()
     best: Mapping[str, str] = field(default_factory=dict)
     assumed: str = ""
+    #: How near a prediction must be.
+    tolerance: str = ""
     drawings: tuple[Drawing, ...] = ()
 
     @property
@@ -60,7 +65,13 @@ class Chapter:
     @property
     def written(self) -> list[Table]:
         """Every table, for CSV and LaTeX."""
-        return [part.table for part in self.parts] + list(self.tables)
+        own = [table for part in self.parts for table in (part.table, *part.pivots)]
+        return own + list(self.tables)
+
+    @property
+    def noted(self) -> set[int]:
+        """The notes that stand in its sections, by number."""
+        return {at for part in self.parts for at in part.notes}
 
 
 def chapter(
@@ -78,21 +89,28 @@ def chapter(
     swept = sweeps(holds.fit, claims, rows)
     found = None if swept is None else fit.fitted(holds.fit, swept)
     shown = _Shown(claims, findings, verdicts, words.as_predicted(found), found)
+    notes = _placed(holds.sections, shown, number)
     parts = tuple(
         Part(
             section,
             shown.table(section),
-            tuple(sorted({number[note] for note in shown.notes(section)})),
+            own,
+            earlier,
+            tuple(
+                pivots.table(pivot, by_matrix[pivot.matrix].rows)
+                for pivot in section.pivots
+                if pivot.matrix in by_matrix
+            ),
             _assumptions(section, by_matrix),
             tuple(_command(claims, name) for name in section.matrices),
             _drawing(section, shown, by_matrix, found, swept),
         )
-        for section in holds.sections
+        for section, (own, earlier) in zip(holds.sections, notes, strict=True)
     )
     opening = tuple(
-        (*shown.opening(name), section.id, section.title)
+        (short, *shown.row(name, briefly=True)[1:], section.id)
         for section in holds.sections
-        for name in section.first
+        for name, short in section.first.items()
     )
     if found is None or swept is None:
         return Chapter(opening, parts, None)
@@ -104,8 +122,23 @@ def chapter(
         tuple(words.contradictions(found)),
         words.best(found),
         words.setting(found.fit, found.assumed),
+        f"{100 * found.fit.tolerance:g} %",
         (sweeps_drawn.regions(found, swept),),
     )
+
+
+def _placed(
+    sections: Sequence[Section], shown: _Shown, number: Mapping[str, int]
+) -> list[tuple[dict[int, str], tuple[int, ...]]]:
+    """Of each section the notes that stand there first, and the numbers of the others."""
+    there: set[int] = set()
+    found = []
+    for section in sections:
+        notes = dict(sorted((number[note], note) for note in shown.notes(section)))
+        own = {at: note for at, note in notes.items() if at not in there}
+        found.append((own, tuple(at for at in notes if at in there)))
+        there |= set(own)
+    return found
 
 
 @dataclass(frozen=True)
@@ -126,7 +159,7 @@ class _Shown:
         at = "" if fitted is None else words.value(fitted.fit.unknown, fitted.value)
         rows = []
         for name in section.claims:
-            what, paper, simulated, emulated, verdict = self.opening(name)
+            what, paper, simulated, emulated, verdict = self.row(name)
             predicted = [self.predicted.get(name, text.ABSENT)] if fitted else []
             rows.append((what, paper, simulated, *predicted, emulated, verdict))
         columns = [f"Simulated, {at} of the link"] if fitted else []
@@ -137,11 +170,13 @@ class _Shown:
             tuple(rows),
         )
 
-    def opening(self, name: str) -> tuple[str, str, str, str, str]:
-        """Result, paper, simulated, emulated, verdict."""
+    def row(self, name: str, briefly: bool = False) -> tuple[str, str, str, str, str]:
+        """Result, paper, simulated, emulated, verdict; briefly without intervals."""
         claim = self.of(name)
         paper = f"{quoted(claim.number, claim.unit)} [{claim.label}]"
-        simulated, emulated = (self._ours(claim, kind) for kind in ("simulated", "emulated"))
+        simulated, emulated = (
+            self._ours(claim, kind, briefly) for kind in ("simulated", "emulated")
+        )
         verdict = self.verdicts[name]
         apart = [f.verdict for f in self.findings if f.claim.id == name and not f.decides]
         return (
@@ -152,11 +187,16 @@ class _Shown:
             (apart[0] if verdict == "set apart" else verdict),
         )
 
-    def _ours(self, claim: Claim, evidence: str) -> str:
+    def _ours(self, claim: Claim, evidence: str, briefly: bool) -> str:
         """Ours by this evidence: what decides, else at the paper's ratio, else the first."""
         found = [f for f in self.findings if f.claim.id == claim.id and f.evidence == evidence]
         found.sort(key=lambda f: (not f.decides, not _at_same_ratio(f)))
-        return rounded(found[0].ours, claim.unit) if found else text.ABSENT
+        if not found:
+            return text.ABSENT
+        ours, sure = rounded(found[0].ours, claim.unit), between(found[0].interval, claim.unit)
+        said = [sure] if sure and not briefly else []
+        said += ["undecided"] if found[0].verdict == "undecided" else []
+        return f"{ours} ({'; '.join(said)})" if said else ours
 
     def notes(self, section: Section) -> list[str]:
         """The reasons of what decides the section's claims."""

@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from analysis.claims.computations import Computation
+from analysis.claims.computations import Computation, Selection
 from analysis.claims.papers import Claims
 from experiments.records.cell import MatrixName
 from simulation import yaml_lines
@@ -24,13 +24,16 @@ class Sweep(Strict):
     """A matrix over what is not known: which setting of its cells is which unknown."""
 
     matrix: MatrixName
-    unknowns: dict[str, Name]
+    #: None where none of them changes what its cells are asked for.
+    unknowns: dict[str, Name] = Field(default_factory=dict)
 
 
 class Target(Strict):
     """A claim as the sweeps answer it."""
 
     claim: Name
+    #: The sweep whose cells alone answer it; by default all that have unknowns.
+    matrix: MatrixName | None = None
     #: In as few words as a figure's axis has room for.
     short: str
     compute: Computation
@@ -66,6 +69,21 @@ class Fit(Strict):
 Figure = Literal["volume", "sweep", "scaling", "bandwidth", "policies", "memory", "losses"]
 
 
+class Pivot(Strict):
+    """A table of a matrix's cells: a quantity by two of their settings."""
+
+    id: Name
+    title: str
+    matrix: MatrixName
+    quantity: Literal["tokens_per_s", "peak_device_bytes"]
+    #: The cells that it is of; all by default.
+    of: Selection | None = None
+    rows: Name = "strategy"
+    columns: Name
+    #: The column of which the others are shares.
+    share_of: str | None = None
+
+
 class Section(Strict):
     """One table or figure of the paper."""
 
@@ -74,10 +92,12 @@ class Section(Strict):
     figure: Figure
     matrices: tuple[MatrixName, ...]
     claims: tuple[Name, ...] = Field(min_length=1)
-    #: Those of its claims that the chapter opens with.
-    first: tuple[Name, ...] = Field(min_length=1)
+    #: Those of its claims that the chapter opens with, in a few words.
+    first: dict[Name, str] = Field(min_length=1)
     #: What of the paper's is not known.
     unknown: str | None = None
+    #: What every system's cells are, where the paper's own values are not known.
+    pivots: tuple[Pivot, ...] = ()
 
     @model_validator(mode="after")
     def _opens_with_its_own(self) -> Section:

@@ -126,7 +126,10 @@ def _asked(grid: np.ndarray, curve: Curve) -> float | None:
     number = curve.claim.number
     assert number is not None, "a number is fitted"
     away = np.abs(curve.values - number)
-    if np.isnan(away).all() or np.nanmin(away) > REACHED * abs(number):
+    # What the unknown does not move asks for none.
+    if np.isnan(away).all() or np.nanmin(curve.values) == np.nanmax(curve.values):
+        return None
+    if np.nanmin(away) > REACHED * abs(number):
         return None
     return float(grid[int(np.nanargmin(away))])
 

@@ -56,14 +56,16 @@ def sweeps(fit: Fit, claims: Claims, rows: Mapping[str, Sequence[Row]]) -> Sweep
     values = _values(fit, indexed)
     shares = values.pop(fit.unknown)
     grid = np.linspace(shares[0], shares[-1], POINTS)
+    asked = dict.fromkeys(target.matrix for target in fit.targets)
     by_id = {claim.id: claim for claim in claims.claims}
     curves = {}
     for chosen in product(*values.values()):
         setting = tuple(zip(values, chosen, strict=True))
-        found = [_found(fit, indexed, {**dict(setting), fit.unknown: share}) for share in shares]
+        at = [{**dict(setting), fit.unknown: share} for share in shares]
+        found = {matrix: [_found(indexed, one, matrix) for one in at] for matrix in asked}
         for target in fit.targets:
             claim = by_id[target.claim]
-            points = np.array([_value(target, claim, cells) for cells in found])
+            points = np.array([_value(target, claim, cells) for cells in found[target.matrix]])
             line = np.interp(grid, shares, points)
             held = _holds(line, claim, fit)
             curves[claim.id, setting] = Curve(claim, target, setting, line, held)
@@ -98,17 +100,25 @@ def _values(fit: Fit, indexed: Sequence[_Index]) -> dict[str, list[float]]:
     return {name: sorted(values) for name, values in there.items()}
 
 
-def _found(fit: Fit, indexed: Sequence[_Index], setting: Mapping[str, float]) -> list[Row]:
-    """The cells of this setting in all sweeps."""
+def _found(
+    indexed: Sequence[_Index], setting: Mapping[str, float], matrix: str | None
+) -> list[Row]:
+    """The cells of this setting in one sweep, or in all that have unknowns."""
     return [
         row
         for sweep, found in indexed
+        if (matrix is None and sweep.unknowns) or sweep.matrix == matrix
         for row in found.get(tuple(setting[name] for name in sweep.unknowns.values()), ())
     ]
 
 
 def _value(target: Target, claim: Claim, cells: Sequence[Row]) -> float:
-    samples = target.compute.samples(cells)
+    # Where ours is out of memory there is no speed to draw a line to.
+    samples = [
+        sample
+        for sample in target.compute.samples(cells)
+        if sample.over is None or sample.row.state == "ok"
+    ]
     assert claim.unit is not None, "checked when the claims were read"
     return taken(samples, target.compute.take) * SCALES[claim.unit] if samples else float("nan")
 

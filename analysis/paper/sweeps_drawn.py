@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from analysis.figures import axes
-from analysis.figures.drawings import Drawing, put_legend, style
+from analysis.figures.drawings import NO_BREAK, Drawing, put_legend, style
 from analysis.paper import words
 from analysis.paper.contents import Fit
 from analysis.paper.fit import Fitted
@@ -97,7 +97,7 @@ def _panel(
 
 
 def _folded(title: str) -> list[str]:
-    words_of = title.split()
+    words_of = title.replace(" %", f"{NO_BREAK}%").split(" ")
     half = (len(words_of) + 1) // 2
     return [" ".join(words_of[:half]), " ".join(words_of[half:])]
 

@@ -14,6 +14,8 @@ from analysis.paper.fit import Fitted, Region, moved
 from analysis.paper.sensitivity import Setting, Sweeps
 from analysis.paper.tables import Table
 
+#: Marks a number that is the paper's within the fit's tolerance.
+HOLDS = "✓"
 #: Shares, which are written in per cent.
 _SHARES = {"share", "slow_share", "recomputed"}
 
@@ -70,11 +72,13 @@ def changes(found: Fitted, sweeps: Sweeps) -> Table:
     """One assumption changed at a time, at the fitted share."""
     fit = found.fit
     rows = []
+    at = int(np.abs(sweeps.grid - found.value).argmin())
     for chosen, changed, numbers in moved(fit, sweeps, found.value):
         what = f"{fit.words[changed]} {value(changed, dict(chosen)[changed])}" if changed else ""
+        curves = [sweeps.curves[target.claim, chosen] for target in fit.targets]
         values = [
-            ours(sweeps.curves[target.claim, chosen].claim, number)
-            for target, number in zip(fit.targets, numbers, strict=True)
+            ours(curve.claim, number) + (f" {HOLDS}" if curve.holds[at] else "")
+            for curve, number in zip(curves, numbers, strict=True)
         ]
         rows.append((bool(changed), (what or "as assumed", *values)))
     rows.sort(key=lambda row: row[0])

@@ -22,6 +22,7 @@ from analysis.figures.drawings import Drawing, svg
 from analysis.load import runs
 from analysis.load.memory import MemoryStudy
 from analysis.load.runs import AnyRun, Run
+from analysis.paper import contents
 from analysis.paper import tables as papers_tables
 from analysis.paper.chapter import Chapter, chapter
 from analysis.report import pages
@@ -69,8 +70,8 @@ def markdown(claims: Claims, of: Sequence[AnyRun]) -> str:
 
 def chapter_of(claims: Claims, of: Sequence[AnyRun]) -> Chapter:
     """The chapter on the FCDP paper."""
-    findings = judge(claims, {run.matrix: run.rows for run in of})
-    return chapter(claims, of, findings, summarise(findings), _notes(claims, findings))
+    first: Chapter = _values(claims, of)["chapter"]
+    return first
 
 
 def _markdown(values: Mapping[str, Any]) -> str:
@@ -81,7 +82,12 @@ def _markdown(values: Mapping[str, Any]) -> str:
 
 def _page(claims: Claims, of: Sequence[AnyRun], values: Mapping[str, Any]) -> str:
     """The self-contained HTML page, which has the figures of every run too."""
-    figures = {run.matrix: [pages.figure(drawn) for drawn in _drawn(run)] for run in of}
+    # What sweeps of unknowns come to stands in the chapter.
+    swept = {sweep.matrix for sweep in contents.load(claims).fit.sweeps if sweep.unknowns}
+    figures = {
+        run.matrix: [] if run.matrix in swept else [pages.figure(drawn) for drawn in _drawn(run)]
+        for run in of
+    }
     pairs = _predicted(claims, of)
     validated = [] if pairs.empty else [pages.figure(predicted.draw(pairs))]
     return pages.render(
@@ -122,7 +128,7 @@ def _values(claims: Claims, of: Sequence[AnyRun]) -> dict[str, Any]:
             }
             for name, paper in claims.papers.items()
         ],
-        "chapter": chapter_of(claims, of),
+        "chapter": chapter(claims, of, findings, summary, notes),
         "notes": notes,
         "labels": LABELS,
         "evidence": {name: text.EVIDENCE[name] for name in text.EVIDENCE if name in evidence},

@@ -178,3 +178,38 @@ def test_each_at_its_own_micro_batch() -> None:
             over=select(strategy="fsdp2", micro_batch=micro_batch),
         )
         assert len(ratio.samples(rows)) == partners
+
+
+FASTER = Ratio(
+    kind="gain",
+    quantity="tokens_per_s",
+    of=select(strategy="fcdp"),
+    over=select(strategy="fsdp2"),
+)
+
+
+def without_figures(of: Row, state: Any = "oom") -> Row:
+    return replace(of, state=state, quantities={})
+
+
+def test_ours_without_figures_is_as_bad_as_can_be() -> None:
+    rows = [made("fsdp2"), without_figures(made("fcdp"))]
+    memory = FASTER.model_copy(update={"quantity": "inter_node_bytes", "kind": "ratio"})
+
+    assert [sample.value for sample in FASTER.samples(rows)] == [-1.0]
+    assert [sample.value for sample in memory.samples(rows)] == [math.inf]
+    assert FASTER.lacking(rows) == [rows[1]]
+
+
+def test_a_comparator_without_figures_is_named() -> None:
+    rows = [without_figures(made("fsdp2"), "failed"), made("fcdp")]
+
+    assert FASTER.samples(rows) == []
+    assert FASTER.lacking(rows) == [rows[0]]
+
+
+def test_cells_that_a_matrix_leaves_out_have_no_part() -> None:
+    rows = [made("fsdp2"), without_figures(made("fcdp"), "skipped")]
+
+    assert FASTER.samples(rows) == []
+    assert FASTER.lacking(rows) == []

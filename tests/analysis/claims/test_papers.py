@@ -11,6 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from analysis.claims import papers
+from analysis.claims.computations import Ratio
+from analysis.claims.papers import Claim
+from analysis.load import matrices
 
 CHECK: dict[str, Any] = {
     "matrix": "parity",
@@ -198,3 +201,33 @@ def test_a_relative_tolerance_admits_what_is_that_near(
 
     if abs(abs(off) - relative) > 1e-9:
         assert admits == (abs(off) < relative)
+
+
+def _comparators(claim: Claim) -> dict[tuple[object, ...], set[str]]:
+    """Whose ZeRO-3 each comparison of speeds is over, by matrix and place."""
+    found: dict[tuple[object, ...], set[str]] = {}
+    for check in claim.checks:
+        compute = check.compute
+        if isinstance(compute, Ratio) and compute.quantity == "tokens_per_s":
+            place = check.matrix, compute.of.link, compute.of.nodes
+            found.setdefault(place, set()).add(compute.over.strategy or "")
+    return found
+
+
+def test_speeds_over_zero3_are_over_both_engines_at_every_link() -> None:
+    both = {"deepspeed-zero3", "zero3"}
+    compared = 0
+    for claim in papers.load().claims:
+        if claim.id == "fcdp-offload-loses-throughput":
+            continue  # compares two systems of DeepSpeed's, neither of them ours
+        merged: dict[tuple[object, ...], set[str]] = {}
+        for (matrix, link, nodes), over in _comparators(claim).items():
+            # Where a matrix has one link it need not be named.
+            one = len(matrices.names(str(matrix)).get("link", ())) < 2
+            merged.setdefault((matrix, None if one else link, nodes), set()).update(over)
+        for (matrix, *_), over in merged.items():
+            there = both & set(matrices.names(str(matrix))["strategy"])
+            if over & both:
+                compared += 1
+                assert over >= there, (claim.id, matrix)
+    assert compared > 10

@@ -104,6 +104,16 @@ def test_the_widest_region_with_the_most_claims_is_named(sweeps: Sweeps) -> None
     assert [low, high] == pytest.approx([0.425, 0.575], abs=2e-3)
 
 
+def test_what_the_unknown_does_not_move_asks_for_none(sweeps: Sweeps) -> None:
+    flat = {key: np.full_like(GRID, 5.0) if key[0] == "b" else curve.values
+            for key, curve in sweeps.curves.items()}  # fmt: skip
+
+    found = fit.fitted(made_up(), curves(flat, a=40, b=5, c=7))
+
+    assert found.held_out[0].holds
+    assert found.held_out[0].asks is None
+
+
 def test_a_number_that_no_value_gives_cannot_be_fitted(sweeps: Sweeps) -> None:
     with pytest.raises(ValueError, match="no share gives a under what is assumed"):
         fit.fitted(made_up(assumed=2.0), sweeps)

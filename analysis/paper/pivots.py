@@ -1,0 +1,68 @@
+"""Tables of a matrix's own cells: a quantity by two of their settings, of every system."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from analysis import strategies, text
+from analysis.load.rows import Quantity, Row
+from analysis.paper.contents import Pivot
+from analysis.paper.tables import Table
+from experiments.records import settings
+from experiments.records.cell import Cell
+
+#: How a quantity is written.
+_WRITTEN: dict[Quantity, Callable[[float], str]] = {
+    "tokens_per_s": text.number,
+    "peak_device_bytes": lambda value: f"{value / 1e9:.1f}",
+}
+
+
+def table(pivot: Pivot, rows: Sequence[Row]) -> Table:
+    """The pivot of these cells; how one ended that left no figures, a dash where there is none."""
+    chosen = [row for row in rows if pivot.of is None or pivot.of.matches(row)]
+    cells = {(_of(row, pivot.rows), _of(row, pivot.columns)): row for row in chosen}
+    sides = list(dict.fromkeys(side for side, _ in cells))
+    if pivot.rows == "strategy":
+        sides = strategies.ordered(sides)
+    tops = list(dict.fromkeys(top for _, top in cells))
+    lines = [
+        (_word(pivot.rows, side), *(_cell(pivot, cells, side, top) for top in tops))
+        for side in sides
+    ]
+    heads = (_label(pivot.rows), *(_head(pivot.columns, top) for top in tops))
+    return Table(pivot.id, pivot.title, heads, tuple(lines))
+
+
+_Cells = dict[tuple[str, str], Row]
+
+
+def _cell(pivot: Pivot, cells: _Cells, side: str, top: str) -> str:
+    row = cells.get((side, top))
+    if row is None:
+        return text.ABSENT
+    value = row.quantities.get(pivot.quantity)
+    if value is None:
+        return row.state
+    if pivot.share_of is None:
+        return _WRITTEN[pivot.quantity](value)
+    whole = cells[side, pivot.share_of].quantities[pivot.quantity]
+    return f"{text.number(100 * value / whole)} %"
+
+
+def _of(row: Row, setting: str) -> str:
+    return str(row.settings[setting])
+
+
+def _word(setting: str, value: str) -> str:
+    return strategies.label(value) if setting == "strategy" else value
+
+
+def _head(setting: str, value: str) -> str:
+    """A column's name, which says of a plain number what it is of."""
+    return f"{_label(setting)} {value}" if value.isdigit() else _word(setting, value)
+
+
+def _label(setting: str) -> str:
+    """What readers call a setting."""
+    return "System" if setting == "strategy" else settings.described(Cell)[setting].setting.label

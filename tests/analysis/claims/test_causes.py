@@ -1,0 +1,127 @@
+"""A reason that is computed changes one setting, and nothing else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from analysis.__main__ import RESULTS
+from analysis.claims import papers
+from analysis.claims.causes import Cause, changed, setting_of
+from analysis.claims.computations import Ratio, Selection, Value
+from analysis.claims.verdicts import judge
+from analysis.load import runs
+from analysis.load.rows import Row
+
+FASTER = Ratio(
+    kind="ratio",
+    quantity="tokens_per_s",
+    of=Selection(strategy="fcdp"),
+    over=Selection(strategy="fsdp2"),
+)
+
+
+def row(strategy: str, speed: float, matrix: str = "here", **more: object) -> Row:
+    chosen = {
+        "matrix": matrix,
+        "strategy": strategy,
+        "link": "1 Gbit/s",
+        "model": "gpt-30b",
+        "sequence_length": 512,
+        "link_efficiency": 0.8,
+        "inter_efficiency": None,
+        **more,
+    }
+    return Row(chosen, "ok", "simulated", {"tokens_per_s": speed})
+
+
+HERE = [row("fcdp", 20), row("fsdp2", 10)]
+
+
+def test_the_claim_is_computed_on_counterparts_with_the_other_value() -> None:
+    longer = {"matrix": "there", "sequence_length": 1024}
+    there = [row("fcdp", 30, **longer), row("fsdp2", 10, **longer)]
+
+    found = changed(Cause(matrix="there", setting="sequence_length", to=1024), FASTER, HERE, there)
+
+    assert found is not None
+    assert [sample.value for sample in found.before] == [2.0]
+    assert [sample.value for sample in found.after] == [3.0]
+    assert found.was == (512,)
+
+
+def test_cells_that_differ_in_another_setting_too_are_no_counterparts() -> None:
+    both = {"matrix": "there", "sequence_length": 1024, "model": "gpt-10b"}
+    there = [row("fcdp", 30, **both), row("fsdp2", 10, **both)]
+    cause = Cause(matrix="there", setting="sequence_length", to=1024)
+
+    assert changed(cause, FASTER, HERE, there) is None
+
+
+def test_a_share_that_is_not_given_is_that_of_all_links() -> None:
+    lower = {"matrix": "there", "inter_efficiency": 0.4}
+    there = [row("fcdp", 20, **lower), row("fsdp2", 5, **lower)]
+
+    found = changed(Cause(matrix="there", setting="inter_efficiency", to=0.4), FASTER, HERE, there)
+
+    assert found is not None
+    assert (found.was, found.after[0].value) == ((0.8,), 4.0)
+
+
+def test_a_setting_may_be_changed_in_one_of_two_cells() -> None:
+    keeps = Ratio(
+        kind="ratio",
+        quantity="tokens_per_s",
+        of=Selection(strategy="fcdp", link="1 Gbit/s"),
+        over=Selection(link="100 Gbit/s"),
+    )
+    here = [row("fcdp", 5), row("fcdp", 20, link="100 Gbit/s")]
+    there = [row("fcdp", 10, "there", link="100 Gbit/s", inter_efficiency=0.4)]
+    there.append(row("fcdp", 1, "there", inter_efficiency=0.4))
+    cause = Cause(matrix="there", setting="inter_efficiency", to=0.4, side="over")
+
+    found = changed(cause, keeps, here, there)
+
+    assert found is not None
+    assert (found.before[0].value, found.after[0].value) == (0.25, 0.5)
+
+
+def test_another_comparator_stands_in_the_place_of_the_claims() -> None:
+    there = [row("fsdp2-reshard", 4, "there")]
+    cause = Cause(matrix="there", setting="strategy", to="fsdp2-reshard", side="over")
+
+    found = changed(cause, FASTER, HERE, there)
+
+    assert found is not None
+    assert found.after[0].value == 5.0
+
+
+def test_a_value_is_computed_on_counterparts_too() -> None:
+    value = Value(kind="value", quantity="tokens_per_s", of=Selection(strategy="fcdp"))
+    there = [row("fcdp", 7, "there", sequence_length=1024)]
+
+    found = changed(Cause(matrix="there", setting="sequence_length", to=1024), value, HERE, there)
+
+    assert found is not None
+    assert found.after[0].value == 7.0
+
+
+def test_a_setting_that_no_cell_has_is_an_error() -> None:
+    with pytest.raises(ValueError, match="'weather' is no setting of a cell; allowed: .*nodes"):
+        setting_of(Cause(matrix="there", setting="weather", to=1))
+
+
+def test_every_cause_that_claims_name_is_shown_with_both_numbers() -> None:
+    claims = papers.load()
+    rows: Mapping[str, Sequence[Row]] = {run.matrix: run.rows for run in runs.load(RESULTS)}
+    for finding in judge(claims, rows):
+        if finding.check is None or finding.verdict not in ("not reproduced", "differs"):
+            continue
+        said = [reason for reason in finding.reasons if " alone changed from " in reason]
+        assert len(said) == len(finding.check.causes), finding.claim.id
+        for reason in said:
+            numbers = re.search(r"gives (\S+).* instead of (\S+)", reason)
+            assert numbers is not None
+            assert numbers[1] != numbers[2], reason

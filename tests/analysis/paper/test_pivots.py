@@ -1,0 +1,54 @@
+"""A pivot shows every system's cells, how they ended where they left no figures, and shares."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from analysis.load.rows import Row
+from analysis.paper import pivots
+from analysis.paper.contents import Pivot
+
+
+def row(strategy: str, link: str, speed: float | None, state: Any = "ok") -> Row:
+    chosen = {"strategy": strategy, "link": link, "model": "gpt-30b", "nodes": 2}
+    return Row(chosen, state, "simulated", {} if speed is None else {"tokens_per_s": speed})
+
+
+def pivot(**changes: Any) -> Pivot:
+    given = {"id": "p", "title": "Tokens/s", "matrix": "m", "quantity": "tokens_per_s"}
+    return Pivot.model_validate({**given, "columns": "link", **changes})
+
+
+ROWS = [
+    row("fcdp", "1 Gbit/s", 50),
+    row("fcdp", "100 Gbit/s", 200),
+    row("fsdp2", "1 Gbit/s", None, "oom"),
+    row("fsdp2", "100 Gbit/s", 100),
+    row("zero3", "100 Gbit/s", 80),
+]
+
+
+def test_a_system_is_a_line_with_ours_last() -> None:
+    table = pivots.table(pivot(), ROWS)
+
+    assert table.columns == ("System", "1 Gbit/s", "100 Gbit/s")
+    assert [line[1:] for line in table.rows] == [("oom", "100"), ("–", "80.0"), ("50.0", "200")]
+
+
+def test_shares_are_of_each_lines_own() -> None:
+    table = pivots.table(pivot(share_of="100 Gbit/s"), ROWS)
+
+    assert [line[1] for line in table.rows] == ["oom", "–", "25.0 %"]
+    assert {line[2] for line in table.rows} == {"100 %"}
+
+
+def test_cells_that_are_not_asked_for_are_left_out() -> None:
+    table = pivots.table(pivot(of={"strategy": "fcdp"}), ROWS)
+
+    assert [line[1:] for line in table.rows] == [("50.0", "200")]
+
+
+def test_a_column_says_what_its_number_is_of() -> None:
+    table = pivots.table(pivot(columns="nodes", of={"link": "1 Gbit/s"}), ROWS)
+
+    assert table.columns == ("System", "Nodes 2")
