@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from baselines.settings import Exchanges
+
 Place = Literal["device", "host", "disk"]
 
 
@@ -84,6 +86,12 @@ class Schedule:
             "reduce_codec": self.reduce_codec,
         }
         return {name: value for name, value in named.items() if value is not None}
+
+    def exchanging(self, exchanges: Exchanges) -> Schedule:
+        """The schedule whose gathers and reductions cross nodes as a cell chooses."""
+        if exchanges == "hierarchical":
+            return self
+        return replace(self, hierarchical=exchanges == "undeferred", accumulates_without_sync=False)
 
     def keeps_in(self, policy: str) -> str | None:
         """Where entries are kept in a cell of ``policy``: a place, or a policy's text."""

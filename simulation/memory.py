@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from baselines.registry import schedule_of
 from baselines.schedule import Schedule
 from simulation.hardware import Hardware
 from simulation.units import Layout, layout
@@ -85,7 +84,7 @@ def peak(workload: Workload, hardware: Hardware) -> Footprint:
     looks at memory in use is applied by the simulator, which calls ``footprint``. Raises
     ``ValueError`` for a strategy that is not simulated.
     """
-    schedule = schedule_of(workload.strategy)
+    schedule = workload.schedule
     units = layout(workload, schedule, hardware.nodes, hardware.ranks_per_node)
     entries = entry_bytes(workload, schedule, hardware)
     place = schedule.keeps_in(workload.policy)
