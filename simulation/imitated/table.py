@@ -23,11 +23,15 @@ class Table:
 
 
 def tables(records: Iterable[MemoryRecord]) -> list[Table]:
-    """One table per model, one row per strategy: the largest micro-batch, and a peak."""
-    by_model: dict[str, list[MemoryRecord]] = {}
+    """One table per length and model, one row per strategy: the largest micro-batch, and a peak."""
+    groups: dict[tuple[int, str], list[MemoryRecord]] = {}
     for record in records:
-        by_model.setdefault(record.case.model.name, []).append(record)
-    return [Table(name, _rows(by_model[name])) for name in sorted(by_model)]
+        case = record.case
+        groups.setdefault((case.sequence_length, case.model.name), []).append(record)
+    return [
+        Table(f"{name}, {length:,} tokens per sequence", _rows(groups[length, name]))
+        for length, name in sorted(groups)
+    ]
 
 
 def _rows(records: Sequence[MemoryRecord]) -> list[tuple[str, ...]]:
@@ -80,7 +84,7 @@ def _explain(case: Case) -> str:
     return (
         f"One of {case.nodes} × {case.ranks_per_node} ranks with {case.device_bytes / 1e9:.0f} GB "
         f"each, of which {case.reserve_bytes / 1e9:.0f} GB are left to the driver, NCCL and "
-        f"fragmentation (our choice). Sequences of {case.sequence_length} tokens; bf16, parameters "
+        f"fragmentation (our choice). bf16, parameters "
         f"and optimizer states in fp32, also frozen ones; LoRA of rank {case.lora_rank} on Q, K, V "
         "and O; AdamW as the matrices have it (foreach), which needs room for copies of what it "
         "steps. The first figure is the largest micro-batch that fits: it was run, and the next "
