@@ -58,7 +58,7 @@ class Schedule:
     cuts_low_rank: bool = False
     #: Whether an entry of the cache has the rank's own shard in it, which it holds anyway.
     caches_own_shard: bool = True
-    #: Whether slices of a unit wait on the device on their way from the host's cache.
+    #: Whether slices of a unit lie on the device on their way across nodes and from the cache.
     stages: bool = False
     #: Whether ranks exchange in pairs, and ask each other what is stale. If not, gloo's rings carry
     #: it, whose reduce-scatter is an all-reduce.
