@@ -288,8 +288,7 @@ def _moments(
     in_block = left | {"gathered": gathered, "reductions": reductions, "slices": in_backward}
     return (
         left | {"gathered": gathered + copies * root, "slices": in_forward},
-        left
-        | {"gathered": gathered + copies * unit, "slices": in_forward, "activations": kept},
+        left | {"gathered": gathered + copies * unit, "slices": in_forward, "activations": kept},
         left | {"gathered": root, "activations": kept + output},
         in_block | {"activations": kept + again + inner},
         in_block

@@ -69,8 +69,8 @@ def settle(
 ) -> list[MemoryRecord]:
     """Settle what has no record in ``output`` yet; write ``memory.jsonl`` and ``memory.md``.
 
-    Raises ``ValueError`` for an unknown model, strategy or length, for a file that is not ours, and if
-    ``output`` cannot be written.
+    Raises ``ValueError`` for an unknown model, strategy or length, for a file that is not ours, and
+    if ``output`` cannot be written.
     """
     names = dict.fromkeys(models or paper_models.PAPER_MODELS)
     cases = study.cases(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from simulation.imitated.records import Case, MemoryRecord
 from simulation.imitated.search import PAPER_MICRO_BATCH
+from simulation.paper_models import SEQUENCE_LENGTH
 
 _HEAD = ("strategy", "full", "full, checkpointing", "LoRA", "LoRA, checkpointing", "host GB a node")
 _KINDS = (("full", False), ("full", True), ("lora", False), ("lora", True))
@@ -101,9 +103,7 @@ def _explain(case: Case) -> str:
 def statements(records: Sequence[MemoryRecord]) -> Table:
     """The paper's statements about memory, and what the same code says of them here."""
     largest = {
-        (r.case.label, (r.case.model.name, r.case.tuning, r.case.checkpointing)): (
-            r.finding.largest_micro_batch
-        )
+        (r.case.label, _where(r.case)): r.finding.largest_micro_batch
         for r in records
         if r.finding is not None
     }
@@ -118,10 +118,9 @@ def statements(records: Sequence[MemoryRecord]) -> Table:
 
     def runs_out(label: str, model: str) -> str:
         sizes = [
-            f"{largest[label, (model, 'full', checkpointing)]} "
-            f"{'with' if checkpointing else 'without'} checkpointing"
-            for checkpointing in (False, True)
-            if (label, (model, "full", checkpointing)) in largest
+            f"{largest[label, where]} {'with' if where[3] else 'without'} checkpointing"
+            for where in product((SEQUENCE_LENGTH,), (model,), ("full",), (False, True))
+            if (label, where) in largest
         ]
         return "largest micro-batch " + ", ".join(sizes) if sizes else "not run"
 
@@ -142,6 +141,10 @@ def statements(records: Sequence[MemoryRecord]) -> Table:
         ),
     ]
     return Table("statements", rows, ("the paper says", "here"))
+
+
+def _where(case: Case) -> tuple[int, str, str, bool]:
+    return case.sequence_length, case.model.name, case.tuning, case.checkpointing
 
 
 def _unfinished(records: Sequence[MemoryRecord]) -> str:

@@ -22,7 +22,7 @@ def test_finished_cases_are_kept_and_not_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = Console(file=StringIO(), width=200)
-    first = settle(["gpt-30b"], ["ddp"], tmp_path, 1, shown)
+    first = settle(["gpt-30b"], ["ddp"], [512], tmp_path, 1, shown)
     assert {record.state for record in first} == {"oom"}  # 28.9 billion parameters in fp32
     kept = read(tmp_path / "memory.jsonl")
     assert sorted(kept, key=study.place) == sorted(first, key=study.place)
@@ -30,7 +30,7 @@ def test_finished_cases_are_kept_and_not_run_again(
     assert "| ddp | oom | oom | oom | oom | – |" in page
     assert "gpt-30b" in page
     monkeypatch.setattr(study, "_settle", None)  # nothing is settled any more
-    assert settle(["gpt-30b"], ["ddp"], tmp_path, 1, shown) == first
+    assert settle(["gpt-30b"], ["ddp"], [512], tmp_path, 1, shown) == first
     assert (tmp_path / "memory.md").read_text(encoding="utf-8") == page
 
 
@@ -39,6 +39,7 @@ def test_finished_cases_are_kept_and_not_run_again(
     [
         (["--model", "30B"], "model = '30B': allowed are gpt-10b, gpt-20b, gpt-30b"),
         (["--strategy", "fcpd"], "strategy = 'fcpd': allowed are"),
+        (["--length", "4096"], "length = 4096: allowed are 512, 1024, 2048"),
     ],
 )
 def test_unknown_names_are_refused(tmp_path: Path, arguments: list[str], message: str) -> None:
@@ -50,7 +51,7 @@ def test_unknown_names_are_refused(tmp_path: Path, arguments: list[str], message
 
 def test_a_model_named_twice_is_settled_once(tmp_path: Path) -> None:
     shown = Console(file=StringIO())
-    settled = settle(["gpt-30b", "gpt-30b"], ["ddp", "ddp"], tmp_path, 1, shown)
+    settled = settle(["gpt-30b"] * 2, ["ddp"] * 2, [512] * 2, tmp_path, 1, shown)
     assert len(settled) == len({record.case for record in settled})
     assert len(read(tmp_path / "memory.jsonl")) == len(settled)
 
@@ -71,4 +72,4 @@ def test_a_destination_that_cannot_be_written_is_refused_first(
 def test_a_file_that_is_not_ours_is_named(tmp_path: Path) -> None:
     (tmp_path / "memory.jsonl").write_text("{}\n")
     with pytest.raises(ValueError, match=r"memory\.jsonl:1: not a record"):
-        settle(["gpt-10b"], ["ddp"], tmp_path, 1, Console(file=StringIO()))
+        settle(["gpt-10b"], ["ddp"], [], tmp_path, 1, Console(file=StringIO()))
