@@ -215,20 +215,21 @@ def _gradients_and_step(schedule: Schedule, element: int, stepped: float) -> tup
 
 def _slices(
     schedule: Schedule, cache: CacheBytes, nodes: int, largest: float
-) -> tuple[float, float]:
-    """Bytes of the slices that our gathers move over a device, in forward and in backward.
+) -> tuple[float, float, float]:
+    """Bytes of the slices of our gathers on a device: in forward, at the loss and in backward.
 
     ``largest`` are those of the largest slice that the cache keeps, the other nodes' parts. Across
     nodes one whole slice is filled while the one before it is read. From the cache one is read, and
-    what the host keeps is fetched ahead. All are let go between forward and backward, and before
-    the optimizer steps.
+    what the host keeps is fetched ahead, the first as forward ends. Those of forward are let go
+    when the loss is differentiated, and all before the optimizer steps.
     """
     if not schedule.stages or nodes == 1:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     across = 2 * nodes / (nodes - 1) * largest if schedule.hierarchical else 0.0
     if not (cache.device or cache.host or cache.disk):
-        return across, across
-    return across, (1 + (_PREFETCH_DEPTH if cache.host else 0)) * largest
+        return across, across, across
+    ahead = (_PREFETCH_DEPTH if cache.host else 0) * largest
+    return across, across + ahead, ahead + largest
 
 
 def _moments(
@@ -238,7 +239,7 @@ def _moments(
     ranks: int,
     gradients: float,
     step: float,
-    slices: tuple[float, float],
+    slices: tuple[float, float, float],
 ) -> Sequence[dict[str, float]]:
     """Bytes by part of what comes and goes on a device, at six moments of a step.
 
@@ -284,12 +285,12 @@ def _moments(
     if schedule.shards == "world" and without_sync:
         # Partial gradients; committed records have them under this name.
         left["gradient sums"] = _MASTER_BYTES * workload.trained / ranks
-    in_forward, in_backward = slices
+    in_forward, at_loss, in_backward = slices
     in_block = left | {"gathered": gathered, "reductions": reductions, "slices": in_backward}
     return (
         left | {"gathered": gathered + copies * root, "slices": in_forward},
         left | {"gathered": gathered + copies * unit, "slices": in_forward, "activations": kept},
-        left | {"gathered": root, "activations": kept + output},
+        left | {"gathered": root, "slices": at_loss, "activations": kept + output},
         in_block | {"activations": kept + again + inner},
         in_block
         | {
