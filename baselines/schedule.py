@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from baselines.settings import Exchanges
+
 Place = Literal["device", "host", "disk"]
 
 
@@ -56,7 +58,7 @@ class Schedule:
     cuts_low_rank: bool = False
     #: Whether an entry of the cache has the rank's own shard in it, which it holds anyway.
     caches_own_shard: bool = True
-    #: Whether slices of a unit wait on the device on their way from the host's cache.
+    #: Whether slices of a unit lie on the device on their way across nodes and from the cache.
     stages: bool = False
     #: Whether ranks exchange in pairs, and ask each other what is stale. If not, gloo's rings carry
     #: it, whose reduce-scatter is an all-reduce.
@@ -84,6 +86,12 @@ class Schedule:
             "reduce_codec": self.reduce_codec,
         }
         return {name: value for name, value in named.items() if value is not None}
+
+    def exchanging(self, exchanges: Exchanges) -> Schedule:
+        """The schedule whose gathers and reductions cross nodes as a cell chooses."""
+        if exchanges == "hierarchical":
+            return self
+        return replace(self, hierarchical=exchanges == "undeferred", accumulates_without_sync=False)
 
     def keeps_in(self, policy: str) -> str | None:
         """Where entries are kept in a cell of ``policy``: a place, or a policy's text."""

@@ -51,6 +51,11 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    @property
+    def why_not_run(self) -> str | None:
+        """Why no engine runs what is chosen, which is simulated alone; ``None`` if one does."""
+        return None
+
 
 #: Cache policy, as ``fcdp.cache.named`` reads it.
 Policy = Annotated[str, Setting("Policy", "subject", in_id="later")]
@@ -63,6 +68,13 @@ ReduceCodec = Annotated[
 ]
 ErrorFeedback = Annotated[
     bool, Setting("Error feedback", "subject", in_id="later", write=lambda _: "error feedback")
+]
+#: How gathers and reductions cross nodes. ``hierarchical``: inside the node and across apart, and
+#: gradients once per step. ``undeferred``: so too, and gradients of each micro-batch. ``flat``: in
+#: one ring over all ranks, which carries whole gradients only, so that none are deferred.
+Exchanges = Literal["hierarchical", "undeferred", "flat"]
+CellExchanges = Annotated[
+    Exchanges, Setting("Exchanges", "subject", in_id="later", write="{} exchanges".format)
 ]
 #: Whether trained adapters are sharded or replicated.
 Adapters = Annotated[
@@ -87,6 +99,13 @@ class CacheSettings(Settings):
     reduce_codec: ReduceCodec = "none"
     error_feedback: ErrorFeedback = False
     adapters: Adapters = "sharded"
+    exchanges: CellExchanges = "hierarchical"
+
+    @property
+    def why_not_run(self) -> str | None:
+        if self.exchanges == "flat":
+            return "flat exchanges are simulated alone: this library's are hierarchical"
+        return None
 
     _error_feedback = field_validator("error_feedback")(_feeds_back_a_loss)
 

@@ -16,6 +16,8 @@ from typing import Any
 import fcdp
 from fcdp.cache.arena import aligned
 from fcdp.cache.named import parse
+from simulation.paper_models import PAPER_MODELS, SEQUENCE_LENGTH
+from simulation.transformer import Transformer
 
 PAGE = Path(__file__).resolve().parent / "memory.md"
 GB = 1e9
@@ -134,7 +136,7 @@ def guard(units: Sequence[Any], nodes: int) -> int:
 
 
 def blocks(parameters: float, layers: int, itemsize: int, cluster: Cluster) -> list[Unit]:
-    """A model of equal blocks and nothing else."""
+    """A model of this size as if it were equal blocks and nothing else."""
     numel = int(parameters) // layers // (cluster.nodes * cluster.ranks_per_node)
     return [Unit(str(index), itemsize * numel, numel) for index in range(layers)]
 
@@ -195,7 +197,11 @@ POLICIES = [
     "budget(device=100 MiB, host=1 GiB)",
     "auto",
 ]
-EXAMPLES = [Example("10B", 10e9, 48), Example("30B", 30e9, 60)]
+EXAMPLES = [
+    Example(name, Transformer.of(spec, SEQUENCE_LENGTH).parameters, spec.layers)
+    for name, spec in PAPER_MODELS.items()
+    if name != "gpt-20b"
+]
 
 
 def tables() -> dict[str, str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from baselines.registry import find, schedule_of
+from baselines.registry import find
 from simulation.emulated import Constants, emulated
 from simulation.hardware import Hardware
 from simulation.step.placement import place
@@ -74,7 +74,7 @@ def _busy(step: MeasuredStep, constants: Constants) -> float:
     """Seconds per step that the host's cores are in full use."""
     workload = step.workload
     hardware = emulated(step.hardware.nodes, step.hardware.ranks_per_node, None, constants)
-    schedule = schedule_of(workload.strategy)
+    schedule = workload.schedule
     units = layout(workload, schedule, hardware.nodes, hardware.ranks_per_node)
     placement = place(workload, schedule, units, hardware)
     tasks = Step(workload, schedule, units, placement, hardware).build().tasks

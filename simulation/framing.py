@@ -7,7 +7,6 @@ data, and the receiver's word that it is ready.
 
 from __future__ import annotations
 
-from baselines.registry import schedule_of
 from baselines.schedule import Schedule
 from simulation.units import Layout, layout
 from simulation.workload import Workload
@@ -35,7 +34,7 @@ def agree(
 
     ``predicted`` and ``counted`` are bytes per step that one node sends.
     """
-    estimated = schedule_of(workload.strategy).estimated_share * predicted
+    estimated = workload.schedule.estimated_share * predicted
     allowed = framing_bytes(workload, nodes, ranks_per_node, predicted) + estimated
     return abs(counted - predicted) <= allowed
 
@@ -48,7 +47,7 @@ def messages(workload: Workload, nodes: int, ranks_per_node: int) -> int:
     """
     if nodes == 1:
         return 0
-    schedule = schedule_of(workload.strategy)
+    schedule = workload.schedule
     units = layout(workload, schedule, nodes, ranks_per_node)
     # Messages of a node: from each rank to its partner on each other node; round a ring of all
     # ranks, which a reduction passes twice.
@@ -73,7 +72,7 @@ def whole_bytes(workload: Workload, nodes: int, ranks_per_node: int) -> float:
 
     DeepSpeed gathers that after each step, what is frozen too.
     """
-    schedule = schedule_of(workload.strategy)
+    schedule = workload.schedule
     if not schedule.replicates_small:
         return 0.0
     units = layout(workload, schedule, nodes, ranks_per_node)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from baselines.registry import schedule_of
 from baselines.schedule import Schedule
 from simulation.hardware import Hardware
 from simulation.units import Layout, layout
@@ -85,7 +84,7 @@ def peak(workload: Workload, hardware: Hardware) -> Footprint:
     looks at memory in use is applied by the simulator, which calls ``footprint``. Raises
     ``ValueError`` for a strategy that is not simulated.
     """
-    schedule = schedule_of(workload.strategy)
+    schedule = workload.schedule
     units = layout(workload, schedule, hardware.nodes, hardware.ranks_per_node)
     entries = entry_bytes(workload, schedule, hardware)
     place = schedule.keeps_in(workload.policy)
@@ -135,13 +134,12 @@ def footprint(
     ):
         places[place][name] = nbytes * (1 if place == "device" else ranks)
     largest_slice = (nodes - 1) / nodes * element * units.largest / ranks
-    if cache.host and schedule.stages:
-        device["staging"] = _PREFETCH_DEPTH * largest_slice
     device["cache"], disk["cache"] = cache.device, ranks * cache.disk
     buffers = (_PREFETCH_DEPTH + 2) * largest_slice if cache.disk else 0.0
     host["cache"] = ranks * (cache.host + buffers)
     gradients, step = device.pop("gradients", 0.0), device.pop("optimizer step", 0.0)
-    moments = _moments(workload, schedule, units, ranks, gradients, step)
+    slices = _slices(schedule, cache, nodes, largest_slice)
+    moments = _moments(workload, schedule, units, ranks, gradients, step, slices)
     _, forward, *_ = moments
     fullest = max(moments, key=lambda moment: sum(moment.values()))
     return Footprint(
@@ -215,8 +213,33 @@ def _gradients_and_step(schedule: Schedule, element: int, stepped: float) -> tup
     return (element + _MASTER_BYTES) * stepped, 0.0
 
 
+def _slices(
+    schedule: Schedule, cache: CacheBytes, nodes: int, largest: float
+) -> tuple[float, float, float]:
+    """Bytes of the slices of our gathers on a device: in forward, at the loss and in backward.
+
+    ``largest`` are those of the largest slice that the cache keeps, the other nodes' parts. Across
+    nodes one whole slice is filled while the one before it is read. From the cache one is read, and
+    what the host keeps is fetched ahead, the first as forward ends. Those of forward are let go
+    when the loss is differentiated, and all before the optimizer steps.
+    """
+    if not schedule.stages or nodes == 1:
+        return 0.0, 0.0, 0.0
+    across = 2 * nodes / (nodes - 1) * largest if schedule.hierarchical else 0.0
+    if not (cache.device or cache.host or cache.disk):
+        return across, across, across
+    ahead = (_PREFETCH_DEPTH if cache.host else 0) * largest
+    return across, across + ahead, ahead + largest
+
+
 def _moments(
-    workload: Workload, schedule: Schedule, units: Layout, ranks: int, gradients: float, step: float
+    workload: Workload,
+    schedule: Schedule,
+    units: Layout,
+    ranks: int,
+    gradients: float,
+    step: float,
+    slices: tuple[float, float, float],
 ) -> Sequence[dict[str, float]]:
     """Bytes by part of what comes and goes on a device, at six moments of a step.
 
@@ -262,11 +285,12 @@ def _moments(
     if schedule.shards == "world" and without_sync:
         # Partial gradients; committed records have them under this name.
         left["gradient sums"] = _MASTER_BYTES * workload.trained / ranks
-    in_block = left | {"gathered": gathered, "reductions": reductions}
+    in_forward, at_loss, in_backward = slices
+    in_block = left | {"gathered": gathered, "reductions": reductions, "slices": in_backward}
     return (
-        left | {"gathered": gathered + copies * root},
-        left | {"gathered": gathered + copies * unit, "activations": kept},
-        left | {"gathered": root, "activations": kept + output},
+        left | {"gathered": gathered + copies * root, "slices": in_forward},
+        left | {"gathered": gathered + copies * unit, "slices": in_forward, "activations": kept},
+        left | {"gathered": root, "slices": at_loss, "activations": kept + output},
         in_block | {"activations": kept + again + inner},
         in_block
         | {

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from baselines.registry import schedule_of
 from simulation import transformer as shapes
 from simulation.emulated import PAYLOAD_SHARE
 from simulation.hardware import Hardware
@@ -57,7 +56,7 @@ class Prediction:
 
 def needed(workload: Workload, hardware: Hardware) -> Footprint:
     """The peak memory, with the cache where the policy puts it; raises as ``predict``."""
-    schedule = schedule_of(workload.strategy)
+    schedule = workload.schedule
     units = layout(workload, schedule, hardware.nodes, hardware.ranks_per_node)
     cache = place(workload, schedule, units, hardware).cache
     return footprint(workload, schedule, units, hardware, cache)
@@ -94,7 +93,7 @@ def predict(workload: Workload, hardware: Hardware) -> Prediction:
         raise ValueError(
             "dtype = 'float32': a simulated GPU computes in bfloat16; allowed: bfloat16"
         )
-    schedule = schedule_of(workload.strategy)
+    schedule = workload.schedule
     units = layout(workload, schedule, hardware.nodes, hardware.ranks_per_node)
     placement = place(workload, schedule, units, hardware)
     needs = footprint(workload, schedule, units, hardware, placement.cache)

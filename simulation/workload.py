@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
+from baselines.registry import schedule_of
+from baselines.schedule import Schedule
+from baselines.settings import Exchanges
 from simulation import checks
 from simulation.transformer import Lora, Transformer
 
@@ -35,6 +39,7 @@ class Workload:
     gather_codec: str = "none"
     reduce_codec: str = "none"
     adapters: str = "sharded"
+    exchanges: Exchanges = "hierarchical"
 
     def __post_init__(self) -> None:
         checks.counts(
@@ -47,6 +52,17 @@ class Workload:
             raise ValueError(f"element_bytes = {self.element_bytes!r}: allowed are 2 and 4")
         if self.adapters not in ("sharded", "replicated"):
             raise ValueError(f"adapters = {self.adapters!r}: allowed are sharded and replicated")
+        if self.exchanges not in get_args(Exchanges):
+            allowed = ", ".join(get_args(Exchanges))
+            raise ValueError(f"exchanges = {self.exchanges!r}: allowed are {allowed}")
+
+    @property
+    def schedule(self) -> Schedule:
+        """The strategy's, as the settings have it.
+
+        Raises ``ValueError`` for a strategy that does not exist or is not simulated.
+        """
+        return schedule_of(self.strategy).exchanging(self.exchanges)
 
     @property
     def tokens(self) -> int:

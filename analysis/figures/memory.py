@@ -20,8 +20,8 @@ WIDTH, PITCH = 1.9, 0.19
 
 
 def draw(study: MemoryStudy) -> Drawing:
-    """The largest micro-batch of each strategy: a row a model, a column a way of tuning."""
-    models = sorted({record.case.model.name for record in study.records})
+    """The largest micro-batch of each strategy: rows by length and model, columns by tuning."""
+    models = sorted({_model(record) for record in study.records})
     kinds = list(product(get_args(Tuning), (False, True)))
     names = strategies.ordered(record.case.strategy for record in study.records)
     labels = sorted(
@@ -31,15 +31,16 @@ def draw(study: MemoryStudy) -> Drawing:
     with style():
         figure = Figure(figsize=(WIDTH * len(kinds) + 1.4, height), layout="constrained")
         grid = figure.subplots(len(models), len(kinds), sharey=True, sharex=True, squeeze=False)
-        for (model, (tuning, again)), ax in zip(product(models, kinds), grid.flat, strict=True):
+        for (at, (tuning, again)), ax in zip(product(models, kinds), grid.flat, strict=True):
             found = {
                 record.case.label: record
                 for record in study.records
-                if (record.case.model.name, record.case.tuning, record.case.checkpointing)
-                == (model, tuning, again)
+                if (_model(record), record.case.tuning, record.case.checkpointing)
+                == (at, tuning, again)
             }
             how = ", checkpointing" if again else ""
-            ax.set_title(f"{model}\n{text.TUNINGS[tuning]}{how}")
+            length, model = at
+            ax.set_title(f"{model}, {length:,} tokens\n{text.TUNINGS[tuning]}{how}")
             _draw_bars(ax, [(label, name, found.get(label)) for _, label, name in labels])
         for ax in grid[-1]:
             ax.set_xlabel("largest micro-batch")
@@ -49,6 +50,11 @@ def draw(study: MemoryStudy) -> Drawing:
         "without contents."
     )
     return Drawing("memory-largest-micro-batch", "Largest micro-batch that fits", caption, figure)
+
+
+def _model(record: MemoryRecord) -> tuple[int, str]:
+    """What a row of panels is of: tokens per sequence, and the model."""
+    return record.case.sequence_length, record.case.model.name
 
 
 def _draw_bars(ax: Axes, cases: list[tuple[str, str, MemoryRecord | None]]) -> None:

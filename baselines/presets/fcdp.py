@@ -20,6 +20,8 @@ from fcdp.unit import Unit
 def build(model: nn.Module, job: Job, offload_policy: OffloadPolicy = OffloadPolicy()) -> FCDP:
     """Shard every block and the root, frozen and trainable parameters apart, and cache them."""
     settings = settings_of(job)
+    if settings.why_not_run is not None:
+        raise ValueError(f"exchanges = {settings.exchanges!r}: {settings.why_not_run}")
     fcdp.shard(
         model,
         job.topology,
@@ -50,24 +52,26 @@ def least_bytes(model: nn.Module, job: Job) -> float:
     """Least bytes per step that this schedule must send from one node.
 
     A cached unit crosses nodes once per step if it is trained, and not at all if it is frozen. One
-    that no tier has room for crosses for each gather of each micro-batch. Gradients cross once.
-    Replicated adapters cross twice: out in parts and back as sums. Call it after sharding.
+    that no tier has room for crosses for each gather of each micro-batch. Gradients cross once, or
+    with each micro-batch if they are not deferred. Replicated adapters cross twice: out in parts
+    and back as sums. Call it after sharding.
     """
     engine, settings = engine_of(model), settings_of(job)
     gather_codec, reduce_codec = (
         codecs.parse(settings.gather_codec),
         codecs.parse(settings.reduce_codec),
     )
+    reductions = 1 if settings.exchanges == "hierarchical" else job.accumulation
     count = 0.0
     for unit in engine.units:
         gathers = 1 + unit.reuses - (not unit.trainable)
         cached = bool(engine.cache.placement.preferences[unit])
         crossings = unit.trainable if cached else gathers * job.accumulation
         count += crossings * _crossing_bytes(unit, job, gather_codec)
-        count += unit.trainable * _crossing_bytes(unit, job, reduce_codec)
+        count += reductions * unit.trainable * _crossing_bytes(unit, job, reduce_codec)
     sharded = {id(param) for unit in engine.units for param in unit.params}
     replicated = [param for param in trainable_parameters(model) if id(param) not in sharded]
-    return count + 2 * crossing_bytes(numel(replicated), job)
+    return count + reductions * 2 * crossing_bytes(numel(replicated), job)
 
 
 def _crossing_bytes(unit: Unit, job: Job, codec: fcdp.Codec | None) -> float:
@@ -89,6 +93,8 @@ def _describe(settings: CacheSettings) -> str:
         )
     if settings.adapters != "sharded":
         words.append(f"adapters {settings.adapters}")
+    if settings.exchanges != "hierarchical":
+        words.append(f"{settings.exchanges} exchanges")
     return ", ".join(words)
 
 
@@ -123,7 +129,7 @@ def cache_use(model: nn.Module, topology: fcdp.Topology) -> CacheUse:
 
 
 class FCDP(FSDP2):
-    """FSDP2's loop with gradient accumulation without sync between nodes."""
+    """FSDP2's loop with gradient accumulation without sync between nodes, if it is deferred."""
 
     engine = "fcdp"
 
@@ -132,7 +138,8 @@ class FCDP(FSDP2):
         self.policy = _describe(settings_of(job))
 
     def backward(self, sequences: torch.Tensor, *, last: bool) -> torch.Tensor:
-        with fcdp.accumulate(self.model, last=last):
+        deferred = settings_of(self.job).exchanges == "hierarchical"
+        with fcdp.accumulate(self.model, last=last or not deferred):
             return super().backward(sequences, last=last)
 
     def take_ledger(self) -> dict[str, dict[str, float]]:

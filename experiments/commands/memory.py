@@ -30,6 +30,10 @@ def memory(
     strategy: Annotated[
         list[str] | None, typer.Option(help="Only this strategy (repeatable).")
     ] = None,
+    length: Annotated[
+        list[int] | None,
+        typer.Option(help="Only sequences of so many tokens: 512, 1024 or 2048 (repeatable)."),
+    ] = None,
     output: Annotated[
         Path, typer.Option(metavar="DIR", help="Where memory.jsonl and memory.md go.")
     ] = Path("runs/memory"),
@@ -42,7 +46,9 @@ def memory(
     """
     interrupts.raise_them()
     try:
-        settled = settle(model or [], strategy or [], output, processes, terminal.console())
+        settled = settle(
+            model or [], strategy or [], length or [], output, processes, terminal.console()
+        )
     except (ValueError, OSError) as error:
         terminal.stop(str(error))
     except KeyboardInterrupt:
@@ -54,15 +60,24 @@ def memory(
 
 
 def settle(
-    models: Sequence[str], strategies: Sequence[str], output: Path, processes: int, console: Console
+    models: Sequence[str],
+    strategies: Sequence[str],
+    lengths: Sequence[int],
+    output: Path,
+    processes: int,
+    console: Console,
 ) -> list[MemoryRecord]:
     """Settle what has no record in ``output`` yet; write ``memory.jsonl`` and ``memory.md``.
 
-    Raises ``ValueError`` for an unknown model or strategy, for a file that is not ours, and if
-    ``output`` cannot be written.
+    Raises ``ValueError`` for an unknown model, strategy or length, for a file that is not ours, and
+    if ``output`` cannot be written.
     """
     names = dict.fromkeys(models or paper_models.PAPER_MODELS)
-    cases = study.cases([paper_models.find(name) for name in names], strategies or None)
+    cases = study.cases(
+        [paper_models.find(name) for name in names],
+        list(dict.fromkeys(strategies)) or None,
+        list(dict.fromkeys(lengths)) or study.SEQUENCE_LENGTHS,
+    )
     file, page = output / "memory.jsonl", output / "memory.md"
     for written in (file, page):
         terminal.check_writable("--output", written)
@@ -77,7 +92,7 @@ def settle(
             case = record.case
             largest = "" if record.finding is None else record.finding.largest_micro_batch
             progress.console.print(
-                f"{case.label} {case.model.name} {case.tuning}"
+                f"{case.label} {case.model.name} {case.sequence_length} {case.tuning}"
                 f"{' checkpointing' * case.checkpointing}: {record.state} {largest}",
                 highlight=False,
             )

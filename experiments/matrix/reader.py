@@ -344,7 +344,7 @@ def _with_largest_micro_batch(cell: Cell) -> Cell:
 
 
 def _why_not_there(cell: Cell) -> str | None:
-    """Why the cell's cluster cannot run it; ``None`` if it can."""
+    """Why the cell's cluster cannot run it, or none can; ``None`` if it can."""
     if not cell.cluster.can.limit_links and cell.inter_bandwidth_bits_per_s is not None:
         return "the links of rented nodes are what they are: nothing limits them to a bandwidth"
-    return None
+    return cell.settings.why_not_run

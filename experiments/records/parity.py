@@ -133,6 +133,9 @@ def _adds_in_one_order(cell: Cell) -> bool:
         return False
     shards = registry.schedule_of(cell.strategy).shards
     whole = shards == "rank" or getattr(cell.settings, "adapters", "sharded") == "replicated"
+    deferred = getattr(cell.settings, "exchanges", "hierarchical") == "hierarchical"
+    if not deferred and cell.accumulation > 1:  # summed over nodes before micro-batches
+        return False
     if not whole and shards == "world":
         return True
     pairs = max(cell.cluster.nodes, cell.cluster.ranks_per_node) <= 2

@@ -25,6 +25,8 @@ NODES, RANKS_PER_NODE, DEVICE_BYTES = 4, 8, 48 * 10**9
 #: Our choice, for what PyTorch's allocator does not see (CUDA's context, NCCL's buffers: 1 to 2 GB)
 #: and for what it cannot use (fragments, blocks that a stream still holds).
 RESERVE_BYTES = 4 * 10**9
+#: Tokens per sequence: what is assumed of the paper, and longer.
+SEQUENCE_LENGTHS = (SEQUENCE_LENGTH, 2 * SEQUENCE_LENGTH, 4 * SEQUENCE_LENGTH)
 #: The paper's LoRA.
 LORA_RANK = 8
 
@@ -58,11 +60,17 @@ _REASONS = {
 def cases(
     models: Sequence[ModelSpec] = tuple(PAPER_MODELS.values()),
     strategies: Sequence[str] | None = None,
+    lengths: Sequence[int] = SEQUENCE_LENGTHS,
 ) -> list[Case]:
-    """The cases: every strategy × model × {full, LoRA} × checkpointing {off, on}.
+    """The cases: every length × strategy × model × {full, LoRA} × checkpointing {off, on}.
 
-    Raises ``ValueError`` for a strategy that is not among ``STRATEGIES``.
+    Raises ``ValueError`` for a strategy that is not among ``STRATEGIES``, and for a length that is
+    not among ``SEQUENCE_LENGTHS``.
     """
+    for length in lengths:
+        if length not in SEQUENCE_LENGTHS:
+            allowed = ", ".join(map(str, SEQUENCE_LENGTHS))
+            raise ValueError(f"length = {length}: allowed are {allowed}")
     known = {name for name, _ in STRATEGIES}
     for name in strategies or ():
         if name not in known:
@@ -77,21 +85,22 @@ def cases(
             checkpointing=checkpointing,
             nodes=NODES,
             ranks_per_node=RANKS_PER_NODE,
-            sequence_length=SEQUENCE_LENGTH,
+            sequence_length=length,
             lora_rank=LORA_RANK,
             device_bytes=DEVICE_BYTES,
             reserve_bytes=RESERVE_BYTES,
         )
-        for (strategy, policy), checkpointing, tuning, model in product(
-            chosen, (False, True), get_args(Tuning), models
+        for length, (strategy, policy), checkpointing, tuning, model in product(
+            lengths, chosen, (False, True), get_args(Tuning), models
         )
     ]
 
 
-def place(record: MemoryRecord) -> tuple[int, str]:
+def place(record: MemoryRecord) -> tuple[int, int, str]:
     """Sort key of a record, for the order of the tables."""
     case = record.case
-    return [*STRATEGIES].index((case.strategy, case.policy)), case.model_dump_json()
+    strategy = [*STRATEGIES].index((case.strategy, case.policy))
+    return case.sequence_length, strategy, case.model_dump_json()
 
 
 def settle(

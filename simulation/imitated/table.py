@@ -5,9 +5,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from simulation.imitated.records import Case, MemoryRecord
 from simulation.imitated.search import PAPER_MICRO_BATCH
+from simulation.paper_models import SEQUENCE_LENGTH
 
 _HEAD = ("strategy", "full", "full, checkpointing", "LoRA", "LoRA, checkpointing", "host GB a node")
 _KINDS = (("full", False), ("full", True), ("lora", False), ("lora", True))
@@ -23,11 +25,15 @@ class Table:
 
 
 def tables(records: Iterable[MemoryRecord]) -> list[Table]:
-    """One table per model, one row per strategy: the largest micro-batch, and a peak."""
-    by_model: dict[str, list[MemoryRecord]] = {}
+    """One table per length and model, one row per strategy: the largest micro-batch, and a peak."""
+    groups: dict[tuple[int, str], list[MemoryRecord]] = {}
     for record in records:
-        by_model.setdefault(record.case.model.name, []).append(record)
-    return [Table(name, _rows(by_model[name])) for name in sorted(by_model)]
+        case = record.case
+        groups.setdefault((case.sequence_length, case.model.name), []).append(record)
+    return [
+        Table(f"{name}, {length:,} tokens per sequence", _rows(groups[length, name]))
+        for length, name in sorted(groups)
+    ]
 
 
 def _rows(records: Sequence[MemoryRecord]) -> list[tuple[str, ...]]:
@@ -80,7 +86,7 @@ def _explain(case: Case) -> str:
     return (
         f"One of {case.nodes} × {case.ranks_per_node} ranks with {case.device_bytes / 1e9:.0f} GB "
         f"each, of which {case.reserve_bytes / 1e9:.0f} GB are left to the driver, NCCL and "
-        f"fragmentation (our choice). Sequences of {case.sequence_length} tokens; bf16, parameters "
+        f"fragmentation (our choice). bf16, parameters "
         f"and optimizer states in fp32, also frozen ones; LoRA of rank {case.lora_rank} on Q, K, V "
         "and O; AdamW as the matrices have it (foreach), which needs room for copies of what it "
         "steps. The first figure is the largest micro-batch that fits: it was run, and the next "
@@ -97,9 +103,7 @@ def _explain(case: Case) -> str:
 def statements(records: Sequence[MemoryRecord]) -> Table:
     """The paper's statements about memory, and what the same code says of them here."""
     largest = {
-        (r.case.label, (r.case.model.name, r.case.tuning, r.case.checkpointing)): (
-            r.finding.largest_micro_batch
-        )
+        (r.case.label, _where(r.case)): r.finding.largest_micro_batch
         for r in records
         if r.finding is not None
     }
@@ -114,10 +118,9 @@ def statements(records: Sequence[MemoryRecord]) -> Table:
 
     def runs_out(label: str, model: str) -> str:
         sizes = [
-            f"{largest[label, (model, 'full', checkpointing)]} "
-            f"{'with' if checkpointing else 'without'} checkpointing"
-            for checkpointing in (False, True)
-            if (label, (model, "full", checkpointing)) in largest
+            f"{largest[label, where]} {'with' if where[3] else 'without'} checkpointing"
+            for where in product((SEQUENCE_LENGTH,), (model,), ("full",), (False, True))
+            if (label, where) in largest
         ]
         return "largest micro-batch " + ", ".join(sizes) if sizes else "not run"
 
@@ -138,6 +141,10 @@ def statements(records: Sequence[MemoryRecord]) -> Table:
         ),
     ]
     return Table("statements", rows, ("the paper says", "here"))
+
+
+def _where(case: Case) -> tuple[int, str, str, bool]:
+    return case.sequence_length, case.model.name, case.tuning, case.checkpointing
 
 
 def _unfinished(records: Sequence[MemoryRecord]) -> str:

@@ -64,10 +64,14 @@ class Exchanges:
         ring = collectives.flat(nbytes, nodes, ranks)
         return [ring + ring if self._gloo else ring]
 
-    def all_reduce(self, trained: int) -> list[Traffic]:
+    def all_reduce(self, trained: int, *, last: bool) -> list[Traffic]:
         """The all-reduce of replicated parameters' gradients, by our engine."""
+        if self.schedule.accumulates_without_sync and not last:
+            return []
         nbytes = float(trained * self.workload.element_bytes)
-        return [collectives.hierarchical_all_reduce(nbytes, self._nodes, self._ranks)]
+        if self.schedule.hierarchical:
+            return [collectives.hierarchical_all_reduce(nbytes, self._nodes, self._ranks)]
+        return [collectives.flat_all_reduce(nbytes, self._nodes, self._ranks)]
 
     def shard_bytes(self, unit: Unit) -> float:
         """Bytes of a rank's shard on the host or the disk; FSDP2 copies fp32 and casts then."""

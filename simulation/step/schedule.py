@@ -91,7 +91,7 @@ class Step:
                 waiting = 0
         in_root = units.root.trained
         if not self._schedule.replicates_small:
-            replicas = self._exchanges.all_reduce(units.replicated_trained) if last else []
+            replicas = self._exchanges.all_reduce(units.replicated_trained, last=last)
             self._reduce("replicas", replicas, units.replicated_trained)
         else:
             in_root += units.replicated_trained

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 import torch.nn as nn
 
+from baselines.settings import Settings as StrategySettings
 from baselines.strategy import Job, Trainable, load
 from experiments.worker import data, models
 from tests.experiments.cells import cell, model_spec
@@ -36,6 +37,8 @@ class Settings:
     #: Of the parameters; where they are float32, the gather and the reduction may be narrower.
     weights: torch.dtype = torch.float32
     dtype: torch.dtype = torch.float32
+    #: The strategy's own.
+    chosen: StrategySettings = field(default_factory=StrategySettings)
 
 
 def train(strategy: str, settings: Settings) -> tuple[nn.Module, list[float]]:
@@ -67,6 +70,7 @@ def _made(strategy: str, settings: Settings) -> tuple[nn.Module, Trainable, Iter
             learning_rate=settings.learning_rate,
             micro_batch=2,
             accumulation=settings.accumulation,
+            settings=settings.chosen,
         ),
     )
     batches = data.micro_batches(

@@ -49,11 +49,10 @@ def test_the_tables_of_the_page_are_up_to_date() -> None:
 
 def test_the_worked_example() -> None:
     """The page's one sum by hand: 10B in bf16 on 4 × 8."""
-    cluster = memory.Cluster(4, 8)
-    units = memory.blocks(10e9, 48, 2, cluster)
-    taken = memory.cache(fcdp.HostCache(), units, cluster)
-    by_hand = 3 / 4 * 20e9 / 8
-    assert by_hand <= taken.host < by_hand + 48 * 4096
+    example = memory.EXAMPLES[0]
+    units = memory.blocks(example.parameters, example.layers, 2, example.cluster)
+    taken = memory.cache(fcdp.HostCache(), units, example.cluster)
+    assert taken.host == pytest.approx(3 / 4 * 2 * 9.87e9 / 8, rel=1e-3)
     assert taken.device == 0
 
 

@@ -24,13 +24,17 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import fcdp
 from fcdp.engine import engine_of
 from fcdp.reduce_scatter import HierarchicalReduceScatter
+from simulation.paper_models import PAPER_MODELS
 from tests.ranks import Pools
 
 pytestmark = pytest.mark.ranks
 
 NODES, RANKS_PER_NODE = 4, 8
-#: Layers and width: 10.0 and 30.1 billion parameters.
-MODELS = {"10B": (50, 4096), "30B": (48, 7168)}
+#: Layers and width of those of the paper.
+MODELS = {
+    size: (PAPER_MODELS[name].layers, PAPER_MODELS[name].width)
+    for size, name in (("10B", "gpt-10b"), ("30B", "gpt-30b"))
+}
 #: Few, so that parameters and not activations make the peak.
 TOKENS = 16
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -6,6 +6,8 @@ nodes of 8 send in a step; NCCL's flat rings are those of the vendors' schemes.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from simulation.paper_models import PAPER_MODELS, SEQUENCE_LENGTH
@@ -17,7 +19,7 @@ from tests.simulation.workloads import paper_cluster
 NODES = 2
 
 
-def volumes_gb(strategy: str) -> dict[str, float]:
+def volumes_gb(strategy: str, **chosen: Any) -> dict[str, float]:
     """What crosses nodes in a step of LoRA with r = 8 on Q, K, V and O, by phase."""
     model = Transformer.of(PAPER_MODELS["gpt-30b"], SEQUENCE_LENGTH)
     workload = Workload(
@@ -26,6 +28,7 @@ def volumes_gb(strategy: str) -> dict[str, float]:
         lora=model.attention_lora(8),
         sequence_length=SEQUENCE_LENGTH,
         micro_batch=8,
+        **chosen,
     )
     phases = predict(workload, paper_cluster(NODES)).moved_bytes["inter_node"]
     found = {name: NODES * nbytes / 1e9 for name, nbytes in phases.items()}
@@ -63,6 +66,14 @@ def test_what_fcdp_sends_is_below_the_tables() -> None:
     assert found["forward"] == pytest.approx(0.06 * 8 / 15, rel=0.02)
     assert found["backward"] == found["forward"]
     assert sum(found.values()) < 0.01 * sum(volumes_gb("deepspeed-zero3").values())
+
+
+@pytest.mark.parametrize(("strategy", "forward"), [("fcdp-sched", 108.18), ("fcdp", 0.06)])
+def test_flat_exchanges_send_what_the_table_says(strategy: str, forward: float) -> None:
+    """To the table's digits, and FCDP-Sched's width was chosen so: see ``paper_models``."""
+    found = volumes_gb(strategy, exchanges="flat")
+    assert found["forward"] == pytest.approx(forward, rel=0.005, abs=0.005)
+    assert found["backward"] == pytest.approx(0.1, abs=0.05)
 
 
 def test_hpz_keeps_what_is_frozen() -> None:

@@ -39,6 +39,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "adapters": {"adapters": "replicated"},
     # FCDP has no such setting.
     "deepspeed": {"strategy": "deepspeed-zero3", "deepspeed": "paper"},
+    "exchanges": {"exchanges": "undeferred"},
     "data": {"data": TextFile(text="prose.txt", digest="0" * 64)},
     "data_in_full": {"data": Library(tokenizer="qwen")},
     "loss": {"loss": "package.module:function"},

@@ -13,8 +13,8 @@ def test_values_drawn_are_the_records() -> None:
 
     assert len(figure.axes) == 2 * 4
     first, again, *_ = figure.axes[4:]
-    assert first.get_title() == "gpt-30b\nfull fine-tuning"
-    assert again.get_title() == "gpt-30b\nfull fine-tuning, checkpointing"
+    assert first.get_title() == "gpt-30b, 512 tokens\nfull fine-tuning"
+    assert again.get_title() == "gpt-30b, 512 tokens\nfull fine-tuning, checkpointing"
     said = [item.get_text() for item in first.texts if isinstance(item, Annotation)]
     assert said == ["skipped", "8", "0", "7"]
     assert [label.get_text() for label in first.get_yticklabels()] == [

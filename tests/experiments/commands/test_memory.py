@@ -23,7 +23,7 @@ def test_finished_cases_are_kept_and_not_run_again(
 ) -> None:
     shown = Console(file=StringIO(), width=200)
     # What is named twice is settled once.
-    first = settle(["gpt-30b", "gpt-30b"], ["ddp", "ddp"], tmp_path, 1, shown)
+    first = settle(["gpt-30b", "gpt-30b"], ["ddp", "ddp"], [512, 512], tmp_path, 1, shown)
     assert len(first) == len({record.case for record in first})
     assert {record.state for record in first} == {"oom"}  # 28.9 billion parameters in fp32
     kept = read(tmp_path / "memory.jsonl")
@@ -33,7 +33,7 @@ def test_finished_cases_are_kept_and_not_run_again(
     assert "| ddp | oom | oom | oom | oom | – |" in page
     assert "gpt-30b" in page
     monkeypatch.setattr(study, "_settle", None)  # nothing is settled any more
-    assert settle(["gpt-30b"], ["ddp"], tmp_path, 1, shown) == first
+    assert settle(["gpt-30b"], ["ddp"], [512], tmp_path, 1, shown) == first
     assert (tmp_path / "memory.md").read_text(encoding="utf-8") == page
 
 
@@ -42,6 +42,7 @@ def test_finished_cases_are_kept_and_not_run_again(
     [
         (["--model", "30B"], "model = '30B': allowed are gpt-10b, gpt-20b, gpt-30b"),
         (["--strategy", "fcpd"], "strategy = 'fcpd': allowed are"),
+        (["--length", "4096"], "length = 4096: allowed are 512, 1024, 2048"),
     ],
 )
 def test_unknown_names_are_refused(tmp_path: Path, arguments: list[str], message: str) -> None:
@@ -67,4 +68,4 @@ def test_a_destination_that_cannot_be_written_is_refused_first(
 def test_a_file_that_is_not_ours_is_named(tmp_path: Path) -> None:
     (tmp_path / "memory.jsonl").write_text("{}\n")
     with pytest.raises(ValueError, match=r"memory\.jsonl:1: not a record"):
-        settle(["gpt-10b"], ["ddp"], tmp_path, 1, Console(file=StringIO()))
+        settle(["gpt-10b"], ["ddp"], [], tmp_path, 1, Console(file=StringIO()))

@@ -135,8 +135,11 @@ def test_what_was_not_found_says_why() -> None:
 def test_cases_are_the_product_and_unknown_strategies_are_refused() -> None:
     everything = study.cases()
     assert len({each.model_dump_json() for each in everything}) == len(everything)
-    assert len(everything) == len(study.STRATEGIES) * 3 * 2 * 2
+    assert len(everything) == len(study.STRATEGIES) * 3 * 2 * 2 * len(study.SEQUENCE_LENGTHS)
     only: list[Case] = study.cases(strategies=["hpz"])
     assert {each.strategy for each in only} == {"hpz"}
     with pytest.raises(ValueError, match="strategy = 'fcpd': allowed are .*fcdp"):
         study.cases(strategies=["fcpd"])
+    assert {each.sequence_length for each in study.cases(lengths=[1024])} == {1024}
+    with pytest.raises(ValueError, match="length = 4096: allowed are 512, 1024, 2048"):
+        study.cases(lengths=[4096])

@@ -10,12 +10,17 @@ from simulation.imitated.records import MemoryRecord, MemoryUse, Peak, read
 
 
 def record(
-    strategy: str, largest: int | None, *, tuning: str = "full", error: str | None = None
+    strategy: str,
+    largest: int | None,
+    *,
+    tuning: str = "full",
+    length: int = 512,
+    error: str | None = None,
 ) -> MemoryRecord:
     """Of the 30B model without checkpointing; the peak at 8 is 10 GB a sequence that fits."""
     (case,) = (
         each
-        for each in study.cases([paper_models.find("gpt-30b")], [strategy])
+        for each in study.cases([paper_models.find("gpt-30b")], [strategy], [length])
         if each.policy == "host" and each.tuning == tuning and not each.checkpointing
     )
     finding = None
@@ -44,10 +49,18 @@ def test_a_row_holds_the_largest_micro_batch_the_papers_peak_and_the_host() -> N
     (one,) = table.tables(
         [record("fcdp", 5), record("fcdp", 7, tuning="lora"), record("ddp", None)]
     )
-    assert one.title == "gpt-30b"
+    assert one.title == "gpt-30b, 512 tokens per sequence"
     assert one.rows == [
         ("fcdp host", "5 (50.0 GB)", "", "7 (50.0 GB)", "", "16.0"),
         ("ddp", "skipped", "", "", "", "–"),
+    ]
+
+
+def test_each_length_has_a_table() -> None:
+    found = table.tables([record("fcdp", 1, length=2048), record("fcdp", 5)])
+    assert [one.title.partition(", ")[2] for one in found] == [
+        "512 tokens per sequence",
+        "2,048 tokens per sequence",
     ]
 
 
@@ -59,6 +72,7 @@ def test_statements_are_compared_case_by_case() -> None:
         record("zeropp", 0),
         record("fcdp", 9, tuning="lora"),
         record("zero3", 8, tuning="lora"),
+        record("zeropp", 3, length=2048),
     ]
     said = dict(table.statements(records).rows)
     assert said["ZeRO++ runs out of memory at 30B"] == (
@@ -72,7 +86,12 @@ def test_statements_are_compared_case_by_case() -> None:
 
 def test_the_page_states_the_set_up_and_what_was_not_run() -> None:
     page = table.markdown([record("fcdp", 5), record("ddp", None, error="not run: a reason")])
-    for part in ("4 × 8 ranks with 48 GB", "4 GB are left", "512 tokens", "Evidence: simulated"):
+    for part in (
+        "4 × 8 ranks with 48 GB",
+        "4 GB are left",
+        "512 tokens per sequence",
+        "Evidence: simulated",
+    ):
         assert part in page
     assert "- `ddp`: not run: a reason" in page
 

@@ -162,6 +162,41 @@ def test_accumulation_defers_what_crosses_nodes() -> None:
         assert thrice == pytest.approx(3 * once if grows else once)
 
 
+def test_exchanges_as_a_cell_chooses_them() -> None:
+    """Two nodes of eight: a ring sends 15/16 of a buffer, a hierarchy 1/2."""
+    ours, each, flat = (
+        predicted("fcdp", accumulation=3, exchanges=exchanges).moved_bytes["inter_node"]
+        for exchanges in ("hierarchical", "undeferred", "flat")
+    )
+    assert each["forward"] == ours["forward"]
+    assert each["reduce"] == pytest.approx(3 * ours["reduce"])
+    assert flat["forward"] == pytest.approx(15 / 8 * each["forward"])
+    assert flat["reduce"] == pytest.approx(15 / 8 * each["reduce"])
+    assert "backward" not in flat
+
+
+@pytest.mark.parametrize(("exchanges", "times"), [("undeferred", 3), ("flat", 3 * 15 / 8)])
+def test_replicated_adapters_are_exchanged_as_the_rest(exchanges: str, times: float) -> None:
+    found = [
+        predicted("fcdp", lora=True, adapters="replicated", accumulation=3, exchanges=chosen)
+        for chosen in ("hierarchical", exchanges)
+    ]
+    assert found[1].inter_node_bytes == pytest.approx(times * found[0].inter_node_bytes)
+
+
+def test_undeferred_gradients_leave_no_partial_ones() -> None:
+    parts = [
+        predicted("fcdp", accumulation=2, exchanges=chosen).footprint.device
+        for chosen in ("hierarchical", "undeferred")
+    ]
+    assert ["gradient sums" in part for part in parts] == [True, False]
+
+
+def test_unknown_exchanges() -> None:
+    with pytest.raises(ValueError, match="exchanges = 'ring': allowed are hierarchical, undeferr"):
+        workload("fcdp", exchanges="ring")
+
+
 def test_the_network_slows_copies_on_a_shared_pcie_link() -> None:
     slow_pcie = {"host_to_device_bytes_per_s": 2e9, "device_to_host_bytes_per_s": 2e9}
     apart, shared = (

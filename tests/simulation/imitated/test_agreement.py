@@ -1,0 +1,67 @@
+"""The simulator's memory model and real steps agree at every length of the study."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from experiments.commands.memory import build
+from experiments.records.cell import Cell
+from experiments.records.modelled import workload_of
+from simulation.hardware import paper_cluster
+from simulation.imitated.accelerator import NAME, imitated
+from simulation.imitated.rank import Rank, imitated_host, world
+from simulation.imitated.records import Case
+from simulation.imitated.study import SEQUENCE_LENGTHS
+from simulation.prediction import needed
+from simulation.transformer import ModelSpec
+from tests.ranks import Pools
+from tests.simulation.imitated.small import case, leave_group
+
+pytestmark = pytest.mark.ranks
+
+#: Blocks that weigh against activations of so few sequences, as at 10B.
+MODEL = ModelSpec(name="wide", family="gpt2", layers=4, width=2048, heads=16, vocabulary=4000)
+MICRO_BATCH = 8
+
+
+def at(strategy: str, length: int) -> Case:
+    return case(
+        strategy,
+        model=MODEL,
+        checkpointing=True,
+        sequence_length=length,
+        device_bytes=48 * 10**9,
+    )
+
+
+def real(given: Case) -> int:
+    """Most bytes that a rank's device holds in a step of the real code."""
+    leave_group()
+    ranks = given.nodes * given.ranks_per_node
+    with imitated(given.device_bytes) as allocations, world(ranks, NAME), imitated_host():
+        rank = Rank(given, NAME, build)
+        rank.step(1)
+        allocations.reset_peak()
+        rank.step(MICRO_BATCH)
+        return allocations.peak[NAME]
+
+
+def simulated(given: Case) -> float:
+    workload = workload_of(Cell.of_case(given))
+    hardware = replace(paper_cluster(), device_reserve_bytes=0.0)
+    step = replace(workload, recomputed=1.0, micro_batch=MICRO_BATCH)
+    return needed(step, hardware).device_bytes
+
+
+@pytest.mark.parametrize("length", SEQUENCE_LENGTHS)
+def test_peaks_and_what_slices_add_to_them(apart: Pools, length: int) -> None:
+    plain = at("fsdp2", length)
+    without = apart.run(1, real, plain)[0]
+    for strategy in ("fcdp", "zero3"):
+        given = at(strategy, length)
+        peak = apart.run(1, real, given)[0]
+        assert 0.99 < simulated(given) / peak < 1.09
+        more = simulated(given) - simulated(plain)
+        assert peak - without == pytest.approx(more, rel=0.02)
