@@ -142,7 +142,7 @@ class Cell(Strict):
     profile: Annotated[bool, Setting("Profiled", "incidental", in_id="later")] = False
     origin: Annotated[Origin, Setting("Origin", "incidental", in_id="never")] = Origin()
     #: Which repetition of the cell it is, of those that its matrix wants.
-    repeat: Annotated[int, Setting("Repetition", "incidental", in_id="never")] = Field(
+    repeat: Annotated[int, Setting("Repetition", "incidental", in_id="later")] = Field(
         default=0, ge=0
     )
     timeout_s: Annotated[float, Setting("Time limit", "incidental", in_id="never")] = Field(gt=0)
@@ -232,7 +232,7 @@ class Cell(Strict):
         """
         bandwidth = self.inter_bandwidth_bits_per_s
         link = "unshaped" if bandwidth is None else f"{bandwidth / 1e6:g}mbit"
-        exclude = left_out_of_id(self)
+        exclude = left_out_of_id(self) | {"repeat": True}  # the id's end says it
         if getattr(self.model, "vocabulary", None) == ModelSpec.model_fields["vocabulary"].default:
             exclude["model"] = {"vocabulary"}  # as before models had one
         settings = to_json(self.flat(exclude))

@@ -104,7 +104,7 @@ def test_the_parent_stays_light() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["quikstart"], "error: MATRIX: unknown matrix 'quikstart'; allowed: baselines, "),
+        (["quikstart"], "error: MATRIX: unknown matrix 'quikstart'; allowed: ablation, "),
         (["none/at/all.yaml"], "error: MATRIX: there is no file none/at/all.yaml"),
         (["quickstart", "--only", "zero9"], "error: --only: no cell id matches 'zero9'; "),
         (

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from experiments.records.record import Cached, Record
+from experiments.records.record import Cached, Machine, Record
 from experiments.records.reference import reference
 from experiments.records.variants import ranked
 from experiments.terminal import variants_table
+from experiments.terminal.summary_table import summary
 from tests.experiments.stand_in import cell, record
 from tests.experiments.terminal.test_progress import rendered
 
@@ -92,3 +93,12 @@ def test_the_table_fits_a_log_and_is_not_shown_of_older_records() -> None:
     assert not any("…" in line for line in text)
     assert any(line.startswith("budget(device=1") for line in text)
     assert variants_table.table([record(cell(policy="none")), record(cell())]) is None
+
+
+def test_the_table_says_that_the_machine_was_busy() -> None:
+    quiet, busy = (Machine(load=0.1, cores=2, steal_share=share) for share in (0.0, 0.57))
+    found = [each.model_copy(update={"machine": quiet}) for each in comparison()]
+    assert not any("busy" in line for line in rendered(summary(found)))
+    found[1] = found[1].model_copy(update={"machine": busy})
+    (said,) = (line for line in rendered(summary(found), width=200) if "busy" in line)
+    assert said.startswith("the machine was busy: 57% of the processors' time taken by its host;")

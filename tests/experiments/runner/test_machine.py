@@ -1,0 +1,41 @@
+"""What the host takes of the processors is read from the kernel's counters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from experiments.runner import machine
+
+
+def counters(file: Path, idle: int, steal: int) -> None:
+    # user nice system idle iowait irq softirq steal guest guest_nice, in jiffies
+    file.write_text(f"cpu  100 0 50 {idle} 0 0 0 {steal} 7 0\ncpu0 1 1 1 1 1 1 1 1 1 1\n")
+
+
+def test_steal_is_a_share_of_the_time_that_has_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stat = tmp_path / "stat"
+    monkeypatch.setattr(machine, "_STAT", stat)
+    counters(stat, idle=1000, steal=10)
+    watch = machine.Watch()
+    counters(stat, idle=1060, steal=50)
+    assert watch.machine().steal_share == 0.4
+    # Each call begins anew.
+    counters(stat, idle=1160, steal=50)
+    assert watch.machine().steal_share == 0.0
+
+
+def test_a_kernel_without_counters_takes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "_STAT", tmp_path / "none")
+    assert machine.look().steal_share == 0.0
+
+
+def test_this_machine_can_be_watched() -> None:
+    found = machine.look()
+    assert found.cores >= 1
+    assert 0 <= found.steal_share <= 1
