@@ -53,6 +53,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/measurements.md": {
         "reference": lambda: _condensed(load(_records("reference"))),
         "unshaped": lambda: _condensed(load(_records("unshaped"))),
+        "link-bound": lambda: _bound_by_the_link(load(_records("link-bound"))),
         "slow-link": lambda: _kept(load(_records("slow-link"))),
         "paper-emulated": lambda: _speeds(load(_records("paper-emulated"))),
     },
@@ -154,6 +155,31 @@ def _kept(records: Sequence[Record]) -> str:
         ]
         lines.append(f"| {' | '.join(columns)} |")
     return "\n".join([*lines, "", _trained_share(records)])
+
+
+def _bound_by_the_link(records: Sequence[Record]) -> str:
+    """Each cell's step beside the seconds that its bytes take on the link, as Markdown."""
+    lines = [
+        "| Model | Strategy | MB/step | bytes ÷ bandwidth s | s/step | times that |",
+        "|---|---|--:|--:|--:|--:|",
+    ]
+    for record in records:
+        seconds, sent = _seconds(record), _megabytes(record)
+        bits = record.cell.inter_bandwidth_bits_per_s
+        assert seconds is not None
+        assert sent is not None
+        assert bits is not None
+        least = sent * 8e6 / bits
+        columns = [
+            record.cell.model.name,
+            record.cell.subject,
+            text.number(sent),
+            text.number(least),
+            text.number(seconds),
+            f"{seconds / least:.2f}×",
+        ]
+        lines.append(f"| {' | '.join(columns)} |")
+    return "\n".join(lines)
 
 
 def _ablated(records: Sequence[Record]) -> str:
