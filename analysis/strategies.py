@@ -8,6 +8,7 @@ from colorsys import hls_to_rgb
 from dataclasses import dataclass, replace
 
 from baselines import registry
+from baselines.description import Engine, Strategy
 from baselines.settings import CacheSettings
 
 #: What everything is compared with unless the caller says otherwise.
@@ -36,7 +37,7 @@ _LINES: dict[str, Dashes] = {
     "This engine": (0, ()),
     "Local steps": (0, (3, 1, 1, 1)),
 }
-_ENGINES: dict[registry.Engine, str] = {
+_ENGINES: dict[Engine, str] = {
     "deepspeed": "DeepSpeed",
     "fsdp2": "PyTorch",
     "ddp": "PyTorch",
@@ -149,5 +150,5 @@ def label(strategy: str) -> str:
     return strategy if found is None else found.label
 
 
-def _described(strategy: str) -> registry.Strategy | None:
+def _described(strategy: str) -> Strategy | None:
     return next((each for each in registry.STRATEGIES if each.name == strategy), None)

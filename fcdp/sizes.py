@@ -1,6 +1,11 @@
-"""Bytes as people read them."""
+"""Bytes as people write and read them."""
 
 from __future__ import annotations
+
+import re
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kKMGT]?)(i?)B)?")
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def in_words(nbytes: int) -> str:
@@ -9,3 +14,15 @@ def in_words(nbytes: int) -> str:
         if nbytes >= 2**power:
             return f"{nbytes / 2**power:.4g} {unit}"
     return f"{nbytes} bytes"
+
+
+def parse(text: str) -> int:
+    """Bytes of ``512MB``, a power of 1000, of ``1 GiB``, one of 1024, or of a number alone.
+
+    Raises ``ValueError`` for anything else.
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a size: allowed are bytes, or such as 512MB, 1 GiB")
+    power = _POWERS[(match[2] or "").upper()]
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)

@@ -11,8 +11,8 @@ import pandas as pd
 from analysis import strategies
 from experiments.records import settings
 from experiments.records.cell import Cell
-from experiments.records.reference import reference as usual
 from experiments.records.repeats import overlap
+from experiments.records.variants import reference as usual
 
 _CONDITIONS = settings.names(Cell, "condition")
 #: Cells are compared only where all of these agree; how many steps were timed may differ.

@@ -12,9 +12,9 @@ from rich.text import Text
 from experiments.records import settings
 from experiments.records.cell import Cell
 from experiments.records.record import Record, State
-from experiments.records.reference import REFERENCES, reference
 from experiments.records.repeats import within_spread
 from experiments.records.settings import Described, described
+from experiments.records.variants import REFERENCES, reference
 from experiments.terminal import variants_table
 from simulation.quantities import format_link
 

@@ -8,8 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from experiments.records.record import Cached, Record
-from experiments.records.reference import REFERENCES
-from experiments.records.variants import PHASES, TIERS, Variant, ranked
+from experiments.records.variants import PHASES, REFERENCES, TIERS, Variant, ranked
 
 _ABSENT = "–"
 _PHASES = {"forward": "fwd.", "backward": "bwd.", "optimizer": "opt."}

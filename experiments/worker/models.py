@@ -11,7 +11,6 @@ import torch.nn as nn
 from experiments.records.cell import Cell
 from experiments.records.workload import AnyModel, ConfiguredModel, OwnModel
 from experiments.worker import configured
-from experiments.worker.blocks import linear_layers
 from simulation.transformer import ATTENTION, ModelSpec, Transformer
 
 
@@ -88,7 +87,7 @@ def _add_adapters(model: Any, blocks: Sequence[nn.Module], cell: Cell) -> nn.Mod
         task_type=None if family is None else "CAUSAL_LM",
         r=cell.lora_rank,
         lora_alpha=2 * cell.lora_rank,
-        target_modules=_targets(family) or linear_layers(model, blocks),
+        target_modules=_targets(family) or _linear_layers(model, blocks),
         fan_in_fan_out=family == "gpt2",  # GPT-2 stores its matrices transposed
     )
     return get_peft_model(model, config)
@@ -107,3 +106,13 @@ def _targets(family: str | None) -> list[str]:
 
     tables: list[Mapping[Any, Sequence[str]]] = [ATTENTION, KNOWN]
     return next((list(table[family]) for table in tables if family in table), [])
+
+
+def _linear_layers(model: nn.Module, blocks: Sequence[nn.Module]) -> list[str]:
+    """Names of the matrices in the blocks."""
+    inside = {id(module) for block in blocks for module in block.modules()}
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and id(module) in inside
+    ]

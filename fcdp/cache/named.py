@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from fcdp import sizes
 from fcdp.cache.policy import (
     Auto,
     Budget,
@@ -18,8 +19,6 @@ from fcdp.cache.policy import (
     Threshold,
 )
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kKMGT]?)(i?)B)?")
-_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _CALL = re.compile(r"(\w+)(?:\((.*)\))?")
 
 
@@ -62,18 +61,10 @@ def _threshold(arguments: dict[str, str]) -> CachePolicy:
 
 
 def _budget(arguments: dict[str, str]) -> CachePolicy:
-    sizes = {name: _bytes(value) for name, value in arguments.items()}
-    if not sizes or not set(sizes) <= {"device", "host", "disk"}:
+    given = {name: sizes.parse(value) for name, value in arguments.items()}
+    if not given or not set(given) <= {"device", "host", "disk"}:
         raise ValueError("takes sizes for device, host and disk")
-    return Budget(**sizes, directory=_directory() if sizes.get("disk") else None)
-
-
-def _bytes(text: str) -> int:
-    match = _SIZE.fullmatch(text)
-    if match is None:
-        raise ValueError(f"{text!r} is not a size: allowed are bytes, or such as 512MB, 1 GiB")
-    power = _POWERS[(match[2] or "").upper()]
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+    return Budget(**given, directory=_directory() if given.get("disk") else None)
 
 
 _POLICIES: dict[str, Callable[[dict[str, str]], CachePolicy]] = {

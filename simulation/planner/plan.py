@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baselines.registry import ENGINES, Strategy, find, schedule_of
+from baselines.description import ENGINES, Strategy
+from baselines.registry import find, schedule_of
 from simulation.planner.option import Option
 from simulation.planner.refusal import lacking
 from simulation.planner.request import Request

@@ -10,12 +10,13 @@ import pytest
 from pydantic import ValidationError
 
 from baselines import pins, registry
+from baselines.description import Strategy
 from baselines.pins import Pin
 from baselines.settings import CacheSettings
 
 
 @pytest.mark.parametrize("entry", registry.STRATEGIES, ids=lambda entry: entry.name)
-def test_a_strategy_names_a_module_that_is_there(entry: registry.Strategy) -> None:
+def test_a_strategy_names_a_module_that_is_there(entry: Strategy) -> None:
     assert importlib.util.find_spec(entry.builder[0]) is not None
     assert entry.engine_version()
 

@@ -8,7 +8,8 @@ from unittest import mock
 import pytest
 
 from baselines import registry
-from baselines.registry import PLANNED, STRATEGIES, Strategy, schedule_of
+from baselines.description import Strategy
+from baselines.registry import PLANNED, STRATEGIES, schedule_of
 from baselines.schedule import FCDP
 
 SCHEDULED = [strategy for strategy in STRATEGIES if strategy.schedule is not None]

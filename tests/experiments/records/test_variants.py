@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from experiments.records.record import Cached, Machine, Record
-from experiments.records.reference import reference
-from experiments.records.variants import ranked
+from experiments.records.variants import ranked, reference
 from experiments.terminal import variants_table
 from experiments.terminal.summary_table import summary
 from tests.experiments.stand_in import cell, record

@@ -1,0 +1,93 @@
+"""What a strategy says of itself: who builds it, what it needs, how it trains and looks.
+
+Imports no engine, for programs that must not wait for torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from baselines import pins
+from baselines.pins import Pin
+from baselines.schedule import Schedule
+from baselines.settings import Settings
+
+#: Engines in the order of preference: what PyTorch ships, this library, another framework.
+ENGINES = ("ddp", "fsdp2", "fcdp", "deepspeed", "co2")
+Engine = Literal["fcdp", "fsdp2", "ddp", "deepspeed", "co2"]
+#: Whether a strategy trains as FSDP2 does but for the order of sums, within what quantisation
+#: loses, or by an optimization of its own.
+Numerics = Literal["exact", "bounded", "own"]
+
+
+@dataclass(frozen=True)
+class Look:
+    """A strategy in figures: hex colour and Matplotlib's marker."""
+
+    colour: str
+    marker: str
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A strategy, built by a function of a module of this folder."""
+
+    name: str
+    engine: Engine
+    what: str
+    #: ``None``: it is not simulated, nor is anything promised of its bytes.
+    schedule: Schedule | None
+    look: Look | None = None
+    numerics: Numerics = "exact"
+    #: The type of what a cell may choose for it.
+    settings: type[Settings] = Settings
+    #: The module here and its function that build it. ``None``: ``build`` of the module of its
+    #: name, with ``-`` for ``_``.
+    built_by: str | None = None
+    #: The name that readers of tables and figures know, if it is another one.
+    title: str | None = None
+    #: What its engine does that needs CUDA and NCCL; ``None`` if a CPU over gloo will do.
+    needs_cuda: str | None = None
+    #: Builders of operators that its engine compiles at their first use, beside those of all.
+    operators: tuple[str, ...] = ()
+    #: A header that an operator of its engine is compiled with, and the package that has it.
+    needs_header: tuple[Path, str] | None = None
+
+    @property
+    def builder(self) -> tuple[str, str]:
+        """The names of the module that builds the strategy, and of its function."""
+        module, _, function = (self.built_by or self.name.replace("-", "_")).partition(":")
+        return f"baselines.{module}", function or "build"
+
+    @property
+    def label(self) -> str:
+        return self.title or self.name
+
+    def chosen(self, given: Mapping[str, Any]) -> Settings:
+        """The settings among ``given``, and defaults. Raises pydantic's ``ValidationError``."""
+        own = {name: value for name, value in given.items() if name in self.settings.model_fields}
+        return self.settings.model_validate(own, strict=True)
+
+    def engine_version(self, deepspeed: Pin = "current") -> str | None:
+        """The version of the engine's package; ``None`` if it is not installed."""
+        return pins.version(deepspeed) if self.engine == "deepspeed" else metadata.version("torch")
+
+    def why_not(self, *, cuda: bool, deepspeed: Pin = "current") -> str | None:
+        """Why the strategy cannot run here, with this pin of DeepSpeed; ``None`` if it can."""
+        if self.engine != "deepspeed":
+            if deepspeed != "current":
+                return f"{self.name} does not use DeepSpeed, so it has one pin only"
+            return None
+        version = pins.version(deepspeed)
+        if version is None:
+            return f"DeepSpeed ({deepspeed}) is not installed: {pins.COMMANDS[deepspeed]}"
+        if self.needs_cuda and not cuda:
+            return f"DeepSpeed {version} {self.needs_cuda}"
+        if self.needs_header and not self.needs_header[0].exists():
+            header, package = self.needs_header
+            return f"{header} is missing: sudo apt-get install {package}"
+        return None
