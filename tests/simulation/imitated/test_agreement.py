@@ -9,7 +9,6 @@ import pytest
 from experiments.commands.memory import build
 from experiments.records.cell import Cell
 from experiments.records.modelled import workload_of
-from simulation.hardware import paper_cluster
 from simulation.imitated.accelerator import NAME, imitated
 from simulation.imitated.rank import Rank, imitated_host, world
 from simulation.imitated.records import Case
@@ -18,6 +17,7 @@ from simulation.prediction import needed
 from simulation.transformer import ModelSpec
 from tests.ranks import Pools
 from tests.simulation.imitated.small import case, leave_group
+from tests.simulation.workloads import paper_cluster
 
 pytestmark = pytest.mark.ranks
 
