@@ -14,6 +14,7 @@ from baselines.schedule import DDP, DEEPSPEED, FCDP, FSDP2, Schedule, within_nod
 from baselines.settings import (
     CacheSettings,
     CO2Settings,
+    CyclicSettings,
     DeepSpeedSettings,
     EncodedSettings,
     LocalSGDSettings,
@@ -284,6 +285,17 @@ STRATEGIES: tuple[Strategy, ...] = (
         settings=CacheSettings,
     ),
     Strategy(
+        "cyclic",
+        "ddp",
+        "Cyclic Data Parallelism's update rules, on ranks that step together",
+        None,
+        Look("#1F1F1F", "*"),
+        numerics="own",
+        built_by="cyclic.synchronous",
+        settings=CyclicSettings,
+        title="Cyclic",
+    ),
+    Strategy(
         "local-sgd",
         "co2",
         "Local SGD: steps apart, then the mean of all workers",
@@ -317,7 +329,7 @@ STRATEGIES: tuple[Strategy, ...] = (
     ),
 )
 #: Sibling systems that have their place here, by the name of their folder to come.
-PLANNED = ("cyclic", "luwu", "fuyou")
+PLANNED = ("luwu", "fuyou")
 
 STRATEGY_NAMES: tuple[str, ...] = tuple(strategy.name for strategy in STRATEGIES)
 

@@ -191,3 +191,21 @@ class CO2Settings(LocalSGDSettings):
     by_learning_rate: ByLearningRate = False
     clip: Clip = 1.0
     penalty: Penalty = "first-steps"
+
+
+class CyclicSettings(Settings):
+    """Settings of Cyclic Data Parallelism."""
+
+    #: Which parameters a micro-batch may find one step old, as ``baselines.cyclic.rule`` has it.
+    rule: Annotated[
+        Literal["v1", "v2"], Setting("Update rule", "subject", write="CDP-{}".format)
+    ] = "v2"
+    #: Parts of the model with an optimizer each; ``None``: as many as ranks, as the paper has it.
+    stages: Annotated[
+        Annotated[int, Field(ge=1)] | None,
+        Setting(
+            "Stages",
+            "subject",
+            write=lambda value: "a stage per rank" if value is None else f"{value} stages",
+        ),
+    ] = None

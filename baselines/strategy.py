@@ -204,4 +204,9 @@ def trained_numel(model: nn.Module) -> int:
 
 def make_optimizer(model: nn.Module, job: Job) -> torch.optim.AdamW:
     """The optimizer that every strategy uses."""
-    return torch.optim.AdamW(trainable_parameters(model), lr=job.learning_rate, foreach=True)
+    return make_optimizer_of(trainable_parameters(model), job)
+
+
+def make_optimizer_of(params: Iterable[nn.Parameter], job: Job) -> torch.optim.AdamW:
+    """The same of some parameters alone."""
+    return torch.optim.AdamW(params, lr=job.learning_rate, foreach=True)

@@ -1,0 +1,117 @@
+"""Cyclic Data Parallelism's optimisation on ranks that step together, as its authors trained.
+
+Each rank is one micro-batch, and reduces its gradients with all others as DDP does. What would not
+have reached it in time by the cyclic schedule it applies one step late: the same parameters for the
+same micro-batches, and so the same training, without the schedule's even traffic and memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.nn.parallel import DistributedDataParallel
+
+from baselines.cyclic.rule import Rule, is_fresh
+from baselines.cyclic.stages import parameters, partition
+from baselines.pytorch.ddp import DDP
+from baselines.settings import CyclicSettings
+from baselines.strategy import Job, make_optimizer_of, numel, replicated_bytes
+
+
+def build(model: nn.Module, job: Job) -> Cyclic:
+    """Replicate the model, and cut it into stages of about as many parameters each.
+
+    Raises ``ValueError`` for more stages than blocks or ranks.
+    """
+    settings, ranks = job.settings, job.topology.world_size
+    assert isinstance(settings, CyclicSettings)
+    stages = ranks if settings.stages is None else settings.stages
+    if stages > min(ranks, len(job.blocks)):
+        raise ValueError(
+            f"stages = {stages}: allowed are 1 to {min(ranks, len(job.blocks))}, as there are "
+            f"{ranks} ranks and {len(job.blocks)} blocks"
+        )
+    closed_form = replicated_bytes(model, job)
+    model.to(job.topology.mesh.device_type)
+    costs = [numel(block.parameters()) for block in job.blocks]
+    parts = parameters(model, job.blocks, partition(costs, stages))
+    replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return Cyclic(replica, job, closed_form, parts, settings.rule)
+
+
+class Cyclic(DDP):
+    """DDP's loop with an optimizer per stage; late stages step by the gradients before these."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        job: Job,
+        closed_form_bytes: float,
+        stages: Sequence[Sequence[nn.Parameter]],
+        rule: Rule,
+    ) -> None:
+        super().__init__(model, job, closed_form_bytes)
+        #: Those in which something is trained.
+        self._stages = [params for params in stages if params]
+        self._optimizers = [make_optimizer_of(params, job) for params in self._stages]
+        self._fresh = [
+            is_fresh(rule, job.topology.rank, stage, len(stages))
+            for stage, params in enumerate(stages)
+            if params
+        ]
+        #: Gradients of the last step by stage, for stages that are late here.
+        self._late: dict[int, list[torch.Tensor]] = {}
+
+    def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
+        total = torch.zeros((), device=micro_batches[0].device)
+        for index, sequences in enumerate(micro_batches):
+            total += self.backward(sequences, last=index == len(micro_batches) - 1)
+        for stage, optimizer in enumerate(self._optimizers):
+            if self._fresh[stage] or self._puts_off(stage):
+                optimizer.step()
+            optimizer.zero_grad()
+        return total
+
+    def _puts_off(self, stage: int) -> bool:
+        """Keep a stage's gradients for the next step, and have those of the last in their place.
+
+        Returns whether there are any: the first step has none.
+        """
+        params = self._stages[stage]
+        # Copies: DDP reduces the next ones in the same memory.
+        coming = [_gradient(param).clone() for param in params]
+        last = self._late.get(stage)
+        self._late[stage] = coming
+        if last is None:
+            return False
+        for param, grad in zip(params, last, strict=True):
+            _gradient(param).copy_(grad)
+        return True
+
+    @torch.no_grad()
+    def evaluate(self, sequences: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss of the ranks' mean parameters, as its authors test."""
+        with self._averaged():
+            return super().evaluate(sequences)
+
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        params = [param for stage in self._stages for param in stage]
+        own = [param.detach().clone() for param in params]
+        works = [dist.all_reduce(param.data, async_op=True) for param in params]
+        for work in works:
+            work.wait()
+        torch._foreach_div_([param.data for param in params], self.job.topology.world_size)
+        try:
+            yield
+        finally:
+            torch._foreach_copy_([param.data for param in params], own)
+
+
+def _gradient(param: nn.Parameter) -> torch.Tensor:
+    assert param.grad is not None, "DDP gives every trained parameter a gradient"
+    return param.grad

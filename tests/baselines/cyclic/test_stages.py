@@ -1,0 +1,53 @@
+"""Stages are consecutive blocks of about equal cost."""
+
+from __future__ import annotations
+
+import pytest
+import torch.nn as nn
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baselines.cyclic.stages import parameters, partition
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.data())
+def test_every_block_is_in_one_stage_in_order(costs: list[int], data: st.DataObject) -> None:
+    stages = data.draw(st.integers(1, len(costs)))
+    runs = partition(costs, stages)
+    assert len(runs) == stages
+    assert all(run for run in runs)
+    assert [index for run in runs for index in run] == [*range(len(costs))]
+
+
+def test_cuts_are_where_costs_are_nearest() -> None:
+    assert partition([1, 1, 1, 1], 2) == [range(2), range(2, 4)]
+    assert partition([9, 1, 1, 1], 2) == [range(1), range(1, 4)]
+    assert partition([1, 1, 1, 9], 2) == [range(3), range(3, 4)]
+    assert partition([0, 0, 0], 3) == [range(1), range(1, 2), range(2, 3)]
+
+
+@pytest.mark.parametrize("stages", [0, 4])
+def test_more_stages_than_blocks_are_refused(stages: int) -> None:
+    with pytest.raises(ValueError, match=f"stages = {stages}: allowed are 1 to 3"):
+        partition([1, 1, 1], stages)
+    with pytest.raises(ValueError, match="costs = .*: allowed are numbers from 0"):
+        partition([1, -1], 1)
+
+
+def test_what_is_outside_of_the_blocks_is_in_the_first_or_the_last_stage() -> None:
+    blocks = [nn.Linear(2, 2, bias=False) for _ in range(4)]
+    model = nn.Sequential(nn.Embedding(3, 2), *blocks, nn.LayerNorm(2))
+    first, last = parameters(model, blocks, partition([1] * 4, 2))
+    assert {id(param) for param in first} == {
+        id(param) for module in (model[0], *blocks[:2]) for param in module.parameters()
+    }
+    assert {id(param) for param in last} == {
+        id(param) for module in (*blocks[2:], model[5]) for param in module.parameters()
+    }
+
+
+def test_frozen_parameters_are_in_no_stage() -> None:
+    blocks = [nn.Linear(2, 2, bias=False) for _ in range(2)]
+    model = nn.Sequential(*blocks)
+    blocks[0].requires_grad_(False)
+    assert parameters(model, blocks, partition([1, 1], 2)) == [[], [blocks[1].weight]]
