@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -65,16 +66,23 @@ class Strays:
         return found is not None and found() is param
 
     def _may_be_older(self, params: list[Any], model: nn.Module) -> bool:
-        """Whether these plain tensors without a gradient are shaped like the model's parameters.
+        """Whether these plain tensors without a gradient have the shapes of the model's parameters.
 
-        The optimizer of another model is none of this one's business, so that both count.
+        All of them, or of the trained ones: the optimizer of another model is none of this one's
+        business.
         """
         if any(param.grad is not None or isinstance(param, DTensor) for param in params):
             return False
         ours = [*model.parameters()]
-        here, shapes = set(map(id, ours)), {param.shape for param in ours}
-        strange = [id(param) not in here and param.shape in shapes for param in params]
-        return bool(strange) and all(strange)
+        here = set(map(id, ours))
+        if any(id(param) in here for param in params):
+            return False
+        trained = [param for param in ours if param.requires_grad]
+        shapes = Counter(param.shape for param in params)
+        return shapes in (
+            Counter(param.shape for param in ours),
+            Counter(param.shape for param in trained),
+        )
 
 
 _followers: WeakSet[Follower] = WeakSet()

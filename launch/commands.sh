@@ -13,13 +13,16 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${VENV:-.venv}/bin/python
 [[ -x $python ]] || python=python
 
-status=0
+status=0 child='' ending=''
+# The first process of a container gets the signals that are meant for the command. Caught from the
+# start: one that came before the command is known is passed on below.
+trap 'ending=1; [[ -z $child ]] || kill -TERM "$child" 2>/dev/null || true' INT TERM
 for command in "$@"; do
     read -r -a words <<<"$command"
+    child=''
     "$python" -m experiments "${words[@]}" --cluster rented &
     child=$!
-    # The first process of a container gets the signals that are meant for the command.
-    trap 'kill -TERM "$child"' INT TERM
+    [[ -z $ending ]] || kill -TERM "$child" 2>/dev/null || true
     wait "$child" || status=$?
     # A trapped signal ends the waiting, not yet the command.
     while kill -0 "$child" 2>/dev/null; do

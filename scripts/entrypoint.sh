@@ -3,7 +3,8 @@
 # a command of `python -m analysis` (report, table, audit) or of `python -m experiments` (run, ...).
 set -euo pipefail
 
-if [[ -n $(type -P -- "$1") ]]; then
+# `watch` is a program too, of procps.
+if [[ $1 != watch && -n $(type -P -- "$1") ]]; then
     exec "$@"
 fi
 case $1 in

@@ -55,7 +55,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     registry = folder / "baselines" / "registry.py"
     before, start, after = registry.read_text().partition("STRATEGIES: tuple[Strategy, ...] = (\n")
     entry = block("registry").strip().removesuffix(")") + ", settings=PatienceSettings)"
-    imported = before.replace("import CacheSettings,", "import CacheSettings, PatienceSettings,")
+    imported = before.replace("    CacheSettings,\n", "    CacheSettings,\n    PatienceSettings,\n")
     registry.write_text(f"{imported}{start}    {entry},\n{after}")
     with (folder / "baselines" / "settings.py").open("a") as file:
         file.write(SETTINGS)

@@ -6,7 +6,7 @@ import pytest
 
 import fcdp
 from baselines import sizes
-from baselines.presets import policies
+from fcdp.cache import named
 from simulation import quantities
 
 TEXTS = {
@@ -24,7 +24,7 @@ TEXTS = {
 def test_every_place_reads_the_same(text: str, count: float) -> None:
     assert sizes.parse(text) == count
     assert quantities.size_bytes("--host-memory", text) == count
-    assert policies.parse(f"budget(host={text})") == fcdp.Budget(host=int(count))
+    assert named.parse(f"budget(host={text})") == fcdp.Budget(host=int(count))
 
 
 @pytest.mark.parametrize("text", ["512", "GB", "-1 GB", "1 Gbit", "one GB", "infGB", ""])

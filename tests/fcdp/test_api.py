@@ -134,8 +134,9 @@ def step_too_early() -> str:
     optimizer = make_optimizer(model, PLAIN)
     with fcdp.accumulate(model, last=False):
         loss_of(model, next(batches(PLAIN, topology.rank))).backward()
-    # Another model's optimizer is none of our business.
-    torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0).step()
+    # Another model's optimizer is none of our business, whatever its parameters look like.
+    like_one = torch.ones(next(model.parameters()).shape)
+    torch.optim.SGD([nn.Parameter(like_one)], lr=1.0).step()
     with pytest.raises(RuntimeError, match="last=True") as error:
         optimizer.step()
     return str(error.value)

@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 from experiments.__main__ import app
 from experiments.records.provenance import ROOT
 from experiments.records.record import read
+from experiments.records.repeats import pooled
 from simulation import files
 from tests.experiments.stand_in import cell, record
 
@@ -39,7 +40,7 @@ def run(tmp_path: Path) -> Path:
 def test_each_committed_run_is_shown_and_compared_with_itself(path: Path) -> None:
     shown = call("show", str(path))
     assert shown.exit_code == 0, shown.output
-    ids = {each.cell_id for each in read(path / "records.jsonl")}
+    ids = {each.cell_id for each in pooled(read(path / "records.jsonl"))}
     assert all(each in shown.output for each in ids)
     compared = call("compare", str(path), str(path))
     assert compared.exit_code == 0, compared.output

@@ -326,7 +326,7 @@ MISTAKES = [
     ("[fcdp, fsdp2]", "[fcdp, zero]", 29, "overrides[0].when.strategy[1]: unknown strategy "),
     ("{steps: 2}", "{accumulation: 2}", 30, "overrides[0].set.accumulation: unknown key "),
     ("name: example", "nam: example", 1, "nam: unknown key 'nam'; allowed: name, description, "
-     "cluster, models, axes, reference, workload, skip, overrides; did you mean 'name'?"),
+     "cluster, models, axes, reference, repeats, workload, skip, overrides; did you mean 'name'?"),
     ("axes:\n", "reference: ddp\naxes:\n", 7, "reference: not in this matrix: 'ddp'; allowed: "
      "deepspeed-zero3, fsdp2, fcdp"),
     ("name: example", "name: an example", 1, "name: 'an example' is not allowed: "),
