@@ -67,6 +67,8 @@ class Trainable(Protocol):
     policy: str | None
     #: Least bytes per step that this schedule must send from one node, in the gather dtype.
     closed_form_bytes: float
+    #: Optimizer steps from one exchange between workers to the next.
+    interval: int
 
     def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
         """One optimizer step; each micro-batch is int64 (sequences, tokens + 1).
@@ -81,9 +83,6 @@ class Trainable(Protocol):
         All ranks call it together, each with as many sequences as it likes.
         """
         ...
-
-    #: Optimizer steps from one exchange between workers to the next.
-    interval: int
 
     def settle(self) -> None:
         """Wait for what is still being sent after the last step, before bytes are counted."""
@@ -204,9 +203,4 @@ def trained_numel(model: nn.Module) -> int:
 
 def make_optimizer(model: nn.Module, job: Job) -> torch.optim.AdamW:
     """The optimizer that every strategy uses."""
-    return make_optimizer_of(trainable_parameters(model), job)
-
-
-def make_optimizer_of(params: Iterable[nn.Parameter], job: Job) -> torch.optim.AdamW:
-    """The same of some parameters alone."""
-    return torch.optim.AdamW(params, lr=job.learning_rate, foreach=True)
+    return torch.optim.AdamW(trainable_parameters(model), lr=job.learning_rate, foreach=True)

@@ -34,8 +34,8 @@ class Average:
             work, self._work = self._work, None
             work.wait()
 
-    def wait(self) -> torch.Tensor:
-        """The mean, in the buffer, which may be overwritten."""
+    def wait(self) -> None:
+        """Have the mean in the buffer, which may then be overwritten."""
         self.settle()
         self.started = False
-        return self.buffer.div_(self._group.size())
+        self.buffer.div_(self._group.size())

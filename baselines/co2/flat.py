@@ -17,16 +17,19 @@ class Flat:
 
     def copy_to(self, flat: torch.Tensor) -> torch.Tensor:
         """Copy the parameters to ``flat`` (elements)."""
-        torch._foreach_copy_(self._views(flat), self._parts())
+        parts = self._parts()
+        torch._foreach_copy_(_views(flat, parts), parts)
         return flat
 
     def copy_from(self, flat: torch.Tensor) -> None:
         """Copy ``flat`` (elements) to the parameters."""
-        torch._foreach_copy_(self._parts(), self._views(flat))
+        parts = self._parts()
+        torch._foreach_copy_(parts, _views(flat, parts))
 
     def squared_distance(self, flat: torch.Tensor) -> torch.Tensor:
         """Sum of squares of the differences from ``flat`` (elements), a scalar."""
-        pairs = zip(self._parts(), self._views(flat), strict=True)
+        parts = self._parts()
+        pairs = zip(parts, _views(flat, parts), strict=True)
         return torch.stack([(part - view).square().sum() for part, view in pairs]).sum()
 
     def _parts(self) -> list[torch.Tensor]:
@@ -36,7 +39,8 @@ class Flat:
             for param in self._params
         ]
 
-    def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        parts = self._parts()
-        cut = flat[: self.numel].split([part.numel() for part in parts])
-        return [view.view_as(part) for view, part in zip(cut, parts, strict=True)]
+
+def _views(flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """``flat`` cut as these parts are."""
+    cut = flat.split([part.numel() for part in parts])
+    return [view.view_as(part) for view, part in zip(cut, parts, strict=True)]

@@ -36,6 +36,10 @@ class Rule:
             return cls(**renamed)
         return cls(settings.interval)
 
+    def scale(self, rate: float) -> float:
+        """γ, of local steps with the learning rate ``rate``."""
+        return rate if self.by_learning_rate else 1.0
+
     def staleness(self, moved: torch.Tensor, first_step: torch.Tensor) -> torch.Tensor:
         """The gap Λ ≥ 1 that a displacement of one round ago is divided by, a scalar.
 
@@ -64,7 +68,7 @@ class OuterState:
 
         ``gap`` is its staleness, a scalar, and ``rate`` the local steps' learning rate.
         """
-        scale = rate if rule.by_learning_rate else 1.0
+        scale = rule.scale(rate)
         self.momentum.mul_(rule.momentum).add_(mean.div_(gap * scale))
 
     def move(self, rule: Rule, rate: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,7 +76,7 @@ class OuterState:
 
         Returns the sum of squares of what it moved by, and how many elements were clipped, scalars.
         """
-        scale = rate if rule.by_learning_rate else 1.0
+        scale = rule.scale(rate)
         move = self.momentum
         clipped = torch.zeros((), device=move.device)
         if rule.clip is not None:

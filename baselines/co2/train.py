@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from baselines.co2.average import Average
@@ -31,6 +30,7 @@ from baselines.co2.flat import Flat
 from baselines.co2.outer import OuterState, Rule
 from baselines.pytorch.ddp import autocast
 from baselines.pytorch.fsdp2 import FSDP2, mixed_precision
+from baselines.pytorch.hybrid import by_node
 from baselines.settings import LocalSGDSettings
 from baselines.strategy import Job, crossing_bytes, trainable_parameters, trained_numel
 
@@ -65,14 +65,9 @@ def _build(model: nn.Module, job: Job, *, late: bool) -> LocalSteps:
 
 def _shard(model: nn.Module, job: Job) -> None:
     """Shard every block and the root over the ranks of this node alone."""
-    topology = job.topology
-    mesh = init_device_mesh(
-        topology.mesh.device_type,
-        (topology.nodes, topology.ranks_per_node),
-        mesh_dim_names=("worker", "shard"),
-    )
+    mesh = by_node(job.topology)["shard"]
     for module in [*job.blocks, model]:
-        fully_shard(module, mesh=mesh["shard"], mp_policy=mixed_precision(job.dtype))
+        fully_shard(module, mesh=mesh, mp_policy=mixed_precision(job.dtype))
 
 
 class LocalSteps(FSDP2):

@@ -19,7 +19,7 @@ from baselines.cyclic.rule import Rule, is_fresh
 from baselines.cyclic.stages import parameters, partition
 from baselines.pytorch.ddp import DDP
 from baselines.settings import CyclicSettings
-from baselines.strategy import Job, make_optimizer_of, numel, replicated_bytes
+from baselines.strategy import Job, numel, replicated_bytes
 
 
 def build(model: nn.Module, job: Job) -> Cyclic:
@@ -44,7 +44,7 @@ def build(model: nn.Module, job: Job) -> Cyclic:
 
 
 class Cyclic(DDP):
-    """DDP's loop with an optimizer per stage; late stages step by the gradients before these."""
+    """DDP's loop; stages that are late on this rank step by the gradients of the step before."""
 
     def __init__(
         self,
@@ -55,42 +55,27 @@ class Cyclic(DDP):
         rule: Rule,
     ) -> None:
         super().__init__(model, job, closed_form_bytes)
-        #: Those in which something is trained.
-        self._stages = [params for params in stages if params]
-        self._optimizers = [make_optimizer_of(params, job) for params in self._stages]
-        self._fresh = [
-            is_fresh(rule, job.topology.rank, stage, len(stages))
+        self._params = [param for params in stages for param in params]
+        #: What is late here, and its gradients of the last step: none after the first.
+        self._late = [
+            param
             for stage, params in enumerate(stages)
-            if params
+            if not is_fresh(rule, job.topology.rank, stage, len(stages))
+            for param in params
         ]
-        #: Gradients of the last step by stage, for stages that are late here.
-        self._late: dict[int, list[torch.Tensor]] = {}
+        self._put_off: list[torch.Tensor | None] = [None] * len(self._late)
 
-    def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
-        total = torch.zeros((), device=micro_batches[0].device)
-        for index, sequences in enumerate(micro_batches):
-            total += self.backward(sequences, last=index == len(micro_batches) - 1)
-        for stage, optimizer in enumerate(self._optimizers):
-            if self._fresh[stage] or self._puts_off(stage):
-                optimizer.step()
-            optimizer.zero_grad()
-        return total
-
-    def _puts_off(self, stage: int) -> bool:
-        """Keep a stage's gradients for the next step, and have those of the last in their place.
-
-        Returns whether there are any: the first step has none.
-        """
-        params = self._stages[stage]
+    def update(self) -> None:
+        """Step, late parameters by their last gradients; AdamW passes over those without any."""
         # Copies: DDP reduces the next ones in the same memory.
-        coming = [_gradient(param).clone() for param in params]
-        last = self._late.get(stage)
-        self._late[stage] = coming
-        if last is None:
-            return False
-        for param, grad in zip(params, last, strict=True):
-            _gradient(param).copy_(grad)
-        return True
+        coming = [_gradient(param).clone() for param in self._late]
+        for param, last in zip(self._late, self._put_off, strict=True):
+            if last is None:
+                param.grad = None
+            else:
+                _gradient(param).copy_(last)
+        self._put_off = [*coming]
+        super().update()
 
     @torch.no_grad()
     def evaluate(self, sequences: torch.Tensor) -> torch.Tensor:
@@ -100,7 +85,7 @@ class Cyclic(DDP):
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:
-        params = [param for stage in self._stages for param in stage]
+        params = self._params
         own = [param.detach().clone() for param in params]
         works = [dist.all_reduce(param.data, async_op=True) for param in params]
         for work in works:

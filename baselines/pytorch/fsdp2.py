@@ -66,9 +66,13 @@ class FSDP2:
         for index, sequences in enumerate(micro_batches):
             total += self.backward(sequences, last=index == len(micro_batches) - 1)
         with self._phases.timed("optimizer"):
-            self.optimizer.step()
+            self.update()
             self.optimizer.zero_grad()
         return total
+
+    def update(self) -> None:
+        """Step by the gradients of all micro-batches."""
+        self.optimizer.step()
 
     def backward(self, sequences: torch.Tensor, *, last: bool) -> torch.Tensor:
         """Forward and backward of one micro-batch; returns its share of the step's mean loss.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 import torch.nn as nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from baselines.pytorch.fsdp2 import FSDP2, mixed_precision
 from baselines.strategy import Job, replicated_bytes
+from fcdp import Topology
 
 
 def build(model: nn.Module, job: Job) -> HybridShard:
@@ -22,15 +23,19 @@ def shard(model: nn.Module, job: Job) -> tuple[nn.Module, Job, float]:
     Returns the arguments of ``HybridShard``: the model, the job, the least bytes per step.
     """
     closed_form = replicated_bytes(model, job)
-    topology = job.topology
-    mesh = init_device_mesh(
+    mesh = by_node(job.topology)
+    for module in [*job.blocks, model]:
+        fully_shard(module, mesh=mesh, mp_policy=mixed_precision(job.dtype))
+    return model, job, closed_form
+
+
+def by_node(topology: Topology) -> DeviceMesh:
+    """The ranks as a mesh of nodes (``replicate``) and of ranks inside one (``shard``)."""
+    return init_device_mesh(
         topology.mesh.device_type,
         (topology.nodes, topology.ranks_per_node),
         mesh_dim_names=("replicate", "shard"),
     )
-    for module in [*job.blocks, model]:
-        fully_shard(module, mesh=mesh, mp_policy=mixed_precision(job.dtype))
-    return model, job, closed_form
 
 
 class HybridShard(FSDP2):

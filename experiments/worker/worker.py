@@ -93,11 +93,9 @@ class _Training:
         self.seconds.clear()
         trainable.take_ledger()
         trainable.take_metrics()
-        trainable.settle()
         trainable.take_phases()
         before = self._egress()
         self._train(cell.steps)
-        trainable.settle()
         sent = self._egress() - before
         cache, phases = trainable.cache, trainable.take_phases()
         ledger = trainable.take_ledger()
@@ -153,6 +151,7 @@ class _Training:
 
     def _egress(self) -> int:
         """Bytes that this node has sent so far, read while no rank is sending."""
+        self.trainable.settle()
         dist.barrier()
         return transmitted_bytes(os.environ["FCDP_INTERFACE"])
 
