@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import os
@@ -18,7 +17,7 @@ import torch
 from fcdp.cache.arena import ALIGNMENT, Arena, aligned
 from fcdp.cache.entry import Access, Slice
 from fcdp.cache.tiers.tier import TierUnavailable, runs
-from fcdp.checksum import checksum
+from fcdp.checksum import bytes_of, checksum
 from fcdp.streams import Streams
 from fcdp.topology import Topology
 from fcdp.unit import Unit
@@ -244,7 +243,7 @@ def _write(file: _File, offset: int, memory: torch.Tensor, landed: Sequence[Any]
     for event in landed:
         event.synchronize()
     total = int(checksum(memory))
-    view, done = _bytes_of(memory), 0
+    view, done = bytes_of(memory), 0
     while done < len(view):
         done += _whole(os.pwritev(file.descriptor, [view[done:]], offset + done))
     return total
@@ -259,7 +258,7 @@ def _read(
     """
     for event in landed:
         event.synchronize()
-    view, done = _bytes_of(memory), 0
+    view, done = bytes_of(memory), 0
     while done < len(view):
         moved = os.preadv(file.descriptor, [view[done:]], offset + done)
         if moved == 0:
@@ -268,11 +267,6 @@ def _read(
     if int(checksum(memory)) != expected:
         raise OSError(errno.EIO, "the file holds other bytes than were written")
     return expected
-
-
-def _bytes_of(memory: torch.Tensor) -> memoryview:
-    size = memory.numel()
-    return memoryview((ctypes.c_char * size).from_address(memory.data_ptr())).cast("B")
 
 
 def _whole(moved: int) -> int:
