@@ -24,7 +24,7 @@ from fcdp.cache.policy import (
     Threshold,
 )
 from fcdp.checkpoint import load, save
-from fcdp.codec import BlockInt4, BlockInt8, Codec
+from fcdp.codec import BlockInt4, BlockInt8, Codec, Delta
 from fcdp.export import export, save_adapters
 from fcdp.ledger import Ledger
 from fcdp.topology import Topology
@@ -36,6 +36,7 @@ __all__ = [
     "Budget",
     "CachePolicy",
     "Codec",
+    "Delta",
     "DeviceCache",
     "DiskCache",
     "HostCache",

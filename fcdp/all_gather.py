@@ -16,6 +16,8 @@ from torch.profiler import record_function
 from fcdp.cache.cache import Cache
 from fcdp.cache.entry import Entry, Slice, Slices
 from fcdp.codec import Codec
+from fcdp.delta import message
+from fcdp.delta.sent import Sent
 from fcdp.exchange import PARTS_MOST, Pending, all_gather, swap, wait_all
 from fcdp.failure import Failures
 from fcdp.guard import Guard
@@ -58,7 +60,9 @@ class CachedAllGather(AllGather):
         streams: Streams,
         ledger: Ledger,
         codec: Codec | None,
+        sent: Sent | None = None,
     ) -> None:
+        """``sent`` is there where differences are told."""
         self._entry = entry
         self._unit = entry.unit
         self._topology = topology
@@ -69,6 +73,7 @@ class CachedAllGather(AllGather):
         self._streams = streams
         self._ledger = ledger
         self._codec = codec
+        self._sent = sent
         #: The stream that the output is allocated on, and filled with the own shard.
         self._copy_in: Any = None
 
@@ -149,19 +154,54 @@ class CachedAllGather(AllGather):
     ) -> Parts:
         self._ledger.misses += 1
         self._cache.drain()
-        self._cache.outdate(self._entry)
         received = self._slice(by_node)
-        arriving, works = self._inter_node(received, own, phase)
-        if works:  # on the CPU
-            yield works
-            self._decode(arriving, received)
-        if self._cache.worth_keeping(self._entry, own.nbytes):
+        if self._sent is not None and self._entry.based:
+            yield from self._differences(self._sent, received, own, phase)
+        else:
+            self._cache.outdate(self._entry)
+            arriving, works = self._inter_node(received, own, phase)
+            if works:  # on the CPU
+                yield works
+                self._decode(arriving, received)
+        if self._worth_keeping(own):
             with record_function(f"fcdp::cache_store {self._unit.name}"):
                 self._cache.store(self._entry, received, phase)
+            if self._sent is not None and self._unit.trainable:
+                self._sent.keep(own)
         # After the store: the first gather of backward may be that of the unit just stored.
         self._cache.expect(coming)
         yield self._intra_node(by_node, received, own, phase)
         self._slices.release(received)
+
+    def _worth_keeping(self, own: torch.Tensor) -> bool:
+        """Whether the cache takes what was gathered; alike on every rank.
+
+        What has changed by the next gather is told as a difference from it.
+        """
+        resized = own.nbytes != self._unit.shard_bytes
+        if self._sent is not None and not resized and self._unit.trainable:
+            return True
+        return self._cache.worth_keeping(self._entry, own.nbytes)
+
+    def _differences(self, sent: Sent, received: Slice, own: torch.Tensor, phase: Phase) -> Parts:
+        """Fill the slice with what the other nodes' shards were, and apply what has changed."""
+        topology = self._topology
+        self._entry.based = False  # until the ranks agree again
+        with record_function(f"fcdp::gather_inter {self._unit.name}"):
+            self._cache.load_stale(self._entry, phase, received)
+            self._cache.outdate(self._entry)
+            if self._guard is not None:
+                self._guard.remember(self._unit, own)
+            told = sent.write(own)
+            self._ledger.add("inter_node", phase, (topology.nodes - 1) * told.nbytes)
+            peers = [peer for peer in range(topology.nodes) if peer != topology.node]
+            most = message.most_bytes(own)
+            arriving = {peer: torch.empty(most, dtype=torch.uint8, device="cpu") for peer in peers}
+            with topology.failures.waiting():
+                works = swap([*arriving.items()], [(peer, told) for peer in peers], topology.inter)
+        yield works
+        for peer, arrived in arriving.items():
+            sent.read(arrived, received.memory[peer])
 
     def _slice(self, by_node: torch.Tensor) -> Slice:
         """Where shards of the other nodes go: on an accelerator a slice of its own.

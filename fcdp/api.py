@@ -23,7 +23,7 @@ from fcdp.arguments import (
 from fcdp.cache.cache import Safety
 from fcdp.cache.policy import CachePolicy, HostCache
 from fcdp.cache.tiers import disk
-from fcdp.codec import Codec, Codecs
+from fcdp.codec import Codec, Codecs, Delta
 from fcdp.engine import Engine, engine_of, has_engine, is_set_up
 from fcdp.ledger import Ledger
 from fcdp.partial_gradients import PartialsPlace
@@ -60,7 +60,7 @@ def shard(
     detect_writes: bool = True,
     verify: bool = False,
     poison: bool = False,
-    gather_codec: Codec | None = None,
+    gather_codec: Codec | Delta | None = None,
     reduce_codec: Codec | None = None,
     error_feedback: bool = False,
     adapters: Adapters = "sharded",
@@ -177,7 +177,7 @@ def cache_parameters(
     detect_writes: bool = True,
     verify: bool = False,
     poison: bool = False,
-    gather_codec: Codec | None = None,
+    gather_codec: Codec | Delta | None = None,
     reduce_codec: Codec | None = None,
     error_feedback: bool = False,
 ) -> nn.Module:

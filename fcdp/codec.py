@@ -38,18 +38,47 @@ class Codec(Protocol):
 
 
 @dataclass(frozen=True)
+class Delta:
+    """Lossless differences: of a gather, what has changed since the other nodes were given a shard.
+
+    An optimizer step moves most weights by a few units in the last place, or not at all. The owner
+    of a shard subtracts what it last sent from what it has now, as integers, and the other nodes
+    add that to what their caches hold; the sum is the shard, bit for bit. With bf16 parameters and
+    a learning rate of 1e-5 that takes about 1.2 bits per parameter instead of 16. What is not held
+    (the first step, after a load, a policy that keeps less) is sent whole.
+
+    For ``gather_codec``, on the CPU. Each rank keeps its own shards as it last sent them, 1/(L·n)
+    of the model in host memory.
+    """
+
+
+@dataclass(frozen=True)
 class Codecs:
     """What the exchanges between nodes are encoded with: see ``fcdp.shard``."""
 
-    gather: Codec | None = None
+    gather: Codec | Delta | None = None
     reduce: Codec | None = None
     error_feedback: bool = False
 
+    @property
+    def rounding(self) -> Codec | None:
+        """What rounds parameters in gathers."""
+        return None if isinstance(self.gather, Delta) else self.gather
+
+    @property
+    def differences(self) -> bool:
+        """Whether gathers tell differences."""
+        return isinstance(self.gather, Delta)
+
     def __post_init__(self) -> None:
-        for name, codec in (("gather_codec", self.gather), ("reduce_codec", self.reduce)):
+        gather = None if isinstance(self.gather, Delta) else self.gather
+        for name, codec, more in (
+            ("gather_codec", gather, ", or fcdp.Delta()"),
+            ("reduce_codec", self.reduce, ""),
+        ):
             if codec is not None and not isinstance(codec, Codec):
                 raise ValueError(
-                    f"{name} = {codec!r}: must be a fcdp.Codec, such as fcdp.BlockInt8()"
+                    f"{name} = {codec!r}: must be a fcdp.Codec, such as fcdp.BlockInt8(){more}"
                 )
         if self.error_feedback and self.reduce is None:
             raise ValueError(

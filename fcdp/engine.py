@@ -21,6 +21,7 @@ from fcdp.cache.cache import Cache
 from fcdp.cache.entry import Entry, Slices
 from fcdp.cache.memory_plan import MemoryPlan
 from fcdp.codec import Codecs
+from fcdp.delta.sent import Sent, check_differences
 from fcdp.encoded_reduce import EncodedReduce, check_encodable
 from fcdp.guard import Guard
 from fcdp.in_flight import InFlight
@@ -91,8 +92,10 @@ class Engine:
         self.units = find_units(model, topology)
         for unit in self.units:
             _check_collectives(unit)
-        if options.codecs.gather is not None:
+        if options.codecs.rounding is not None:
             check_encodable(self.units)
+        if options.codecs.differences:
+            check_differences(self.units, topology)
         device = _device(topology)
         self.ledger = Ledger()
         self.entries = {unit: Entry(unit) for unit in self.units}
@@ -109,6 +112,7 @@ class Engine:
             guard,
             self._begins_pass,
             verify=options.safety.verify,
+            lacks_base=self._lacks_base if options.codecs.differences else None,
         )
         plan = MemoryPlan.of(
             self.units,
@@ -116,6 +120,7 @@ class Engine:
             policy,
             look_ahead=options.look_ahead,
             partials_place=options.partials,
+            differences=options.codecs.differences,
         )
         on_all_ranks("host memory", topology, plan.check)
         plan.announce()
@@ -143,6 +148,9 @@ class Engine:
         # One is kept: it is read by the gather inside the node while the next one is filled.
         self._slices = slices = Slices(streams, streams.inter_node, kept=1)
         self._in_flight = InFlight(topology.failures)
+        self._sent = {
+            unit: Sent(entry) for unit, entry in self.entries.items() if options.codecs.differences
+        }
         self._encoded: list[EncodedReduce] = []
         self._reductions: dict[Unit | None, Reduction] = {None: self._replicas}
         #: What was installed on each unit, to tell when somebody takes it away.
@@ -157,7 +165,8 @@ class Engine:
                 guard,
                 streams,
                 self.ledger,
-                options.codecs.gather,
+                options.codecs.rounding,
+                self._sent.get(unit),
             )
             unit.module.set_custom_all_gather(gather)
             self._reduce_by_hierarchy(unit, options.codecs)
@@ -240,6 +249,9 @@ class Engine:
         if begins and self.cache.requires_sync:
             self.cache.begin_pass()
         return begins
+
+    def _lacks_base(self, unit: Unit) -> bool:
+        return not (self._sent[unit].usable and self.cache.intact(self.entries[unit]))
 
     def _count_pass(self) -> None:
         # A backward that raised has left reductions in flight: they belong to the pass before.

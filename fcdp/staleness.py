@@ -57,13 +57,18 @@ class Staleness:
         begins_pass: Callable[[Unit], bool],
         *,
         verify: bool = False,
+        lacks_base: Callable[[Unit], bool] | None = None,
     ) -> None:
-        """``begins_pass`` says whether a unit's gather is the first of a pass that nobody told."""
+        """``begins_pass`` says whether a unit's gather is the first of a pass that nobody told.
+
+        ``lacks_base`` says whether this rank cannot take part in telling a unit's difference.
+        """
         self._watched = {entry.unit: _Watched(entry) for entry in entries}
         self._topology = topology
         self._guard = guard
         self._begins_pass = begins_pass
         self._verify = verify
+        self._lacks_base = lacks_base
         self._compares = guard is not None and topology.mesh.device_type == "cpu"
         #: Tensors of ``state_dict``s, which share parameters' memory.
         self._handed_out: list[weakref.ref[torch.Tensor]] = []
@@ -153,8 +158,12 @@ class Staleness:
             for (_, each), stamp, now in zip(watched, stamps, held, strict=True)
         ]
         differ = [False] * len(written) if self._guard is None else self._guard.found()
-        flags = any_rank([*written, *differ], self._topology)
-        written, differ = flags[: len(written)], flags[len(written) :]
+        lacks = [] if self._lacks_base is None else [self._lacks_base(unit) for unit, _ in watched]
+        flags = any_rank([*written, *differ, *lacks], self._topology)
+        count = len(watched)
+        written, differ, lacks = flags[:count], flags[count : 2 * count], flags[2 * count :]
+        for (_, each), lacking in zip(watched, lacks, strict=False):
+            each.entry.based = not lacking
         self._handed_out = [given for given in self._handed_out if given() is not None]
         compares = self._compares or bool(self._handed_out)
         for (_, each), stamp, now, stale in zip(watched, stamps, held, written, strict=True):

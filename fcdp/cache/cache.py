@@ -152,6 +152,16 @@ class Cache:
                 self._put(entry, wanted, phase, preference)
         return wanted
 
+    def load_stale(self, entry: Entry, phase: Phase, wanted: Slice) -> None:
+        """Fill ``wanted`` with what this rank holds of a stale entry."""
+        assert entry.tier is not None, f"{entry.unit.name}: nothing is held"
+        self._tiers[entry.tier].load(entry.unit, wanted)
+        self._count(entry.unit, entry.tier, phase, inward=False)
+
+    def intact(self, entry: Entry) -> bool:
+        """Whether this rank can still read what it holds of an entry, stale or not."""
+        return entry.tier is not None and self._tiers[entry.tier].intact(entry.unit)
+
     def release(self, done: Slice) -> None:
         """Take a slice of :meth:`load` back, once all that reads it is queued."""
         self._staging.release(done)

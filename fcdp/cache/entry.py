@@ -164,6 +164,9 @@ class Entry:
     staged: Slice | None = None
     #: Every rank holds it, in memory that stays: nobody needs to ask. Alike on every rank.
     settled: bool = False
+    #: Every rank can tell and apply a difference from what was last offered, as the ranks agreed
+    #: before this pass. Alike on every rank.
+    based: bool = False
     #: Which contents were last not worth keeping; and whether a gather then missed them.
     passed_over: int = 0
     missed: bool = False

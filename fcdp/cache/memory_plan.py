@@ -30,6 +30,8 @@ class MemoryPlan:
     on_disk: Sequence[Unit]
     #: Bytes of partial gradients that wait on the host.
     partials_bytes: int
+    #: Bytes of own shards that are kept as the other nodes were sent them.
+    sent_bytes: int
 
     @classmethod
     def of(
@@ -40,7 +42,9 @@ class MemoryPlan:
         *,
         look_ahead: int,
         partials_place: PartialsPlace,
+        differences: bool = False,
     ) -> MemoryPlan:
+        """``differences`` is whether own shards are kept as they were sent."""
         placement = policy.place(units, topology)
         # Nothing ever crosses nodes in a cluster of one.
         placed = units if topology.nodes > 1 else []
@@ -51,6 +55,7 @@ class MemoryPlan:
             on_host=[unit for unit in placed if _planned_tier(placement, unit) == "host"],
             on_disk=[unit for unit in placed if "disk" in placement.preferences[unit]],
             partials_bytes=partial_gradients.planned_bytes(partials_place, units, topology),
+            sent_bytes=differences * sum(unit.shard_bytes for unit in placed if unit.trainable),
         )
 
     @property
@@ -65,6 +70,7 @@ class MemoryPlan:
             "cache": host.planned_bytes(self.on_host, self.topology),
             "disk buffers": disk.planned_bytes(self.on_disk, self.topology, self.disk_buffers),
             "partial gradients": self.partials_bytes,
+            "shards as sent": self.sent_bytes,
         }
 
     @property

@@ -1,0 +1,176 @@
+"""The difference of two versions of one tensor of 16-bit words, in as few bytes as it takes.
+
+Words are subtracted as integers, which wrap: nothing is rounded, and every bit pattern is one like
+another. Floating-point numbers of one sign are ordered as their bits are, so that a small update is
+a small difference; one that changes its sign is large, and rare.
+
+Chunks are coded alone, each in the form that takes the least: nothing, codes of two bits without
+the words that are zero, codes of two, four or eight bits, or the new words as they are. What a
+code cannot hold follows as bytes, and what a byte cannot hold as words.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from fcdp.delta.packing import GRANULE, Codes, pack_flags, places, unpack_flags
+
+#: Words per chunk: what is worked on stays in a core's cache.
+CHUNK = 2**17
+#: One number in so many words of eight is looked at to choose a form.
+_SAMPLED = 16
+
+#: Forms beside the codes' bits: two-bit codes without zero words, and new words as they are.
+_NOTHING, _SPARSE, _RAW = 0, 1, 16
+_CODES = {1: Codes(2), 2: Codes(2), 4: Codes(4), 8: Codes(8)}
+
+
+class _Chunk(NamedTuple):
+    """One row of the table that a difference begins with."""
+
+    form: int
+    #: Words that are not zero (``_SPARSE``); numbers that are escaped; and that no byte holds.
+    words: int
+    escaped: int
+    wide: int
+
+
+def capacity(numel: int) -> int:
+    """The most bytes that the difference of ``numel`` words takes."""
+    return _table_bytes(numel) + 2 * numel
+
+
+def encode(new: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """What turns ``base`` (n, int16) to ``new`` (n, int16), as uint8; both are on the host."""
+    rows, parts = [], []
+    for now, before in zip(new.split(CHUNK), base.split(CHUNK), strict=True):
+        row, body = _encode(now, before)
+        rows.append(row)
+        parts += body
+    table = torch.tensor(rows, dtype=torch.int32, device="cpu").view(torch.uint8).view(-1)
+    return torch.cat([table, *parts])
+
+
+def apply(encoded: torch.Tensor, base: torch.Tensor) -> int:
+    """Turn ``base`` (n, int16) to what ``encoded`` was made of; returns the bytes that it took.
+
+    ``encoded`` (uint8) begins at a multiple of four bytes and may be longer. Raises ``ValueError``
+    for what ``encode`` cannot have made.
+    """
+    at = _table_bytes(base.numel())
+    _check(at <= encoded.numel())
+    table = encoded[:at].view(torch.int32).view(-1, len(_Chunk._fields)).tolist()
+    for chunk, row in zip(base.split(CHUNK), table, strict=True):
+        at = _apply(_Chunk(*row), _Reader(encoded, at), chunk)
+    return at
+
+
+def _table_bytes(numel: int) -> int:
+    chunks = max(1, -(-numel // CHUNK))  # an empty tensor is one, empty, chunk
+    return chunks * len(_Chunk._fields) * 4
+
+
+def _encode(new: torch.Tensor, base: torch.Tensor) -> tuple[_Chunk, list[torch.Tensor]]:
+    numbers = new - base
+    raw = _Chunk(_RAW, 0, 0, 0), [new.contiguous().view(torch.uint8)]
+    numbers = F.pad(numbers, (0, -numbers.numel() % GRANULE))
+    form = _choose(numbers)
+    if form == _NOTHING:
+        return _Chunk(form, 0, 0, 0), []
+    if form == _RAW:
+        return raw
+    codes = _CODES[form]
+    words = codes.pack(numbers)
+    some = numbers.view(-1, codes.per_word).index_select(0, codes.escaped(words))
+    escaped = _where(some.view(-1), codes.escapes(some).view(-1))
+    near = escaped.to(torch.int8)
+    far = near != escaped
+    wide = _where(escaped, far)
+    near.masked_fill_(far, 0)  # no escaped number is zero
+    parts = [words, wide, near]
+    if form == _SPARSE:
+        flags = words != 0
+        parts[:1] = [pack_flags(flags), _where(words, flags)]
+    row = _Chunk(form, parts[-3].numel(), near.numel(), wide.numel())
+    body = [part.view(torch.uint8) for part in parts]
+    if near.numel() % 2:
+        body.append(body[-1].new_zeros(1))  # words begin at even bytes
+    return (row, body) if sum(part.numel() for part in body) < 2 * new.numel() else raw
+
+
+def _where(values: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+    """The ``values`` (n) whose ``flags`` (n, bool) are set, in order."""
+    return values.index_select(0, places(flags))
+
+
+def _choose(numbers: torch.Tensor) -> int:
+    """The form whose bytes are the fewest, judged by a sample where that is enough."""
+    sample = numbers.view(-1, 8)[::_SAMPLED].float()
+    if not sample.any() and not numbers.any():
+        return _NOTHING
+    magnitudes = sample.abs_()
+    beyond = [(magnitudes >= limit).float().mean().item() for limit in (2, 8, 128)]
+    some = magnitudes.amax(1).ne_(0).mean().item()
+    two, four, wide = beyond
+    bits = {
+        _SPARSE: 1 / 8 + 2 * some + 8 * two,
+        2: 2 + 8 * two,
+        4: 4 + 8 * four,
+        8: 8 + 8 * wide,
+        _RAW: 16 - 16 * wide,
+    }
+    return min(bits, key=lambda form: bits[form])
+
+
+class _Reader:
+    """Takes parts of what was encoded, one after the other."""
+
+    def __init__(self, encoded: torch.Tensor, at: int) -> None:
+        self._encoded = encoded
+        self.at = at
+
+    def take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        begin, self.at = self.at, self.at + count * dtype.itemsize
+        _check(count >= 0 and self.at <= self._encoded.numel())
+        return self._encoded[begin : self.at].view(dtype)
+
+
+def _apply(row: _Chunk, reader: _Reader, base: torch.Tensor) -> int:
+    if row.form == _RAW:
+        base.copy_(reader.take(base.numel(), torch.int16))
+    elif row.form != _NOTHING:
+        _check(row.form in _CODES)
+        base.add_(_numbers(row, reader, base.numel())[: base.numel()])
+    return reader.at
+
+
+def _numbers(row: _Chunk, reader: _Reader, numel: int) -> torch.Tensor:
+    """The differences of a chunk, filled up to a whole granule."""
+    codes = _CODES[row.form]
+    count = -(-numel // GRANULE) * GRANULE // codes.per_word
+    if row.form == _SPARSE:
+        flags = unpack_flags(reader.take(count // 8, torch.uint8))
+        given = reader.take(row.words, torch.int16)
+        _check(int(flags.sum()) == row.words)
+        words = torch.zeros(count, dtype=torch.int16, device="cpu").masked_scatter_(flags, given)
+    else:
+        words = reader.take(count, torch.int16)
+    numbers = codes.unpack(words)
+    wide = reader.take(row.wide, torch.int16)
+    near = reader.take(row.escaped, torch.int8)
+    reader.take(row.escaped % 2, torch.int8)
+    places = codes.escaped(words)
+    some = numbers.view(-1, codes.per_word).index_select(0, places)
+    escapes, far = some == -codes.limit, near == 0
+    _check(int(escapes.sum()) == row.escaped and int(far.sum()) == row.wide)
+    escaped = near.to(torch.int16).masked_scatter_(far, wide)
+    numbers.view(-1, codes.per_word).index_copy_(0, places, some.masked_scatter_(escapes, escaped))
+    return numbers
+
+
+def _check(holds: bool) -> None:
+    if not holds:
+        raise ValueError("a difference between versions of a shard: damaged on its way")

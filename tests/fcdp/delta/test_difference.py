@@ -1,0 +1,111 @@
+"""A difference turns one version of a shard to the other, bit for bit, in few bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fcdp.delta import packing
+from fcdp.delta.difference import CHUNK, apply, capacity, encode
+
+LENGTHS = [0, 1, 7, 127, 128, 129, 1000, CHUNK - 1, CHUNK, CHUNK + 3]
+
+
+def _words(values: torch.Tensor) -> torch.Tensor:
+    return values.view(torch.int16)
+
+
+def _updated(count: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    weights = torch.randn(count) * 0.05
+    return _words((weights + scale * torch.randn(count)).bfloat16()), _words(weights.bfloat16())
+
+
+def _round_trip(new: torch.Tensor, base: torch.Tensor) -> int:
+    encoded = encode(new, base)
+    assert encoded.numel() <= capacity(new.numel())
+    # As it arrives: at the beginning of a longer buffer.
+    arrived = torch.full((capacity(new.numel()) + 5,), 255, dtype=torch.uint8)
+    arrived[: encoded.numel()] = encoded
+    out = base.clone()
+    assert apply(arrived, out) == encoded.numel()
+    assert torch.equal(out, new)
+    return encoded.numel()
+
+
+@pytest.mark.parametrize("count", LENGTHS)
+@pytest.mark.parametrize("scale", [0.0, 1e-6, 1e-5, 3e-5, 1e-4, 1e-3, 1.0])
+def test_updates_of_every_size_arrive(count: int, scale: float) -> None:
+    _round_trip(*_updated(count, scale))
+
+
+@given(st.lists(st.tuples(st.integers(-(2**15), 2**15 - 1), st.integers(-4, 4)), max_size=300))
+def test_any_words_arrive(pairs: list[tuple[int, int]]) -> None:
+    base = torch.tensor([word for word, _ in pairs], dtype=torch.int16)
+    _round_trip(base + torch.tensor([step for _, step in pairs], dtype=torch.int16), base)
+
+
+ADVERSARIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "signs": lambda t: -t,
+    "zeros of both signs": lambda t: torch.zeros_like(t) * t.sign(),
+    "infinities": lambda t: t / 0,
+    "denormals": lambda t: t * 1e-39,
+    "every one": lambda t: t * 1.5,
+    "shuffled": lambda t: t[torch.randperm(t.numel())],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("adversary", ADVERSARIES)
+def test_adversarial_updates_arrive(adversary: str, dtype: torch.dtype) -> None:
+    base = torch.randn(5000).to(dtype)
+    new = ADVERSARIES[adversary](base.clone())
+    taken = _round_trip(_words(new), _words(base))
+    assert taken <= 1.01 * 2 * base.numel()
+
+
+def test_payloads_of_nan_arrive() -> None:
+    base = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    _round_trip(base.flip(0), base)
+    _round_trip(base.roll(1), base)
+
+
+@pytest.mark.parametrize(
+    ("scale", "most"), [(0.0, 0.002), (7e-7, 0.6), (7e-6, 1.6), (2e-5, 2.4), (7e-4, 7)]
+)
+def test_small_updates_take_few_bits(scale: float, most: float) -> None:
+    count = 4 * CHUNK
+    assert 8 * _round_trip(*_updated(count, scale)) <= most * count
+
+
+def test_never_more_than_one_per_cent_above_raw() -> None:
+    for count in (4096, CHUNK + 1):
+        words = torch.randint(-(2**15), 2**15, (2, count), dtype=torch.int16)
+        assert _round_trip(words[0], words[1]) <= 1.01 * 2 * count
+
+
+def test_bytes_do_not_depend_on_numpy() -> None:
+    new, base = _updated(CHUNK, 3e-5)
+    with mock.patch.object(packing, "numpy", None):
+        without = encode(new, base)
+    assert torch.equal(without, encode(new, base))
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 255), st.integers(0, 2**16))
+def test_damage_is_told_or_makes_other_words(place: int, value: int, cut: int) -> None:
+    """Nothing but ``ValueError`` comes of bytes that nobody sent: no crash, no other error."""
+    torch.manual_seed(0)
+    new, base = _updated(3000, 1e-4)
+    encoded = encode(new, base)
+    encoded[place % encoded.numel()] = value
+    out = base.clone()
+    try:
+        taken = apply(encoded[: max(1, encoded.numel() - cut % 3 * 100)], out)
+    except ValueError as error:
+        assert "damaged" in str(error)
+    else:
+        assert taken <= encoded.numel()
