@@ -189,10 +189,10 @@ class CachedAllGather(AllGather):
         self._entry.based = False  # until the ranks agree again
         with record_function(f"fcdp::gather_inter {self._unit.name}"):
             self._cache.load_stale(self._entry, phase, received)
-            self._cache.outdate(self._entry)
             if self._guard is not None:
                 self._guard.remember(self._unit, own)
             told = sent.write(own)
+            self._cache.outdate(self._entry)
             self._ledger.add("inter_node", phase, (topology.nodes - 1) * told.nbytes)
             peers = [peer for peer in range(topology.nodes) if peer != topology.node]
             most = message.most_bytes(own)

@@ -97,7 +97,7 @@ class Settings:
     policy: fcdp.CachePolicy = fcdp.HostCache()
     verify: bool = False
     poison: bool = False
-    gather_codec: fcdp.Codec | None = None
+    gather_codec: fcdp.Codec | fcdp.Delta | None = None
     reduce_codec: fcdp.Codec | None = None
     error_feedback: bool = False
     adapters: Literal["sharded", "replicated"] = "sharded"

@@ -63,6 +63,8 @@ class Options:
     optimizer: str = "sgd"
     set_to_none: bool = True
     divide_factor: float | None = None
+    #: Whether gathers tell differences.
+    differences: bool = False
 
     @property
     def world_size(self) -> int:
@@ -122,4 +124,5 @@ def draw_options(seed: int) -> Options:
         optimizer=random.choice(["sgd", "momentum"] if replicated else [*OPTIMIZERS]),
         set_to_none=random.random() < 0.6,
         divide_factor=random.choice([None, None, None, 1.0, 8.0]),
+        differences=random.random() < 0.5,
     )
