@@ -1,4 +1,4 @@
-"""Codecs, parsed from the names that matrix files use."""
+"""What crosses nodes, parsed from the names that matrix files use."""
 
 from __future__ import annotations
 
@@ -9,6 +9,16 @@ import fcdp
 
 _KINDS: dict[str, Callable[..., fcdp.Codec]] = {"int8": fcdp.BlockInt8, "int4": fcdp.BlockInt4}
 _CALL = re.compile(r"(int8|int4)(?:\((\d+)\))?")
+
+
+def gather(text: str) -> fcdp.Codec | fcdp.Delta | None:
+    """What gathers are encoded with: as :func:`parse`, or ``delta`` for lossless differences."""
+    if text == "delta":
+        return fcdp.Delta()
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ValueError(f"gather_{error}, and delta") from None
 
 
 def parse(text: str) -> fcdp.Codec | None:

@@ -29,7 +29,7 @@ def build(model: nn.Module, job: Job, offload_policy: OffloadPolicy = OffloadPol
         policy=settings.policy,
         mp_policy=mixed_precision(job.dtype),
         offload_policy=offload_policy,
-        gather_codec=codecs.parse(settings.gather_codec),
+        gather_codec=codecs.gather(settings.gather_codec),
         reduce_codec=codecs.parse(settings.reduce_codec),
         error_feedback=settings.error_feedback,
         adapters=settings.adapters,
@@ -54,11 +54,12 @@ def least_bytes(model: nn.Module, job: Job) -> float:
     A cached unit crosses nodes once per step if it is trained, and not at all if it is frozen. One
     that no tier has room for crosses for each gather of each micro-batch. Gradients cross once, or
     with each micro-batch if they are not deferred. Replicated adapters cross twice: out in parts
-    and back as sums. Call it after sharding.
+    and back as sums. Differences can be nothing at all where a cache holds what they are from.
+    Call it after sharding.
     """
     engine, settings = engine_of(model), settings_of(job)
     gather_codec, reduce_codec = (
-        codecs.parse(settings.gather_codec),
+        codecs.gather(settings.gather_codec),
         codecs.parse(settings.reduce_codec),
     )
     reductions = 1 if settings.exchanges == "hierarchical" else job.accumulation
@@ -67,7 +68,10 @@ def least_bytes(model: nn.Module, job: Job) -> float:
         gathers = 1 + unit.reuses - (not unit.trainable)
         cached = bool(engine.cache.placement.preferences[unit])
         crossings = unit.trainable if cached else gathers * job.accumulation
-        count += crossings * _crossing_bytes(unit, job, gather_codec)
+        if isinstance(gather_codec, fcdp.Delta):
+            count += (not cached) * crossings * _crossing_bytes(unit, job, None)
+        else:
+            count += crossings * _crossing_bytes(unit, job, gather_codec)
         count += reductions * unit.trainable * _crossing_bytes(unit, job, reduce_codec)
     sharded = {id(param) for unit in engine.units for param in unit.params}
     replicated = [param for param in trainable_parameters(model) if id(param) not in sharded]

@@ -9,9 +9,9 @@ import torch
 from fcdp.checksum import checksum
 from fcdp.delta import difference
 
-#: Dtypes whose shards are told as differences. Of four bytes, the lower two are told as they are:
-#: an update changes them whatever its size.
-DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
+#: Dtypes whose shards are told as differences. Of four and eight bytes, all but the highest two are
+#: told as they are: an update changes them whatever its size.
+DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
 
 #: Which version the difference is from, and the checksum of the one that it leads to.
 _PREAMBLE = torch.int64
@@ -20,8 +20,7 @@ _PREAMBLE_BYTES = 2 * _PREAMBLE.itemsize
 
 def most_bytes(shard: torch.Tensor) -> int:
     """The most bytes that the message of a shard takes: about 1/10,000 more than the shard."""
-    low = 2 * shard.numel() if shard.itemsize == 4 else 0
-    return _PREAMBLE_BYTES + _aligned(low) + difference.capacity(shard.numel())
+    return _PREAMBLE_BYTES + _low_bytes(shard) + difference.capacity(shard.numel())
 
 
 def write(new: torch.Tensor, base: torch.Tensor, version: int) -> torch.Tensor:
@@ -32,11 +31,11 @@ def write(new: torch.Tensor, base: torch.Tensor, version: int) -> torch.Tensor:
     preamble = torch.tensor([version, int(checksum(new))], dtype=_PREAMBLE, device="cpu")
     parts = [preamble.view(torch.uint8)]
     now, before = new.view(torch.int16), base.view(torch.int16)
-    if new.itemsize == 4:
-        low, now = _halves(now)
-        _, before = _halves(before)
-        parts.append(low.contiguous().view(torch.uint8))
-        parts.append(low.new_zeros(_aligned(low.numel() * 2) // 2 - low.numel()).view(torch.uint8))
+    if new.itemsize > 2:
+        low, now = _low_and_high(now, new.itemsize)
+        _, before = _low_and_high(before, new.itemsize)
+        parts.append(low.contiguous().view(-1).view(torch.uint8))
+        parts.append(preamble.view(torch.uint8)[: _low_bytes(new) - 2 * low.numel()])  # fills up
         now, before = now.contiguous(), before.contiguous()
     return torch.cat([*parts, difference.encode(now, before)])
 
@@ -51,11 +50,11 @@ def read(message: torch.Tensor, row: torch.Tensor, version: int) -> None:
     if base != version:
         raise ValueError(f"a difference from version {base} of a shard, of which {version} is here")
     words, rest = row.view(torch.int16), message[_PREAMBLE_BYTES:]
-    if row.itemsize == 4:
-        low, high = _halves(words)
-        low.copy_(rest[: 2 * row.numel()].view(torch.int16))
+    if row.itemsize > 2:
+        low, high = _low_and_high(words, row.itemsize)
+        low.copy_(rest[: 2 * low.numel()].view(torch.int16).view(low.shape))
         changed = high.contiguous()
-        difference.apply(rest[_aligned(2 * row.numel()) :], changed)
+        difference.apply(rest[_low_bytes(row) :], changed)
         high.copy_(changed)
     else:
         difference.apply(rest, words)
@@ -63,12 +62,14 @@ def read(message: torch.Tensor, row: torch.Tensor, version: int) -> None:
         raise ValueError("a difference between versions of a shard: leads to another checksum")
 
 
-def _halves(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The lower and the higher halves of numbers of four bytes."""
+def _low_and_high(words: torch.Tensor, itemsize: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """All but the highest two bytes of each number (n, itemsize / 2 − 1), and these (n)."""
     assert sys.byteorder == "little"
-    low, high = words.view(-1, 2).unbind(1)
-    return low, high
+    table = words.view(-1, itemsize // 2)
+    return table[:, :-1], table[:, -1]
 
 
-def _aligned(nbytes: int) -> int:
+def _low_bytes(shard: torch.Tensor) -> int:
+    """Bytes that come before the difference, which begins at a multiple of four."""
+    nbytes = shard.numel() * (shard.itemsize - 2)
     return nbytes + -nbytes % 4

@@ -72,6 +72,6 @@ def check_differences(units: Sequence[Unit], topology: Topology) -> None:
             dtypes = ", ".join(sorted(map(str, unit.gather_dtypes)))
             raise ValueError(
                 f"gather_codec = fcdp.Delta(): {unit.name} gathers parameters of {dtypes}; each "
-                "unit must gather one of bfloat16, float16 and float32, for example with "
+                "unit must gather one floating dtype of 2, 4 or 8 bytes, for example with "
                 "MixedPrecisionPolicy(param_dtype=...)"
             )

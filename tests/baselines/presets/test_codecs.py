@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import fcdp
-from baselines.presets.codecs import parse
+from baselines.presets.codecs import gather, parse
 
 
 @pytest.mark.parametrize(
@@ -25,3 +25,12 @@ def test_names_stand_for_codecs(text: str, codec: fcdp.Codec | None) -> None:
 def test_anything_else_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="codec = |block = "):
         parse(text)
+
+
+def test_gathers_may_tell_differences_and_reductions_not() -> None:
+    assert gather("delta") == fcdp.Delta()
+    assert gather("int4") == parse("int4")
+    with pytest.raises(ValueError, match="delta"):
+        gather("int2")
+    with pytest.raises(ValueError, match="codec = 'delta': allowed are none, int8"):
+        parse("delta")

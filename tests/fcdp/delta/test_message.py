@@ -1,0 +1,42 @@
+"""A message leads from one version of a shard to the next, or is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fcdp.delta import message
+
+DTYPES = sorted(message.DTYPES, key=str)
+
+
+def _versions(count: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    weights = torch.randn(count, dtype=torch.float64)
+    return (weights * (1 + 1e-4 * torch.randn(count))).to(dtype), weights.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [0, 1, 2, 129, 5001])
+def test_shards_of_each_dtype_arrive(count: int, dtype: torch.dtype) -> None:
+    new, base = _versions(count, dtype)
+    written = message.write(new, base, 7)
+    most = message.most_bytes(new)
+    assert written.numel() <= most <= new.nbytes + 40
+    row = base.clone()
+    message.read(torch.cat([written, written.new_full((3,), 9)]), row, 7)
+    assert torch.equal(row.view(torch.uint8), new.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_damage_and_another_version_are_told(dtype: torch.dtype) -> None:
+    new, base = _versions(1000, dtype)
+    written = message.write(new, base, 7)
+    with pytest.raises(ValueError, match="from version 7 of a shard, of which 6 is here"):
+        message.read(written, base.clone(), 6)
+    with pytest.raises(ValueError, match="damaged|another checksum"):
+        message.read(written, new.clone(), 7)  # not the base
+    for place in (17, 40, written.numel() - 3):
+        damaged = written.clone()
+        damaged[place] ^= 64
+        with pytest.raises((ValueError), match="damaged|another checksum"):
+            message.read(damaged, base.clone(), 7)
