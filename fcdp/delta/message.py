@@ -34,9 +34,9 @@ def write(new: torch.Tensor, base: torch.Tensor, version: int) -> torch.Tensor:
     if new.itemsize > 2:
         low, now = _low_and_high(now, new.itemsize)
         _, before = _low_and_high(before, new.itemsize)
-        parts.append(low.contiguous().view(-1).view(torch.uint8))
+        parts.append(_packed(low).view(torch.uint8))
         parts.append(preamble.view(torch.uint8)[: _low_bytes(new) - 2 * low.numel()])  # fills up
-        now, before = now.contiguous(), before.contiguous()
+        now, before = _packed(now), _packed(before)
     return torch.cat([*parts, difference.encode(now, before)])
 
 
@@ -53,7 +53,7 @@ def read(message: torch.Tensor, row: torch.Tensor, version: int) -> None:
     if row.itemsize > 2:
         low, high = _low_and_high(words, row.itemsize)
         low.copy_(rest[: 2 * low.numel()].view(torch.int16).view(low.shape))
-        changed = high.contiguous()
+        changed = _packed(high)
         difference.apply(rest[_low_bytes(row) :], changed)
         high.copy_(changed)
     else:
@@ -67,6 +67,13 @@ def _low_and_high(words: torch.Tensor, itemsize: int) -> tuple[torch.Tensor, tor
     assert sys.byteorder == "little"
     table = words.view(-1, itemsize // 2)
     return table[:, :-1], table[:, -1]
+
+
+def _packed(words: torch.Tensor) -> torch.Tensor:
+    """The words one after the other; a single one of a view with gaps is not, for torch."""
+    packed = words.new_empty(words.numel())
+    packed.view(words.shape).copy_(words)
+    return packed
 
 
 def _low_bytes(shard: torch.Tensor) -> int:
