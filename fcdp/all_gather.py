@@ -188,18 +188,19 @@ class CachedAllGather(AllGather):
         topology = self._topology
         self._entry.based = False  # until the ranks agree again
         with record_function(f"fcdp::gather_inter {self._unit.name}"):
-            self._cache.load_stale(self._entry, phase, received)
             if self._guard is not None:
                 self._guard.remember(self._unit, own)
             told = sent.write(own)
-            self._cache.outdate(self._entry)
             self._ledger.add("inter_node", phase, (topology.nodes - 1) * told.nbytes)
             peers = [peer for peer in range(topology.nodes) if peer != topology.node]
             most = message.most_bytes(own)
             arriving = {peer: torch.empty(most, dtype=torch.uint8, device="cpu") for peer in peers}
             with topology.failures.waiting():
                 works = swap([*arriving.items()], [(peer, told) for peer in peers], topology.inter)
-        yield works
+        yield sent.watched(works, told.nbytes)
+        if not all(map(message.is_whole, arriving.values())):
+            self._cache.load_stale(self._entry, phase, received)
+        self._cache.outdate(self._entry)
         for peer, arrived in arriving.items():
             sent.read(arrived, received.memory[peer])
 
@@ -238,11 +239,14 @@ class CachedAllGather(AllGather):
                 if self._streams.on_host:
                     rows = self._rows(received, sent)
                     peers = [peer for peer in range(nodes) if peer != node]
-                    return rows, swap(
+                    works = swap(
                         [(peer, rows[peer]) for peer in peers],
                         [(peer, sent) for peer in peers],
                         self._topology.inter,
                     )
+                    if self._sent is None:
+                        return rows, works
+                    return rows, self._sent.watched(works, sent.nbytes)
                 arriving, sent = self._table(received, sent)
                 wait_all(all_gather([arriving.view(-1)], self._topology.inter, [sent]))
             if self._codec is not None:

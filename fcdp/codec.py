@@ -8,7 +8,7 @@ they round.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, Literal, Protocol, get_args, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,9 @@ class Codec(Protocol):
         ...
 
 
+When = Literal["pays", "always"]
+
+
 @dataclass(frozen=True)
 class Delta:
     """Lossless differences: of a gather, what has changed since the other nodes were given a shard.
@@ -47,9 +50,19 @@ class Delta:
     a learning rate of 1e-5 that takes about 1.2 bits per parameter instead of 16. What is not held
     (the first step, after a load, a policy that keeps less) is sent whole.
 
+    ``when`` it ``"pays"``: a rank tells a difference where coding it takes less time than the link
+    took for the bytes that it saves, and sends its shard whole otherwise, as long as computation
+    hides the exchange too. Or ``"always"``.
+
     For ``gather_codec``, on the CPU. Each rank keeps its own shards as it last sent them, 1/(L·n)
-    of the model in host memory.
+    of the model in host memory. Raises ``ValueError`` for another ``when``.
     """
+
+    when: When = "pays"
+
+    def __post_init__(self) -> None:
+        if self.when not in get_args(When):
+            raise ValueError(f"when = {self.when!r}: must be 'pays' or 'always'")
 
 
 @dataclass(frozen=True)
@@ -66,9 +79,9 @@ class Codecs:
         return None if isinstance(self.gather, Delta) else self.gather
 
     @property
-    def differences(self) -> bool:
-        """Whether gathers tell differences."""
-        return isinstance(self.gather, Delta)
+    def differences(self) -> Delta | None:
+        """How gathers tell differences, if they do."""
+        return self.gather if isinstance(self.gather, Delta) else None
 
     def __post_init__(self) -> None:
         gather = None if isinstance(self.gather, Delta) else self.gather

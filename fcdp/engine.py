@@ -21,6 +21,7 @@ from fcdp.cache.cache import Cache
 from fcdp.cache.entry import Entry, Slices
 from fcdp.cache.memory_plan import MemoryPlan
 from fcdp.codec import Codecs
+from fcdp.delta.economy import Economy
 from fcdp.delta.sent import Sent, check_differences
 from fcdp.encoded_reduce import EncodedReduce, check_encodable
 from fcdp.guard import Guard
@@ -94,7 +95,7 @@ class Engine:
             _check_collectives(unit)
         if options.codecs.rounding is not None:
             check_encodable(self.units)
-        if options.codecs.differences:
+        if options.codecs.differences is not None:
             check_differences(self.units, topology)
         device = _device(topology)
         self.ledger = Ledger()
@@ -112,7 +113,7 @@ class Engine:
             guard,
             self._begins_pass,
             verify=options.safety.verify,
-            lacks_base=self._lacks_base if options.codecs.differences else None,
+            lacks_base=self._lacks_base if options.codecs.differences is not None else None,
         )
         plan = MemoryPlan.of(
             self.units,
@@ -120,7 +121,7 @@ class Engine:
             policy,
             look_ahead=options.look_ahead,
             partials_place=options.partials,
-            differences=options.codecs.differences,
+            differences=options.codecs.differences is not None,
         )
         on_all_ranks("host memory", topology, plan.check)
         plan.announce()
@@ -148,9 +149,12 @@ class Engine:
         # One is kept: it is read by the gather inside the node while the next one is filled.
         self._slices = slices = Slices(streams, streams.inter_node, kept=1)
         self._in_flight = InFlight(topology.failures)
-        self._sent = {
-            unit: Sent(entry) for unit, entry in self.entries.items() if options.codecs.differences
-        }
+        self._sent: dict[Unit, Sent] = {}
+        if (delta := options.codecs.differences) is not None:
+            economy = Economy(delta.when)
+            self._sent = {
+                unit: Sent(entry, economy, topology.nodes) for unit, entry in self.entries.items()
+            }
         self._encoded: list[EncodedReduce] = []
         self._reductions: dict[Unit | None, Reduction] = {None: self._replicas}
         #: What was installed on each unit, to tell when somebody takes it away.

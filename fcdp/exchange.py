@@ -66,7 +66,9 @@ class Buffers:
 Part = tuple[int, torch.Tensor]
 
 
-def swap(received: Sequence[Part], sent: Sequence[Part], group: dist.ProcessGroup) -> list[Pending]:
+def swap(
+    received: Sequence[Part], sent: Sequence[Part], group: dist.ProcessGroup
+) -> Sequence[dist.Work]:
     """Receive and send all parts at once; parts of one pair of ranks arrive in the order sent."""
     if not received and not sent:
         return []
@@ -150,11 +152,13 @@ def all_gather(
             if place.data_ptr() != given.data_ptr():
                 place.copy_(given)
         others = _others(group)
-        return swap(
-            [(peer, view[peer]) for view in views for peer in others],
-            [(peer, part) for part in own for peer in others],
-            group,
-        )
+        return [
+            *swap(
+                [(peer, view[peer]) for view in views for peer in others],
+                [(peer, part) for part in own for peer in others],
+                group,
+            )
+        ]
     # No view more than needed: there is an output per node, and each view costs a microsecond.
     if inputs is None:
         inputs = [output.view(group.size(), -1)[group.rank()] for output in outputs]
@@ -217,11 +221,13 @@ def all_to_all(
     if not others:
         return []
     if _on_host(sent[0]):
-        return swap(
-            [(peer, received[peer]) for peer in others],
-            [(peer, sent[peer]) for peer in others],
-            group,
-        )
+        return [
+            *swap(
+                [(peer, received[peer]) for peer in others],
+                [(peer, sent[peer]) for peer in others],
+                group,
+            )
+        ]
     nothing = sent[others[0]].new_empty(0)
     mine = group.rank()
     outputs = [nothing if peer == mine else part for peer, part in enumerate(received)]

@@ -12,9 +12,12 @@ _CALL = re.compile(r"(int8|int4)(?:\((\d+)\))?")
 
 
 def gather(text: str) -> fcdp.Codec | fcdp.Delta | None:
-    """What gathers are encoded with: as :func:`parse`, or ``delta`` for lossless differences."""
-    if text == "delta":
-        return fcdp.Delta()
+    """What gathers are encoded with: as :func:`parse`, or lossless differences.
+
+    ``delta`` tells them where that pays, ``delta(always)`` always.
+    """
+    if text in ("delta", "delta(always)"):
+        return fcdp.Delta("always" if "always" in text else "pays")
     try:
         return parse(text)
     except ValueError as error:

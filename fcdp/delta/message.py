@@ -13,14 +13,27 @@ from fcdp.delta import difference
 #: told as they are: an update changes them whatever its size.
 DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
 
-#: Which version the difference is from, and the checksum of the one that it leads to.
+#: Which version the difference is from, and the checksum of the one that it leads to: of a shard
+#: that is told whole, no version and none.
 _PREAMBLE = torch.int64
 _PREAMBLE_BYTES = 2 * _PREAMBLE.itemsize
+_WHOLE = -1
 
 
 def most_bytes(shard: torch.Tensor) -> int:
     """The most bytes that the message of a shard takes: about 1/10,000 more than the shard."""
     return _PREAMBLE_BYTES + _low_bytes(shard) + difference.capacity(shard.numel())
+
+
+def whole(new: torch.Tensor) -> torch.Tensor:
+    """The message of a shard (n, contiguous, on the host) to those that may hold nothing of it."""
+    preamble = torch.tensor([_WHOLE, 0], dtype=_PREAMBLE, device="cpu")
+    return torch.cat([preamble.view(torch.uint8), new.view(torch.uint8)])
+
+
+def is_whole(message: torch.Tensor) -> bool:
+    """Whether a message (uint8) can be read without a version of the shard."""
+    return int(message[:_PREAMBLE_BYTES].view(_PREAMBLE)[0]) == _WHOLE
 
 
 def write(new: torch.Tensor, base: torch.Tensor, version: int) -> torch.Tensor:
@@ -47,6 +60,9 @@ def read(message: torch.Tensor, row: torch.Tensor, version: int) -> None:
     leads from another version, and for one that was damaged.
     """
     base, told = message[:_PREAMBLE_BYTES].view(_PREAMBLE).tolist()
+    if base == _WHOLE:
+        row.copy_(message[_PREAMBLE_BYTES : _PREAMBLE_BYTES + row.nbytes].view(row.dtype))
+        return
     if base != version:
         raise ValueError(f"a difference from version {base} of a shard, of which {version} is here")
     words, rest = row.view(torch.int16), message[_PREAMBLE_BYTES:]

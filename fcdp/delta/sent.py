@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
 from fcdp.cache.entry import Entry
 from fcdp.delta import message
+from fcdp.delta.economy import Economy
+from fcdp.exchange import Pending
 from fcdp.topology import Topology
 from fcdp.unit import Unit
+
+#: Shards told whole before one is told as a difference again, to see what that takes.
+_MEASURED_AFTER = 16
 
 
 class Sent:
@@ -19,8 +26,13 @@ class Sent:
     reads and writes it: all of this is on the CPU.
     """
 
-    def __init__(self, entry: Entry) -> None:
+    def __init__(self, entry: Entry, economy: Economy, nodes: int) -> None:
         self._entry = entry
+        self._economy = economy
+        self._others = nodes - 1
+        #: Bytes of the last difference per byte of the shard; and messages since it was told.
+        self._ratio = 0.0
+        self._whole = 0
         self._memory: torch.Tensor | None = None
         self._version = 0
 
@@ -36,13 +48,25 @@ class Sent:
         assert self.usable, self._entry.unit.name
         assert self._memory is not None
         self._version = 0  # whoever interrupts the exchange leaves nodes with different versions
-        return message.write(own, self._memory, self._entry.offered)
+        economy = self._economy
+        # What a difference takes changes with the learning rate: it is measured anew at times.
+        ratio = 0.0 if self._whole >= _MEASURED_AFTER else self._ratio
+        if not economy.pays(own.nbytes, ratio, self._others):
+            self._whole += 1
+            return message.whole(own)
+        self._whole = 0
+        begun = time.perf_counter()
+        written = message.write(own, self._memory, self._entry.offered)
+        self._ratio = written.nbytes / own.nbytes
+        economy.told.add((time.perf_counter() - begun) / own.nbytes)
+        return written
 
     def read(self, arrived: torch.Tensor, row: torch.Tensor) -> None:
-        """Apply the message of another node to its ``row`` (s) as it was.
+        """Apply the message of another node to its ``row`` (s) as it was, or fill that.
 
         Raises ``RuntimeError`` for one that does not fit it.
         """
+        begun = time.perf_counter()
         try:
             message.read(arrived, row, self._entry.offered)
         except ValueError as error:
@@ -50,6 +74,15 @@ class Sent:
                 f"{self._entry.unit.name}: {error}; call fcdp.invalidate(model) on every rank, and "
                 "all units will be gathered anew"
             ) from error
+        if not message.is_whole(arrived):
+            self._economy.applied.add((time.perf_counter() - begun) / row.nbytes)
+
+    def watched(self, works: Sequence[dist.Work], sent_bytes: int) -> Sequence[Pending]:
+        """An exchange of shards, begun now, of which each rank sent a node about ``sent_bytes``.
+
+        How long it takes tells how fast the link is.
+        """
+        return self._economy.watched(works, self._others * sent_bytes)
 
     def keep(self, own: torch.Tensor) -> None:
         """Note that the other nodes keep ``own`` (s)."""

@@ -55,7 +55,7 @@ def equal(actual: Result, expected: Result) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_training_is_bit_for_bit_as_without(ranks: Pools, name: str) -> None:
     raw = CASES[name]
-    with_differences = replace(raw, gather_codec=fcdp.Delta())
+    with_differences = replace(raw, gather_codec=fcdp.Delta("always"))
     expected = ranks.run(raw.world_size, train, raw, "fcdp")
     actual = ranks.run(raw.world_size, train, with_differences, "fcdp")
     for one, other in zip(actual, expected, strict=True):
@@ -65,7 +65,7 @@ def test_training_is_bit_for_bit_as_without(ranks: Pools, name: str) -> None:
 def test_disk(ranks: Pools, tmp_path: Path) -> None:
     raw = Settings(steps=5, policy=fcdp.DiskCache(tmp_path), param_dtype=torch.bfloat16)
     expected = ranks.run(4, train, raw, "fcdp")
-    actual = ranks.run(4, train, replace(raw, gather_codec=fcdp.Delta()), "fcdp")
+    actual = ranks.run(4, train, replace(raw, gather_codec=fcdp.Delta("always")), "fcdp")
     for one, other in zip(actual, expected, strict=True):
         equal(one, other)
 
@@ -124,7 +124,7 @@ def write_and_gather(settings: Settings) -> list[Step]:
 def test_adversarial_writes_arrive(ranks: Pools, dtype: torch.dtype | None) -> None:
     raw = Settings(param_dtype=dtype)
     expected = ranks.run(4, write_and_gather, raw)
-    actual = ranks.run(4, write_and_gather, replace(raw, gather_codec=fcdp.Delta()))
+    actual = ranks.run(4, write_and_gather, replace(raw, gather_codec=fcdp.Delta("always")))
     for mine, theirs in zip(actual, expected, strict=True):
         for one, other in zip(mine, theirs, strict=True):
             for name, words in other.gathered.items():

@@ -197,7 +197,7 @@ class Pair:
                 partial_gradients=options.partials,
                 verify=options.verify,
                 poison=options.poison,
-                gather_codec=fcdp.Delta() if options.differences else None,
+                gather_codec=fcdp.Delta("always") if options.differences else None,
                 adapters=options.adapters,
             )
         else:
@@ -220,7 +220,7 @@ class Pair:
             partial_gradients=options.partials,
             verify=options.verify,
             poison=options.poison,
-            gather_codec=fcdp.Delta() if options.differences else None,
+            gather_codec=fcdp.Delta("always") if options.differences else None,
         )
 
     def _make_reference(self, seed: int) -> Net:
