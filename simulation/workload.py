@@ -40,6 +40,8 @@ class Workload:
     reduce_codec: str = "none"
     adapters: str = "sharded"
     exchanges: Exchanges = "hierarchical"
+    #: AdamW's, on which the size of differences depends (``gather_codec`` ``delta``).
+    learning_rate: float = 1e-5
 
     def __post_init__(self) -> None:
         checks.counts(

@@ -278,7 +278,8 @@ class _Expansion:
                 from baselines.presets import codecs
                 from fcdp.cache import named
 
-                (named if setting == "policy" else codecs).parse(str(item))
+                readers = {"policy": named.parse, "gather_codec": codecs.gather}
+                readers.get(setting, codecs.parse)(str(item))
         except ValueError as error:
             self._file.fail(path, str(error))
         return item

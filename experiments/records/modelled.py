@@ -54,6 +54,7 @@ def workload_of(cell: Cell) -> Workload:
         accumulation=cell.accumulation,
         element_bytes=_BYTES[cell.dtype],
         recomputed=cell.recomputed,
+        learning_rate=cell.learning_rate,
         **{name: value for name, value in cell.settings if name in _SIMULATED},
     )
 

@@ -144,11 +144,14 @@ def _adds_in_one_order(cell: Cell) -> bool:
 
 #: Settings of what crosses nodes.
 _CODECS = ("gather_codec", "reduce_codec")
+_LOSSLESS = ("delta", "delta(always)")
 
 
 def _quantised(cell: Cell) -> bool:
     bounded = registry.find(cell.strategy).numerics == "bounded"
-    return bounded or any(getattr(cell.settings, name, "none") != "none" for name in _CODECS)
+    return bounded or any(
+        getattr(cell.settings, name, "none") not in ("none", *_LOSSLESS) for name in _CODECS
+    )
 
 
 def _keep_longest(kept: dict[tuple[object, ...], Record], record: Record) -> None:
