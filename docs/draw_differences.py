@@ -1,0 +1,88 @@
+"""Draws docs/figures/differences.svg: bits per parameter of gathers by learning rate.
+
+python -m docs.draw_differences [folder]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+from analysis.figures.drawings import put_source, style
+from analysis.load.table import frame, latest, load
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORDS = ROOT / "results" / "delta" / "records.jsonl"
+FIGURES = ROOT / "docs" / "figures"
+
+_ALWAYS = "delta(always)"
+
+
+def bits(records: Path = RECORDS) -> Mapping[float, float]:
+    """Bits per parameter that crossed nodes in gathers, headers included, by learning rate.
+
+    The kernel's count of a step, less that of a step of which only reductions are left: the
+    ledger's reductions, with the same overhead of protocols that the kernel saw on all of it.
+    """
+    found = {}
+    for record in latest(load(records)):
+        settings = record.cell.settings.model_dump()
+        unshaped = record.cell.inter_bandwidth_bits_per_s is None
+        exact = settings.get("reduce_codec") == "none"
+        if record.measurement is None or not unshaped or not exact:
+            continue
+        if settings.get("gather_codec") != _ALWAYS:
+            continue
+        measured = record.measurement
+        assert measured.ledger_bytes_per_step is not None
+        ledger = measured.ledger_bytes_per_step["inter_node"]
+        overhead = measured.inter_node_bytes_per_step / sum(ledger.values())
+        gathered = overhead * (sum(ledger.values()) - ledger["reduce"])
+        nodes = record.cell.cluster.nodes
+        crossing = (nodes - 1) / nodes * measured.parameters
+        found[record.cell.learning_rate] = 8 * gathered / crossing
+    return dict(sorted(found.items()))
+
+
+def draw() -> Figure:
+    """What was told of each parameter, beside what a whole bf16 gather takes."""
+    told = bits()
+    records = frame(latest(load(RECORDS)))
+    with style():
+        figure = Figure(figsize=(5.2, 3.0), layout="constrained")
+        ax = figure.subplots()
+        ax.plot(list(told), list(told.values()), marker="o", label="differences")
+        ax.axhline(16, linestyle="--", color="0.5", label="whole")
+        for rate, count in told.items():
+            ax.annotate(
+                f"{count:.2g}",
+                (rate, count),
+                xytext=(0, 6),
+                textcoords="offset points",
+                ha="center",
+            )
+        ax.set(
+            xscale="log",
+            xlabel="learning rate of AdamW",
+            ylabel="bits per parameter",
+            ylim=(0, 18),
+        )
+        ax.legend(loc="center left")
+        put_source(figure, records, "")
+    return figure
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Write the figure into the folder, by default that of the committed ones."""
+    folder = Path(arguments[0]) if arguments else FIGURES
+    folder.mkdir(parents=True, exist_ok=True)
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fcdp"}):
+        draw().savefig(folder / "differences.svg", metadata={"Date": None, "Creator": None})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
