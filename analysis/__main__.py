@@ -52,8 +52,8 @@ def report(
             _fail("--output and --baseline need RECORDS")
         _reproduce()
         return
-    found = _load(records)
-    _check_baseline(baseline, found)
+    found = _by_file(records)
+    _check_baseline(baseline, [record for of in found.values() for record in of])
     from analysis.report.run import write
 
     directory = output or (records if records.is_dir() else records.parent) / "report"
@@ -124,10 +124,15 @@ def _reproduce() -> None:
 
 def _load(path: Path) -> list[Record]:
     """The records, or one message and exit status 2."""
-    from analysis.load.table import load
+    return [record for records in _by_file(path).values() for record in records]
+
+
+def _by_file(path: Path) -> dict[Path, list[Record]]:
+    """The same, by the file that they are in."""
+    from analysis.load.table import by_file
 
     try:
-        return load(path)
+        return by_file(path)
     except (OSError, ValueError) as error:
         # A schema error lists every field; the first lines name the file, the line and a field.
         _fail(" ".join(line.strip() for line in str(error).splitlines()[:3]))
