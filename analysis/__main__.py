@@ -20,6 +20,9 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 #: The committed runs.
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 
+#: Kinds of pictures.
+_PICTURES = (".svg", ".png", ".pdf")
+
 Records = Annotated[
     Path, typer.Argument(metavar="RECORDS", help="A JSON Lines file, or a directory of runs.")
 ]
@@ -108,6 +111,33 @@ def audit(records: Records) -> None:
     typer.echo(markdown(findings), nl=False)
     if any(finding.problems for finding in findings):
         raise typer.Exit(1)
+
+
+@app.command()
+def timeline(
+    traces: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="TRACE...",
+            help="What experiments trace wrote, or a rank's of a cell with profile: true.",
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option(metavar="FILE", help="Where the picture goes: .svg, .png or .pdf.")
+    ] = Path("timeline.svg"),
+) -> None:
+    """Draw what a rank does when in one step: simulated, profiled, or both over the same time."""
+    from analysis.figures import timeline
+    from analysis.load import traces as files
+
+    if output.suffix not in _PICTURES:
+        _fail(f"--output {output}: ends in none of {', '.join(_PICTURES)}")
+    try:
+        drawing = timeline.draw([files.load(file) for file in traces])
+        timeline.save(drawing, output)
+    except (OSError, ValueError) as error:
+        _fail(str(error))
+    typer.echo(f"figure  {output}")
 
 
 def _reproduce() -> None:
