@@ -76,7 +76,7 @@ def pages(site: Path) -> dict[Path, Reader]:
 def test_each_page_of_docs_is_a_page_of_the_site_and_scripts_are_not(site: Path) -> None:
     names = {page.stem for page in DOCS.glob("*.md")} - {"README"} | {"index", "reference"}
     assert {page.stem for page in site.glob("*.html")} - {"404"} == names
-    scripts = {path for path in site.rglob("*.py")} | set(site.rglob("__pycache__"))
+    scripts = set(site.rglob("*.py")) | set(site.rglob("__pycache__"))
     assert scripts == set()
 
 
