@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
+from typer._completion_classes import completion_init
 
 from analysis import strategies
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 # The commands import what they need themselves: pandas and seaborn take seconds on a busy
 # machine, which neither --help nor a wrong path should cost.
+completion_init()  # for scripts/completion.bash
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 
 #: The committed runs.
