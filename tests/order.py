@@ -24,6 +24,7 @@ SECONDS: Mapping[str, float] = {
     "tests/baselines/test_parity.py": 58,
     "tests/launch/test_launch.py": 50,
     "tests/experiments/runner/test_ended_runner.py": 45,
+    "tests/docs/test_site.py": 38,
     "tests/experiments/commands/test_memory.py": 33,
 }
 #: Seconds of a usual test.
