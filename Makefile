@@ -16,7 +16,7 @@ EMULATED := quickstart reference unshaped slow-link parity volume baselines pape
 TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: quickstart reproduce check test lint unit operators gpu setup baselines pins clean help
+.PHONY: quickstart reproduce check test lint unit operators docs gpu setup baselines pins clean help
 
 quickstart: setup ## FCDP next to ZeRO-3 on this machine: table, figure, report
 	$(VENV)/bin/python -m experiments run quickstart
@@ -52,6 +52,9 @@ lint: setup ## linters, directions of imports and types alone
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/lint-imports --no-logo --no-cache
 	$(VENV)/bin/mypy
+
+docs: setup ## the documentation as a site, in build/site; fails at a warning
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(VENV)/bin/python -m mkdocs build --strict
 
 # With PYTHON=, whatever that interpreter has: a machine with a GPU may have no network.
 gpu: $(if $(filter file,$(origin PYTHON)),setup) ## all that waits for a GPU, in 8 minutes: results/gpu

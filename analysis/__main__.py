@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
+from typer._completion_classes import completion_init
 
 from analysis import strategies
 
@@ -15,10 +16,14 @@ if TYPE_CHECKING:
 
 # The commands import what they need themselves: pandas and seaborn take seconds on a busy
 # machine, which neither --help nor a wrong path should cost.
+completion_init()  # for scripts/completion.bash
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 
 #: The committed runs.
 RESULTS = Path(__file__).resolve().parent.parent / "results"
+
+#: Kinds of pictures.
+_PICTURES = (".svg", ".png", ".pdf")
 
 Records = Annotated[
     Path, typer.Argument(metavar="RECORDS", help="A JSON Lines file, or a directory of runs.")
@@ -52,8 +57,8 @@ def report(
             _fail("--output and --baseline need RECORDS")
         _reproduce()
         return
-    found = _load(records)
-    _check_baseline(baseline, found)
+    found = _by_file(records)
+    _check_baseline(baseline, [record for of in found.values() for record in of])
     from analysis.report.run import write
 
     directory = output or (records if records.is_dir() else records.parent) / "report"
@@ -110,6 +115,33 @@ def audit(records: Records) -> None:
         raise typer.Exit(1)
 
 
+@app.command()
+def timeline(
+    traces: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="TRACE...",
+            help="What experiments trace wrote, or a rank's of a cell with profile: true.",
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option(metavar="FILE", help="Where the picture goes: .svg, .png or .pdf.")
+    ] = Path("timeline.svg"),
+) -> None:
+    """Draw what a rank does when in one step: simulated, profiled, or both over the same time."""
+    from analysis.figures import timeline
+    from analysis.load import traces as files
+
+    if output.suffix not in _PICTURES:
+        _fail(f"--output {output}: ends in none of {', '.join(_PICTURES)}")
+    try:
+        drawing = timeline.draw([files.load(file) for file in traces])
+        timeline.save(drawing, output)
+    except (OSError, ValueError) as error:
+        _fail(str(error))
+    typer.echo(f"figure  {output}")
+
+
 def _reproduce() -> None:
     """Write the claims next to the committed records."""
     from analysis.report import reproduction
@@ -124,10 +156,15 @@ def _reproduce() -> None:
 
 def _load(path: Path) -> list[Record]:
     """The records, or one message and exit status 2."""
-    from analysis.load.table import load
+    return [record for records in _by_file(path).values() for record in records]
+
+
+def _by_file(path: Path) -> dict[Path, list[Record]]:
+    """The same, by the file that they are in."""
+    from analysis.load.table import by_file
 
     try:
-        return load(path)
+        return by_file(path)
     except (OSError, ValueError) as error:
         # A schema error lists every field; the first lines name the file, the line and a field.
         _fail(" ".join(line.strip() for line in str(error).splitlines()[:3]))

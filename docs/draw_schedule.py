@@ -20,8 +20,8 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from fcdp.api import BLOCKS_AHEAD
 from fcdp.in_flight import MOST_IN_FLIGHT
+from fcdp.prefetch import BLOCKS_AHEAD
 
 FIGURES = Path(__file__).resolve().parent / "figures"
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from typer._completion_classes import completion_init
 
 from experiments.commands import COMMANDS, STYLE, Lazy, stand_in
 
+completion_init()  # for scripts/completion.bash
 app = typer.Typer(cls=Lazy, no_args_is_help=True, **STYLE)
 for _name, _command in COMMANDS.items():
     app.command(_name, help=_command.summary)(stand_in)

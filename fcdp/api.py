@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Literal, get_args
 
 import torch.nn as nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from fcdp.agreement import on_all_ranks
 from fcdp.arguments import (
@@ -28,22 +28,18 @@ from fcdp.engine import Engine, engine_of, has_engine, is_set_up
 from fcdp.ledger import Ledger
 from fcdp.partial_gradients import PartialsPlace
 from fcdp.partition import (
-    Split,
     bucket,
     fit_in_a_slice,
     placement,
     set_trained_apart,
     split_off,
 )
+from fcdp.prefetch import prefetch_forward
 from fcdp.setup import Options, Setup
 from fcdp.topology import Topology
 
 #: Where trained parameters of a mostly frozen model live: a part on every rank, or whole on each.
 Adapters = Literal["sharded", "replicated"]
-
-#: Blocks whose gathers are under way on the CPU while one computes. The second crosses nodes while
-#: the first is spread inside the node, which the thread that issues gathers waits for.
-BLOCKS_AHEAD = 2
 
 
 def shard(
@@ -65,43 +61,60 @@ def shard(
     error_feedback: bool = False,
     adapters: Adapters = "sharded",
 ) -> nn.Module:
-    """Shard ``model`` with FSDP2 and cache its gathered parameters, in place.
+    """Shard ``model`` with FSDP2 and cache its gathered parameters, in place. Collective.
 
-    ``units`` are the modules to gather one at a time: by default the model's blocks, which are the
-    members of its largest list of modules, whatever is wrapped around it. Inside each, parameters
-    that differ in dtype or in ``requires_grad`` get units of their own: the adapters of a block
-    gather together, apart from its frozen weights (paper: FCDP-Comm). Freeze and add adapters
-    before. Make the optimizer after: one made before holds parameters that are the model's
-    no longer, and its step is a ``RuntimeError``.
+    Freeze and add adapters before. Make the optimizer after: one made before holds parameters that
+    are the model's no longer, and its step is a ``RuntimeError``. Rank 0 prints where units lie.
 
-    ``policy`` says where entries wait: a :class:`CachePolicy`, or its name as matrix files write it
-    (``"host"``, ``"budget(device=1 GiB, host=4 GiB)"``). Rank 0 prints where all units lie.
+    Inside each unit, parameters that differ in dtype or in ``requires_grad`` get units of their
+    own: the adapters of a block gather together, apart from its frozen weights (paper: FCDP-Comm).
+    Adapters stay gathered from forward to backward, and those of many blocks share a unit of up to
+    25 MiB, if all of them together are no larger than the slice of one block that a rank gathers
+    across nodes. Matrices of fewer rows than ranks, as low-rank factors are, are sharded along a
+    dimension that the ranks divide evenly, if there is one: by rows, most of what is gathered would
+    be padding. Setting up again with equal arguments changes nothing.
 
-    Matrices of fewer rows than ranks, as low-rank factors are, are sharded along a dimension that
-    the ranks divide evenly, if there is one: by rows, most of what is gathered would be padding.
+    Args:
+        model: Any module; its parameters, of any shapes and dtypes, become DTensors sharded over
+            ``topology.mesh``. They may be DTensors of tensor parallelism over another dimension of
+            the mesh that ``topology`` is of (``Topology.of_mesh``); replicated adapters may not.
+        topology: Where the ranks stand.
+        units: The modules to gather one at a time; by default the model's blocks, which are the
+            members of its largest list of modules, whatever is wrapped around it.
+        policy: Where entries wait: a ``CachePolicy``, or its name as matrix files write it
+            (``"host"``, ``"budget(device=1 GiB, host=4 GiB)"``).
+        mp_policy: As of ``fully_shard``.
+        offload_policy: As of ``fully_shard``.
+        reshard_after_forward: As of ``fully_shard``; ``None`` keeps small adapters gathered.
+        look_ahead: As of ``cache_parameters``, as are the arguments up to ``adapters``.
+        partial_gradients: As of ``cache_parameters``.
+        detect_writes: As of ``cache_parameters``.
+        verify: As of ``cache_parameters``.
+        poison: As of ``cache_parameters``.
+        gather_codec: As of ``cache_parameters``.
+        reduce_codec: As of ``cache_parameters``; it does not apply to replicated adapters.
+        error_feedback: As of ``cache_parameters``.
+        adapters: ``"replicated"`` keeps trained parameters that have a unit of their own whole on
+            every rank instead, as plain tensors in their own dtype, and averages their gradients by
+            one all-reduce at the end of each backward. That sends the same bytes in one exchange
+            instead of two, for the memory of whole adapters, gradients and optimizer states a rank.
+            They start as rank 0's; load or write them on all ranks alike. ``clip_grad_norm_`` takes
+            them together with sharded parameters only group by group.
 
-    ``mp_policy``, ``offload_policy`` and ``reshard_after_forward`` mean what they mean to
-    ``fully_shard``. By default adapters stay gathered from forward to backward, and those of many
-    blocks share a unit of up to 25 MiB, if all of them together are no larger than the slice of one
-    block that a rank gathers across nodes. ``look_ahead`` and what follows it mean what they mean
-    to :func:`cache_parameters`.
+    Returns:
+        The model itself.
 
-    ``adapters="replicated"`` keeps trained parameters that have a unit of their own whole on every
-    rank instead, as plain tensors in their own dtype, and averages their gradients by one
-    all-reduce at the end of each backward (``reduce_codec`` does not apply to them). That sends the
-    same bytes in one exchange instead of two, for the memory of whole adapters, gradients and
-    optimizer states a rank. They start as rank 0's; load or write them on all ranks alike.
-    ``clip_grad_norm_`` takes them together with sharded parameters only group by group.
+    Raises:
+        ValueError: For a model that is sharded already, DTensors of any other mesh, a unit outside
+            the model, no units where the model's blocks cannot be told (it lists what they may be),
+            too little host memory, or ``adapters="replicated"`` where nothing trained has a unit of
+            its own.
 
-    Parameters may be DTensors of tensor parallelism, over another dimension of the mesh that
-    ``topology`` is of (:meth:`Topology.of_mesh`); replicated adapters may not.
-
-    Setting up again with equal arguments changes nothing.
-
-    Raises ``ValueError`` for a model that is sharded already, DTensors of any other mesh, a unit
-    outside the model, no units where the model's blocks cannot be told (it lists what they may be),
-    too little host memory, or ``adapters="replicated"`` where nothing trained
-    has a unit of its own.
+    Example:
+        >>> model = fcdp.shard(Net(), topology, policy="host")
+        >>> model(torch.ones(1, 8)).sum().backward()
+        >>> fcdp.ledger(model).misses  # each block crossed nodes once, and none in backward
+        2
     """
     # Before anything is sharded, what can be refused by then.
     check_kinds(model, topology)
@@ -154,7 +167,7 @@ def shard(
             shard_placement_fn=functools.partial(placement, world_size=topology.world_size),
         )
     if topology.mesh.device_type == "cpu":
-        _prefetch_forward(model, blocks, splits)
+        prefetch_forward(model, blocks, splits)
     Engine(
         model,
         topology,
@@ -183,38 +196,49 @@ def cache_parameters(
 ) -> nn.Module:
     """Cache the gathered parameters of a model that ``fully_shard`` has already sharded.
 
-    The model must be sharded over ``topology.mesh`` or a 1-D mesh over the same ranks. Collective:
-    every rank calls it.
+    Collective: every rank calls it. Setting up again with equal arguments changes nothing.
 
-    ``look_ahead`` is how many entries are fetched from host memory (on CUDA) or disk ahead of their
-    gathers, each into device memory of one unit's slice. ``partial_gradients`` is where the sums of
-    :func:`accumulate` wait: in device memory, or in an arena of the host, at a copy in and out per
-    unit and micro-batch.
+    Args:
+        model: Sharded over ``topology.mesh`` or a 1-D mesh over the same ranks.
+        topology: Where the ranks stand.
+        policy: Where entries wait: a ``CachePolicy``, or its name as matrix files write it.
+        look_ahead: How many entries are fetched from host memory (on CUDA) or disk ahead of their
+            gathers, each into device memory of one unit's slice.
+        partial_gradients: Where the sums of ``accumulate`` wait: in device memory, or in an arena
+            of the host, at a copy in and out per unit and micro-batch.
+        detect_writes: Compare checksums of this rank's own shards, so that parameters written where
+            nothing shows it (see ``invalidate``) are never used silently: on the CPU before each
+            pass, which then gathers them anew; everywhere at each gather from the cache, without
+            waiting for the device, as a ``RuntimeError`` on all ranks at most two passes later.
+        verify: Check that every entry is read as it was written and that all ranks count the same
+            generations, and stop with a ``RuntimeError`` that names unit, rank and generation; it
+            costs a pass over each entry and, on an accelerator, the overlap.
+        poison: Fill stale entries with NaN, for tests.
+        gather_codec: Encodes gathers of parameters between nodes (``BlockInt8``, ``BlockInt4``).
+            What stays inside a node, and so a run on one node, is exact. Codecs are lossy: training
+            no longer follows FSDP2 bit for bit. Gathered weights are rounded, alike on all nodes
+            and whether they come from the cache or not; the sharded ones that the optimizer steps,
+            and checkpoints, are not.
+        reduce_codec: Encodes reductions of gradients between nodes. Gradients are rounded once, and
+            added up in fp32 or wider.
+        error_feedback: Add what the last reduction's rounding lost to the next, for (n−1)/n of 1/L
+            of the gradients in fp32 a rank, which no checkpoint keeps and ``load_state_dict``
+            drops; with a loss scale that changes it is wrong by the change, once.
 
-    ``detect_writes`` compares checksums of this rank's own shards, so that parameters written where
-    nothing shows it (see :func:`invalidate`) are never used silently: on the CPU before each pass,
-    which then gathers them anew; everywhere at each gather from the cache, without waiting for the
-    device, as a ``RuntimeError`` on all ranks at most two passes later. ``verify`` checks that
-    every entry is read as it was written and that all ranks count the same generations, and stops
-    with a ``RuntimeError`` that names unit, rank and generation; it costs a pass over each entry
-    and, on an accelerator, the overlap. ``poison`` fills stale entries with NaN, for tests.
+    Returns:
+        The model itself.
 
-    ``gather_codec`` and ``reduce_codec`` (:class:`fcdp.BlockInt8`, :class:`fcdp.BlockInt4`) encode
-    what crosses nodes, in gathers of parameters and in reductions of gradients; what stays inside
-    a node, and so a run on one node, is exact. They are lossy: training no longer follows FSDP2 bit
-    for bit. Gathered weights are rounded, alike on all nodes and whether they come from the
-    cache or not; the sharded ones that the optimizer steps, and checkpoints, are not. Gradients are
-    rounded once, and added up in fp32 or wider. ``error_feedback`` adds what the last reduction's
-    rounding lost to the next, for (n−1)/n of 1/L of the gradients in fp32 a rank, which no
-    checkpoint keeps and ``load_state_dict`` drops; with a loss scale that changes it is wrong by
-    the change, once.
+    Raises:
+        ValueError: For a model not sharded by FSDP2, sharded over several dimensions, or set up
+            already with other arguments, for a negative ``look_ahead``, for too little host memory,
+            for a ``gather_codec`` where one unit's parameters are not of one floating dtype, and
+            for ``error_feedback`` without a ``reduce_codec``.
 
-    Setting up again with equal arguments changes nothing.
-
-    Raises ``ValueError`` for a model not sharded by FSDP2, sharded over several dimensions, or
-    set up already with other arguments, for a negative ``look_ahead``, for too little host memory,
-    for a ``gather_codec`` where one unit's parameters are not of one floating dtype, and for
-    ``error_feedback`` without a ``reduce_codec``.
+    Example:
+        >>> from torch.distributed.fsdp import fully_shard
+        >>> model = fully_shard(Net(), mesh=topology.mesh)
+        >>> fcdp.is_cached(fcdp.cache_parameters(model, topology, "device"))
+        True
     """
     check_kinds(model, topology)
     options = Options(
@@ -230,7 +254,18 @@ def cache_parameters(
 
 
 def is_cached(model: nn.Module) -> bool:
-    """Whether FCDP is set up on ``model`` or on a part of it."""
+    """Whether FCDP is set up on ``model`` or on a part of it.
+
+    Args:
+        model: Any module, sharded or not.
+
+    Returns:
+        ``True`` after ``shard`` or ``cache_parameters`` on it or on one of its modules.
+
+    Example:
+        >>> fcdp.is_cached(model), fcdp.is_cached(torch.nn.Linear(8, 8))
+        (True, False)
+    """
     return has_engine(model)
 
 
@@ -240,24 +275,54 @@ def accumulate(model: nn.Module, *, last: bool) -> contextlib.AbstractContextMan
     With ``last=False`` gradients are summed inside the node only, and ``.grad`` stays zero; with
     ``last=True`` the sums cross nodes once, and ``.grad`` holds the total, of units too that only
     earlier micro-batches have used. The waiting sums take 1/L of the model's gradients per rank, in
-    fp32.
+    fp32, with L ranks per node.
 
-    A step that is given up takes its sums along: by an exception inside, by :func:`discard`, or
-    where ``zero_grad()`` has set the gradients to ``None``.
+    A step that is given up takes its sums along: by an exception inside, by ``discard``, or where
+    ``zero_grad()`` has set the gradients to ``None``.
 
-    Raises ``RuntimeError`` with ``last=False`` for post-accumulate-gradient hooks on sharded
-    parameters, which would see zeros, and where ``.grad`` was written in place since the last
-    micro-batch, as ``zero_grad(set_to_none=False)`` does (an optimizer with ``foreach=True`` does
-    it unseen: call :func:`discard`).
+    Args:
+        model: A cached model.
+        last: Whether the optimizer steps after this micro-batch.
+
+    Returns:
+        A context manager around the micro-batch's forward and backward.
+
+    Raises:
+        ValueError: For a model that FCDP is not set up on.
+        RuntimeError: With ``last=False`` for post-accumulate-gradient hooks on sharded parameters,
+            which would see zeros, and where ``.grad`` was written in place since the last
+            micro-batch, as ``zero_grad(set_to_none=False)`` does (an optimizer with
+            ``foreach=True`` does it unseen: call ``discard``).
+
+    Example:
+        >>> for at in range(2):
+        ...     with fcdp.accumulate(model, last=at == 1):
+        ...         model(torch.ones(1, 8)).sum().backward()
+        >>> fcdp.ledger(model).misses  # the second micro-batch finds everything in the cache
+        2
     """
     return engine_of(model).accumulating(last=last)
 
 
 def discard(model: nn.Module) -> None:
-    """Give up the step whose micro-batches :func:`accumulate` has run so far.
+    """Give up the step whose micro-batches ``accumulate`` has run so far.
 
     Forgets the gradients that wait to cross nodes. Call it with ``optimizer.zero_grad()``, on every
     rank. Harmless where nothing waits.
+
+    Args:
+        model: A cached model.
+
+    Raises:
+        ValueError: For a model that FCDP is not set up on.
+
+    Example:
+        >>> with fcdp.accumulate(model, last=False):
+        ...     model(torch.ones(1, 8)).sum().backward()
+        >>> fcdp.discard(model)
+        >>> optimizer.zero_grad()
+        >>> fcdp.ledger(model).pending_bytes
+        0
     """
     engine_of(model).discard()
 
@@ -272,12 +337,43 @@ def invalidate(model: nn.Module) -> None:
 
     Without it, ``detect_writes`` sees such a write: in time on the CPU; on an accelerator when
     results are wrong already, as an error.
+
+    Args:
+        model: A cached model.
+
+    Raises:
+        ValueError: For a model that FCDP is not set up on.
+
+    Example:
+        >>> for parameter in model.parameters():
+        ...     _ = parameter.data.mul_(0.5)
+        >>> fcdp.invalidate(model)
+        >>> model(torch.ones(1, 8)).shape  # of the new values
+        torch.Size([1, 8])
     """
     engine_of(model).staleness.invalidate()
 
 
 def ledger(model: nn.Module) -> Ledger:
-    """Bytes that this rank moved, by link and phase."""
+    """Bytes that this rank moved since the last ``reset``, by link and phase.
+
+    Args:
+        model: A cached model.
+
+    Returns:
+        The model's own ledger, which goes on counting.
+
+    Raises:
+        ValueError: For a model that FCDP is not set up on.
+
+    Example:
+        >>> model(torch.ones(1, 8)).sum().backward()
+        >>> found = fcdp.ledger(model)
+        >>> found.hits, found.misses  # forward gathered both blocks, backward found them
+        (2, 2)
+        >>> found.total("inter_node") > 0
+        True
+    """
     return engine_of(model).ledger
 
 
@@ -288,24 +384,3 @@ def _ranks(topology: Topology) -> tuple[int, int]:
 def _check_directory(policy: CachePolicy) -> None:
     if policy.directory is not None:
         disk.check_directory(policy.directory)
-
-
-def _prefetch_forward(
-    model: nn.Module, blocks: Sequence[nn.Module], splits: Sequence[Split]
-) -> None:
-    """Start the gathers of blocks and of their adapters while the blocks before them compute.
-
-    Where one thread both computes and issues gathers (gloo), nothing overlaps unless it is issued
-    early. On CUDA the host runs ahead by itself.
-    """
-    order = [model, *blocks]
-    for index, module in enumerate(order):
-        assert isinstance(module, FSDPModule)
-        called = [
-            unit
-            for block in order[index + 1 :][:BLOCKS_AHEAD]
-            for unit in (block, *(split.modules[0] for split in splits if split.block is block))
-        ]
-        module.set_modules_to_forward_prefetch(
-            [unit for unit in called if isinstance(unit, FSDPModule)]
-        )

@@ -19,20 +19,41 @@ class Codec(Protocol):
     """Turns values into bytes and back, alike on every rank; bytes depend on nothing but values.
 
     A value that is not finite must not decode to a finite one: gradient scalers look for it.
+
+    Example:
+        >>> isinstance(fcdp.BlockInt8(), fcdp.Codec)
+        True
     """
 
     def encoded_bytes(self, numel: int) -> int:
-        """Bytes that ``numel`` values take, whatever their dtype."""
+        """Bytes that values take, whatever their dtype.
+
+        Args:
+            numel: How many values.
+
+        Returns:
+            A count of bytes.
+        """
         ...
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """``values`` (n), of a floating dtype, as uint8 (``encoded_bytes(n)``), contiguous."""
+        """Values as bytes.
+
+        Args:
+            values: (n), of a floating dtype.
+
+        Returns:
+            uint8 (``encoded_bytes(n)``), contiguous.
+        """
         ...
 
     def decode(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
-        """Fill ``out`` (n), of a floating dtype, from what ``encode`` made of n values.
+        """Fill ``out`` from what ``encode`` made of as many values.
 
-        ``encoded`` begins at a multiple of four bytes, as every tensor does that is no view.
+        Args:
+            encoded: uint8 (``encoded_bytes(n)``). It begins at a multiple of four bytes, as every
+                tensor does that is no view.
+            out: (n), of a floating dtype.
         """
         ...
 
@@ -106,7 +127,18 @@ class BlockInt8:
     n values take n + 4·⌈n / block⌉ bytes: at the default about 1/4 of fp32, 1/2 of bf16. An error
     is at most half the scale, which is the block's largest magnitude / 127; beside an infinity or
     a NaN the whole block decodes to values that are not finite. fp64 is rounded to fp32 first.
-    Raises ``ValueError`` for a ``block`` below 1.
+
+    Args:
+        block: Values that share a scale.
+
+    Raises:
+        ValueError: For a ``block`` below 1.
+
+    Example:
+        >>> codec, out = fcdp.BlockInt8(), torch.empty(3)
+        >>> codec.decode(codec.encode(torch.tensor([1.27, -0.5, 0.0])), out)
+        >>> out
+        tensor([ 1.2700, -0.5000,  0.0000])
     """
 
     block: int = 256
@@ -132,9 +164,18 @@ class BlockInt8:
 class BlockInt4:
     """Four bits a value, two values a byte, and an fp32 scale for each ``block`` values.
 
-    n values take ⌈n / 2⌉ + 4·⌈n / block⌉ bytes: at the default about 1/7 of fp32. As
-    :class:`BlockInt8` otherwise, with the scale the block's largest magnitude / 7.
-    Raises ``ValueError`` for a ``block`` below 1.
+    n values take ⌈n / 2⌉ + 4·⌈n / block⌉ bytes: at the default about 1/7 of fp32. As ``BlockInt8``
+    otherwise, with the scale the block's largest magnitude / 7.
+
+    Args:
+        block: Values that share a scale.
+
+    Raises:
+        ValueError: For a ``block`` below 1.
+
+    Example:
+        >>> fcdp.BlockInt4().encoded_bytes(1024)  # of 4096 in fp32
+        576
     """
 
     block: int = 64

@@ -28,8 +28,20 @@ def save_adapters(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     already are replaced, each at once, when all new ones are on disk. Collective: every rank calls
     it.
 
-    Raises ``ImportError`` without safetensors, ``ValueError`` if nothing is trainable, and on
-    every rank an error if rank 0 cannot write.
+    Args:
+        model: A cached model of which something is trainable.
+        directory: Rank 0's; made if it is not there.
+
+    Raises:
+        ImportError: Without safetensors.
+        ValueError: If nothing is trainable.
+        RuntimeError: On every rank if rank 0 cannot write.
+
+    Example:
+        >>> fcdp.save_adapters(model, directory)
+        >>> from safetensors.torch import load_file
+        >>> load_file(directory / "adapter_model.safetensors")["blocks.0.weight"].shape
+        torch.Size([8, 8])
     """
     _need_safetensors()
     engine, first = engine_of(model), _is_first(model)
@@ -63,12 +75,24 @@ def export(model: nn.Module, directory: str | os.PathLike[str]) -> None:
 
     A model with ``save_pretrained`` writes itself, configuration included. Of any other,
     ``model.safetensors`` holds the parameters and buffers by name, tied ones once. Of a
-    ``PeftModel`` the base model is written, as it is without adapters: see :func:`save_adapters`.
+    ``PeftModel`` the base model is written, as it is without adapters: see ``save_adapters``.
     One parameter at a time is gathered, to the host memory of rank 0, which must have room for
     the model. Files that are there already are replaced, each at once, when all new ones are on
     disk. Collective: every rank calls it.
 
-    Raises ``ImportError`` without safetensors, and on every rank an error if rank 0 cannot write.
+    Args:
+        model: A cached model.
+        directory: Rank 0's; made if it is not there.
+
+    Raises:
+        ImportError: Without safetensors.
+        RuntimeError: On every rank if rank 0 cannot write.
+
+    Example:
+        >>> fcdp.export(model, directory)
+        >>> from safetensors.torch import load_file
+        >>> sorted(load_file(directory / "model.safetensors"))
+        ['blocks.0.bias', 'blocks.0.weight', 'blocks.1.bias', 'blocks.1.weight']
     """
     _need_safetensors()
     engine, first = engine_of(model), _is_first(model)

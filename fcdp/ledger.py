@@ -26,13 +26,29 @@ _NAMES: dict[Link, str] = {
 
 @dataclass(repr=False)
 class Ledger:
-    """Payload bytes of one rank since the last :meth:`reset`, without the transport's framing.
+    """Payload bytes of one rank since the last ``reset``, without the transport's framing.
 
     ``inter_node`` and ``intra_node`` count what this rank sends to other ranks. A node's egress is
     the sum over its ranks, which by symmetry is ``ranks_per_node`` times one rank's.
     ``host_to_device`` and ``device_to_host`` count reads from and writes to the host cache and the
     disk's buffers; on a CPU run these are copies in memory. ``disk`` counts what the disk tier was
     given and what was asked of it.
+
+    Attributes:
+        bytes: ``bytes[link][phase]``, with phases forward, backward and reduce.
+        hits: Gathers served from the cache.
+        misses: Gathers that crossed nodes.
+        host_cache_bytes: Host memory that this rank's cache holds; page-locked on CUDA.
+        device_cache_bytes: Device memory that it holds.
+        host_partials_bytes: The host arena of partial gradients.
+        pending_bytes: Partial gradients in device memory that wait for the last micro-batch.
+        peak_pending_bytes: The most of these since ``reset``.
+        residual_bytes: What error feedback keeps of reductions, in device memory.
+
+    Example:
+        >>> model(torch.ones(1, 8)).sum().backward()
+        >>> print(repr(fcdp.ledger(model)).split(";")[1])
+         2 hits, 2 misses)
     """
 
     #: ``bytes[link][phase]``
@@ -61,7 +77,15 @@ class Ledger:
         return f"Ledger({links or 'no bytes'}; {self.hits} hits, {self.misses} misses)"
 
     def table(self) -> str:
-        """Counts and memory as lines of text, for people: ``print(fcdp.ledger(model).table())``."""
+        """Counts and memory as lines of text, for people.
+
+        Returns:
+            A table of links and phases, and lines of what is held.
+
+        Example:
+            >>> print(fcdp.ledger(model).table().splitlines()[0])
+            bytes of this rank  forward  backward  reduce  total
+        """
         phases = get_args(Phase)
         rows = [["bytes of this rank", *phases, "total"]]
         for link in (link for link in _NAMES if link in self.bytes):
@@ -91,17 +115,44 @@ class Ledger:
         self.peak_pending_bytes = max(self.peak_pending_bytes, self.pending_bytes)
 
     def total(self, link: Link) -> int:
+        """Bytes of one link in all phases.
+
+        Args:
+            link: Such as ``"inter_node"``.
+
+        Returns:
+            A count of bytes; 0 for a link that nothing used.
+
+        Example:
+            >>> fcdp.ledger(model).total("disk")
+            0
+        """
         return sum(self.bytes[link].values())
 
     def snapshot(self) -> dict[str, dict[str, int]]:
-        """A plain copy of ``bytes``."""
+        """A plain copy of ``bytes``.
+
+        Returns:
+            Bytes by link and phase.
+
+        Example:
+            >>> fcdp.ledger(model).snapshot()  # before a step
+            {}
+        """
         return {
             link: {phase: count for phase, count in phases.items()}  # noqa: C416 - the key's type
             for link, phases in self.bytes.items()
         }
 
     def reset(self) -> None:
-        """Start a new window of counts; what is held stays."""
+        """Start a new window of counts; what is held stays.
+
+        Example:
+            >>> model(torch.ones(1, 8)).sum().backward()
+            >>> fcdp.ledger(model).reset()
+            >>> fcdp.ledger(model).misses
+            0
+        """
         self.bytes.clear()
         self.hits = self.misses = 0
         self.peak_pending_bytes = self.pending_bytes

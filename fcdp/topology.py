@@ -20,8 +20,6 @@ from fcdp.failure import Failures
 
 #: Makes gloo connect two ranks when they first exchange something (torch ≥ 2.8).
 _LAZY = "TORCH_GLOO_LAZY_INIT"
-
-
 #: Counts topologies, alike on all ranks that share one.
 _serial = itertools.count()
 
@@ -31,8 +29,12 @@ class Topology:
     """Where every rank stands, built once and shared by all units.
 
     Ranks are numbered node by node, as torchrun does: ``rank = node · L + local_rank`` with
-    ``L = ranks_per_node``. Make one with :meth:`from_env` or :meth:`build` for all ranks of the
-    world, with :meth:`of_mesh` for the data-parallel dimension of a mesh of several.
+    ``L = ranks_per_node``. Make one with ``from_env`` or ``build`` for all ranks of the world,
+    with ``of_mesh`` for the data-parallel dimension of a mesh of several.
+
+    Example:
+        >>> topology.nodes, topology.ranks_per_node, topology.world_size
+        (2, 1, 2)
     """
 
     nodes: int
@@ -61,22 +63,22 @@ class Topology:
 
     @property
     def world_size(self) -> int:
+        """How many ranks there are."""
         return self.nodes * self.ranks_per_node
 
     @property
     def node(self) -> int:
+        """The node of this rank, from 0."""
         return self.rank // self.ranks_per_node
 
     @property
     def local_rank(self) -> int:
+        """The place of this rank among those of its node, from 0."""
         return self.rank % self.ranks_per_node
 
     @property
     def processes_per_node(self) -> int:
-        """Ranks that share a node's host memory: other dimensions of a mesh have theirs there too.
-
-        These are known where a launcher tells them.
-        """
+        """Ranks that share a node's memory, other dimensions' too where a launcher tells them."""
         if self.world_size == dist.get_world_size():
             return self.ranks_per_node
         return max(self.ranks_per_node, _variable("LOCAL_WORLD_SIZE") or 0)
@@ -101,8 +103,22 @@ class Topology:
     def from_env(cls, device_type: str | None = None) -> Topology:
         """Read the topology from what torchrun sets, and check it on all ranks.
 
-        Initialises the default process group if nobody has. Raises ``ValueError`` on every rank
-        if the nodes run unequal numbers of ranks or ranks are not numbered node by node.
+        Initialises the default process group if nobody has.
+
+        Args:
+            device_type: Of the mesh; by default this machine's accelerator, or the CPU.
+
+        Returns:
+            The topology of all ranks of the world.
+
+        Raises:
+            ValueError: On every rank if the nodes run unequal numbers of ranks or ranks are not
+                numbered node by node; without torchrun's environment.
+
+        Example:
+            >>> fcdp.Topology.from_env()  # without torchrun
+            Traceback (most recent call last):
+            ValueError: environment: ... not set; start the program with torchrun, or ...
         """
         missing = [name for name in _LAUNCHER_VARIABLES if name not in os.environ]
         if missing:
@@ -117,7 +133,23 @@ class Topology:
         """Lay ``nodes × ranks_per_node`` over the default process group.
 
         Collective: every rank calls it once, with the same arguments. Nodes may be emulated, as
-        several on one host. Raises ``ValueError`` if the product is not the world size.
+        several on one host.
+
+        Args:
+            nodes: How many.
+            ranks_per_node: Ranks of each.
+            device_type: Of the mesh; by default this machine's accelerator, or the CPU.
+
+        Returns:
+            The topology of all ranks of the world.
+
+        Raises:
+            ValueError: If the product is not the world size.
+
+        Example:
+            >>> found = fcdp.Topology.build(nodes=1, ranks_per_node=2)
+            >>> found.world_size, found.node
+            (2, 0)
         """
         mesh = _world_mesh(device_type)
         if nodes < 1 or ranks_per_node < 1 or nodes * ranks_per_node != mesh.size():
@@ -131,15 +163,28 @@ class Topology:
     def of_mesh(cls, mesh: DeviceMesh, ranks_per_node: int | None = None) -> Topology:
         """The topology of one dimension of a mesh, as ``mesh["dp"]`` beside tensor parallelism.
 
-        ``ranks_per_node`` is how many of the mesh's ranks, in its order, share a node; by default
-        it follows from torchrun's environment. Nodes may be emulated by a smaller number. Ranks of
-        one node may hold different tensor-parallel shards: each sub-mesh has a topology of its own.
-        Collective over the mesh: all its ranks call it, once, with equal arguments; and so does
-        every other rank for its mesh where the default group is bound to a device (``device_id``).
+        Ranks of one node may hold different tensor-parallel shards: each sub-mesh has a topology of
+        its own. Collective over the mesh: all its ranks call it, once, with equal arguments; and so
+        does every other rank for its mesh where the default group is bound to a ``device_id``.
 
-        Raises ``ValueError`` on every rank of the mesh if it has several dimensions, its ranks do
-        not ascend, its nodes hold unequal numbers of them, its device type has no backend in the
-        default process group, or the environment does not tell the nodes.
+        Args:
+            mesh: Of one dimension.
+            ranks_per_node: How many of the mesh's ranks, in its order, share a node; by default it
+                follows from torchrun's environment. Nodes may be emulated by a smaller number.
+
+        Returns:
+            The topology of the mesh's ranks.
+
+        Raises:
+            ValueError: On every rank of the mesh if it has several dimensions, its ranks do not
+                ascend, its nodes hold unequal numbers of them, its device type has no backend in
+                the default process group, or the environment does not tell the nodes.
+
+        Example:
+            >>> from torch.distributed.device_mesh import init_device_mesh
+            >>> mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+            >>> fcdp.Topology.of_mesh(mesh["dp"], ranks_per_node=1).nodes
+            2
         """
         ranks = _ranks_of(mesh)
         backends = _backends()

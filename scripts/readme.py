@@ -85,7 +85,7 @@ def _printed(matrix: str) -> str:
     console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(summary(load(_records(matrix))))
     lines = (line.rstrip() for line in console.export_text().strip("\n").splitlines())
-    return "```\n" + "\n".join(lines) + "\n```"
+    return "```text\n" + "\n".join(lines) + "\n```"
 
 
 def _answered(command: str) -> str:
@@ -94,7 +94,7 @@ def _answered(command: str) -> str:
     result = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=True)
     shown = command.replace(" --peft", " \\\n    --peft").replace(" --strat", " \\\n    --strat")
     lines = (line.rstrip() for line in result.stdout.strip("\n").splitlines())
-    return f"```\n$ python -m experiments {shown}\n" + "\n".join(lines) + "\n```"
+    return f"```console\n$ python -m experiments {shown}\n" + "\n".join(lines) + "\n```"
 
 
 def _result(records: Sequence[Record]) -> str:

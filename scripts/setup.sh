@@ -110,7 +110,7 @@ install_torch() {
 
 install_project() {
     pip_install --constraint constraints.txt --no-build-isolation \
-        --group experiments --group analysis --group tests --editable .
+        --group experiments --group analysis --group tests --group docs --editable .
 }
 
 # DeepSpeed is compiled from source, in this environment and not in one of pip's, with none of its

@@ -16,6 +16,7 @@ SECONDS: Mapping[str, float] = {
     "tests/experiments/worker/test_worker.py": 300,
     "tests/experiments/test_pins.py": 290,
     "tests/experiments/clusters/test_ssh.py": 260,
+    "tests/docs/test_commands.py": 150,
     "tests/scripts/test_gpu.py": 90,
     "tests/simulation/imitated/test_study.py": 80,
     "tests/baselines/test_adding_to_a_copy.py": 66,
@@ -23,6 +24,7 @@ SECONDS: Mapping[str, float] = {
     "tests/baselines/test_parity.py": 58,
     "tests/launch/test_launch.py": 50,
     "tests/experiments/runner/test_ended_runner.py": 45,
+    "tests/docs/test_site.py": 38,
     "tests/experiments/commands/test_memory.py": 33,
 }
 #: Seconds of a usual test.

@@ -1,11 +1,10 @@
-"""The README: short, its tables the records', its links, code and commands real."""
+"""The README: short, its tables the records', its links and code real."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
-import shlex
 import subprocess
 import sys
 import unittest.mock
@@ -15,22 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from typer.main import get_group
 
-import analysis.__main__
-import experiments.__main__
 import fcdp
-from experiments.matrix.files import find, suites
 from fcdp.engine import engine_of
 from tests.ranks import Pools
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-
-PROGRAMS = {
-    "experiments": get_group(experiments.__main__.app),
-    "analysis": get_group(analysis.__main__.app),
-}
 
 
 @pytest.mark.ranks
@@ -121,40 +111,3 @@ def test_the_example_trains_adapters_and_sends_them_alone(ranks: Pools) -> None:
         assert ran["learns"] > 0
         # Half of the adapters goes out and half of their gradients, to the other one of two nodes.
         assert ran["crossed"] == ran["adapters"]
-
-
-def commands() -> list[list[str]]:
-    """Words of each command that the README shows, without comments."""
-    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
-    lines = "".join(block for language, block in blocks if not language).splitlines()
-    return [shlex.split(line, comments=True) for line in lines]
-
-
-def named(words: list[str]) -> bool:
-    """Whether what a command calls is there."""
-    match words:
-        case ["make", target]:
-            return f"\n{target}:" in (ROOT / "Makefile").read_text(encoding="utf-8")
-        case ["python", "-m", "experiments", "run", name, *_]:
-            return matrix(name)
-        case ["python", "-m", program, command, *_]:
-            return command in PROGRAMS[program].commands
-        case ["docker", "build", *_]:
-            return (ROOT / "Dockerfile").exists()
-        case ["cp", source, _] | [source, *_]:
-            return (ROOT / source).is_file()
-    return False
-
-
-def matrix(name: str) -> bool:
-    made = {words[-1] for words in commands() if words[0] == "cp"}
-    return name in made or name in suites() or find(name).is_file()
-
-
-def test_the_readme_has_the_commands_of_three_jobs() -> None:
-    assert len(commands()) > 12
-
-
-@pytest.mark.parametrize("words", commands(), ids=" ".join)
-def test_every_command_calls_what_there_is(words: list[str]) -> None:
-    assert named(words)

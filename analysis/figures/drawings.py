@@ -38,6 +38,8 @@ class Drawing:
     title: str
     caption: str
     figure: Figure
+    #: What its cells are of, where that is one matrix.
+    matrix: str = ""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ def drawing(
 ) -> Drawing:
     """A finished figure with its name and full title."""
     full = ", ".join(part for part in (title, setting) if part)
-    return Drawing(_name(cells, setting, what), full, caption, figure)
+    return Drawing(_name(cells, setting, what), full, caption, figure, str(cells.iloc[0]["matrix"]))
 
 
 def _name(cells: pd.DataFrame, setting: str, what: str) -> str:

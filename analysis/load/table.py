@@ -70,21 +70,26 @@ NO_RECORDS = {"cells", "earlier", "report", "wandb"}
 
 
 def load(path: Path) -> list[Record]:
-    """Records of a file, or of every ``records.jsonl`` below a directory of runs.
+    """All records of ``by_file``."""
+    return [record for records in by_file(path).values() for record in records]
+
+
+def by_file(path: Path) -> dict[Path, list[Record]]:
+    """Records of a file, or of each ``records.jsonl`` below a directory of runs.
 
     Raises ``FileNotFoundError`` if there is no such file, ``ValueError`` for a malformed one.
     """
     if path.is_dir():
-        found = sorted(path.rglob("records.jsonl"))
-        files = [file for file in found if not NO_RECORDS & set(file.relative_to(path).parts)]
+        below = sorted(path.rglob("records.jsonl"))
+        files = [file for file in below if not NO_RECORDS & set(file.relative_to(path).parts)]
     elif path.exists():
         files = [path]
     else:
         raise FileNotFoundError(f"{path}: no such file or directory")
-    records = [record for file in files for record in read(file)]
-    if not records:
+    found = {file: read(file) for file in files}
+    if not any(found.values()):
         raise ValueError(f"{path}: no records found")
-    return records
+    return found
 
 
 def latest(records: Sequence[Record]) -> list[Record]:

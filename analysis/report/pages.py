@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
-from urllib.parse import quote
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+from markupsafe import Markup
 
-from analysis.figures import drawings
+from analysis.figures.drawings import Drawing
+from analysis.figures.inline import inline
 
 #: How large figures are shown, in CSS pixels an inch.
 SCREEN_DPI = 130
+#: And at the least: letters of 7 points have 10 pixels.
+READABLE_DPI = 100
 
 
 def render(template: str, **values: Any) -> str:
@@ -26,14 +30,23 @@ def render(template: str, **values: Any) -> str:
     return environment.get_template(template).render(**values)
 
 
-def figure(drawing: drawings.Drawing) -> dict[str, Any]:
-    """A drawing as the page's template takes it."""
-    # Half of base64's size once a page is compressed, as it is text and stays so.
-    picture = quote(drawings.svg(drawing), safe=" /:=;,()'+")
-    return {
-        "title": drawing.title,
-        "caption": drawing.caption,
-        "source": f"data:image/svg+xml,{picture}",
-        # Small figures are not blown up to the page's width.
-        "width_px": round(SCREEN_DPI * drawing.figure.get_figwidth()),
-    }
+class Figures:
+    """The figures of one page, numbered so that no two share an id."""
+
+    def __init__(self) -> None:
+        self._drawn = 0
+
+    def __call__(self, drawing: Drawing, records: Sequence[str]) -> dict[str, Any]:
+        """A drawing as templates take it; ``records`` are its files, relative to the page."""
+        self._drawn += 1
+        inches = drawing.figure.get_figwidth()
+        return {
+            "title": drawing.title,
+            "caption": drawing.caption,
+            "svg": Markup(inline(drawing, f"f{self._drawn}")),
+            "records": list(dict.fromkeys(records)),
+            # Small figures are not blown up to the page's width, and none is shrunk on a phone
+            # until its letters cannot be read: it scrolls.
+            "width_px": round(SCREEN_DPI * inches),
+            "least_px": round(READABLE_DPI * inches),
+        }

@@ -26,6 +26,7 @@ from analysis.paper import contents
 from analysis.paper import tables as papers_tables
 from analysis.paper.chapter import Chapter, chapter
 from analysis.report import pages
+from analysis.report.summary import in_short
 from analysis.report.tables import escaped
 
 
@@ -84,18 +85,25 @@ def _page(claims: Claims, of: Sequence[AnyRun], values: Mapping[str, Any]) -> st
     """The self-contained HTML page, which has the figures of every run too."""
     # What sweeps of unknowns come to stands in the chapter.
     swept = {sweep.matrix for sweep in contents.load(claims).fit.sweeps if sweep.unknowns}
+    figure, file = pages.Figures(), {run.matrix: run.file for run in of}
     figures = {
-        run.matrix: [] if run.matrix in swept else [pages.figure(drawn) for drawn in _drawn(run)]
+        run.matrix: []
+        if run.matrix in swept
+        else [figure(drawn, [run.file]) for drawn in _drawn(run)]
         for run in of
     }
     pairs = _predicted(claims, of)
-    validated = [] if pairs.empty else [pages.figure(predicted.draw(pairs))]
+    timed = [] if pairs.empty else [file[name] for name in pairs["matrix"].unique()]
+    predictions = [name.replace("records.jsonl", "predicted.jsonl") for name in timed]
     return pages.render(
         "reproduction.html.j2",
         **values,
+        summary=in_short(of, values["chapter"]),
         figures=figures,
-        validated=validated,
-        figure=pages.figure,
+        validated=[figure(predicted.draw(pairs), timed + predictions)] if timed else [],
+        figure=figure,
+        files=lambda names: [file[name] for name in names if name in file],
+        swept=sorted(swept),
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,10 @@ class Section:
     rows: list[dict[str, str]]
 
 
-def write(records: Sequence[Record], directory: Path, baseline: str) -> Written:
-    """Compare, draw and write everything to ``directory``."""
+def write(found: Mapping[Path, Sequence[Record]], directory: Path, baseline: str) -> Written:
+    """Compare, draw and write everything to ``directory``; records come by file."""
     directory.mkdir(parents=True, exist_ok=True)
+    records = [record for of in found.values() for record in of]
     kept = latest(records)
     compared = compare(frame(kept), baseline)
     saved = [drawings.save(drawing, directory) for drawing in draw(compared)]
@@ -53,7 +55,8 @@ def write(records: Sequence[Record], directory: Path, baseline: str) -> Written:
     )
     write_parquet(compared, written.data)
     written.table.write_text(markdown(compared), encoding="utf-8")
-    page = render(compared, saved, replaced=len(records) - len(kept))
+    files = {Path(os.path.relpath(file, directory)): of for file, of in found.items()}
+    page = render(compared, saved, files, replaced=len(records) - len(kept))
     written.report.write_text(page, encoding="utf-8")
     return written
 
@@ -65,14 +68,20 @@ def markdown(compared: pd.DataFrame) -> str:
     return f"{table}\n\n{notes}\n"
 
 
-def render(compared: pd.DataFrame, saved: Sequence[drawings.Saved], replaced: int = 0) -> str:
-    """The report's HTML."""
+def render(
+    compared: pd.DataFrame,
+    saved: Sequence[drawings.Saved],
+    files: Mapping[Path, Sequence[Record]],
+    replaced: int = 0,
+) -> str:
+    """The report's HTML; ``files`` are relative to it."""
+    figure = pages.Figures()
     return pages.render(
         "report.html.j2",
         matrices=sorted(compared["matrix"].unique()),
         summary=provenance.provenance(compared),
         headlines=[_headline(item, compared) for item in headlines(compared)],
-        figures=[pages.figure(item.drawing) for item in saved],
+        figures=[figure(item.drawing, _records(item.drawing, files)) for item in saved],
         sections=_sections(compared),
         words=tables.WORDS,
         notes=tables.notes(compared),
@@ -89,6 +98,15 @@ def render(compared: pd.DataFrame, saved: Sequence[drawings.Saved], replaced: in
         absent=text.ABSENT,
         replaced=replaced,
     )
+
+
+def _records(drawing: drawings.Drawing, files: Mapping[Path, Sequence[Record]]) -> list[str]:
+    """The files that have records of what is drawn."""
+    return [
+        file.as_posix()
+        for file, records in files.items()
+        if any(record.cell.matrix == drawing.matrix for record in records)
+    ]
 
 
 def _headline(item: Headline, compared: pd.DataFrame) -> dict[str, Any]:

@@ -46,7 +46,9 @@ def trace(
         kinds.simulated_cluster(expanded.cluster)  # or an error that says why it cannot be
         prediction = _predict(chosen[0])
         terminal.check_writable("--output", output)
-        output.write_text(json.dumps(chrome_trace(prediction)) + "\n", encoding="utf-8")
+        written = chrome_trace(prediction)
+        written["otherData"]["cell"] = chosen[0].id
+        output.write_text(json.dumps(written) + "\n", encoding="utf-8")
     except (ValueError, OSError, ClusterError) as error:
         terminal.stop(str(error))
     console = terminal.console()

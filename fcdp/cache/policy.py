@@ -37,14 +37,42 @@ class Placement(Protocol):
 
 
 class CachePolicy(Protocol):
-    """A policy is one frozen class; every rank applies it once, to the same units."""
+    """A policy is one frozen class; every rank applies it once, to the same units.
+
+    Attributes:
+        directory: Where the disk tier's file goes, for policies that use it.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> from fcdp.cache.policy import Fixed
+        >>> @dataclass(frozen=True)
+        ... class FrozenOnTheDevice:
+        ...     directory = None
+        ...     def place(self, units, topology):
+        ...         tiers = {unit: ("host",) if unit.trainable else ("device",) for unit in units}
+        ...         return Fixed(tiers)
+        >>> model = fcdp.shard(Net(), topology, policy=FrozenOnTheDevice())
+        >>> fcdp.is_cached(model)
+        True
+    """
 
     @property
     def directory(self) -> Path | None:
         """Where the disk tier's file goes, for policies that use it."""
         ...
 
-    def place(self, units: Sequence[Unit], topology: Topology) -> Placement: ...
+    def place(self, units: Sequence[Unit], topology: Topology) -> Placement:
+        """Which tiers each unit prefers.
+
+        Args:
+            units: All units of the model, in the order of forward; each knows its bytes, and
+                how often a step uses it.
+            topology: Where the ranks stand.
+
+        Returns:
+            The policy applied to these units, the same on every rank.
+        """
+        ...
 
 
 @dataclass
@@ -61,7 +89,13 @@ class Fixed:
 
 @dataclass(frozen=True)
 class NoCache:
-    """Gather across nodes every time: ZeRO-3, with this library's hierarchical collectives."""
+    """Gather across nodes every time: ZeRO-3, with this library's hierarchical collectives.
+
+    Example:
+        >>> model = fcdp.shard(Net(), topology, policy=fcdp.NoCache())
+        >>> fcdp.ledger(model).host_cache_bytes
+        0
+    """
 
     directory: ClassVar[None] = None
 
@@ -74,6 +108,12 @@ class DeviceCache:
     """Keep every unit in device memory: ZeRO++'s hpZ, 1/L of the gathered model a device.
 
     What the device cannot take goes to the host.
+
+    Example:
+        >>> model = fcdp.shard(Net(), topology, policy=fcdp.DeviceCache())
+        >>> model(torch.ones(1, 8)).sum().backward()
+        >>> fcdp.ledger(model).device_cache_bytes > 0
+        True
     """
 
     directory: ClassVar[None] = None
@@ -88,6 +128,11 @@ class HostCache:
 
     A rank stores what it received from the other nodes: (n−1)/n of its 1/L slice, because its own
     shard is at hand anyway. A node holds (n−1)/n of the gathered model in all.
+
+    Example:
+        >>> model = fcdp.shard(Net(), topology, policy=fcdp.HostCache())
+        >>> fcdp.ledger(model).host_cache_bytes  # a page per unit, at the least
+        8192
     """
 
     directory: ClassVar[None] = None
@@ -98,7 +143,21 @@ class HostCache:
 
 @dataclass(frozen=True)
 class DiskCache:
-    """Keep every unit on a local disk, in ``directory``; host memory holds a few units only."""
+    """Keep every unit on a local disk, in ``directory``; host memory holds a few units only.
+
+    Args:
+        directory: A path of each node's own disk; each rank makes a file in it without a name.
+
+    Raises:
+        ValueError: For what is no path.
+
+    Example:
+        >>> policy = fcdp.DiskCache(directory)
+        >>> model = fcdp.shard(Net(), topology, policy=policy)
+        >>> model(torch.ones(1, 8)).sum().backward()
+        >>> fcdp.ledger(model).total("disk") > 0
+        True
+    """
 
     directory: Path
 
@@ -114,7 +173,19 @@ class Threshold:
     """The paper's FCDP-Cache: on the device while its utilisation is below τ, else on the host.
 
     Utilisation is looked at when a unit is stored. The host arena has room for every unit.
-    Raises ``ValueError`` for a τ outside 0 to 1.
+
+    Args:
+        tau: A share of the device's memory, from 0 to 1.
+
+    Raises:
+        ValueError: For a τ outside 0 to 1.
+
+    Example:
+        >>> fcdp.Threshold(0.8)
+        Threshold(tau=0.8)
+        >>> fcdp.Threshold(80)
+        Traceback (most recent call last):
+        ValueError: tau = 80: must be between 0 and 1
     """
 
     tau: float
@@ -141,14 +212,26 @@ class _BelowThreshold:
 
 @dataclass(frozen=True)
 class Budget:
-    """Fill each tier up to its budget (bytes a rank), best uses first.
+    """Fill each tier up to its budget, best uses first.
 
     A step's order is fixed, so the time that an entry saves is known: each reuse saves the crossing
     of (n−1)/n of a slice, and costs the tier's own copy. Per byte, units that are reused more often
     in a step save most (frozen units: forward and backward); among equals the unit that is reused
     soonest comes first, the last of the forward pass. Device before host before disk; what fits
-    nowhere is gathered across nodes. Raises ``ValueError`` for a negative budget, and for a disk
-    budget without a ``directory``.
+    nowhere is gathered across nodes.
+
+    Args:
+        device: Bytes of each rank's device memory.
+        host: Bytes of host memory per rank.
+        disk: Bytes of a local disk per rank.
+        directory: Where the disk's file goes.
+
+    Raises:
+        ValueError: For a negative budget, and for a disk budget without a ``directory``.
+
+    Example:
+        >>> fcdp.Budget(device=2**30, host=4 * 2**30)
+        Budget(device=1 GiB, host=4 GiB)
     """
 
     device: int = 0
@@ -193,8 +276,19 @@ class Auto:
     """Find out how much device memory is left over, and keep units there that are reused soonest.
 
     Everything goes to the host until each unit was gathered ``measured_gathers`` times. Then the
-    device takes what leaves ``reserve`` (a fraction of its memory) free at the fullest moment seen;
-    whenever less is free than that, the unit at hand goes back to the host for good.
+    device takes what leaves ``reserve`` free at the fullest moment seen; whenever less is free than
+    that, the unit at hand goes back to the host for good.
+
+    Args:
+        reserve: A share of the device's memory, above 0 and below 1.
+        measured_gathers: Gathers of each unit before the device takes any.
+
+    Raises:
+        ValueError: For a ``reserve`` or a count outside of these.
+
+    Example:
+        >>> fcdp.Auto()
+        Auto(reserve=0.1, measured_gathers=4)
     """
 
     reserve: float = 0.1

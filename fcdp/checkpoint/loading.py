@@ -35,21 +35,34 @@ from fcdp.engine import engine_of
 
 
 def load(model: nn.Module, optimizer: Optimizer, directory: str | os.PathLike[str]) -> Any:
-    """Read what :func:`save` wrote into ``model`` and ``optimizer``; return its ``extra``.
+    """Read what ``save`` wrote into ``model`` and ``optimizer``. Collective, between steps.
 
-    World size and topology may differ from those of the save. Collective: every rank calls it,
-    between steps. Everything cached counts as stale afterwards. Tensors in ``extra`` are on the
-    CPU. Nothing but tensors and plain containers is ever unpickled.
+    World size and topology may differ from those of the save. Everything cached counts as stale
+    afterwards. Nothing but tensors and plain containers is ever unpickled.
 
     All files are compared with their checksums first. Each rank reads 1/W of the checkpoint for
     that, mostly what it then loads anyway, and from memory if it fits there: 0.6 s per GB and rank
     on one core, less where up to four are free.
 
-    Raises ``ValueError`` on every rank, and leaves model and optimizer as they were, for a
-    directory without a checkpoint; for a damaged one, naming the file and what is wrong with it;
-    for one that a version of FCDP without checksums wrote; and for one of other parameters,
-    shapes, parameter groups or another class of optimizer. Should the storage fail between check
-    and use, it is a ``ValueError`` too, but they are then no longer as they were.
+    Args:
+        model: A cached model with the parameters of the one that was saved, by name and shape.
+        optimizer: Of its parameters, of the saved one's class and parameter groups.
+        directory: What ``save`` was given.
+
+    Returns:
+        The ``extra`` of the save; its tensors are on the CPU.
+
+    Raises:
+        ValueError: On every rank, leaving model and optimizer as they were, for a directory without
+            a checkpoint; for a damaged one, naming the file and what is wrong with it; for one that
+            a version of FCDP without checksums wrote; and for one of other parameters, shapes,
+            parameter groups or another class of optimizer. Should the storage fail between check
+            and use, they are no longer as they were.
+
+    Example:
+        >>> fcdp.save(model, optimizer, directory).result()
+        >>> fcdp.load(model, optimizer, directory) is None  # no extra
+        True
     """
     engine = engine_of(model)
     background = background_of(engine.topology)

@@ -42,22 +42,36 @@ def save(
     extra: Any = None,
     asynchronous: bool = False,
 ) -> Future[None]:
-    """Write a checkpoint that :func:`load` reads at any world size. Collective: every rank calls.
+    """Write a checkpoint that ``load`` reads at any world size. Collective: every rank calls.
 
-    ``directory`` must be on a file system that all nodes share. A checkpoint that it holds already
-    is replaced at once when the new one is complete, and stays if the save fails; other files in
-    it are left alone. ``extra`` is whatever else a resumed run needs, such as the scheduler's
-    state and the position in the data: tensors, numbers, strings, None, and lists, tuples and
-    dicts of these. Rank 0's is kept. Save between steps: gradients are not kept, nor is what
-    ``error_feedback`` has held back: with it, a resumed run is not the same bit for bit.
+    Save between steps: gradients are not kept, nor is what ``error_feedback`` has held back: with
+    it, a resumed run is not the same bit for bit. Saves are written one after the other.
 
-    The returned future is done already, unless ``asynchronous``: then training may go on while a
-    thread writes a copy of the state as it is now, made in host memory. Saves are written one
-    after the other. Call ``result()`` on every rank before the process group is destroyed; it
-    raises what went wrong.
+    Args:
+        model: A cached model.
+        optimizer: Of the model's parameters, whichever class it has.
+        directory: On a file system that all nodes share. A checkpoint that it holds already is
+            replaced at once when the new one is complete, and stays if the save fails; other files
+            in it are left alone.
+        extra: Whatever else a resumed run needs, such as the scheduler's state and the position in
+            the data: tensors, numbers, strings, None, and lists, tuples and dicts of these. Rank
+            0's is kept.
+        asynchronous: Let training go on while a thread writes a copy of the state as it is now,
+            made in host memory.
 
-    Raises ``ValueError`` for an ``extra`` or an optimizer state that cannot be kept, and
-    ``RuntimeError`` on every rank if any rank could not write.
+    Returns:
+        A future, done already unless ``asynchronous``. Call ``result()`` on every rank before the
+        process group is destroyed; it raises what went wrong.
+
+    Raises:
+        ValueError: For an ``extra`` or an optimizer state that cannot be kept.
+        RuntimeError: On every rank if any rank could not write.
+
+    Example:
+        >>> saving = fcdp.save(model, optimizer, directory, extra={"step": 7}, asynchronous=True)
+        >>> saving.result()  # before the process group is destroyed
+        >>> fcdp.load(model, optimizer, directory)
+        {'step': 7}
     """
     engine = engine_of(model)
     topology = engine.topology

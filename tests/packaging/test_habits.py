@@ -33,7 +33,7 @@ def of_yaml(name: str) -> dict[str, Any]:
 
 def commands() -> list[str]:
     """What CONTRIBUTING.md says to run, without what explains it."""
-    blocks = "\n".join(re.findall(r"```\n(.*?)```", CONTRIBUTING, re.DOTALL)).splitlines()
+    blocks = "\n".join(re.findall(r"```bash\n(.*?)```", CONTRIBUTING, re.DOTALL)).splitlines()
     lines = [*blocks, *re.findall(r"`((?:make|python|\.venv)[^`]+)`", CONTRIBUTING)]
     return [line.partition("#")[0].strip() for line in lines]
 

@@ -18,6 +18,7 @@ TARGETS = (
     "check",
     "test",
     "lint",
+    "docs",
     "gpu",
     "setup",
     "baselines",
@@ -41,7 +42,7 @@ def test_every_target_can_be_shown_without_running_it(target: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("target", ["quickstart", "check", "test", "lint"])
+@pytest.mark.parametrize("target", ["quickstart", "check", "test", "lint", "docs"])
 def test_targets_that_need_the_environment_make_it_first(target: str) -> None:
     done = make("-n", target)
     assert "scripts/setup.sh" in done.stdout.splitlines()[0]

@@ -51,8 +51,24 @@ addEventListener("load", () => {
     problems, up, down: column(), sorted: [first, head.ariaSort],
     width: innerWidth, content: document.documentElement.scrollWidth,
     contrast: Math.min(...contrasts), ground,
-    pictures: [...document.images].every(image => image.complete && image.naturalWidth > 100),
-    unnamed: document.querySelectorAll("img:not([alt]), [role=region]:not([aria-label])").length,
+    pictures: [...document.querySelectorAll("figure svg")].map(picture => {
+      const box = picture.getBoundingClientRect(), ids = [...picture.querySelectorAll("[id]")];
+      const smallest = Math.min(...[...picture.querySelectorAll("text")]
+        .map(text => parseFloat(getComputedStyle(text).fontSize)));
+      return {
+        letters: smallest * box.width / picture.viewBox.baseVal.width,
+        scrolls: getComputedStyle(picture.closest(".scroll")).overflowX === "auto",
+        inside: box.width <= picture.closest(".scroll").scrollWidth,
+        text: Math.min(...[...picture.querySelectorAll("text")]
+          .map(text => light(getComputedStyle(text).fill))
+          .map(ink => (Math.max(ink, ground) + .05) / (Math.min(ink, ground) + .05))),
+        ids: ids.map(item => item.id),
+      };
+    }),
+    records: [...document.querySelectorAll("figure")]
+      .every(figure => figure.querySelector("figcaption a[href$='.jsonl']")),
+    unnamed: document.querySelectorAll(
+      "svg:not([aria-label]), img:not([alt]), [role=region]:not([aria-label])").length,
   }, "*");
 });
 </script>
@@ -75,9 +91,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     results = root / "results"
     (results / "parity").mkdir(parents=True)
     write_records(made_up.records(), results / "parity" / "records.jsonl")
+    found = {root / "records.jsonl": made_up.records()}
     pages = {
         "claims": (reproduction.write(results).page, '["Paper"]'),
-        "report": (run.write(made_up.records(), root, "deepspeed-zero3").report, '["s/step"]'),
+        "report": (
+            run.write(found, root, "deepspeed-zero3").report,
+            '["s/step"]',
+        ),
     }
     for name, (page, columns) in pages.items():
         probe = PROBE.replace("COLUMNS", f"new Set({columns})")
@@ -126,6 +146,14 @@ def test_a_page_is_whole_on_a_phone_and_a_desk_in_both_schemes(
         assert item["problems"] == []
         assert item["content"] <= item["width"]
         assert item["pictures"]
+        for picture in item["pictures"]:
+            assert picture["letters"] >= 9  # pixels
+            assert picture["scrolls"]
+            assert picture["inside"]
+            assert picture["text"] >= 3
+        ids = [name for picture in item["pictures"] for name in picture["ids"]]
+        assert len(set(ids)) == len(ids)
+        assert item["records"]
         assert item["unnamed"] == 0
         assert (item["ground"] < 0.1) is dark
         assert item["contrast"] >= 4.5  # WCAG 2.2, AA

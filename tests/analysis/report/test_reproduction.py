@@ -164,3 +164,24 @@ def test_the_command_writes_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert result.exit_code == 0, result.output
     assert (tmp_path / "REPRODUCTION.md").exists()
     assert str(results / "report.html") in result.output
+
+
+def test_the_page_opens_with_what_the_records_say(page: str) -> None:
+    opening = page.split("<main>")[1].split("<h2", 2)[1]
+
+    assert "emulated" in opening
+    assert "FCDP paper’s own results" in opening
+
+
+def test_the_committed_page_is_small_and_each_figure_has_its_records() -> None:
+    file = RESULTS / "report.html"
+    committed = file.read_text("utf-8")
+    captions = committed.split("<figcaption>")[1:]
+
+    assert file.stat().st_size < 3_000_000
+    assert "data:image" not in committed
+    assert len(captions) == committed.count("<svg ") > 50
+    for caption in captions:
+        linked = re.findall('href="(.*?)"', caption.split("</figcaption>")[0])
+        assert linked
+        assert [name for name in linked if not (RESULTS / name).is_file()] == []

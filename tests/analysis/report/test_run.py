@@ -15,7 +15,9 @@ from tests.analysis.pages import check_page
 @pytest.fixture(scope="module")
 def written(records: list[Record], tmp_path_factory: pytest.TempPathFactory) -> run.Written:
     again = records[0].model_copy(update={"started_at": "2025-12-31T00:00:00+00:00"})
-    return run.write([again, *records], tmp_path_factory.mktemp("report"), "deepspeed-zero3")
+    folder = tmp_path_factory.mktemp("run")
+    found = {folder / "records.jsonl": [again, *records]}
+    return run.write(found, folder / "report", "deepspeed-zero3")
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +27,11 @@ def page(written: run.Written) -> str:
 
 def test_the_page_is_whole_and_loads_nothing(page: str) -> None:
     check_page(page, pictures=2)
+
+
+def test_each_figure_links_its_records(page: str) -> None:
+    linked = [re.findall('href="(.*?)"', caption) for caption in page.split("<figcaption>")[1:]]
+    assert linked == [["../records.jsonl"]] * 2
 
 
 def test_error_texts_are_escaped(page: str) -> None:
@@ -69,7 +76,8 @@ def test_a_baseline_without_a_closed_form(records: list[Record], tmp_path: Path)
         if record.measurement is not None
     ]
 
-    page = run.write(without, tmp_path, "deepspeed-zero3").report.read_text("utf-8")
+    found = {tmp_path / "records.jsonl": without}
+    page = run.write(found, tmp_path, "deepspeed-zero3").report.read_text("utf-8")
 
     assert "the least that" not in page.split("<h2>")[0]
     assert "closed form" not in page.split("What to keep in mind")[1]
@@ -79,7 +87,7 @@ def test_a_page_of_nothing_but_failures(tmp_path: Path) -> None:
     cell = made_up.cell("fcdp", made_up.MODELS[0], "full", None)
     failed = made_up.record(cell, state="failed", error=None, measurement=None, network={})
 
-    written = run.write([failed], tmp_path, "deepspeed-zero3")
+    written = run.write({tmp_path / "records.jsonl": [failed]}, tmp_path, "deepspeed-zero3")
 
     assert written.figures == ()
     assert "no error text" in written.report.read_text("utf-8")

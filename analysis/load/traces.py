@@ -1,0 +1,226 @@
+"""One step's spans from a trace: the simulator's, or a rank's under torch's profiler.
+
+Both are files in the Trace Event Format; what each calls its spans differs.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+Lane = Literal[
+    "compute",
+    "gather, between nodes",
+    "gather, inside the node",
+    "reduce, between nodes",
+    "reduce, inside the node",
+    "cache and copies",
+    "disk",
+]
+LANES: tuple[Lane, ...] = get_args(Lane)
+Phase = Literal["forward", "backward", "optimizer"]
+
+#: Ranges of the library and, where it is not used, of FSDP2, whose exchanges cross nodes.
+_RANGES: dict[str, Lane] = {
+    "fcdp::gather_inter": "gather, between nodes",
+    "fcdp::gather_intra": "gather, inside the node",
+    "fcdp::reduce_inter": "reduce, between nodes",
+    "fcdp::reduce_replicas": "reduce, between nodes",
+    "fcdp::reduce_intra": "reduce, inside the node",
+    "fcdp::cache_store": "cache and copies",
+    "fcdp::cache_load": "cache and copies",
+}
+_FSDP2: dict[str, Lane] = {
+    "FSDP::all_gather": "gather, between nodes",
+    "FSDP::post_backward_reduce": "reduce, between nodes",
+}
+#: What goes on after the range that started it has ended.
+_BACKEND = ("gloo:",)
+#: Hooks between a module's computations: they wait, copy and exchange.
+_HOOKS = ("FSDP::", "fcdp::")
+#: What a phase starts with.
+_MARKS: dict[str, Phase] = {
+    "FSDP::root_pre_forward": "forward",
+    "FSDP::pre_backward": "backward",
+    "autograd::engine": "backward",
+    "Optimizer.step": "optimizer",
+}
+#: Computation without a gap longer than this share of the step is one span.
+_GAP = 0.003
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a rank does in one lane, in seconds from the step's start."""
+
+    lane: Lane
+    phase: Phase
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of one rank."""
+
+    name: str
+    #: How it was obtained: ``simulated`` or ``profiled``.
+    evidence: Literal["simulated", "profiled"]
+    spans: tuple[Span, ...]
+
+    @property
+    def seconds(self) -> float:
+        """From the first span's start to the last one's end."""
+        return max(span.end for span in self.spans)
+
+
+def load(file: Path) -> Step:
+    """The step of a trace, compressed or not.
+
+    Raises ``ValueError`` for a file that is no trace of a step on CPUs, ``OSError`` if it cannot
+    be read.
+    """
+    trace = _parsed(file)
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    if trace.get("otherData", {}).get("evidence") == "simulated":
+        name = trace["otherData"].get("cell", file.name.partition(".")[0])
+        return Step(name, "simulated", tuple(_from_zero(_simulated(events))))
+    if any(event.get("cat") == "kernel" for event in events):
+        raise ValueError(f"{file}: has kernels of a GPU, which this does not draw; see Perfetto")
+    # Of a run's folder: cells/ID/profile/rank0.json.gz.
+    cell, rank = file.resolve().parent.parent.name, file.name.partition(".")[0]
+    spans = tuple(_from_zero(_profiled(events)))
+    if not spans:
+        raise ValueError(f"{file}: holds no exchange of FCDP or FSDP2")
+    return Step(f"{cell}, {rank}", "profiled", spans)
+
+
+def _parsed(file: Path) -> dict[str, Any]:
+    content = file.read_bytes()
+    try:
+        if content.startswith(b"\x1f\x8b"):
+            content = gzip.decompress(content)
+        trace = json.loads(content)
+    except (ValueError, EOFError, OSError) as error:
+        raise ValueError(f"{file}: not a trace: {error}") from None
+    if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
+        raise ValueError(f"{file}: not a trace: it has no list of traceEvents")
+    return trace
+
+
+def _from_zero(found: Iterable[Span]) -> Iterator[Span]:
+    spans = sorted(found, key=lambda span: (span.start, span.end))
+    for span in spans:
+        yield Span(span.lane, span.phase, span.start - spans[0].start, span.end - spans[0].start)
+
+
+def _simulated(events: Sequence[dict[str, Any]]) -> Iterator[Span]:
+    """A task stands where the resource is that it uses most."""
+    for event in events:
+        name, start = event["name"], event["ts"]
+        if event["dur"] > 0:
+            lane = _lane(name, event["args"])
+            yield _span(lane, _named_phase(name), start, start + event["dur"])
+
+
+def _named_phase(name: str) -> Phase:
+    if name.startswith("forward"):
+        return "forward"
+    return "backward" if name.startswith(("backward", "reduce", "gradients")) else "optimizer"
+
+
+def _lane(name: str, demands: dict[str, float]) -> Lane:
+    most = max(demands, key=lambda key: demands[key], default="compute_seconds")
+    resource = most.removesuffix("_seconds")
+    kind = re.search(r"\b(gather|reduce)\b", name)
+    if resource == "disk":
+        return "disk"
+    if resource in ("host_to_device", "device_to_host"):
+        return "cache and copies"
+    if kind is None or name.endswith(("store", "copy in")):
+        return "compute"
+    inside = resource != "inter_node"
+    if kind[1] == "gather":
+        return "gather, inside the node" if inside else "gather, between nodes"
+    return "reduce, inside the node" if inside else "reduce, between nodes"
+
+
+def _profiled(events: Sequence[dict[str, Any]]) -> Iterator[Span]:
+    """Ranges of exchanges last until what they started has ended; the rest computes."""
+    events = sorted(events, key=lambda event: (event["ts"], -event["dur"]))
+    known = _RANGES if any(_key(event) in _RANGES for event in events) else _FSDP2
+    ranges = [event for event in events if _key(event) in known]
+    if not ranges:
+        return
+    phase_of = _phases(events)
+    ends = _ends(ranges, events)
+    for event, end in zip(ranges, ends, strict=True):
+        yield _span(known[_key(event)], phase_of(event["ts"]), event["ts"], end)
+    for start, end in _computing(events, phase_of):
+        yield _span("compute", phase_of(start), start, end)
+
+
+def _span(lane: Lane, phase: Phase, start: float, end: float) -> Span:
+    return Span(lane, phase, start / 1e6, end / 1e6)
+
+
+def _key(event: dict[str, Any]) -> str:
+    return str(event["name"]).split(" ", 1)[0]
+
+
+def _ends(ranges: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]]) -> list[float]:
+    """When each range's own work ended, and what of the backend's it had started."""
+    ends = [event["ts"] + event["dur"] for event in ranges]
+    own, starts = list(ends), [event["ts"] for event in ranges]
+    for event in events:
+        if event["name"].startswith(_BACKEND):
+            at = bisect_right(starts, event["ts"]) - 1
+            if at >= 0 and event["ts"] <= own[at]:
+                ends[at] = max(ends[at], event["ts"] + event["dur"])
+    return ends
+
+
+def _phases(events: Sequence[dict[str, Any]]) -> Callable[[float], Phase]:
+    """What a moment belongs to: the phase whose last mark before it is the latest."""
+    marks: list[tuple[float, Phase]] = sorted(
+        (event["ts"], phase)
+        for event in events
+        for start, phase in _MARKS.items()
+        if event["name"].startswith(start)
+    )
+    times = [at for at, _ in marks]
+
+    def phase_of(at: float) -> Phase:
+        before = bisect_right(times, at)
+        return marks[before - 1][1] if before else "forward"
+
+    return phase_of
+
+
+def _computing(
+    events: Sequence[dict[str, Any]], phase_of: Callable[[float], Phase]
+) -> Iterator[tuple[float, float]]:
+    """When operators run that are no part of FSDP2's hooks, near ones of a phase joined."""
+    step = max(e["ts"] + e["dur"] for e in events) - min(e["ts"] for e in events)
+    until, joined = 0.0, None
+    for event in events:
+        start, end = event["ts"], event["ts"] + event["dur"]
+        if event["name"].startswith(_HOOKS):
+            until = max(until, end)
+        if start < until or not event["name"].startswith("aten::"):
+            continue
+        if joined is None:
+            joined = (start, end)
+        elif start - joined[1] <= _GAP * step and phase_of(start) == phase_of(joined[0]):
+            joined = (joined[0], max(joined[1], end))
+        else:
+            yield joined
+            joined = (start, end)
+    if joined is not None:
+        yield joined

@@ -1,0 +1,181 @@
+"""What the documentation's site has beside the pages of docs: the reference, and what they link.
+
+mkdocs calls these functions (``hooks`` in mkdocs.yml). Pages link files of the repository as
+GitHub shows them, ``../fcdp/engine.py``; here each such file becomes a page of the site, so that
+no link leaves it and all of them are checked.
+"""
+
+from __future__ import annotations
+
+import ast
+import posixpath
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.pages import Page
+
+from scripts.examples import SETTING
+
+ROOT = Path(__file__).resolve().parent.parent
+#: Where files of the repository stand in the site.
+_FOLDER = "repository"
+_LINK = re.compile(r"\[(?P<text>[^\[\]]*)\]\((?P<target>[^)#\s]+)(?P<heading>#[^)\s]+)?\)")
+#: In HTML, which mkdocs leaves as it is.
+_PICTURE = re.compile(r"\b(?P<name>src|srcset)=\"(?P<target>[^\"\s]+)\"")
+_LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "bash", "": "docker"}
+#: The reference's parts, in the order in which they are needed.
+_PARTS = {
+    "Set-up": ("shard", "cache_parameters", "is_cached", "Topology"),
+    "Training": ("accumulate", "discard", "invalidate", "ledger", "Ledger"),
+    "Checkpoints and exports": ("save", "load", "save_adapters", "export"),
+    "Policies": (
+        "HostCache", "DeviceCache", "DiskCache", "NoCache", "Threshold", "Budget", "Auto",
+        "CachePolicy",
+    ),
+    "Codecs": ("BlockInt8", "BlockInt4", "Codec"),
+}  # fmt: skip
+
+
+_OPENING = f"""What `fcdp` has, from its docstrings. [The API](api.md) is an overview.
+
+A test runs the examples on two ranks, each a node of its own, after
+
+```python
+{SETTING}```
+
+with `directory` an empty folder that both see."""
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the reference, and each file of the repository that a page links."""
+    files.append(File.generated(config, "reference.md", content=_reference()))
+    # A folder's page and that of its README are one.
+    linked = {
+        _uri(path): path.parent if path.name == "README.md" else path
+        for page in list(files.documentation_pages())
+        for path in _outside(page.content_string, page.src_uri)
+    }
+    for uri, path in sorted(linked.items()):
+        files.append(_file(uri, path, config))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Point links at the pages that files of the repository have here."""
+    here = page.file.src_uri
+
+    def moved(match: re.Match[str]) -> str:
+        path = _path(match["target"], here)
+        if path is None:
+            return match[0]
+        uri = _uri(path)
+        if files.get_file_from_path(uri) is None:
+            # A page of the repository links more than pages of docs do: that stays in it.
+            return match["text"]
+        return f"[{match['text']}]({_relative(uri, here)}{match['heading'] or ''})"
+
+    def moved_picture(match: re.Match[str]) -> str:
+        path = _path(match["target"], here)
+        target = match["target"] if path is None else _relative(_uri(path), here)
+        return f'{match["name"]}="{target}"'
+
+    return _PICTURE.sub(moved_picture, _LINK.sub(moved, markdown))
+
+
+def _relative(uri: str, page: str) -> str:
+    return posixpath.relpath(uri, posixpath.dirname(page))
+
+
+def _reference() -> str:
+    """A heading per part, and mkdocstrings' directive for each public name."""
+    named = [name for names in _PARTS.values() for name in names]
+    if sorted(named) != sorted(_public()):
+        raise ValueError(f"the reference has {sorted(named)}; fcdp has {sorted(_public())}")
+    of = _public()
+    parts = [
+        f"## {part}\n\n" + "\n\n".join(_directive(f"{of[name]}.{name}") for name in names)
+        for part, names in _PARTS.items()
+    ]
+    return "\n\n".join(["# Reference", _OPENING, *parts]) + "\n"
+
+
+def _directive(name: str) -> str:
+    """A module and a function in it may have one name: its own module's is meant."""
+    return f"::: {name}\n    options: {{heading_level: 3}}"
+
+
+def _public() -> dict[str, str]:
+    """The modules of what ``fcdp`` has, read and not imported: a site needs no torch."""
+    module = ast.parse((ROOT / "fcdp" / "__init__.py").read_text(encoding="utf-8"))
+    return {
+        item.name: str(node.module)
+        for node in module.body
+        if isinstance(node, ast.ImportFrom)
+        for item in node.names
+    }
+
+
+def _outside(markdown: str, page: str) -> Iterator[Path]:
+    """Files and folders of the repository, outside of docs, that a page links."""
+    for match in _LINK.finditer(markdown):
+        path = _path(match["target"], page)
+        if path is not None and not _is_a_page_or_figure(path):
+            yield path
+
+
+def _is_a_page_or_figure(path: Path) -> bool:
+    return path.is_relative_to("docs") and path.suffix != ".py"
+
+
+def _path(target: str, page: str) -> Path | None:
+    """What a relative link names, from the repository's root; nothing elsewhere, or of mkdocs."""
+    if "://" in target or page == "reference.md":
+        return None
+    at = posixpath.normpath(posixpath.join(posixpath.dirname(_source(page)), target))
+    return Path(at) if (ROOT / at).exists() else None
+
+
+def _source(uri: str) -> str:
+    """Where the file of a page lies in the repository."""
+    inside, _, rest = uri.partition("/")
+    if inside != _FOLDER:
+        return f"docs/{uri}"
+    return rest
+
+
+def _uri(path: Path) -> str:
+    """Where a file of the repository stands in the site."""
+    if _is_a_page_or_figure(path):
+        return path.relative_to("docs").as_posix()
+    there = ROOT / path
+    if there.is_dir():
+        return f"{_FOLDER}/{path.as_posix()}/README.md"
+    page = path.suffix == ".md" or path.suffix not in _LANGUAGES
+    return f"{_FOLDER}/{path.as_posix()}" + ("" if page else ".md")
+
+
+def _file(uri: str, path: Path, config: MkDocsConfig) -> File:
+    there = ROOT / path
+    options: dict[str, Any] = {"inclusion": InclusionLevel.NOT_IN_NAV}
+    if there.is_file() and path.suffix not in {*_LANGUAGES, ".md"}:
+        return File.generated(config, uri, abs_src_path=str(there), **options)
+    return File.generated(config, uri, content=_content(path), **options)
+
+
+def _content(path: Path) -> str:
+    """A page of a file or folder: a Markdown file as it is, another's text, a folder's names."""
+    there = ROOT / path
+    if there.is_dir():
+        readme = there / "README.md"
+        said = readme.read_text(encoding="utf-8") if readme.exists() else f"# {path}\n"
+        held = sorted(item for item in there.iterdir() if not item.name.startswith(("_", ".")))
+        names = "\n".join(f"- `{item.name}{'/' * item.is_dir()}`" for item in held)
+        return f"{said}\n\n## Files\n\n{names}\n"
+    text = there.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        return text
+    return f"# {path}\n\n````{_LANGUAGES[path.suffix]}\n{text}````\n"

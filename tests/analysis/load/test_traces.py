@@ -1,0 +1,125 @@
+"""Spans of a step: from the simulator's trace, and from one of torch's profiler."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from analysis.load.traces import load
+from simulation.trace import chrome_trace
+from tests.simulation.workloads import predicted
+
+COMMITTED = next(
+    (Path(__file__).parents[3] / "results" / "timeline").glob("*/profile/rank0.json.gz")
+)
+
+
+def event(name: str, ts: float, dur: float, **more: Any) -> dict[str, Any]:
+    return {"ph": "X", "cat": "cpu_op", "name": name, "ts": ts, "dur": dur, "args": {}, **more}
+
+
+def written(folder: Path, events: list[dict[str, Any]]) -> Path:
+    file = folder / "cell" / "profile" / "rank1.json.gz"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+    return file
+
+
+def test_a_simulated_step_has_each_task_where_it_takes_most(tmp_path: Path) -> None:
+    prediction = predicted("fcdp")
+    file = tmp_path / "trace.json"
+    file.write_text(json.dumps(chrome_trace(prediction)))
+
+    step = load(file)
+
+    assert (step.name, step.evidence) == ("trace", "simulated")
+    assert step.seconds == pytest.approx(prediction.step_seconds)
+    lasting = [s for s in prediction.timeline.spans if s.end > s.start]
+    assert len(step.spans) == len(lasting)
+    crossing = [span for span in step.spans if span.lane == "gather, between nodes"]
+    assert {span.phase for span in crossing} == {"forward"}
+    assert {s.phase for s in step.spans if s.lane == "gather, inside the node"} == {
+        "forward",
+        "backward",
+    }
+
+
+def test_an_exchange_lasts_until_the_backend_is_done(tmp_path: Path) -> None:
+    step = load(
+        written(
+            tmp_path,
+            [
+                event("FSDP::root_pre_forward", 1000, 1),
+                event("FSDP::all_gather (block)", 1010, 12),
+                event("fcdp::gather_inter block", 1012, 8),
+                event("gloo:send", 1014, 50),
+                event("aten::copy_", 1015, 2),  # in the hook: it does not compute
+                event("aten::mm", 1070, 10),
+                event("aten::mm", 1080, 10),
+                event("FSDP::pre_backward", 1100, 1),
+                event("aten::mm", 1101.5, 20),
+                event("fcdp::reduce_inter block", 1130, 2),
+                event("gloo:send", 1131, 30),
+                event("Optimizer.step#AdamW.step", 1170, 9),
+                event("aten::add_", 1171, 7),
+            ],
+        )
+    )
+
+    assert step.name == "cell, rank1"
+    spans = {
+        (span.lane, span.phase): (round(1e6 * span.start, 1), round(1e6 * span.end, 1))
+        for span in step.spans
+    }
+    assert spans == {
+        ("gather, between nodes", "forward"): (0, 52),
+        ("compute", "forward"): (58, 78),
+        ("compute", "backward"): (89.5, 109.5),
+        ("reduce, between nodes", "backward"): (118, 149),
+        ("compute", "optimizer"): (159, 166),
+    }
+
+
+def test_without_this_library_the_ranges_are_fsdp2s(tmp_path: Path) -> None:
+    events = [event("FSDP::all_gather (block)", 0, 5), event("gloo:all_gather", 1, 20)]
+    (span,) = load(written(tmp_path, events)).spans
+    assert (span.lane, span.end) == ("gather, between nodes", pytest.approx(21e-6))
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"{", "not a trace"),
+        (b"\x1f\x8b not compressed", "not a trace"),
+        (b"[]", "no list of traceEvents"),
+        (b'{"traceEvents": []}', "no exchange of FCDP or FSDP2"),
+    ],
+)
+def test_what_is_no_trace_is_an_error_with_its_file(
+    content: bytes, says: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "rank0.json.gz"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"rank0\.json\.gz.*{says}"):
+        load(file)
+
+
+def test_a_trace_of_a_gpu_is_refused(tmp_path: Path) -> None:
+    events = [event("fcdp::gather_inter block", 0, 5), event("gemm", 1, 20, cat="kernel")]
+    with pytest.raises(ValueError, match="kernels of a GPU"):
+        load(written(tmp_path, events))
+
+
+def test_the_committed_step_gathers_each_unit_across_nodes_once() -> None:
+    """Five units, and nothing in backward: the cache has them."""
+    step = load(COMMITTED)
+    crossing = [span.phase for span in step.spans if span.lane == "gather, between nodes"]
+    assert crossing == ["forward"] * 5
+    reduced = [span.phase for span in step.spans if span.lane == "reduce, between nodes"]
+    assert reduced == ["backward"] * 5
+    loads = [s for s in step.spans if (s.lane, s.phase) == ("cache and copies", "backward")]
+    assert len(loads) == 4  # the root stays gathered

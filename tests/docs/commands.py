@@ -1,0 +1,66 @@
+"""The commands that README and docs show, as they are written."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.docs import DOCS, ROOT
+
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+#: What a fence of ours may be of; only the first two hold commands.
+LANGUAGES = {"bash", "console", "text", "python", "yaml", "json"}
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A command in a page."""
+
+    page: str
+    text: str
+
+    @property
+    def words(self) -> list[str]:
+        """The command's own, without settings of its environment."""
+        return shlex.split(self.called)
+
+    @property
+    def called(self) -> str:
+        """The text from the name of the program on."""
+        return re.sub(r"^([A-Z_]+=\S+ )+", "", self.text)
+
+
+def fences(page: Path) -> list[tuple[str, str]]:
+    """Language and text of each fenced block."""
+    found: list[tuple[str, str]] = []
+    language: str | None = None
+    held: list[str] = []
+    for line in page.read_text(encoding="utf-8").splitlines():
+        if line.startswith("```") and language is None:
+            language, held = line[3:], []
+        elif line == "```" and language is not None:
+            found.append((language, "\n".join(held)))
+            language = None
+        else:
+            held.append(line)
+    assert language is None, f"{page}: a block has no end"
+    return found
+
+
+def shown(page: Path) -> list[Shown]:
+    """The page's commands, in order; continued lines are one, comments are none."""
+    found = []
+    for language, text in fences(page):
+        if language not in ("bash", "console"):
+            continue
+        for line in text.replace("\\\n", " ").splitlines():
+            if language == "console":
+                if not line.startswith("$ "):
+                    continue  # what the command prints
+                line = line[2:]
+            without = re.sub(r"(^|\s)#.*", "", line).strip()
+            if without:
+                found.append(Shown(page.name, " ".join(without.split())))
+    return found

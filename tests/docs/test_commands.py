@@ -1,0 +1,208 @@
+"""Each command that README and docs show is run as it is written, or it is said why not.
+
+What is not run is still held to what there is: options and values are parsed, a matrix of an
+emulated cluster is expanded by ``--dry-run``, make shows its target, what a launcher or an image is
+told is parsed.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_group
+
+import analysis.__main__
+import experiments.__main__
+from tests.docs import ROOT
+from tests.docs.commands import LANGUAGES, PAGES, Shown, fences, shown
+
+pytestmark = pytest.mark.ranks
+
+_GROUPS = {
+    "experiments": get_group(experiments.__main__.app),
+    "analysis": get_group(analysis.__main__.app),
+}
+_NETWORK = "makes network namespaces and trains for minutes; tests of the cluster do"
+_SIMULATED = "simulates for a minute or more; tests/simulation/test_paper.py holds its records"
+_IMAGE = "needs an image and a Docker engine; tests/launch/test_docker.py has both where it can"
+_NODES = "needs nodes; tests/launch/test_launch.py runs the script with stand-ins for them"
+_MAKE = "sets up an environment first, for minutes to hours; .ci/run does"
+#: Why a command is not run here, by how it begins; the longest beginning counts.
+WHY = {
+    "make ": _MAKE,
+    "docker ": _IMAGE,
+    "launch/": _NODES,
+    "sbatch ": _NODES,
+    "sky ": _NODES,
+    "python -m experiments run ": _NETWORK,
+    "python -m experiments run paper --cluster simulated": _SIMULATED,
+    "python -m experiments run paper/policies --cluster simulated": _SIMULATED,
+    "python -m experiments memory": "trains 30B models on an imitated device for an hour; "
+    "tests/simulation/imitated has small ones",
+    "python -m experiments validate": "predicts every record, beside them; "
+    "tests/experiments/commands/test_validate.py does for some",
+    "python -m experiments plan --preflight": "reads what preflight measured on nodes; "
+    "tests/experiments/commands/test_plan.py makes such a file",
+    "python -m analysis report": "draws for minutes; tests/analysis/report/test_reproduction.py "
+    "compares the document with what is committed",
+    "python -m analysis table runs/mine": "reads what the run before it has left",
+}
+
+
+def reason(command: Shown) -> str | None:
+    """Why the command is not run here."""
+    start = max((start for start in WHY if command.called.startswith(start)), key=len, default=None)
+    return None if start is None else WHY[start]
+
+
+COMMANDS = {page.relative_to(ROOT).as_posix(): shown(page) for page in PAGES}
+WITH_COMMANDS = [name for name, commands in COMMANDS.items() if commands]
+ALL = [command for commands in COMMANDS.values() for command in commands]
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The repository to write into: its files by links, docs in a copy, ``runs`` empty."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for item in ROOT.iterdir():
+        if item.name not in ("docs", "runs", "build", ".git"):
+            (folder / item.name).symlink_to(item)
+    shutil.copytree(ROOT / "docs", folder / "docs")
+    (folder / "runs").mkdir()
+    return folder
+
+
+def test_every_block_says_what_it_is() -> None:
+    languages = Counter(language for page in PAGES for language, _ in fences(page))
+    assert set(languages) <= LANGUAGES
+
+
+def test_no_block_of_text_hides_a_command() -> None:
+    words = ("python -m", "make ", "docker ", "$ ", "launch/", "sbatch ")
+    for page in PAGES:
+        for language, text in fences(page):
+            if language == "text":
+                assert [line for line in text.splitlines() if line.startswith(words)] == []
+
+
+def test_every_reason_is_some_commands() -> None:
+    assert [start for start in WHY if not any(c.called.startswith(start) for c in ALL)] == []
+    assert len(ALL) > 35
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS)
+def test_the_commands_of_a_page_run_as_written(page: str, checkout: Path) -> None:
+    """In the page's order; those that are not run are held to what there is."""
+    for command in COMMANDS[page]:
+        if reason(command) is None:
+            run(command.text, checkout)
+        else:
+            check(command, checkout)
+
+
+def run(text: str, folder: Path) -> None:
+    """Run a command as a shell would, by this interpreter."""
+    bin_ = folder / ".bin"
+    bin_.mkdir(exist_ok=True)
+    if not (bin_ / "python").exists():
+        (bin_ / "python").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+        (bin_ / "python").chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-c", text],
+        cwd=folder,
+        env={**os.environ, "PATH": f"{bin_}:{os.environ['PATH']}", "PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, f"{text}\n{done.stdout}{done.stderr}"
+    assert "Traceback" not in done.stderr
+
+
+def check(command: Shown, folder: Path) -> None:
+    """Hold a command to what there is, without what it would take to run it."""
+    words = command.words
+    if words[:2] == ["python", "-m"]:
+        parse(words[2], words[3:])
+        if words[3] == "run" and "simulated" not in words:
+            expand(f"{command.text} --dry-run", folder)
+    elif words[0] == "make":
+        outside = {name: value for name, value in os.environ.items() if name[:4] != "MAKE"}
+        done = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, env=outside, check=False)
+        assert done.returncode == 0, command.text
+    else:
+        check_program(words)
+
+
+@functools.cache
+def expand(text: str, folder: Path) -> None:
+    """Several pages show one matrix."""
+    run(text, folder)
+
+
+def parse(program: str, words: list[str]) -> None:
+    """Have the command line read, options and values, and nothing called."""
+    name, command, rest, outer = called(program, words)
+    command.make_context(name, rest, parent=outer)
+
+
+def called(program: str, words: list[str]) -> tuple[str, Any, list[str], Any]:
+    """The command that these words call, what is left of them, and the context."""
+    group = _GROUPS[program]
+    outer = group.make_context(program, words[:1], resilient_parsing=True)
+    name, command, rest = group.resolve_command(outer, words)
+    return name, command, rest, outer
+
+
+def check_program(words: list[str]) -> None:
+    """A launcher's commands and an image's arguments are those of ``experiments``."""
+    match words:
+        case [script, _, *commands] if script.startswith("launch/"):
+            assert os.access(ROOT / script, os.X_OK)
+            told = commands
+        case ["sbatch", *_]:
+            at = words.index("launch/slurm.sbatch")
+            told = words[at + 1 :]
+        case ["sky", "launch", *_]:
+            assert (ROOT / words[-1]).is_file()
+            told = []
+        case ["docker", "build", *_]:
+            assert {"BASE", "TORCH"} >= {w.split("=")[0] for w in words if re.match("[A-Z]+=", w)}
+            assert words[-1] == "."
+            told = []
+        case ["docker", "run", *_]:
+            inner = words[words.index("fcdp") + 1 :]
+            told = [] if inner == ["--help"] else [shlex.join(inner)]
+        case _:
+            raise AssertionError(f"{words[0]}: nobody knows how to check this")
+    for text in told:
+        parse("experiments", shlex.split(text))
+
+
+def test_commands_in_sentences_name_what_there_is() -> None:
+    """Programs, commands and options; what is in capitals stands for something."""
+    found = 0
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.M)
+        for match in re.findall(r"`python -m (experiments|analysis)\s+([^`]+)`", text):
+            program, words = match[0], " ".join(match[1].split()).split()
+            if words[0].isupper():
+                continue
+            _, command, _, _ = called(program, words)
+            options = {name for parameter in command.params for name in parameter.opts}
+            inner = getattr(command, "commands", {}).values()
+            options |= {name for each in inner for p in each.params for name in p.opts}
+            assert {word for word in words if word.startswith("--")} <= options, (page.name, words)
+            found += 1
+    assert found > 15

@@ -1,0 +1,137 @@
+"""Docstrings of the library: every argument, what is returned and raised, an example that runs."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import doctest
+import importlib
+import inspect
+import io
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import fcdp
+from scripts.examples import SETTING
+from tests.ranks import Pools
+
+_FLAGS = doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL
+#: Of protocols: what others write, and only its class has an example.
+_DECLARED = {"CachePolicy.place", "Codec.encoded_bytes", "Codec.encode", "Codec.decode"}
+#: Counting is the library's.
+_INTERNAL = {"Ledger.add", "Ledger.hold", "Topology.is_beside", "Topology.failures"}
+
+
+def public() -> Iterator[tuple[str, Any]]:
+    """Functions, classes and their methods, by name."""
+    for name in fcdp.__all__:
+        found = getattr(fcdp, name)
+        yield name, found
+        if inspect.isclass(found) and name in ("Topology", "Ledger", "Codec", "CachePolicy"):
+            for method, member in vars(found).items():
+                function = getattr(member, "__func__", member)
+                if inspect.isfunction(function) and not method.startswith("_"):
+                    yield f"{name}.{method}", getattr(found, method)
+
+
+PUBLIC = {name: found for name, found in public() if name not in _INTERNAL}
+CALLED = {name: found for name, found in PUBLIC.items() if not inspect.isclass(found)}
+MADE = ("DiskCache", "Threshold", "Budget", "Auto", "BlockInt8", "BlockInt4")
+
+
+def sections(found: Any) -> dict[str, str]:
+    """The docstring's parts by title, as Google writes them."""
+    parts = re.split(r"^(\w+):\n", inspect.getdoc(found) or "", flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def described(found: Any) -> list[str]:
+    return re.findall(r"^    (\w+): ", sections(found).get("Args", ""), re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", [*CALLED, *MADE])
+def test_every_argument_is_described_in_order(name: str) -> None:
+    wanted = [key for key in inspect.signature(PUBLIC[name]).parameters if key != "self"]
+    assert described(PUBLIC[name]) == wanted
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_what_is_returned_is_described(name: str) -> None:
+    returned = inspect.signature(CALLED[name]).return_annotation
+    assert ("Returns" in sections(CALLED[name])) == (returned != "None")
+
+
+@pytest.mark.parametrize("name", [*CALLED, *MADE])
+def test_what_the_function_itself_raises_is_described(name: str) -> None:
+    raised = {
+        ast.unparse(node.exc.func)
+        for node in ast.walk(ast.parse(inspect.cleandoc(_source(PUBLIC[name]))))
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)
+    }
+    told = re.findall(r"^    (\w+): ", sections(PUBLIC[name]).get("Raises", ""), re.MULTILINE)
+    assert raised <= set(told)
+    assert [error for error in told if not error.endswith("Error")] == []
+
+
+def _source(found: Any) -> str:
+    return "\n" + inspect.getsource(found)
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC if name not in _DECLARED])
+def test_each_has_an_example(name: str) -> None:
+    assert ">>> " in sections(PUBLIC[name]).get("Example", ""), name
+
+
+def run_examples() -> dict[str, str]:
+    """Every example of every public name, each from the same setting; what did not come out."""
+    failed = {}
+    for name in fcdp.__all__:
+        found = getattr(fcdp, name)
+        # By its own module: one of the package may have the function's name.
+        module = importlib.import_module(found.__module__)
+        for test in doctest.DocTestFinder(recurse=True).find(found, name, module=module):
+            if test.examples:
+                said = _run(test)
+                if said:
+                    failed[test.name] = said
+    return failed
+
+
+def _run(test: doctest.DocTest) -> str:
+    said: list[str] = []
+    with _folder() as folder:
+        scope: dict[str, Any] = {"directory": folder}
+        exec(compile(SETTING, "setting", "exec", dont_inherit=True), scope)
+        test.globs = scope
+        with contextlib.redirect_stderr(io.StringIO()):
+            doctest.DocTestRunner(optionflags=_FLAGS).run(test, out=said.append)
+    return "".join(said)
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    """One of rank 0's, for all."""
+    with tempfile.TemporaryDirectory() as own:
+        shared: list[str | None] = [own]
+        dist.broadcast_object_list(shared)
+        yield Path(str(shared[0]))
+        dist.barrier()
+
+
+def test_the_examples_come_out_on_two_nodes(ranks: Pools) -> None:
+    assert ranks.run(2, run_examples) == [{}, {}]
+
+
+def test_an_example_that_is_wrong_is_found() -> None:
+    """Of the test itself: it compares."""
+    parser: Callable[..., doctest.DocTest] = doctest.DocTestParser().get_doctest
+    said: list[str] = []
+    test = parser(">>> 1 + 1\n3\n", {}, "wrong", None, None)
+    doctest.DocTestRunner(optionflags=_FLAGS).run(test, out=said.append)
+    assert "Expected:" in "".join(said)

@@ -1,0 +1,111 @@
+"""The documentation's site: built without a warning, and every link in it leads somewhere."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+import fcdp
+from tests.docs import DOCS, ROOT
+
+pytest.importorskip("mkdocs", reason="no mkdocs here: make setup installs it (group docs)")
+pytest.importorskip("mkdocstrings_handlers.python", reason="no mkdocstrings here: make setup")
+pytestmark = pytest.mark.ranks
+
+#: Of the theme, for pages that a server makes.
+_NOT_PAGES = {"404.html"}
+
+
+class Reader(HTMLParser):
+    """What a page links and fetches, and what may be linked in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.fetched: list[str] = []
+        self.ids: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = {name: value or "" for name, value in attrs}
+        self.ids |= {found[name] for name in ("id", "name") if name in found}
+        if tag == "a" and "href" in found:
+            self.links.append(found["href"])
+        elif tag in ("img", "script", "link"):
+            self.fetched += [found[name] for name in ("src", "href") if name in found]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As ``make docs`` builds it."""
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": _path()},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "WARNING" not in done.stderr
+    return folder
+
+
+def _path() -> str:
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+
+
+@pytest.fixture(scope="module")
+def pages(site: Path) -> dict[Path, Reader]:
+    found = {}
+    for file in site.rglob("*.html"):
+        if file.name not in _NOT_PAGES:
+            found[file] = Reader()
+            found[file].feed(file.read_text(encoding="utf-8"))
+    return found
+
+
+def test_each_page_of_docs_is_a_page_of_the_site_and_scripts_are_not(site: Path) -> None:
+    names = {page.stem for page in DOCS.glob("*.md")} - {"README"} | {"index", "reference"}
+    assert {page.stem for page in site.glob("*.html")} - {"404"} == names
+    scripts = set(site.rglob("*.py")) | set(site.rglob("__pycache__"))
+    assert scripts == set()
+
+
+def test_the_reference_has_every_public_name(site: Path, pages: dict[Path, Reader]) -> None:
+    ids = pages[site / "reference.html"].ids
+    named = {name.rpartition(".")[2] for name in ids if name.startswith("fcdp.")}
+    assert set(fcdp.__all__) <= named
+    text = (site / "reference.html").read_text(encoding="utf-8")
+    assert not any(role in text for role in (":func:", ":class:", ":meth:"))
+
+
+def test_every_link_inside_leads_to_a_page_and_its_heading(pages: dict[Path, Reader]) -> None:
+    wrong = [problem for page in pages for problem in _problems(page, pages)]
+    assert wrong == []
+    assert sum(len(page.links) for page in pages.values()) > 1000
+
+
+def _problems(page: Path, pages: dict[Path, Reader]) -> Iterator[str]:
+    for link in pages[page].links + pages[page].fetched:
+        target = urlsplit(link)
+        if target.scheme or target.netloc:
+            continue
+        file = (page.parent / unquote(target.path)).resolve() if target.path else page
+        if not file.is_file():
+            yield f"{page.name}: {link}: no such file"
+        elif target.fragment and file in pages and unquote(target.fragment) not in pages[file].ids:
+            yield f"{page.name}: {link}: no such heading"
+
+
+def test_nothing_is_fetched_from_elsewhere(pages: dict[Path, Reader]) -> None:
+    fetched = {source for page in pages.values() for source in page.fetched}
+    assert [source for source in fetched if urlsplit(source).netloc] == []

@@ -1,0 +1,50 @@
+"""TAB after `python -m experiments`, in a real bash."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments.commands import COMMANDS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.ranks
+
+
+def completed(line: str) -> list[str]:
+    """What bash offers for the last word of a line."""
+    words = [*line.split()] + ([""] if line.endswith(" ") else [])
+    words[0] = sys.executable
+    script = (
+        f". scripts/completion.bash; COMP_WORDS=({' '.join(map(shlex.quote, words))}); "
+        f'COMP_CWORD={len(words) - 1}; _fcdp_complete; printf "%s\\n" "${{COMPREPLY[@]}}"'
+    )
+    done = subprocess.run(
+        ["bash", "-euc", script], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("python -m experiments ru", {"run"}),
+        ("python -m experiments run --dry", {"--dry-run"}),
+        ("python -m analysis ti", {"timeline"}),
+        ("python -m analysis table --mark", {"--markdown"}),
+        ("python -m experiments ", set(COMMANDS)),
+    ],
+)
+def test_commands_and_options_are_offered(line: str, offered: set[str]) -> None:
+    assert set(completed(line)) == offered
+
+
+@pytest.mark.parametrize("line", ["python -m json", "python -m json.tool ", "python setup.py ru"])
+def test_nothing_is_offered_for_other_programs(line: str) -> None:
+    assert completed(line) == []
