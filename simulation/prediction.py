@@ -76,7 +76,9 @@ def utilisations(
     """
     length, lora, peak = workload.sequence_length, workload.lora, hardware.device.peak_flops
     model_flops = shapes.model_flops(workload.model, length, lora)
-    all_flops = shapes.hardware_flops(workload.model, length, lora, workload.recomputed)
+    # Selective checkpointing computes no product again.
+    again = workload.recomputed if workload.checkpointing == "full" else 0.0
+    all_flops = shapes.hardware_flops(workload.model, length, lora, again)
     return (
         shapes.utilisation(model_flops, tokens_per_gpu_s, peak),
         shapes.utilisation(all_flops, tokens_per_gpu_s, peak),

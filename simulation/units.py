@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from baselines.schedule import Schedule
+from simulation.rates import Work
 from simulation.transformer import Rows, padded_numel
+from simulation.work import block_work, head_work, recomputed_work
 from simulation.workload import Workload
 
 #: As ``fcdp.partition`` has them: adapters that stay gathered share units of this size at most.
@@ -14,6 +16,7 @@ _BUCKET_BYTES = 25 * 2**20
 _STORED_BYTES = 4
 #: Matrices whose input, in the first block, comes from the embeddings through a norm.
 _READS_EMBEDDINGS = ("attn.c_attn", "q_proj", "k_proj", "v_proj")
+_NOTHING = Work(0.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,9 +38,11 @@ class Segment:
     """A stretch of computation of one rank and token, and the units that it waits for."""
 
     name: str
-    forward_flops: float
-    backward_flops: float
+    forward: Work
+    backward: Work
     units: tuple[Unit, ...]
+    #: What backward computes again where the block's activations are not kept.
+    again: Work = _NOTHING
     #: Whether it is the first of its block.
     block: bool = False
     #: Whether backward needs the units: the gradient of an input that nothing trained has made is
@@ -130,21 +135,18 @@ class _Model:
         return Unit("root", padded_numel(rows, 1), gathered, trained, kept=True)
 
     def _head(self, root: Unit) -> Segment:
-        flops = self._workload.model.head_flops
-        return Segment("head", flops, (2 if self._full else 1) * flops, (root,))
+        return Segment("head", *head_work(self._workload), (root,))
 
     def _block(self, block: int, units: tuple[Unit, ...]) -> Segment:
-        forward, backward = self._block_flops
-        return Segment(f"block {block}", forward, backward, units, block=True)
+        return Segment(f"block {block}", *self._block_work, units, self._again, block=True)
 
     @cached_property
-    def _block_flops(self) -> tuple[float, float]:
-        model, lora, length = (
-            self._workload.model,
-            self._workload.lora,
-            self._workload.sequence_length,
-        )
-        return model.block_forward_flops(length, lora), model.block_backward_flops(length, lora)
+    def _block_work(self) -> tuple[Work, Work]:
+        return block_work(self._workload)
+
+    @cached_property
+    def _again(self) -> Work:
+        return recomputed_work(self._workload)
 
     def _adapters(self) -> dict[int, list[Unit]]:
         """Units of adapters, by the block that uses them first: see ``fcdp.partition``."""
@@ -180,7 +182,7 @@ class _Model:
         """
         model, workload = self._workload.model, self._workload
         weights = sum(matrix.weights for matrix in model.matrices)
-        forward, backward = self._block_flops
+        forward, backward = self._block_work
         segments = []
         for block in range(model.layers):
             for index, matrix in enumerate(model.matrices):
@@ -191,9 +193,10 @@ class _Model:
                 segments.append(
                     Segment(
                         name,
-                        part * forward,
-                        part * backward,
+                        forward * part,
+                        backward * part,
                         (unit,),
+                        self._again * part,
                         block=index == 0,
                         in_backward=not unneeded,
                     )

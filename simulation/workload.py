@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, get_args
 
 from baselines.registry import schedule_of
 from baselines.schedule import Schedule
@@ -11,6 +11,11 @@ from baselines.settings import Exchanges
 from simulation import checks
 from simulation.transformer import Lora, Transformer
 
+#: Kernels: attention by matrix products; fused attention, as PyTorch has it; and fused norms,
+#: activation functions and loss besides, as a compiler or a library of such kernels makes them.
+Kernels = Literal["eager", "flash", "fused"]
+#: Whether backward computes a whole block again, or all but its matrix products and attention.
+Checkpointing = Literal["full", "selective"]
 #: Bytes of an element: bfloat16 and float32.
 _ELEMENT_BYTES = (2, 4)
 
@@ -34,6 +39,9 @@ class Workload:
     element_bytes: int = 2
     #: Activation-checkpointing fraction: share of the blocks that backward recomputes.
     recomputed: float = 0.0
+    #: What these recompute.
+    checkpointing: Checkpointing = "full"
+    kernels: Kernels = "flash"
     #: Settings as a cell has them, for strategies that have the choice.
     policy: str = "host"
     gather_codec: str = "none"
@@ -52,9 +60,14 @@ class Workload:
             raise ValueError(f"element_bytes = {self.element_bytes!r}: allowed are 2 and 4")
         if self.adapters not in ("sharded", "replicated"):
             raise ValueError(f"adapters = {self.adapters!r}: allowed are sharded and replicated")
-        if self.exchanges not in get_args(Exchanges):
-            allowed = ", ".join(get_args(Exchanges))
-            raise ValueError(f"exchanges = {self.exchanges!r}: allowed are {allowed}")
+        for name, kind in (
+            ("exchanges", Exchanges),
+            ("kernels", Kernels),
+            ("checkpointing", Checkpointing),
+        ):
+            value = getattr(self, name)
+            if value not in get_args(kind):
+                raise ValueError(f"{name} = {value!r}: allowed are {', '.join(get_args(kind))}")
 
     @property
     def schedule(self) -> Schedule:

@@ -120,8 +120,9 @@ def plan(
 def _nominal(
     gpu: str | None, nodes: str | None, gpus: str | None, inter_node: str | None, host_memory: str
 ) -> Hardware:
-    """The cluster by the data sheets."""
+    """The cluster by the data sheets, and by rates of computation that were fitted."""
     from simulation import quantities as q
+    from simulation.compute.constants import with_rates
     from simulation.hardware import cluster
 
     def given(option: str, text: str | None) -> str:
@@ -134,13 +135,14 @@ def _nominal(
         bandwidth = float("inf")  # nothing crosses it
     else:
         bandwidth = q.bits_per_s("--inter-node", given("--inter-node", inter_node))
-    return cluster(
+    nominal = cluster(
         given("--gpu", gpu),
         nodes=count,
         ranks_per_node=q.whole("--gpus", given("--gpus", gpus)),
         inter_bits_per_s=bandwidth,
         host_memory_bytes=q.size_bytes("--host-memory", host_memory),
     )
+    return with_rates(nominal)
 
 
 def _measured(

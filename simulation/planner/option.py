@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from simulation import transformer as shapes
 from simulation.hardware import Hardware
 from simulation.memory import Footprint
 from simulation.prediction import Prediction, needed, predict, utilisations
+from simulation.work import token_work
 from simulation.workload import Workload
 
 #: Micro-batches of a step that are simulated; each one more is like the last of them.
@@ -90,10 +90,7 @@ def shortfall(workload: Workload, hardware: Hardware) -> Shortfall:
 
 def most_tokens_per_s(workload: Workload, hardware: Hardware) -> float:
     """Tokens per second that computation alone allows: no schedule is faster."""
-    flops = shapes.hardware_flops(
-        workload.model, workload.sequence_length, workload.lora, workload.recomputed
-    )
-    return hardware.world_size * hardware.flops / flops
+    return hardware.world_size / hardware.seconds(token_work(workload))
 
 
 def simulated(workload: Workload, hardware: Hardware) -> Option:
