@@ -48,8 +48,19 @@ def plan(
         str | None, typer.Option(help="Sequences per optimizer step; one micro-batch each.")
     ] = None,
     checkpointing: Annotated[
-        str, typer.Option(help="Shares of the blocks that are recomputed, with commas.")
-    ] = "0,0.25,0.5,0.75,1",
+        str,
+        typer.Option(
+            help="Shares of the blocks that are recomputed, and selective (all blocks, but for "
+            "matrix products and attention), with commas."
+        ),
+    ] = "0,selective,0.5,1",
+    kernels: Annotated[
+        str,
+        typer.Option(
+            help="eager; flash, attention fused as PyTorch has it; fused, norms, activation "
+            "functions and loss besides."
+        ),
+    ] = "flash",
     strategies: Annotated[
         str | None, typer.Option(help="With commas; all that are simulated.")
     ] = None,
@@ -92,7 +103,8 @@ def plan(
             micro_batches=()
             if micro_batch is None
             else q.each("--micro-batch", micro_batch, q.whole),
-            recomputed=q.each("--checkpointing", checkpointing, q.share),
+            recomputed=q.each("--checkpointing", checkpointing, q.checkpointing),
+            kernels=kernels,
             policies=q.each("--policies", policies, q.name),
             global_batch=None if global_batch is None else q.whole("--global-batch", global_batch),
             tokens=q.count("--tokens", tokens),
@@ -122,6 +134,7 @@ def _nominal(
 ) -> Hardware:
     """The cluster by the data sheets, and by rates of computation that were fitted."""
     from simulation import quantities as q
+    from simulation.capacity import reported
     from simulation.compute.constants import with_rates
     from simulation.hardware import cluster
 
@@ -142,7 +155,7 @@ def _nominal(
         inter_bits_per_s=bandwidth,
         host_memory_bytes=q.size_bytes("--host-memory", host_memory),
     )
-    return with_rates(nominal)
+    return with_rates(reported(nominal))
 
 
 def _measured(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from experiments.preflight.schema import Link, Preflight
+from simulation.capacity import reserved
 from simulation.compute.constants import rates_of
 from simulation.emulated import emulated
 from simulation.hardware import Gpu, Hardware, cluster
@@ -45,7 +46,7 @@ def hardware_of(measured: Preflight, device: Gpu | None = None) -> Hardware:
         host_to_device_bytes_per_s=host.to_device_bytes_per_s,
         device_to_host_bytes_per_s=host.from_device_bytes_per_s,
     )
-    return _with_links(found, measured)
+    return _with_links(reserved(found), measured)
 
 
 def _of_host(measured: Preflight) -> Hardware:

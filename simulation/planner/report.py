@@ -33,7 +33,7 @@ def titles(request: Request) -> tuple[str, ...]:
         f"{nodes} × {hardware.ranks_per_node} {hardware.device.name} · "
         + (f"{link} · " if hardware.nodes > 1 else "")
         + f"{hardware.host_memory_bytes / 1e9:.4g} GB host memory a node · {EVIDENCE}",
-        f"computation: {ranges.rests_on(hardware)}",
+        f"computation, {request.kernels} kernels: {ranges.rests_on(hardware)}",
     )
 
 
@@ -74,6 +74,7 @@ def document(plan: Plan) -> dict[str, Any]:
         "host_memory_bytes": hardware.host_memory_bytes,
         "matmul_efficiency": hardware.matmul_efficiency,
         "computation": ranges.rests_on(hardware),
+        "kernels": request.kernels,
         "global_batch": request.global_batch,
         "tokens": request.tokens,
         "price_per_gpu_hour": request.price_per_gpu_hour,
@@ -137,7 +138,7 @@ def _columns(plan: Plan, verdict: Verdict, option: Option) -> list[str]:
         str(verdict.largest_micro_batch),
         *([str(workload.sequence_length)] if several else []),
         batch,
-        f"{workload.recomputed:.0%}",
+        "selective" if workload.checkpointing == "selective" else f"{workload.recomputed:.0%}",
         f"{option.footprint.device_bytes / 1e9:.1f}",
         f"{option.footprint.host_bytes / 1e9:.1f}",
         f"{option.sent_bytes_per_token / 1e3:.3g}",
@@ -179,6 +180,7 @@ def _option(plan: Plan, option: Option) -> dict[str, Any]:
         "micro_batch": workload.micro_batch,
         "accumulation": workload.accumulation,
         "recomputed": workload.recomputed,
+        "checkpointing": workload.checkpointing,
         "device_bytes": dict(option.footprint.device),
         "host_bytes": dict(option.footprint.host),
         "disk_bytes": dict(option.footprint.disk),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any, Literal, cast
 
 from baselines.registry import schedule_of, simulated
 from simulation import checks
@@ -12,10 +14,12 @@ from simulation.hardware import Hardware
 from simulation.hugging_face import from_config
 from simulation.paper_models import PAPER_MODELS, SEQUENCE_LENGTH
 from simulation.transformer import Transformer
-from simulation.workload import Workload
+from simulation.workload import Kernels, Workload
 
-#: Activation-checkpointing fractions: all that a grid needs to be close.
-RECOMPUTED = (0.0, 0.25, 0.5, 0.75, 1.0)
+#: Shares of the blocks that are recomputed, or of all blocks what is no product.
+Recomputed = float | Literal["selective"]
+#: All that a grid needs to be close.
+RECOMPUTED: tuple[Recomputed, ...] = (0.0, "selective", 0.5, 1.0)
 #: What our engine does with adapters: a gather and a reduction per step, or one all-reduce.
 _ADAPTERS = ("sharded", "replicated")
 
@@ -36,7 +40,8 @@ class Request:
     sequence_lengths: tuple[int, ...] = (SEQUENCE_LENGTH,)
     #: Sequences per rank and micro-batch; none: the largest that fits.
     micro_batches: tuple[int, ...] = ()
-    recomputed: tuple[float, ...] = RECOMPUTED
+    recomputed: tuple[Recomputed, ...] = RECOMPUTED
+    kernels: str = "flash"
     strategies: tuple[str, ...] = simulated()
     #: Cache policies of strategies that have the choice.
     policies: tuple[str, ...] = ("host",)
@@ -89,14 +94,15 @@ class Request:
                 else shapes[length].attention_lora(self.lora_rank),
                 sequence_length=length,
                 micro_batch=1,
-                recomputed=recomputed,
+                **_checkpointed(recomputed),
+                kernels=cast(Kernels, self.kernels),
                 element_bytes=2 if self.hardware.backend == "nccl" else 4,
                 policy=policy,
                 adapters=adapters,
             )
             for strategy, length in product(self.strategies, self.sequence_lengths)
             for policy, adapters in self._choices(strategy)
-            for recomputed in sorted(self.recomputed)
+            for recomputed in sorted(self.recomputed, key=_effort)
         ]
 
     def _choices(self, strategy: str) -> list[tuple[str, str]]:
@@ -105,6 +111,17 @@ class Request:
         if schedule.cache != "policy" or schedule.policy is not None:
             return [("host", "sharded")]
         return list(product(self.policies, _ADAPTERS[: 1 if self.lora_rank is None else 2]))
+
+
+def _checkpointed(recomputed: Recomputed) -> dict[str, Any]:
+    if recomputed == "selective":
+        return {"recomputed": 1.0, "checkpointing": "selective"}
+    return {"recomputed": recomputed}
+
+
+def _effort(recomputed: Recomputed) -> float:
+    """Sort key, least for what computes least again."""
+    return sys.float_info.min if recomputed == "selective" else recomputed
 
 
 def shape(model: str, sequence_length: int) -> Transformer:

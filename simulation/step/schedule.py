@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from baselines.registry import find
 from baselines.schedule import Schedule
+from simulation import activations
 from simulation.hardware import Hardware
-from simulation.memory import block_activation_bytes
 from simulation.rates import Work
 from simulation.step.exchanges import Exchanges
 from simulation.step.optimizer import optimizer_tasks
@@ -59,7 +59,7 @@ class Step:
         self._over_turn = _over_turn(units, lead * block)
         #: Seconds beside matrix products, in one forward or one backward of all blocks.
         overheads = hardware.overheads
-        kept = workload.tokens * block_activation_bytes(workload) * hardware.ranks_sharing_device
+        kept = workload.tokens * activations.block_bytes(workload) * hardware.ranks_sharing_device
         each = overheads.block_seconds.get(find(workload.strategy).engine, 0.0)
         self._overhead_seconds = (layers / 2) * (each + overheads.activation_byte_seconds * kept)
 
