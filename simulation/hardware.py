@@ -200,6 +200,12 @@ class Hardware:
             return work.flops / self.flops
         return self.rates.seconds(work) * self.rates.slower(self.nodes)
 
+    def memory_seconds(self, nbytes: float) -> float:
+        """Seconds in which a rank's kernels read and write so many bytes of its memory."""
+        if self.rates is None:
+            return nbytes * self.ranks_sharing_device / self.device.memory_bytes_per_s
+        return nbytes / self.rates.bytes_per_s
+
     def exchange_seconds(self, nbytes: float) -> float:
         """Seconds of computation that a rank loses to ``nbytes`` that it gathers or reduces."""
         return 0.0 if self.rates is None else nbytes / self.rates.exchanged_bytes_per_s

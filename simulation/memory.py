@@ -114,7 +114,9 @@ def footprint(
     # Replicated adapters are stepped whole; what DeepSpeed replicates, it steps in shards.
     replicated = 0 if schedule.replicates_small else units.replicated
     stepped = (workload.trained - replicated) / sharers + replicated
-    parameters = stored * ((workload.parameters - replicated) / sharers + replicated)
+    held = (workload.parameters - replicated) / sharers + replicated
+    frozen = 0.0 if workload.lora is None else min(float(stored), workload.frozen_bytes)
+    parameters = stored * stepped + frozen * (held - stepped)
     states = (_MOMENTS_BYTES + master) * stepped
     on_device = schedule.optimizer == "device"
     gradients, step = _gradients_and_step(schedule, element, stepped)
@@ -246,8 +248,8 @@ def _moments(
     if schedule.shards == "node" and schedule.copies_out:
         last += element * workload.trained / ranks
     if schedule.shards == "rank":
-        # Autocast's bf16 copies of all weights, and DDP's buckets, which are the gradients.
-        root = float(element * workload.parameters if element < _MASTER_BYTES else 0)
+        # Autocast's bf16 copies of fp32 weights, and DDP's buckets, which are the gradients.
+        root = float(element * _cast(workload) if element < _MASTER_BYTES else 0)
         reductions = unit = 0.0
     gathered = root + _GATHERED_UNITS * unit
     # FSDP2 copies what has come out of a buffer, which lasts until the next has come.
@@ -274,6 +276,18 @@ def _moments(
         },
         {"gradients": gradients, "optimizer step": step},
     )
+
+
+def _cast(workload: Workload) -> int:
+    """Parameters of which a replica has copies while it computes.
+
+    What is frozen in bf16 is computed with as it is, and four bits a matrix at a time.
+    """
+    if workload.lora is None or workload.frozen_dtype == "fp32":
+        return workload.parameters
+    if workload.frozen_dtype == "bf16":
+        return workload.trained
+    return workload.trained + max(matrix.weights for matrix in workload.model.matrices)
 
 
 def _positive(parts: Mapping[str, float]) -> dict[str, float]:

@@ -62,6 +62,14 @@ def recomputed_work(workload: Workload) -> Work:
     return Work(0.0, 0.0, 0.0, _elementwise(workload)[0])
 
 
+def dequantised_bytes(workload: Workload) -> float:
+    """Bytes that one pass through a block reads and writes to have its 4-bit weights in bf16."""
+    if workload.lora is None or workload.frozen_dtype != "nf4":
+        return 0.0
+    weights = sum(matrix.weights for matrix in workload.model.matrices)
+    return weights * (workload.frozen_bytes + workload.element_bytes)
+
+
 def token_work(workload: Workload) -> Work:
     """All computation of one token, recomputation included."""
     forward, backward = block_work(workload)

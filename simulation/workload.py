@@ -16,6 +16,10 @@ from simulation.transformer import Lora, Transformer
 Kernels = Literal["eager", "flash", "fused"]
 #: Whether backward computes a whole block again, or all but its matrix products and attention.
 Checkpointing = Literal["full", "selective"]
+#: What frozen parameters are held in: fp32 as FSDP2 has them unless told otherwise; bf16; blocks'
+#: matrices in 4 bits with doubly quantised scales (QLoRA), the rest in bf16.
+FrozenDtype = Literal["fp32", "bf16", "nf4"]
+_NF4_BYTES = 0.5 + 0.127 / 8
 #: Bytes of an element: bfloat16 and float32.
 _ELEMENT_BYTES = (2, 4)
 
@@ -42,6 +46,7 @@ class Workload:
     #: What these recompute.
     checkpointing: Checkpointing = "full"
     kernels: Kernels = "flash"
+    frozen_dtype: FrozenDtype = "fp32"
     #: Settings as a cell has them, for strategies that have the choice.
     policy: str = "host"
     gather_codec: str = "none"
@@ -64,6 +69,7 @@ class Workload:
             ("exchanges", Exchanges),
             ("kernels", Kernels),
             ("checkpointing", Checkpointing),
+            ("frozen_dtype", FrozenDtype),
         ):
             value = getattr(self, name)
             if value not in get_args(kind):
@@ -76,6 +82,27 @@ class Workload:
         Raises ``ValueError`` for a strategy that does not exist or is not simulated.
         """
         return schedule_of(self.strategy).exchanging(self.exchanges)
+
+    @property
+    def frozen(self) -> int:
+        """Parameters that nothing steps."""
+        return self.parameters - self.trained
+
+    @property
+    def frozen_bytes(self) -> float:
+        """Bytes per frozen parameter as it is held, the mean of all."""
+        if self.frozen_dtype != "nf4":
+            return 4.0 if self.frozen_dtype == "fp32" else 2.0
+        quantised = self.model.layers * sum(matrix.weights for matrix in self.model.matrices)
+        share = quantised / self.model.parameters
+        return share * _NF4_BYTES + (1 - share) * 2.0
+
+    @property
+    def sent_frozen_bytes(self) -> float:
+        """Bytes per frozen parameter in a gather: four bits are gathered as they are."""
+        if self.lora is None or self.frozen_dtype != "nf4":
+            return float(self.element_bytes)
+        return self.frozen_bytes
 
     @property
     def tokens(self) -> int:

@@ -40,6 +40,12 @@ def plan(
         typer.Option(help=f"Memory of a node ({_HOST_MEMORY}, or what is free by preflight)."),
     ] = None,
     peft: Annotated[str | None, typer.Option(help="lora:RANK; without it all is trained.")] = None,
+    frozen_dtype: Annotated[
+        str,
+        typer.Option(
+            help="What adapters' base is held in: bf16; nf4 (QLoRA), by DDP and FSDP2; fp32."
+        ),
+    ] = "bf16",
     sequence_length: Annotated[str, typer.Option(help="One, or several with commas.")] = "512",
     micro_batch: Annotated[
         str | None, typer.Option(help="Sequences per rank, with commas; the largest that fits.")
@@ -105,6 +111,7 @@ def plan(
             else q.each("--micro-batch", micro_batch, q.whole),
             recomputed=q.each("--checkpointing", checkpointing, q.checkpointing),
             kernels=kernels,
+            frozen_dtype=frozen_dtype,
             policies=q.each("--policies", policies, q.name),
             global_batch=None if global_batch is None else q.whole("--global-batch", global_batch),
             tokens=q.count("--tokens", tokens),

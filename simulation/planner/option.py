@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from simulation.hardware import Hardware
 from simulation.memory import Footprint
 from simulation.prediction import Prediction, needed, predict, utilisations
-from simulation.work import token_work
+from simulation.work import dequantised_bytes, token_work
 from simulation.workload import Workload
 
 #: Micro-batches of a step that are simulated; each one more is like the last of them.
@@ -90,7 +90,10 @@ def shortfall(workload: Workload, hardware: Hardware) -> Shortfall:
 
 def most_tokens_per_s(workload: Workload, hardware: Hardware) -> float:
     """Tokens per second that computation alone allows: no schedule is faster."""
-    return hardware.world_size / hardware.seconds(token_work(workload))
+    seconds = hardware.seconds(token_work(workload))
+    passes = workload.model.layers * (2 + workload.recomputed)
+    seconds += passes * hardware.memory_seconds(dequantised_bytes(workload)) / workload.tokens
+    return hardware.world_size / seconds
 
 
 def simulated(workload: Workload, hardware: Hardware) -> Option:

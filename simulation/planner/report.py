@@ -24,7 +24,9 @@ EVIDENCE = "simulated"
 def titles(request: Request) -> tuple[str, ...]:
     """Lines: what is trained, on what, and what the seconds of computation rest on."""
     hardware = request.hardware
-    tuning = "full" if request.lora_rank is None else f"LoRA {request.lora_rank}"
+    tuning = "full"
+    if request.lora_rank is not None:
+        tuning = f"LoRA {request.lora_rank} on {request.frozen_dtype}"
     lengths = ", ".join(map(str, request.sequence_lengths))
     link = f"{format_rate(8 * hardware.inter_bytes_per_s)} reached between nodes"
     nodes = f"{hardware.nodes} nodes" if hardware.nodes > 1 else "1 node"
@@ -52,6 +54,11 @@ def table(plan: Plan) -> RenderableType:
             continue
         style = "bold" if verdict.strategy == plan.strategy else ""
         grid.add_row(_name(option), *_columns(plan, verdict, option), style=style)
+    left_out = [name for name in plan.request.strategies if name not in plan.request.answered]
+    if left_out:
+        names = ", ".join(left_out)
+        why = f"not known to hold {plan.request.frozen_dtype}, left out: {names}"
+        notes.append(Text(why, style="dim"))
     advice = Text.assemble(
         ("take ", "bold"), (_name(plan.option), "bold green"), f": {plan.reason}"
     )
@@ -66,6 +73,7 @@ def document(plan: Plan) -> dict[str, Any]:
         "evidence": EVIDENCE,
         "model": request.model,
         "lora_rank": request.lora_rank,
+        "frozen_dtype": None if request.lora_rank is None else request.frozen_dtype,
         "nodes": hardware.nodes,
         "ranks_per_node": hardware.ranks_per_node,
         "gpu": hardware.device.name,

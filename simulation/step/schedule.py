@@ -20,6 +20,7 @@ from simulation.step.placement import Placement
 from simulation.step.tasks import COMPUTE, Tasks
 from simulation.traffic import Traffic
 from simulation.units import Layout, Segment, Unit
+from simulation.work import dequantised_bytes
 from simulation.workload import Workload
 
 #: Fp32 gradients.
@@ -60,6 +61,8 @@ class Step:
         #: Seconds beside matrix products, in one forward or one backward of all blocks.
         overheads = hardware.overheads
         kept = workload.tokens * activations.block_bytes(workload) * hardware.ranks_sharing_device
+        #: And in each pass through a block, whatever its tokens: four bits become bf16.
+        self._pass_seconds = hardware.memory_seconds(dequantised_bytes(workload))
         each = overheads.block_seconds.get(find(workload.strategy).engine, 0.0)
         self._overhead_seconds = (layers / 2) * (each + overheads.activation_byte_seconds * kept)
 
@@ -84,8 +87,9 @@ class Step:
         waiting = 0
         for segment in reversed(units.segments):
             work = segment.backward + segment.again * self._workload.recomputed
+            passes = 1 + self._workload.recomputed
             needs = segment.units if segment.in_backward else ()
-            self._run(segment, needs, "backward", work, first)
+            self._run(segment, needs, "backward", work, first, passes)
             waiting += sum(unit.trained for unit in segment.units)
             if segment.block:  # a vendor that gathers matrices reduces those of a block together
                 self._reduce(segment.name, self._exchanges.reduce(waiting, last=last), waiting)
@@ -99,7 +103,13 @@ class Step:
         self._reduce("root", self._exchanges.reduce(in_root, last=last), in_root)
 
     def _run(
-        self, segment: Segment, needs: Sequence[Unit], phase: str, work: Work, first: bool
+        self,
+        segment: Segment,
+        needs: Sequence[Unit],
+        phase: str,
+        work: Work,
+        first: bool,
+        passes: float = 1.0,
     ) -> None:
         """Gather what the segment needs and is not gathered; compute; free what is not kept."""
         for unit in needs:
@@ -109,6 +119,7 @@ class Step:
         seconds = self._hardware.seconds(work * self._workload.tokens)
         if segment.units != (self._units.root,):
             seconds += self._overhead_seconds / len(self._units.segments)
+            seconds += passes * self._pass_seconds
         after = [at for at in arrived if at is not None] + self._reduced[-2:-1]
         self._computed.append(self.tasks.compute(f"{phase} {segment.name}", seconds, after))
         for unit in needs:
