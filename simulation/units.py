@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from baselines.schedule import Schedule
 from simulation.rates import Work
@@ -17,6 +17,8 @@ _STORED_BYTES = 4
 #: Matrices whose input, in the first block, comes from the embeddings through a norm.
 _READS_EMBEDDINGS = ("attn.c_attn", "q_proj", "k_proj", "v_proj")
 _NOTHING = Work(0.0)
+#: Layouts that are remembered: those of one strategy's points.
+_REMEMBERED = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,13 +66,13 @@ class Layout:
     #: Trained ones of these.
     replicated_trained: int
 
-    @property
+    @cached_property
     def units(self) -> list[Unit]:
         """All units, each once, in the order of their first gather."""
         ordered = [self.root, *(unit for segment in self.segments for unit in segment.units)]
         return list(dict.fromkeys(ordered))
 
-    @property
+    @cached_property
     def largest(self) -> int:
         """Parameters of the largest unit that is not kept."""
         return max((unit.parameters for unit in self.units if not unit.kept), default=0)
@@ -78,6 +80,14 @@ class Layout:
 
 def layout(workload: Workload, schedule: Schedule, nodes: int, ranks_per_node: int) -> Layout:
     """Units and computation of the workload's model under ``schedule``."""
+    # Neither depends on how many tokens there are, of which a search tries many.
+    return _layout(
+        replace(workload, micro_batch=1, accumulation=1), schedule, nodes, ranks_per_node
+    )
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def _layout(workload: Workload, schedule: Schedule, nodes: int, ranks_per_node: int) -> Layout:
     return _Model(workload, schedule, nodes, ranks_per_node).layout()
 
 

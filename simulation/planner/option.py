@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from simulation.hardware import Hardware
 from simulation.memory import Footprint
-from simulation.prediction import Prediction, needed, predict, utilisations
+from simulation.prediction import Prediction, least_seconds, needed, predict, utilisations
 from simulation.work import dequantised_bytes, token_work
 from simulation.workload import Workload
 
@@ -89,7 +89,13 @@ def shortfall(workload: Workload, hardware: Hardware) -> Shortfall:
 
 
 def most_tokens_per_s(workload: Workload, hardware: Hardware) -> float:
-    """Tokens per second that computation alone allows: no schedule is faster."""
+    """Tokens per second that the busiest resource alone allows: no schedule is faster.
+
+    Of several micro-batches only computation is counted.
+    """
+    if workload.accumulation == 1:
+        tokens = hardware.world_size * workload.tokens
+        return tokens / least_seconds(workload, hardware)
     seconds = hardware.seconds(token_work(workload))
     passes = workload.model.layers * (2 + workload.recomputed)
     seconds += passes * hardware.memory_seconds(dequantised_bytes(workload)) / workload.tokens
