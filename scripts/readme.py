@@ -30,7 +30,8 @@ from simulation.quantities import format_link
 ROOT = Path(__file__).resolve().parent.parent
 _PLAN = (
     "plan --model gpt-30b --nodes 4 --gpus 8 --gpu a40 --inter-node 1Gbps --peft lora:8 "
-    "--price-per-gpu-hour 0.5 --strategies fsdp2,fsdp2-hsdp,ddp,hpz,deepspeed-zero3,fcdp"
+    "--price-per-gpu-hour 0.5 "
+    "--strategies fsdp2,fsdp2-hsdp,ddp,hpz,deepspeed-hpz,deepspeed-zero3,fcdp"
 )
 _RESULT_HEAD = (
     "| Trained | DeepSpeed s | FSDP2 s | FCDP s | over the faster | ZeRO-3 at least MB "

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from simulation import checks
+from simulation.rates import Rates, Work
 
 Backend = Literal["nccl", "gloo"]
 
@@ -72,6 +73,8 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
             _pcie_gpu("h100-pcie", 756, 80, 2000, _PCIE_5),
             # H200 data sheet: the H100's processor.
             Gpu("h200", 989.4 * _TERA, 141 * GB, 4800 * GB, _PCIE_5, 450 * GB),
+            # HGX B200 data sheet: NVLink 1,800 GB/s in both directions.
+            Gpu("b200", 2250 * _TERA, 180 * GB, 7700 * GB, _PCIE_5, 900 * GB),
             # L40S, L4 and RTX 4090 (Ada white paper) have no NVLink.
             _pcie_gpu("l40s", 362.05, 48, 864, _PCIE_4),
             _pcie_gpu("l4", 121, 24, 300, _PCIE_4 / 2),  # 8 lanes
@@ -80,6 +83,7 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
             _pcie_gpu("a10", 125, 24, 600, _PCIE_4),
             _pcie_gpu("a10g", 70, 24, 600, _PCIE_4),
             # V100 SXM2 data sheet: fp16, there is no bf16; NVLink 300 GB/s.
+            Gpu("v100-16gb", 125 * _TERA, 16 * GB, 900 * GB, _PCIE_3, 150 * GB),
             Gpu("v100-32gb", 125 * _TERA, 32 * GB, 900 * GB, _PCIE_3, 150 * GB),
         )
     }
@@ -153,6 +157,8 @@ class Hardware:
     #: Number of ranks whose ``device`` is one and the same, as on an emulated cluster.
     ranks_sharing_device: int = 1
     overheads: Overheads = Overheads()
+    #: Computation in three parts, where it is known; else ``matmul_efficiency`` has all of it.
+    rates: Rates | None = None
 
     def __post_init__(self) -> None:
         checks.counts(
@@ -187,6 +193,22 @@ class Hardware:
     def flops(self) -> float:
         """Operations per second of one rank while all ranks compute."""
         return self.device.peak_flops * self.matmul_efficiency / self.ranks_sharing_device
+
+    def seconds(self, work: Work) -> float:
+        """Seconds of a rank's work while all ranks compute."""
+        if self.rates is None:
+            return work.flops / self.flops
+        return self.rates.seconds(work) * self.rates.slower(self.nodes)
+
+    def memory_seconds(self, nbytes: float) -> float:
+        """Seconds in which a rank's kernels read and write so many bytes of its memory."""
+        if self.rates is None:
+            return nbytes * self.ranks_sharing_device / self.device.memory_bytes_per_s
+        return nbytes / self.rates.bytes_per_s
+
+    def exchange_seconds(self, nbytes: float) -> float:
+        """Seconds of computation that a rank loses to ``nbytes`` that it gathers or reduces."""
+        return 0.0 if self.rates is None else nbytes / self.rates.exchanged_bytes_per_s
 
     @property
     def usable_device_bytes(self) -> float:

@@ -1,9 +1,7 @@
 """Peak memory of a rank's device, a node's host and its disks, for each strategy, in bytes.
 
 What each part takes follows the code: FSDP2 and DeepSpeed shard what they shard, the cache holds
-what docs/memory.md says. Activations are what the layers of ``transformers`` keep for backward,
-counted by hand; a test compares them with real modules. Another compares whole peaks with those of
-real steps, in results/memory.
+what docs/memory.md says. A test compares whole peaks with those of real steps, in results/memory.
 """
 
 from __future__ import annotations
@@ -12,15 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from baselines.schedule import Schedule
+from simulation import activations
 from simulation.hardware import Hardware
 from simulation.units import Layout, layout
 from simulation.workload import Workload
 
 _MASTER_BYTES = 4
 _MOMENTS_BYTES = 8
-#: Bytes per token and word when the loss's backward begins, in fp32 whatever the logits are in:
-#: their log-softmax, its gradient and theirs.
-_LOSS_BYTES = 12
 #: While foreach AdamW steps: the roots of second moments, of all parameters that it is given.
 _STEP_BYTES = 4
 #: DeepSpeed's ``sub_group_size``: elements of a rank that it gives AdamW at a time, with gradients
@@ -118,7 +114,9 @@ def footprint(
     # Replicated adapters are stepped whole; what DeepSpeed replicates, it steps in shards.
     replicated = 0 if schedule.replicates_small else units.replicated
     stepped = (workload.trained - replicated) / sharers + replicated
-    parameters = stored * ((workload.parameters - replicated) / sharers + replicated)
+    held = (workload.parameters - replicated) / sharers + replicated
+    frozen = 0.0 if workload.lora is None else min(float(stored), workload.frozen_bytes)
+    parameters = stored * stepped + frozen * (held - stepped)
     states = (_MOMENTS_BYTES + master) * stepped
     on_device = schedule.optimizer == "device"
     gradients, step = _gradients_and_step(schedule, element, stepped)
@@ -177,31 +175,6 @@ def largest_micro_batch(
     return low
 
 
-def block_activation_bytes(workload: Workload) -> float:
-    """Bytes of one token's activations in one block, kept for backward without recomputation.
-
-    GPT-2: norms' and matrices' inputs, Q, K, V, attention's output, and five tensors of the MLP's
-    width, as its approximate GELU is written out. Llama: norms work in fp32. What is
-    frozen does not keep its input unless adapters need it; replicated ones need it in fp32, each
-    its own.
-    """
-    model, lora = workload.model, workload.lora
-    width, inner, element = model.width, model.mlp_width, workload.element_bytes
-    inputs = 0
-    if lora is not None and workload.adapters == "replicated" and element < _MASTER_BYTES:
-        inputs = (_MASTER_BYTES * len(lora.targets) - element) * width
-    if model.family == "gpt2":
-        if lora is None:
-            return element * (8 * width + 5 * inner)
-        return inputs + element * (7 * width + 4 * inner)
-    narrow = width * model.key_value_heads // model.heads
-    norms = 2 * _MASTER_BYTES * width
-    attention = element * (3 * width + 2 * narrow)
-    if lora is None:
-        return norms + attention + element * (3 * width + 4 * inner)
-    return inputs + norms + attention + element * 3 * inner
-
-
 def _gradients_and_step(schedule: Schedule, element: int, stepped: float) -> tuple[float, float]:
     """Bytes of the gradients of so many parameters, and of what their optimizer's step takes."""
     if schedule.shards_fp32:
@@ -251,14 +224,17 @@ def _moments(
     """
     model, tokens, element = workload.model, workload.tokens, workload.element_bytes
     full = workload.lora is None
-    block = tokens * block_activation_bytes(workload)
+    block = tokens * activations.block_bytes(workload)
     entry = tokens * element * model.width
-    kept = model.layers * (workload.recomputed * entry + (1 - workload.recomputed) * block)
+    left_by = tokens * activations.kept_bytes(workload)
+    kept = model.layers * (workload.recomputed * left_by + (1 - workload.recomputed) * block)
     again = block if workload.recomputed else 0.0
     # Gradients inside the MLP; where it is trained, its last matrix's input has gone by then.
     inner = (2 if full else 3) * tokens * element * model.mlp_width
     # The last norm's input and, for the gradient of the output matrix, what it gives.
-    output = (2 if full else 1) * entry + tokens * _LOSS_BYTES * model.vocabulary
+    output = (2 if full else 1) * entry + tokens * activations.loss_bytes(
+        workload
+    ) * model.vocabulary
 
     unit = float(element * units.largest)
     root = float(element * units.root.parameters)
@@ -272,8 +248,8 @@ def _moments(
     if schedule.shards == "node" and schedule.copies_out:
         last += element * workload.trained / ranks
     if schedule.shards == "rank":
-        # Autocast's bf16 copies of all weights, and DDP's buckets, which are the gradients.
-        root = float(element * workload.parameters if element < _MASTER_BYTES else 0)
+        # Autocast's bf16 copies of fp32 weights, and DDP's buckets, which are the gradients.
+        root = float(element * _cast(workload) if element < _MASTER_BYTES else 0)
         reductions = unit = 0.0
     gathered = root + _GATHERED_UNITS * unit
     # FSDP2 copies what has come out of a buffer, which lasts until the next has come.
@@ -300,6 +276,18 @@ def _moments(
         },
         {"gradients": gradients, "optimizer step": step},
     )
+
+
+def _cast(workload: Workload) -> int:
+    """Parameters of which a replica has copies while it computes.
+
+    What is frozen in bf16 is computed with as it is, and four bits a matrix at a time.
+    """
+    if workload.lora is None or workload.frozen_dtype == "fp32":
+        return workload.parameters
+    if workload.frozen_dtype == "bf16":
+        return workload.trained
+    return workload.trained + max(matrix.weights for matrix in workload.model.matrices)
 
 
 def _positive(parts: Mapping[str, float]) -> dict[str, float]:

@@ -13,6 +13,7 @@ from simulation.memory import Footprint, footprint
 from simulation.step.events import Timeline, simulate
 from simulation.step.placement import place
 from simulation.step.schedule import Step
+from simulation.step.tasks import Tasks
 from simulation.units import layout
 from simulation.workload import Workload
 
@@ -76,7 +77,9 @@ def utilisations(
     """
     length, lora, peak = workload.sequence_length, workload.lora, hardware.device.peak_flops
     model_flops = shapes.model_flops(workload.model, length, lora)
-    all_flops = shapes.hardware_flops(workload.model, length, lora, workload.recomputed)
+    # Selective checkpointing computes no product again.
+    again = workload.recomputed if workload.checkpointing == "full" else 0.0
+    all_flops = shapes.hardware_flops(workload.model, length, lora, again)
     return (
         shapes.utilisation(model_flops, tokens_per_gpu_s, peak),
         shapes.utilisation(all_flops, tokens_per_gpu_s, peak),
@@ -93,11 +96,7 @@ def predict(workload: Workload, hardware: Hardware) -> Prediction:
         raise ValueError(
             "dtype = 'float32': a simulated GPU computes in bfloat16; allowed: bfloat16"
         )
-    schedule = workload.schedule
-    units = layout(workload, schedule, hardware.nodes, hardware.ranks_per_node)
-    placement = place(workload, schedule, units, hardware)
-    needs = footprint(workload, schedule, units, hardware, placement.cache)
-    tasks = Step(workload, schedule, units, placement, hardware).build()
+    needs, tasks = _built(workload, hardware)
     timeline = simulate(tasks.tasks)
     shortage = needs.shortage(hardware)
     tokens = workload.tokens * workload.accumulation
@@ -118,6 +117,25 @@ def predict(workload: Workload, hardware: Hardware) -> Prediction:
         footprint=needs,
         timeline=timeline,
     )
+
+
+def least_seconds(workload: Workload, hardware: Hardware) -> float:
+    """Seconds that no schedule of the step's tasks undercuts: those of its busiest resource."""
+    _, tasks = _built(workload, hardware)
+    busy: dict[str, float] = {}
+    for task in tasks.tasks:
+        for resource, seconds in task.demands.items():
+            busy[resource] = busy.get(resource, 0.0) + seconds
+    return max(busy.values())
+
+
+def _built(workload: Workload, hardware: Hardware) -> tuple[Footprint, Tasks]:
+    """The step's memory and its tasks, before they are simulated."""
+    schedule = workload.schedule
+    units = layout(workload, schedule, hardware.nodes, hardware.ranks_per_node)
+    placement = place(workload, schedule, units, hardware)
+    needs = footprint(workload, schedule, units, hardware, placement.cache)
+    return needs, Step(workload, schedule, units, placement, hardware).build()
 
 
 def communication_to_computation(workload: Workload, hardware: Hardware) -> float:

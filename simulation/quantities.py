@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable
 from decimal import Decimal
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from baselines import sizes
 
@@ -107,6 +107,16 @@ def share(option: str, text: str) -> float:
     if not 0 <= value <= 1:
         raise _mistake(option, text, allowed)
     return value
+
+
+def checkpointing(option: str, text: str) -> float | Literal["selective"]:
+    """A share of the blocks that are recomputed, or ``selective``."""
+    if text.strip() == "selective":
+        return "selective"
+    try:
+        return share(option, text)
+    except ValueError:
+        raise _mistake(option, text, "numbers from 0 to 1, and selective") from None
 
 
 def lora_rank(option: str, text: str) -> int:

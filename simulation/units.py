@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from baselines.schedule import Schedule
+from simulation.rates import Work
 from simulation.transformer import Rows, padded_numel
+from simulation.work import block_work, head_work, recomputed_work
 from simulation.workload import Workload
 
 #: As ``fcdp.partition`` has them: adapters that stay gathered share units of this size at most.
@@ -14,6 +16,9 @@ _BUCKET_BYTES = 25 * 2**20
 _STORED_BYTES = 4
 #: Matrices whose input, in the first block, comes from the embeddings through a norm.
 _READS_EMBEDDINGS = ("attn.c_attn", "q_proj", "k_proj", "v_proj")
+_NOTHING = Work(0.0)
+#: Layouts that are remembered: those of one strategy's points.
+_REMEMBERED = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,9 +40,11 @@ class Segment:
     """A stretch of computation of one rank and token, and the units that it waits for."""
 
     name: str
-    forward_flops: float
-    backward_flops: float
+    forward: Work
+    backward: Work
     units: tuple[Unit, ...]
+    #: What backward computes again where the block's activations are not kept.
+    again: Work = _NOTHING
     #: Whether it is the first of its block.
     block: bool = False
     #: Whether backward needs the units: the gradient of an input that nothing trained has made is
@@ -59,13 +66,13 @@ class Layout:
     #: Trained ones of these.
     replicated_trained: int
 
-    @property
+    @cached_property
     def units(self) -> list[Unit]:
         """All units, each once, in the order of their first gather."""
         ordered = [self.root, *(unit for segment in self.segments for unit in segment.units)]
         return list(dict.fromkeys(ordered))
 
-    @property
+    @cached_property
     def largest(self) -> int:
         """Parameters of the largest unit that is not kept."""
         return max((unit.parameters for unit in self.units if not unit.kept), default=0)
@@ -73,6 +80,14 @@ class Layout:
 
 def layout(workload: Workload, schedule: Schedule, nodes: int, ranks_per_node: int) -> Layout:
     """Units and computation of the workload's model under ``schedule``."""
+    # Neither depends on how many tokens there are, of which a search tries many.
+    return _layout(
+        replace(workload, micro_batch=1, accumulation=1), schedule, nodes, ranks_per_node
+    )
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def _layout(workload: Workload, schedule: Schedule, nodes: int, ranks_per_node: int) -> Layout:
     return _Model(workload, schedule, nodes, ranks_per_node).layout()
 
 
@@ -130,21 +145,18 @@ class _Model:
         return Unit("root", padded_numel(rows, 1), gathered, trained, kept=True)
 
     def _head(self, root: Unit) -> Segment:
-        flops = self._workload.model.head_flops
-        return Segment("head", flops, (2 if self._full else 1) * flops, (root,))
+        return Segment("head", *head_work(self._workload), (root,))
 
     def _block(self, block: int, units: tuple[Unit, ...]) -> Segment:
-        forward, backward = self._block_flops
-        return Segment(f"block {block}", forward, backward, units, block=True)
+        return Segment(f"block {block}", *self._block_work, units, self._again, block=True)
 
     @cached_property
-    def _block_flops(self) -> tuple[float, float]:
-        model, lora, length = (
-            self._workload.model,
-            self._workload.lora,
-            self._workload.sequence_length,
-        )
-        return model.block_forward_flops(length, lora), model.block_backward_flops(length, lora)
+    def _block_work(self) -> tuple[Work, Work]:
+        return block_work(self._workload)
+
+    @cached_property
+    def _again(self) -> Work:
+        return recomputed_work(self._workload)
 
     def _adapters(self) -> dict[int, list[Unit]]:
         """Units of adapters, by the block that uses them first: see ``fcdp.partition``."""
@@ -180,7 +192,7 @@ class _Model:
         """
         model, workload = self._workload.model, self._workload
         weights = sum(matrix.weights for matrix in model.matrices)
-        forward, backward = self._block_flops
+        forward, backward = self._block_work
         segments = []
         for block in range(model.layers):
             for index, matrix in enumerate(model.matrices):
@@ -191,9 +203,10 @@ class _Model:
                 segments.append(
                     Segment(
                         name,
-                        part * forward,
-                        part * backward,
+                        forward * part,
+                        backward * part,
                         (unit,),
+                        self._again * part,
                         block=index == 0,
                         in_backward=not unneeded,
                     )

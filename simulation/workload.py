@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, get_args
 
 from baselines.registry import schedule_of
 from baselines.schedule import Schedule
@@ -11,6 +11,15 @@ from baselines.settings import Exchanges
 from simulation import checks
 from simulation.transformer import Lora, Transformer
 
+#: Kernels: attention by matrix products; fused attention, as PyTorch has it; and fused norms,
+#: activation functions and loss besides, as a compiler or a library of such kernels makes them.
+Kernels = Literal["eager", "flash", "fused"]
+#: Whether backward computes a whole block again, or all but its matrix products and attention.
+Checkpointing = Literal["full", "selective"]
+#: What frozen parameters are held in: fp32 as FSDP2 has them unless told otherwise; bf16; blocks'
+#: matrices in 4 bits with doubly quantised scales (QLoRA), the rest in bf16.
+FrozenDtype = Literal["fp32", "bf16", "nf4"]
+_NF4_BYTES = 0.5 + 0.127 / 8
 #: Bytes of an element: bfloat16 and float32.
 _ELEMENT_BYTES = (2, 4)
 
@@ -34,6 +43,10 @@ class Workload:
     element_bytes: int = 2
     #: Activation-checkpointing fraction: share of the blocks that backward recomputes.
     recomputed: float = 0.0
+    #: What these recompute.
+    checkpointing: Checkpointing = "full"
+    kernels: Kernels = "flash"
+    frozen_dtype: FrozenDtype = "fp32"
     #: Settings as a cell has them, for strategies that have the choice.
     policy: str = "host"
     gather_codec: str = "none"
@@ -54,9 +67,15 @@ class Workload:
             raise ValueError(f"element_bytes = {self.element_bytes!r}: allowed are 2 and 4")
         if self.adapters not in ("sharded", "replicated"):
             raise ValueError(f"adapters = {self.adapters!r}: allowed are sharded and replicated")
-        if self.exchanges not in get_args(Exchanges):
-            allowed = ", ".join(get_args(Exchanges))
-            raise ValueError(f"exchanges = {self.exchanges!r}: allowed are {allowed}")
+        for name, kind in (
+            ("exchanges", Exchanges),
+            ("kernels", Kernels),
+            ("checkpointing", Checkpointing),
+            ("frozen_dtype", FrozenDtype),
+        ):
+            value = getattr(self, name)
+            if value not in get_args(kind):
+                raise ValueError(f"{name} = {value!r}: allowed are {', '.join(get_args(kind))}")
 
     @property
     def schedule(self) -> Schedule:
@@ -65,6 +84,27 @@ class Workload:
         Raises ``ValueError`` for a strategy that does not exist or is not simulated.
         """
         return schedule_of(self.strategy).exchanging(self.exchanges)
+
+    @property
+    def frozen(self) -> int:
+        """Parameters that nothing steps."""
+        return self.parameters - self.trained
+
+    @property
+    def frozen_bytes(self) -> float:
+        """Bytes per frozen parameter as it is held, the mean of all."""
+        if self.frozen_dtype != "nf4":
+            return 4.0 if self.frozen_dtype == "fp32" else 2.0
+        quantised = self.model.layers * sum(matrix.weights for matrix in self.model.matrices)
+        share = quantised / self.model.parameters
+        return share * _NF4_BYTES + (1 - share) * 2.0
+
+    @property
+    def sent_frozen_bytes(self) -> float:
+        """Bytes per frozen parameter in a gather: four bits are gathered as they are."""
+        if self.lora is None or self.frozen_dtype != "nf4":
+            return float(self.element_bytes)
+        return self.frozen_bytes
 
     @property
     def tokens(self) -> int:

@@ -88,8 +88,9 @@ def largest_micro_batch(cell: Cell) -> int:
 
 
 def assumed(hardware: Hardware) -> dict[str, Any]:
-    """The assumptions of a simulation, for its record; without what is unlimited."""
-    return {name: value for name, value in asdict(hardware).items() if value != float("inf")}
+    """The assumptions of a simulation, for its record; without what is unlimited or not known."""
+    unknown = (float("inf"), None)
+    return {name: value for name, value in asdict(hardware).items() if value not in unknown}
 
 
 def measured(workload: Workload, hardware: Hardware, prediction: Prediction) -> Measurement:

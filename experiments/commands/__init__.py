@@ -84,6 +84,11 @@ COMMANDS: Mapping[str, Command] = {
         "experiments.commands.memory",
         "Find the largest micro-batch of the paper's models, by strategy, without a GPU.",
     ),
+    "fit-compute": Command(
+        "experiments.commands.fit_compute",
+        "Fit the planner's rates of computation to published measurements, or check them on "
+        "others.",
+    ),
     "bound": Command(
         "experiments.commands.bound",
         "Bound FSDP's utilisation by free memory × bandwidth / peak rate, "

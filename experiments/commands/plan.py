@@ -40,6 +40,12 @@ def plan(
         typer.Option(help=f"Memory of a node ({_HOST_MEMORY}, or what is free by preflight)."),
     ] = None,
     peft: Annotated[str | None, typer.Option(help="lora:RANK; without it all is trained.")] = None,
+    frozen_dtype: Annotated[
+        str,
+        typer.Option(
+            help="What adapters' base is held in: bf16; nf4 (QLoRA), by DDP and FSDP2; fp32."
+        ),
+    ] = "bf16",
     sequence_length: Annotated[str, typer.Option(help="One, or several with commas.")] = "512",
     micro_batch: Annotated[
         str | None, typer.Option(help="Sequences per rank, with commas; the largest that fits.")
@@ -48,8 +54,19 @@ def plan(
         str | None, typer.Option(help="Sequences per optimizer step; one micro-batch each.")
     ] = None,
     checkpointing: Annotated[
-        str, typer.Option(help="Shares of the blocks that are recomputed, with commas.")
-    ] = "0,0.25,0.5,0.75,1",
+        str,
+        typer.Option(
+            help="Shares of the blocks that are recomputed, and selective (all blocks, but for "
+            "matrix products and attention), with commas."
+        ),
+    ] = "0,selective,0.5,1",
+    kernels: Annotated[
+        str,
+        typer.Option(
+            help="eager; flash, attention fused as PyTorch has it; fused, norms, activation "
+            "functions and loss besides."
+        ),
+    ] = "flash",
     strategies: Annotated[
         str | None, typer.Option(help="With commas; all that are simulated.")
     ] = None,
@@ -92,7 +109,9 @@ def plan(
             micro_batches=()
             if micro_batch is None
             else q.each("--micro-batch", micro_batch, q.whole),
-            recomputed=q.each("--checkpointing", checkpointing, q.share),
+            recomputed=q.each("--checkpointing", checkpointing, q.checkpointing),
+            kernels=kernels,
+            frozen_dtype=frozen_dtype,
             policies=q.each("--policies", policies, q.name),
             global_batch=None if global_batch is None else q.whole("--global-batch", global_batch),
             tokens=q.count("--tokens", tokens),
@@ -120,8 +139,10 @@ def plan(
 def _nominal(
     gpu: str | None, nodes: str | None, gpus: str | None, inter_node: str | None, host_memory: str
 ) -> Hardware:
-    """The cluster by the data sheets."""
+    """The cluster by the data sheets, and by rates of computation that were fitted."""
     from simulation import quantities as q
+    from simulation.capacity import reported
+    from simulation.compute.constants import with_rates
     from simulation.hardware import cluster
 
     def given(option: str, text: str | None) -> str:
@@ -134,13 +155,14 @@ def _nominal(
         bandwidth = float("inf")  # nothing crosses it
     else:
         bandwidth = q.bits_per_s("--inter-node", given("--inter-node", inter_node))
-    return cluster(
+    nominal = cluster(
         given("--gpu", gpu),
         nodes=count,
         ranks_per_node=q.whole("--gpus", given("--gpus", gpus)),
         inter_bits_per_s=bandwidth,
         host_memory_bytes=q.size_bytes("--host-memory", host_memory),
     )
+    return with_rates(reported(nominal))
 
 
 def _measured(

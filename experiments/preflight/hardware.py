@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from experiments.preflight.schema import Link, Preflight
+from simulation.capacity import reserved
+from simulation.compute.constants import rates_of
 from simulation.emulated import emulated
 from simulation.hardware import Gpu, Hardware, cluster
 
 
 def hardware_of(measured: Preflight, device: Gpu | None = None) -> Hardware:
     """The measured cluster: links, copies and matrix products; the rest is ``device``'s sheet.
+
+    Attention and what goes through memory take what was fitted for ``device``.
 
     On CPUs, where there is no data sheet, the rest is what was fitted to this project's emulated
     clusters. A link between nodes that was not measured has no limit. Raises ``ValueError`` if GPUs
@@ -38,10 +42,11 @@ def hardware_of(measured: Preflight, device: Gpu | None = None) -> Hardware:
         nominal,
         name=f"{nominal.name}-measured",
         device=replace(device, memory_bytes=float(measured.compute.memory_bytes)),
+        rates=rates_of(device).with_products(rates["bfloat16"]),
         host_to_device_bytes_per_s=host.to_device_bytes_per_s,
         device_to_host_bytes_per_s=host.from_device_bytes_per_s,
     )
-    return _with_links(found, measured)
+    return _with_links(reserved(found), measured)
 
 
 def _of_host(measured: Preflight) -> Hardware:

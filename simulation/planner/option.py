@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from simulation import transformer as shapes
 from simulation.hardware import Hardware
 from simulation.memory import Footprint
-from simulation.prediction import Prediction, needed, predict, utilisations
+from simulation.prediction import Prediction, least_seconds, needed, predict, utilisations
+from simulation.work import dequantised_bytes, token_work
 from simulation.workload import Workload
 
 #: Micro-batches of a step that are simulated; each one more is like the last of them.
@@ -89,11 +89,17 @@ def shortfall(workload: Workload, hardware: Hardware) -> Shortfall:
 
 
 def most_tokens_per_s(workload: Workload, hardware: Hardware) -> float:
-    """Tokens per second that computation alone allows: no schedule is faster."""
-    flops = shapes.hardware_flops(
-        workload.model, workload.sequence_length, workload.lora, workload.recomputed
-    )
-    return hardware.world_size * hardware.flops / flops
+    """Tokens per second that the busiest resource alone allows: no schedule is faster.
+
+    Of several micro-batches only computation is counted.
+    """
+    if workload.accumulation == 1:
+        tokens = hardware.world_size * workload.tokens
+        return tokens / least_seconds(workload, hardware)
+    seconds = hardware.seconds(token_work(workload))
+    passes = workload.model.layers * (2 + workload.recomputed)
+    seconds += passes * hardware.memory_seconds(dequantised_bytes(workload)) / workload.tokens
+    return hardware.world_size / seconds
 
 
 def simulated(workload: Workload, hardware: Hardware) -> Option:

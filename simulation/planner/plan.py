@@ -63,7 +63,8 @@ def plan(request: Request) -> Plan | None:
     exact = {name: option for name, option in found.items() if not quantises(name)} or found
     ties = _tied(exact)
     strategy = min(ties, key=lambda name: _plainness(find(name)))
-    reason = _reason(strategy, ties, found, {verdict.strategy: verdict for verdict in verdicts})
+    by_name = {verdict.strategy: verdict for verdict in verdicts}
+    reason = _reason(request, strategy, ties, found, by_name)
     return Plan(request, tuple(verdicts), strategy, found[strategy], reason)
 
 
@@ -97,20 +98,23 @@ def _tied(options: dict[str, Option]) -> dict[str, Option]:
 def _plainness(strategy: Strategy) -> tuple[int, int]:
     """Sort key, least for the plainest: what a strategy takes beyond sharding or replicating.
 
-    Nothing; host memory; device memory, which is scarcer; an optimizer on the CPU or on disk. Then
-    what PyTorch ships, this library, another framework.
+    Nothing; host memory, or a replica per node, which needs no cache; device memory for a cache; an
+    optimizer on the CPU or on disk. Then what PyTorch ships, this library, another framework.
     """
     schedule = schedule_of(strategy.name)
     if schedule.optimizer != "device" or schedule.parameters != "device":
         takes = 3
-    elif schedule.shards == "node" or schedule.cache == "device" or schedule.policy == "device":
+    elif schedule.cache == "device" or schedule.policy == "device":
         takes = 2
+    elif schedule.shards == "node":
+        takes = 1
     else:
         takes = 0 if schedule.cache is None or schedule.policy == "none" else 1
     return takes, ENGINES.index(strategy.engine)
 
 
 def _reason(
+    request: Request,
     strategy: str,
     ties: dict[str, Option],
     found: dict[str, Option],
@@ -118,11 +122,15 @@ def _reason(
 ) -> str:
     chosen = found[strategy]
     parts = [_against(strategy, chosen, found)]
+    if strategy != "fcdp" and "fcdp" in verdicts:
+        tied = "fcdp" in ties
+        clause = _about_fcdp(request, strategy, chosen, tied, verdicts["fcdp"])
+        # Where replicas of a small base are enough, that comes first: nothing else need be read.
+        first = request.lora_rank is not None and _replicates(strategy)
+        parts.insert(0 if first else len(parts), clause)
     others = [name for name in ties if name not in (strategy, "fcdp")]
     if others:
         parts.append(f"as fast, within {TIE:.0%}: {_listed(others)}")
-    if strategy != "fcdp" and "fcdp" in verdicts:
-        parts.append(_about_fcdp(chosen, "fcdp" in ties, verdicts["fcdp"]))
     return "; ".join(parts)
 
 
@@ -140,15 +148,29 @@ def _against(strategy: str, chosen: Option, found: dict[str, Option]) -> str:
     return f"{text}: a node sends {least / 1e3:.3g} GB a million tokens, not {sent / 1e3:.3g}"
 
 
-def _about_fcdp(chosen: Option, tied: bool, verdict: Verdict) -> str:
+def _replicates(strategy: str) -> bool:
+    """Whether what is frozen is whole on each rank or each node, so that it never crosses nodes."""
+    return schedule_of(strategy).shards in ("rank", "node")
+
+
+def _about_fcdp(
+    request: Request, strategy: str, chosen: Option, tied: bool, verdict: Verdict
+) -> str:
     best = verdict.best
+    if request.hardware.nodes == 1:
+        return "FCDP is worth nothing on one node: nothing crosses nodes"
     if best is None:
         return f"FCDP does not fit: it lacks {lacking(verdict.shortfall)}"
     host = best.footprint.host.get("cache", 0.0) / 1e9
-    if tied:
-        price = f" for its {host:.1f} GB of host memory a node" if host else ""
-        return f"FCDP gains nothing here{price}"
+    price = f" for its {host:.1f} GB of host memory a node" if host else ""
     share = best.tokens_per_s / chosen.tokens_per_s
+    if request.lora_rank is not None and _replicates(strategy):
+        whole = "GPU" if schedule_of(strategy).shards == "rank" else "node"
+        slower = "" if tied else f", and FCDP reaches {share:.0%} of its speed"
+        base = f"with {strategy} each {whole} holds all of the {request.frozen_dtype} base{slower}"
+        return f"FCDP is worth nothing here{price}: {base}"
+    if tied:
+        return f"FCDP gains nothing here{price}"
     return f"FCDP is not the best here: it reaches {share:.0%} of that, for {waits_for(best)}"
 
 

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from baselines.registry import find
+from simulation.planner import ranges
 from simulation.planner.option import Option
 from simulation.planner.plan import Plan, quantises
 from simulation.planner.refusal import lacking
@@ -20,10 +21,12 @@ if TYPE_CHECKING:
 EVIDENCE = "simulated"
 
 
-def titles(request: Request) -> tuple[str, str]:
-    """Two lines: what is trained, and on what."""
+def titles(request: Request) -> tuple[str, ...]:
+    """Lines: what is trained, on what, and what the seconds of computation rest on."""
     hardware = request.hardware
-    tuning = "full" if request.lora_rank is None else f"LoRA {request.lora_rank}"
+    tuning = "full"
+    if request.lora_rank is not None:
+        tuning = f"LoRA {request.lora_rank} on {request.frozen_dtype}"
     lengths = ", ".join(map(str, request.sequence_lengths))
     link = f"{format_rate(8 * hardware.inter_bytes_per_s)} reached between nodes"
     nodes = f"{hardware.nodes} nodes" if hardware.nodes > 1 else "1 node"
@@ -32,6 +35,7 @@ def titles(request: Request) -> tuple[str, str]:
         f"{nodes} × {hardware.ranks_per_node} {hardware.device.name} · "
         + (f"{link} · " if hardware.nodes > 1 else "")
         + f"{hardware.host_memory_bytes / 1e9:.4g} GB host memory a node · {EVIDENCE}",
+        f"computation, {request.kernels} kernels: {ranges.rests_on(hardware)}",
     )
 
 
@@ -50,6 +54,11 @@ def table(plan: Plan) -> RenderableType:
             continue
         style = "bold" if verdict.strategy == plan.strategy else ""
         grid.add_row(_name(option), *_columns(plan, verdict, option), style=style)
+    left_out = [name for name in plan.request.strategies if name not in plan.request.answered]
+    if left_out:
+        names = ", ".join(left_out)
+        why = f"not known to hold {plan.request.frozen_dtype}, left out: {names}"
+        notes.append(Text(why, style="dim"))
     advice = Text.assemble(
         ("take ", "bold"), (_name(plan.option), "bold green"), f": {plan.reason}"
     )
@@ -64,6 +73,7 @@ def document(plan: Plan) -> dict[str, Any]:
         "evidence": EVIDENCE,
         "model": request.model,
         "lora_rank": request.lora_rank,
+        "frozen_dtype": None if request.lora_rank is None else request.frozen_dtype,
         "nodes": hardware.nodes,
         "ranks_per_node": hardware.ranks_per_node,
         "gpu": hardware.device.name,
@@ -71,6 +81,8 @@ def document(plan: Plan) -> dict[str, Any]:
         "intra_bytes_per_s": _finite(hardware.intra_bytes_per_s),
         "host_memory_bytes": hardware.host_memory_bytes,
         "matmul_efficiency": hardware.matmul_efficiency,
+        "computation": ranges.rests_on(hardware),
+        "kernels": request.kernels,
         "global_batch": request.global_batch,
         "tokens": request.tokens,
         "price_per_gpu_hour": request.price_per_gpu_hour,
@@ -100,6 +112,7 @@ def _header(request: Request) -> Table:
         "host\nGB",
         "sent GB/\nM tokens",
         "tokens/s\n",
+        "range\n",
         "MFU/HFU\n%",
     ]
     for name in titles:
@@ -133,16 +146,22 @@ def _columns(plan: Plan, verdict: Verdict, option: Option) -> list[str]:
         str(verdict.largest_micro_batch),
         *([str(workload.sequence_length)] if several else []),
         batch,
-        f"{workload.recomputed:.0%}",
+        "selective" if workload.checkpointing == "selective" else f"{workload.recomputed:.0%}",
         f"{option.footprint.device_bytes / 1e9:.1f}",
         f"{option.footprint.host_bytes / 1e9:.1f}",
         f"{option.sent_bytes_per_token / 1e3:.3g}",
         f"{speed.tokens_per_s:,.0f}",
+        _range(plan, option),
         f"{100 * speed.mfu:.0f}/{100 * speed.hfu:.0f}",
         f"{speed.bottleneck} {speed.bottleneck_share:.0%}",
         f"{plan.hours(option):,.0f}",
         *([] if cost is None else [f"{cost:,.0f}"]),
     ]
+
+
+def _range(plan: Plan, option: Option) -> str:
+    low, high = ranges.tokens_per_s(option.speed, plan.request.hardware)
+    return f"{low:.3g}–{high:.3g}" if high < 1000 else f"{low / 1e3:,.3g}–{high / 1e3:,.3g}k"
 
 
 def _verdict(plan: Plan, verdict: Verdict) -> dict[str, Any]:
@@ -169,11 +188,13 @@ def _option(plan: Plan, option: Option) -> dict[str, Any]:
         "micro_batch": workload.micro_batch,
         "accumulation": workload.accumulation,
         "recomputed": workload.recomputed,
+        "checkpointing": workload.checkpointing,
         "device_bytes": dict(option.footprint.device),
         "host_bytes": dict(option.footprint.host),
         "disk_bytes": dict(option.footprint.disk),
         "step_seconds": speed.step_seconds,
         "tokens_per_s": speed.tokens_per_s,
+        "tokens_per_s_range": list(ranges.tokens_per_s(speed, plan.request.hardware)),
         "mfu": speed.mfu,
         "hfu": speed.hfu,
         "bottleneck": speed.bottleneck,

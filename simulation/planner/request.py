@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any, Literal, cast
 
-from baselines.registry import schedule_of, simulated
+from baselines.registry import find, schedule_of, simulated
 from simulation import checks
 from simulation.hardware import Hardware
 from simulation.hugging_face import from_config
 from simulation.paper_models import PAPER_MODELS, SEQUENCE_LENGTH
 from simulation.transformer import Transformer
-from simulation.workload import Workload
+from simulation.workload import FrozenDtype, Kernels, Workload
 
-#: Activation-checkpointing fractions: all that a grid needs to be close.
-RECOMPUTED = (0.0, 0.25, 0.5, 0.75, 1.0)
+#: Shares of the blocks that are recomputed, or of all blocks what is no product.
+Recomputed = float | Literal["selective"]
+#: All that a grid needs to be close.
+RECOMPUTED: tuple[Recomputed, ...] = (0.0, "selective", 0.5, 1.0)
+#: Engines that are known to replicate or gather 4-bit weights.
+_GATHERS_FOUR_BITS = ("ddp", "fsdp2")
 #: What our engine does with adapters: a gather and a reduction per step, or one all-reduce.
 _ADAPTERS = ("sharded", "replicated")
 
@@ -36,7 +42,10 @@ class Request:
     sequence_lengths: tuple[int, ...] = (SEQUENCE_LENGTH,)
     #: Sequences per rank and micro-batch; none: the largest that fits.
     micro_batches: tuple[int, ...] = ()
-    recomputed: tuple[float, ...] = RECOMPUTED
+    recomputed: tuple[Recomputed, ...] = RECOMPUTED
+    kernels: str = "flash"
+    #: What frozen parameters are held in, where adapters are trained.
+    frozen_dtype: str = "bf16"
     strategies: tuple[str, ...] = simulated()
     #: Cache policies of strategies that have the choice.
     policies: tuple[str, ...] = ("host",)
@@ -70,7 +79,19 @@ class Request:
                     f"micro_batch = {size}: must divide the {whole} sequences of a rank "
                     f"(global_batch = {self.global_batch}, {ranks} ranks)"
                 )
+        if not self.answered:
+            raise ValueError(
+                f"frozen_dtype = {self.frozen_dtype!r}: none of {', '.join(self.strategies)} is "
+                "known to hold it; allowed with them are fp32 and bf16"
+            )
         self.workloads()  # raises for what the model or a workload cannot be
+
+    @property
+    def answered(self) -> tuple[str, ...]:
+        """The strategies that can hold the frozen parameters so."""
+        if self.lora_rank is None or self.frozen_dtype != "nf4":
+            return self.strategies
+        return tuple(name for name in self.strategies if find(name).engine in _GATHERS_FOUR_BITS)
 
     @property
     def sequences_per_rank(self) -> int | None:
@@ -89,14 +110,16 @@ class Request:
                 else shapes[length].attention_lora(self.lora_rank),
                 sequence_length=length,
                 micro_batch=1,
-                recomputed=recomputed,
+                **_checkpointed(recomputed),
+                kernels=cast(Kernels, self.kernels),
+                frozen_dtype=cast(FrozenDtype, self.frozen_dtype),
                 element_bytes=2 if self.hardware.backend == "nccl" else 4,
                 policy=policy,
                 adapters=adapters,
             )
-            for strategy, length in product(self.strategies, self.sequence_lengths)
+            for strategy, length in product(self.answered, self.sequence_lengths)
             for policy, adapters in self._choices(strategy)
-            for recomputed in sorted(self.recomputed)
+            for recomputed in sorted(self.recomputed, key=_effort)
         ]
 
     def _choices(self, strategy: str) -> list[tuple[str, str]]:
@@ -105,6 +128,17 @@ class Request:
         if schedule.cache != "policy" or schedule.policy is not None:
             return [("host", "sharded")]
         return list(product(self.policies, _ADAPTERS[: 1 if self.lora_rank is None else 2]))
+
+
+def _checkpointed(recomputed: Recomputed) -> dict[str, Any]:
+    if recomputed == "selective":
+        return {"recomputed": 1.0, "checkpointing": "selective"}
+    return {"recomputed": recomputed}
+
+
+def _effort(recomputed: Recomputed) -> float:
+    """Sort key, least for what computes least again."""
+    return sys.float_info.min if recomputed == "selective" else recomputed
 
 
 def shape(model: str, sequence_length: int) -> Transformer:

@@ -57,20 +57,36 @@ def shortfalls(request: Request) -> list[tuple[str, Shortfall]]:
 
 def _verdict(strategy: str, points: list[Workload], request: Request) -> Verdict:
     hardware = request.hardware
-    options: list[Option] = []
     lacking: list[Shortfall] = []
-    largest = 0
+    fitting: list[Workload] = []
     for point in points:
-        fitting = _fitting(point, request)
-        largest = max([largest, *(workload.micro_batch for workload in fitting)])
+        fitting += _fitting(point, request)
         lacking += [shortfall(tried, hardware) for tried in _tried(point, request)]
-        bound = most_tokens_per_s(point, hardware)
-        for workload in fitting:
-            if any(option.tokens_per_s >= (1 - SAME) * bound for option in options):
-                break  # one that is as good comes earlier
-            options.append(simulated(workload, hardware))
+    largest = max((workload.micro_batch for workload in fitting), default=0)
+    if request.micro_batches:  # all that is named is shown
+        options = tuple(simulated(workload, hardware) for workload in fitting)
+    else:
+        options = _options(fitting, hardware)
     least = min(lacking, key=lambda lack: lack.of_node(hardware.ranks_per_node))
-    return Verdict(strategy, tuple(options), largest, least)
+    return Verdict(strategy, options, largest, least)
+
+
+def _options(fitting: list[Workload], hardware: Hardware) -> tuple[Option, ...]:
+    """Simulate, the most promising first, until no other can be faster; in the order given."""
+    bounds = [most_tokens_per_s(workload, hardware) for workload in fitting]
+    found: dict[int, Option] = {}
+    for at in sorted(range(len(fitting)), key=lambda at: (-bounds[at], at)):
+        # A simpler one, which comes earlier, is taken even if it is a little slower.
+        beaten = (
+            option.tokens_per_s * (1 - SAME) >= bounds[at]
+            if at < other
+            else option.tokens_per_s >= (1 - SAME) * bounds[at]
+            for other, option in found.items()
+        )
+        if any(beaten):
+            continue
+        found[at] = simulated(fitting[at], hardware)
+    return tuple(found[at] for at in sorted(found))
 
 
 def _fitting(point: Workload, request: Request) -> list[Workload]:

@@ -34,8 +34,10 @@ class Exchanges:
             return self.spread(unit)
         if self.schedule.hierarchical:
             return [self._inter_node(unit.gathered, self._gather_codec), *self.spread(unit)]
-        encoded = self._sent_bytes(unit.gathered, self._gather_codec)
-        return [collectives.flat(encoded, nodes, ranks)]
+        codec = self._gather_codec
+        plain = codec == "none"
+        sent = self.gathered_bytes(unit) if plain else self._sent_bytes(unit.gathered, codec)
+        return [collectives.flat(sent, nodes, ranks)]
 
     def spread(self, unit: Unit) -> list[Traffic]:
         """The intra-node all-gather of slices that the ranks have already."""
@@ -77,11 +79,15 @@ class Exchanges:
     def shard_bytes(self, unit: Unit) -> float:
         """Bytes of a rank's shard on the host or the disk; FSDP2 copies fp32 and casts then."""
         element = _FSDP2_BYTES if self.schedule.shards_fp32 else self.workload.element_bytes
-        return element * unit.parameters / self.hardware.world_size
+        frozen = 0 if self.workload.lora is None else max(0, unit.parameters - unit.trained)
+        less = frozen * max(0.0, element - self.workload.frozen_bytes)
+        return (element * unit.parameters - less) / self.hardware.world_size
 
     def gathered_bytes(self, unit: Unit) -> float:
         """Bytes of the whole unit as it is gathered."""
-        return float(unit.gathered * self.workload.element_bytes)
+        frozen = unit.gathered - unit.trained
+        less = frozen * (self.workload.element_bytes - self.workload.sent_frozen_bytes)
+        return float(unit.gathered * self.workload.element_bytes - less)
 
     @property
     def _nodes(self) -> int:

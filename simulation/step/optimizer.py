@@ -12,7 +12,7 @@ from simulation.workload import Workload
 
 #: Bytes per element of AdamW in fp32: it reads parameter, gradient and two moments, and writes all
 #: but the gradient.
-_ADAM_BYTES = 28
+ADAM_BYTES = 28
 _STATES_BYTES = 12
 
 
@@ -29,7 +29,7 @@ def optimizer_tasks(
     mine = workload.trained / sharers
     if schedule.optimizer == "device":
         rate = hardware.device.memory_bytes_per_s / hardware.ranks_sharing_device
-        at = tasks.compute("optimizer", _ADAM_BYTES * mine / rate, ends)
+        at = tasks.compute("optimizer", ADAM_BYTES * mine / rate, ends)
     else:
         of_node = mine * hardware.ranks_per_node
         demands = {"cpu": of_node / hardware.cpu_adam_elements_per_s}

@@ -11,14 +11,16 @@ from collections.abc import Sequence
 
 from baselines.registry import find
 from baselines.schedule import Schedule
+from simulation import activations
 from simulation.hardware import Hardware
-from simulation.memory import block_activation_bytes
+from simulation.rates import Work
 from simulation.step.exchanges import Exchanges
 from simulation.step.optimizer import optimizer_tasks
 from simulation.step.placement import Placement
 from simulation.step.tasks import COMPUTE, Tasks
 from simulation.traffic import Traffic
 from simulation.units import Layout, Segment, Unit
+from simulation.work import dequantised_bytes
 from simulation.workload import Workload
 
 #: Fp32 gradients.
@@ -58,7 +60,9 @@ class Step:
         self._over_turn = _over_turn(units, lead * block)
         #: Seconds beside matrix products, in one forward or one backward of all blocks.
         overheads = hardware.overheads
-        kept = workload.tokens * block_activation_bytes(workload) * hardware.ranks_sharing_device
+        kept = workload.tokens * activations.block_bytes(workload) * hardware.ranks_sharing_device
+        #: And in each pass through a block, whatever its tokens: four bits become bf16.
+        self._pass_seconds = hardware.memory_seconds(dequantised_bytes(workload))
         each = overheads.block_seconds.get(find(workload.strategy).engine, 0.0)
         self._overhead_seconds = (layers / 2) * (each + overheads.activation_byte_seconds * kept)
 
@@ -77,14 +81,15 @@ class Step:
         self._gathered = {}
         for segment in units.segments:
             needs = (units.root, *segment.units)
-            self._run(segment, needs, "forward", segment.forward_flops, first)
-        self._run(units.head, (units.root,), "forward", units.head.forward_flops, first)
-        self._run(units.head, (units.root,), "backward", units.head.backward_flops, first)
+            self._run(segment, needs, "forward", segment.forward, first)
+        self._run(units.head, (units.root,), "forward", units.head.forward, first)
+        self._run(units.head, (units.root,), "backward", units.head.backward, first)
         waiting = 0
         for segment in reversed(units.segments):
-            flops = segment.backward_flops + self._workload.recomputed * segment.forward_flops
+            work = segment.backward + segment.again * self._workload.recomputed
+            passes = 1 + self._workload.recomputed
             needs = segment.units if segment.in_backward else ()
-            self._run(segment, needs, "backward", flops, first)
+            self._run(segment, needs, "backward", work, first, passes)
             waiting += sum(unit.trained for unit in segment.units)
             if segment.block:  # a vendor that gathers matrices reduces those of a block together
                 self._reduce(segment.name, self._exchanges.reduce(waiting, last=last), waiting)
@@ -98,16 +103,23 @@ class Step:
         self._reduce("root", self._exchanges.reduce(in_root, last=last), in_root)
 
     def _run(
-        self, segment: Segment, needs: Sequence[Unit], phase: str, flops: float, first: bool
+        self,
+        segment: Segment,
+        needs: Sequence[Unit],
+        phase: str,
+        work: Work,
+        first: bool,
+        passes: float = 1.0,
     ) -> None:
         """Gather what the segment needs and is not gathered; compute; free what is not kept."""
         for unit in needs:
             if unit not in self._gathered:
                 self._gathered[unit] = self._gather(unit, phase, first)
         arrived = [self._gathered[unit] for unit in needs]
-        seconds = flops * self._workload.tokens / self._hardware.flops
+        seconds = self._hardware.seconds(work * self._workload.tokens)
         if segment.units != (self._units.root,):
             seconds += self._overhead_seconds / len(self._units.segments)
+            seconds += passes * self._pass_seconds
         after = [at for at in arrived if at is not None] + self._reduced[-2:-1]
         self._computed.append(self.tasks.compute(f"{phase} {segment.name}", seconds, after))
         for unit in needs:
@@ -207,9 +219,12 @@ class Step:
         if not trained:
             return
         after: tuple[int, ...] = tuple(self._computed[-1:])
+        touched = float(trained * self._workload.element_bytes)
         for traffic in exchanges:
             stream = COMPUTE if self._gloo else "reduce"
-            after = (self.tasks.exchange(f"reduce {name}", stream, traffic, "reduce", after),)
+            title = f"reduce {name}"
+            at = self.tasks.exchange(title, stream, traffic, "reduce", after, reduced_bytes=touched)
+            after, touched = (at,), 0.0
         if self._schedule.optimizer != "device":
             size = _GRADIENT_BYTES * trained / self._hardware.world_size
             stream = COMPUTE if self._gloo else "copy out"

@@ -33,10 +33,12 @@ class Tasks:
         phase: str,
         after: Sequence[int],
         gathered_bytes: float = 0.0,
+        reduced_bytes: float = 0.0,
     ) -> int:
-        """Append an exchange among ranks, with what it takes of PCIe and of the host's cores.
+        """Append an exchange among ranks, with what it takes of PCIe and of computation.
 
-        ``gathered_bytes`` are those that each rank has at its end and had not before.
+        ``gathered_bytes`` are those that each rank has at its end and had not before,
+        ``reduced_bytes`` those that it had and gives.
         """
         hardware = self.hardware
         demands = {
@@ -56,6 +58,7 @@ class Tasks:
         demands["compute"] = hardware.overheads.byte_seconds * sharing * sent
         arrived = gathered_bytes * hardware.ranks_sharing_device
         demands["compute"] += hardware.overheads.gathered_byte_seconds * arrived
+        demands["compute"] += hardware.exchange_seconds(gathered_bytes + reduced_bytes)
         self.count("inter_node", phase, traffic.inter_node_bytes)
         self.count("intra_node", phase, traffic.intra_node_bytes)
         return self.add(name, stream, demands, after, traffic.latency_seconds(hardware))

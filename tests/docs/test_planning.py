@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from simulation.hardware import LINK_EFFICIENCY, MATMUL_EFFICIENCY
+from simulation.compute import study
+from simulation.hardware import LINK_EFFICIENCY
 from simulation.planner.plan import TIE
 from simulation.planner.search import SAME
 from tests.docs import DOCS
@@ -14,10 +15,21 @@ def test_shares_and_tolerances() -> None:
     text = " ".join((DOCS / "planning.md").read_text(encoding="utf-8").split())
     for share, what in (
         (LINK_EFFICIENCY, r"(\d+) % \(links\)"),
-        (MATMUL_EFFICIENCY, r"(\d+) % \(matrix products\)"),
         (SAME, r"within (\d+) % of what an earlier one reaches"),
         (TIE, r"within (\d+) % of it: the simulator"),
     ):
         found = re.search(what, text)
         assert found is not None, what
         assert int(found[1]) == round(100 * share)
+
+
+def test_errors_of_computation() -> None:
+    text = " ".join((DOCS / "planning.md").read_text(encoding="utf-8").split())
+    record = study.read()
+    half, other = record.check("the other half of the sizes"), record.check("each architecture")
+    assert f"to {len(record.predictions)} published runs" in text
+    assert f"is predicted to {half.median:.1%} in the median" in text.replace(" %", "%")
+    assert f"nine of ten are within {half.nine_of_ten:.1%}" in text.replace(" %", "%")
+    assert f"the other to {other.median:.0%} in the median" in text.replace(" %", "%")
+    assert f"from −{1 - other.lowest:.0%} (" in text.replace(" %", "%")
+    assert f"to +{other.highest - 1:.0%}" in text.replace(" %", "%")

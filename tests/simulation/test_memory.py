@@ -16,7 +16,7 @@ from baselines.strategy import trainable_parameters
 from experiments.records.cell import Cell
 from experiments.records.modelled import workload_of
 from experiments.worker import models
-from simulation import memory
+from simulation import activations, memory
 from simulation.imitated.records import Case, MemoryRecord, read
 from simulation.paper_models import PAPER_MODELS
 from simulation.prediction import fits, needed
@@ -89,7 +89,7 @@ def test_activations_are_what_real_blocks_keep(
             output = output[0] if isinstance(output, tuple) else output
             held.append(output)
     expected = layers * given_cell.micro_batch * length
-    expected *= memory.block_activation_bytes(workload_of(given_cell))
+    expected *= activations.block_bytes(workload_of(given_cell))
     assert sum(kept.values()) == pytest.approx(expected, rel=0.01)
 
 

@@ -31,10 +31,11 @@ def test_a_plan_for_adapters() -> None:
     )
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
-    assert lines[0] == "gpt-30b · LoRA 8 · 512 tokens a sequence"
+    assert lines[0] == "gpt-30b · LoRA 8 on bf16 · 512 tokens a sequence"
     assert lines[1].startswith("4 nodes × 8 a40 · 800 Mbit/s reached between nodes · 512 GB host")
     assert lines[1].endswith("simulated")
-    assert [line.split()[0].strip(",") for line in lines[5:7]] == ["fcdp", "fsdp2"]
+    assert lines[2].startswith("computation, flash kernels: no run on a40 is known: data")
+    assert [line.split()[0].strip(",") for line in lines[6:8]] == ["fcdp", "fsdp2"]
     assert any(line.startswith("ddp does not fit: it lacks ") for line in lines)
     assert any(line.startswith("take fcdp: fcdp trains ") for line in lines)
 

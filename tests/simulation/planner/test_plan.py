@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from simulation.hardware import cluster
+from simulation.capacity import reported
+from simulation.compute.constants import with_rates
+from simulation.hardware import Hardware, cluster
 from simulation.planner.plan import TIE, Plan, plan, quantises
+from simulation.planner.request import Request
 from tests.simulation.planner.made_up import config_file, request
 
 
@@ -20,7 +23,8 @@ def found(**settings: object) -> Plan:
 
 @pytest.mark.parametrize("nodes", [2, 4])
 def test_fcdp_for_adapters_on_a_slow_link(nodes: int) -> None:
-    made = found(nodes=nodes, gbit_s=1, lora_rank=8, recomputed=(0.0, 0.25, 0.5, 1.0))
+    """Where a node cannot hold the base once more, or nobody asks for hybrid sharding."""
+    made = found(nodes=nodes, gbit_s=1, lora_rank=8, strategies=("fsdp2", "fcdp", "ddp"))
     assert made.strategy == "fcdp"
     assert "times as many tokens a second as fsdp2: a node sends" in made.reason
     by_name = {verdict.strategy: verdict.best for verdict in made.verdicts}
@@ -37,14 +41,14 @@ def test_plain_sharding_where_it_is_as_fast() -> None:
 def test_replicas_where_they_fit(tmp_path: Path) -> None:
     made = found(model=str(config_file(tmp_path)), gbit_s=1, lora_rank=8)
     assert made.strategy == "ddp"
-    assert "FCDP gains nothing here" in made.reason
+    assert made.reason.startswith("FCDP is worth nothing here for its ")
 
 
 def test_a_cache_that_does_not_fit_is_said() -> None:
     hardware = cluster(
         "a40", nodes=4, ranks_per_node=8, inter_bits_per_s=1e9, host_memory_bytes=20e9
     )
-    made = found(hardware=hardware, lora_rank=8)
+    made = found(hardware=hardware, lora_rank=8, frozen_dtype="fp32")
     assert made.strategy != "fcdp"
     assert "FCDP does not fit: it lacks 23.4 GB of host memory on each node" in made.reason
     assert "fcdp" not in found(lora_rank=8, strategies=("fsdp2", "hpz")).reason.lower()
@@ -88,3 +92,75 @@ def test_hours_and_cost_follow_from_the_throughput() -> None:
 
 def test_nothing_fits() -> None:
     assert plan(request(nodes=1, strategies=("fsdp2", "fcdp"))) is None
+
+
+def rented(gpu: str, nodes: int, ranks: int, gbit_s: float = 10) -> Hardware:
+    nominal = cluster(gpu, nodes=nodes, ranks_per_node=ranks, inter_bits_per_s=gbit_s * 1e9)
+    return with_rates(reported(nominal))
+
+
+@pytest.fixture
+def llama_8b(tmp_path: Path) -> str:
+    """Llama-3's 8B."""
+    return str(
+        config_file(
+            tmp_path,
+            num_hidden_layers=32,
+            hidden_size=4096,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            intermediate_size=14336,
+            vocab_size=128256,
+            max_position_embeddings=8192,
+        )
+    )
+
+
+RIVALS = ("ddp", "fsdp2", "fsdp2-hsdp", "deepspeed-hpz", "fcdp")
+
+
+def test_adapters_of_8b_on_one_small_gpu(llama_8b: str) -> None:
+    made = found(model=llama_8b, hardware=rented("a10g", 1, 1), lora_rank=8, strategies=RIVALS)
+    assert made.strategy == "ddp"
+    assert made.reason.startswith("FCDP is worth nothing on one node: nothing crosses nodes")
+
+
+def test_adapters_of_8b_on_four_nodes(llama_8b: str) -> None:
+    hardware = rented("a40", 4, 8)
+    made = found(model=llama_8b, hardware=hardware, lora_rank=8, strategies=RIVALS)
+    assert made.strategy == "ddp"
+    by_name = {verdict.strategy: verdict.best for verdict in made.verdicts}
+    assert all(best is not None for best in by_name.values())
+    assert made.reason.startswith("FCDP is worth nothing here for its 12.1 GB of host memory a nod")
+    assert "with ddp each GPU holds all of the bf16 base" in made.reason
+    # As the planner had it: replicas of an fp32 base, and FCDP without a rival.
+    handicapped = found(
+        model=llama_8b, hardware=hardware, lora_rank=8, strategies=RIVALS, frozen_dtype="fp32"
+    )
+    bases = [one.option.footprint.device["parameters"] for one in (made, handicapped)]
+    assert made.option.tokens_per_s > handicapped.option.tokens_per_s
+    assert bases[0] == pytest.approx(2 * 8.03e9, rel=0.01)
+
+
+def test_hybrid_sharding_of_a_bf16_base_takes_the_place_of_a_cache() -> None:
+    made = found(gbit_s=1, lora_rank=8, hardware=rented("a40", 4, 8, 1))
+    assert made.strategy == "fsdp2-hsdp"
+    assert made.reason.startswith("FCDP is worth nothing here for its 43.4 GB of host memory")
+    assert "with fsdp2-hsdp each node holds all of the bf16 base" in made.reason
+
+
+def test_four_bits_let_replicas_fit_where_bf16_does_not(llama_8b: str) -> None:
+    hardware = rented("a10g", 4, 4)
+    options = {"model": llama_8b, "hardware": hardware, "lora_rank": 8, "strategies": RIVALS}
+    lengths = {"sequence_lengths": (4096,)}
+    wide = found(**options, **lengths)
+    narrow = found(**options, **lengths, frozen_dtype="nf4")
+    assert {v.strategy for v in wide.verdicts if v.best is None} == {"ddp"}
+    assert narrow.strategy == "ddp"
+    assert {v.strategy for v in narrow.verdicts} == {"ddp", "fsdp2", "fsdp2-hsdp"}
+    assert narrow.option.footprint.device["parameters"] < 0.36 * 2 * 8.03e9
+
+
+def test_all_that_pytorch_users_would_take_is_compared_by_default() -> None:
+    asked = Request(model="gpt-10b", hardware=rented("a40", 2, 8), lora_rank=8)
+    assert set(RIVALS) < set(asked.strategies)

@@ -65,6 +65,12 @@ def test_a_sequence_longer_than_the_model_allows(tmp_path: Path) -> None:
         ({"sequence_lengths": (0,)}, "sequence_length.* = 0: must be a whole number"),
         ({"lora_rank": 0}, "lora_rank = 0: must be"),
         ({"policies": ("nonsense",)}, "policy = 'nonsense': allowed are none, "),
+        ({"kernels": "cudnn"}, "kernels = 'cudnn': allowed are eager, flash, fused"),
+        ({"frozen_dtype": "int8"}, "frozen_dtype = 'int8': allowed are fp32, bf16, nf4"),
+        (
+            {"lora_rank": 8, "frozen_dtype": "nf4", "strategies": ("fcdp",)},
+            "frozen_dtype = 'nf4': none of fcdp is known to hold it; allowed with them are fp32",
+        ),
         ({"recomputed": (1.5,)}, "recomputed = 1.5: must be between 0 and 1"),
     ],
 )

@@ -1,0 +1,81 @@
+"""Draws docs/figures/compute.svg: predicted over measured tokens per second of published runs.
+
+python -m docs.draw_compute [folder]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+from analysis.figures.drawings import style
+from simulation.compute import study
+from simulation.compute.study import Predicted
+
+FIGURES = Path(__file__).resolve().parent / "figures"
+#: Okabe and Ito's colours, and a marker each.
+_LOOKS = {
+    "a100-40gb": ("#0072B2", "o"),
+    "a100-80gb": ("#E69F00", "s"),
+    "h100-sxm": ("#009E73", "^"),
+}
+#: The figure's limits; a run outside of them is drawn at the edge.
+_LEAST, _MOST = 0.8, 1.3
+
+
+def draw() -> Figure:
+    """Two panels by parameters: rows that the fit has seen, and rows of sizes that it has not."""
+    record = study.read()
+    with style():
+        figure = Figure(figsize=(7.4, 3.0), layout="constrained")
+        for ax, held_out in zip(figure.subplots(1, 2, sharey=True), (False, True), strict=True):
+            for gpu, (colour, marker) in _LOOKS.items():
+                rows = [p for p in record.predictions if p.row.gpu == gpu]
+                ax.scatter(
+                    [_parameters(one) for one in rows],
+                    [_ratio(one, held_out=held_out) for one in rows],
+                    s=12,
+                    color=colour,
+                    marker=marker,
+                    facecolors=colour if held_out else "none",
+                    label=gpu,
+                    linewidths=0.8,
+                )
+            ax.axhline(1, color="0.6", linewidth=0.8, zorder=0)
+            name = "the other half of the sizes" if held_out else "all rows, fitted"
+            check = record.check(name)
+            ax.set(
+                title=f"{'held out' if held_out else 'fitted'}: median error {check.median:.1%}, "
+                f"nine of ten within {check.nine_of_ten:.1%}",
+                xscale="log",
+                xlabel="parameters in blocks",
+                ylim=(_LEAST, _MOST),
+            )
+        figure.axes[0].set_ylabel("predicted / measured tokens/s")
+        figure.axes[1].legend(loc="upper right")
+    return figure
+
+
+def _parameters(one: Predicted) -> float:
+    return 12.0 * one.row.layers * one.row.width**2
+
+
+def _ratio(one: Predicted, *, held_out: bool) -> float:
+    predicted = one.held_out if held_out else one.fitted
+    return min(max(predicted / one.row.tokens_per_s_per_gpu, _LEAST), _MOST)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Write the figure into the folder, by default that of the committed ones."""
+    folder = Path(arguments[0]) if arguments else FIGURES
+    folder.mkdir(parents=True, exist_ok=True)
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fcdp"}):
+        draw().savefig(folder / "compute.svg", metadata={"Date": None, "Creator": None})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

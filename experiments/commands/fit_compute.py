@@ -1,0 +1,85 @@
+"""``python -m experiments fit-compute``: rates of computation, fitted and checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from experiments import terminal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rich.table import Table
+
+    from simulation.compute.study import Check, Constant
+
+
+def fit_compute(
+    rows: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Rows to fit, as results/compute/measured.csv has them."),
+    ] = None,
+    check: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Only predict these rows, by the committed constants."),
+    ] = None,
+    output: Annotated[Path, typer.Option(metavar="DIR", help="Where fit.json goes.")] = Path(
+        "runs/compute"
+    ),
+) -> None:
+    """Fit the planner's rates of computation to published measurements, or check them on others.
+
+    Matrix products, attention and bytes through memory have a share of the data sheet per GPU;
+    what exchanges and scale cost is common to all. Rows that are not in bf16 are left out.
+    """
+    from experiments.records import provenance
+    from simulation.compute import measured, study
+
+    console = terminal.console()
+    try:
+        if check is not None:
+            found = study.errors(measured.read(check), study.read().fitted())
+            console.print(_checks([found]))
+            return
+        file = output / "fit.json"
+        terminal.check_writable("--output", file)
+        commit = provenance.gather().commit
+        record = study.settle(measured.read(rows or measured.ROWS), commit)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    except (ValueError, OSError) as error:
+        terminal.stop(str(error))
+    console.print(_constants(record.constants))
+    console.print(_checks(record.checks))
+    terminal.say(console, "record", file)
+
+
+def _constants(constants: Iterable[Constant]) -> Table:
+    from rich.table import Table
+
+    table = Table("constant", box=None)
+    for column in ("value", "from", "to"):
+        table.add_column(column, justify="right")
+    for one in constants:
+        table.add_row(one.name, f"{one.value:.3g}", f"{one.low:.3g}", f"{one.high:.3g}")
+    return table
+
+
+def _checks(checks: Iterable[Check]) -> Table:
+    from rich.table import Table
+
+    table = Table("left out and predicted", box=None)
+    for column in ("rows", "median error", "nine of ten within", "worst"):
+        table.add_column(column, justify="right")
+    for one in checks:
+        table.add_row(
+            one.what,
+            f"{one.rows}",
+            f"{one.median:.1%}",
+            f"{one.nine_of_ten:.1%}",
+            f"{one.worst:.1%}",
+        )
+    return table

@@ -1,0 +1,132 @@
+"""Rates of GPUs from measured runs: three shares of each GPU's data sheet, and two numbers of all.
+
+The time of a token is linear in the inverse shares, in the passes of exchanged bytes and in what is
+lost with scale. Relative errors are minimised, large ones counted less: some published runs are
+slower than their neighbours by a quarter, without a reason that the tables give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulation.compute.measured import Run
+from simulation.hardware import Gpu
+from simulation.least_squares import not_negative
+from simulation.rates import Rates, scale
+from simulation.step.optimizer import ADAM_BYTES
+from simulation.work import token_work
+
+#: Rounds in which weights are found, and the error below which all count alike.
+_ROUNDS, _SMALL = 20, 0.01
+#: Exchanges of all parameters per micro-batch: gathers of forward and backward, one reduction.
+_EXCHANGES = 3
+PARTS = ("products", "attention", "bytes")
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Shares of a GPU's data sheet that are reached: of the peak, and of the memory's rate."""
+
+    products: float
+    #: Of the peak, by the operations of causal attention.
+    attention: float
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What was fitted: shares by GPU, and what all GPUs have in common."""
+
+    shares: Mapping[str, Shares]
+    #: Passes through memory, at its full rate, of each byte that is gathered or reduced.
+    exchange_passes: float
+    lost_with_scale: float
+
+    def rates(self, device: Gpu, measured: str) -> Rates:
+        """The rates of ``device`` by the shares of the GPU that was ``measured``."""
+        shares = self.shares[measured]
+        return Rates(
+            products_per_s=shares.products * device.peak_flops,
+            attention_per_s=shares.attention * device.peak_flops,
+            bytes_per_s=shares.bytes * device.memory_bytes_per_s,
+            exchanged_bytes_per_s=_rate(device, self.exchange_passes),
+            lost_with_scale=self.lost_with_scale,
+            basis="fitted" if measured == device.name else "nearest architecture",
+            measured_on=measured,
+        )
+
+    def numbers(self) -> dict[str, float]:
+        """All constants by name, such as ``h100-sxm products``."""
+        found = {
+            f"{gpu} {part}": float(getattr(shares, part))
+            for gpu, shares in self.shares.items()
+            for part in PARTS
+        }
+        found["exchange passes"] = self.exchange_passes
+        found["lost with scale"] = self.lost_with_scale
+        return found
+
+
+def fit(runs: Sequence[Run]) -> Fitted:
+    """Fit the constants. Raises ``ValueError`` where there are too few runs for them."""
+    gpus = sorted({run.row.gpu for run in runs})
+    columns = len(PARTS) * len(gpus) + 2
+    if len(runs) < columns:
+        raise ValueError(f"rows: {len(runs)} were given, {columns} constants need as many at least")
+    features = np.array([_features(run, gpus) for run in runs])
+    target = np.array([1 - _optimizer_share(run) for run in runs])
+    found = _robust(features, target)
+    passes, lost = found[-2:]
+    shares = {}
+    for index, gpu in enumerate(gpus):
+        inverse = found[len(PARTS) * index :][: len(PARTS)]
+        zero = [part for part, value in zip(PARTS, inverse, strict=True) if value <= 0]
+        if zero:
+            raise ValueError(f"rows of {gpu}: do not tell {', '.join(zero)} from the rest")
+        shares[gpu] = Shares(*(1 / value for value in inverse))
+    return Fitted(shares, passes, lost)
+
+
+def _rate(device: Gpu, passes: float) -> float:
+    return device.memory_bytes_per_s / passes if passes else float("inf")
+
+
+def _features(run: Run, gpus: Sequence[str]) -> list[float]:
+    """Each constant's factor in the measured time, relative to it."""
+    device, work, row = run.hardware.device, token_work(run.workload), run.row
+    measured = 1 / row.tokens_per_s_per_gpu
+    own = [
+        work.products / device.peak_flops,
+        work.attention / device.peak_flops,
+        work.nbytes / device.memory_bytes_per_s,
+    ]
+    columns = [0.0] * (len(PARTS) * len(gpus))
+    at = len(PARTS) * gpus.index(row.gpu)
+    columns[at : at + len(PARTS)] = [value / measured for value in own]
+    element, tokens = run.workload.element_bytes, run.workload.tokens
+    exchanged = _EXCHANGES * element * run.workload.parameters / tokens
+    columns.append(exchanged / device.memory_bytes_per_s / measured)
+    columns.append(scale(run.hardware.nodes))
+    return columns
+
+
+def _optimizer_share(run: Run) -> float:
+    """Share of the measured time that the optimizer's step takes by the data sheet."""
+    workload, world = run.workload, run.hardware.world_size
+    seconds = ADAM_BYTES * workload.trained / world / run.hardware.device.memory_bytes_per_s
+    tokens = workload.tokens * workload.accumulation
+    return seconds / tokens * run.row.tokens_per_s_per_gpu
+
+
+def _robust(features: NDArray[np.float64], target: NDArray[np.float64]) -> list[float]:
+    """Fit with weights that fall with the error, which is close to the least sum of errors."""
+    weights = np.ones(len(target))
+    for _ in range(_ROUNDS):
+        found = not_negative(features * weights[:, None], target * weights)
+        errors = np.abs(features @ np.array(found) - target)
+        weights = 1 / np.sqrt(np.maximum(errors, _SMALL))
+    return found

@@ -1,0 +1,61 @@
+"""Frozen parameters in fp32, bf16 and four bits: what they take, and what their use costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from simulation.prediction import needed, predict
+from simulation.workload import Workload
+from tests.simulation.workloads import paper_cluster, workload
+
+HARDWARE = paper_cluster(2)
+
+
+def given(strategy: str, **more: Any) -> Workload:
+    return replace(workload(strategy, large=True), **more)
+
+
+def lora(strategy: str, **more: Any) -> Workload:
+    full = given(strategy)
+    return replace(full, lora=full.model.attention_lora(8), micro_batch=1, **more)
+
+
+@pytest.mark.parametrize(("strategy", "sharers"), [("ddp", 1), ("fsdp2-hsdp", 8), ("fcdp", 16)])
+def test_a_bf16_base_takes_two_bytes_and_adapters_four(strategy: str, sharers: int) -> None:
+    wide, base = (lora(strategy, frozen_dtype=kind) for kind in ("fp32", "bf16"))
+    parts = [needed(one, HARDWARE).device["parameters"] for one in (wide, base)]
+    assert parts[0] == pytest.approx(4 * base.parameters / sharers)
+    assert parts[1] == pytest.approx((2 * base.frozen + 4 * base.trained) / sharers)
+
+
+def test_replicas_of_a_bf16_base_need_no_copies_of_it() -> None:
+    wide, base = (needed(lora("ddp", frozen_dtype=kind), HARDWARE) for kind in ("fp32", "bf16"))
+    parameters = lora("ddp").parameters
+    assert wide.device["gathered"] == pytest.approx(2 * parameters)
+    assert base.device.get("gathered", 0.0) < 0.01 * parameters
+
+
+def test_four_bits_are_half_a_byte_and_scales_but_for_embeddings() -> None:
+    one = lora("ddp", frozen_dtype="nf4")
+    matrices = one.model.layers * sum(matrix.weights for matrix in one.model.matrices)
+    rest = one.model.parameters - matrices
+    expected = (0.5 + 0.127 / 8) * matrices + 2 * rest
+    assert one.frozen_bytes * one.model.parameters == pytest.approx(expected)
+
+
+def test_four_bits_are_gathered_as_they_are_and_cost_a_pass() -> None:
+    base, narrow = (predict(lora("fsdp2", frozen_dtype=kind), HARDWARE) for kind in ("bf16", "nf4"))
+    assert narrow.inter_node_bytes == pytest.approx(0.3 * base.inter_node_bytes, rel=0.2)
+    busy = [one.busy["compute"] * one.step_seconds for one in (base, narrow)]
+    assert busy[1] > busy[0]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fcdp", "ddp", "deepspeed-zero3"])
+@pytest.mark.parametrize("kind", ["bf16", "nf4"])
+def test_what_is_all_trained_has_no_base(strategy: str, kind: Any) -> None:
+    usual, other = given(strategy), given(strategy, frozen_dtype=kind)
+    assert needed(usual, HARDWARE) == needed(other, HARDWARE)
+    assert predict(usual, HARDWARE).step_seconds == predict(other, HARDWARE).step_seconds
