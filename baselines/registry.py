@@ -316,6 +316,16 @@ STRATEGIES: tuple[Strategy, ...] = (
         settings=CyclicSettings,
     ),
     Strategy(
+        "cyclic-interleaved",
+        "cyclic",
+        "a step's micro-batches two slots apart on one device, as constant in memory",
+        None,
+        Look("#787878", "D"),
+        numerics="own",
+        built_by="cyclic.interleaved",
+        settings=CyclicSettings,
+    ),
+    Strategy(
         "local-sgd",
         "co2",
         "Local SGD: steps apart, then the mean of all workers",

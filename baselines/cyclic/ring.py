@@ -124,7 +124,7 @@ class Executor(Loop):
         self._post.step = 0
 
     def casting(self) -> torch.autocast:
-        return autocast(self.job)
+        return autocast(self.job, cached=False)
 
     def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
         """Take one micro-batch through all stages; return its loss."""

@@ -16,7 +16,7 @@ from baselines.cyclic.routes import KINDS, Cycle, Kind
 from baselines.cyclic.rule import Rule
 from baselines.settings import CyclicSettings
 from baselines.strategy import load
-from tests.baselines.cyclic.training import Told, batch, made, trained
+from tests.baselines.cyclic.training import Told, alike, batch, made, trained
 from tests.ranks import Pools, RankFailure, RankPool
 
 pytestmark = pytest.mark.ranks
@@ -25,23 +25,15 @@ STEPS = 5
 FORMS = ("cyclic-ring", "cyclic-zero")
 
 
-def _alike(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor], where: str) -> None:
-    assert mine.keys() == other.keys()
-    for name in mine:
-        torch.testing.assert_close(
-            mine[name], other[name], rtol=1e-4, atol=2e-6, msg=lambda m, n=name: f"{where} {n} {m}"
-        )
-
-
 def _same(found: list[Told], expected: list[Told]) -> None:
     for rank, (mine, other) in enumerate(zip(found, expected, strict=True)):
         assert mine.losses == pytest.approx(other.losses, rel=1e-5)
         assert mine.held_out == pytest.approx(other.held_out, rel=1e-5)
         for step in range(STEPS):
-            _alike(mine.used[step], other.used[step], f"rank {rank}, step {step}:")
+            alike(mine.used[step], other.used[step], f"rank {rank}, step {step}:")
     for step in range(STEPS):
         owned = {k: v for told in found if told.gradients for k, v in told.gradients[step].items()}
-        _alike(owned, expected[0].gradients[step], f"gradients of step {step}:")
+        alike(owned, expected[0].gradients[step], f"gradients of step {step}:")
 
 
 @pytest.mark.parametrize("rule", ["v1", "v2"])

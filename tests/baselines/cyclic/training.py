@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn as nn
 
+from baselines.cyclic.interleaved import build as build_interleaved
 from baselines.cyclic.parts import Owned
 from baselines.cyclic.ring import Executor
 from baselines.cyclic.synchronous import Cyclic
 from baselines.settings import CyclicSettings
-from baselines.strategy import Job, load
+from baselines.strategy import Job, Loss, load
 from tests.fcdp.training import topology_of
 
 WIDTH, VOCABULARY, BLOCKS = 6, 11, 5
@@ -69,17 +70,28 @@ def made(
     if frozen:
         for name, param in model.named_parameters():
             param.requires_grad_("into" in name or "norm" in name)
-    job = Job(
+    return model, job_of(model.blocks, nodes, ranks_per_node, settings, loss, k)
+
+
+def job_of(
+    blocks: Iterable[nn.Module],
+    nodes: int,
+    ranks_per_node: int,
+    settings: CyclicSettings,
+    of: Loss,
+    k: int = 1,
+) -> Job:
+    """Training on so many ranks, with ``k`` micro-batches per step on each."""
+    return Job(
         topology=topology_of(nodes, ranks_per_node),
-        blocks=[*model.blocks],
+        blocks=[*blocks],
         dtype=torch.float32,
         learning_rate=LEARNING_RATE,
         micro_batch=2,
         accumulation=k,
         settings=settings,
-        loss=loss,
+        loss=of,
     )
-    return model, job
 
 
 @dataclass
@@ -120,22 +132,74 @@ def trained(
     return told
 
 
-def _note_forwards(model: Tied, told: Told) -> None:
-    """Called after the strategy has its hooks, so that these see what it has put there."""
+def interleaved(
+    micro_batches: int,
+    settings: CyclicSettings,
+    steps: int,
+    frozen: bool = False,
+    evaluated: tuple[int, ...] = (),
+) -> list[Told]:
+    """The same training on one device: what each micro-batch computes with.
 
+    Gradients are the first one's; so are held-out losses. Losses of single ones are not told.
+    """
+    model, job = made(1, 1, settings, frozen=frozen, k=micro_batches)
+    names = {id(param): name for name, param in model.named_parameters()}
+    trainable = build_interleaved(model, job)
+    told = [Told(used=[{} for _ in range(steps + 1)]) for _ in range(micro_batches)]
+
+    def note(prefix: str, module: nn.Module) -> None:
+        if (flight := trainable._running) is not None:
+            for name, param in module.named_parameters(prefix):
+                told[flight.number].used[flight.step][name] = param.detach().clone()
+
+    _before_forwards(model, note)
+    update = trainable._update
+    found: dict[int, dict[str, torch.Tensor]] = {}
+
+    def noting(step: int, stage: int) -> None:
+        params = trainable._stages[stage].of(0)
+        sums = trainable._sums[step, stage]
+        found.setdefault(step, {}).update(
+            {names[id(p)]: total.clone() for p, total in zip(params, sums, strict=True)}
+        )
+        update(step, stage)
+
+    trainable._update = noting
+    for step in range(steps):
+        if step in evaluated:
+            told[0].held_out.append(trainable.evaluate(batch(99, 0)).item())
+        trainable.step([batch(number, step) for number in range(micro_batches)])
+    told[0].held_out.append(trainable.evaluate(batch(99, 0)).item())
+    told[0].gradients = [found[step] for step in range(steps)]
+    return told
+
+
+def alike(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor], where: str) -> None:
+    """Compare parameters or gradients by name, to float tolerance."""
+    assert mine.keys() == other.keys()
+    for name in mine:
+        torch.testing.assert_close(
+            mine[name], other[name], rtol=1e-4, atol=2e-6, msg=lambda m, n=name: f"{where} {n} {m}"
+        )
+
+
+def _before_forwards(model: Tied, note: Callable[[str, nn.Module], None]) -> None:
+    """Called after the strategy has its hooks, so that these see what it has put there."""
+    names = [*(f"blocks.{index}" for index in range(BLOCKS)), "norm", "head"]
+    for name in names:
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda module, _, prefix=name: note(prefix, module)
+        )
+
+
+def _note_forwards(model: Tied, told: Told) -> None:
     def note(prefix: str, module: nn.Module) -> None:
         if module.training:
             for name, param in module.named_parameters(prefix):
                 told.used[-1][name] = param.detach().clone()
 
-    for index, block in enumerate(model.blocks):
-        block.register_forward_pre_hook(
-            lambda module, _, prefix=f"blocks.{index}": note(prefix, module)
-        )
-    for name in ("norm", "head"):
-        model.get_submodule(name).register_forward_pre_hook(
-            lambda module, _, prefix=name: note(prefix, module)
-        )
+    _before_forwards(model, note)
 
 
 def _note_gradients(trainable: Any, names: dict[int, str], told: Told) -> Callable[[], None]:
