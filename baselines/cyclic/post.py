@@ -62,7 +62,8 @@ class Post:
             self._coming[kind, stage] = (held, None)
             return 0
         start = self.step * self._period
-        self._end_those_needed_before(start + message.sent)
+        if self.step >= 0:  # before the first step nobody receives yet
+            self._end_those_needed_before(start + message.sent)
         if held.numel():
             work = dist.isend(held, group=self.group, group_dst=message.target, tag=_tag(message))
             self._going.append((start + message.needed, held, work, message))

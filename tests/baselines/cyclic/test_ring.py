@@ -241,6 +241,19 @@ def _calls(form: str, rule: Rule) -> list[tuple[str, int, int]]:
     return calls
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_ranks_may_wait_for_one_another_before_the_first_step(ranks: Pools, form: str) -> None:
+    ranks.run(4, _met, form)
+
+
+def _met(form: str) -> None:
+    model, job = made(4, 1, CyclicSettings())
+    trainable = load(form)(model, job)
+    dist.barrier()
+    trainable.step([batch(job.topology.rank, 0)])
+    trainable.settle()
+
+
 def test_what_is_no_cycle_is_refused(ranks: Pools) -> None:
     ranks.run(2, _refused)
 
