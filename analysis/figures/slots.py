@@ -21,6 +21,7 @@ BYTES, KEPT = "bytes_by_slot", "activation_bytes_by_slot"
 class _Panel:
     column: str
     title: str
+    slots: str
     #: Of which cells a level is drawn, and the column that has it.
     level_of: Callable[[pd.DataFrame], pd.DataFrame]
     level: str
@@ -30,12 +31,14 @@ _PANELS = (
     _Panel(
         BYTES,
         "MB that a rank sends, at most",
+        "slot of the rank's step: forwards, then backwards",
         lambda cells: cells[cells["strategy"] == "ddp"],
         "inter_node_bytes_per_step",
     ),
     _Panel(
         KEPT,
         "MB kept for backward",
+        "slot of the step",
         lambda cells: cells[cells[KEPT].notna()],
         "activation_bytes_together",
     ),
@@ -77,7 +80,7 @@ def _draw(ax: Axes, panel: _Panel, cells: pd.DataFrame, looks: axes.Looks) -> No
     for level in sorted({*panel.level_of(cells)[panel.level]}):
         ax.axhline(level / 1e6, color=axes.SOFT, linestyle="--", linewidth=1)
     ax.set_title(panel.title)
-    ax.set_xlabel("slot: forwards, then backwards")
+    ax.set_xlabel(panel.slots)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.set_ylim(bottom=0)
 
