@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -62,6 +63,27 @@ def test_v2_of_one_rank_is_plain_training(ranks: Pools, form: str) -> None:
     (found,) = ranks.run(1, trained, form, 1, CyclicSettings(), STEPS)
     (plain,) = ranks.run(1, _plain)
     assert found.losses == pytest.approx(plain, rel=1e-6)
+
+
+def test_in_bfloat16_it_learns_as_in_synchrony(ranks: Pools) -> None:
+    expected = ranks.run(3, _in_bfloat16, "cyclic", 3, 1)
+    for form in FORMS:
+        assert ranks.run(3, _in_bfloat16, form, 3, 1) == [
+            pytest.approx(losses, rel=0.01) for losses in expected
+        ]
+    (alone,) = ranks.run(1, _in_bfloat16, "cyclic-interleaved", 1, 3)
+    assert alone[-1] == pytest.approx(expected[0][-1], rel=0.01)
+
+
+def _in_bfloat16(form: str, ranks: int, k: int) -> list[float]:
+    """This rank's losses, and that of the mean parameters after the last step."""
+    model, job = made(ranks, 1, CyclicSettings(), k=k)
+    trainable = load(form)(model, replace(job, dtype=torch.bfloat16))
+    losses = []
+    for step in range(STEPS):
+        sequences = [batch(job.topology.rank + number, step) for number in range(k)]
+        losses.append(trainable.step(sequences).item())
+    return [*losses, trainable.evaluate(batch(99, 0)).item()]
 
 
 def _plain() -> list[float]:
