@@ -36,6 +36,7 @@ _LINES: dict[str, Dashes] = {
     "PyTorch": (0, (1.5, 1)),
     "This engine": (0, ()),
     "Local steps": (0, (3, 1, 1, 1)),
+    "Cyclic": (0, (1, 2)),
 }
 _ENGINES: dict[Engine, str] = {
     "deepspeed": "DeepSpeed",
@@ -43,6 +44,7 @@ _ENGINES: dict[Engine, str] = {
     "ddp": "PyTorch",
     "fcdp": "This engine",
     "co2": "Local steps",
+    "cyclic": "Cyclic",
 }
 #: Hues of what has no look of its own, in degrees on the colour wheel: from, to, by engine. FCDP's
 #: variants share the greens with FCDP itself.
@@ -50,6 +52,8 @@ _HUES = {
     "DeepSpeed": (5, 65),
     "PyTorch": (215, 265),
     "This engine": (275, 335),
+    "Local steps": (66, 79),
+    "Cyclic": (338, 360),
     SUBJECT: (80, 205),
 }
 #: Lightness and the steps of hue make 24 colours of each; neighbours in order are far apart.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -85,11 +85,17 @@ class Trainable(Protocol):
         ...
 
     def settle(self) -> None:
-        """Wait for what is still being sent after the last step, before bytes are counted."""
+        """Wait for what is still being sent after the last step, before bytes are counted.
+
+        All ranks call it together, before they wait for one another in another way.
+        """
         ...
 
-    def take_metrics(self) -> dict[str, float]:
-        """What the strategy tells of the steps since the last call, by field of a measurement."""
+    def take_metrics(self) -> Mapping[str, float | list[float]]:
+        """What the strategy tells of the steps since the last call, by field of a measurement.
+
+        All ranks call it together.
+        """
         ...
 
     def take_ledger(self) -> dict[str, dict[str, float]] | None:
@@ -203,4 +209,9 @@ def trained_numel(model: nn.Module) -> int:
 
 def make_optimizer(model: nn.Module, job: Job) -> torch.optim.AdamW:
     """The optimizer that every strategy uses."""
-    return torch.optim.AdamW(trainable_parameters(model), lr=job.learning_rate, foreach=True)
+    return optimizer_of(trainable_parameters(model), job)
+
+
+def optimizer_of(params: Iterable[nn.Parameter], job: Job) -> torch.optim.AdamW:
+    """That optimizer, of these parameters alone."""
+    return torch.optim.AdamW(params, lr=job.learning_rate, foreach=True)

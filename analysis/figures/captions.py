@@ -31,6 +31,17 @@ def traffic(cells: pd.DataFrame) -> str:
     return _joined(_bytes(cells), _missing(cells), provenance(cells))
 
 
+def slots(cells: pd.DataFrame) -> str:
+    """How to read the figure of slots, and how its numbers were obtained."""
+    return _joined(
+        "A slot is a stage's forward or backward of one micro-batch. MB: 10⁶ bytes, parameters "
+        "and gradients that a rank sends in the slot, and what autograd keeps at most in it.",
+        "All at once: what DDP sends in its one exchange, by its node's counter; what a step's "
+        "micro-batches side by side would keep.",
+        provenance(cells),
+    )
+
+
 def _joined(*parts: str) -> str:
     return " ".join(part for part in parts if part)
 

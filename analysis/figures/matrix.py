@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from analysis import strategies
 from analysis.compare.baseline import must_agree
 from analysis.compare.varying import AXES, PANEL, in_words, varying
-from analysis.figures import axes, captions, crowd
+from analysis.figures import axes, captions, crowd, slots
 from analysis.figures.drawings import (
     Drawing,
     drawing,
@@ -51,6 +51,7 @@ def draw(compared: pd.DataFrame) -> list[Drawing]:
             continue
         present = {name: look for name, look in looks.items() if name in set(cells["strategy"])}
         drawings += _draw(cells, present, setting)
+        drawings += slots.draw(cells, present, setting)
     return drawings
 
 

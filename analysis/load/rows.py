@@ -17,12 +17,16 @@ from simulation.quantities import format_link
 #: A record's values by column of the table.
 _Columns = Mapping[str, Any]
 #: Bytes are those of a step. The first line's leave the busiest node, by the kernel's counters or
-#: the simulator; the second line's are the strategy's own count, its ledger. The last two lines'
-#: are of the bound of memory and bandwidth: itself, and what changing one thing multiplies it by.
+#: the simulator; the second line's are the strategy's own count, its ledger. The fourth line's are
+#: of cyclic strategies: the slot that sends most over all that is trained, in float32; what is kept
+#: in the fullest slot over all micro-batches at once, and over the emptiest slot. The last two
+#: lines' are of the bound of memory and bandwidth: itself, and what changing one thing multiplies
+#: it by.
 Quantity = Literal[
     "tokens_per_s", "inter_node_bytes", "inter_node_bytes_over_least", "all_nodes_bytes",
     "gather_bytes", "backward_gather_bytes", "all_nodes_forward_bytes", "all_nodes_backward_bytes",
     "peak_device_bytes", "host_cache_share", "largest_micro_batch",
+    "largest_slot_share", "activation_share", "activation_spread",
     "hfu_bound", "parameters_over_named", "gain_of_bandwidth", "gain_of_free_memory",
     "gain_of_length", "gain_of_length_in_tokens",
 ]  # fmt: skip
@@ -95,6 +99,27 @@ def _gathered_model_bytes(columns: _Columns) -> float:
     return float(columns["parameters"] * width)
 
 
+def _largest_slot_share(columns: _Columns) -> float | None:
+    slots = columns["bytes_by_slot"]
+    return max(slots) / (4 * columns["trainable_parameters"]) if slots else None
+
+
+def _kept(columns: _Columns) -> tuple[float, float] | None:
+    """The least and the most that graphs keep in a slot, in bytes."""
+    slots = columns["activation_bytes_by_slot"]
+    return (min(slots), max(slots)) if slots else None
+
+
+def _activation_share(columns: _Columns) -> float | None:
+    kept = _kept(columns)
+    return None if kept is None else _over(kept[1], columns["activation_bytes_together"])
+
+
+def _activation_spread(columns: _Columns) -> float | None:
+    kept = _kept(columns)
+    return None if kept is None else _over(kept[1], kept[0])
+
+
 # The nodes of a cluster send alike, so that all of them send the busiest one's bytes.
 _QUANTITIES: dict[Quantity, Callable[[_Columns], float | None]] = {
     "tokens_per_s": lambda c: c["tokens_per_s"],
@@ -111,4 +136,7 @@ _QUANTITIES: dict[Quantity, Callable[[_Columns], float | None]] = {
     "host_cache_share": lambda c: _over(
         _times(c["host_cache_bytes"], c["ranks_per_node"]), _gathered_model_bytes(c)
     ),
+    "largest_slot_share": _largest_slot_share,
+    "activation_share": _activation_share,
+    "activation_spread": _activation_spread,
 }

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, get_args, get_origin
 
 import numpy as np
 import pandas as pd
@@ -27,7 +27,7 @@ _MEASURED = {
 
 
 def _measured_kind(annotation: Any) -> str:
-    if get_origin(annotation) is list:
+    if any(get_origin(kind) is list for kind in (annotation, *get_args(annotation))):
         return "object"
     kind = settings.column(annotation)
     return "float64" if kind == "Int64" else kind  # not every cell has a measurement

@@ -16,10 +16,10 @@ import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 
 from baselines.cyclic.rule import Rule, is_fresh
-from baselines.cyclic.stages import parameters, partition
+from baselines.cyclic.stages import chosen_runs, parameters
 from baselines.pytorch.ddp import DDP
 from baselines.settings import CyclicSettings
-from baselines.strategy import Job, numel, replicated_bytes
+from baselines.strategy import Job, replicated_bytes
 
 
 def build(model: nn.Module, job: Job) -> Cyclic:
@@ -29,16 +29,10 @@ def build(model: nn.Module, job: Job) -> Cyclic:
     """
     settings, ranks = job.settings, job.topology.world_size
     assert isinstance(settings, CyclicSettings)
-    stages = ranks if settings.stages is None else settings.stages
-    if stages > min(ranks, len(job.blocks)):
-        raise ValueError(
-            f"stages = {stages}: allowed are 1 to {min(ranks, len(job.blocks))}, as there are "
-            f"{ranks} ranks and {len(job.blocks)} blocks"
-        )
+    runs = chosen_runs(settings.stages, job.blocks, ranks, "ranks")
     closed_form = replicated_bytes(model, job)
     model.to(job.topology.mesh.device_type)
-    costs = [numel(block.parameters()) for block in job.blocks]
-    parts = parameters(model, job.blocks, partition(costs, stages))
+    parts = parameters(model, job.blocks, runs)
     replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
     return Cyclic(replica, job, closed_form, parts, settings.rule)
 

@@ -37,7 +37,11 @@ class DDP(FSDP2):
         return autocast(self.job)
 
 
-def autocast(job: Job) -> torch.autocast:
-    """Have operations compute in ``job.dtype`` while parameters stay as they are."""
+def autocast(job: Job, *, cached: bool = True) -> torch.autocast:
+    """Have operations compute in ``job.dtype`` while parameters stay as they are.
+
+    ``cached``: a parameter that is used several times is cast once.
+    """
     device = job.topology.mesh.device_type
-    return torch.autocast(device, job.dtype, enabled=job.dtype != torch.float32)
+    enabled = job.dtype != torch.float32
+    return torch.autocast(device, job.dtype, enabled=enabled, cache_enabled=cached)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn as nn
@@ -14,8 +13,8 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from baselines.phases import Phases
-from baselines.strategy import CacheUse, Job, make_optimizer, zero3_bytes
+from baselines.loop import Loop
+from baselines.strategy import Job, make_optimizer, zero3_bytes
 
 
 def build(model: nn.Module, job: Job, offload_policy: OffloadPolicy = OffloadPolicy()) -> FSDP2:
@@ -46,20 +45,12 @@ def mixed_precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
 
 
-class FSDP2:
+class FSDP2(Loop):
     """The plain training loop: a reduction per micro-batch, then the optimizer's step."""
 
-    engine = "fsdp2"
-    engine_version = torch.__version__
-    policy: str | None = None
-    interval = 1
-
     def __init__(self, model: nn.Module, job: Job, closed_form_bytes: float) -> None:
-        self.model = model
-        self.job = job
-        self.closed_form_bytes = closed_form_bytes
+        super().__init__(model, job, closed_form_bytes)
         self.optimizer = make_optimizer(model, job)
-        self._phases = Phases(job.topology.mesh.device_type)
 
     def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
         total = torch.zeros((), device=micro_batches[0].device)
@@ -85,35 +76,3 @@ class FSDP2:
         with self._phases.timed("backward"):
             loss.backward()
         return loss.detach()
-
-    @torch.no_grad()
-    def evaluate(self, sequences: torch.Tensor) -> torch.Tensor:
-        self.model.eval()
-        with self.casting():
-            loss = self.job.loss(self.model, sequences)
-        self.model.train()
-        return loss
-
-    def casting(self) -> AbstractContextManager[object]:
-        """What has forwards compute in ``job.dtype``; here FSDP2's mixed precision does it."""
-        return nullcontext()
-
-    def settle(self) -> None:
-        pass
-
-    def take_metrics(self) -> dict[str, float]:
-        return {}
-
-    def take_ledger(self) -> dict[str, dict[str, float]] | None:
-        return None
-
-    def take_phases(self) -> dict[str, float] | None:
-        return self._phases.take()
-
-    @property
-    def cache(self) -> CacheUse | None:
-        return None
-
-    @property
-    def host_cache_bytes(self) -> int | None:
-        return None

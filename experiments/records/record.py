@@ -79,6 +79,13 @@ class Measurement(Strict):
     staleness_gap: float | None = None
     worker_drift: float | None = None
     clipped_fraction: float | None = None
+    #: Of cyclic strategies, for each slot of a step, forwards before backwards: bytes that a rank
+    #: sends, at most.
+    bytes_by_slot: list[float] | None = None
+    #: Of micro-batches that take turns on one device: bytes that autograd keeps for backward, at
+    #: most, in each slot of a step; and what all micro-batches of a step at once would keep.
+    activation_bytes_by_slot: list[float] | None = None
+    activation_bytes_together: float | None = None
     #: Mean loss of the cell's held-out sequences after the last step; ``None`` without any.
     held_out_loss: float | None = None
     #: Of strategies with a cache; not in records of before there were ablations.

@@ -1,0 +1,253 @@
+"""Cyclic Data Parallelism on one device: micro-batches two slots apart, taking turns.
+
+A step's N micro-batches, those between two optimizer steps, are the cycle's. As one is in its
+forward the next ones follow and the ones before are in backward, so that activations of
+N (N + 1) / 2 stages of a micro-batch are there in every slot, where N micro-batches at once have N²
+of them. Steps overlap: when ``step`` returns, some of its micro-batches are under way, and end in
+the next one, or in ``settle``.
+
+Forward runs in a thread per micro-batch, of which one runs at a time; backward goes stage by stage.
+Where there are several ranks, each does this, and they add up a stage's gradients when it is
+updated: one stage at a time too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from baselines.cyclic.editions import Editions
+from baselines.cyclic.lane import Lane
+from baselines.cyclic.rule import Rule, backward_slot, forward_slot, is_fresh
+from baselines.cyclic.saved import SavedBytes
+from baselines.cyclic.segments import Segments
+from baselines.cyclic.stages import begin_stage, chosen_runs, parameters
+from baselines.loop import Loop
+from baselines.pytorch.ddp import autocast
+from baselines.settings import CyclicSettings
+from baselines.strategy import Job, crossing_bytes, trained_numel
+
+
+def build(model: nn.Module, job: Job) -> Interleaved:
+    """Cut the model into as many stages as a step has micro-batches, unless fewer are chosen.
+
+    Raises ``ValueError`` for more stages than blocks or micro-batches.
+    """
+    settings = job.settings
+    assert isinstance(settings, CyclicSettings)
+    called = "micro-batches per step (accumulation)"
+    runs = chosen_runs(settings.stages, job.blocks, job.accumulation, called)
+    model.to(job.topology.mesh.device_type)
+    stages = [Editions(model, params, job) for params in parameters(model, job.blocks, runs)]
+    starts = [job.blocks[run.start] for run in runs]
+    return Interleaved(model, job, settings.rule, stages, starts)
+
+
+@dataclass(eq=False)
+class _Flight:
+    """A micro-batch on its way through the stages."""
+
+    number: int
+    step: int
+    #: The slot in which it began.
+    begin: int
+    lane: Lane[torch.Tensor]
+    segments: Segments = field(default_factory=Segments)
+    #: Bytes that its forward has left for its backward.
+    saved: int = 0
+
+
+class Interleaved(Loop):
+    """All micro-batches of a cycle, on this rank."""
+
+    engine = "cyclic"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        job: Job,
+        rule: Rule,
+        stages: Sequence[Editions],
+        starts: Sequence[nn.Module],
+    ) -> None:
+        """``starts``: each stage's first block."""
+        super().__init__(model, job, 2 * crossing_bytes(trained_numel(model), job, 4))
+        self._rule = rule
+        self._stages = stages
+        self._micro_batches = job.accumulation
+        #: Slots and steps that have begun.
+        self._slot = 0
+        self._steps = 0
+        self._flights: list[_Flight] = []
+        #: Whose forward is running.
+        self._running: _Flight | None = None
+        #: Gradients so far, by step and stage.
+        self._sums: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._losses: list[torch.Tensor] = []
+        every = chain(*(stage.of(version) for stage in stages for version in (0, 1)))
+        self._saved = SavedBytes([*every, *model.parameters(), *model.buffers()])
+        #: Most bytes that graphs held in each slot of the last step, and what all its micro-batches
+        #: at once would.
+        self._peaks: list[float] = []
+        self._together = 0
+        for index in range(1, len(stages)):
+            begin_stage(starts[index], partial(self._next_stage, index))
+
+    def casting(self) -> torch.autocast:
+        return autocast(self.job, cached=False)
+
+    def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Begin a micro-batch every other slot; return the mean loss of those that came through.
+
+        That is of those whose forward has ended since the last call.
+        """
+        self._peaks = []
+        try:
+            for number, sequences in enumerate(micro_batches):
+                self._flights.append(self._begun(number, sequences))
+                for _ in range(2):
+                    self._run_slot()
+                    self._peaks.append(self._saved.peak)
+        except BaseException:
+            for flight in self._flights:
+                flight.lane.close()
+            raise
+        self._steps += 1
+        found, self._losses = torch.stack(self._losses), []
+        return found.mean()
+
+    def _begun(self, number: int, sequences: torch.Tensor) -> _Flight:
+        def forward() -> torch.Tensor:
+            with self.casting(), self._saved.counted():
+                return self.job.loss(self.model, sequences)
+
+        return _Flight(number, self._steps, self._slot, Lane(forward))
+
+    def _run_slot(self) -> None:
+        """Let each micro-batch through one stage; forwards first, as if all were at once."""
+        self._saved.begin()
+        stages = len(self._stages)
+        for flight in self._flights:
+            phase = self._slot - flight.begin
+            if phase < stages:
+                assert phase == forward_slot(0, phase)
+                with self._phases.timed("forward"):
+                    self._forward(flight, ends=phase == stages - 1)
+        for flight in self._flights:
+            phase = self._slot - flight.begin
+            if phase >= stages:
+                stage = 2 * stages - 1 - phase
+                assert phase == backward_slot(0, stage, stages)
+                self._backward(flight, stage)
+        self._slot += 1
+        self._flights = [f for f in self._flights if self._slot - f.begin < 2 * stages]
+
+    def _forward(self, flight: _Flight, *, ends: bool) -> None:
+        self._install(flight)
+        before = self._saved.now
+        self._running = flight
+        flight.lane.resume()
+        self._running = None
+        flight.saved += self._saved.now - before
+        if ends:
+            loss = flight.lane.take()
+            flight.segments.end(loss / self._micro_batches)
+            self._losses.append(loss.detach())
+            self._together = flight.saved * self._micro_batches
+
+    def _next_stage(self, index: int, given: Any) -> Any:
+        """Called in a forward before a stage's first block: let others through one stage."""
+        flight = self._running
+        if flight is None:  # an evaluation
+            return given
+        flight.lane.pause()
+        return flight.segments.cut(index, given)
+
+    def _backward(self, flight: _Flight, stage: int) -> None:
+        with self._phases.timed("backward"):
+            flight.segments.backward(stage)
+            self._collect(flight, stage)
+        if flight.number == self._micro_batches - 1:
+            with self._phases.timed("optimizer"):
+                self._update(flight.step, stage)
+
+    def _version(self, number: int, step: int, stage: int) -> int:
+        """The version of a stage that a micro-batch computes with."""
+        return step - (not is_fresh(self._rule, number, stage, len(self._stages)))
+
+    def _install(self, flight: _Flight) -> None:
+        """Have the model compute with all that this micro-batch computes with."""
+        for index, stage in enumerate(self._stages):
+            stage.install(self._version(flight.number, flight.step, index))
+
+    def _collect(self, flight: _Flight, stage: int) -> None:
+        """Take the gradients of a stage's backward, which others' are not to be mixed with.
+
+        Those of earlier stages too: what they have in common with this one has gradients by now.
+        """
+        for index in range(stage + 1):
+            params = self._stages[index].of(self._version(flight.number, flight.step, index))
+            key = (flight.step, index)
+            if key not in self._sums:
+                self._sums[key] = [torch.zeros_like(param) for param in params]
+            for total, param in zip(self._sums[key], params, strict=True):
+                if param.grad is not None:
+                    total += param.grad
+                    param.grad = None
+
+    def _update(self, step: int, stage: int) -> None:
+        """Update a stage by the gradients of all its micro-batches, on all ranks."""
+        gradients = self._sums.pop((step, stage))
+        ranks = self.job.topology.world_size
+        if ranks > 1 and gradients:
+            flat = torch.cat([grad.flatten() for grad in gradients])
+            dist.all_reduce(flat)
+            parts = flat.div_(ranks).split([grad.numel() for grad in gradients])
+            gradients = [p.view(g.shape) for p, g in zip(parts, gradients, strict=True)]
+        self._stages[stage].update(step, gradients)
+
+    def settle(self) -> None:
+        """Have all micro-batches that are under way end."""
+        while self._flights:
+            self._run_slot()
+
+    def take_metrics(self) -> Mapping[str, float | list[float]]:
+        """Bytes of activations: in each slot of the last step, and of all micro-batches at once."""
+        if not self._peaks:
+            return {}
+        return {
+            "activation_bytes_by_slot": self._peaks,
+            "activation_bytes_together": self._together,
+        }
+
+    def evaluate(self, sequences: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss of the parameters that micro-batches have next, their mean."""
+        self.settle()  # which needs gradients
+        with torch.no_grad(), self._averaged():
+            return super().evaluate(sequences)
+
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        newest = [stage.values(self._steps) for stage in self._stages]
+        own = [[values.clone() for values in each] for each in newest]
+        for index, stage in enumerate(self._stages):
+            late = [
+                self._version(number, self._steps, index) < self._steps
+                for number in range(self._micro_batches)
+            ]
+            share = sum(late) / len(late)
+            torch._foreach_lerp_(newest[index], stage.values(self._steps - 1), share)
+            stage.install(self._steps)
+        try:
+            yield
+        finally:
+            for values, before in zip(newest, own, strict=True):
+                torch._foreach_copy_(values, before)

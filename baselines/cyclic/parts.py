@@ -1,0 +1,110 @@
+"""A stage's parameters on this rank: views of flat memory, which messages fill."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn as nn
+
+from baselines.strategy import Job, numel, optimizer_of
+
+
+class Part:
+    """Parameters that come and go together."""
+
+    def __init__(self, params: Sequence[nn.Parameter], device: torch.device) -> None:
+        self.params = params
+        self._flat = torch.empty(numel(params), device=device)
+        begin = 0
+        for param in params:
+            end = begin + param.numel()
+            self._flat[begin:end].copy_(param.detach().flatten())
+            param.data = self._flat[begin:end].view(param.shape)
+            begin = end
+
+    @property
+    def numel(self) -> int:
+        return self._flat.numel()
+
+    @property
+    def is_there(self) -> bool:
+        return self._flat.untyped_storage().nbytes() == self._flat.nbytes
+
+    def values(self) -> torch.Tensor:
+        """All elements end to end: the live memory."""
+        assert self.is_there
+        return self._flat
+
+    def fill(self, values: torch.Tensor) -> None:
+        """Have these elements, in the memory that the graph knows."""
+        self._flat.untyped_storage().resize_(self._flat.nbytes)
+        self._flat.copy_(values)
+
+    def free(self) -> None:
+        """Give the memory back until ``fill``."""
+        self._flat.untyped_storage().resize_(0)
+
+
+class Stage:
+    """One stage: what stays from forward to backward, and what may be let go in between."""
+
+    def __init__(self, kept: Part, passed: Part) -> None:
+        self.kept = kept
+        self.passed = passed
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        return [*self.kept.params, *self.passed.params]
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        return [param for param in self.params if param.requires_grad]
+
+    def values(self) -> torch.Tensor:
+        """A copy of all elements end to end."""
+        return torch.cat((self.kept.values(), self.passed.values()))
+
+    @torch.no_grad()
+    def fill(self, values: torch.Tensor) -> None:
+        kept, passed = values.split((self.kept.numel, self.passed.numel))
+        self.kept.fill(kept)
+        self.passed.fill(passed)
+
+    @torch.no_grad()
+    def take_gradients(self) -> torch.Tensor:
+        """All gradients end to end, of which the parameters have none then."""
+        found = [
+            torch.zeros_like(param) if param.grad is None else param.grad for param in self.trained
+        ]
+        for param in self.trained:
+            param.grad = None
+        return torch.cat([grad.flatten() for grad in found])
+
+
+class Owned:
+    """The newest parameters of the stage that this rank owns, and their optimizer."""
+
+    def __init__(self, stage: Stage, job: Job) -> None:
+        #: All elements end to end, as messages have them.
+        self.newest = stage.values()
+        self._passed_from = stage.kept.numel
+        sizes = [param.numel() for param in stage.params]
+        views = zip(stage.params, self.newest.split(sizes), strict=True)
+        self._params = [
+            nn.Parameter(view.view(param.shape)) for param, view in views if param.requires_grad
+        ]
+        self._optimizer = optimizer_of(self._params, job)
+
+    @property
+    def passed(self) -> torch.Tensor:
+        """The elements of what is let go between forward and backward."""
+        return self.newest[self._passed_from :]
+
+    def update(self, gradients: torch.Tensor) -> None:
+        """Step by the mean gradients of all ranks, end to end."""
+        parts = gradients.split([param.numel() for param in self._params])
+        for param, grad in zip(self._params, parts, strict=True):
+            param.grad = grad.view(param.shape)
+        self._optimizer.step()
+        self._optimizer.zero_grad()

@@ -1,0 +1,277 @@
+"""The executor of Cyclic Data Parallelism: ranks two slots apart, and no collective in a step.
+
+Each rank takes its micro-batch through the stages, forward and back; ``baselines.cyclic.routes``
+says who sends what to whom meanwhile, and why nobody waits for ever. In each slot a rank sends the
+parameters of one stage (forward) or its gradients (backward). The optimizers of stages lie with
+their owners, one rank each. ``ring`` keeps all parameters on each rank; ``zero`` keeps those of
+blocks for the slot that computes with them alone, as ZeRO-3 does, and sends them on in backward
+once more.
+
+A new version arrives where the rule needs it, neither before nor after, so that each rank computes
+with what it would have in ``baselines.cyclic.synchronous``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from baselines.cyclic import routes
+from baselines.cyclic.parts import Owned, Part, Stage
+from baselines.cyclic.post import Post
+from baselines.cyclic.routes import Cycle, Kind
+from baselines.cyclic.segments import Segments
+from baselines.cyclic.stages import begin_stage, chosen_runs, parameters, split
+from baselines.loop import Loop
+from baselines.pytorch.ddp import autocast
+from baselines.settings import CyclicSettings
+from baselines.strategy import Job, numel
+
+
+def ring(model: nn.Module, job: Job) -> Executor:
+    """Every rank has all parameters; what crosses are a stage's gradients and its new parameters.
+
+    Raises ``ValueError`` for more stages than blocks or ranks, and for several micro-batches.
+    """
+    return _build(model, job, zero=False)
+
+
+def zero(model: nn.Module, job: Job) -> Executor:
+    """A rank has its own stage, and the one that it computes with.
+
+    Raises ``ValueError`` for more stages than blocks or ranks, and for several micro-batches.
+    """
+    return _build(model, job, zero=True)
+
+
+def _build(model: nn.Module, job: Job, *, zero: bool) -> Executor:
+    settings, ranks = job.settings, job.topology.world_size
+    assert isinstance(settings, CyclicSettings)
+    if job.accumulation != 1:
+        raise ValueError(
+            f"accumulation = {job.accumulation}: allowed is 1, as each rank is one micro-batch"
+        )
+    runs = chosen_runs(settings.stages, job.blocks, ranks, "ranks")
+    device = torch.device(job.topology.mesh.device_type)
+    model.to(device)
+    stages = []
+    for params in parameters(model, job.blocks, runs, frozen=zero):
+        # As FSDP2's root does, what is outside of the blocks stays from forward to backward.
+        kept, passed = split(params, job.blocks) if zero else (params, [])
+        stages.append(Stage(Part(kept, device), Part(passed, device)))
+    starts = [job.blocks[run.start] for run in runs]
+    return Executor(model, job, Cycle(settings.rule, ranks, len(runs), zero), stages, starts)
+
+
+class Executor(Loop):
+    """One rank of the cycle, which is one micro-batch."""
+
+    engine = "cyclic"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        job: Job,
+        cycle: Cycle,
+        stages: Sequence[Stage],
+        starts: Sequence[nn.Module],
+    ) -> None:
+        """``starts``: each stage's first block."""
+        topology = job.topology
+        sizes: dict[Kind, list[int]] = {
+            "forward": [numel(stage.params) for stage in stages],
+            "backward": [stage.passed.numel for stage in stages],
+            "gradient": [numel(stage.trained) for stage in stages],
+            "sum": [numel(stage.trained) for stage in stages],
+        }
+        crossing = routes.crossing(cycle, sizes, topology.ranks_per_node, topology.nodes)
+        super().__init__(model, job, crossing * torch.float32.itemsize)
+        self._cycle = cycle
+        self._rank = topology.rank
+        self._stages = stages
+        own = [index for index in range(cycle.stages) if cycle.owner(index) == self._rank]
+        self._owned = {index: Owned(stages[index], job) for index in own}
+        #: Owned stages whose last gradients are not applied yet.
+        self._due: set[int] = set()
+        sends, receives = cycle.sent_by(self._rank), cycle.received_by(self._rank)
+        self._post = Post(sends, receives, sizes, self._rank, 2 * cycle.ranks)
+        self._segments: Segments | None = None
+        #: Bytes sent since the last ``take_metrics`` in each slot of this rank, and over how many
+        #: steps.
+        self._sent = [0] * (2 * cycle.stages)
+        self._steps = 0
+        for index in range(1, cycle.stages):
+            begin_stage(starts[index], partial(self._next_stage, index))
+        self._send_first()
+        for index in range(cycle.stages):
+            self._let_go(index)
+
+    def _send_first(self) -> None:
+        """Send what a step before the first would have."""
+        self._post.step = -1
+        for message in self._cycle.sent_by(self._rank).values():
+            if message.later and message.kind != "sum":
+                stage = self._stages[message.stage]
+                forward = message.kind == "forward"
+                values = stage.values() if forward else stage.passed.values().clone()
+                self._post.send(message.kind, message.stage, values)
+        self._post.step = 0
+
+    def casting(self) -> torch.autocast:
+        return autocast(self.job, cached=False)
+
+    def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Take one micro-batch through all stages; return its loss."""
+        (sequences,) = micro_batches
+        last = self._cycle.stages - 1
+        self._segments = segments = Segments()
+        with self._phases.timed("forward"), self.casting():
+            self._enter(0)
+            loss = self.job.loss(self.model, sequences)
+            self._let_go(last)
+        self._segments = None
+        segments.end(loss / self._cycle.ranks)
+        with self._phases.timed("backward"):
+            for index in range(last, -1, -1):
+                self._backward(index, segments)
+        self._due.update(self._owned)
+        self._post.step += 1
+        self._steps += 1
+        return loss.detach()
+
+    def _next_stage(self, index: int, given: Any) -> Any:
+        """Go from one stage's forward to the next: what its first block is given, cut."""
+        if self._segments is None:  # an evaluation
+            return given
+        self._let_go(index - 1)
+        self._enter(index)
+        return self._segments.cut(index, given)
+
+    def _enter(self, index: int) -> None:
+        """Have a stage's parameters for forward, and pass them on."""
+        if owned := self._owned.get(index):
+            self._renew(index, owned)
+            self._send("forward", index, owned.newest.clone())
+        else:
+            message = self._post.take("forward", index)
+            self._send("forward", index, message)
+            self._stages[index].fill(message)
+
+    def _renew(self, index: int, owned: Owned) -> None:
+        """Update this rank's stage, and have what it is to compute with: v1 what was before."""
+        if index not in self._due:
+            return
+        self._due.discard(index)
+        late = self._cycle.lag(self._rank, index)
+        if late:
+            self._stages[index].fill(owned.newest)
+        owned.update(self._post.take("sum", index))
+        if not late:
+            self._stages[index].fill(owned.newest)
+
+    def _backward(self, index: int, segments: Segments) -> None:
+        """Backward of a stage; its gradients go on with those that came."""
+        self._enter_again(index)
+        adds = self._post.receives("gradient", index)
+        if adds:
+            self._post.expect("gradient", index)
+        segments.backward(index)
+        total = self._stages[index].take_gradients()
+        if adds:
+            total += self._post.take("gradient", index).to(total.device)
+        last = self._rank == self._cycle.ranks - 1
+        self._send("sum" if last else "gradient", index, total)
+        self._let_go(index)
+
+    def _enter_again(self, index: int) -> None:
+        """Have the same parameters again for backward, and pass them on."""
+        if not self._cycle.twice:
+            return
+        if owned := self._owned.get(index):
+            self._send("backward", index, owned.passed.clone())
+        else:
+            message = self._post.take("backward", index)
+            self._send("backward", index, message)
+            self._stages[index].passed.fill(message)
+
+    def _let_go(self, index: int) -> None:
+        """Free what comes again before it is needed; the owner's own does not."""
+        if index not in self._owned:
+            self._stages[index].passed.free()
+
+    def _send(self, kind: Kind, index: int, values: torch.Tensor) -> None:
+        if self._post.sends(kind, index):
+            forward = kind == "forward"
+            slot = index if forward else 2 * self._cycle.stages - 1 - index
+            self._sent[slot] += self._post.send(kind, index, values)
+
+    def settle(self) -> None:
+        """Take in all that is under way: what the next step's slots, or updates, will need."""
+        for (kind, index), message in self._cycle.received_by(self._rank).items():
+            if message.later and (kind != "sum" or index in self._due):
+                self._post.land(kind, index)
+        self._post.settle()
+
+    def take_metrics(self) -> Mapping[str, float | list[float]]:
+        """Return the mean bytes that a rank sends in each slot of its step, at most."""
+        if not self._steps:
+            return {}
+        self.settle()
+        sent = torch.tensor(self._sent, dtype=torch.float64) / self._steps
+        dist.all_reduce(sent, dist.ReduceOp.MAX, group=self._post.group)
+        self._sent = [0] * len(self._sent)
+        self._steps = 0
+        return {"bytes_by_slot": sent.tolist()}
+
+    @torch.no_grad()
+    def evaluate(self, sequences: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss of the parameters that ranks have next, their mean."""
+        self.settle()
+        for index, owned in self._owned.items():
+            self._renew(index, owned)
+        with self._averaged():
+            return super().evaluate(sequences)
+
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        own = {i: self._stages[i].values() for i in self._there()}
+        for index, stage in enumerate(self._stages):
+            stage.fill(self._mean(index))
+        try:
+            yield
+        finally:
+            for index, stage in enumerate(self._stages):
+                if index in own:
+                    stage.fill(own[index])
+                self._let_go(index)
+
+    def _there(self) -> list[int]:
+        """Stages that are not let go."""
+        return [index for index, stage in enumerate(self._stages) if stage.passed.is_there]
+
+    def _mean(self, index: int) -> torch.Tensor:
+        """The mean of what all ranks compute a stage with in the next step.
+
+        Its owner has the newest, and the first rank has received what those before the owner need.
+        """
+        cycle = self._cycle
+        owner = cycle.owner(index)
+        newest = self._shared(owner, lambda: self._stages[index].values(), index)
+        stale = sum(cycle.lag(rank, index) for rank in range(cycle.ranks))
+        if stale in (0, cycle.ranks):
+            return newest
+        before = self._shared(0, lambda: self._post.land("forward", index), index)
+        return torch.lerp(newest, before, stale / cycle.ranks)
+
+    def _shared(self, source: int, values: Callable[[], torch.Tensor], index: int) -> torch.Tensor:
+        """A rank's ``values``, on all."""
+        shape = numel(self._stages[index].params)
+        tensor = values().to("cpu", copy=True) if source == self._rank else torch.empty(shape)
+        dist.broadcast(tensor, group_src=source, group=self._post.group)
+        return tensor

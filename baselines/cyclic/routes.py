@@ -1,0 +1,137 @@
+"""Who sends what to whom, and in which slot: the messages of the cycle.
+
+A stage's optimizer lies with its owner, the rank whose micro-batch comes to the stage right after
+the last micro-batch has left it: rank ``S − 1 − l`` for stage ``l`` of ``S``. Messages are of one
+stage, and from one rank to one other:
+
+- ``gradient``: the sum of a stage's gradients so far, from rank to rank; each adds its own in its
+  backward.
+- ``sum``: that of all ranks, from the last to the owner, which updates the stage in the slot after.
+- ``forward``: the new parameters, from the owner once through all ranks, each of which passes them
+  on in its forward of the stage. By v2 the first who need them follow the owner; those before it
+  need them two slots after the last rank, in the next step. By v1 all others need them in the next
+  step, and in the order of ranks.
+- ``backward``: the same parameters by the same way once more, where ranks let them go in between.
+
+**No deadlock.** Sends do not wait (``isend``); a rank waits for a message alone, at the slot that
+needs it. Every message is sent in a slot before the one that needs it, on the clock that the
+schedule has (``Message.sent`` < ``Message.needed``), and a rank goes through its slots in order. So
+of all ranks that wait, the one that is the earliest by that clock waits for what has been sent.
+Nothing makes a rank keep to the clock: it fixes the order, and messages the pace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from baselines.cyclic.rule import Rule, backward_slot, forward_slot, is_fresh
+
+Kind = Literal["forward", "backward", "gradient", "sum"]
+KINDS: tuple[Kind, ...] = ("forward", "backward", "gradient", "sum")
+
+
+@dataclass(frozen=True)
+class Message:
+    """One stage's parameters or gradients on their way from one rank to another."""
+
+    kind: Kind
+    stage: int
+    source: int
+    target: int
+    #: Slots from the start of the step in which it is sent.
+    sent: int
+    needed: int
+    #: Whether the target needs it in the step after.
+    later: bool
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """Ranks, each with a micro-batch two slots after the one before, and stages."""
+
+    rule: Rule
+    ranks: int
+    stages: int
+    #: Whether ranks let parameters go between forward and backward.
+    twice: bool
+
+    def owner(self, stage: int) -> int:
+        """The rank that updates a stage."""
+        return self.stages - 1 - stage
+
+    def lag(self, rank: int, stage: int) -> int:
+        """How many steps old the parameters are that a rank computes a stage with."""
+        return 0 if is_fresh(self.rule, rank, stage, self.stages) else 1
+
+    def route(self, stage: int) -> list[int]:
+        """The ranks that a stage's new parameters pass, from the owner on."""
+        owner = self.owner(stage)
+        others = [rank for rank in range(self.ranks) if rank != owner]
+        return [owner, *sorted(others, key=lambda rank: (self.lag(rank, stage), rank))]
+
+    def messages(self) -> list[Message]:
+        """All messages that are sent in one step."""
+        return [
+            message
+            for stage in range(self.stages)
+            for kind in KINDS
+            if self.twice or kind != "backward"
+            for message in self._of(kind, stage)
+        ]
+
+    def sent_by(self, rank: int) -> dict[tuple[Kind, int], Message]:
+        """What a rank sends in each step, by kind and stage."""
+        return {(m.kind, m.stage): m for m in self.messages() if m.source == rank}
+
+    def received_by(self, rank: int) -> dict[tuple[Kind, int], Message]:
+        """What a rank receives for each step, by kind and stage, in the order that it needs it."""
+        mine = [m for m in self.messages() if m.target == rank]
+        step = 2 * self.ranks
+        mine.sort(key=lambda message: message.needed - step * message.later)
+        return {(m.kind, m.stage): m for m in mine}
+
+    def _of(self, kind: Kind, stage: int) -> list[Message]:
+        if kind == "sum":
+            return [self._sum(stage)]
+        if kind == "gradient":
+            return [self._gradient(stage, rank) for rank in range(self.ranks - 1)]
+        hops = pairwise(self.route(stage))
+        return [self._parameters(kind, stage, source, target) for source, target in hops]
+
+    def _gradient(self, stage: int, rank: int) -> Message:
+        sent, needed = (self._slot("gradient", who, stage) for who in (rank, rank + 1))
+        return Message("gradient", stage, rank, rank + 1, sent, needed, later=False)
+
+    def _sum(self, stage: int) -> Message:
+        """The sum's last way: within the rank, where the last one is the owner."""
+        last, owner = self.ranks - 1, self.owner(stage)
+        sent, needed = self._slot("sum", last, stage), self._slot("forward", owner, stage)
+        return Message("sum", stage, last, owner, sent, needed + 2 * self.ranks, later=True)
+
+    def _parameters(self, kind: Kind, stage: int, source: int, target: int) -> Message:
+        has = 0 if source == self.owner(stage) else self.lag(source, stage)
+        later = self.lag(target, stage) > has
+        sent, needed = self._slot(kind, source, stage), self._slot(kind, target, stage)
+        return Message(
+            kind, stage, source, target, sent, needed + 2 * self.ranks * later, later=later
+        )
+
+    def _slot(self, kind: Kind, rank: int, stage: int) -> int:
+        if kind == "forward":
+            return forward_slot(rank, stage)
+        return backward_slot(rank, stage, self.stages)
+
+
+def crossing(
+    cycle: Cycle, sizes: Mapping[Kind, Sequence[int]], ranks_per_node: int, nodes: int
+) -> int:
+    """What the busiest node sends per step, in the unit of ``sizes``: of each stage's messages."""
+    sent = [0] * nodes
+    for message in cycle.messages():
+        node = message.source // ranks_per_node
+        if message.target // ranks_per_node != node:
+            sent[node] += sizes[message.kind][message.stage]
+    return max(sent)

@@ -1,0 +1,154 @@
+"""Micro-batches that take turns on one device train as ranks do, and keep as much in each slot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+from baselines.cyclic.interleaved import build
+from baselines.cyclic.lane import Lane
+from baselines.cyclic.rule import Rule
+from baselines.cyclic.saved import SavedBytes
+from baselines.settings import CyclicSettings
+from baselines.strategy import load
+from tests.baselines.cyclic.training import (
+    WIDTH,
+    Block,
+    alike,
+    batch,
+    interleaved,
+    job_of,
+    made,
+    trained,
+)
+from tests.ranks import Pools
+
+pytestmark = pytest.mark.ranks
+
+STEPS, ROWS = 5, 3
+
+
+@pytest.mark.parametrize("rule", ["v1", "v2"])
+@pytest.mark.parametrize(("count", "stages"), [(2, 2), (3, 3), (4, 4), (3, 2), (4, 1)])
+def test_each_micro_batch_computes_with_what_a_rank_would(
+    ranks: Pools, rule: Rule, count: int, stages: int
+) -> None:
+    arguments = (CyclicSettings(rule=rule, stages=stages), STEPS, count == 3, (0, 2, 3))
+    expected = ranks.run(count, trained, "cyclic", count, *arguments)
+    (found,) = ranks.run(1, interleaved, count, *arguments)
+    for number, (mine, other) in enumerate(zip(found, expected, strict=True)):
+        for step in range(STEPS):
+            alike(mine.used[step], other.used[step], f"micro-batch {number}, step {step}:")
+    for step in range(STEPS):
+        mine = found[0].gradients[step]
+        alike(mine, expected[0].gradients[step], f"gradients of step {step}:")
+    assert found[0].held_out == pytest.approx(expected[0].held_out, rel=1e-5)
+
+
+def test_ranks_add_up_gradients_of_each_stage(ranks: Pools) -> None:
+    """Two ranks whose micro-batches are alike train as one."""
+    (alone,) = ranks.run(1, _losses, 1)
+    assert ranks.run(2, _losses, 2) == [pytest.approx(alone, rel=1e-6)] * 2
+
+
+def _losses(ranks: int) -> list[float]:
+    trainable = build(*made(ranks, 1, CyclicSettings(), k=3))
+    found = [
+        trainable.step([batch(number, step) for number in range(3)]).item() for step in range(4)
+    ]
+    return [*found, trainable.evaluate(batch(99, 0)).item()]
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_activations_are_constant_and_about_half_of_all_at_once(ranks: Pools, count: int) -> None:
+    ((told, unit, at_once),) = ranks.run(1, _kept, count)
+    assert told["activation_bytes_together"] == at_once == count**2 * unit
+    assert told["activation_bytes_by_slot"] == [count * (count + 1) / 2 * unit] * (2 * count)
+
+
+def _kept(count: int) -> tuple[Any, int, int]:
+    """What the strategy tells; bytes of one stage, and of all micro-batches at once as counted."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(count)))
+    job = job_of(model, 1, 1, CyclicSettings(), _homogeneous, count)
+    # Before the strategy has its hooks.
+    saved = SavedBytes(model.parameters())
+    with saved.counted():
+        graphs = [_homogeneous(model, torch.rand(ROWS, WIDTH)) for _ in range(count)]
+    at_once = saved.now
+    for graph in graphs:
+        graph.backward()
+    del graphs, graph
+    assert saved.now == 0
+    model.zero_grad()
+    trainable = build(model, job)
+    for _ in range(3):
+        trainable.step([torch.rand(ROWS, WIDTH) for _ in range(count)])
+    told = trainable.take_metrics()
+    trainable.settle()
+    assert trainable._saved.now == 0
+    # A block keeps its input and what its second matrix multiplies.
+    return told, 3 * WIDTH * ROWS * 4, at_once
+
+
+def _homogeneous(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    """A loss that keeps nothing."""
+    loss: torch.Tensor = model(rows).mean()
+    return loss
+
+
+def test_more_stages_than_micro_batches_are_refused(ranks: Pools) -> None:
+    ranks.run(1, _refused)
+
+
+def _refused() -> None:
+    expected = r"stages = 3: allowed are 1 to 2, as there are 2 micro-batches per step \(accum"
+    with pytest.raises(ValueError, match=expected):
+        load("cyclic-interleaved")(*made(1, 1, CyclicSettings(stages=3), k=2))
+
+
+def test_a_mistake_in_forward_is_raised_and_nothing_is_left_waiting(ranks: Pools) -> None:
+    ranks.run(1, _failing)
+
+
+def _failing() -> None:
+    model, job = made(1, 1, CyclicSettings(), k=3)
+    trainable = build(model, job)
+    trainable.step([batch(number, 0) for number in range(3)])
+    lanes = [flight.lane for flight in trainable._flights]
+    assert lanes
+    with pytest.raises(IndexError):
+        trainable.step([batch(0, 1), torch.full((2, 5), 10**6), batch(2, 1)])
+    assert not any(lane._thread.is_alive() for lane in lanes)
+
+
+@pytest.mark.parametrize("pauses", [0, 1, 3])
+def test_a_lane_runs_from_pause_to_pause(pauses: int) -> None:
+    noted: list[int] = []
+
+    def function() -> str:
+        for number in range(pauses):
+            noted.append(number)
+            lane.pause()
+        return "done"
+
+    lane = Lane(function)
+    for number in range(pauses):
+        lane.resume()
+        assert noted == [*range(number + 1)]
+    lane.resume()
+    assert lane.take() == "done"
+
+
+def test_a_lane_raises_what_its_function_does() -> None:
+    def function() -> None:
+        lane.pause()
+        raise KeyError("here")
+
+    lane = Lane(function)
+    lane.resume()
+    with pytest.raises(KeyError, match="here"):
+        lane.resume()

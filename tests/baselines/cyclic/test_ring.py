@@ -1,0 +1,325 @@
+"""The executor trains as the synchronous reference does, by messages from rank to rank alone."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from baselines.cyclic.post import Post
+from baselines.cyclic.routes import KINDS, Cycle, Kind
+from baselines.cyclic.rule import Rule
+from baselines.settings import CyclicSettings
+from baselines.strategy import load
+from tests.baselines.cyclic.training import Told, alike, batch, made, trained
+from tests.ranks import Pools, RankFailure, RankPool
+
+pytestmark = pytest.mark.ranks
+
+STEPS = 5
+FORMS = ("cyclic-ring", "cyclic-zero")
+
+
+def _same(found: list[Told], expected: list[Told]) -> None:
+    for rank, (mine, other) in enumerate(zip(found, expected, strict=True)):
+        assert mine.losses == pytest.approx(other.losses, rel=1e-5)
+        assert mine.held_out == pytest.approx(other.held_out, rel=1e-5)
+        for step in range(STEPS):
+            alike(mine.used[step], other.used[step], f"rank {rank}, step {step}:")
+    for step in range(STEPS):
+        owned = {k: v for told in found if told.gradients for k, v in told.gradients[step].items()}
+        alike(owned, expected[0].gradients[step], f"gradients of step {step}:")
+
+
+@pytest.mark.parametrize("rule", ["v1", "v2"])
+@pytest.mark.parametrize(("count", "stages"), [(2, 2), (3, 3), (4, 4), (3, 2), (4, 1)])
+def test_each_rank_computes_with_what_it_would_in_synchrony(
+    ranks: Pools, rule: Rule, count: int, stages: int
+) -> None:
+    settings = CyclicSettings(rule=rule, stages=None if stages == count else stages)
+    expected = ranks.run(count, trained, "cyclic", count, settings, STEPS)
+    for form in FORMS:
+        _same(ranks.run(count, trained, form, count, settings, STEPS), expected)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rule", ["v1", "v2"])
+def test_evaluations_and_frozen_parameters_change_nothing(
+    ranks: Pools, form: str, rule: Rule
+) -> None:
+    arguments = (3, CyclicSettings(rule=rule), STEPS, True, (0, 1, 3))
+    expected = ranks.run(3, trained, "cyclic", *arguments)
+    _same(ranks.run(3, trained, form, *arguments), expected)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_v2_of_one_rank_is_plain_training(ranks: Pools, form: str) -> None:
+    (found,) = ranks.run(1, trained, form, 1, CyclicSettings(), STEPS)
+    (plain,) = ranks.run(1, _plain)
+    assert found.losses == pytest.approx(plain, rel=1e-6)
+
+
+def test_in_bfloat16_it_learns_as_in_synchrony(ranks: Pools) -> None:
+    expected = ranks.run(3, _in_bfloat16, "cyclic", 3, 1)
+    for form in FORMS:
+        assert ranks.run(3, _in_bfloat16, form, 3, 1) == [
+            pytest.approx(losses, rel=0.01) for losses in expected
+        ]
+    (alone,) = ranks.run(1, _in_bfloat16, "cyclic-interleaved", 1, 3)
+    assert alone[-1] == pytest.approx(expected[0][-1], rel=0.01)
+
+
+def _in_bfloat16(form: str, ranks: int, k: int) -> list[float]:
+    """This rank's losses, and that of the mean parameters after the last step."""
+    model, job = made(ranks, 1, CyclicSettings(), k=k)
+    trainable = load(form)(model, replace(job, dtype=torch.bfloat16))
+    losses = []
+    for step in range(STEPS):
+        sequences = [batch(job.topology.rank + number, step) for number in range(k)]
+        losses.append(trainable.step(sequences).item())
+    return [*losses, trainable.evaluate(batch(99, 0)).item()]
+
+
+def _plain() -> list[float]:
+    model, job = made(1, 1, CyclicSettings())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=job.learning_rate)
+    losses = []
+    for step in range(STEPS):
+        loss = job.loss(model, batch(0, step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(("form", "stages_at_once"), [("cyclic-ring", 1), ("cyclic-zero", 2)])
+@pytest.mark.parametrize("rule", ["v1", "v2"])
+def test_a_slot_sends_one_stage(ranks: Pools, form: str, stages_at_once: int, rule: Rule) -> None:
+    """In backward ``zero`` sends the blocks' parameters on beside the gradients."""
+    for told, largest in ranks.run(4, _slots, form, rule):
+        assert len(told) == 8
+        assert min(told) > 0
+        assert max(told[:4]) == largest
+        assert max(told[4:]) == stages_at_once * largest
+
+
+def _slots(form: str, rule: Rule) -> tuple[list[float], int]:
+    model, job = made(4, 1, CyclicSettings(rule=rule))
+    trainable = load(form)(model, job)
+    for step in range(3):
+        trainable.step([batch(job.topology.rank, step)])
+    told: Any = trainable.take_metrics()
+    sizes = [sum(p.numel() for p in stage.params) * 4 for stage in trainable._stages]
+    assert trainable.take_metrics() == {}
+    return told["bytes_by_slot"], max(sizes)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_crosses_nodes_is_the_closed_form(ranks: Pools, form: str) -> None:
+    found = ranks.run(4, _crossing, form)
+    expected = {told[0] for told in found}
+    nodes = [sum(told[1] for told in found[2 * node : 2 * node + 2]) for node in range(2)]
+    assert expected == {max(nodes)}
+
+
+def _crossing(form: str) -> tuple[float, float]:
+    """The closed form, and what this rank sends to the other node in one step."""
+    model, job = made(2, 2, CyclicSettings())
+    trainable = load(form)(model, job)
+    trainable.step([batch(job.topology.rank, 0)])
+    trainable.settle()
+    sent: list[int] = []
+    original = dist.isend
+
+    def counted(tensor: torch.Tensor, *, group_dst: int, **rest: Any) -> Any:
+        sent.append(tensor.nbytes * (group_dst // 2 != job.topology.node))
+        return original(tensor, group_dst=group_dst, **rest)
+
+    dist.isend = counted
+    try:
+        trainable.step([batch(job.topology.rank, 1)])
+        trainable.settle()
+    finally:
+        dist.isend = original
+    return trainable.closed_form_bytes, sum(sent)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_parameters_of_blocks_lie_where_they_are_computed_with(ranks: Pools, form: str) -> None:
+    for largest, own, every in ranks.run(4, _held, form):
+        if form == "cyclic-ring":
+            assert largest == every
+        else:
+            # Of five blocks in four stages: its own, and those of one other.
+            assert 0 < own < largest < every
+            assert largest - own <= every * 2 / 5
+
+
+def _held(form: str) -> tuple[int, int, int]:
+    """Bytes of blocks' parameters that this rank has at most, between steps, and all of them."""
+    model, job = made(4, 1, CyclicSettings())
+    params = [param for block in job.blocks for param in block.parameters()]
+    every = sum(param.nbytes for param in params)
+    trainable = load(form)(model, job)
+
+    def there() -> int:
+        return sum(p.nbytes for p in params if p.untyped_storage().nbytes())
+
+    held: list[int] = []
+    for block in job.blocks:
+        block.register_forward_pre_hook(lambda *_: held.append(there()))
+    for param in params:
+        param.register_hook(lambda _: held.append(there()))
+    for step in range(3):
+        trainable.step([batch(job.topology.rank, step)])
+    trainable.settle()
+    return max(held), there(), every
+
+
+def test_a_step_has_no_collective_and_every_wait_has_its_send_before(ranks: Pools) -> None:
+    """Replays what ranks called: a wait ends once the other side has begun the same message."""
+    for form in FORMS:
+        for rule in ("v1", "v2"):
+            calls = ranks.run(3, _calls, form, rule)
+            assert all(any(what == "send" for what, *_ in mine) for mine in calls)
+            _replay(calls)
+
+
+def _replay(calls: list[list[tuple[str, int, int]]]) -> None:
+    """Nobody chooses, so that one order that ends says that all do."""
+    begun: Counter[object] = Counter()
+    ended: Counter[object] = Counter()
+    at = [0] * len(calls)
+    moved = True
+    while moved:
+        moved = False
+        for rank, mine in enumerate(calls):
+            while at[rank] < len(mine):
+                what, other, tag = mine[at[rank]]
+                way = (rank, other, tag) if "send" in what else (other, rank, tag)
+                facing = {"wait send": "receive", "wait receive": "send"}.get(what)
+                if facing is None:
+                    begun[what, way] += 1
+                elif begun[facing, way] <= ended[what, way]:
+                    break
+                else:
+                    ended[what, way] += 1
+                at[rank] += 1
+                moved = True
+    assert at == [len(mine) for mine in calls], "ranks wait for one another"
+
+
+class _Recorded:
+    """A message's handle, which notes that it is waited for."""
+
+    def __init__(self, work: Any, note: Any) -> None:
+        self._work, self._note = work, note
+
+    def wait(self) -> None:
+        self._note()
+        self._work.wait()
+
+
+def _calls(form: str, rule: Rule) -> list[tuple[str, int, int]]:
+    """What this rank called from its first step to the end, in order: what, other rank, tag."""
+    calls: list[tuple[str, int, int]] = []
+    send, receive = dist.isend, dist.irecv
+
+    def isend(tensor: torch.Tensor, *, group_dst: int, tag: int, **rest: Any) -> _Recorded:
+        calls.append(("send", group_dst, tag))
+        work = send(tensor, group_dst=group_dst, tag=tag, **rest)
+        return _Recorded(work, lambda: calls.append(("wait send", group_dst, tag)))
+
+    def irecv(tensor: torch.Tensor, *, group_src: int, tag: int, **rest: Any) -> _Recorded:
+        calls.append(("receive", group_src, tag))
+        work = receive(tensor, group_src=group_src, tag=tag, **rest)
+        return _Recorded(work, lambda: calls.append(("wait receive", group_src, tag)))
+
+    def collective(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a collective in a step")
+
+    dist.isend, dist.irecv = isend, irecv
+    names = ("all_reduce", "broadcast", "all_gather", "reduce", "barrier", "all_gather_into_tensor")
+    collectives = {name: getattr(dist, name) for name in names}
+    try:
+        model, job = made(3, 1, CyclicSettings(rule=rule))
+        trainable = load(form)(model, job)
+        for name in names:
+            setattr(dist, name, collective)
+        for step in range(4):
+            trainable.step([batch(job.topology.rank, step)])
+        trainable.settle()
+    finally:
+        dist.isend, dist.irecv = send, receive
+        for name, function in collectives.items():
+            setattr(dist, name, function)
+    return calls
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_ranks_may_wait_for_one_another_before_the_first_step(ranks: Pools, form: str) -> None:
+    ranks.run(4, _met, form)
+
+
+def _met(form: str) -> None:
+    model, job = made(4, 1, CyclicSettings())
+    trainable = load(form)(model, job)
+    dist.barrier()
+    trainable.step([batch(job.topology.rank, 0)])
+    trainable.settle()
+
+
+def test_what_is_no_cycle_is_refused(ranks: Pools) -> None:
+    ranks.run(2, _refused)
+
+
+def _refused() -> None:
+    for form in FORMS:
+        with pytest.raises(ValueError, match="stages = 3: allowed are 1 to 2, as there are 2 rank"):
+            load(form)(*made(2, 1, CyclicSettings(stages=3)))
+        with pytest.raises(ValueError, match="accumulation = 2: allowed is 1"):
+            load(form)(*made(2, 1, CyclicSettings(), k=2))
+
+
+def test_a_dead_rank_ends_the_others_with_its_name() -> None:
+    pool = RankPool(3)
+    try:
+        begin = time.monotonic()
+        with pytest.raises(RankFailure, match=r"rank 1: it has ended, or hangs") as failure:
+            pool.run(_ended)
+        assert time.monotonic() - begin < 60
+        assert "its process has ended" in str(failure.value)
+    finally:
+        pool.close()
+
+
+def _ended() -> None:
+    model, job = made(3, 1, CyclicSettings())
+    trainable = load("cyclic-ring")(model, job)
+    for step in range(20):
+        if step == 3 and job.topology.rank == 1:
+            os._exit(1)
+        trainable.step([batch(job.topology.rank, step)])
+
+
+def test_messages_without_elements_are_not_sent(ranks: Pools) -> None:
+    ranks.run(2, _empty)
+
+
+def _empty() -> None:
+    rank = dist.get_rank()
+    cycle = Cycle("v2", 2, 2, twice=True)
+    sizes: dict[Kind, list[int]] = {kind: [0, 0] for kind in KINDS}
+    box = Post(cycle.sent_by(rank), cycle.received_by(rank), sizes, rank, 4)
+    for kind, stage in cycle.sent_by(rank):
+        assert box.send(kind, stage, torch.empty(0)) == 0
+    for kind, stage in cycle.received_by(rank):
+        assert box.take(kind, stage).numel() == 0
+    box.settle()

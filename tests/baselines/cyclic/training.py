@@ -1,0 +1,235 @@
+"""A small model whose ends share a matrix, and what each rank computes with, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from baselines.cyclic.interleaved import build as build_interleaved
+from baselines.cyclic.parts import Owned
+from baselines.cyclic.ring import Executor
+from baselines.cyclic.synchronous import Cyclic
+from baselines.settings import CyclicSettings
+from baselines.strategy import Job, Loss, load
+from tests.fcdp.training import topology_of
+
+WIDTH, VOCABULARY, BLOCKS = 6, 11, 5
+LEARNING_RATE = 0.01
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(WIDTH, 2 * WIDTH)
+        self.out = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        changed: torch.Tensor = self.out(torch.tanh(self.into(hidden)))
+        return hidden + changed
+
+
+class Tied(nn.Module):
+    """Blocks between an embedding and a head of the same matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(BLOCKS)])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits: torch.Tensor = self.head(self.norm(hidden))
+        return logits
+
+
+def loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def batch(micro_batch: int, step: int) -> torch.Tensor:
+    """One micro-batch of one step, int64 (2, 5)."""
+    generator = torch.Generator().manual_seed(1000 * step + micro_batch)
+    return torch.randint(0, VOCABULARY, (2, 5), generator=generator)
+
+
+def made(
+    nodes: int, ranks_per_node: int, settings: CyclicSettings, *, frozen: bool = False, k: int = 1
+) -> tuple[Tied, Job]:
+    """Return a model, the same on all ranks, and its job; ``frozen``: half of its parameters."""
+    torch.manual_seed(1)
+    model = Tied()
+    if frozen:
+        for name, param in model.named_parameters():
+            param.requires_grad_("into" in name or "norm" in name)
+    return model, job_of(model.blocks, nodes, ranks_per_node, settings, loss, k)
+
+
+def job_of(
+    blocks: Iterable[nn.Module],
+    nodes: int,
+    ranks_per_node: int,
+    settings: CyclicSettings,
+    of: Loss,
+    k: int = 1,
+) -> Job:
+    """Training on so many ranks, with ``k`` micro-batches per step on each."""
+    return Job(
+        topology=topology_of(nodes, ranks_per_node),
+        blocks=[*blocks],
+        dtype=torch.float32,
+        learning_rate=LEARNING_RATE,
+        micro_batch=2,
+        accumulation=k,
+        settings=settings,
+        loss=of,
+    )
+
+
+@dataclass
+class Told:
+    """What one rank has computed with, and found, in each step."""
+
+    losses: list[float] = field(default_factory=list)
+    #: Each parameter when its block begins forward; others after forward.
+    used: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    #: Mean gradients over all ranks, of the stages that this rank updates.
+    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    held_out: list[float] = field(default_factory=list)
+
+
+def trained(
+    strategy: str,
+    ranks: int,
+    settings: CyclicSettings,
+    steps: int,
+    frozen: bool = False,
+    evaluated: tuple[int, ...] = (),
+) -> Told:
+    """This rank's training; ``evaluated``: after so many steps, and at the end."""
+    model, job = made(ranks, 1, settings, frozen=frozen)
+    names = {id(param): name for name, param in model.named_parameters()}
+    trainable: Any = load(strategy)(model, job)
+    told = Told()
+    _note_forwards(model, told)
+    stop = _note_gradients(trainable, names, told)
+    for step in range(steps):
+        if step in evaluated:
+            told.held_out.append(trainable.evaluate(batch(99, 0)).item())
+        told.used.append({})
+        told.losses.append(trainable.step([batch(job.topology.rank, step)]).item())
+    told.used.append({})
+    told.held_out.append(trainable.evaluate(batch(99, 0)).item())
+    stop()
+    return told
+
+
+def interleaved(
+    micro_batches: int,
+    settings: CyclicSettings,
+    steps: int,
+    frozen: bool = False,
+    evaluated: tuple[int, ...] = (),
+) -> list[Told]:
+    """The same training on one device: what each micro-batch computes with.
+
+    Gradients are the first one's; so are held-out losses. Losses of single ones are not told.
+    """
+    model, job = made(1, 1, settings, frozen=frozen, k=micro_batches)
+    names = {id(param): name for name, param in model.named_parameters()}
+    trainable = build_interleaved(model, job)
+    told = [Told(used=[{} for _ in range(steps + 1)]) for _ in range(micro_batches)]
+
+    def note(prefix: str, module: nn.Module) -> None:
+        if (flight := trainable._running) is not None:
+            for name, param in module.named_parameters(prefix):
+                told[flight.number].used[flight.step][name] = param.detach().clone()
+
+    _before_forwards(model, note)
+    update = trainable._update
+    found: dict[int, dict[str, torch.Tensor]] = {}
+
+    def noting(step: int, stage: int) -> None:
+        params = trainable._stages[stage].of(0)
+        sums = trainable._sums[step, stage]
+        found.setdefault(step, {}).update(
+            {names[id(p)]: total.clone() for p, total in zip(params, sums, strict=True)}
+        )
+        update(step, stage)
+
+    trainable._update = noting
+    for step in range(steps):
+        if step in evaluated:
+            told[0].held_out.append(trainable.evaluate(batch(99, 0)).item())
+        trainable.step([batch(number, step) for number in range(micro_batches)])
+    told[0].held_out.append(trainable.evaluate(batch(99, 0)).item())
+    told[0].gradients = [found[step] for step in range(steps)]
+    return told
+
+
+def alike(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor], where: str) -> None:
+    """Compare parameters or gradients by name, to float tolerance."""
+    assert mine.keys() == other.keys()
+    for name in mine:
+        torch.testing.assert_close(
+            mine[name], other[name], rtol=1e-4, atol=2e-6, msg=lambda m, n=name: f"{where} {n} {m}"
+        )
+
+
+def _before_forwards(model: Tied, note: Callable[[str, nn.Module], None]) -> None:
+    """Called after the strategy has its hooks, so that these see what it has put there."""
+    names = [*(f"blocks.{index}" for index in range(BLOCKS)), "norm", "head"]
+    for name in names:
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda module, _, prefix=name: note(prefix, module)
+        )
+
+
+def _note_forwards(model: Tied, told: Told) -> None:
+    def note(prefix: str, module: nn.Module) -> None:
+        if module.training:
+            for name, param in module.named_parameters(prefix):
+                told.used[-1][name] = param.detach().clone()
+
+    _before_forwards(model, note)
+
+
+def _note_gradients(trainable: Any, names: dict[int, str], told: Told) -> Callable[[], None]:
+    """Note the gradients that each update is given, until what is returned is called."""
+    if isinstance(trainable, Cyclic):
+        update = trainable.update
+
+        def noted() -> None:
+            params = [*trainable.model.parameters()]
+            told.gradients.append(
+                {names[id(p)]: p.grad.clone() for p in params if p.grad is not None}
+            )
+            update()
+
+        trainable.update = noted
+        return lambda: None
+    assert isinstance(trainable, Executor)
+    original = Owned.update
+    stages = {id(owned): trainable._stages[i] for i, owned in trainable._owned.items()}
+
+    def noting(self: Owned, gradients: torch.Tensor) -> None:
+        params = stages[id(self)].trained
+        parts = gradients.split([param.numel() for param in params])
+        told.gradients.append(
+            {names[id(p)]: g.view(p.shape).clone() for p, g in zip(params, parts, strict=True)}
+        )
+        original(self, gradients)
+
+    def stop() -> None:
+        Owned.update = original
+
+    Owned.update = noting
+    return stop
