@@ -31,7 +31,7 @@ class Rule:
     def of(cls, settings: LocalSGDSettings) -> Rule:
         """The rule of a strategy's settings; Local SGD goes on from the mean."""
         if isinstance(settings, CO2Settings | SlowMoSettings):
-            own = settings.model_dump(exclude={"worker"})
+            own = settings.model_dump(exclude={"worker", "nodes_per_worker"})
             renamed = {name.removeprefix("outer_"): value for name, value in own.items()}
             return cls(**renamed)
         return cls(settings.interval)

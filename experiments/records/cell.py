@@ -171,7 +171,9 @@ class Cell(Strict):
         all of its strategies. Raises ``ValidationError`` of the cell, or of its settings.
         """
         of_strategies = registry.setting_names()
-        settings = registry.find(given["strategy"]).chosen(given)
+        cluster = given["cluster"]
+        nodes = cluster.get("nodes") if isinstance(cluster, dict) else cluster.nodes
+        settings = registry.find(given["strategy"]).chosen(given, nodes=nodes)
         given = {name: value for name, value in given.items() if name not in of_strategies}
         return cls.model_validate({**given, "settings": settings}, strict=True)
 

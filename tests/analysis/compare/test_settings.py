@@ -48,6 +48,8 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 #: Strategies beside those whose settings they have, or most of them.
 ALIKE = {"fcdp": "fcdp-sched", "local-sgd": "slowmo", "slowmo": "co2", "co2": "slowmo"}
+#: What else cells must choose to have a setting at all.
+NEEDED: dict[str, dict[str, Any]] = {"nodes_per_worker": {"worker": "nodes"}}
 SETTINGS = [pytest.param(item, id=name) for name, item in described(Cell).items() if name != "port"]
 
 
@@ -67,14 +69,14 @@ def owner(item: Described) -> str:
 
 def usual(item: Described) -> Cell:
     """A cell of a strategy that has this setting."""
-    return cell(owner(item))
+    return cell(owner(item), **NEEDED.get(item.name, {}))
 
 
 def changed(item: Described) -> Cell:
     """A cell that differs from ``usual(item)`` in this setting alone."""
     change = OTHERS.get(item.name) or {item.name: _other(item)}
     if owner(item) != "fcdp":
-        return cell(owner(item), **change)
+        return cell(owner(item), **NEEDED.get(item.name, {}), **change)
     if item.name in SimulatedSpec.model_fields:
         simulated = cell().cluster
         change = {"cluster": type(simulated)(**{**simulated.model_dump(), **change})}
