@@ -60,8 +60,10 @@ class Measurement(Strict):
     step_seconds: list[float] = Field(min_length=1)
     #: Mean loss over ranks and micro-batches, one a step, warm-up included.
     losses: list[float]
-    #: Egress of the busiest node's interface a step, from the kernel's counters, in bytes.
+    #: Egress of the busiest node a step, from the kernel's counters, in bytes; and what of it goes
+    #: to other groups of nodes, where there are several.
     inter_node_bytes_per_step: float
+    inter_group_bytes_per_step: float | None = None
     #: Least bytes a step that the strategy's schedule must send from a node; ``None`` if unknown.
     inter_node_bytes_closed_form: float | None
     #: Bytes a step of one node by link and phase, from the strategy's own ledger if it keeps one.
