@@ -144,6 +144,12 @@ NodesPerWorker = Annotated[
     Field(ge=1),
     Setting("Nodes per worker", "subject", in_id="later", write="{} nodes per worker".format),
 ]
+#: Where the outer state and the snapshot lie.
+OuterPlace = Literal["device", "host"]
+OuterOn = Annotated[
+    OuterPlace,
+    Setting("Outer state on", "subject", in_id="later", write="outer state on the {}".format),
+]
 #: How much of the mean displacement a worker follows: the paper's α.
 OuterLearningRate = Annotated[
     float,
@@ -193,6 +199,7 @@ class LocalSGDSettings(Settings):
     interval: Interval = 12
     worker: Worker = "rank"
     nodes_per_worker: NodesPerWorker = 1
+    outer_on: OuterOn = "device"
 
     @field_validator("nodes_per_worker")
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
@@ -43,12 +44,28 @@ def place(model: nn.Module, job: Job) -> Place:
     exchange = _exchange_bytes(trained_numel(model), topology.nodes, together)
     if settings.worker == "rank":
         model.to(topology.mesh.device_type)
-        return Place(_Whole(model, job, 0.0), dist.new_group(), None, exchange)
+        everyone = _peers(range(topology.world_size), settings)
+        return Place(_Whole(model, job, 0.0), everyone, None, exchange)
     mesh = _by_worker(topology, together)
     parts = mesh["part"]
     loop = _sharded(model, job, parts) if settings.worker == "node" else _cached(model, job, parts)
-    # Nothing else uses the first: no gather queues behind the exchange, nor the other way.
-    return Place(loop, mesh["worker"].get_group(), parts.get_group(), exchange)
+    ranks = mesh["worker"].mesh.tolist()
+    return Place(loop, _peers(ranks, settings), parts.get_group(), exchange)
+
+
+def _peers(ranks: Sequence[int], settings: LocalSGDSettings) -> dist.ProcessGroup:
+    """A group that nothing else uses: no gather queues behind the exchange, nor the other way.
+
+    What lies on the host is exchanged from there, by gloo.
+    """
+    group = dist.new_group(
+        list(ranks),
+        backend="gloo" if settings.outer_on == "host" else None,
+        use_local_synchronization=True,
+        group_desc="co2_workers",
+    )
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def _exchange_bytes(elements: int, nodes: int, together: int) -> float:

@@ -25,9 +25,10 @@ import torch.nn as nn
 
 from baselines.co2.average import Average
 from baselines.co2.flat import Flat
+from baselines.co2.memory import Memory
 from baselines.co2.outer import OuterState, Rule
 from baselines.co2.place import Place, place
-from baselines.settings import LocalSGDSettings
+from baselines.settings import LocalSGDSettings, OuterPlace
 from baselines.strategy import CacheUse, Job, trainable_parameters, trained_numel
 
 #: Scalars that cross with a displacement: squares of its norm and of the first step's.
@@ -45,10 +46,12 @@ def co2(model: nn.Module, job: Job) -> LocalSteps:
 
 
 def _build(model: nn.Module, job: Job, *, late: bool) -> LocalSteps:
-    assert isinstance(job.settings, LocalSGDSettings)
-    #: Of the whole model, whose parts this rank has one of.
+    settings = job.settings
+    assert isinstance(settings, LocalSGDSettings)
+    # Of the whole model, whose parts this rank has one of.
     elements = trained_numel(model)
-    return LocalSteps(place(model, job), job, elements, Rule.of(job.settings), late=late)
+    at = place(model, job)
+    return LocalSteps(at, job, elements, Rule.of(settings), settings.outer_on, late=late)
 
 
 class LocalSteps:
@@ -57,7 +60,16 @@ class LocalSteps:
     engine = "co2"
     engine_version = torch.__version__
 
-    def __init__(self, at: Place, job: Job, elements: int, rule: Rule, *, late: bool) -> None:
+    def __init__(
+        self,
+        at: Place,
+        job: Job,
+        elements: int,
+        rule: Rule,
+        outer_on: OuterPlace = "device",
+        *,
+        late: bool,
+    ) -> None:
         """``elements``: all that is trained; ``late``: CO2."""
         self.job = job
         self.interval = rule.interval
@@ -69,14 +81,16 @@ class LocalSteps:
         self._late = late
         self._elements = elements
         self._flat = Flat(trainable_parameters(at.loop.model))
-        device = torch.device(job.topology.mesh.device_type)
-        self._outer = OuterState(self._flat.copy_to(torch.empty(self._flat.numel, device=device)))
-        self._average = Average(self._flat.numel + _SCALARS, device, at.peers)
+        self._device = torch.device(job.topology.mesh.device_type)
+        self._memory = Memory(outer_on, self._flat.numel, _SCALARS, self._device)
+        self._flat.copy_to(self._memory.start)
+        self._outer = OuterState(self._memory.start, self._memory.momentum)
+        self._average = Average(self._memory.snapshot, at.peers)
         #: Steps of this round that are done.
         self._done = 0
         #: Squared norms of the last outer update, and of this round's first local step.
-        self._moved = torch.zeros((), device=device)
-        self._first = torch.zeros((), device=device)
+        self._moved = torch.zeros((), device=self._memory.start.device)
+        self._first = torch.zeros((), device=self._device)
         #: Of each outer update: its staleness gap, drift between workers, share clipped.
         self._told: list[torch.Tensor] = []
 
@@ -133,8 +147,11 @@ class LocalSteps:
     def _send(self) -> None:
         """Start the exchange of x_{t,0} − x_{t,τ}, and of what tells how far workers went."""
         displacement, scalars = self._split()
-        torch.sub(self._outer.start, self._flat.copy_to(displacement), out=displacement)
-        scalars.copy_(torch.stack((displacement.dot(displacement), self._first)))
+        self._flat.copy_to(displacement)
+        self._memory.land()
+        torch.sub(self._outer.start, displacement, out=displacement)
+        first = self._first.to(displacement.device)
+        scalars.copy_(torch.stack((displacement.dot(displacement), first)))
         self._average.start()
 
     def _absorb(self, rate: float) -> None:
@@ -157,26 +174,32 @@ class LocalSteps:
 
     def _over_parts(self, scalars: torch.Tensor) -> torch.Tensor:
         """Sum scalars over the ranks that one worker is sharded over."""
-        if self._parts is not None:
-            dist.all_reduce(scalars, group=self._parts)
-        return scalars
+        if self._parts is None:
+            return scalars
+        summed = scalars.to(self._device)
+        dist.all_reduce(summed, group=self._parts)
+        return summed.to(scalars.device)
 
     def settle(self) -> None:
         self._loop.settle()
         self._average.settle()
+        self._memory.land()
 
     def take_metrics(self) -> dict[str, float]:
-        """Means over the outer updates since the last call; empty if there was none.
+        """Means over the outer updates since the last call, if there was one.
 
         ``staleness_gap``: what late displacements were divided by. ``worker_drift``: how far
         workers are from their mean, relative to how far they went (root mean squares).
         ``clipped_fraction``: share of the outer momentum's elements that were clipped.
+        ``outer_host_bytes``: host memory of the outer state and the snapshot, if they lie there.
         """
-        if not self._told:
-            return {}
-        gap, drift, clipped = torch.stack(self._told).mean(0).tolist()
-        self._told.clear()
-        return {"staleness_gap": gap, "worker_drift": drift, "clipped_fraction": clipped}
+        held = self._memory.host_bytes
+        metrics: dict[str, float] = {"outer_host_bytes": held} if held else {}
+        if self._told:
+            gap, drift, clipped = torch.stack(self._told).mean(0).tolist()
+            self._told.clear()
+            metrics |= {"staleness_gap": gap, "worker_drift": drift, "clipped_fraction": clipped}
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
         """All that this rank needs beside the model's own state to go on where it is.

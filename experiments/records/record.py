@@ -81,6 +81,9 @@ class Measurement(Strict):
     staleness_gap: float | None = None
     worker_drift: float | None = None
     clipped_fraction: float | None = None
+    #: Host memory of one rank's outer state and snapshot where they lie there, in bytes;
+    #: page-locked on CUDA.
+    outer_host_bytes: int | None = None
     #: Mean loss of the cell's held-out sequences after the last step; ``None`` without any.
     held_out_loss: float | None = None
     #: Of strategies with a cache; not in records of before there were ablations.

@@ -23,6 +23,7 @@ from baselines.settings import CO2Settings, LocalSGDSettings, SlowMoSettings
         ("outer_learning_rate", float("inf")),
         ("penalty", "gap"),
         ("worker", "gpu"),
+        ("outer_on", "disk"),
         ("nodes_per_worker", 0),
     ],
 )

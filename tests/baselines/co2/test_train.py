@@ -27,6 +27,8 @@ pytestmark = pytest.mark.ranks
 #: Workers of two nodes that FCDP shards.
 PAIRS: dict[str, Any] = {"worker": "nodes", "nodes_per_worker": 2}
 OVER_FCDP = ALL.model_copy(update=PAIRS)
+#: Of two workers of two ranks, those with the same part.
+PEERS = [(0, 2), (1, 3)]
 
 
 def test_one_worker_follows_its_displacement_one_round_late(ranks: Pools) -> None:
@@ -140,6 +142,41 @@ def _does_not_fit() -> None:
         made(Training(settings, nodes=4))
 
 
+@pytest.mark.parametrize(
+    ("training", "peers"),
+    [
+        (Training(ALL, nodes=2, ranks_per_node=2), [(0, 1, 2, 3)]),
+        (Training(ALL.model_copy(update={"worker": "node"}), nodes=2, ranks_per_node=2), PEERS),
+        (Training(OVER_FCDP, nodes=4), PEERS),
+        (Training(OVER_FCDP.model_copy(update={"outer_on": "host"}), nodes=4), PEERS),
+    ],
+    ids=["whole", "sharded", "over fcdp", "on the host"],
+)
+def test_the_outer_state_is_the_same_to_the_last_bit(
+    ranks: Pools, training: Training, peers: list[tuple[int, ...]]
+) -> None:
+    """After each round, on all ranks that have the same part of it."""
+    found = ranks.run(4, _outer_states, training)
+    for first, *others in peers:
+        assert len(found[first]) == 4
+        for other in others:
+            assert all(map(torch.equal, found[first], found[other]))
+    momentum = found[0][-1][found[0][-1].numel() // 2 :]
+    assert momentum.any()
+
+
+def _outer_states(training: Training) -> list[torch.Tensor]:
+    _, workers = made(training)
+    own = batches(workers.job.topology.rank)
+    found = []
+    for step in range(12):
+        workers.step([next(own)])
+        if step % 3 == 2:
+            told = workers.state_dict()
+            found.append(torch.cat((told["start"], told["momentum"])))
+    return found
+
+
 def test_late_and_waited_for_differ(ranks: Pools) -> None:
     training = Training(CO2Settings(interval=3, **PLAIN), nodes=2)
     late = ranks.run(2, starts, training)[0]
@@ -154,8 +191,9 @@ def test_late_and_waited_for_differ(ranks: Pools) -> None:
         Training(ALL, nodes=2, ranks_per_node=2),
         Training(ALL.model_copy(update={"worker": "node"}), nodes=2, ranks_per_node=2),
         Training(OVER_FCDP, nodes=4),
+        Training(OVER_FCDP.model_copy(update={"outer_on": "host"}), nodes=4),
     ],
-    ids=["whole", "sharded", "over fcdp"],
+    ids=["whole", "sharded", "over fcdp", "on the host"],
 )
 def test_a_resumed_run_goes_on_bit_for_bit(ranks: Pools, training: Training) -> None:
     assert all(ranks.run(4, _resumed_equals, training, stop) for stop in (2, 6, 7))

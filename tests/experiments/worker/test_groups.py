@@ -69,6 +69,31 @@ def test_co2_over_fcdp_sends_as_co2_between_groups_and_as_fcdp_inside(run: Runne
     assert measured.inter_node_bytes_closed_form == exchanged + gathered_and_reduced
 
 
+@pytest.mark.parametrize("strategy", ["co2", "local-sgd"])
+def test_whole_workers_send_their_closed_form_once_in_a_round(run: Runner, strategy: str) -> None:
+    finished = run(strategy, interval=INTERVAL, inter_bandwidth_bits_per_s=None)
+    exchanged = crossing(finished, 4) / INTERVAL
+    assert finished.measurement.inter_node_bytes_closed_form == exchanged
+    assert exchanged <= finished.sent <= 1.05 * exchanged + FIXED_BYTES
+
+
+@pytest.mark.parametrize("settings", [{}, OVER_FCDP], ids=["whole", "over fcdp"])
+@pytest.mark.parametrize("how", ["raise", "SIGKILL"])
+def test_a_rank_that_fails_while_the_mean_is_under_way_ends_the_cell(
+    cluster: EmulatedCluster, tmp_path: Path, settings: dict[str, Any], how: str
+) -> None:
+    wanted = cell("co2", cluster=CLUSTER, **{**settings, "interval": 1})
+    failed = cells.run(cluster, wanted, tmp_path / "cell", cells.FAILING_WORKER, how, "2")
+    assert (failed.outcome.state, failed.outcome.rank) == ("failed", 2), failed.outcome.error
+    said = "ValueError: the cause of it all" if how == "raise" else "killed by signal SIGKILL"
+    assert said in str(failed.outcome.error)
+    assert failed.seconds < 120
+    progress = (tmp_path / "cell/progress.jsonl").read_text(encoding="utf-8")
+    # Others may end the step that it failed in, and then wait for its displacement.
+    assert [json.loads(line)["step"] for line in progress.splitlines()] in ([1], [1, 2])
+    assert not (tmp_path / "cell/measurement.json").exists()
+
+
 def test_each_link_has_its_own_limit(cluster: EmulatedCluster, tmp_path: Path) -> None:
     """FCDP over all nodes crosses both links."""
     wanted = cell(
