@@ -50,6 +50,7 @@ _HUES = {
     "DeepSpeed": (5, 65),
     "PyTorch": (215, 265),
     "This engine": (275, 335),
+    "Local steps": (30, 60),
     SUBJECT: (80, 205),
 }
 #: Lightness and the steps of hue make 24 colours of each; neighbours in order are far apart.
