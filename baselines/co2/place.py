@@ -42,27 +42,24 @@ def place(model: nn.Module, job: Job) -> Place:
     if problem := divided(together, topology.nodes):
         raise ValueError(f"nodes_per_worker = {together}: {problem}")
     exchange = _exchange_bytes(trained_numel(model), topology.nodes, together)
+    # What lies on the host is exchanged from there.
+    backend = "gloo" if settings.outer_on == "host" else None
     if settings.worker == "rank":
         model.to(topology.mesh.device_type)
-        everyone = _peers(range(topology.world_size), settings)
+        everyone = _group(range(topology.world_size), backend)
         return Place(_Whole(model, job, 0.0), everyone, None, exchange)
     mesh = _by_worker(topology, together)
     parts = mesh["part"]
     loop = _sharded(model, job, parts) if settings.worker == "node" else _cached(model, job, parts)
-    ranks = mesh["worker"].mesh.tolist()
-    return Place(loop, _peers(ranks, settings), parts.get_group(), exchange)
+    # Nothing else uses these groups: no gather queues behind the exchange, nor the other way.
+    workers = mesh["worker"]
+    peers = workers.get_group() if backend is None else _group(workers.mesh.tolist(), backend)
+    return Place(loop, peers, parts.get_group(), exchange)
 
 
-def _peers(ranks: Sequence[int], settings: LocalSGDSettings) -> dist.ProcessGroup:
-    """A group that nothing else uses: no gather queues behind the exchange, nor the other way.
-
-    What lies on the host is exchanged from there, by gloo.
-    """
+def _group(ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup:
     group = dist.new_group(
-        list(ranks),
-        backend="gloo" if settings.outer_on == "host" else None,
-        use_local_synchronization=True,
-        group_desc="co2_workers",
+        list(ranks), backend=backend, use_local_synchronization=True, group_desc="co2_workers"
     )
     assert isinstance(group, dist.ProcessGroup)
     return group
