@@ -67,10 +67,13 @@ class Strategy:
     def label(self) -> str:
         return self.title or self.name
 
-    def chosen(self, given: Mapping[str, Any]) -> Settings:
-        """The settings among ``given``, and defaults. Raises pydantic's ``ValidationError``."""
+    def chosen(self, given: Mapping[str, Any], *, nodes: int | None = None) -> Settings:
+        """The settings among ``given``, and defaults, which must fit so many nodes.
+
+        Raises pydantic's ``ValidationError``.
+        """
         own = {name: value for name, value in given.items() if name in self.settings.model_fields}
-        return self.settings.model_validate(own, strict=True)
+        return self.settings.model_validate(own, strict=True, context={"nodes": nodes})
 
     def engine_version(self, deepspeed: Pin = "current") -> str | None:
         """The version of the engine's package; ``None`` if it is not installed."""

@@ -129,9 +129,26 @@ class DeepSpeedSettings(Settings):
 
 #: Steps between two exchanges: the paper's τ.
 Interval = Annotated[int, Field(ge=1), Setting("Interval", "subject", write="τ = {}".format)]
-#: Who trains apart: each rank with the whole model, or each node, over whose ranks FSDP2 shards it.
+#: Who trains apart: each rank with the whole model; each node, over whose ranks FSDP2 shards it; or
+#: so many nodes, over whose ranks FCDP does.
 Worker = Annotated[
-    Literal["rank", "node"], Setting("Worker", "subject", write="a worker per {}".format)
+    Literal["rank", "node", "nodes"],
+    Setting(
+        "Worker",
+        "subject",
+        write=lambda value: "FCDP inside workers" if value == "nodes" else f"a worker per {value}",
+    ),
+]
+NodesPerWorker = Annotated[
+    int,
+    Field(ge=1),
+    Setting("Nodes per worker", "subject", in_id="later", write="{} nodes per worker".format),
+]
+#: Where the outer state and the snapshot lie.
+OuterPlace = Literal["device", "host"]
+OuterOn = Annotated[
+    OuterPlace,
+    Setting("Outer state on", "subject", in_id="later", write="outer state on the {}".format),
 ]
 #: How much of the mean displacement a worker follows: the paper's α.
 OuterLearningRate = Annotated[
@@ -168,11 +185,31 @@ Penalty = Annotated[
 ]
 
 
+def divided(parts: int, whole: int) -> str | None:
+    """Why nodes cannot be grouped by so many; ``None`` if they can."""
+    if whole % parts == 0:
+        return None
+    allowed = [str(size) for size in range(1, whole + 1) if whole % size == 0]
+    return f"must divide the cluster's {whole} nodes; allowed are {', '.join(allowed)}"
+
+
 class LocalSGDSettings(Settings):
     """Settings of Local SGD."""
 
     interval: Interval = 12
     worker: Worker = "rank"
+    nodes_per_worker: NodesPerWorker = 1
+    outer_on: OuterOn = "device"
+
+    @field_validator("nodes_per_worker")
+    @classmethod
+    def _divides_the_nodes(cls, value: int, info: ValidationInfo) -> int:
+        if value > 1 and info.data.get("worker") != "nodes":
+            raise ValueError(f"allowed is 1 where worker is {info.data.get('worker')}, not nodes")
+        nodes = (info.context or {}).get("nodes")
+        if isinstance(nodes, int) and (problem := divided(value, nodes)):
+            raise ValueError(problem)
+        return value
 
 
 class SlowMoSettings(LocalSGDSettings):

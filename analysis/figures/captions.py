@@ -42,6 +42,19 @@ def slots(cells: pd.DataFrame) -> str:
     )
 
 
+def intervals(cells: pd.DataFrame) -> str:
+    """How to read held-out losses over the interval."""
+    seeds = cells["seed"].nunique()
+    points = f"A point per seed, of {seeds}; lines" if seeds > 1 else "Lines"
+    level = (cells["steps_per_round"] == 1).any()
+    return _joined(
+        "Loss of data that none trained on, after as many steps and the same batches.",
+        f"{points} join medians.",
+        "Level: exchanged in each step." if level else "",
+        provenance(cells),
+    )
+
+
 def _joined(*parts: str) -> str:
     return " ".join(part for part in parts if part)
 

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from analysis import strategies
 from analysis.compare.baseline import must_agree
 from analysis.compare.varying import AXES, PANEL, in_words, varying
-from analysis.figures import axes, captions, crowd, slots
+from analysis.figures import axes, captions, crowd, intervals, slots
 from analysis.figures.drawings import (
     Drawing,
     drawing,
@@ -78,9 +78,11 @@ def _draw(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> list[Drawing]
         drawn, draw_loss = [draw_traffic(cells, looks, setting)], draw_losses
     # A simulation has no losses.
     finished = cells[cells["state"] == "ok"]
-    return (
-        [*drawn, draw_loss(cells, looks, setting)] if finished["losses"].str.len().any() else drawn
-    )
+    if finished["losses"].str.len().any():
+        drawn.append(draw_loss(cells, looks, setting))
+    if intervals.has_intervals(finished):
+        drawn.append(intervals.draw_intervals(finished, setting))
+    return drawn
 
 
 def _setting(cells: pd.DataFrame, matrix: pd.DataFrame, apart: list[str]) -> str:

@@ -11,12 +11,12 @@ class Average:
 
     Only this class touches the buffer while the all-reduce runs: the caller fills it before
     ``start`` and reads it after ``wait``. On CUDA the all-reduce waits for what the current stream
-    has queued, and whoever waits orders the current stream after it; on the CPU gloo's threads move
-    it.
+    has queued, and whoever waits orders the current stream after it; on the host gloo's threads
+    move it.
     """
 
-    def __init__(self, numel: int, device: torch.device, group: dist.ProcessGroup) -> None:
-        self.buffer = torch.zeros(numel, device=device)
+    def __init__(self, buffer: torch.Tensor, group: dist.ProcessGroup) -> None:
+        self.buffer = buffer
         self._group = group
         self._work: dist.Work | None = None
         #: Whether the buffer has a round's sum in it, or will have.

@@ -16,21 +16,27 @@ class Flat:
         self.numel = sum(part.numel() for part in self._parts())
 
     def copy_to(self, flat: torch.Tensor) -> torch.Tensor:
-        """Copy the parameters to ``flat`` (elements)."""
+        """Copy the parameters to ``flat`` (elements); to the host's memory a copy is queued."""
         parts = self._parts()
-        torch._foreach_copy_(_views(flat, parts), parts)
+        torch._foreach_copy_(_views(flat, parts), parts, non_blocking=True)
         return flat
 
     def copy_from(self, flat: torch.Tensor) -> None:
-        """Copy ``flat`` (elements) to the parameters."""
+        """Copy ``flat`` (elements) to the parameters; from the host's memory a copy is queued."""
         parts = self._parts()
-        torch._foreach_copy_(parts, _views(flat, parts))
+        torch._foreach_copy_(parts, _views(flat, parts), non_blocking=True)
 
     def squared_distance(self, flat: torch.Tensor) -> torch.Tensor:
-        """Sum of squares of the differences from ``flat`` (elements), a scalar."""
+        """Sum of squares of the differences from ``flat`` (elements), a scalar.
+
+        Where ``flat`` is on the host, one parameter of it at a time is copied to the device.
+        """
         parts = self._parts()
-        pairs = zip(parts, _views(flat, parts), strict=True)
-        return torch.stack([(part - view).square().sum() for part, view in pairs]).sum()
+        squares = [
+            (part - view.to(part.device, non_blocking=True)).square().sum()
+            for part, view in zip(parts, _views(flat, parts), strict=True)
+        ]
+        return torch.stack(squares).sum()
 
     def _parts(self) -> list[torch.Tensor]:
         # Anew each time: FSDP2 puts other shards in place when a model is loaded or moved.

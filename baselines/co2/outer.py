@@ -31,7 +31,7 @@ class Rule:
     def of(cls, settings: LocalSGDSettings) -> Rule:
         """The rule of a strategy's settings; Local SGD goes on from the mean."""
         if isinstance(settings, CO2Settings | SlowMoSettings):
-            own = settings.model_dump(exclude={"worker"})
+            own = settings.model_dump(exclude={"worker", "nodes_per_worker", "outer_on"})
             renamed = {name.removeprefix("outer_"): value for name, value in own.items()}
             return cls(**renamed)
         return cls(settings.interval)
@@ -58,10 +58,10 @@ class Rule:
 class OuterState:
     """What all workers share after each round: where they start from, and the outer momentum."""
 
-    def __init__(self, start: torch.Tensor) -> None:
-        """``start``: float32 (elements), which becomes this state's own."""
+    def __init__(self, start: torch.Tensor, momentum: torch.Tensor) -> None:
+        """Both float32 (elements), which become this state's own."""
         self.start = start
-        self.momentum = torch.zeros_like(start)
+        self.momentum = momentum
 
     def absorb(self, rule: Rule, mean: torch.Tensor, gap: torch.Tensor, rate: float) -> None:
         """Take a mean displacement (elements), which is overwritten, into the momentum.

@@ -17,22 +17,19 @@ code nothing is taken: it discards what it has clipped, and reduces what is trai
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.fsdp import fully_shard
 
 from baselines.co2.average import Average
 from baselines.co2.flat import Flat
+from baselines.co2.memory import Memory
 from baselines.co2.outer import OuterState, Rule
-from baselines.pytorch.ddp import autocast
-from baselines.pytorch.fsdp2 import FSDP2, mixed_precision
-from baselines.pytorch.hybrid import by_node
-from baselines.settings import LocalSGDSettings
-from baselines.strategy import Job, crossing_bytes, trainable_parameters, trained_numel
+from baselines.co2.place import Place, place
+from baselines.settings import LocalSGDSettings, OuterPlace
+from baselines.strategy import CacheUse, Job, trainable_parameters, trained_numel
 
 #: Scalars that cross with a displacement: squares of its norm and of the first step's.
 _SCALARS = 2
@@ -49,71 +46,56 @@ def co2(model: nn.Module, job: Job) -> LocalSteps:
 
 
 def _build(model: nn.Module, job: Job, *, late: bool) -> LocalSteps:
-    settings, topology = job.settings, job.topology
+    settings = job.settings
     assert isinstance(settings, LocalSGDSettings)
-    whole = settings.worker == "rank"
-    closed_form = 2 * crossing_bytes(trained_numel(model), job, 4) / settings.interval
-    if whole:
-        model.to(topology.mesh.device_type)
-        workers: dist.ProcessGroup = dist.new_group()
-    else:
-        _shard(model, job)
-        # Nothing else uses it here: no gather queues behind the exchange, nor the other way.
-        workers = topology.reduce_inter
-    return LocalSteps(model, job, closed_form, Rule.of(settings), workers, late=late)
+    # Of the whole model, whose parts this rank has one of.
+    elements = trained_numel(model)
+    at = place(model, job)
+    return LocalSteps(at, job, elements, Rule.of(settings), settings.outer_on, late=late)
 
 
-def _shard(model: nn.Module, job: Job) -> None:
-    """Shard every block and the root over the ranks of this node alone."""
-    mesh = by_node(job.topology)["shard"]
-    for module in [*job.blocks, model]:
-        fully_shard(module, mesh=mesh, mp_policy=mixed_precision(job.dtype))
-
-
-class LocalSteps(FSDP2):
+class LocalSteps:
     """A worker's local steps, and the outer update after each ``interval`` of them."""
 
     engine = "co2"
+    engine_version = torch.__version__
 
     def __init__(
         self,
-        model: nn.Module,
+        at: Place,
         job: Job,
-        closed_form_bytes: float,
+        elements: int,
         rule: Rule,
-        workers: dist.ProcessGroup,
+        outer_on: OuterPlace = "device",
         *,
         late: bool,
     ) -> None:
-        """``workers``: this rank's part of each worker, one rank per worker; ``late``: CO2."""
-        super().__init__(model, job, closed_form_bytes)
+        """``elements``: all that is trained; ``late``: CO2."""
+        self.job = job
         self.interval = rule.interval
+        self.policy = at.loop.policy
+        self.closed_form_bytes = at.loop.closed_form_bytes + at.exchange_bytes / rule.interval
+        self._loop = at.loop
+        self._parts = at.parts
         self._rule = rule
         self._late = late
-        self._whole = workers.size() == job.topology.world_size
-        self._flat = Flat(trainable_parameters(model))
-        #: Of the whole model, whose parts this rank has one of.
-        self._elements = trained_numel(model)
-        device = torch.device(job.topology.mesh.device_type)
-        self._outer = OuterState(self._flat.copy_to(torch.empty(self._flat.numel, device=device)))
-        self._average = Average(self._flat.numel + _SCALARS, device, workers)
+        self._elements = elements
+        self._flat = Flat(trainable_parameters(at.loop.model))
+        self._device = torch.device(job.topology.mesh.device_type)
+        self._memory = Memory(outer_on, self._flat.numel, _SCALARS, self._device)
+        self._flat.copy_to(self._memory.start)
+        self._outer = OuterState(self._memory.start, self._memory.momentum)
+        self._average = Average(self._memory.snapshot, at.peers)
         #: Steps of this round that are done.
         self._done = 0
         #: Squared norms of the last outer update, and of this round's first local step.
-        self._moved = torch.zeros((), device=device)
-        self._first = torch.zeros((), device=device)
+        self._moved = torch.zeros((), device=self._memory.start.device)
+        self._first = torch.zeros((), device=self._device)
         #: Of each outer update: its staleness gap, drift between workers, share clipped.
         self._told: list[torch.Tensor] = []
 
-    def casting(self) -> AbstractContextManager[object]:
-        return autocast(self.job) if self._whole else nullcontext()
-
-    def backward(self, sequences: torch.Tensor, *, last: bool) -> torch.Tensor:
-        with self.casting():
-            return super().backward(sequences, last=last)
-
     def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
-        loss = super().step(micro_batches)
+        loss = self._loop.step(micro_batches)
         self._done += 1
         if self._done == 1:
             self._first = self._first_step()
@@ -122,6 +104,24 @@ class LocalSteps(FSDP2):
             self._end_round()
         return loss
 
+    def evaluate(self, sequences: torch.Tensor) -> torch.Tensor:
+        return self._loop.evaluate(sequences)
+
+    def take_ledger(self) -> dict[str, dict[str, float]] | None:
+        """Bytes inside of the worker alone."""
+        return self._loop.take_ledger()
+
+    def take_phases(self) -> dict[str, float] | None:
+        return self._loop.take_phases()
+
+    @property
+    def cache(self) -> CacheUse | None:
+        return self._loop.cache
+
+    @property
+    def host_cache_bytes(self) -> int | None:
+        return self._loop.host_cache_bytes
+
     @torch.no_grad()
     def _first_step(self) -> torch.Tensor:
         return self._flat.squared_distance(self._outer.start)
@@ -129,7 +129,7 @@ class LocalSteps(FSDP2):
     @torch.no_grad()
     def _end_round(self) -> None:
         """Send this round's displacement; move on by it, or by that of the round before."""
-        rate = float(self.optimizer.param_groups[0]["lr"])
+        rate = float(self._loop.optimizer.param_groups[0]["lr"])
         arrives = self._late and self._average.started
         if arrives:
             self._absorb(rate)
@@ -140,14 +140,18 @@ class LocalSteps(FSDP2):
             moved, clipped = self._outer.move(self._rule, rate)
             self._moved, clipped = self._over_parts(torch.stack((moved, clipped)))
             self._told[-1][2] = clipped / self._elements
-        # The first round of CO2 begins anew: its displacement arrives with the second.
+        # The first round of CO2 begins anew: its displacement arrives with the second. What FCDP
+        # has cached of the parameters is stale already, by the step that has just ended.
         self._flat.copy_from(self._outer.start)
 
     def _send(self) -> None:
         """Start the exchange of x_{t,0} − x_{t,τ}, and of what tells how far workers went."""
         displacement, scalars = self._split()
-        torch.sub(self._outer.start, self._flat.copy_to(displacement), out=displacement)
-        scalars.copy_(torch.stack((displacement.dot(displacement), self._first)))
+        self._flat.copy_to(displacement)
+        self._memory.land()
+        torch.sub(self._outer.start, displacement, out=displacement)
+        first = self._first.to(displacement.device)
+        scalars.copy_(torch.stack((displacement.dot(displacement), first)))
         self._average.start()
 
     def _absorb(self, rate: float) -> None:
@@ -170,25 +174,32 @@ class LocalSteps(FSDP2):
 
     def _over_parts(self, scalars: torch.Tensor) -> torch.Tensor:
         """Sum scalars over the ranks that one worker is sharded over."""
-        if not self._whole:
-            dist.all_reduce(scalars, group=self.job.topology.reduce_intra)
-        return scalars
+        if self._parts is None:
+            return scalars
+        summed = scalars.to(self._device)
+        dist.all_reduce(summed, group=self._parts)
+        return summed.to(scalars.device)
 
     def settle(self) -> None:
+        self._loop.settle()
         self._average.settle()
+        self._memory.land()
 
     def take_metrics(self) -> dict[str, float]:
-        """Means over the outer updates since the last call; empty if there was none.
+        """Means over the outer updates since the last call, if there was one.
 
         ``staleness_gap``: what late displacements were divided by. ``worker_drift``: how far
         workers are from their mean, relative to how far they went (root mean squares).
         ``clipped_fraction``: share of the outer momentum's elements that were clipped.
+        ``outer_host_bytes``: host memory of the outer state and the snapshot, if they lie there.
         """
-        if not self._told:
-            return {}
-        gap, drift, clipped = torch.stack(self._told).mean(0).tolist()
-        self._told.clear()
-        return {"staleness_gap": gap, "worker_drift": drift, "clipped_fraction": clipped}
+        held = self._memory.host_bytes
+        metrics: dict[str, float] = {"outer_host_bytes": held} if held else {}
+        if self._told:
+            gap, drift, clipped = torch.stack(self._told).mean(0).tolist()
+            self._told.clear()
+            metrics |= {"staleness_gap": gap, "worker_drift": drift, "clipped_fraction": clipped}
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
         """All that this rank needs beside the model's own state to go on where it is.
@@ -198,7 +209,7 @@ class LocalSteps(FSDP2):
         """
         self.settle()
         return {
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": self._loop.optimizer.state_dict(),
             "start": self._outer.start,
             "momentum": self._outer.momentum,
             "sum": self._average.buffer if self._average.started else None,
@@ -218,7 +229,7 @@ class LocalSteps(FSDP2):
         if (done := state["steps_done"]) >= self.interval:
             raise ValueError(f"steps_done = {done}: allowed are those below {self.interval}")
         self.settle()
-        self.optimizer.load_state_dict(state["optimizer"])
+        self._loop.optimizer.load_state_dict(state["optimizer"])
         self._outer.start.copy_(state["start"])
         self._outer.momentum.copy_(state["momentum"])
         self._average.started = state["sum"] is not None

@@ -18,7 +18,7 @@ from experiments.clusters.causes import Board
 from experiments.clusters.counters import out_of_memory_kills
 from experiments.clusters.interface import ClusterError, Outcome
 from experiments.clusters.launch import ALWAYS_PRELOADED, NodeProcess
-from experiments.clusters.network import INTERFACE, Network
+from experiments.clusters.network import INTERFACE, TO_GROUPS, Network
 from experiments.records.abilities import ABILITIES
 from experiments.records.cell import ClusterSpec
 
@@ -30,6 +30,8 @@ _WATCH_INTERVAL_S = 0.1
 
 class EmulatedCluster:
     """``spec.nodes`` nodes on this host, each a network namespace with a limited egress.
+
+    With several ``spec.groups`` links between groups are limited apart from those inside.
 
     ``preload`` names the modules that the launch's function needs: they are imported once, and the
     ranks of every run are forked from the process that has imported them. They must not run
@@ -44,6 +46,7 @@ class EmulatedCluster:
 
     def __init__(self, spec: ClusterSpec, preload: Sequence[str] = ("torch",)) -> None:
         self.nodes = spec.nodes
+        self._groups = spec.groups
         self.ranks_per_node = spec.ranks_per_node
         self._port = spec.port
         self._preload = (*ALWAYS_PRELOADED, *preload)
@@ -54,7 +57,7 @@ class EmulatedCluster:
         privileges.require()
         namespaces.remove_stale()
         self._context = preload.start(self._preload)
-        self._network = Network(self.nodes).__enter__()
+        self._network = Network(self.nodes, self._groups).__enter__()
         return self
 
     def __exit__(
@@ -67,14 +70,15 @@ class EmulatedCluster:
             self._network.__exit__(kind, error, trace)
             self._network = None
 
-    def shape(self, bits_per_s: int | None) -> dict[str, Any]:
+    def shape(self, bits_per_s: int | None, to_groups: int | None = None) -> dict[str, Any]:
         """Limit every node's egress to ``bits_per_s`` (``None``: no limit) for the next runs.
 
-        Returns what the kernel has set: ``qdisc``, ``rate_bits_per_s``, ``burst_bytes``,
-        ``limit_bytes`` (the queue) and ``mtu_bytes``. Raises ``ValueError`` for a rate that
-        cannot be had.
+        Of several groups that is inside of each, and ``to_groups`` between them. Returns what the
+        kernel has set: ``qdisc``, ``rate_bits_per_s``, ``burst_bytes``, ``limit_bytes`` (the
+        queue) and ``mtu_bytes``, and the same for ``to_groups``. Raises ``ValueError`` for a rate
+        that cannot be had.
         """
-        return self._built()[0].shape(bits_per_s)
+        return self._built()[0].shape(bits_per_s, to_groups)
 
     def run(
         self,
@@ -89,7 +93,8 @@ class EmulatedCluster:
 
         The ranks see this process's environment and ``environment``, what torchrun sets, and
         ``FCDP_INTERFACE``, the interface to the other nodes, whose counters
-        ``counters.transmitted_bytes`` reads. ``logs`` gets one ``rank<r>.log`` per
+        ``counters.transmitted_bytes`` reads; ``FCDP_GROUP_INTERFACE`` is that to other groups where
+        there are several. ``logs`` gets one ``rank<r>.log`` per
         rank and one ``node<n>.log`` per node. A launch that does not end within ``timeout_s``
         seconds is ended.
 
@@ -147,6 +152,7 @@ class EmulatedCluster:
             "OMP_NUM_THREADS": "1",
             **os.environ,
             "FCDP_INTERFACE": INTERFACE,
+            **({"FCDP_GROUP_INTERFACE": TO_GROUPS} if network.groups > 1 else {}),
             "GLOO_SOCKET_IFNAME": INTERFACE,
             "TP_SOCKET_IFNAME": INTERFACE,
             "NCCL_SOCKET_IFNAME": INTERFACE,

@@ -48,9 +48,10 @@ class Cluster(Protocol):
         trace: TracebackType | None,
     ) -> None: ...
 
-    def shape(self, bits_per_s: int | None) -> dict[str, Any]:
+    def shape(self, bits_per_s: int | None, to_groups: int | None = None) -> dict[str, Any]:
         """Limit every node's egress to bits per second (``None``: no limit).
 
+        Of nodes in several groups, to those of the own one; and ``to_groups`` to all others.
         Returns what was set, for the record.
         """
         ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from pyroute2.netlink.rtnl import TC_H_ROOT
 from experiments.clusters import lifetimes, namespaces
 from experiments.clusters.interface import ClusterError
 
-#: The interface of a node that leads to the other nodes; the same name inside every node.
+#: The interface of a node that leads to the other nodes, or to those of its group where there are
+#: several; and the one to nodes of other groups. The same names inside every node.
 INTERFACE = "fcdp0"
+TO_GROUPS = "fcdp1"
 #: Bytes of the largest IP packet between nodes (jumbo frames, as in clusters).
 MTU = 9000
 #: 198.18.0.0/15 is set aside for benchmarks on isolated networks (RFC 2544): unlike the private
@@ -34,20 +37,28 @@ _LOOPBACK_INDEX = 1
 class Network:
     """``nodes`` network namespaces, joined through veth pairs and a bridge in one of its own.
 
+    With several ``groups``, of as many consecutive nodes each, there are two such bridges: what
+    goes to a node of another group takes the second one, so that each kind of link has a limit of
+    its own, and counters.
+
     Nothing is created in the caller's namespace. A context manager: ``__enter__`` builds it,
     ``__exit__`` ends what still runs inside and removes it. Raises ``ClusterError`` if the
     kernel refuses.
     """
 
-    def __init__(self, nodes: int) -> None:
+    def __init__(self, nodes: int, groups: int = 1) -> None:
         if nodes < 1:
             raise ValueError(f"nodes = {nodes}: allowed are whole numbers from 1")
+        assert nodes % groups == 0, "groups have as many nodes each"
         prefix = lifetimes.new_prefix()
         self._switch = f"{prefix}-switch"
         #: Name of each node's namespace.
         self.nodes = [f"{prefix}-node{node}" for node in range(nodes)]
         #: IPv4 address of each node.
         self.addresses = [str(NETWORK[1 + node]) for node in range(nodes)]
+        self.groups = groups
+        #: A node's interfaces to other nodes.
+        self.interfaces = (INTERFACE, TO_GROUPS) if groups > 1 else (INTERFACE,)
 
     def __enter__(self) -> Network:
         try:
@@ -70,60 +81,105 @@ class Network:
         for name in (self._switch, *self.nodes):
             namespaces.create(name)
         with IPRoute(netns=self._switch) as route:
-            # Without the delay a new port would drop the first seconds of traffic.
-            route.link("add", ifname="switch", kind="bridge", br_forward_delay=0, state="up")
-            (switch,) = route.link_lookup(ifname="switch")
-            for node, name in enumerate(self.nodes):
-                peer = {"ifname": INTERFACE, "net_ns_fd": name, "mtu": MTU}
-                route.link("add", ifname=f"port{node}", kind="veth", mtu=MTU, peer=peer)
-                (port,) = route.link_lookup(ifname=f"port{node}")
-                route.link("set", index=port, master=switch, state="up")
-        for name, address in zip(self.nodes, self.addresses, strict=True):
-            namespaces.call_in(name, _settle_protocols)
+            for interface in self.interfaces:
+                self._join(route, interface)
+        for node, name in enumerate(self.nodes):
+            namespaces.call_in(name, self._settle_protocols)
             with IPRoute(netns=name) as route:
-                index = _interface(route)
-                route.addr("add", index=index, address=address, prefixlen=NETWORK.prefixlen)
-                route.link("set", index=index, state="up")
-                route.link("set", index=_LOOPBACK_INDEX, state="up")
+                self._connect(route, node)
+
+    def _join(self, route: IPRoute, interface: str) -> None:
+        """Give every node this interface, and join them all by a bridge."""
+        # Without the delay a new port would drop the first seconds of traffic.
+        route.link("add", ifname=interface, kind="bridge", br_forward_delay=0, state="up")
+        (switch,) = route.link_lookup(ifname=interface)
+        for node, name in enumerate(self.nodes):
+            peer = {"ifname": interface, "net_ns_fd": name, "mtu": MTU}
+            port = f"{interface}-{node}"
+            route.link("add", ifname=port, kind="veth", mtu=MTU, peer=peer)
+            (index,) = route.link_lookup(ifname=port)
+            route.link("set", index=index, master=switch, state="up")
+
+    def _connect(self, route: IPRoute, node: int) -> None:
+        """Give a node its address, and its routes to the other nodes."""
+        own = self.addresses[node]
+        index = _index(route, INTERFACE)
+        route.addr("add", index=index, address=own, prefixlen=NETWORK.prefixlen)
+        for each in (_LOOPBACK_INDEX, *(_index(route, name) for name in self.interfaces)):
+            route.link("set", index=each, state="up")
+        if self.groups > 1:
+            there, size = _index(route, TO_GROUPS), len(self.nodes) // self.groups
+            for other, address in enumerate(self.addresses):
+                if other // size != node // size:
+                    route.route("add", dst=f"{address}/32", oif=there, scope="link", prefsrc=own)
+
+    def _settle_protocols(self) -> None:
+        """Make every machine's nodes behave alike, where /proc is writable.
+
+        Router and neighbour discovery stay out of the byte counters. The host's congestion control
+        may be one that probes and paces (BBR), which on a link of a few Mbit/s costs bandwidth in
+        an exchange of both directions; Reno never meets a loss here, and every namespace may
+        choose it.
+        """
+        for interface in self.interfaces:
+            _write_setting(f"ipv6/conf/{interface}/disable_ipv6", "1")
+        _write_setting("ipv4/tcp_congestion_control", "reno")
 
     def _remove(self) -> None:
         # A veth pair ends with either of its ends, so nothing but the names has to go.
         for name in (*self.nodes, self._switch):
             namespaces.remove(name)
 
-    def shape(self, bits_per_s: int | None) -> dict[str, Any]:
+    def shape(self, bits_per_s: int | None, to_groups: int | None = None) -> dict[str, Any]:
         """Limit every node's egress to ``bits_per_s``, or lift the limit with ``None``.
 
+        Of several groups that is to nodes of the own one, and ``to_groups`` to all others.
         Returns what the kernel reports to have set: the rate in bits per second, the burst and the
-        queue's limit in bytes, and the nodes' TCP congestion control. Raises ``ValueError`` for a
-        rate that cannot be had and ``ClusterError`` if the kernel has no token bucket.
+        queue's limit in bytes, and the nodes' TCP congestion control; the same of ``to_groups``
+        under that name. Raises ``ValueError`` for a rate that cannot be had and ``ClusterError``
+        if the kernel has no token bucket.
         """
-        if bits_per_s is not None and not LOWEST_RATE <= bits_per_s <= HIGHEST_RATE:
-            raise ValueError(
-                f"inter_bandwidth_bits_per_s = {bits_per_s}: allowed are {LOWEST_RATE} to "
-                f"{HIGHEST_RATE} bits per second, or None for no limit"
-            )
+        rates = {"inter_bandwidth": bits_per_s, "inter_group_bandwidth": to_groups}
+        for name, rate in rates.items():
+            if rate is not None and not LOWEST_RATE <= rate <= HIGHEST_RATE:
+                raise ValueError(
+                    f"{name}_bits_per_s = {rate}: allowed are {LOWEST_RATE} to {HIGHEST_RATE} "
+                    "bits per second, or None for no limit"
+                )
+        assert to_groups is None or self.groups > 1, "there is one group only"
         try:
-            settings = [self._shape_node(name, bits_per_s) for name in self.nodes]
+            found = [
+                _shape(self.nodes, interface, rate)
+                for interface, rate in zip(self.interfaces, rates.values(), strict=False)
+            ]
         except NetlinkError as error:
             raise ClusterError(
                 f"cannot limit the nodes' egress: {error}; it needs the kernel's token bucket "
                 "(module sch_tbf)"
             ) from error
         congestion_control = namespaces.call_in(self.nodes[0], _congestion_control)
-        return {**settings[0], "congestion_control": congestion_control}
+        inside, *between = found
+        others = {"to_groups": between[0]} if between else {}
+        return {**inside, "congestion_control": congestion_control, **others}
 
-    def _shape_node(self, name: str, bits_per_s: int | None) -> dict[str, Any]:
-        with IPRoute(netns=name) as route:
-            index = _interface(route)
-            # A new bucket rather than a changed one: each cell starts with the same full burst.
-            if _bucket(route, index) is not None:
-                route.tc("del", index=index, parent=TC_H_ROOT)
-            if bits_per_s is not None:
-                rate = bits_per_s // 8
-                burst = burst_bytes(bits_per_s)
-                route.tc("add", "tbf", index=index, rate=rate, burst=burst, limit=_limit(rate))
-            return {"mtu_bytes": MTU, **_describe(_bucket(route, index))}
+
+def _shape(nodes: Sequence[str], interface: str, bits_per_s: int | None) -> dict[str, Any]:
+    """Limit an interface of all nodes; returns what the first one's is."""
+    found = [_shape_node(name, interface, bits_per_s) for name in nodes]
+    return found[0]
+
+
+def _shape_node(name: str, interface: str, bits_per_s: int | None) -> dict[str, Any]:
+    with IPRoute(netns=name) as route:
+        index = _index(route, interface)
+        # A new bucket rather than a changed one: each cell starts with the same full burst.
+        if _bucket(route, index) is not None:
+            route.tc("del", index=index, parent=TC_H_ROOT)
+        if bits_per_s is not None:
+            rate = bits_per_s // 8
+            burst = burst_bytes(bits_per_s)
+            route.tc("add", "tbf", index=index, rate=rate, burst=burst, limit=_limit(rate))
+        return {"mtu_bytes": MTU, **_describe(_bucket(route, index))}
 
 
 def burst_bytes(bits_per_s: int) -> int:
@@ -145,8 +201,8 @@ def _limit(rate: int) -> int:
     return max(rate // 5, 4 * 1024 * 1024)
 
 
-def _interface(route: IPRoute) -> int:
-    (index,) = route.link_lookup(ifname=INTERFACE)
+def _index(route: IPRoute, interface: str) -> int:
+    (index,) = route.link_lookup(ifname=interface)
     return int(index)
 
 
@@ -170,17 +226,6 @@ def _describe(bucket: Any | None) -> dict[str, Any]:
         "burst_bytes": burst,
         "limit_bytes": bucket["limit"],
     }
-
-
-def _settle_protocols() -> None:
-    """Make every machine's nodes behave alike, where /proc is writable.
-
-    Router and neighbour discovery stay out of the byte counters. The host's congestion control
-    may be one that probes and paces (BBR), which on a link of a few Mbit/s costs bandwidth in an
-    exchange of both directions; Reno never meets a loss here, and every namespace may choose it.
-    """
-    _write_setting(f"ipv6/conf/{INTERFACE}/disable_ipv6", "1")
-    _write_setting("ipv4/tcp_congestion_control", "reno")
 
 
 def _write_setting(name: str, value: str) -> None:

@@ -84,9 +84,9 @@ class RentedCluster:
     ) -> None:
         self._described = []
 
-    def shape(self, bits_per_s: int | None) -> dict[str, Any]:
+    def shape(self, bits_per_s: int | None, to_groups: int | None = None) -> dict[str, Any]:
         """Describe the network. Raises ``ClusterError`` for a limit, which nobody sets here."""
-        if bits_per_s is not None:
+        if bits_per_s is not None or to_groups is not None:
             raise ClusterError("the links of rented nodes are not limited to a bandwidth")
         networks = [found.network for found in self._built()]
         if all(network == networks[0] for network in networks):

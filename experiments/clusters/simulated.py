@@ -51,8 +51,9 @@ class SimulatedCluster:
     ) -> None:
         return None
 
-    def shape(self, bits_per_s: int | None) -> dict[str, Any]:
+    def shape(self, bits_per_s: int | None, to_groups: int | None = None) -> dict[str, Any]:
         """Return all that the simulation assumes of the cluster with this limit."""
+        assert to_groups is None, "simulated nodes are in one group"
         found = assumed(hardware_of(self._spec, bits_per_s))
         return found | ({"inter_bytes_per_s": None} if bits_per_s is None else {})
 

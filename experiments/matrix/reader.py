@@ -29,7 +29,11 @@ from simulation import quantities
 from simulation.yaml_lines import Document, KeyPath, load
 
 #: How the file names a field of a cell, where it is not by the field's own name.
-_FILE_NAMES = {"inter_bandwidth_bits_per_s": "inter_bandwidth", "matrix": "name"}
+_FILE_NAMES = {
+    "inter_bandwidth_bits_per_s": "inter_bandwidth",
+    "inter_group_bandwidth_bits_per_s": "inter_group_bandwidth",
+    "matrix": "name",
+}
 _FIELD_NAMES = {file: field for field, file in _FILE_NAMES.items()}
 #: Of a simulated cluster, which is what a cell wants it to be.
 _OF_CLUSTER = ("nodes", "inter_efficiency")
@@ -269,7 +273,7 @@ class _Expansion:
         elif setting == "loss":
             return self._workloads.loss(path)
         try:
-            if setting == "inter_bandwidth":
+            if setting in ("inter_bandwidth", "inter_group_bandwidth"):
                 return quantities.link(item)
             if self._cluster.can.start_processes and _simulated_only(setting, item):
                 raise ValueError(f"is for clusters of kind simulated, not {self._cluster.kind}")

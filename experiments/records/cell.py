@@ -14,11 +14,12 @@ from pydantic_core import to_json
 
 from baselines import registry
 from baselines.pins import Pin
-from baselines.settings import DeepSpeedSettings, Setting, Settings
+from baselines.settings import DeepSpeedSettings, Setting, Settings, divided
 from experiments.records.abilities import ABILITIES, Abilities
 from experiments.records.settings import OfStrategy, Parts, described, left_out_of_id
 from experiments.records.workload import AnyData, AnyModel, Function, Library, Origin
 from simulation.files import Name, Strict
+from simulation.quantities import format_link
 from simulation.transformer import ModelSpec, Tuning
 
 if TYPE_CHECKING:
@@ -42,9 +43,27 @@ class ClusterSpec(Strict):
     kind: Annotated[Literal["emulated", "rented"], _KIND] = "emulated"
     nodes: Annotated[int, _NODES] = Field(ge=1)
     ranks_per_node: Annotated[int, _RANKS] = Field(ge=1)
+    #: Groups of as many consecutive nodes each; links between them have a limit of their own, and
+    #: counters. Emulated clusters only.
+    groups: Annotated[int, Setting("Groups of nodes", place="run", in_id="later")] = Field(
+        default=1, ge=1
+    )
     port: Annotated[int, Setting("Port", "incidental", in_id="never")] = Field(
         default=29500, ge=1024, le=65535
     )
+
+    @field_validator("groups")
+    @classmethod
+    def _divide_the_nodes(cls, value: int, info: ValidationInfo) -> int:
+        kind = info.data.get("kind", "emulated")
+        if value > 1 and not ABILITIES[kind].make_nodes:
+            raise ValueError(
+                f"allowed is 1 on clusters of kind {kind}, whose links are as they are"
+            )
+        nodes = info.data.get("nodes")
+        if nodes and (problem := divided(value, nodes)):
+            raise ValueError(problem)
+        return value
 
     @property
     def can(self) -> Abilities:
@@ -109,6 +128,10 @@ class Cell(Strict):
     inter_bandwidth_bits_per_s: Annotated[
         int | None, Setting("Link", place="axis", always=True)
     ] = Field(gt=0)
+    #: The same of what each node sends to other groups, of a cluster that has several.
+    inter_group_bandwidth_bits_per_s: Annotated[
+        int | None, Setting("Link between groups", in_id="later", write=format_link)
+    ] = Field(default=None, gt=0)
     sequence_length: Annotated[int, Setting("Sequence", learns=True)] = Field(ge=2)
     #: Sequences a rank and micro-batch.
     micro_batch: Annotated[int, Setting("Micro-batch", learns=True)] = Field(ge=1)
@@ -147,6 +170,13 @@ class Cell(Strict):
     )
     timeout_s: Annotated[float, Setting("Time limit", "incidental", in_id="never")] = Field(gt=0)
 
+    @field_validator("inter_group_bandwidth_bits_per_s")
+    @classmethod
+    def _is_between_groups(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and getattr(info.data.get("cluster"), "groups", 1) == 1:
+            raise ValueError("needs a cluster of several groups of nodes (groups)")
+        return value
+
     @field_validator("settings", mode="plain")
     @classmethod
     def _are_its_strategys(cls, value: Any, info: ValidationInfo) -> Settings:
@@ -171,7 +201,9 @@ class Cell(Strict):
         all of its strategies. Raises ``ValidationError`` of the cell, or of its settings.
         """
         of_strategies = registry.setting_names()
-        settings = registry.find(given["strategy"]).chosen(given)
+        cluster = given["cluster"]
+        nodes = cluster.get("nodes") if isinstance(cluster, dict) else cluster.nodes
+        settings = registry.find(given["strategy"]).chosen(given, nodes=nodes)
         given = {name: value for name, value in given.items() if name not in of_strategies}
         return cls.model_validate({**given, "settings": settings}, strict=True)
 
@@ -196,6 +228,11 @@ class Cell(Strict):
             steps=1,
             timeout_s=1.0,
         )
+
+    @property
+    def links(self) -> tuple[int | None, int | None]:
+        """Limits of a node's links, inside of its group and to others, as ``shape`` takes them."""
+        return self.inter_bandwidth_bits_per_s, self.inter_group_bandwidth_bits_per_s
 
     @property
     def deepspeed(self) -> Pin:

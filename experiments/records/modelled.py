@@ -24,7 +24,9 @@ _UNLIMITED = 1e15
 
 
 def why_not_simulated(cell: Cell) -> str | None:
-    """Why nothing can be predicted of what the cell trains; ``None`` if something can."""
+    """Why nothing can be predicted of the cell; ``None`` if something can."""
+    if getattr(cell.cluster, "groups", 1) > 1:
+        return "is not simulated: between its nodes there are two kinds of links"
     try:
         _shape(cell)
     except ValueError as error:

@@ -60,8 +60,10 @@ class Measurement(Strict):
     step_seconds: list[float] = Field(min_length=1)
     #: Mean loss over ranks and micro-batches, one a step, warm-up included.
     losses: list[float]
-    #: Egress of the busiest node's interface a step, from the kernel's counters, in bytes.
+    #: Egress of the busiest node a step, from the kernel's counters, in bytes; and what of it goes
+    #: to other groups of nodes, where there are several.
     inter_node_bytes_per_step: float
+    inter_group_bytes_per_step: float | None = None
     #: Least bytes a step that the strategy's schedule must send from a node; ``None`` if unknown.
     inter_node_bytes_closed_form: float | None
     #: Bytes a step of one node by link and phase, from the strategy's own ledger if it keeps one.
@@ -86,6 +88,9 @@ class Measurement(Strict):
     #: most, in each slot of a step; and what all micro-batches of a step at once would keep.
     activation_bytes_by_slot: list[float] | None = None
     activation_bytes_together: float | None = None
+    #: Host memory of one rank's outer state and snapshot where they lie there, in bytes;
+    #: page-locked on CUDA.
+    outer_host_bytes: int | None = None
     #: Mean loss of the cell's held-out sequences after the last step; ``None`` without any.
     held_out_loss: float | None = None
     #: Of strategies with a cache; not in records of before there were ablations.

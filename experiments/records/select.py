@@ -16,9 +16,12 @@ from simulation import quantities
 _ALIASES = {
     "k": "accumulation",
     "inter_bandwidth": "inter_bandwidth_bits_per_s",
+    "inter_group_bandwidth": "inter_group_bandwidth_bits_per_s",
     "link": "inter_bandwidth_bits_per_s",
     "length": "sequence_length",
 }
+#: Links, which matrix files write with their units.
+_LINKS = ("inter_bandwidth_bits_per_s", "inter_group_bandwidth_bits_per_s")
 _SETTINGS = re.compile(r"\w+=")
 
 
@@ -71,12 +74,12 @@ def _setting(name: str, option: str) -> str:
 
 def _has(item: Described, cell: Cell, value: str) -> bool:
     own = item.of(cell)
-    if item.name != "inter_bandwidth_bits_per_s":
+    if item.name not in _LINKS:
         return own is not None and value in (str(own), item.written(own), str(own).lower())
     return bool(own == quantities.link(value))
 
 
 def _written(item: Described, value: Any) -> str:
-    if item.name == "inter_bandwidth_bits_per_s":
+    if item.name in _LINKS:
         return quantities.format_link(value)
     return item.written(value)

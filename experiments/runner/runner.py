@@ -120,14 +120,13 @@ class _Runner:
         started_at, started = _now(), time.monotonic()
         network: dict[str, Any] = {}
         measurement = None
-        bandwidth = cell.inter_bandwidth_bits_per_s
         try:
             self._cluster.shape(None)
             outcome = self._compile(cell, directory)
             started_at, started = _now(), time.monotonic()
             self._watch.machine()
             if outcome.state == "ok":
-                with StartBarrier(directory, lambda: self._cluster.shape(bandwidth)) as barrier:
+                with StartBarrier(directory, lambda: self._cluster.shape(*cell.links)) as barrier:
                     outcome = self._cluster.run(
                         WORKER,
                         [str(cell_file), str(directory)],

@@ -23,6 +23,9 @@ from experiments.records.record import Cached, Measurement
 from experiments.worker import configured, data, equality, functions, models, profiling, text
 from fcdp import Topology
 
+#: What clusters call a node's interfaces: to other nodes, and to nodes of other groups.
+_INTERFACES = ("FCDP_INTERFACE", "FCDP_GROUP_INTERFACE")
+
 
 def main(cell_file: str, output_directory: str) -> None:
     """Train the cell on this rank; rank 0 writes ``measurement.json``.
@@ -96,7 +99,7 @@ class _Training:
         trainable.take_phases()
         before = self._egress()
         self._train(cell.steps)
-        sent = self._egress() - before
+        sent = tuple(now - then for now, then in zip(self._egress(), before, strict=True))
         cache, phases = trainable.cache, trainable.take_phases()
         ledger = trainable.take_ledger()
         measurement = self._measurement(sent, ledger, cache, phases)
@@ -109,7 +112,7 @@ class _Training:
         batches = self._batches()
         profiling.profile_step(
             lambda: self.trainable.step(batches).item(),
-            self._egress,
+            lambda: self._egress()[0],
             self.trainable.take_ledger,
             self.topology,
             self.output,
@@ -149,11 +152,15 @@ class _Training:
         with (self.output / "progress.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
-    def _egress(self) -> int:
-        """Bytes that this node has sent so far, read while no rank is sending."""
+    def _egress(self) -> tuple[int, ...]:
+        """Bytes that this node has sent so far, read while no rank is sending.
+
+        In all; and to other groups of nodes, where there are several.
+        """
         self.trainable.settle()
         dist.barrier()
-        return transmitted_bytes(os.environ["FCDP_INTERFACE"])
+        links = [transmitted_bytes(os.environ[name]) for name in _INTERFACES if name in os.environ]
+        return sum(links), *links[1:]
 
     @property
     def _device(self) -> torch.device:
@@ -161,7 +168,7 @@ class _Training:
 
     def _measurement(
         self,
-        sent: int,
+        sent: tuple[int, ...],
         ledger: dict[str, dict[str, float]] | None,
         cache: CacheUse | None,
         phases: dict[str, float] | None,
@@ -178,6 +185,7 @@ class _Training:
         ranks: list[Any] = [None] * self.topology.world_size
         dist.all_gather_object(ranks, mine)
         on_accelerator = self._device.type != "cpu"
+        busiest, *to_groups = max(r["sent"] for r in ranks)
         return Measurement(
             engine=trainable.engine,
             engine_version=trainable.engine_version,
@@ -188,7 +196,8 @@ class _Training:
             losses=[
                 sum(step) / len(step) for step in zip(*(r["losses"] for r in ranks), strict=True)
             ],
-            inter_node_bytes_per_step=max(r["sent"] for r in ranks) / cell.steps,
+            inter_node_bytes_per_step=busiest / cell.steps,
+            inter_group_bytes_per_step=to_groups[0] / cell.steps if to_groups else None,
             inter_node_bytes_closed_form=trainable.closed_form_bytes,
             ledger_bytes_per_step=ledger and _per_step(ledger, cell.steps),
             peak_host_bytes=max(r["host"] for r in ranks),

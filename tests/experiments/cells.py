@@ -82,8 +82,7 @@ def run(
     file.write_text(cell.model_dump_json(), encoding="utf-8")
     cluster.shape(None)
     started = time.monotonic()
-    bandwidth = cell.inter_bandwidth_bits_per_s
-    with StartBarrier(directory, lambda: cluster.shape(bandwidth)):
+    with StartBarrier(directory, lambda: cluster.shape(*cell.links)):
         outcome = cluster.run(
             entry,
             [str(file), str(directory), *arguments],

@@ -97,7 +97,7 @@ class StandInCluster:
     ) -> None:
         self.entered = False
 
-    def shape(self, bits_per_s: int | None) -> dict[str, Any]:
+    def shape(self, bits_per_s: int | None, to_groups: int | None = None) -> dict[str, Any]:
         self.shapes.append(bits_per_s)
         return {"rate_bits_per_s": bits_per_s}
 

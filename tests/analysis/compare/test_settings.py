@@ -27,11 +27,13 @@ from tests.analysis import made_up
 from tests.experiments.terminal.test_progress import rendered
 
 GPT2, LLAMA = made_up.MODELS
+IN_GROUPS = ClusterSpec(nodes=2, ranks_per_node=2, groups=2)
 #: Other values where not any value will do.
 OTHERS: dict[str, dict[str, Any]] = {
     "gpu": {"gpu": "a10g"},
     "inter_efficiency": {"inter_efficiency": 0.4},  # by default that of both links
     "cluster": {"cluster": ClusterSpec(nodes=2, ranks_per_node=2)},
+    "groups": {"cluster": IN_GROUPS},
     "model": {"model": LLAMA},
     "model_in_full": {"model": GPT2.model_copy(update={"vocabulary": 512})},
     "tuning": {"tuning": "lora"},
@@ -48,6 +50,12 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 #: Strategies beside those whose settings they have, or most of them.
 ALIKE = {"fcdp": "fcdp-sched", "local-sgd": "slowmo", "slowmo": "co2", "co2": "slowmo"}
+#: What else cells must choose to have a setting at all.
+NEEDED: dict[str, dict[str, Any]] = {
+    "nodes_per_worker": {"worker": "nodes"},
+    "groups": {"cluster": ClusterSpec(nodes=2, ranks_per_node=2)},
+    "inter_group_bandwidth_bits_per_s": {"cluster": IN_GROUPS},
+}
 SETTINGS = [pytest.param(item, id=name) for name, item in described(Cell).items() if name != "port"]
 
 
@@ -67,12 +75,13 @@ def owner(item: Described) -> str:
 
 def usual(item: Described) -> Cell:
     """A cell of a strategy that has this setting."""
-    return cell(owner(item))
+    return cell(owner(item), **NEEDED.get(item.name, {}))
 
 
 def changed(item: Described) -> Cell:
     """A cell that differs from ``usual(item)`` in this setting alone."""
     change = OTHERS.get(item.name) or {item.name: _other(item)}
+    change = NEEDED.get(item.name, {}) | change
     if owner(item) != "fcdp":
         return cell(owner(item), **change)
     if item.name in SimulatedSpec.model_fields:

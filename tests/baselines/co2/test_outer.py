@@ -13,7 +13,7 @@ ROUNDS = st.lists(st.lists(st.floats(-8, 8, width=32), min_size=3, max_size=3), 
 
 
 def run(rule: Rule, rounds: list[list[float]], rate: float = 0.1) -> OuterState:
-    state = OuterState(torch.zeros(3))
+    state = OuterState(torch.zeros(3), torch.zeros(3))
     for mean in rounds:
         state.absorb(rule, torch.tensor(mean), torch.ones(()), rate)
         state.move(rule, rate)
@@ -31,7 +31,7 @@ def test_without_momentum_the_start_follows_the_mean(rounds: list[list[float]]) 
 @given(ROUNDS)
 def test_no_element_moves_further_than_the_clip_allows(rounds: list[list[float]]) -> None:
     rule = Rule(5, learning_rate=2.0, momentum=0.5, clip=0.25)
-    state = OuterState(torch.zeros(3))
+    state = OuterState(torch.zeros(3), torch.zeros(3))
     for mean in rounds:
         state.absorb(rule, torch.tensor(mean), torch.ones(()), 0.1)
         beyond = int((state.momentum.abs() > 0.25).sum())

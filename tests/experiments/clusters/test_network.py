@@ -13,8 +13,17 @@ import pytest
 from pyroute2 import netns
 
 from experiments.clusters import lifetimes, namespaces
+from experiments.clusters.counters import transmitted_bytes
 from experiments.clusters.interface import ClusterError
-from experiments.clusters.network import HIGHEST_RATE, LOWEST_RATE, MTU, Network, burst_bytes
+from experiments.clusters.network import (
+    HIGHEST_RATE,
+    INTERFACE,
+    LOWEST_RATE,
+    MTU,
+    TO_GROUPS,
+    Network,
+    burst_bytes,
+)
 
 pytestmark = pytest.mark.usefixtures("privileged")
 
@@ -91,6 +100,33 @@ def test_each_node_has_the_whole_rate_for_its_own_egress(network: Network) -> No
         return [way.result() for way in ways]
 
     check(both_ways, lambda each: each == pytest.approx(rate, rel=0.07))
+
+
+def test_links_between_groups_have_a_limit_and_counters_of_their_own() -> None:
+    fast, slow = 200_000_000, 20_000_000
+    with Network(4, groups=2) as network:
+        settings = network.shape(fast, slow)
+        assert settings["rate_bits_per_s"] == fast
+        assert settings["to_groups"]["rate_bits_per_s"] == slow
+        # Of another sender each: what waits in a queue leaves after its stream has ended.
+        for way, rate, link in (((0, 1), fast, INTERFACE), ((3, 0), slow, TO_GROUPS)):
+            before = _sent(network, way[0])
+            check(
+                lambda way=way: [goodput(network, *way)],
+                lambda each, rate=rate: each == pytest.approx(rate, rel=0.07),
+            )
+            sent = {name: count - before[name] for name, count in _sent(network, way[0]).items()}
+            assert sent.pop(link) > rate / 8
+            assert max(sent.values()) < 1000, "who has which address is asked, and no more"
+        lifted = network.shape(None)
+        assert lifted["qdisc"] is lifted["to_groups"]["qdisc"] is None
+
+
+def _sent(network: Network, node: int) -> dict[str, int]:
+    def read() -> dict[str, int]:
+        return {name: transmitted_bytes(name) for name in network.interfaces}
+
+    return namespaces.call_in(network.nodes[node], read)
 
 
 def test_shape_tells_what_the_kernel_has_set(network: Network) -> None:

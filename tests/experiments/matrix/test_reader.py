@@ -319,6 +319,20 @@ MISTAKES = [
     (LLAMA, "name: b, function: 'a:b', layers: 2", 6, "models[1].layers: unknown key 'layers'; "
      "allowed: name, function"),
     ("nodes: 2", "nodes: 0", 3, "cluster.nodes: 0 is not allowed: input should be greater"),
+    ("nodes: 2", "nodes: 4, groups: 3", 3, "cluster.groups: 3 is not allowed: value error, must "
+     "divide the cluster's 4 nodes; allowed are 1, 2, 4"),
+    ("nodes: 2", "kind: rented, nodes: 2, groups: 2", 3, "cluster.groups: 2 is not allowed: value "
+     "error, allowed is 1 on clusters of kind rented, whose links are as they are"),
+    ("  tuning: full", "  tuning: full\n  inter_group_bandwidth: 1 Mbit/s", 17, "workload."
+     "inter_group_bandwidth: 1000000 is not allowed: value error, needs a cluster of several "
+     "groups of nodes (groups)"),
+    ("- fcdp\n", "- fcdp\n    - co2\n  worker: [nodes]\n  nodes_per_worker: [4]\n", 14, "axes."
+     "nodes_per_worker[0]: 4 is not allowed: value error, must divide the cluster's 2 nodes; "
+     "allowed are 1, 2"),
+    ("- fcdp\n", "- fcdp\n    - co2\n  interval: [12, 0]\n", 13, "axes.interval[1]: 0 is not "
+     "allowed: input should be greater than or equal to 1"),
+    ("- fcdp\n", "- fcdp\n    - co2\n  clip: [0.0]\n", 13, "axes.clip[0]: 0.0 is not allowed: "
+     "input should be greater than 0"),
     ("nodes: 2", "node: 2", 3, "cluster.node: unknown key 'node'; allowed: nodes, "),
     ("accumulation: 4, inter", "accumulation: 3, inter", 26, "skip[0].when.accumulation: 3 is "
      "not a value of accumulation in this matrix"),

@@ -1,0 +1,129 @@
+"""Outer state in host memory: what it takes, and that the host reads nothing that is under way."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from baselines.co2.memory import Memory
+from tests.baselines.co2.workers import ALL, Training, batches, flat, made
+from tests.ranks import Pools
+
+CPU = torch.device("cpu")
+ON_HOST = ALL.model_copy(update={"outer_on": "host"})
+
+
+@pytest.mark.parametrize("numel", [1, mmap.PAGESIZE // 4, 5000])
+def test_three_copies_and_the_scalars_are_what_the_arena_holds(numel: int) -> None:
+    memory = Memory("host", numel, 2, CPU)
+    tensors = (memory.start, memory.momentum, memory.snapshot)
+    assert [tensor.numel() for tensor in tensors] == [numel, numel, numel + 2]
+    assert memory.host_bytes == memory._arena.memory.numel()
+    pages = [-(-tensor.nbytes // mmap.PAGESIZE) for tensor in tensors]
+    assert memory.host_bytes == sum(pages) * mmap.PAGESIZE
+    for index, tensor in enumerate(tensors):
+        assert tensor.data_ptr() % mmap.PAGESIZE == 0
+        assert not tensor.any()
+        tensor.fill_(index + 1)
+    assert [tensor.unique().tolist() for tensor in tensors] == [[1.0], [2.0], [3.0]]
+
+
+def test_on_the_device_the_host_gives_nothing() -> None:
+    memory = Memory("device", 5, 2, CPU)
+    assert memory.host_bytes == 0
+    assert [memory.start.numel(), memory.snapshot.numel()] == [5, 7]
+
+
+class Lazy(TorchDispatchMode):
+    """A device that makes copies as late as it may: when computing goes on, or the host waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._queued: list[Callable[[], object]] = []
+        self.waits = 0
+
+    def current_stream(self) -> Lazy:
+        return self
+
+    def synchronize(self) -> None:
+        self.waits += 1
+        self.catch_up()
+
+    def catch_up(self) -> None:
+        queued, self._queued = self._queued, []
+        with _disable_current_modes():
+            for copy in queued:
+                copy()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten._foreach_copy_.default:
+            return func(*args, **(kwargs or {}))
+        self._queued.append(lambda: func(*args))
+        return None
+
+
+def test_the_host_reads_nothing_before_it_has_landed(ranks: Pools) -> None:
+    ranks.run(1, _waits)
+
+
+def _waits() -> None:
+    plain = _trained(ALL, None)
+    lazy = Lazy()
+    assert all(map(torch.equal, plain, _trained(ON_HOST, lazy)))
+    assert lazy.waits == 4, "once a round"
+    with mock.patch.object(Memory, "land"):
+        unwaited = _trained(ON_HOST, Lazy())
+    assert not all(map(torch.equal, plain, unwaited))
+
+
+def _trained(settings: Any, lazy: Lazy | None) -> list[torch.Tensor]:
+    """The parameters after each of four rounds, with copies made at once or by ``lazy``."""
+    trained, workers = made(Training(settings))
+    own = batches(0)
+    if lazy is not None:
+        workers._memory._device = SimpleNamespace(type="stand-in")  # type: ignore[assignment]
+    found = []
+    with mock.patch("torch.get_device_module", return_value=lazy):
+        for _ in range(4):
+            for step in range(3):
+                if step == 2:
+                    with lazy or contextlib.nullcontext():
+                        workers.step([next(own)])
+                else:
+                    workers.step([next(own)])
+            if lazy is not None:
+                lazy.catch_up()  # the next forward comes after what is queued
+            found.append(flat(trained))
+    return found
+
+
+@pytest.mark.parametrize("worker", ["rank", "node", "nodes"])
+def test_where_it_lies_changes_nothing(ranks: Pools, worker: str) -> None:
+    update = {"worker": worker}
+    device, host = (each.model_copy(update=update) for each in (ALL, ON_HOST))
+    found = [
+        ranks.run(4, _parameters, Training(settings, nodes=2, ranks_per_node=2))
+        for settings in (device, host)
+    ]
+    for (on_device, nothing), (on_host, held) in zip(*found, strict=True):
+        assert on_device.equal(on_host)
+        assert nothing is None
+        # 78 parameters, or half of them, thrice.
+        assert held == 3 * mmap.PAGESIZE
+
+
+def _parameters(training: Training) -> tuple[torch.Tensor, float | None]:
+    trained, workers = made(training)
+    own = batches(workers.job.topology.rank)
+    for _ in range(training.steps):
+        workers.step([next(own)])
+    workers.settle()
+    return flat(trained), workers.take_metrics().get("outer_host_bytes")
