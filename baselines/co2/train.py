@@ -108,9 +108,9 @@ class LocalSteps(FSDP2):
     def casting(self) -> AbstractContextManager[object]:
         return autocast(self.job) if self._whole else nullcontext()
 
-    def backward(self, sequences: torch.Tensor, *, last: bool) -> torch.Tensor:
+    def backward(self, batch: torch.Tensor, *, last: bool) -> torch.Tensor:
         with self.casting():
-            return super().backward(sequences, last=last)
+            return super().backward(batch, last=last)
 
     def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
         loss = super().step(micro_batches)
