@@ -65,6 +65,16 @@ def signed_loss(value: float | None) -> str:
     return ABSENT if value is None or math.isnan(value) else f"{value:+.4f}"
 
 
+def accuracy(value: float | None) -> str:
+    """A share that is classified right: two places, as papers give it."""
+    return ABSENT if value is None or math.isnan(value) else f"{100 * value:.2f} %"
+
+
+def signed_accuracy(value: float | None) -> str:
+    """A difference of two accuracies, in percentage points."""
+    return ABSENT if value is None or math.isnan(value) else f"{100 * value:+.2f} points"
+
+
 def megabytes(value: float | None) -> str:
     """Bytes in units of 10^6."""
     return number(None if value is None else value / 1e6)
