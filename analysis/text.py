@@ -70,9 +70,11 @@ def accuracy(value: float | None) -> str:
     return ABSENT if value is None or math.isnan(value) else f"{100 * value:.2f} %"
 
 
-def signed_accuracy(value: float | None) -> str:
-    """A difference of two accuracies, in percentage points."""
-    return ABSENT if value is None or math.isnan(value) else f"{100 * value:+.2f} points"
+def spread(mean: float, deviation: float, form: str, unit: str = "") -> str:
+    """A mean and its standard deviation, such as ``0.24 ± 0.01``."""
+    if math.isnan(mean):
+        return ABSENT
+    return f"{mean:{form}} ± {deviation:{form.lstrip('+')}}{unit}"
 
 
 def megabytes(value: float | None) -> str:

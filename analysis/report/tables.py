@@ -68,13 +68,9 @@ def of_seeds(compared: pd.DataFrame) -> pd.DataFrame:
     if found.empty:
         return found
 
-    def spread(column: str, form: Callable[[float], str]) -> pd.Series:
-        rows = zip(found[column], found[f"{column}_sd"], strict=True)
-        words = [
-            text.ABSENT if pd.isna(mean) else f"{form(mean)} ± {form(deviation).lstrip('+')}"
-            for mean, deviation in rows
-        ]
-        return pd.Series(words, index=found.index)
+    def spread(column: str, form: str, unit: str = "", scale: float = 1.0) -> pd.Series:
+        rows = zip(found[column] * scale, found[f"{column}_sd"] * scale, strict=True)
+        return pd.Series([text.spread(*row, form, unit) for row in rows], index=found.index)
 
     own = found["strategy"] == found["baseline"]
     columns = {
@@ -87,12 +83,10 @@ def of_seeds(compared: pd.DataFrame) -> pd.DataFrame:
         "Link": found["inter_bandwidth_bits_per_s"].map(format_link),
         "Strategy": found["strategy"].map(strategies.label),
         "seeds": found["seeds"].map(str),
-        "held-out loss": spread("held_out_loss", text.loss),
-        "loss difference": spread("held_out_loss_difference", text.signed_loss).mask(
-            own, text.ABSENT
-        ),
-        "held-out accuracy": spread("held_out_accuracy", text.accuracy),
-        "accuracy difference": spread("held_out_accuracy_difference", text.signed_accuracy).mask(
+        "held-out loss": spread("held_out_loss", ".4f"),
+        "loss difference": spread("held_out_loss_difference", "+.4f").mask(own, text.ABSENT),
+        "held-out accuracy": spread("held_out_accuracy", ".2f", " %", 100),
+        "accuracy difference": spread("held_out_accuracy_difference", "+.2f", " points", 100).mask(
             own, text.ABSENT
         ),
     }
