@@ -132,7 +132,8 @@ def _sections(compared: pd.DataFrame) -> list[Section]:
         sections.append(Section(" · ".join(words), columns, _as_text(rows[columns])))
     seeds = tables.of_seeds(compared)
     if not seeds.empty:
-        sections.append(Section(tables.OVER_SEEDS, list(seeds.columns), _as_text(seeds)))
+        rows = _as_text(seeds.assign(State="ok"))
+        sections.append(Section(tables.OVER_SEEDS, list(seeds.columns), rows))
     return sections
 
 
