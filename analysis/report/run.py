@@ -132,8 +132,8 @@ def _sections(compared: pd.DataFrame) -> list[Section]:
         sections.append(Section(" · ".join(words), columns, _as_text(rows[columns])))
     seeds = tables.of_seeds(compared)
     if not seeds.empty:
-        rows = _as_text(seeds.assign(State="ok"))
-        sections.append(Section(tables.OVER_SEEDS, list(seeds.columns), rows))
+        finished = _as_text(seeds.assign(State="ok"))
+        sections.append(Section(tables.OVER_SEEDS, list(seeds.columns), finished))
     return sections
 
 
