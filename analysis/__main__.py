@@ -93,6 +93,9 @@ def table(
         return
     typer.echo(tables.presentable(compared).to_string(index=False))
     typer.echo("\n" + "\n".join(tables.notes(compared)))
+    seeds = tables.of_seeds(compared)
+    if not seeds.empty:
+        typer.echo(f"\n{tables.OVER_SEEDS}:\n{seeds.to_string(index=False)}")
 
 
 @app.command()

@@ -65,6 +65,18 @@ def signed_loss(value: float | None) -> str:
     return ABSENT if value is None or math.isnan(value) else f"{value:+.4f}"
 
 
+def accuracy(value: float | None) -> str:
+    """A share that is classified right: two places, as papers give it."""
+    return ABSENT if value is None or math.isnan(value) else f"{100 * value:.2f} %"
+
+
+def spread(mean: float, deviation: float, form: str, unit: str = "") -> str:
+    """A mean and its standard deviation, such as ``0.24 ± 0.01``."""
+    if math.isnan(mean):
+        return ABSENT
+    return f"{mean:{form}} ± {deviation:{form.lstrip('+')}}{unit}"
+
+
 def megabytes(value: float | None) -> str:
     """Bytes in units of 10^6."""
     return number(None if value is None else value / 1e6)

@@ -27,12 +27,12 @@ class Loop:
         self._phases = Phases(job.topology.mesh.device_type)
 
     @torch.no_grad()
-    def evaluate(self, sequences: torch.Tensor) -> torch.Tensor:
+    def evaluate(self, batch: torch.Tensor) -> torch.Tensor:
         self.model.eval()
         with self.casting():
-            loss = self.job.loss(self.model, sequences)
+            found = self.job.measured(self.model, batch)
         self.model.train()
-        return loss
+        return found
 
     def casting(self) -> AbstractContextManager[object]:
         """What has forwards compute in ``job.dtype``; here FSDP2's mixed precision does it."""

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 import torch.nn as nn
 
-from baselines import registry
+from baselines import optimizers, registry
 from baselines.settings import CacheSettings, EncodedSettings, Settings
 from fcdp import Topology
 
@@ -21,8 +21,11 @@ def causal_loss(model: nn.Module, sequences: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1).float(), sequences[:, 1:].flatten())
 
 
-#: Mean loss of a model on int64 (sequences, tokens + 1), a scalar; calls the model once.
+#: Mean loss of a model on a batch, a scalar; calls the model once. A batch is one tensor, of whose
+#: form this alone knows: int64 (sequences, tokens + 1) of text, floats of images.
 Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+#: Means over a batch of what is measured on held-out data, a scalar or 1-D; calls the model once.
+Measure = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -35,12 +38,19 @@ class Job:
     #: Gather, compute and reduce dtype. With bfloat16, master weights stay float32.
     dtype: torch.dtype
     learning_rate: float
-    #: Sequences per rank and micro-batch, and micro-batches between two optimizer steps.
+    #: Examples per rank and micro-batch, and micro-batches between two optimizer steps.
     micro_batch: int
     accumulation: int
     #: The strategy's settings, of the type that its description names.
     settings: Settings = field(default_factory=Settings)
+    optimizer: optimizers.AnyOptimizer = field(default_factory=optimizers.AdamW)
     loss: Loss = causal_loss
+    #: What ``evaluate`` gives; ``None``: the loss.
+    measure: Measure | None = None
+
+    def measured(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        """What is measured of the model on held-out data."""
+        return (self.measure or self.loss)(model, batch)
 
 
 @dataclass(frozen=True)
@@ -71,16 +81,16 @@ class Trainable(Protocol):
     interval: int
 
     def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One optimizer step; each micro-batch is int64 (sequences, tokens + 1).
+        """One optimizer step; each micro-batch is what the job's loss takes.
 
         Returns the mean loss of this rank's micro-batches, a scalar without gradient.
         """
         ...
 
-    def evaluate(self, sequences: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss on int64 (sequences, tokens + 1), a scalar; nothing is trained.
+    def evaluate(self, batch: torch.Tensor) -> torch.Tensor:
+        """Return what the job measures, by default the mean loss; nothing is trained.
 
-        All ranks call it together, each with as many sequences as it likes.
+        All ranks call it together, each with as many examples as it likes.
         """
         ...
 
@@ -207,11 +217,11 @@ def trained_numel(model: nn.Module) -> int:
     return numel(trainable_parameters(model))
 
 
-def make_optimizer(model: nn.Module, job: Job) -> torch.optim.AdamW:
+def make_optimizer(model: nn.Module, job: Job) -> torch.optim.Optimizer:
     """The optimizer that every strategy uses."""
     return optimizer_of(trainable_parameters(model), job)
 
 
-def optimizer_of(params: Iterable[nn.Parameter], job: Job) -> torch.optim.AdamW:
+def optimizer_of(params: Iterable[nn.Parameter], job: Job) -> torch.optim.Optimizer:
     """That optimizer, of these parameters alone."""
-    return torch.optim.AdamW(params, lr=job.learning_rate, foreach=True)
+    return optimizers.make(job.optimizer, params, job.learning_rate)

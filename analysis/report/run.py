@@ -65,7 +65,9 @@ def markdown(compared: pd.DataFrame) -> str:
     """The comparison table with its notes, ready for a README."""
     table = tables.markdown(tables.presentable(compared))
     notes = "\n".join(f"- {note}" for note in tables.notes(compared))
-    return f"{table}\n\n{notes}\n"
+    seeds = tables.of_seeds(compared)
+    over = "" if seeds.empty else f"\n{tables.OVER_SEEDS}:\n\n{tables.markdown(seeds)}\n"
+    return f"{table}\n\n{notes}\n{over}"
 
 
 def render(
@@ -146,6 +148,10 @@ def _sections(compared: pd.DataFrame) -> list[Section]:
             words[-1] = f"accumulation {words[-1]}"
         columns = [name for name in shown.columns if name not in titles]
         sections.append(Section(" · ".join(words), columns, _as_text(rows[columns])))
+    seeds = tables.of_seeds(compared)
+    if not seeds.empty:
+        finished = _as_text(seeds.assign(State="ok"))
+        sections.append(Section(tables.OVER_SEEDS, list(seeds.columns), finished))
     return sections
 
 

@@ -86,9 +86,9 @@ class _Whole(FSDP2):
     def casting(self) -> AbstractContextManager[object]:
         return autocast(self.job)
 
-    def backward(self, sequences: torch.Tensor, *, last: bool) -> torch.Tensor:
+    def backward(self, batch: torch.Tensor, *, last: bool) -> torch.Tensor:
         with self.casting():
-            return super().backward(sequences, last=last)
+            return super().backward(batch, last=last)
 
 
 def _sharded(model: nn.Module, job: Job, parts: DeviceMesh) -> FSDP2:

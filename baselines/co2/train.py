@@ -104,8 +104,8 @@ class LocalSteps:
             self._end_round()
         return loss
 
-    def evaluate(self, sequences: torch.Tensor) -> torch.Tensor:
-        return self._loop.evaluate(sequences)
+    def evaluate(self, batch: torch.Tensor) -> torch.Tensor:
+        return self._loop.evaluate(batch)
 
     def take_ledger(self) -> dict[str, dict[str, float]] | None:
         """Bytes inside of the worker alone."""

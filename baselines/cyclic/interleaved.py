@@ -111,8 +111,8 @@ class Interleaved(Loop):
         """
         self._peaks = []
         try:
-            for number, sequences in enumerate(micro_batches):
-                self._flights.append(self._begun(number, sequences))
+            for number, batch in enumerate(micro_batches):
+                self._flights.append(self._begun(number, batch))
                 for _ in range(2):
                     self._run_slot()
                     self._peaks.append(self._saved.peak)
@@ -124,10 +124,10 @@ class Interleaved(Loop):
         found, self._losses = torch.stack(self._losses), []
         return found.mean()
 
-    def _begun(self, number: int, sequences: torch.Tensor) -> _Flight:
+    def _begun(self, number: int, batch: torch.Tensor) -> _Flight:
         def forward() -> torch.Tensor:
             with self.casting(), self._saved.counted():
-                return self.job.loss(self.model, sequences)
+                return self.job.loss(self.model, batch)
 
         return _Flight(number, self._steps, self._slot, Lane(forward))
 
@@ -228,11 +228,11 @@ class Interleaved(Loop):
             "activation_bytes_together": self._together,
         }
 
-    def evaluate(self, sequences: torch.Tensor) -> torch.Tensor:
+    def evaluate(self, batch: torch.Tensor) -> torch.Tensor:
         """Return the mean loss of the parameters that micro-batches have next, their mean."""
         self.settle()  # which needs gradients
         with torch.no_grad(), self._averaged():
-            return super().evaluate(sequences)
+            return super().evaluate(batch)
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:

@@ -128,12 +128,12 @@ class Executor(Loop):
 
     def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
         """Take one micro-batch through all stages; return its loss."""
-        (sequences,) = micro_batches
+        (batch,) = micro_batches
         last = self._cycle.stages - 1
         self._segments = segments = Segments()
         with self._phases.timed("forward"), self.casting():
             self._enter(0)
-            loss = self.job.loss(self.model, sequences)
+            loss = self.job.loss(self.model, batch)
             self._let_go(last)
         self._segments = None
         segments.end(loss / self._cycle.ranks)
@@ -230,13 +230,13 @@ class Executor(Loop):
         return {"bytes_by_slot": sent.tolist()}
 
     @torch.no_grad()
-    def evaluate(self, sequences: torch.Tensor) -> torch.Tensor:
+    def evaluate(self, batch: torch.Tensor) -> torch.Tensor:
         """Return the mean loss of the parameters that ranks have next, their mean."""
         self.settle()
         for index, owned in self._owned.items():
             self._renew(index, owned)
         with self._averaged():
-            return super().evaluate(sequences)
+            return super().evaluate(batch)
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:

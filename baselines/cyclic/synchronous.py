@@ -72,10 +72,10 @@ class Cyclic(DDP):
         super().update()
 
     @torch.no_grad()
-    def evaluate(self, sequences: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss of the ranks' mean parameters, as its authors test."""
+    def evaluate(self, batch: torch.Tensor) -> torch.Tensor:
+        """Return what is measured of the ranks' mean parameters, as its authors test."""
         with self._averaged():
-            return super().evaluate(sequences)
+            return super().evaluate(batch)
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:

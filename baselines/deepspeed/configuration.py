@@ -29,6 +29,8 @@ def configuration(model: nn.Module, job: Job) -> dict[str, Any]:
         # The default is 1.0 since 0.19.4; the other strategies do not clip.
         "gradient_clipping": 0.0,
         "bf16": {"enabled": job.dtype == torch.bfloat16},
+        # DeepSpeed asks for this to step anything but Adam.
+        "zero_allow_untested_optimizer": job.optimizer.kind != "adamw",
         # No optimizer step's time goes into console output.
         "steps_per_print": 10**9,
         "wall_clock_breakdown": False,

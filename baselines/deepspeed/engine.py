@@ -14,7 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from torch.utils.cpp_extension import _get_build_directory
 
 from baselines.phases import Phases
-from baselines.strategy import CacheUse, Job, Loss, make_optimizer, trainable_parameters
+from baselines.strategy import CacheUse, Job, make_optimizer, trainable_parameters
 
 
 def initialize(
@@ -40,7 +40,7 @@ def initialize(
         config=config,
     )
     phases = Phases(job.topology.mesh.device_type)
-    return DeepSpeedZero3(engine, job.loss, closed_form_bytes, phases)
+    return DeepSpeedZero3(engine, job, closed_form_bytes, phases)
 
 
 def build_operators(*more: str) -> None:
@@ -74,17 +74,17 @@ class DeepSpeedZero3:
     interval = 1
     cache: CacheUse | None = None
 
-    def __init__(self, engine: Any, loss: Loss, closed_form_bytes: float, phases: Phases) -> None:
+    def __init__(self, engine: Any, job: Job, closed_form_bytes: float, phases: Phases) -> None:
         self._engine = engine
-        self._loss = loss
+        self._job = job
         self.closed_form_bytes = closed_form_bytes
         self._phases = phases
 
     def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
         losses = []
-        for sequences in micro_batches:
+        for batch in micro_batches:
             with self._phases.timed("forward"):
-                loss = self._loss(self._engine, sequences)
+                loss = self._job.loss(self._engine, batch)
             with self._phases.timed("backward"):
                 self._engine.backward(loss)  # divides by the number of micro-batches itself
             with self._phases.timed("optimizer"):
@@ -93,11 +93,11 @@ class DeepSpeedZero3:
         return torch.stack(losses).mean()
 
     @torch.no_grad()
-    def evaluate(self, sequences: torch.Tensor) -> torch.Tensor:
+    def evaluate(self, batch: torch.Tensor) -> torch.Tensor:
         self._engine.eval()
-        loss = self._loss(self._engine, sequences)
+        found = self._job.measured(self._engine, batch)
         self._engine.train()
-        return loss
+        return found
 
     def settle(self) -> None:
         pass

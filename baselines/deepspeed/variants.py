@@ -11,6 +11,7 @@ import torch.nn as nn
 from baselines.deepspeed import engine
 from baselines.deepspeed.configuration import configuration
 from baselines.deepspeed.engine import DeepSpeedZero3
+from baselines.optimizers import AdamW
 from baselines.strategy import (
     Job,
     crossing_bytes,
@@ -138,6 +139,11 @@ def _build(
         config["zero_optimization"]["offload_param"] = {**param, **pinned}
     if optimizer is None:
         return engine.initialize(model, job, config, least_bytes)
+    if job.optimizer != AdamW():
+        raise ValueError(
+            f"optimizer = {job.optimizer.name}: what is offloaded steps by DeepSpeed's own Adam; "
+            "allowed is adamw as it is by default"
+        )
     config["zero_optimization"]["offload_optimizer"] = {**optimizer, **pinned}
     engine.build_operators("CPUAdamBuilder")
     from deepspeed.ops.adam import DeepSpeedCPUAdam

@@ -141,10 +141,10 @@ class FCDP(FSDP2):
         super().__init__(model, job, closed_form_bytes)
         self.policy = _describe(settings_of(job))
 
-    def backward(self, sequences: torch.Tensor, *, last: bool) -> torch.Tensor:
+    def backward(self, batch: torch.Tensor, *, last: bool) -> torch.Tensor:
         deferred = settings_of(self.job).exchanges == "hierarchical"
         with fcdp.accumulate(self.model, last=last or not deferred):
-            return super().backward(sequences, last=last)
+            return super().backward(batch, last=last)
 
     def take_ledger(self) -> dict[str, dict[str, float]]:
         return node_bytes(fcdp.ledger(self.model), self.job.topology)

@@ -34,10 +34,10 @@ class Replicated(FSDP2):
         )
         self._replicas.make_equal()
 
-    def backward(self, sequences: torch.Tensor, *, last: bool) -> torch.Tensor:
+    def backward(self, batch: torch.Tensor, *, last: bool) -> torch.Tensor:
         self._replicas.requires_sync = last
         with self.casting():
-            return super().backward(sequences, last=last)
+            return super().backward(batch, last=last)
 
     def casting(self) -> torch.autocast:
         return autocast(self.job)

@@ -28,10 +28,10 @@ class DDP(FSDP2):
 
     engine = "ddp"
 
-    def backward(self, sequences: torch.Tensor, *, last: bool) -> torch.Tensor:
+    def backward(self, batch: torch.Tensor, *, last: bool) -> torch.Tensor:
         assert isinstance(self.model, DistributedDataParallel)
         with nullcontext() if last else self.model.no_sync(), self.casting():
-            return super().backward(sequences, last=last)
+            return super().backward(batch, last=last)
 
     def casting(self) -> torch.autocast:
         return autocast(self.job)

@@ -54,8 +54,8 @@ class FSDP2(Loop):
 
     def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
         total = torch.zeros((), device=micro_batches[0].device)
-        for index, sequences in enumerate(micro_batches):
-            total += self.backward(sequences, last=index == len(micro_batches) - 1)
+        for index, batch in enumerate(micro_batches):
+            total += self.backward(batch, last=index == len(micro_batches) - 1)
         with self._phases.timed("optimizer"):
             self.update()
             self.optimizer.zero_grad()
@@ -65,14 +65,14 @@ class FSDP2(Loop):
         """Step by the gradients of all micro-batches."""
         self.optimizer.step()
 
-    def backward(self, sequences: torch.Tensor, *, last: bool) -> torch.Tensor:
+    def backward(self, batch: torch.Tensor, *, last: bool) -> torch.Tensor:
         """Forward and backward of one micro-batch; returns its share of the step's mean loss.
 
         Gradients are reduced each time: ``set_requires_gradient_sync(False)`` would keep the whole
         model's gradients on every rank, which is not ZeRO-3 any more and does not fit at 30B.
         """
         with self._phases.timed("forward"):
-            loss = self.job.loss(self.model, sequences) / self.job.accumulation
+            loss = self.job.loss(self.model, batch) / self.job.accumulation
         with self._phases.timed("backward"):
             loss.backward()
         return loss.detach()

@@ -41,7 +41,7 @@ def by_node(topology: Topology) -> DeviceMesh:
 class HybridShard(FSDP2):
     """FSDP2's loop; only the last micro-batch crosses nodes (MiCS: 2-hop gradient sync)."""
 
-    def backward(self, sequences: torch.Tensor, *, last: bool) -> torch.Tensor:
+    def backward(self, batch: torch.Tensor, *, last: bool) -> torch.Tensor:
         assert isinstance(self.model, FSDPModule)
         self.model.set_requires_all_reduce(last)
-        return super().backward(sequences, last=last)
+        return super().backward(batch, last=last)

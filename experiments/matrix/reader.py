@@ -9,6 +9,7 @@ file, the line and the key.
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from experiments.matrix.matrix import Matrix, MatrixCell
 from experiments.matrix.sections import Sections, explain
 from experiments.matrix.workloads import Workloads
 from experiments.records.cell import AnyCluster, Cell, ClusterSpec, SimulatedSpec
+from experiments.records.workload import NEEDED, Images
 from simulation import quantities
 from simulation.yaml_lines import Document, KeyPath, load
 
@@ -193,12 +195,17 @@ class _Expansion:
             )
         except ValidationError as error:
             first = error.errors()[0]
+            if first["type"] == "mismatch":
+                setting = first["ctx"]["field"]
+                self._file.fail(self._where(setting, settings), first["msg"])
             # A cluster's field follows its kind.
             field = str(first["loc"][-1 if first["loc"][0] == "cluster" else 0])
             setting = _FILE_NAMES.get(field, field)
-            path = settings[setting].path if setting in settings else (setting,)
-            self._file.fail(path, explain(first["input"], first["msg"]))
+            self._file.fail(self._where(setting, settings), explain(first["input"], first["msg"]))
         return _with_largest_micro_batch(cell) if largest else cell
+
+    def _where(self, setting: str, given: Mapping[str, _Value]) -> KeyPath:
+        return given[setting].path if setting in given else (setting,)
 
     def _cluster_spec(self) -> AnyCluster:
         section = self._file.at(("cluster",))
@@ -270,6 +277,8 @@ class _Expansion:
             self._file.one_of(item, self._models, path, "unknown model")
         elif setting == "data":
             return self._workloads.data(path)
+        elif setting == "optimizer":
+            return self._workloads.optimizer(path)
         elif setting == "loss":
             return self._workloads.loss(path)
         try:
@@ -352,4 +361,10 @@ def _why_not_there(cell: Cell) -> str | None:
     """Why the cell's cluster cannot run it, or none can; ``None`` if it can."""
     if not cell.cluster.can.limit_links and cell.inter_bandwidth_bits_per_s is not None:
         return "the links of rented nodes are what they are: nothing limits them to a bandwidth"
-    return cell.settings.why_not_run
+    return _why_no_images(cell) or cell.settings.why_not_run
+
+
+def _why_no_images(cell: Cell) -> str | None:
+    if not isinstance(cell.data, Images) or importlib.util.find_spec(cell.data.package):
+        return None
+    return f"{NEEDED}; there is no {cell.data.package} here"

@@ -7,12 +7,11 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any, NoReturn, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
-from simulation.files import Strict
 from simulation.yaml_lines import Document, KeyPath
 
-AnySpec = TypeVar("AnySpec", bound=Strict)
+AnySpec = TypeVar("AnySpec", bound=BaseModel)
 
 
 class Sections:

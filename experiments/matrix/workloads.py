@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
+from baselines.optimizers import SGD, AdamW, AnyOptimizer
 from experiments.matrix.sections import Sections
 from experiments.records import documents
 from experiments.records.cell import Cell
@@ -14,12 +15,17 @@ from experiments.records.provenance import ROOT
 from experiments.records.workload import (
     AnyData,
     AnyModel,
+    AnyText,
     ConfiguredModel,
+    Convolutional,
     Dataset,
+    ImageModel,
+    Images,
     JsonLines,
     Library,
     Origin,
     OwnModel,
+    ResNet,
     TextFile,
     is_path,
 )
@@ -27,8 +33,11 @@ from simulation import hugging_face
 from simulation.transformer import ModelSpec
 from simulation.yaml_lines import KeyPath
 
+_OPTIMIZERS: dict[str, type[AnyOptimizer]] = {"adamw": AdamW, "sgd": SGD}
 _LOSS: str = Cell.model_fields["loss"].default
-_SOURCES = ("library", "text", "jsonl", "dataset")
+_SOURCES = ("library", "text", "jsonl", "dataset", "images")
+#: Models of images by family; the other families are built-in language models.
+_NETWORKS: dict[str, type[ImageModel]] = {"convolutional": Convolutional, "resnet": ResNet}
 #: What decides nothing of the model; it changes with each version that saves a configuration.
 _VOLATILE = ("transformers_version", "_name_or_path")
 
@@ -69,6 +78,8 @@ class Workloads:
             return model
         if isinstance(section, dict) and "config" in section:
             return self._configured(path)
+        if isinstance(section, dict) and section.get("family") in _NETWORKS:
+            return self._file.spec(_NETWORKS[section["family"]], path)
         return self._file.spec(ModelSpec, path)
 
     def data(self, path: KeyPath) -> AnyData:
@@ -79,6 +90,8 @@ class Workloads:
         source = next((key for key in _SOURCES if key in section), None)
         if source is None:
             self._file.fail(path, f"says none of {', '.join(_SOURCES)}")
+        if source == "images":
+            return self._images(path)
         data = self._from(source, path)
         if data.tokenizer is not None:
             tokenizer = self._path_or_name(data.tokenizer, (*path, "tokenizer"))
@@ -96,6 +109,14 @@ class Workloads:
             )
         self._has_module(loss, path)
         return loss
+
+    def optimizer(self, path: KeyPath) -> AnyOptimizer:
+        """The optimizer at ``path`` of the file."""
+        section = self._file.at(path)
+        if not isinstance(section, dict) or "kind" not in section:
+            self._file.fail(path, f"{section!r} is not a mapping such as {{kind: sgd}}")
+        self._file.one_of(section["kind"], _OPTIMIZERS, (*path, "kind"), "unknown optimizer")
+        return self._file.spec(_OPTIMIZERS[section["kind"]], path)
 
     def origin(self, model: str, settings: Mapping[str, KeyPath]) -> Origin:
         """Where the file gives what of a cell's workload comes from elsewhere."""
@@ -128,7 +149,18 @@ class Workloads:
                 self._file.fail((*path, "weights"), f"there are no *.safetensors in {folder.name}")
         return model.model_copy(update={"config": source})
 
-    def _from(self, source: str, path: KeyPath) -> AnyData:
+    def _images(self, path: KeyPath) -> Images:
+        given = self._file.spec(Images, path)
+        if given.images == "digits":
+            if given.folder is not None:
+                self._file.fail((*path, "folder"), "is not for digits, which scikit-learn brings")
+        elif given.folder is None:
+            self._file.fail(path, f"folder is missing: the one that {given.images} lies in")
+        elif not self._path(given.folder).is_dir():
+            self._no_file(given.folder, (*path, "folder"))
+        return given
+
+    def _from(self, source: str, path: KeyPath) -> AnyText:
         if source == "library":
             return self._file.spec(Library, path)
         if source == "dataset":

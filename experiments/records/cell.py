@@ -10,14 +10,15 @@ import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
-from pydantic_core import to_json
+from pydantic_core import PydanticCustomError, to_json
 
 from baselines import registry
+from baselines.optimizers import AdamW, AnyOptimizer
 from baselines.pins import Pin
 from baselines.settings import DeepSpeedSettings, Setting, Settings, divided
 from experiments.records.abilities import ABILITIES, Abilities
 from experiments.records.settings import OfStrategy, Parts, described, left_out_of_id
-from experiments.records.workload import AnyData, AnyModel, Function, Library, Origin
+from experiments.records.workload import AnyData, AnyModel, Function, Library, Origin, mismatch
 from simulation.files import Name, Strict
 from simulation.quantities import format_link
 from simulation.transformer import ModelSpec, Tuning
@@ -132,8 +133,9 @@ class Cell(Strict):
     inter_group_bandwidth_bits_per_s: Annotated[
         int | None, Setting("Link between groups", in_id="later", write=format_link)
     ] = Field(default=None, gt=0)
-    sequence_length: Annotated[int, Setting("Sequence", learns=True)] = Field(ge=2)
-    #: Sequences a rank and micro-batch.
+    #: Tokens per sequence; of images, each of which counts as one token, 1.
+    sequence_length: Annotated[int, Setting("Sequence", learns=True)] = Field(default=1, ge=1)
+    #: Sequences, or images, per rank and micro-batch.
     micro_batch: Annotated[int, Setting("Micro-batch", learns=True)] = Field(ge=1)
     #: Micro-batches between two optimizer steps.
     accumulation: Annotated[int, Setting("Accumulation", learns=True)] = Field(ge=1)
@@ -148,6 +150,7 @@ class Cell(Strict):
     )
     lora_rank: Annotated[int, Setting("LoRA rank", place="model", learns=True)] = Field(ge=1)
     learning_rate: Annotated[float, Setting("Learning rate", learns=True)] = Field(gt=0)
+    optimizer: Annotated[AnyOptimizer, Setting("Optimizer", in_id="later", learns=True)] = AdamW()
     warmup_steps: Annotated[int, Setting("Warm-up steps", "incidental")] = Field(ge=0)
     steps: Annotated[int, Setting("Steps", "incidental")] = Field(ge=1)
     seed: Annotated[int, Setting("Seed", place="axis", learns=True)] = 0
@@ -156,8 +159,9 @@ class Cell(Strict):
     loss: Annotated[
         Literal["cross entropy"] | Function, Setting("Loss", in_id="later", learns=True)
     ] = "cross entropy"
-    #: Sequences of the data's end, none of which is trained on, whose loss is taken after training.
-    held_out: Annotated[int, Setting("Held-out sequences", in_id="later", learns=True)] = Field(
+    #: Sequences of the data's end, or images, none of which is trained on, on which the model is
+    #: measured after training.
+    held_out: Annotated[int, Setting("Held-out examples", in_id="later", learns=True)] = Field(
         default=0, ge=0
     )
     #: Whether one step more is trained under torch's profiler, after all that is measured; where
@@ -183,6 +187,13 @@ class Cell(Strict):
         kind = registry.find(str(info.data.get("strategy"))).settings
         given = value.model_dump() if isinstance(value, Settings) else value
         return value if type(value) is kind else kind.model_validate(given)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Cell:
+        if (problem := mismatch(self)) is not None:
+            field, reason = problem
+            raise PydanticCustomError("mismatch", "{reason}", {"field": field, "reason": reason})
+        return self
 
     @model_validator(mode="after")
     def _recomputes_in_simulations(self) -> Cell:

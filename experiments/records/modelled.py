@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from baselines import registry
 from experiments.records.cell import AnyCluster, Cell, DType
 from experiments.records.record import Record
-from experiments.records.workload import ConfiguredModel, OwnModel
+from experiments.records.workload import ConfiguredModel, ImageModel, OwnModel
 from simulation import hugging_face
 from simulation.calibration import MeasuredStep
 from simulation.emulated import emulated
@@ -24,9 +24,11 @@ _UNLIMITED = 1e15
 
 
 def why_not_simulated(cell: Cell) -> str | None:
-    """Why nothing can be predicted of the cell; ``None`` if something can."""
+    """Why nothing can be predicted of what the cell trains; ``None`` if something can."""
     if getattr(cell.cluster, "groups", 1) > 1:
         return "is not simulated: between its nodes there are two kinds of links"
+    if cell.optimizer.kind != "adamw":
+        return f"is not simulated: {cell.optimizer.name}; AdamW is simulated alone"
     try:
         _shape(cell)
     except ValueError as error:
@@ -36,6 +38,8 @@ def why_not_simulated(cell: Cell) -> str | None:
 
 def _shape(cell: Cell) -> Transformer:
     model = cell.model
+    if isinstance(model, ImageModel):
+        raise ValueError(f"{model.name} classifies images; language models are simulated alone")
     if isinstance(model, OwnModel):
         raise ValueError(f"the shape of what {model.function} makes is not known")
     if isinstance(model, ConfiguredModel):

@@ -91,8 +91,10 @@ class Measurement(Strict):
     #: Host memory of one rank's outer state and snapshot where they lie there, in bytes;
     #: page-locked on CUDA.
     outer_host_bytes: int | None = None
-    #: Mean loss of the cell's held-out sequences after the last step; ``None`` without any.
+    #: Of the cell's held-out examples after the last step; ``None`` without any: their mean loss,
+    #: and of images the share that are classified right.
     held_out_loss: float | None = None
+    held_out_accuracy: float | None = None
     #: Of strategies with a cache; not in records of before there were ablations.
     cache: Cached | None = None
     #: Seconds a step of forward, backward with its reductions, and the optimizer, the mean over

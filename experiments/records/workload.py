@@ -7,9 +7,9 @@ would do as well, a path begins as ``is_path`` says, so that no node looks for i
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
 from experiments.records.provenance import ROOT
 from simulation.files import Name, Strict
@@ -56,10 +56,30 @@ class OwnModel(Strict):
     function: Function
 
 
-AnyModel = ModelSpec | ConfiguredModel | OwnModel
+class Convolutional(Strict):
+    """A small residual network that classifies images, normalised within each image."""
+
+    name: Name
+    family: Literal["convolutional"]
+    #: Residual blocks of two convolutions, and their channels.
+    layers: int = Field(ge=1)
+    width: int = Field(ge=1)
 
 
-class _Data(Strict):
+class ResNet(Strict):
+    """The residual network of 18 or 50 layers, with batch normalisation."""
+
+    name: Name
+    family: Literal["resnet"]
+    layers: Literal[18, 50]
+
+
+#: Models of images; all others are of text.
+ImageModel = Convolutional | ResNet
+AnyModel = ModelSpec | ConfiguredModel | OwnModel | ImageModel
+
+
+class _Text(Strict):
     #: A folder with a tokenizer, or its name on the hub; without one, bytes are the tokens.
     tokenizer: str | None = None
 
@@ -74,7 +94,7 @@ class _Data(Strict):
         return self.source if self.tokenizer is None else f"{self.source} by {self.tokenizer}"
 
 
-class Library(_Data):
+class Library(_Text):
     """The sources of Python's standard library, which every machine has."""
 
     library: Literal["python"] = "python"
@@ -84,7 +104,7 @@ class Library(_Data):
         return "standard library"
 
 
-class TextFile(_Data):
+class TextFile(_Text):
     """A text file."""
 
     text: str
@@ -96,7 +116,7 @@ class TextFile(_Data):
         return self.text
 
 
-class JsonLines(_Data):
+class JsonLines(_Text):
     """A file of one JSON object per line, of which one field is the text."""
 
     jsonl: str
@@ -109,7 +129,7 @@ class JsonLines(_Data):
         return self.jsonl
 
 
-class Dataset(_Data):
+class Dataset(_Text):
     """A data set that the package ``datasets`` loads by its name or from a folder."""
 
     dataset: str
@@ -123,7 +143,65 @@ class Dataset(_Data):
         return self.dataset if self.subset is None else f"{self.dataset}/{self.subset}"
 
 
-AnyData = Library | TextFile | JsonLines | Dataset
+AnyText = Library | TextFile | JsonLines | Dataset
+
+
+class Images(Strict):
+    """Images and their classes: scikit-learn's digits, or what ``torchvision`` reads of a disk."""
+
+    images: Literal["digits", "cifar-10", "imagenet"]
+    #: Where they lie on each node; digits come with scikit-learn.
+    folder: str | None = None
+
+    @property
+    def name(self) -> str:
+        """What tables call it."""
+        return self.images
+
+    @property
+    def package(self) -> str:
+        """What reads them."""
+        return "sklearn" if self.images == "digits" else "torchvision"
+
+
+AnyData = AnyText | Images
+#: How to get what images are read with.
+NEEDED = "needs the packages of the group images on each node: pip install --group images"
+
+
+class _Wanted(Protocol):
+    """What of a cell must fit together."""
+
+    @property
+    def model(self) -> AnyModel: ...
+    @property
+    def data(self) -> AnyData: ...
+    @property
+    def sequence_length(self) -> int: ...
+    @property
+    def tuning(self) -> str: ...
+    @property
+    def loss(self) -> str: ...
+
+
+def mismatch(cell: _Wanted) -> tuple[str, str] | None:
+    """What of a cell's workload does not fit the rest, and why; ``None`` if all does."""
+    data, model, length = cell.data, cell.model, cell.sequence_length
+    images = isinstance(data, Images)
+    if images != isinstance(model, ImageModel):
+        return "data", (
+            f"{data.name} and model {model.name} do not go together: models of family "
+            "convolutional and resnet train on images, all others on text"
+        )
+    if not images and length < 2:
+        return "sequence_length", f"{length} is not allowed: text has 2 tokens or more per sequence"
+    if images and length > 1:
+        return "sequence_length", f"{length} is not allowed: an image is 1; leave it out"
+    if images and cell.tuning != "full":
+        return "tuning", f"{cell.tuning} is not allowed: models of images train in full"
+    if images and cell.loss != "cross entropy":
+        return "loss", f"{cell.loss} is not allowed: images have cross entropy alone"
+    return None
 
 
 class Origin(Strict):

@@ -179,6 +179,13 @@ def _held_out(record: Record, _: _Comparison) -> Text:
     return Text(f"{measured.held_out_loss:.4f}")
 
 
+def _accuracy(record: Record, _: _Comparison) -> Text:
+    measured = record.measurement
+    if measured is None or measured.held_out_accuracy is None:
+        return _ABSENT
+    return Text(f"{100 * measured.held_out_accuracy:.2f}")
+
+
 def _step(record: Record, _: _Comparison) -> Text:
     seconds = record.step_seconds_median
     return _ABSENT if seconds is None else Text(f"{seconds:.{2 if seconds >= 100 else 3}f}")
@@ -210,13 +217,21 @@ _COLUMNS = (
     _Column("step", "s", 7, "right", _step),
     _Column(" evidence", "", 10, "left", _evidence),
 )
-_HELD_OUT = _Column("held out", "loss", 8, "right", _held_out)
+#: Columns by the metric of held-out data that they show.
+_HELD_OUT = {
+    "held_out_loss": _Column("held out", "loss", 8, "right", _held_out),
+    "held_out_accuracy": _Column("right", "%", 6, "right", _accuracy),
+}
 
 
 def _columns(records: Sequence[Record], wanted: str | None) -> list[_Column]:
-    """Columns of all tables; the loss on held-out data only where a record has one."""
+    """Columns of all tables; metrics of held-out data only where a record has one."""
     measured = [record.measurement for record in records if record.measurement]
-    held_out = [_HELD_OUT] if any(each.held_out_loss is not None for each in measured) else []
+    held_out = [
+        column
+        for metric, column in _HELD_OUT.items()
+        if any(getattr(each, metric) is not None for each in measured)
+    ]
     versus = "" if wanted is None else f"vs {REFERENCES[wanted]}"
     named = [
         replace(column, measure=versus) if column.measure == _VERSUS else column

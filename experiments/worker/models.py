@@ -9,7 +9,14 @@ import torch
 import torch.nn as nn
 
 from experiments.records.cell import Cell
-from experiments.records.workload import AnyModel, ConfiguredModel, OwnModel
+from experiments.records.workload import (
+    AnyModel,
+    ConfiguredModel,
+    Convolutional,
+    ImageModel,
+    Images,
+    OwnModel,
+)
 from experiments.worker import configured
 from simulation.transformer import ATTENTION, ModelSpec, Transformer
 
@@ -31,9 +38,24 @@ def _made(spec: AnyModel, cell: Cell) -> tuple[nn.Module, Sequence[nn.Module]]:
         return configured.configured(spec, cell)
     if isinstance(spec, OwnModel):
         return configured.own(spec, cell)
+    if isinstance(spec, ImageModel):
+        return _network(spec, cell)
     model: nn.Module = _FAMILIES[spec.family](spec, cell.sequence_length)
     blocks: Any = model.get_submodule(_BLOCKS[spec.family])
     return model, blocks
+
+
+def _network(spec: ImageModel, cell: Cell) -> tuple[nn.Module, Sequence[nn.Module]]:
+    from experiments.worker import convolutional, images
+
+    assert isinstance(cell.data, Images), "cells see to it"
+    source = images.SOURCES[cell.data.images]
+    (channels, size, _), classes = source.shape, source.classes
+    if isinstance(spec, Convolutional):
+        network = convolutional.small(channels, classes, layers=spec.layers, width=spec.width)
+    else:
+        network = convolutional.resnet(channels, classes, size, layers=spec.layers)
+    return network, list(network.blocks)
 
 
 def small_llama(layers: int) -> Any:
@@ -94,7 +116,8 @@ def _add_adapters(model: Any, blocks: Sequence[nn.Module], cell: Cell) -> nn.Mod
 
 
 def _family(spec: AnyModel) -> str | None:
-    """The family of the model; ``None`` for a user's own."""
+    """The family of the language model; ``None`` for a user's own."""
+    assert not isinstance(spec, ImageModel), "cells see to it"
     if isinstance(spec, OwnModel):
         return None
     return spec.model_type if isinstance(spec, ConfiguredModel) else spec.family

@@ -10,7 +10,15 @@ import torch
 
 from experiments.records import documents
 from experiments.records.cell import Cell
-from experiments.records.workload import AnyData, Dataset, JsonLines, Library, Origin, TextFile
+from experiments.records.workload import (
+    AnyText,
+    Dataset,
+    Images,
+    JsonLines,
+    Library,
+    Origin,
+    TextFile,
+)
 from experiments.worker import data
 
 #: Of the tokens, the last: where sequences are held out, nothing of it is trained on.
@@ -23,7 +31,9 @@ def tokens(cell: Cell, vocabulary: int | None) -> torch.Tensor:
     Raises ``ValueError`` naming line and key where the data are not on this node or are others than
     the runner's, are too short for one sequence, or have tokens outside of the model's vocabulary.
     """
-    found = _bytes(cell) if cell.data.tokenizer is None else _tokenised(cell)
+    given = cell.data
+    assert not isinstance(given, Images), "cells see to it"
+    found = _bytes(given, cell) if given.tokenizer is None else _tokenised(given, cell)
     where = cell.origin.key("data")
     least = cell.sequence_length + 2
     if len(found) < least:
@@ -61,42 +71,41 @@ def split(found: torch.Tensor, cell: Cell) -> tuple[torch.Tensor, torch.Tensor]:
     return training, torch.stack([last[start : start + window] for start in starts]).long()
 
 
-def _bytes(cell: Cell) -> torch.Tensor:
-    if isinstance(cell.data, Library):
+def _bytes(given: AnyText, cell: Cell) -> torch.Tensor:
+    if isinstance(given, Library):
         return data.corpus()
-    if isinstance(cell.data, TextFile):
-        file = _file(cell.data.text, cell.data.digest, cell.origin.key("data", "text"), cell.origin)
+    if isinstance(given, TextFile):
+        file = _file(given.text, given.digest, cell.origin.key("data", "text"), cell.origin)
         # Mapped, so that the ranks of a node share it; not shared, so that none can write to it.
         return torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
-    joined = bytearray(b"\n".join(text.encode() for text in _texts(cell.data, cell.origin)))
+    joined = bytearray(b"\n".join(text.encode() for text in _texts(given, cell.origin)))
     return torch.frombuffer(joined, dtype=torch.uint8)
 
 
-def _tokenised(cell: Cell) -> torch.Tensor:
+def _tokenised(given: AnyText, cell: Cell) -> torch.Tensor:
     """Tokens of each document, and between documents the tokenizer's end of text, if it has one."""
-    tokenizer = _tokenizer(cell)
+    assert given.tokenizer is not None
+    tokenizer = _tokenizer(given.tokenizer, cell.origin)
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     found: list[int] = []
-    for text in _texts(cell.data, cell.origin):
+    for text in _texts(given, cell.origin):
         found += end if found else []
         found += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return torch.tensor(found, dtype=torch.int64)
 
 
-def _tokenizer(cell: Cell) -> Any:
+def _tokenizer(given: str, origin: Origin) -> Any:
     from transformers import AutoTokenizer
 
-    given = cell.data.tokenizer
-    assert given is not None
-    where = cell.origin.key("data", "tokenizer")
-    source = cell.origin.source(given, where)
+    where = origin.key("data", "tokenizer")
+    source = origin.source(given, where)
     try:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # of files, of the network, of a format
         raise ValueError(f"{where}: no tokenizer {given} on this node: {error}") from error
 
 
-def _texts(given: AnyData, origin: Origin) -> Iterator[str]:
+def _texts(given: AnyText, origin: Origin) -> Iterator[str]:
     """The documents of the data."""
     if isinstance(given, Library):
         yield bytes(data.corpus().tolist()).decode(errors="replace")

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 from baselines import strategy as strategies
-from baselines.strategy import CacheUse, Job, Loss, Trainable, causal_loss
+from baselines.strategy import CacheUse, Job, Trainable
 from experiments.clusters import start_barrier
 from experiments.clusters.counters import transmitted_bytes
 from experiments.records.cell import Cell
 from experiments.records.record import Cached, Measurement
-from experiments.worker import configured, data, equality, functions, models, profiling, text
+from experiments.worker import convolutional, equality, models, profiling, workloads
 from fcdp import Topology
 
 #: What clusters call a node's interfaces: to other nodes, and to nodes of other groups.
@@ -55,9 +55,9 @@ class _Training:
         self.topology = topology
         self.output = output
         model, blocks = models.build(cell)
+        self.model = model
         equality.check(model, cell, topology)
-        found = text.tokens(cell, configured.vocabulary(model))
-        training, self.held_out = text.split(found, cell)
+        self.workload = workloads.of(cell, model, topology)
         self.parameters = sum(param.numel() for param in model.parameters())
         self.trainable_parameters = sum(
             param.numel() for param in model.parameters() if param.requires_grad
@@ -72,16 +72,12 @@ class _Training:
                 micro_batch=cell.micro_batch,
                 accumulation=cell.accumulation,
                 settings=cell.settings,
-                loss=_loss(cell),
+                optimizer=cell.optimizer,
+                loss=self.workload.loss,
+                measure=self.workload.measure,
             ),
         )
-        self.batches = data.micro_batches(
-            training,
-            rank=topology.rank,
-            seed=cell.seed,
-            sequences=cell.micro_batch,
-            sequence_length=cell.sequence_length,
-        )
+        self.batches = self.workload.batches()
         self.losses: list[float] = []
         self.seconds: list[float] = []
 
@@ -104,7 +100,7 @@ class _Training:
         ledger = trainable.take_ledger()
         measurement = self._measurement(sent, ledger, cache, phases)
         # After all that is counted, timed or at its peak has been read.
-        told = {**trainable.take_metrics(), "held_out_loss": self._held_out_loss()}
+        told = {**trainable.take_metrics(), **self._held_out()}
         return measurement.model_copy(update=told)
 
     def profile(self) -> None:
@@ -118,15 +114,19 @@ class _Training:
             self.output,
         )
 
-    def _held_out_loss(self) -> float | None:
-        """Mean loss of the held-out sequences, which every rank has all of."""
-        if not len(self.held_out):
-            return None
-        total = 0.0
-        for sequences in self.held_out.split(self.cell.micro_batch):
-            loss = self.trainable.evaluate(sequences.to(self._device))
-            total += loss.item() * len(sequences)
-        return total / len(self.held_out)
+    def _held_out(self) -> dict[str, float]:
+        """Means over the held-out examples, which every rank has all of, by metric."""
+        convolutional.average_statistics(self.model)
+        totals, count = [0.0] * len(self.workload.metrics), 0
+        for batch in self.workload.held_out():
+            means = self.trainable.evaluate(batch.to(self._device)).reshape(-1).tolist()
+            totals = [a + b * len(batch) for a, b in zip(totals, means, strict=True)]
+            count += len(batch)
+        if not count:
+            return {}
+        return {
+            name: total / count for name, total in zip(self.workload.metrics, totals, strict=True)
+        }
 
     def _train(self, steps: int) -> None:
         for _ in range(steps):
@@ -207,12 +207,6 @@ class _Training:
             phase_seconds=phases and _mean([r["phases"] for r in ranks], cell.steps),
             peak_device_bytes=torch.accelerator.max_memory_allocated() if on_accelerator else None,
         )
-
-
-def _loss(cell: Cell) -> Loss:
-    if cell.loss == Cell.model_fields["loss"].default:
-        return causal_loss
-    return functions.find(cell.loss, cell.origin.key("loss"))
 
 
 def _cached(ranks: Sequence[CacheUse], steps: int) -> Cached:

@@ -35,6 +35,8 @@ PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT: dict[str, Any] = PYPROJECT["project"]
 GROUPS: dict[str, list[Any]] = PYPROJECT["dependency-groups"]
 ALL = GROUPS.pop("all")
+#: In none of what `make` installs: users add it to what they have.
+IMAGES = GROUPS.pop("images")
 LISTED = [
     Requirement(line) for lines in (PROJECT["dependencies"], *GROUPS.values()) for line in lines
 ]
@@ -120,6 +122,11 @@ def test_the_papers_deepspeed_finds_what_it_needs_among_the_pins() -> None:
 
 def test_the_group_all_has_every_other() -> None:
     assert [{"include-group": name} for name in GROUPS] == ALL
+
+
+def test_a_group_of_users_own_is_no_part_of_all() -> None:
+    assert {Requirement(line).name for line in IMAGES} == {"scikit-learn", "torchvision"}
+    assert not {Requirement(line).name for line in IMAGES} & {pin.name for pin in PINS}
 
 
 def test_the_library_itself_needs_torch_only() -> None:

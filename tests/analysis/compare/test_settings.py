@@ -15,6 +15,7 @@ from analysis.load.rows import row
 from analysis.load.table import frame
 from analysis.report import tables
 from baselines import registry
+from baselines.optimizers import SGD, AdamW
 from baselines.settings import CacheSettings
 from experiments.records import parity
 from experiments.records.cell import Cell, ClusterSpec, SimulatedSpec
@@ -44,6 +45,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "exchanges": {"exchanges": "undeferred"},
     "data": {"data": TextFile(text="prose.txt", digest="0" * 64)},
     "data_in_full": {"data": Library(tokenizer="qwen")},
+    "optimizer": {"optimizer": SGD(kind="sgd")},
+    "optimizer_in_full": {"optimizer": AdamW(beta2=0.98)},
     "loss": {"loss": "package.module:function"},
     "origin": {"origin": Origin(folder="examples")},
     "origin_in_full": {"origin": Origin(folder="examples")},

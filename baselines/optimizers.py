@@ -1,0 +1,117 @@
+"""The optimizers that cells may train with, and how their learning rates change over the steps.
+
+Strategies step whatever ``make`` gives them: the schedule hangs on the optimizer's own steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+import torch
+import torch.nn as nn
+from pydantic import BaseModel, ConfigDict, Field
+
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_BelowOne = Annotated[float, Field(ge=0, lt=1)]
+_Share = Annotated[float, Field(gt=0, le=1)]
+_Count = Annotated[int, Field(ge=1)]
+
+
+class Decay(BaseModel):
+    """The learning rate is multiplied after each so many steps."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    every: _Count
+    by: _Share
+
+
+class _Optimizer(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    #: How much of a parameter is taken off per step, in units of the learning rate.
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether the learning rate is that of the cell in every step."""
+        raise NotImplementedError
+
+    def rate(self, step: int) -> float:
+        """What the learning rate is multiplied by at a step, counted from 0."""
+        raise NotImplementedError
+
+
+class AdamW(_Optimizer):
+    """AdamW, by default with PyTorch's own settings and a constant learning rate."""
+
+    kind: Literal["adamw"] = "adamw"
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.01
+    #: How much of the second moment a step keeps.
+    beta2: _BelowOne = 0.999
+    #: Steps over which the rate grows to the cell's, to fall by the root of the steps after;
+    #: ``None``: it is constant.
+    inverse_sqrt_after: _Count | None = None
+
+    @property
+    def name(self) -> str:
+        """What tables call it."""
+        return "AdamW" if self == AdamW() else "AdamW of its own settings"
+
+    @property
+    def is_constant(self) -> bool:
+        return self.inverse_sqrt_after is None
+
+    def rate(self, step: int) -> float:
+        if self.inverse_sqrt_after is None:
+            return 1.0
+        share = (step + 1) / self.inverse_sqrt_after
+        return min(share, 1 / math.sqrt(share))
+
+
+class SGD(_Optimizer):
+    """Stochastic gradient descent with momentum."""
+
+    kind: Literal["sgd"]
+    momentum: _BelowOne = 0.9
+    decay: Decay | None = None
+
+    @property
+    def name(self) -> str:
+        """What tables call it."""
+        return f"SGD, momentum {self.momentum:g}"
+
+    @property
+    def is_constant(self) -> bool:
+        return self.decay is None
+
+    def rate(self, step: int) -> float:
+        return 1.0 if self.decay is None else self.decay.by ** (step // self.decay.every)
+
+
+AnyOptimizer = AdamW | SGD
+
+
+def make(
+    chosen: AnyOptimizer, params: Iterable[nn.Parameter], learning_rate: float
+) -> torch.optim.Optimizer:
+    """The optimizer of these parameters, whose learning rate follows its schedule by itself."""
+    made: torch.optim.Optimizer
+    common: dict[str, Any] = {"weight_decay": chosen.weight_decay, "foreach": True}
+    if isinstance(chosen, SGD):
+        made = torch.optim.SGD(params, learning_rate, chosen.momentum, **common)
+    else:
+        made = torch.optim.AdamW(params, learning_rate, (0.9, chosen.beta2), **common)
+
+    def follow(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for group in optimizer.param_groups:
+            # In the group, and so in checkpoints.
+            done = group.get("steps_done", 0)
+            group["lr"] = learning_rate * chosen.rate(done)
+            group["steps_done"] = done + 1
+
+    if not chosen.is_constant:
+        made.register_step_pre_hook(follow)
+    return made

@@ -1,0 +1,135 @@
+"""Residual networks that classify images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+#: Makes what normalises so many channels.
+Norm = Callable[[int], nn.Module]
+
+
+class Residual(nn.Module):
+    """Convolutions around which their input goes past, changed only where its shape must be."""
+
+    def __init__(self, inside: Sequence[nn.Module], past: nn.Module) -> None:
+        super().__init__()
+        self.inside = nn.Sequential(*inside)
+        self.past = past
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.inside(images) + self.past(images))
+
+
+class Network(nn.Module):
+    """A stem, residual blocks, and scores of the classes from their mean over the image."""
+
+    def __init__(self, stem: nn.Module, blocks: Sequence[nn.Module], head: nn.Linear) -> None:
+        super().__init__()
+        self.stem = stem
+        self.blocks = nn.ModuleList(blocks)
+        self.head = head
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        # As the weights are gathered: DeepSpeed's engine leaves its inputs in float32.
+        hidden = self.stem(images.to(self.head.weight.dtype))
+        for block in self.blocks:
+            hidden = block(hidden)
+        scores: torch.Tensor = self.head(hidden.mean((2, 3)))
+        return scores
+
+
+def small(channels: int, classes: int, *, layers: int, width: int) -> Network:
+    """A network of equal blocks, so that stages of them cost alike.
+
+    Each channel of each image is normalised by itself: what else is in the batch does not matter.
+    """
+    norm = _by_channel
+    stem = nn.Sequential(_convolution(channels, width, 3), norm(width), nn.ReLU())
+    blocks = [_basic(width, width, 1, norm) for _ in range(layers)]
+    return Network(stem, blocks, nn.Linear(width, classes))
+
+
+#: Widths of a ResNet's four groups of blocks, before what a bottleneck multiplies them by.
+_WIDTHS = (64, 128, 256, 512)
+#: Blocks of each group.
+_DEPTHS = {18: (2, 2, 2, 2), 50: (3, 4, 6, 3)}
+
+
+def resnet(channels: int, classes: int, size: int, *, layers: Literal[18, 50]) -> Network:
+    """ResNet-18 or -50; images below 64 pixels keep their size in the stem, as CIFAR's do."""
+    norm = nn.BatchNorm2d
+    stem = [_convolution(channels, 64, 3), norm(64), nn.ReLU()]
+    if size >= 64:
+        stem = [_convolution(channels, 64, 7, 2), norm(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    blocks, inputs = [], 64
+    for group, (width, depth) in enumerate(zip(_WIDTHS, _DEPTHS[layers], strict=True)):
+        for index in range(depth):
+            stride = 2 if group and not index else 1
+            block, inputs = _block(layers, inputs, width, stride, norm)
+            blocks.append(block)
+    network = Network(nn.Sequential(*stem), blocks, nn.Linear(inputs, classes))
+    for module in network.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    return network
+
+
+def average_statistics(model: nn.Module) -> None:
+    """Give batch normalisation the ranks' mean statistics: each has seen batches of its own."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            for statistic in (module.running_mean, module.running_var):
+                assert statistic is not None, "it is made with statistics"
+                dist.all_reduce(statistic)
+                statistic /= dist.get_world_size()
+
+
+def _block(layers: int, inputs: int, width: int, stride: int, norm: Norm) -> tuple[Residual, int]:
+    """A block of a ResNet, and the channels that it gives."""
+    if layers == 18:
+        return _basic(inputs, width, stride, norm), width
+    return _bottleneck(inputs, width, stride, norm), 4 * width
+
+
+def _by_channel(channels: int) -> nn.Module:
+    return nn.GroupNorm(channels, channels)
+
+
+def _convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)
+
+
+def _basic(inputs: int, outputs: int, stride: int, norm: Norm) -> Residual:
+    inside = [
+        _convolution(inputs, outputs, 3, stride),
+        norm(outputs),
+        nn.ReLU(),
+        _convolution(outputs, outputs, 3),
+        norm(outputs),
+    ]
+    return Residual(inside, _past(inputs, outputs, stride, norm))
+
+
+def _bottleneck(inputs: int, width: int, stride: int, norm: Norm) -> Residual:
+    inside = [
+        _convolution(inputs, width, 1),
+        norm(width),
+        nn.ReLU(),
+        _convolution(width, width, 3, stride),
+        norm(width),
+        nn.ReLU(),
+        _convolution(width, 4 * width, 1),
+        norm(4 * width),
+    ]
+    return Residual(inside, _past(inputs, 4 * width, stride, norm))
+
+
+def _past(inputs: int, outputs: int, stride: int, norm: Norm) -> nn.Module:
+    if inputs == outputs and stride == 1:
+        return nn.Identity()
+    return nn.Sequential(_convolution(inputs, outputs, 1, stride), norm(outputs))

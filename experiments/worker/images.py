@@ -1,0 +1,196 @@
+"""Images that cells train on, and how the ranks share them.
+
+An epoch is a shuffled order of all training images, which depends on the seed alone. The ranks take
+its micro-batches in turn, so that every strategy trains on the same images in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count, islice
+from typing import Any, Protocol
+
+import torch
+import torch.nn as nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from experiments.records.cell import Cell
+from experiments.records.workload import NEEDED, Images, Origin
+
+
+class Examples(Protocol):
+    """Images of (channels, height, width) floats with their classes, as data sets give them."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, Any]: ...
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where images come from."""
+
+    #: Channels, height and width of an image, and how many classes there are.
+    shape: tuple[int, int, int]
+    classes: int
+    #: The images to train on, and those kept from it, of the data as a cell gives them.
+    read: Callable[[Images, Origin], tuple[Examples, Examples]]
+    #: Processes per rank that read and change images ahead of the training; 0: it does so itself.
+    readers: int = 0
+
+
+class ImageWorkload:
+    """Micro-batches of images: floats (images, channels · height · width + 1), the class last."""
+
+    metrics: Sequence[str] = ("held_out_loss", "held_out_accuracy")
+
+    def __init__(self, cell: Cell, given: Images, rank: int, ranks: int) -> None:
+        """Raises ``ValueError`` naming line and key where the images are not on this node."""
+        self._source = SOURCES[given.images]
+        self._cell, self._rank, self._ranks = cell, rank, ranks
+        self._training, self._kept = self._source.read(given, cell.origin)
+        least = ranks * cell.micro_batch
+        if len(self._training) < least:
+            raise ValueError(
+                f"micro_batch = {cell.micro_batch}: {ranks} ranks take {least} images at a time, "
+                f"and {given.name} has {len(self._training)} to train on"
+            )
+        if cell.held_out > len(self._kept):
+            raise ValueError(
+                f"held_out = {cell.held_out}: allowed are 0 to {len(self._kept)}, the images of "
+                f"{given.name} that are not trained on"
+            )
+
+    def batches(self) -> Iterator[torch.Tensor]:
+        cell = self._cell
+        order = epochs(len(self._training), cell.micro_batch, self._ranks, cell.seed)
+        mine = islice(order, self._rank, None, self._ranks)
+        # What changes images draws from here, so that no strategy's own numbers matter.
+        drawn = torch.Generator().manual_seed(cell.seed * 100_003 + self._rank)
+        return iter(self._loader(self._training, mine, drawn))
+
+    def held_out(self) -> Iterator[torch.Tensor]:
+        """Images spread evenly over those that are kept."""
+        wanted, size = self._cell.held_out, self._cell.micro_batch
+        chosen = [index * len(self._kept) // wanted for index in range(wanted)]
+        batches = [chosen[start : start + size] for start in range(0, wanted, size)]
+        return iter(self._loader(self._kept, batches, torch.Generator()))
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        pixels, classes = self._parts(batch)
+        return nn.functional.cross_entropy(model(pixels).float(), classes)
+
+    def measure(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        pixels, classes = self._parts(batch)
+        scores = model(pixels).float()
+        right = (scores.argmax(1) == classes).float().mean()
+        return torch.stack((nn.functional.cross_entropy(scores, classes), right))
+
+    def _loader(
+        self, examples: Examples, batches: Any, drawn: torch.Generator
+    ) -> DataLoader[torch.Tensor]:
+        return DataLoader(
+            examples,  # type: ignore[arg-type]  # whatever has a length and items
+            batch_sampler=batches,
+            num_workers=self._source.readers,
+            collate_fn=joined,
+            generator=drawn,
+        )
+
+    def _parts(self, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return batch[:, :-1].unflatten(1, self._source.shape), batch[:, -1].long()
+
+
+def joined(examples: Sequence[tuple[torch.Tensor, Any]]) -> torch.Tensor:
+    """Images and their classes as one tensor; a float holds every class exactly."""
+    pixels = torch.stack([image.flatten() for image, _ in examples])
+    classes = torch.tensor([float(kind) for _, kind in examples])
+    return torch.cat((pixels, classes[:, None]), dim=1)
+
+
+def epochs(images: int, size: int, ranks: int, seed: int) -> Iterator[list[int]]:
+    """Micro-batches of all ranks in turn; an epoch leaves out what does not fill one of each."""
+    for epoch in count():
+        generator = torch.Generator().manual_seed(seed * 100_003 + epoch)
+        order = torch.randperm(images, generator=generator)[: images - images % (size * ranks)]
+        yield from order.view(-1, size).tolist()
+
+
+#: Of scikit-learn's digits, the last: others wrote them than those that are trained on.
+_KEPT_DIGITS = 360
+
+
+def _digits(given: Images, origin: Origin) -> tuple[Examples, Examples]:
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ValueError(f"{origin.key('data', 'images')}: {NEEDED}: {error}") from error
+    found = load_digits()
+    pixels = torch.from_numpy(found.images).float()[:, None] / 16
+    classes = torch.from_numpy(found.target)
+    cut = len(pixels) - _KEPT_DIGITS
+    return (
+        TensorDataset(pixels[:cut], classes[:cut]),
+        TensorDataset(pixels[cut:], classes[cut:]),
+    )
+
+
+def _cifar_10(given: Images, origin: Origin) -> tuple[Examples, Examples]:
+    vision, transforms, folder = _torchvision(given, origin)
+    normal = [
+        transforms.ToTensor(),
+        transforms.Normalize((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    ]
+    changed = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()]
+    with _named(given, origin):
+        return (
+            vision.CIFAR10(folder, train=True, transform=transforms.Compose([*changed, *normal])),
+            vision.CIFAR10(folder, train=False, transform=transforms.Compose(normal)),
+        )
+
+
+def _imagenet(given: Images, origin: Origin) -> tuple[Examples, Examples]:
+    """A folder ``train`` and a folder ``val``, each with a folder per class."""
+    vision, transforms, folder = _torchvision(given, origin)
+    normal = [
+        transforms.ToTensor(),
+        transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    ]
+    changed = [transforms.RandomResizedCrop(224), transforms.RandomHorizontalFlip()]
+    cut = [transforms.Resize(256), transforms.CenterCrop(224)]
+    with _named(given, origin):
+        return (
+            vision.ImageFolder(f"{folder}/train", transforms.Compose([*changed, *normal])),
+            vision.ImageFolder(f"{folder}/val", transforms.Compose([*cut, *normal])),
+        )
+
+
+def _torchvision(given: Images, origin: Origin) -> tuple[Any, Any, str]:
+    """Its data sets, its transforms, and the folder of the images on this node."""
+    try:
+        from torchvision import datasets, transforms
+    except Exception as error:  # a build for another torch fails in its own ways
+        raise ValueError(f"{origin.key('data', 'images')}: {NEEDED}: {error}") from error
+    assert given.folder is not None, "the reader sees to it"
+    folder = origin.source(str(origin.path(given.folder)), origin.key("data", "folder"))
+    return datasets, transforms, folder
+
+
+@contextmanager
+def _named(given: Images, origin: Origin) -> Iterator[None]:
+    """Have what the loaders raise name the key."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        raise ValueError(
+            f"{origin.key('data', 'folder')}: {given.folder} has no {given.images} that "
+            f"torchvision reads: {error}"
+        ) from error
+
+
+SOURCES = {
+    "digits": Source((1, 8, 8), 10, _digits),
+    "cifar-10": Source((3, 32, 32), 10, _cifar_10, readers=2),
+    "imagenet": Source((3, 224, 224), 1000, _imagenet, readers=8),
+}

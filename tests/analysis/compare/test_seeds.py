@@ -1,0 +1,56 @@
+"""Held-out metrics over seeds: means, and differences of cells with the same seed."""
+
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+
+from analysis.compare.baseline import compare
+from analysis.compare.seeds import over_seeds
+from analysis.load.table import frame
+from analysis.report import run, tables
+from tests.analysis import made_up
+
+#: Accuracy by strategy and seed: the differences are 0.02 and 0.04.
+ACCURACIES = {"fsdp2": (0.90, 0.94), "fcdp": (0.92, 0.98)}
+
+
+def compared(accuracies: dict[str, tuple[float, ...]]) -> pd.DataFrame:
+    records = []
+    for strategy, seeds in accuracies.items():
+        for seed, accuracy in enumerate(seeds):
+            of = made_up.cell(strategy, made_up.MODELS[0], "full", None, seed=seed)
+            told = {"held_out_loss": 1 - accuracy, "held_out_accuracy": accuracy}
+            measured = made_up.measurement(of).model_copy(update=told)
+            records.append(made_up.record(of, measurement=measured))
+    return compare(frame(records), "fsdp2")
+
+
+def test_means_and_paired_differences() -> None:
+    found = over_seeds(compared(ACCURACIES)).set_index("strategy")
+    assert list(found["seeds"]) == [2, 2]
+    fcdp = found.loc["fcdp"]
+    assert fcdp["held_out_accuracy"] == pytest.approx(0.95)
+    assert fcdp["held_out_accuracy_sd"] == pytest.approx(0.06 / 2**0.5)
+    assert fcdp["held_out_accuracy_difference"] == pytest.approx(0.03)
+    assert fcdp["held_out_accuracy_difference_sd"] == pytest.approx(0.02 / 2**0.5)
+    assert fcdp["held_out_loss_difference"] == pytest.approx(-0.03)
+
+
+def test_the_table_of_seeds() -> None:
+    shown = tables.of_seeds(compared(ACCURACIES))
+    rows = {row["Strategy"]: row for _, row in shown.iterrows()}
+    assert rows["FCDP"]["held-out accuracy"] == "95.00 ± 4.24 %"
+    assert rows["FCDP"]["accuracy difference"] == "+3.00 ± 1.41 points"
+    assert rows["FCDP"]["loss difference"] == "-0.0300 ± 0.0141"
+    assert rows["FSDP2"]["accuracy difference"] == "–"
+    assert tables.OVER_SEEDS in run.markdown(compared(ACCURACIES))
+    page = run.render(compared(ACCURACIES), [])
+    assert tables.OVER_SEEDS in page
+    assert "+3.00 ± 1.41 points" in page
+
+
+def test_one_seed_has_no_spread() -> None:
+    once = compared({name: seeds[:1] for name, seeds in ACCURACIES.items()})
+    assert over_seeds(once).empty
+    assert tables.OVER_SEEDS not in run.markdown(once)

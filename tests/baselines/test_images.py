@@ -1,0 +1,111 @@
+"""Every strategy whose losses are exact trains a network of images as FSDP2 does."""
+
+from __future__ import annotations
+
+from itertools import islice
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.utils.data import TensorDataset
+
+from baselines import registry
+from baselines.optimizers import SGD, Decay
+from baselines.strategy import Job, load
+from experiments.records.workload import Convolutional, Images
+from experiments.worker import convolutional, images, models
+from tests.experiments.cells import cell
+from tests.fcdp.training import topology_of
+from tests.ranks import Pools
+
+MODEL = Convolutional(name="cnn", family="convolutional", layers=4, width=4)
+EXACT = [
+    entry.name
+    for entry in registry.STRATEGIES
+    if entry.engine != "deepspeed" and entry.needs_cuda is None and entry.numerics == "exact"
+]
+STEPS = 4
+
+
+def made_up() -> images.Source:
+    """Images whose mean tells their class."""
+    drawn = torch.Generator().manual_seed(0)
+    classes = torch.arange(64) % 4
+    pixels = torch.rand(64, 1, 8, 8, generator=drawn) + classes.view(-1, 1, 1, 1)
+    both = TensorDataset(pixels, classes)
+    return images.Source((1, 8, 8), 4, lambda *_: (both, both))
+
+
+def by_batch(strategy: str) -> tuple[list[float], list[float]]:
+    """The same with batch normalisation, as ResNets have it."""
+    with mock.patch.object(convolutional, "_by_channel", nn.BatchNorm2d):
+        return trained(strategy)
+
+
+def trained(strategy: str) -> tuple[list[float], list[float]]:
+    """This rank's losses, and what is measured before and after; two nodes of two ranks."""
+    images.SOURCES["digits"] = made_up()
+    topology = topology_of(2, 2)
+    chosen = SGD(kind="sgd", weight_decay=1e-3, decay=Decay(every=2, by=0.5))
+    wanted = cell(
+        strategy,
+        model=MODEL,
+        data=Images(images="digits"),
+        sequence_length=1,
+        micro_batch=4,
+        held_out=8,
+        optimizer=chosen,
+    )
+    model, blocks = models.build(wanted)
+    workload = images.ImageWorkload(wanted, Images(images="digits"), topology.rank, 4)
+    trainable = load(strategy)(
+        model,
+        Job(
+            topology=topology,
+            blocks=blocks,
+            dtype=torch.float32,
+            learning_rate=0.05,
+            micro_batch=4,
+            accumulation=1,
+            settings=wanted.settings,
+            optimizer=chosen,
+            loss=workload.loss,
+            measure=workload.measure,
+        ),
+    )
+    (first, _) = workload.held_out()
+    before = trainable.evaluate(first).tolist()
+    losses = [trainable.step([batch]).item() for batch in islice(workload.batches(), STEPS)]
+    return losses, [*before, *trainable.evaluate(first).tolist()]
+
+
+@pytest.mark.parametrize("strategy", [name for name in EXACT if name != "fsdp2"])
+def test_losses_and_accuracy_are_fsdp2s(ranks: Pools, strategy: str) -> None:
+    expected = ranks.run(4, trained, "fsdp2")
+    found = ranks.run(4, trained, strategy)
+    for (mine, measured), (losses, wanted) in zip(found, expected, strict=True):
+        assert mine == pytest.approx(losses, rel=1e-5)
+        assert measured == pytest.approx(wanted, rel=1e-5)
+    assert len({tuple(losses) for losses, _ in expected}) == 4, "ranks have images of their own"
+    ((_, (before, _, after, _)), *_) = expected
+    assert abs(after - before) > 0.01, "the steps did nothing"
+
+
+def test_batch_normalisation_sees_the_ranks_own_images(ranks: Pools) -> None:
+    expected = ranks.run(4, by_batch, "fsdp2")
+    for (mine, _), (losses, _) in zip(ranks.run(4, by_batch, "fcdp"), expected, strict=True):
+        assert mine == pytest.approx(losses, rel=1e-4)
+    plain = ranks.run(4, trained, "fsdp2")
+    assert [losses for losses, _ in plain] != [losses for losses, _ in expected]
+
+
+@pytest.mark.parametrize("strategy", ["cyclic", "co2", "slowmo", "local-sgd"])
+def test_strategies_of_their_own_numerics_train_images(ranks: Pools, strategy: str) -> None:
+    """Their first step begins where all others' does."""
+    expected = ranks.run(4, trained, "fsdp2")
+    found = ranks.run(4, trained, strategy)
+    for (mine, measured), (losses, _) in zip(found, expected, strict=True):
+        assert mine[0] == pytest.approx(losses[0], rel=1e-5)
+        assert all(torch.tensor([*mine, *measured]).isfinite())
+        assert 0 <= measured[3] <= 1

@@ -1,0 +1,78 @@
+"""The optimizers of cells, and their learning rates over the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn as nn
+
+from baselines import optimizers
+from baselines.optimizers import SGD, AdamW, AnyOptimizer, Decay
+
+DECAYED = SGD(kind="sgd", momentum=0.5, weight_decay=0.1, decay=Decay(every=2, by=0.1))
+
+
+def made(chosen: AnyOptimizer) -> tuple[nn.Parameter, torch.optim.Optimizer]:
+    param = nn.Parameter(torch.ones(3))
+    return param, optimizers.make(chosen, [param], 0.5)
+
+
+def rates(chosen: AnyOptimizer, steps: int) -> list[float]:
+    param, optimizer = made(chosen)
+    found = []
+    for _ in range(steps):
+        param.grad = torch.ones(3)
+        optimizer.step()
+        found.append(optimizer.param_groups[0]["lr"])
+    return found
+
+
+def test_learning_rates() -> None:
+    assert rates(AdamW(), 3) == [0.5] * 3
+    assert rates(DECAYED, 5) == pytest.approx([0.5, 0.5, 0.05, 0.05, 0.005])
+    warm = rates(AdamW(inverse_sqrt_after=4), 16)
+    assert warm[:4] == pytest.approx([0.125, 0.25, 0.375, 0.5])
+    assert warm[15] == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "usual"),
+    [
+        (AdamW(), lambda params: torch.optim.AdamW(params, 0.5)),
+        (
+            AdamW(weight_decay=0.2, beta2=0.98),
+            lambda params: torch.optim.AdamW(params, 0.5, (0.9, 0.98), weight_decay=0.2),
+        ),
+        (
+            SGD(kind="sgd", momentum=0.5, weight_decay=0.1),
+            lambda params: torch.optim.SGD(params, 0.5, 0.5, weight_decay=0.1),
+        ),
+    ],
+)
+def test_they_step_as_pytorchs_do(
+    chosen: AnyOptimizer, usual: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+) -> None:
+    param, optimizer = made(chosen)
+    other = nn.Parameter(torch.ones(3))
+    reference = usual([other])
+    for scale in (1.0, 2.0, -1.0):
+        param.grad = other.grad = torch.arange(3) * scale
+        optimizer.step()
+        reference.step()
+        torch.testing.assert_close(param, other)
+
+
+def test_a_schedule_goes_on_where_a_checkpoint_was_taken() -> None:
+    param, optimizer = made(DECAYED)
+    for _ in range(3):
+        param.grad = torch.ones(3)
+        optimizer.step()
+    other, resumed = made(DECAYED)
+    resumed.load_state_dict(optimizer.state_dict())
+    other.grad = torch.ones(3)
+    resumed.step()
+    assert resumed.param_groups[0]["lr"] == pytest.approx(0.05)
+    resumed.step()
+    assert resumed.param_groups[0]["lr"] == pytest.approx(0.005)

@@ -1,0 +1,250 @@
+"""The images that cells train on: in which order, which are kept, and what is said of mistakes."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.utils.data import TensorDataset
+
+from experiments.records.cell import Cell
+from experiments.records.workload import Convolutional, Images, Origin
+from experiments.worker import images
+from experiments.worker.images import ImageWorkload, epochs
+from tests.experiments.cells import cell
+
+MODEL = Convolutional(name="cnn", family="convolutional", layers=1, width=2)
+ORIGIN = Origin(data="mine.yaml:7: workload.data")
+TRAINED, KEPT = 24, 10
+
+
+@pytest.fixture(autouse=True)
+def numbered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images of one pixel, their number; of class 1 from the tenth on. Those kept are negative."""
+    numbers = torch.arange(TRAINED).float().view(-1, 1, 1, 1)
+    kept = -1.0 - torch.arange(KEPT).view(-1, 1, 1, 1)
+    source = images.Source(
+        (1, 1, 1),
+        2,
+        lambda *_: (
+            TensorDataset(numbers, (numbers.flatten() > 9).long()),
+            TensorDataset(kept, (kept.flatten() > 0).long()),
+        ),
+    )
+    monkeypatch.setitem(images.SOURCES, "digits", source)
+
+
+def of(strategy: str = "fcdp", **settings: Any) -> Cell:
+    common = {"model": MODEL, "data": Images(images="digits"), "sequence_length": 1}
+    return cell(strategy, **{**common, "micro_batch": 3, "origin": ORIGIN, **settings})
+
+
+def workload(cell: Cell, rank: int = 0, ranks: int = 4) -> ImageWorkload:
+    assert isinstance(cell.data, Images)
+    return ImageWorkload(cell, cell.data, rank, ranks)
+
+
+def drawn(cell: Cell, rank: int, count: int = 4) -> list[list[float]]:
+    return [batch[:, 0].tolist() for batch in islice(workload(cell, rank).batches(), count)]
+
+
+def test_ranks_share_each_epoch() -> None:
+    """24 images are two turns of four ranks, and after them comes another order."""
+    every = [drawn(of(), rank) for rank in range(4)]
+    first = sorted(number for batches in every for batch in batches[:2] for number in batch)
+    again = sorted(number for batches in every for batch in batches[2:] for number in batch)
+    assert first == again == list(range(TRAINED))
+    assert [batches[:2] for batches in every] != [batches[2:] for batches in every]
+
+
+def test_what_does_not_fill_a_turn_is_left_out_of_an_epoch() -> None:
+    order = epochs(TRAINED, 5, 2, seed=0)
+    first = [number for batch in islice(order, 4) for number in batch]
+    assert len({*first}) == 20
+    assert next(order) != first[:5]
+
+
+def test_a_seed_is_the_same_order_for_every_strategy() -> None:
+    assert drawn(of("ddp"), 1) == drawn(of("cyclic"), 1) == drawn(of("fcdp"), 1)
+    assert drawn(of(seed=1), 1) != drawn(of(seed=0), 1)
+
+
+def test_images_held_out_are_spread_over_those_kept() -> None:
+    batches = list(workload(of(held_out=5), rank=2).held_out())
+    assert [batch[:, 0].tolist() for batch in batches] == [[-1.0, -3.0, -5.0], [-7.0, -9.0]]
+    assert list(workload(of()).held_out()) == []
+
+
+class ByNumber(nn.Module):
+    """Says class 1 from the twelfth on, all but for sure."""
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        assert pixels.shape[1:] == (1, 1, 1)
+        return torch.cat((11.5 - pixels, pixels - 11.5), 1).flatten(1) * 100
+
+
+def test_loss_and_accuracy() -> None:
+    found, model = workload(of()), ByNumber()
+    batch = images.joined([(torch.full((1, 1, 1), float(n)), int(n > 9)) for n in (8, 10, 11, 12)])
+    loss, accuracy = found.measure(model, batch)
+    assert accuracy == 0.5
+    assert loss == pytest.approx((300 + 100) / 4)
+    assert found.loss(model, batch) == loss
+    assert found.metrics == ("held_out_loss", "held_out_accuracy")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"micro_batch": 7},
+            "micro_batch = 7: 4 ranks take 28 images at a time, and digits has 24 to train on",
+        ),
+        (
+            {"held_out": 11},
+            "held_out = 11: allowed are 0 to 10, the images of digits that are not trained on",
+        ),
+    ],
+)
+def test_more_images_than_there_are(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        workload(of(**settings))
+
+
+def test_digits_are_scikit_learns(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("sklearn", reason="the group images has it")
+    training, kept = images._digits(Images(images="digits"), ORIGIN)
+    assert (len(training), len(kept)) == (1437, 360)
+    pixels, kind = training[0]
+    assert pixels.shape == (1, 8, 8)
+    assert (pixels.min(), pixels.max(), kind) == (0, 15 / 16, 0)
+
+
+@pytest.mark.parametrize(
+    ("module", "given"),
+    [
+        ("sklearn.datasets", Images(images="digits")),
+        ("torchvision", Images(images="cifar-10", folder="here")),
+    ],
+)
+def test_a_package_that_is_missing_is_named_with_its_group(
+    monkeypatch: pytest.MonkeyPatch, module: str, given: Images
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    read = images._digits if given.images == "digits" else images.SOURCES["cifar-10"].read
+    with pytest.raises(ValueError, match=re.escape("pip install --group images")) as raised:
+        read(given, ORIGIN)
+    assert str(raised.value).startswith("mine.yaml:7: workload.data.images: needs the packages")
+
+
+class Loaders:
+    """Stands in for torchvision: what its data sets are asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[tuple[str, list[str]]] = []
+        module: Any = ModuleType("torchvision")
+        names = ("ToTensor", "Normalize", "RandomCrop", "RandomHorizontalFlip", "Resize")
+        module.transforms = SimpleNamespace(
+            Compose=list,
+            **{name: self._named(name) for name in (*names, "RandomResizedCrop", "CenterCrop")},
+        )
+        module.datasets = SimpleNamespace(CIFAR10=self.cifar, ImageFolder=self.folder)
+        monkeypatch.setitem(sys.modules, "torchvision", module)
+
+    @staticmethod
+    def _named(name: str) -> Any:
+        return lambda *_, **__: name
+
+    def cifar(self, root: str, *, train: bool, transform: list[str]) -> Any:
+        if not Path(root, "cifar-10-batches-py").is_dir():
+            raise RuntimeError("Dataset not found or corrupted.")
+        self.asked.append((f"{root} {train}", transform))
+        return [None] * 5
+
+    def folder(self, root: str, transform: list[str]) -> Any:
+        if not Path(root).is_dir():
+            raise FileNotFoundError(root)
+        self.asked.append((root, transform))
+        return [None] * 7
+
+
+def test_images_on_a_disk_come_from_torchvision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaders = Loaders(monkeypatch)
+    (tmp_path / "cifar-10-batches-py").mkdir()
+    for part in ("train", "val"):
+        (tmp_path / part).mkdir()
+    origin = replace_folder(tmp_path.parent)
+    for name in ("cifar-10", "imagenet"):
+        given = Images(images=name, folder=tmp_path.name)
+        training, kept = images.SOURCES[name].read(given, origin)
+        assert len(training) == len(kept) == (5 if name == "cifar-10" else 7)
+    normal = ["ToTensor", "Normalize"]
+    assert loaders.asked == [
+        (f"{tmp_path} True", ["RandomCrop", "RandomHorizontalFlip", *normal]),
+        (f"{tmp_path} False", normal),
+        (f"{tmp_path}/train", ["RandomResizedCrop", "RandomHorizontalFlip", *normal]),
+        (f"{tmp_path}/val", ["Resize", "CenterCrop", *normal]),
+    ]
+
+
+def replace_folder(folder: Path) -> Origin:
+    return ORIGIN.model_copy(update={"folder": str(folder)})
+
+
+@pytest.mark.parametrize(
+    ("name", "what"), [("cifar-10", "Dataset not found or corrupted"), ("imagenet", "/train")]
+)
+def test_a_folder_without_them_names_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, what: str
+) -> None:
+    Loaders(monkeypatch)
+    (tmp_path / "empty").mkdir()
+    read, origin = images.SOURCES[name].read, replace_folder(tmp_path)
+    where = "mine.yaml:7: workload.data.folder: "
+    with pytest.raises(ValueError, match=f"{where}empty has no {name} that torchv.*{what}"):
+        read(Images(images=name, folder="empty"), origin)
+    with pytest.raises(ValueError, match=f"{where}there is no {tmp_path}/gone on this node"):
+        read(Images(images=name, folder="gone"), origin)
+
+
+@pytest.mark.ranks
+def test_processes_that_read_ahead_keep_the_order_and_the_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What changes images draws the same numbers in every run of a seed."""
+    plain = images.SOURCES["digits"]
+
+    def read(*_: Any) -> Any:
+        training, kept = plain.read(*_)
+        return Shifted(training), kept
+
+    monkeypatch.setitem(images.SOURCES, "digits", replace(plain, read=read, readers=2))
+    first, again = drawn(of(), 1), drawn(of("ddp"), 1)
+    assert first == again
+    monkeypatch.setitem(images.SOURCES, "digits", plain)
+    assert [[int(n) for n in batch] for batch in first] == drawn(of(), 1)
+    assert first != drawn(of(), 1)
+
+
+class Shifted:
+    """Each image a little brighter."""
+
+    def __init__(self, images: Any) -> None:
+        self._images = images
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, Any]:
+        pixels, kind = self._images[index]
+        return pixels + torch.rand(()) * 0.5, kind
