@@ -32,7 +32,6 @@ _FUSED = "quantises with its CUDA operator quantizer, which has no CPU build"
 _COALESCED = "gathers MiCS's shards by NCCL's coalesced all-gather, which gloo has not"
 _DEEPSPEED_HPZ = replace(DEEPSPEED, cache="device")
 _DEEPSPEED_OFFLOAD = replace(DEEPSPEED, optimizer="host")
-
 # The order is that of tables and figures. One hue per engine (DeepSpeed warm, PyTorch blue, this
 # one purple; FCDP alone is green) and one marker per strategy. The three main ones have Okabe and
 # Ito's colours, which stay apart under the common colour-vision deficiencies; markers say the same

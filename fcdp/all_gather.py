@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,15 +18,12 @@ from fcdp.codec import Codec
 from fcdp.delta import message
 from fcdp.delta.sent import Sent
 from fcdp.exchange import PARTS_MOST, Pending, all_gather, swap, wait_all
-from fcdp.failure import Failures
+from fcdp.gathering import Gathering, Parts, Queued, run
 from fcdp.guard import Guard
 from fcdp.ledger import Ledger, Phase, gather_phase, in_backward
 from fcdp.staleness import Staleness
 from fcdp.streams import Streams
 from fcdp.topology import Topology
-
-#: The exchanges that have to end before a gather goes on to its next part.
-Parts = Iterator[Sequence[Pending]]
 
 
 class CachedAllGather(AllGather):
@@ -107,13 +103,13 @@ class CachedAllGather(AllGather):
         if self._streams.on_host:
             return Gathering(parts, self._topology.failures, self._forget)
         if not async_op:
-            _run(parts)
+            run(parts)
             return None
         # FSDP2 called on the computing stream, which must not wait before the work is waited for.
         stream = self._streams.intra_node
         stream.wait_stream(self._streams.current())
         with self._streams.on(stream):
-            _run(parts)
+            run(parts)
             return Queued(self._streams, stream.record_event())
 
     def _forget(self) -> None:
@@ -357,55 +353,3 @@ class CachedAllGather(AllGather):
             self._topology.failures.waiting(),
         ):
             yield
-
-
-def _run(parts: Parts) -> None:
-    for works in parts:
-        wait_all(works)
-
-
-class Gathering(dist.Work):
-    """A gather under way on the CPU, and what follows its first exchange."""
-
-    def __init__(self, parts: Parts, failures: Failures, forget: Callable[[], None]) -> None:
-        """``forget`` has FSDP2 gather anew what this gather did not bring."""
-        super().__init__()
-        self._parts = parts
-        self._failures = failures
-        self._forget = forget
-        self._works: Sequence[Pending] | None = next(parts)
-        #: Exchanges that somebody interrupted: their memory must outlive them.
-        self._abandoned: Sequence[Pending] = []
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block until the whole gather has ended, or was given up by an error in an earlier wait.
-
-        FSDP2 waits again for what an error has interrupted, and a message that has arrived never
-        arrives again.
-        """
-        while self._works is not None:
-            works, self._works = self._works, None
-            self._abandoned = works
-            try:
-                with self._failures.waiting():
-                    wait_all(works)
-                self._works = next(self._parts, None)
-            except BaseException:
-                self._forget()
-                raise
-        self._abandoned = []
-        return True
-
-
-class Queued(dist.Work):
-    """A gather queued on a stream of its own."""
-
-    def __init__(self, streams: Streams, done: Any) -> None:
-        super().__init__()
-        self._streams = streams
-        self._done = done
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Order the current stream after the whole gather."""
-        self._streams.current().wait_event(self._done)
-        return True

@@ -11,7 +11,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from baselines.pytorch import hybrid
 from baselines.strategy import Job
 from fcdp import Topology, exchange
-from fcdp.all_gather import Gathering
+from fcdp.gathering import Gathering
 from fcdp.unit import param_groups
 
 

@@ -20,11 +20,12 @@ from unittest import mock
 import pytest
 import torch
 
-from fcdp.all_gather import CachedAllGather, Queued
+from fcdp.all_gather import CachedAllGather
 from fcdp.cache.cache import Cache, Safety
 from fcdp.cache.entry import Access, Entry, Slices
 from fcdp.cache.memory_plan import MemoryPlan
 from fcdp.cache.policy import CachePolicy, DeviceCache, HostCache, NoCache
+from fcdp.gathering import Queued
 from fcdp.ledger import Ledger
 from fcdp.streams import Streams
 from tests.fcdp.accelerator import Accelerator, Stream, alias

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fcdp.all_gather import Gathering
+from fcdp.gathering import Gathering
 from tests.fcdp.stand_ins import NoFailures
 
 
