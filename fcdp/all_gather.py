@@ -16,6 +16,7 @@ from fcdp.cache.cache import Cache
 from fcdp.cache.entry import Entry, Slice, Slices
 from fcdp.codec import Codec
 from fcdp.delta import message
+from fcdp.delta.economy import Watch
 from fcdp.delta.sent import Sent
 from fcdp.exchange import PARTS_MOST, Pending, all_gather, swap, wait_all
 from fcdp.gathering import Gathering, Parts, Queued, run
@@ -151,13 +152,13 @@ class CachedAllGather(AllGather):
         self._ledger.misses += 1
         self._cache.drain()
         received = self._slice(by_node)
-        if self._sent is not None and self._entry.based:
+        if self._sent is not None and self._cache.has_base(self._entry):
             yield from self._differences(self._sent, received, own, phase)
         else:
             self._cache.outdate(self._entry)
             arriving, works = self._inter_node(received, own, phase)
             if works:  # on the CPU
-                yield works
+                yield from self._whole(works, own)
                 self._decode(arriving, received)
         if self._worth_keeping(own):
             with record_function(f"fcdp::cache_store {self._unit.name}"):
@@ -179,10 +180,24 @@ class CachedAllGather(AllGather):
             return True
         return self._cache.worth_keeping(self._entry, own.nbytes)
 
+    def _whole(self, works: Sequence[Pending], own: torch.Tensor) -> Parts:
+        """Wait for shards as they are, and see how long that takes where it could take less."""
+        if self._sent is None:
+            yield works
+            return
+        self._sent.forget()
+        watch = Watch(works)
+        yield [watch]
+        self._sent.saw_whole(watch, own)
+
     def _differences(self, sent: Sent, received: Slice, own: torch.Tensor, phase: Phase) -> Parts:
         """Fill the slice with what the other nodes' shards were, and apply what has changed."""
         topology = self._topology
         self._entry.based = False  # until the ranks agree again
+        # What may be lost is read now: other units' gathers come before this one's end.
+        ahead = self._cache.fallible(self._unit)
+        if ahead:
+            self._cache.load_stale(self._entry, phase, received)
         with record_function(f"fcdp::gather_inter {self._unit.name}"):
             if self._guard is not None:
                 self._guard.remember(self._unit, own)
@@ -193,8 +208,12 @@ class CachedAllGather(AllGather):
             arriving = {peer: torch.empty(most, dtype=torch.uint8, device="cpu") for peer in peers}
             with topology.failures.waiting():
                 works = swap([*arriving.items()], [(peer, told) for peer in peers], topology.inter)
-        yield sent.watched(works, told.nbytes)
-        if not all(map(message.is_whole, arriving.values())):
+        watch = Watch(works)
+        yield [watch]
+        all_whole = all(map(message.is_whole, (told, *arriving.values())))
+        if all_whole:
+            sent.saw_whole(watch, own)
+        elif not ahead:
             self._cache.load_stale(self._entry, phase, received)
         self._cache.outdate(self._entry)
         for peer, arrived in arriving.items():
@@ -235,14 +254,11 @@ class CachedAllGather(AllGather):
                 if self._streams.on_host:
                     rows = self._rows(received, sent)
                     peers = [peer for peer in range(nodes) if peer != node]
-                    works = swap(
+                    return rows, swap(
                         [(peer, rows[peer]) for peer in peers],
                         [(peer, sent) for peer in peers],
                         self._topology.inter,
                     )
-                    if self._sent is None:
-                        return rows, works
-                    return rows, self._sent.watched(works, sent.nbytes)
                 arriving, sent = self._table(received, sent)
                 wait_all(all_gather([arriving.view(-1)], self._topology.inter, [sent]))
             if self._codec is not None:

@@ -255,7 +255,7 @@ class Engine:
         return begins
 
     def _lacks_base(self, unit: Unit) -> bool:
-        return not (self._sent[unit].usable and self.cache.intact(self.entries[unit]))
+        return not self._sent[unit].usable
 
     def _count_pass(self) -> None:
         # A backward that raised has left reductions in flight: they belong to the pass before.

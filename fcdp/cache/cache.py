@@ -100,9 +100,10 @@ class Cache:
         if not entry.fresh or not self.placement.preferences[entry.unit]:
             return False
         held = self._holds(entry)
-        if entry.settled or not self._fallible(entry.unit):
+        if entry.settled or not self.fallible(entry.unit):
             return held
         (lost,) = any_rank([not held], self._topology)
+        entry.based = entry.based and not lost
         # Memory once taken stays, unless a policy may give it back; a disk may fail at any time.
         entry.settled = not (lost or self.placement.guarded or self._on_disk(entry.unit))
         return not lost
@@ -158,9 +159,13 @@ class Cache:
         self._tiers[entry.tier].load(entry.unit, wanted)
         self._count(entry.unit, entry.tier, phase, inward=False)
 
-    def intact(self, entry: Entry) -> bool:
-        """Whether this rank can still read what it holds of an entry, stale or not."""
-        return entry.tier is not None and self._tiers[entry.tier].intact(entry.unit)
+    def has_base(self, entry: Entry) -> bool:
+        """Whether every rank holds what a difference leads from; may wait for a disk."""
+        if not entry.based or not self.fallible(entry.unit):
+            return entry.based
+        held = entry.tier is not None and self._tiers[entry.tier].intact(entry.unit)
+        (lost,) = any_rank([not held], self._topology)
+        return not lost
 
     def release(self, done: Slice) -> None:
         """Take a slice of :meth:`load` back, once all that reads it is queued."""
@@ -189,7 +194,7 @@ class Cache:
         Alike on every rank. It crosses nodes at each gather, unless it changes back.
         """
         self._forget(entry)
-        entry.offered = 0
+        entry.offered, entry.based = 0, False
         if not entry.resized:
             entry.resized = True
             logger.warning(
@@ -214,7 +219,7 @@ class Cache:
             return False
         return entry.staged is not None or self._tiers[entry.tier].intact(entry.unit)
 
-    def _fallible(self, unit: Unit) -> bool:
+    def fallible(self, unit: Unit) -> bool:
         """Whether a rank may lack the entry that others hold; the same on every rank.
 
         A disk may fail at any time. Memory that was not planned may be refused to some ranks.

@@ -55,7 +55,11 @@ class MemoryPlan:
             on_host=[unit for unit in placed if _planned_tier(placement, unit) == "host"],
             on_disk=[unit for unit in placed if "disk" in placement.preferences[unit]],
             partials_bytes=partial_gradients.planned_bytes(partials_place, units, topology),
-            sent_bytes=sum(unit.shard_bytes for unit in placed if differences and unit.trainable),
+            sent_bytes=sum(
+                unit.shard_bytes
+                for unit in placed
+                if differences and unit.trainable and placement.preferences[unit]
+            ),
         )
 
     @property

@@ -1,19 +1,20 @@
-"""When differences pay: what coding takes against what the link takes for the bytes it saves."""
+"""When differences pay: what coding takes against the waiting for bytes that it saves."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
-
-import torch.distributed as dist
 
 from fcdp.codec import When
 from fcdp.exchange import Pending, wait_all
 
-#: Smaller exchanges tell of the link's latency, not of its rate.
-_LEAST_BYTES = 2**16
 #: Weight of the last observation: a few steps forget what was.
 _WEIGHT = 0.25
+#: Smaller exchanges tell of the link's latency, not of its rate.
+_LEAST_BYTES = 2**16
+#: Exchanges of whole shards that are remembered, and how many there must be.
+_REMEMBERED, _ENOUGH = 8, 2
 
 
 class Mean:
@@ -26,43 +27,45 @@ class Mean:
         self.value = value if self.value is None else self.value + _WEIGHT * (value - self.value)
 
 
+class Watch:
+    """An exchange, and the seconds that somebody waited for it."""
+
+    def __init__(self, works: Sequence[Pending]) -> None:
+        self._works = works
+        self.waited = 0.0
+
+    def wait(self) -> None:
+        begun = time.perf_counter()
+        wait_all(self._works)
+        self.waited = time.perf_counter() - begun
+
+
 class Economy:
-    """What one rank knows of its link and of its own speed.
+    """What one rank knows of its waits and of its own speed.
 
     Each rank decides for its own shards, and what it sends says how it is to be read: ranks need
-    not decide alike. The link's rate is that of the exchanges that somebody had to wait for. One
-    that ended unnoticed, behind computation, says nothing; as long as all of them do, every shard
-    is sent whole.
+    not decide alike. What counts is not the link's rate but the time that was waited for whole
+    shards: as long as computation hides their exchanges, nothing is to be saved. Of the last ones
+    the shortest wait counts, as a long one may have been for a rank that came late.
     """
 
     def __init__(self, when: When) -> None:
         self._when = when
-        #: Seconds per byte that arrives: of exchanges that were waited for.
-        self._link = Mean()
+        #: Seconds waited per byte that arrived, of the last exchanges of whole shards.
+        self._waits: deque[float] = deque(maxlen=_REMEMBERED)
         #: Seconds per byte of a shard: to tell a difference, and to apply one.
         self.told, self.applied = Mean(), Mean()
 
-    def pays(self, shard_bytes: int, ratio: float, others: int) -> bool:
-        """Whether to tell a difference of ``ratio`` times ``shard_bytes`` to ``others`` nodes."""
+    def saw_whole(self, waited: float, nbytes: int) -> None:
+        """Note how long ``nbytes`` of whole shards were waited for, in seconds."""
+        if nbytes >= _LEAST_BYTES:
+            self._waits.append(waited / nbytes)
+
+    def pays(self, ratio: float, others: int) -> bool:
+        """Whether to tell ``others`` nodes a difference of ``ratio`` times the shard's bytes."""
         if self._when == "always":
             return True
-        if self._link.value is None:
+        if len(self._waits) < _ENOUGH:
             return False
         coding = (self.told.value or 0.0) + others * (self.applied.value or 0.0)
-        return coding < others * (1 - ratio) * self._link.value
-
-    def watched(self, works: Sequence[dist.Work], nbytes: int) -> Sequence[Pending]:
-        """An exchange, begun now, that brings about ``nbytes``: its end is looked at."""
-        return [_Watched(works, nbytes, self._link)]
-
-
-class _Watched:
-    def __init__(self, works: Sequence[dist.Work], nbytes: int, link: Mean) -> None:
-        self._works, self._nbytes, self._link = works, nbytes, link
-        self._begun = time.perf_counter()
-
-    def wait(self) -> None:
-        unnoticed = all(work.is_completed() for work in self._works)
-        wait_all(self._works)
-        if not unnoticed and self._nbytes >= _LEAST_BYTES:
-            self._link.add((time.perf_counter() - self._begun) / self._nbytes)
+        return coding < others * (1 - ratio) * min(self._waits)

@@ -33,7 +33,7 @@ def whole(new: torch.Tensor) -> torch.Tensor:
 
 def is_whole(message: torch.Tensor) -> bool:
     """Whether a message (uint8) can be read without a version of the shard."""
-    return int(message[:_PREAMBLE_BYTES].view(_PREAMBLE)[0]) == _WHOLE
+    return _preamble(message)[0] == _WHOLE
 
 
 def write(new: torch.Tensor, base: torch.Tensor, version: int) -> torch.Tensor:
@@ -59,8 +59,9 @@ def read(message: torch.Tensor, row: torch.Tensor, version: int) -> None:
     ``message`` (uint8) may be longer than what was written. Raises ``ValueError`` for one that
     leads from another version, and for one that was damaged.
     """
-    base, told = message[:_PREAMBLE_BYTES].view(_PREAMBLE).tolist()
+    base, told = _preamble(message)
     if base == _WHOLE:
+        _check_length(message, row.nbytes)
         row.copy_(message[_PREAMBLE_BYTES : _PREAMBLE_BYTES + row.nbytes].view(row.dtype))
         return
     if base != version:
@@ -68,6 +69,7 @@ def read(message: torch.Tensor, row: torch.Tensor, version: int) -> None:
     words, rest = row.view(torch.int16), message[_PREAMBLE_BYTES:]
     if row.itemsize > 2:
         low, high = _low_and_high(words, row.itemsize)
+        _check_length(message, _low_bytes(row))
         low.copy_(rest[: 2 * low.numel()].view(torch.int16).view(low.shape))
         changed = _packed(high)
         difference.apply(rest[_low_bytes(row) :], changed)
@@ -76,6 +78,16 @@ def read(message: torch.Tensor, row: torch.Tensor, version: int) -> None:
         difference.apply(rest, words)
     if int(checksum(row)) != told:
         raise ValueError("a difference between versions of a shard: leads to another checksum")
+
+
+def _preamble(message: torch.Tensor) -> list[int]:
+    _check_length(message, 0)
+    return [int(number) for number in message[:_PREAMBLE_BYTES].view(_PREAMBLE).tolist()]
+
+
+def _check_length(message: torch.Tensor, nbytes: int) -> None:
+    if message.numel() < _PREAMBLE_BYTES + nbytes:
+        raise ValueError("a difference between versions of a shard: cut on its way")
 
 
 def _low_and_high(words: torch.Tensor, itemsize: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,12 +6,10 @@ import time
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from fcdp.cache.entry import Entry
 from fcdp.delta import message
-from fcdp.delta.economy import Economy
-from fcdp.exchange import Pending
+from fcdp.delta.economy import Economy, Watch
 from fcdp.topology import Topology
 from fcdp.unit import Unit
 
@@ -51,14 +49,15 @@ class Sent:
         economy = self._economy
         # What a difference takes changes with the learning rate: it is measured anew at times.
         ratio = 0.0 if self._whole >= _MEASURED_AFTER else self._ratio
-        if not economy.pays(own.nbytes, ratio, self._others):
+        if not economy.pays(ratio, self._others):
             self._whole += 1
             return message.whole(own)
         self._whole = 0
         begun = time.perf_counter()
         written = message.write(own, self._memory, self._entry.offered)
-        self._ratio = written.nbytes / own.nbytes
-        economy.told.add((time.perf_counter() - begun) / own.nbytes)
+        size = max(1, own.nbytes)
+        self._ratio = written.nbytes / size
+        economy.told.add((time.perf_counter() - begun) / size)
         return written
 
     def read(self, arrived: torch.Tensor, row: torch.Tensor) -> None:
@@ -71,23 +70,30 @@ class Sent:
             message.read(arrived, row, self._entry.offered)
         except ValueError as error:
             raise RuntimeError(
-                f"{self._entry.unit.name}: {error}; call fcdp.invalidate(model) on every rank, and "
-                "all units will be gathered anew"
+                f"{self._entry.unit.name}: {error}; nothing was computed with it: go on from the "
+                "last checkpoint"
             ) from error
         if not message.is_whole(arrived):
-            self._economy.applied.add((time.perf_counter() - begun) / row.nbytes)
+            self._economy.applied.add((time.perf_counter() - begun) / max(1, row.nbytes))
 
-    def watched(self, works: Sequence[dist.Work], sent_bytes: int) -> Sequence[Pending]:
-        """An exchange of shards, begun now, of which each rank sent a node about ``sent_bytes``.
+    def saw_whole(self, watch: Watch, own: torch.Tensor) -> None:
+        """Note the end of an exchange in which every node sent as much as ``own``, whole."""
+        self._economy.saw_whole(watch.waited, self._others * own.nbytes)
 
-        How long it takes tells how fast the link is.
-        """
-        return self._economy.watched(works, self._others * sent_bytes)
+    def forget(self) -> None:
+        """Note that what the other nodes hold is about to change, whether all of them get it."""
+        self._version = 0
 
     def keep(self, own: torch.Tensor) -> None:
-        """Note that the other nodes keep ``own`` (s)."""
-        if self._memory is None or self._memory.shape != own.shape:
-            self._memory = torch.empty_like(own)
+        """Note that the other nodes keep ``own`` (s), if this one keeps theirs."""
+        if self._entry.tier is None:
+            return
+        if self._memory is None or (self._memory.shape, self._memory.dtype) != (
+            own.shape,
+            own.dtype,
+        ):
+            with torch.inference_mode(mode=False):  # it is written in training too
+                self._memory = torch.empty_like(own)
         self._memory.copy_(own)
         self._version = self._entry.offered
 

@@ -95,6 +95,7 @@ class Settings:
     reduce_dtype: torch.dtype | None = None
     reshard_after_forward: bool | None = None
     policy: fcdp.CachePolicy = fcdp.HostCache()
+    look_ahead: int = 1
     verify: bool = False
     poison: bool = False
     gather_codec: fcdp.Codec | fcdp.Delta | None = None
@@ -167,6 +168,7 @@ def shard_with_fcdp(model: TinyLM, topology: fcdp.Topology, settings: Settings) 
         topology,
         units=model.blocks,
         policy=settings.policy,
+        look_ahead=settings.look_ahead,
         mp_policy=settings.mp_policy,
         reshard_after_forward=settings.reshard_after_forward,
         verify=settings.verify,

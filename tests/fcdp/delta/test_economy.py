@@ -2,68 +2,83 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
-import torch.distributed as dist
 
 import fcdp
-from fcdp.delta import economy as economies
-from fcdp.delta.economy import Economy, Mean
+from fcdp.delta.economy import Economy, Mean, Watch
 
 SHARD = 2**20
 
 
-class Exchange(dist.Work):
-    """One that takes a time of its own, or ended before anybody asked."""
+class Exchange:
+    """One whose end takes a time of its own, whatever it says before: gloo says nothing."""
 
     def __init__(self, clock: list[float], seconds: float) -> None:
-        super().__init__()
         self._clock, self._seconds = clock, seconds
 
-    def is_completed(self) -> bool:
-        return self._seconds == 0
-
-    def wait(self, timeout: object = None) -> bool:
+    def wait(self) -> None:
         self._clock[0] += self._seconds
-        return True
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
-    monkeypatch.setattr(economies.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     return now
 
 
-def _after(clock: list[float], seconds: float, nbytes: int = SHARD) -> Economy:
+def _after(*waits: float, nbytes: int = SHARD) -> Economy:
     economy = Economy("pays")
     economy.told.add(2e-9)
     economy.applied.add(1e-9)
-    for work in economy.watched([Exchange(clock, seconds)], nbytes):
-        work.wait()
+    for seconds in waits:
+        economy.saw_whole(seconds, nbytes)
     return economy
 
 
-def test_whole_until_an_exchange_was_waited_for(clock: list[float]) -> None:
-    assert not Economy("pays").pays(SHARD, 0.1, 1)
-    assert not _after(clock, 0.0).pays(SHARD, 0.1, 1)
-    assert Economy("always").pays(SHARD, 1.0, 1)
+def test_the_wait_is_counted_and_not_what_went_before(clock: list[float]) -> None:
+    watch = Watch([Exchange(clock, 0.25), Exchange(clock, 0.5)])
+    clock[0] += 60  # computation
+    watch.wait()
+    assert watch.waited == pytest.approx(0.75)
 
 
-def test_coding_is_held_against_the_link(clock: list[float]) -> None:
-    """3 nanoseconds of coding a byte pay where 9 of 10 bytes saved take more than that."""
-    assert _after(clock, 3.4e-9 * SHARD).pays(SHARD, 0.1, 1)
-    assert not _after(clock, 3.3e-9 * SHARD).pays(SHARD, 0.1, 1)
-    assert not _after(clock, 3.4e-9 * SHARD).pays(SHARD, 0.5, 1)
+def test_whole_until_exchanges_were_waited_for() -> None:
+    assert not _after().pays(0.1, 1)
+    assert not _after(1.0).pays(0.1, 1)
+    assert not _after(0.0, 0.0, 0.0).pays(0.1, 1)
+    assert Economy("always").pays(1.0, 1)
 
 
-def test_one_is_told_to_all_but_applied_from_each(clock: list[float]) -> None:
+def test_coding_is_held_against_the_wait() -> None:
+    """3 nanoseconds of coding a byte pay where 9 of 10 bytes saved are waited for longer."""
+    more, less = 3.4e-9 * SHARD, 3.3e-9 * SHARD
+    assert _after(more, more).pays(0.1, 1)
+    assert not _after(less, less).pays(0.1, 1)
+    assert not _after(more, more).pays(0.5, 1)
+
+
+def test_a_rank_that_came_late_once_is_not_taken_for_a_slow_link() -> None:
+    assert not _after(2.0, 1e-9 * SHARD).pays(0.1, 1)
+
+
+def test_what_was_long_ago_is_forgotten() -> None:
+    slow = 1e-7 * SHARD
+    assert _after(0.0, *[slow] * 8).pays(0.1, 1)
+    assert not _after(0.0, *[slow] * 7).pays(0.1, 1)
+
+
+def test_one_is_told_to_all_but_applied_from_each() -> None:
     """With three other nodes, 5 nanoseconds of coding save three times the bytes."""
-    assert _after(clock, 1.9e-9 * SHARD).pays(SHARD, 0.1, 3)
-    assert not _after(clock, 1.8e-9 * SHARD).pays(SHARD, 0.1, 3)
+    more, less = 1.9e-9 * SHARD, 1.8e-9 * SHARD
+    assert _after(more, more).pays(0.1, 3)
+    assert not _after(less, less).pays(0.1, 3)
 
 
-def test_small_exchanges_tell_nothing_of_the_rate(clock: list[float]) -> None:
-    assert not _after(clock, 1.0, nbytes=1000).pays(SHARD, 0.1, 1)
+def test_small_exchanges_tell_nothing_of_the_rate() -> None:
+    assert not _after(1.0, 1.0, nbytes=1000).pays(0.1, 1)
 
 
 def test_a_mean_forgets() -> None:

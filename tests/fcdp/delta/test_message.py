@@ -36,6 +36,11 @@ def test_damage_and_another_version_are_told(dtype: torch.dtype) -> None:
     if dtype.itemsize == 2:  # of wider ones nothing is held here that is small to tell
         with pytest.raises(ValueError, match="damaged|another checksum"):
             message.read(written, new.clone(), 7)  # not the base
+    for length in (0, 8, 15, 16, 20):
+        with pytest.raises(ValueError, match="cut|damaged"):
+            message.read(written[:length], base.clone(), 7)
+    with pytest.raises(ValueError, match="cut"):
+        message.read(message.whole(new)[:-1], base.clone(), 7)
     for place in (17, 40, written.numel() - 3):
         damaged = written.clone()
         damaged[place] ^= 64
