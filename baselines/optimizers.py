@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
-import torch.nn as nn
 from pydantic import BaseModel, ConfigDict, Field
+
+if TYPE_CHECKING:
+    import torch
+    import torch.nn as nn
 
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _BelowOne = Annotated[float, Field(ge=0, lt=1)]
@@ -98,6 +100,8 @@ def make(
     chosen: AnyOptimizer, params: Iterable[nn.Parameter], learning_rate: float
 ) -> torch.optim.Optimizer:
     """The optimizer of these parameters, whose learning rate follows its schedule by itself."""
+    import torch  # here: who reads matrices need not wait for it
+
     made: torch.optim.Optimizer
     common: dict[str, Any] = {"weight_decay": chosen.weight_decay, "foreach": True}
     if isinstance(chosen, SGD):

@@ -36,7 +36,7 @@ _PARTS = {
         "HostCache", "DeviceCache", "DiskCache", "NoCache", "Threshold", "Budget", "Auto",
         "CachePolicy",
     ),
-    "Codecs": ("BlockInt8", "BlockInt4", "Codec"),
+    "Codecs": ("Delta", "BlockInt8", "BlockInt4", "Codec"),
 }  # fmt: skip
 
 

@@ -25,6 +25,8 @@ _UNLIMITED = 1e15
 
 def why_not_simulated(cell: Cell) -> str | None:
     """Why nothing can be predicted of what the cell trains; ``None`` if something can."""
+    if registry.find(cell.strategy).schedule is None:
+        return f"is not simulated: {cell.strategy} has no schedule that is described"
     if getattr(cell.cluster, "groups", 1) > 1:
         return "is not simulated: between its nodes there are two kinds of links"
     if cell.optimizer.kind != "adamw":

@@ -51,6 +51,8 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tree")
     for part in PARTS:
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+    # The planner's rates of GPUs are a record.
+    shutil.copytree(ROOT / "results" / "compute", folder / "results" / "compute")
     (folder / "baselines" / "fcdp_disk.py").write_text(block("strategy"))
     registry = folder / "baselines" / "registry.py"
     before, start, after = registry.read_text().partition("STRATEGIES: tuple[Strategy, ...] = (\n")
