@@ -21,7 +21,7 @@ def gather(text: str) -> fcdp.Codec | fcdp.Delta | None:
     try:
         return parse(text)
     except ValueError as error:
-        raise ValueError(f"gather_{error}, and delta") from None
+        raise ValueError(f"{error}, and delta") from None
 
 
 def parse(text: str) -> fcdp.Codec | None:

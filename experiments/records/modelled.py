@@ -25,10 +25,10 @@ _UNLIMITED = 1e15
 
 def why_not_simulated(cell: Cell) -> str | None:
     """Why nothing can be predicted of what the cell trains; ``None`` if something can."""
-    if registry.find(cell.strategy).schedule is None:
-        return f"is not simulated: {cell.strategy} has no schedule that is described"
     if getattr(cell.cluster, "groups", 1) > 1:
         return "is not simulated: between its nodes there are two kinds of links"
+    if registry.find(cell.strategy).schedule is None:
+        return f"is not simulated: {cell.strategy} has no schedule that is described"
     if cell.optimizer.kind != "adamw":
         return f"is not simulated: {cell.optimizer.name}; AdamW is simulated alone"
     try:

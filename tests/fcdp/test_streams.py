@@ -94,7 +94,7 @@ class Run:
             directory=self.policy.directory,
             safety=Safety(),
         )
-        cache._fallible = lambda unit: False  # type: ignore[method-assign]
+        cache.fallible = lambda unit: False  # type: ignore[method-assign]
         self.cache = cache
         slices = Slices(streams, streams.inter_node, kept=1)
         settled: Any = SimpleNamespace(settle=lambda unit: None)

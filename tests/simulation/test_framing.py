@@ -9,6 +9,7 @@ import pytest
 from baselines.registry import simulated
 from experiments.records import framing
 from experiments.records.cell import ClusterSpec
+from experiments.records.modelled import why_not_simulated
 from experiments.records.record import Record, read
 from simulation.framing import MESSAGE_BYTES, SHARE
 from tests.experiments.cells import cell
@@ -76,7 +77,14 @@ def test_deepspeed_keeps_vectors_and_adapters_whole() -> None:
 
 def ran() -> list[Record]:
     every = [record for file in sorted(RESULTS.rglob("records.jsonl")) for record in read(file)]
-    return [r for r in every if r.evidence == "emulated" and r.measurement and _ledger(r)]
+    return [
+        r
+        for r in every
+        if r.evidence == "emulated"
+        and r.measurement
+        and _ledger(r)
+        and why_not_simulated(r.cell) is None
+    ]
 
 
 def _ledger(record: Record) -> float:

@@ -45,7 +45,7 @@ def test_the_table_of_seeds() -> None:
     assert rows["FCDP"]["loss difference"] == "-0.0300 ± 0.0141"
     assert rows["FSDP2"]["accuracy difference"] == "–"
     assert tables.OVER_SEEDS in run.markdown(compared(ACCURACIES))
-    page = run.render(compared(ACCURACIES), [])
+    page = run.render(compared(ACCURACIES), [], {})
     assert tables.OVER_SEEDS in page
     assert "+3.00 ± 1.41 points" in page
 

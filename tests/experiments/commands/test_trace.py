@@ -19,6 +19,7 @@ def test_the_step_of_one_cell_is_written(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "fcdp-full-tiny-10mbit-k1" in result.output
     trace = json.loads(file.read_text("utf-8"))
+    assert trace["otherData"].pop("cell").startswith("fcdp-full-tiny-10mbit-k1")
     assert trace["otherData"] == {"evidence": "simulated"}
     rows = {event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
     assert {"compute", "gather"} <= rows
