@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from analysis import strategies
@@ -17,10 +16,10 @@ from analysis.compare.baseline import compare
 from analysis.figures import axes
 from analysis.figures.drawings import label_width, put_source, style
 from analysis.load.table import frame, latest, load
+from docs import drawn
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "results" / "ablation" / "records.jsonl"
-FIGURES = ROOT / "docs" / "figures"
 
 
 def draw() -> Figure:
@@ -41,10 +40,7 @@ def draw() -> Figure:
 
 def main(arguments: Sequence[str]) -> None:
     """Write the figure into the folder, by default that of the committed ones."""
-    folder = Path(arguments[0]) if arguments else FIGURES
-    folder.mkdir(parents=True, exist_ok=True)
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fcdp"}):
-        draw().savefig(folder / "ablation.svg", metadata={"Date": None, "Creator": None})
+    drawn.write({"ablation": draw()}, arguments)
 
 
 if __name__ == "__main__":

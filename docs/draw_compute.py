@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from analysis.figures.drawings import style
+from docs import drawn
 from simulation.compute import study
 from simulation.compute.study import Predicted
 
-FIGURES = Path(__file__).resolve().parent / "figures"
 #: Okabe and Ito's colours, and a marker each.
 _LOOKS = {
     "a100-40gb": ("#0072B2", "o"),
@@ -71,10 +69,7 @@ def _ratio(one: Predicted, *, held_out: bool) -> float:
 
 def main(arguments: Sequence[str]) -> None:
     """Write the figure into the folder, by default that of the committed ones."""
-    folder = Path(arguments[0]) if arguments else FIGURES
-    folder.mkdir(parents=True, exist_ok=True)
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fcdp"}):
-        draw().savefig(folder / "compute.svg", metadata={"Date": None, "Creator": None})
+    drawn.write({"compute": draw()}, arguments)
 
 
 if __name__ == "__main__":

@@ -9,15 +9,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from analysis.figures.drawings import put_source, style
 from analysis.load.table import frame, latest, load
+from docs import drawn
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "results" / "delta" / "records.jsonl"
-FIGURES = ROOT / "docs" / "figures"
 
 _ALWAYS = "delta(always)"
 
@@ -78,10 +77,7 @@ def draw() -> Figure:
 
 def main(arguments: Sequence[str]) -> None:
     """Write the figure into the folder, by default that of the committed ones."""
-    folder = Path(arguments[0]) if arguments else FIGURES
-    folder.mkdir(parents=True, exist_ok=True)
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fcdp"}):
-        draw().savefig(folder / "differences.svg", metadata={"Date": None, "Creator": None})
+    drawn.write({"differences": draw()}, arguments)
 
 
 if __name__ == "__main__":

@@ -11,17 +11,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 import fcdp
-from docs import memory
-
-FIGURES = Path(__file__).resolve().parent / "figures"
+from docs import drawn, memory
 
 NODES, RANKS_PER_NODE = 2, 2
 #: 10B parameters, of which adapters are a hundredth more; gathers and reductions in bf16.
@@ -249,16 +245,8 @@ def draw(palette: Palette) -> Figure:
 
 
 def main(arguments: Sequence[str]) -> None:
-    folder = Path(arguments[0]) if arguments else FIGURES
-    folder.mkdir(parents=True, exist_ok=True)
-    # Text stays text, and the same drawing gives the same file.
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fcdp"}):
-        for palette in PALETTES:
-            draw(palette).savefig(
-                folder / f"overview-{palette.name}.svg",
-                facecolor=palette.background,
-                metadata={"Date": None, "Creator": None},
-            )
+    """Write the figures into the folder, by default that of the committed ones."""
+    drawn.write({f"overview-{palette.name}": draw(palette) for palette in PALETTES}, arguments)
 
 
 if __name__ == "__main__":

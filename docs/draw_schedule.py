@@ -14,16 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import pairwise
-from pathlib import Path
 
-import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
+from docs import drawn
 from fcdp.in_flight import MOST_IN_FLIGHT
 from fcdp.prefetch import BLOCKS_AHEAD
-
-FIGURES = Path(__file__).resolve().parent / "figures"
 
 
 class Kind(Enum):
@@ -369,16 +366,8 @@ def draw(line: Timeline) -> Figure:
 
 
 def main(arguments: Sequence[str]) -> None:
-    folder = Path(arguments[0]) if arguments else FIGURES
-    folder.mkdir(parents=True, exist_ok=True)
-    # Text stays text, and the same drawing gives the same file.
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fcdp"}):
-        for name, line in schedules().items():
-            draw(line).savefig(
-                folder / f"schedule-{name}.svg",
-                facecolor="white",
-                metadata={"Date": None, "Creator": None},
-            )
+    """Write the figures into the folder, by default that of the committed ones."""
+    drawn.write({f"schedule-{name}": draw(line) for name, line in schedules().items()}, arguments)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from docs import draw_differences
+from docs.drawn import FIGURES
 from simulation.differences import MEASURED
 
 #: Bits per parameter that a gather may take, of 16, at three learning rates of fine-tuning.
@@ -15,7 +16,7 @@ MOST = {3e-5: 16 / 6, 1e-5: 16 / 8, 1e-6: 16 / 25}
 
 def test_the_figure_is_that_of_the_records(tmp_path: Path) -> None:
     draw_differences.main([str(tmp_path)])
-    committed = draw_differences.FIGURES / "differences.svg"
+    committed = FIGURES / "differences.svg"
     assert (tmp_path / "differences.svg").read_text() == committed.read_text()
 
 

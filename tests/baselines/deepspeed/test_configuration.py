@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from functools import lru_cache
 from typing import Any, Literal
@@ -12,6 +13,7 @@ import torch.nn as nn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baselines import optimizers
 from experiments.worker import models
 from tests.baselines.jobs import job
 from tests.experiments.cells import cell, model_spec
@@ -161,3 +163,11 @@ def test_a_model_of_30b_gets_nearly_the_defaults() -> None:
         kept = [param for param in model.parameters() if param.numel() <= setting]
         assert {param.dim() for param in kept} == {1}
         assert len(kept) == sum(param.dim() == 1 for param in model.parameters())
+
+
+def test_only_optimizers_other_than_adam_are_let_through_untested() -> None:
+    model, blocks = build("gpt2", 2, 32)
+    key = "zero_allow_untested_optimizer"
+    assert key not in configured(model, blocks)
+    sgd = dataclasses.replace(job(blocks), optimizer=optimizers.SGD(kind="sgd"))
+    assert strategy().configuration(model, sgd)[key] is True
