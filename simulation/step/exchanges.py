@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from baselines import registry
 from baselines.schedule import Schedule
+from baselines.settings import DIFFERENCES
 from simulation import differences
 from simulation import traffic as collectives
 from simulation.hardware import Hardware
@@ -126,7 +127,7 @@ class Exchanges:
         """Bytes of the parameters while they travel; codecs encode shards, padding included."""
         if codec == "none":
             return float(parameters * self.workload.element_bytes)
-        if codec.startswith("delta"):
+        if codec in DIFFERENCES:
             rate = self.workload.learning_rate
             return parameters * differences.bits(rate, self.workload.element_bytes) / 8
         from baselines.presets.codecs import parse  # needs torch
