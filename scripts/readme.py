@@ -21,7 +21,7 @@ from analysis.compare.audit import Finding, audit
 from analysis.load.table import latest, load
 from experiments.records.cell import Cell
 from experiments.records.record import Record
-from experiments.records.repeats import within_spread
+from experiments.records.repeats import pooled, within_spread
 from experiments.records.variants import ranked
 from experiments.terminal import variants_table
 from experiments.terminal.summary_table import summary
@@ -53,8 +53,8 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/planning.md": {"plan": lambda: _answered(_PLAN)},
     "docs/measurements.md": {
         "reference": lambda: _condensed(load(_records("reference"))),
-        "unshaped": lambda: _condensed(load(_records("unshaped"))),
-        "link-bound": lambda: _bound_by_the_link(load(_records("link-bound"))),
+        "unshaped": lambda: _condensed(pooled(load(_records("unshaped")))),
+        "link-bound": lambda: _bound_by_the_link(pooled(load(_records("link-bound")))),
         "slow-link": lambda: _kept(load(_records("slow-link"))),
         "paper-emulated": lambda: _speeds(load(_records("paper-emulated"))),
     },
