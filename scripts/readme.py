@@ -59,8 +59,9 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/planning.md": {"plan": lambda: _answered(_PLAN)},
     "docs/measurements.md": {
         "reference": lambda: _condensed(load(_records("reference"))),
-        "unshaped": lambda: _condensed(pooled(load(_records("unshaped")))),
-        "link-bound": lambda: _bound_by_the_link(pooled(load(_records("link-bound")))),
+        "unshaped": lambda: _condensed(load(_records("unshaped"))),
+        "unshaped-repeated": lambda: _condensed(pooled(load(_records("unshaped-repeated")))),
+        "link-bound": lambda: _bound_by_the_link(load(_records("link-bound"))),
         "slow-link": lambda: _kept(load(_records("slow-link"))),
         "paper-emulated": lambda: _speeds(load(_records("paper-emulated"))),
     },

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from baselines.registry import find
 from simulation.emulated import Constants, emulated
 from simulation.hardware import Hardware
 from simulation.step.placement import place
@@ -38,7 +37,7 @@ def calibrate(steps: Sequence[MeasuredStep]) -> Constants:
     constants. Raises ``ValueError`` if there are fewer steps without a limit than constants.
     """
     free = [step for step in steps if math.isinf(step.hardware.inter_bytes_per_s)]
-    engines = sorted({find(step.workload.strategy).engine for step in free})
+    engines = sorted({step.workload.engine for step in free})
     units = _single_costs(engines)
     if len(free) < len(units):
         raise ValueError(

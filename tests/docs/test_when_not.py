@@ -7,7 +7,6 @@ import pytest
 from analysis import text
 from analysis.load.table import load
 from experiments.records.record import Record
-from experiments.records.repeats import pooled
 from simulation.quantities import format_link
 from tests.docs import ROOT, table
 
@@ -17,7 +16,7 @@ def find(row: dict[str, str], strategy: str) -> Record:
     setting = [row[name] for name in ("Model", "Tuning", "Link", "Micro-batches")]
     (record,) = (
         record
-        for record in pooled(load(ROOT / "results" / row["Records"] / "records.jsonl"))
+        for record in load(ROOT / "results" / row["Records"] / "records.jsonl")
         if record.state == "ok"
         and record.cell.strategy == strategy
         and [
