@@ -120,7 +120,7 @@ class _Model:
         segments = []
         like = self._unit(model.block_rows, [] if apart else None)
         for block in range(model.layers):
-            own = replace(like, name=f"block {block}")
+            own = Unit(f"block {block}", like.parameters, like.gathered, like.trained)
             segments.append(self._block(block, (own, *adapters.get(block, ()))))
         whole = model.layers * workload.block_adapters if replicated else 0
         root = self._root()

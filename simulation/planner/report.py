@@ -46,14 +46,15 @@ def table(plan: Plan) -> RenderableType:
 
     grid = _header(plan.request)
     notes = []
-    for verdict in plan.verdicts:
-        option = verdict.best
-        if option is None:
-            lack = lacking(verdict.shortfall)
-            notes.append(Text(f"{verdict.strategy} does not fit: it lacks {lack}", style="dim"))
-            continue
-        style = "bold" if verdict.strategy == plan.strategy else ""
-        grid.add_row(_name(option), *_columns(plan, verdict, option), style=style)
+    for columns, alike in _rows(plan):
+        first, *others = sorted(alike, key=lambda name: name != _name(plan.option))
+        more = f" +{len(others)}" if others else ""
+        grid.add_row(first + more, *columns, style="bold" if first == _name(plan.option) else "")
+        if others:
+            notes.append(Text(f"{first}{more}: the same to the digit: {', '.join(others)}"))
+    for lack, names in _lacks(plan):
+        verb = "does not fit: it lacks" if len(names) == 1 else "do not fit: each lacks"
+        notes.append(Text(f"{', '.join(names)} {verb} {lack}", style="dim"))
     left_out = [name for name in plan.request.strategies if name not in plan.request.answered]
     if left_out:
         names = ", ".join(left_out)
@@ -64,6 +65,25 @@ def table(plan: Plan) -> RenderableType:
     )
     head = (Text(line, style="bold cyan") for line in titles(plan.request))
     return Group(*head, Text(), grid, Text(), *notes, advice)
+
+
+def _rows(plan: Plan) -> list[tuple[list[str], list[str]]]:
+    """Rows of the table without their names, and who has each: equal rows are one."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for verdict in plan.verdicts:
+        if verdict.best is not None:
+            columns = tuple(_columns(plan, verdict, verdict.best))
+            rows.setdefault(columns, []).append(_name(verdict.best))
+    return [(list(columns), names) for columns, names in rows.items()]
+
+
+def _lacks(plan: Plan) -> list[tuple[str, list[str]]]:
+    """What strategies that do not fit lack, each lack once."""
+    found: dict[str, list[str]] = {}
+    for verdict in plan.verdicts:
+        if verdict.best is None:
+            found.setdefault(lacking(verdict.shortfall), []).append(verdict.strategy)
+    return list(found.items())
 
 
 def document(plan: Plan) -> dict[str, Any]:
@@ -161,7 +181,8 @@ def _columns(plan: Plan, verdict: Verdict, option: Option) -> list[str]:
 
 def _range(plan: Plan, option: Option) -> str:
     low, high = ranges.tokens_per_s(option.speed, plan.request.hardware)
-    return f"{low:.3g}–{high:.3g}" if high < 1000 else f"{low / 1e3:,.3g}–{high / 1e3:,.3g}k"
+    scale, unit = next(pair for pair in ((1e6, "M"), (1e3, "k"), (1.0, "")) if high >= pair[0])
+    return f"{low / scale:.3g}–{high / scale:.3g}{unit}"
 
 
 def _verdict(plan: Plan, verdict: Verdict) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from simulation import checks
 from simulation.hardware import Hardware
 from simulation.hugging_face import from_config
 from simulation.paper_models import PAPER_MODELS, SEQUENCE_LENGTH
+from simulation.step.placement import check_policy
 from simulation.transformer import Transformer
 from simulation.workload import FrozenDtype, Kernels, Workload
 
@@ -56,8 +57,6 @@ class Request:
     price_per_gpu_hour: float | None = None
 
     def __post_init__(self) -> None:
-        from fcdp.cache.named import parse  # needs torch
-
         checks.counts(**{f"sequence_length[{i}]": n for i, n in enumerate(self.sequence_lengths)})
         checks.counts(**{f"micro_batch[{i}]": n for i, n in enumerate(self.micro_batches)})
         checks.positive(tokens=self.tokens)
@@ -66,7 +65,7 @@ class Request:
         for strategy in self.strategies:
             schedule_of(strategy)
         for policy in self.policies:
-            parse(policy)
+            check_policy(policy)
         ranks = self.hardware.world_size
         if self.global_batch is not None and (self.global_batch < 1 or self.global_batch % ranks):
             raise ValueError(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baselines import registry
 from baselines.schedule import Schedule
 from simulation import differences
 from simulation import traffic as collectives
+from simulation.encoding import encoded_bytes
 from simulation.hardware import Hardware
 from simulation.step.placement import shard_numel
 from simulation.traffic import Traffic
@@ -24,9 +25,17 @@ class Exchanges:
     workload: Workload
     schedule: Schedule
     hardware: Hardware
+    #: Gathers of units of one size are alike: those of all blocks.
+    _gathers: dict[tuple[int, int], list[Traffic]] = field(default_factory=dict, compare=False)
 
     def gather(self, unit: Unit) -> list[Traffic]:
         """The exchanges of one gather, from the ranks that share the parameters, in their order."""
+        sizes = (unit.gathered, unit.trained)
+        if sizes not in self._gathers:
+            self._gathers[sizes] = self._gather(unit)
+        return self._gathers[sizes]
+
+    def _gather(self, unit: Unit) -> list[Traffic]:
         nodes, ranks = self._nodes, self._ranks
         if self.schedule.shards == "rank":
             return []
@@ -129,9 +138,5 @@ class Exchanges:
         if codec.startswith("delta"):
             rate = self.workload.learning_rate
             return parameters * differences.bits(rate, self.workload.element_bytes) / 8
-        from baselines.presets.codecs import parse  # needs torch
-
-        encoder = parse(codec)
-        assert encoder is not None
         world = self.hardware.world_size
-        return float(world * encoder.encoded_bytes(shard_numel(parameters, world)))
+        return float(world * encoded_bytes(codec, shard_numel(parameters, world)))
