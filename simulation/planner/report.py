@@ -46,10 +46,10 @@ def table(plan: Plan) -> RenderableType:
 
     grid = _header(plan.request)
     notes = []
-    for columns, alike in _rows(plan):
+    for row, alike in _rows(plan):
         first, *others = sorted(alike, key=lambda name: name != _name(plan.option))
         more = f" +{len(others)}" if others else ""
-        grid.add_row(first + more, *columns, style="bold" if first == _name(plan.option) else "")
+        grid.add_row(first + more, *row, style="bold" if first == _name(plan.option) else "")
         if others:
             notes.append(Text(f"{first}{more}: the same to the digit: {', '.join(others)}"))
     for lack, names in _lacks(plan):
@@ -57,8 +57,7 @@ def table(plan: Plan) -> RenderableType:
         notes.append(Text(f"{', '.join(names)} {verb} {lack}", style="dim"))
     left_out = [name for name in plan.request.strategies if name not in plan.request.answered]
     if left_out:
-        names = ", ".join(left_out)
-        why = f"not known to hold {plan.request.frozen_dtype}, left out: {names}"
+        why = f"not known to hold {plan.request.frozen_dtype}, left out: {', '.join(left_out)}"
         notes.append(Text(why, style="dim"))
     advice = Text.assemble(
         ("take ", "bold"), (_name(plan.option), "bold green"), f": {plan.reason}"
@@ -67,14 +66,14 @@ def table(plan: Plan) -> RenderableType:
     return Group(*head, Text(), grid, Text(), *notes, advice)
 
 
-def _rows(plan: Plan) -> list[tuple[list[str], list[str]]]:
+def _rows(plan: Plan) -> list[tuple[tuple[str, ...], list[str]]]:
     """Rows of the table without their names, and who has each: equal rows are one."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for verdict in plan.verdicts:
         if verdict.best is not None:
             columns = tuple(_columns(plan, verdict, verdict.best))
             rows.setdefault(columns, []).append(_name(verdict.best))
-    return [(list(columns), names) for columns, names in rows.items()]
+    return list(rows.items())
 
 
 def _lacks(plan: Plan) -> list[tuple[str, list[str]]]:
