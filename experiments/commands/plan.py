@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -20,8 +20,8 @@ def plan(
     model: Annotated[
         str,
         typer.Option(
-            help="gpt-10b, gpt-20b or gpt-30b; a Hugging Face config.json or its folder; a name on "
-            "the hub whose configuration is cached."
+            help="A name, such as llama-3-8b, mixtral-8x7b or the paper's gpt-30b; a Hugging Face "
+            "config.json or its folder; a name on the hub whose configuration is cached."
         ),
     ],
     gpu: Annotated[
@@ -46,7 +46,13 @@ def plan(
             help="What adapters' base is held in: bf16; nf4 (QLoRA), by DDP and FSDP2; fp32."
         ),
     ] = "bf16",
-    sequence_length: Annotated[str, typer.Option(help="One, or several with commas.")] = "512",
+    lora_targets: Annotated[
+        str, typer.Option(help="Adapters are on attention's matrices, or on all linear layers.")
+    ] = "attention",
+    sequence_length: Annotated[
+        str | None,
+        typer.Option(help="One, or several with commas; what the model is usually trained on."),
+    ] = None,
     micro_batch: Annotated[
         str | None, typer.Option(help="Sequences per rank, with commas; the largest that fits.")
     ] = None,
@@ -105,7 +111,10 @@ def plan(
             model=model,
             hardware=hardware,
             lora_rank=None if peft is None else q.lora_rank("--peft", peft),
-            sequence_lengths=q.each("--sequence-length", sequence_length, q.whole),
+            lora_targets=cast(Any, lora_targets),
+            sequence_lengths=()
+            if sequence_length is None
+            else q.each("--sequence-length", sequence_length, q.whole),
             micro_batches=()
             if micro_batch is None
             else q.each("--micro-batch", micro_batch, q.whole),

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from baselines.registry import find
 from simulation.planner import ranges
 from simulation.planner.option import Option
-from simulation.planner.plan import Plan, quantises
+from simulation.planner.plan import Plan, quantises, replicates
 from simulation.planner.refusal import lacking
 from simulation.planner.request import Request
-from simulation.planner.search import Verdict
+from simulation.planner.search import Verdict, fits
 from simulation.quantities import format_rate
 
 if TYPE_CHECKING:
@@ -26,12 +27,19 @@ def titles(request: Request) -> tuple[str, ...]:
     hardware = request.hardware
     tuning = "full"
     if request.lora_rank is not None:
-        tuning = f"LoRA {request.lora_rank} on {request.frozen_dtype}"
+        where = " of all linear layers" if request.lora_targets == "all" else ""
+        tuning = f"LoRA {request.lora_rank}{where} on {request.frozen_dtype}"
     lengths = ", ".join(map(str, request.sequence_lengths))
+    usual = request.usual_length
+    shortened = (
+        ""
+        if usual is None or usual in request.sequence_lengths
+        else (f" (usual are {usual}, with which nothing fits)")
+    )
     link = f"{format_rate(8 * hardware.inter_bytes_per_s)} reached between nodes"
     nodes = f"{hardware.nodes} nodes" if hardware.nodes > 1 else "1 node"
     return (
-        f"{request.model} · {tuning} · {lengths} tokens a sequence",
+        f"{request.model} · {tuning} · {lengths} tokens a sequence{shortened}",
         f"{nodes} × {hardware.ranks_per_node} {hardware.device.name} · "
         + (f"{link} · " if hardware.nodes > 1 else "")
         + f"{hardware.host_memory_bytes / 1e9:.4g} GB host memory a node · {EVIDENCE}",
@@ -81,8 +89,19 @@ def _lacks(plan: Plan) -> list[tuple[str, list[str]]]:
     found: dict[str, list[str]] = {}
     for verdict in plan.verdicts:
         if verdict.best is None:
-            found.setdefault(lacking(verdict.shortfall), []).append(verdict.strategy)
+            lack = lacking(verdict.shortfall) + _shorter(plan.request, verdict.strategy)
+            found.setdefault(lack, []).append(verdict.strategy)
     return list(found.items())
+
+
+def _shorter(request: Request, strategy: str) -> str:
+    """The longest half of the usual length that fits a replica of adapters' base, in words."""
+    if request.lora_rank is None or not replicates(strategy):
+        return ""
+    shorter = replace(request, strategies=(strategy,)).shorter()
+    lengths = (one.sequence_lengths[0] for one in shorter if fits(one))
+    length = next(lengths, None)
+    return "" if length is None else f", but not with sequences of {length} tokens"
 
 
 def document(plan: Plan) -> dict[str, Any]:
@@ -92,6 +111,7 @@ def document(plan: Plan) -> dict[str, Any]:
         "evidence": EVIDENCE,
         "model": request.model,
         "lora_rank": request.lora_rank,
+        "lora_targets": None if request.lora_rank is None else request.lora_targets,
         "frozen_dtype": None if request.lora_rank is None else request.frozen_dtype,
         "nodes": hardware.nodes,
         "ranks_per_node": hardware.ranks_per_node,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from simulation.capacity import reported
 from simulation.compute.constants import with_rates
 from simulation.hardware import Hardware, cluster
 from simulation.planner.plan import TIE, Plan, plan, quantises
+from simulation.planner.report import table, titles
 from simulation.planner.request import Request
 from tests.simulation.planner.made_up import config_file, request
 
@@ -120,7 +123,13 @@ RIVALS = ("ddp", "fsdp2", "fsdp2-hsdp", "deepspeed-hpz", "fcdp")
 
 
 def test_adapters_of_8b_on_one_small_gpu(llama_8b: str) -> None:
-    made = found(model=llama_8b, hardware=rented("a10g", 1, 1), lora_rank=8, strategies=RIVALS)
+    made = found(
+        model=llama_8b,
+        hardware=rented("a10g", 1, 1),
+        lora_rank=8,
+        strategies=RIVALS,
+        sequence_lengths=(2048,),
+    )
     assert made.strategy == "ddp"
     assert made.reason.startswith("FCDP is worth nothing on one node: nothing crosses nodes")
 
@@ -164,3 +173,25 @@ def test_four_bits_let_replicas_fit_where_bf16_does_not(llama_8b: str) -> None:
 def test_all_that_pytorch_users_would_take_is_compared_by_default() -> None:
     asked = Request(model="gpt-10b", hardware=rented("a40", 2, 8), lora_rank=8)
     assert set(RIVALS) < set(asked.strategies)
+
+
+def test_what_does_not_fit_at_the_usual_length_is_planned_for_half_of_it() -> None:
+    hardware = rented("a10g", 1, 1)
+    made = found(model="llama-3-8b", hardware=hardware, lora_rank=8, strategies=RIVALS)
+    assert made.request.sequence_lengths == (2048,)
+    assert made.strategy == "ddp"
+    said = " ".join(titles(made.request))
+    assert "2048 tokens a sequence (usual are 8192, with which nothing fits)" in said
+    long = request(
+        "llama-3-8b", hardware=hardware, lora_rank=8, strategies=RIVALS, sequence_lengths=(8192,)
+    )
+    assert plan(long) is None
+
+
+def test_a_replica_that_fits_shorter_sequences_is_said() -> None:
+    hardware, strategies = rented("a10g", 1, 1), ("ddp", "fsdp2-offload")
+    made = found(model="llama-3-8b", hardware=hardware, lora_rank=8, strategies=strategies)
+    assert made.request.sequence_lengths == (8192,)
+    console = Console(width=200, record=True, file=StringIO())
+    console.print(table(made))
+    assert "on each device, but not with sequences of 2048 tokens" in console.export_text()
