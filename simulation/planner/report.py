@@ -131,6 +131,21 @@ def document(plan: Plan) -> dict[str, Any]:
     }
 
 
+def rows(plan: Plan) -> list[dict[str, Any]]:
+    """The best option of each strategy that fits, flat, fastest first; sizes in bytes."""
+    kept = ("device_bytes", "host_bytes", "disk_bytes", "waits_seconds", "busy_seconds")
+    found = []
+    for verdict in plan.verdicts:
+        if verdict.best is not None:
+            option = _option(plan, verdict.best)
+            low, high = option.pop("tokens_per_s_range")
+            sums = {key: sum(option.pop(key).values()) for key in kept[:3]}
+            flat = {key: value for key, value in option.items() if key not in kept}
+            more = {"least_tokens_per_s": low, "most_tokens_per_s": high}
+            found.append({"strategy": verdict.strategy, **flat, **sums, **more})
+    return found
+
+
 def _finite(rate: float) -> float | None:
     """A rate as JSON has it; ``None`` where nothing limits it."""
     return rate if math.isfinite(rate) else None
