@@ -6,13 +6,12 @@ from dataclasses import dataclass
 
 from baselines.description import ENGINES, Strategy
 from baselines.registry import find, schedule_of
+from simulation.planner import ranges
 from simulation.planner.option import Option
 from simulation.planner.refusal import lacking
 from simulation.planner.request import Request
 from simulation.planner.search import Verdict, fits, search
 
-#: Throughputs this close are taken to be the same: the simulator is no more exact.
-TIE = 0.05
 #: Most strategies that are named as being as fast.
 _LISTED = 4
 _WAITS = {
@@ -97,12 +96,13 @@ def _order(verdict: Verdict, request: Request) -> tuple[float, float]:
 
 
 def _tied(options: dict[str, Option]) -> dict[str, Option]:
-    """The fastest option and those as fast, within ``TIE``."""
+    """The fastest option and those as fast: closer than the simulator's own error."""
+    tie = ranges.tie()
     fastest = max(option.tokens_per_s for option in options.values())
     return {
         name: option
         for name, option in options.items()
-        if option.tokens_per_s >= (1 - TIE) * fastest
+        if option.tokens_per_s >= (1 - tie) * fastest
     }
 
 
@@ -141,7 +141,7 @@ def _reason(
         parts.insert(0 if first else len(parts), clause)
     others = [name for name in ties if name not in (strategy, "fcdp")]
     if others:
-        parts.append(f"as fast, within {TIE:.0%}: {_listed(others)}")
+        parts.append(f"as fast, within {ranges.tie():.0%}: {_listed(others)}")
     return "; ".join(parts)
 
 

@@ -12,7 +12,8 @@ from rich.console import Console
 from simulation.capacity import reported
 from simulation.compute.constants import with_rates
 from simulation.hardware import Hardware, cluster
-from simulation.planner.plan import TIE, Plan, plan, quantises
+from simulation.planner.plan import Plan, plan, quantises
+from simulation.planner.ranges import tie
 from simulation.planner.report import table, titles
 from simulation.planner.request import Request
 from tests.simulation.planner.made_up import config_file, request
@@ -72,7 +73,7 @@ def test_the_choice_is_among_the_fastest_and_rows_are_in_order() -> None:
     assert rates == sorted(rates, reverse=True)
     exact = [v.best for v in made.verdicts if v.best is not None and not quantises(v.strategy)]
     fastest = max(option.tokens_per_s for option in exact)
-    assert made.option.tokens_per_s >= (1 - TIE) * fastest
+    assert made.option.tokens_per_s >= (1 - tie()) * fastest
     fits = [verdict.best is not None for verdict in made.verdicts]
     assert fits == sorted(fits, reverse=True)
 
