@@ -241,7 +241,7 @@ def _moments(
     if schedule.replicates_small:
         root += element * units.replicated
     trained = max((unit.trained for unit in units.units if unit is not units.root), default=0)
-    reductions = float(element * (units.root.trained + 2 * trained))
+    reductions = float(workload.reduced_bytes * (units.root.trained + 2 * trained))
     # At backward's end: gradients of what is replicated, copied to bf16 and then put together; and
     # what FSDP2 has all-reduced across nodes, which it keeps until then.
     last = float(2 * element * units.replicated_trained)

@@ -40,6 +40,14 @@ def plan(
             help="A node's nominal bandwidth, such as 100Gbps (instead of what preflight measured)."
         ),
     ] = None,
+    fabric: Annotated[
+        str | None,
+        typer.Option(help="Between nodes: tcp, roce or infiniband, which differ in latency."),
+    ] = None,
+    oversubscription: Annotated[
+        str | None,
+        typer.Option(help="Times that nodes' bandwidths exceed the network's, such as 4."),
+    ] = None,
     host_memory: Annotated[
         str | None,
         typer.Option(help=f"Memory of a node ({_HOST_MEMORY}, or what is free by preflight)."),
@@ -78,6 +86,9 @@ def plan(
             "functions and loss besides."
         ),
     ] = "flash",
+    reduce_dtype: Annotated[
+        str, typer.Option(help="What gradients are summed in: same, as they are; fp32.")
+    ] = "same",
     strategies: Annotated[
         str | None, typer.Option(help="With commas; all that are simulated.")
     ] = None,
@@ -128,6 +139,13 @@ def plan(
             hardware = _nominal(gpu, nodes, gpus, inter_node, host_memory or _HOST_MEMORY)
         else:
             hardware = _measured(preflight, gpu, nodes, gpus, inter_node, host_memory)
+        if fabric is not None or oversubscription is not None:
+            if offered is not None or preflight is not None:
+                raise ValueError("--fabric, --oversubscription: of data sheets alone")
+            times = (
+                1.0 if oversubscription is None else q.count("--oversubscription", oversubscription)
+            )
+            hardware = hardware.over(fabric or "unknown", times)
         price = price_per_gpu_hour
         batch = None if global_batch is None else q.whole("--global-batch", global_batch)
         request = Request(
@@ -144,6 +162,7 @@ def plan(
             recomputed=q.each("--checkpointing", checkpointing, q.checkpointing),
             kernels=kernels,
             frozen_dtype=frozen_dtype,
+            reduce_dtype=reduce_dtype,
             policies=q.each("--policies", policies, q.name),
             global_batch=batch,
             tokens=q.count("--tokens", tokens),

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from baselines.registry import find
+from simulation import goodput
 from simulation.planner import ranges
 from simulation.planner.option import Option
 from simulation.planner.plan import Plan, quantises, replicates
@@ -70,6 +71,9 @@ def table(plan: Plan) -> RenderableType:
     advice = Text.assemble(
         ("take ", "bold"), (_name(plan.option), "bold green"), f": {plan.reason}"
     )
+    share = goodput.of(plan.option.workload, plan.request.hardware, spot=False)
+    failures = f"failures, one in {goodput.GPU_HOURS_PER_FAILURE:,.0f} GPU-hours, leave {share:.1%}"
+    notes.append(Text(f"{failures} of the time, which hours and cost do not count", style="dim"))
     head = (Text(line, style="bold cyan") for line in titles(plan.request))
     return Group(*head, Text(), grid, Text(), *notes, advice)
 
@@ -122,6 +126,9 @@ def document(plan: Plan) -> dict[str, Any]:
         "matmul_efficiency": hardware.matmul_efficiency,
         "computation": ranges.rests_on(hardware),
         "kernels": request.kernels,
+        "reduce_dtype": request.reduce_dtype,
+        "inter_latency_seconds": hardware.inter_latency_seconds,
+        "goodput": goodput.of(plan.option.workload, hardware, spot=False),
         "global_batch": request.global_batch,
         "tokens": request.tokens,
         "price_per_gpu_hour": request.price_per_gpu_hour,

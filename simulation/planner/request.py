@@ -17,7 +17,7 @@ from simulation.paper_models import PAPER_MODELS, SEQUENCE_LENGTH
 from simulation.public_models import PUBLIC_MODELS
 from simulation.step.placement import check_policy
 from simulation.transformer import Lora, Transformer
-from simulation.workload import FrozenDtype, Kernels, Workload
+from simulation.workload import FrozenDtype, Kernels, ReduceDtype, Workload
 
 #: Shares of the blocks that are recomputed, or of all blocks what is no product.
 Recomputed = float | Literal["selective"]
@@ -60,6 +60,7 @@ class Request:
     kernels: str = "flash"
     #: What frozen parameters are held in, where adapters are trained.
     frozen_dtype: str = "bf16"
+    reduce_dtype: str = "same"
     strategies: tuple[str, ...] = simulated()
     #: Cache policies of strategies that have the choice.
     policies: tuple[str, ...] = ("host",)
@@ -137,6 +138,7 @@ class Request:
                 **_checkpointed(recomputed),
                 kernels=cast(Kernels, self.kernels),
                 frozen_dtype=cast(FrozenDtype, self.frozen_dtype),
+                reduce_dtype=cast(ReduceDtype, self.reduce_dtype),
                 element_bytes=2 if self.hardware.backend == "nccl" else 4,
                 policy=policy,
                 adapters=adapters,

@@ -60,7 +60,7 @@ class Exchanges:
     def reduce(self, trained: int, *, last: bool) -> list[Traffic]:
         """The exchanges that reduce the gradients of ``trained`` parameters of one micro-batch."""
         nodes, ranks = self._nodes, self._ranks
-        nbytes = float(trained * self.workload.element_bytes)
+        nbytes = float(trained * self.workload.reduced_bytes)
         if self.schedule.shards == "rank":
             return [collectives.flat_all_reduce(nbytes, nodes, ranks)] if last else []
         if nodes == 1:
@@ -71,7 +71,7 @@ class Exchanges:
         codec = self._reduce_codec
         if self.schedule.hierarchical or codec != "none":  # the vendor's qgZ: two all-to-alls
             crossing = last or not self.schedule.accumulates_without_sync
-            half = [self._inter_node(trained, codec)] if crossing else []
+            half = [self._across(trained, codec)] if crossing else []
             return [self._intra_node(nbytes), *half]
         ring = collectives.flat(nbytes, nodes, ranks)
         return [ring + ring if self._gloo else ring]
@@ -80,7 +80,7 @@ class Exchanges:
         """The all-reduce of replicated parameters' gradients, by our engine."""
         if self.schedule.accumulates_without_sync and not last:
             return []
-        nbytes = float(trained * self.workload.element_bytes)
+        nbytes = float(trained * self.workload.reduced_bytes)
         if self.schedule.hierarchical:
             return [collectives.hierarchical_all_reduce(nbytes, self._nodes, self._ranks)]
         return [collectives.flat_all_reduce(nbytes, self._nodes, self._ranks)]
@@ -127,6 +127,12 @@ class Exchanges:
     def _intra_node(self, nbytes: float) -> Traffic:
         half = collectives.intra_node(nbytes, self._ranks)
         return half + half if self._gloo else half
+
+    def _across(self, trained: int, codec: str) -> Traffic:
+        """The inter-node half of a reduction."""
+        if codec == "none":
+            return collectives.inter_node(float(trained * self.workload.reduced_bytes), self._nodes)
+        return self._inter_node(trained, codec)
 
     def _inter_node(self, parameters: int, codec: str) -> Traffic:
         return collectives.inter_node(self._sent_bytes(parameters, codec), self._nodes)

@@ -223,7 +223,7 @@ class Step:
         if not trained:
             return
         after: tuple[int, ...] = tuple(self._computed[-1:])
-        touched = float(trained * self._workload.element_bytes)
+        touched = float(trained * self._workload.reduced_bytes)
         for traffic in exchanges:
             stream = COMPUTE if self._gloo else "reduce"
             title = f"reduce {name}"
