@@ -1,4 +1,4 @@
-"""Draws docs/figures/bound.svg: the closed form of memory and bandwidth, and where it is too hopeful.
+"""Draws docs/figures/bound.svg: the closed form of memory and bandwidth beside the simulator.
 
 python -m docs.draw_bound [folder]
 """
