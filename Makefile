@@ -9,7 +9,7 @@ TORCH ?= auto
 unexport PYTHONDONTWRITEBYTECODE
 
 # What `make reproduce` runs on the emulated cluster; a cell that fails is a result too.
-EMULATED := quickstart reference unshaped slow-link parity volume baselines paper-emulated \
+EMULATED := quickstart reference unshaped unshaped-repeated slow-link parity volume baselines paper-emulated \
 	paper-emulated-full paper-emulated-components paper-emulated-policies link-bound ablation
 
 # Of files in the order of tests/order.py, and not those of the most tests first.

@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 from baselines.description import Look, Strategy
-from baselines.schedule import DDP, DEEPSPEED, FCDP, FSDP2, Schedule, within_node
+from baselines.schedule import CO2, DDP, DEEPSPEED, FCDP, FSDP2, LOCAL_SGD, Schedule, within_node
 from baselines.settings import (
     CacheSettings,
     CO2Settings,
@@ -328,7 +328,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         "local-sgd",
         "co2",
         "Local SGD: steps apart, then the mean of all workers",
-        None,
+        LOCAL_SGD,
         Look("#C9A227", "s"),
         numerics="own",
         built_by="co2.train:local_sgd",
@@ -338,7 +338,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         "slowmo",
         "co2",
         "SlowMo: Local SGD with an outer momentum",
-        None,
+        LOCAL_SGD,
         Look("#997515", "D"),
         numerics="own",
         built_by="co2.train:local_sgd",
@@ -349,7 +349,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         "co2",
         "co2",
         "CO2: steps apart, whose mean arrives while the next ones are computed",
-        None,
+        CO2,
         Look("#6B4E00", "^"),
         numerics="own",
         built_by="co2.train:co2",

@@ -33,6 +33,9 @@ class Schedule:
     cached_for: Literal["micro-batch", "step", "change"] = "change"
     #: Gradient accumulation without sync: only the last micro-batch reduces across nodes.
     accumulates_without_sync: bool = False
+    #: Workers that step apart, whose mean is formed once per round of steps: all wait for it, or it
+    #: arrives while the next round is computed. Gradients are then reduced inside a worker alone.
+    averages: Literal["waited", "late"] | None = None
     #: Whether frozen and trained parameters of a block have units of their own.
     apart: bool = False
     #: What a unit is, which is gathered at a time.
@@ -113,6 +116,9 @@ FCDP = Schedule(
 )
 FSDP2 = Schedule(pads=True, copies_out=True, gathers_ahead_on_host=False)
 DDP = Schedule(shards="rank", accumulates_without_sync=True, keeps_gradients=True)
+#: Of workers that are one rank; a cell may make each a node (``Workload.schedule``).
+LOCAL_SGD = Schedule(shards="rank", averages="waited")
+CO2 = replace(LOCAL_SGD, averages="late")
 # One matrix is gathered ahead: its prefetch bucket of 5e7 elements is less than one at 30B. But
 # modules that hold others gather one ahead too, so that the lead grows until two blocks are alive.
 # By the bytes that it sent on the emulated cluster: 1.2 to 1.4 blocks on a model of two, on one of
@@ -126,6 +132,11 @@ DEEPSPEED = Schedule(
     keeps_gradients=True,
     estimated_share=0.01,
 )
+
+
+def by_node(schedule: Schedule) -> Schedule:
+    """The schedule of workers that step apart, each a node that FSDP2 shards."""
+    return replace(within_node(FSDP2), averages=schedule.averages)
 
 
 def within_node(schedule: Schedule) -> Schedule:

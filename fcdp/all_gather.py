@@ -71,6 +71,7 @@ class CachedAllGather(AllGather):
         self._ledger = ledger
         self._codec = codec
         self._sent = sent
+        self._peers = [node for node in range(topology.nodes) if node != topology.node]
         #: The stream that the output is allocated on, and filled with the own shard.
         self._copy_in: Any = None
 
@@ -202,12 +203,15 @@ class CachedAllGather(AllGather):
             if self._guard is not None:
                 self._guard.remember(self._unit, own)
             told = sent.write(own)
-            self._ledger.add("inter_node", phase, (topology.nodes - 1) * told.nbytes)
-            peers = [peer for peer in range(topology.nodes) if peer != topology.node]
+            self._ledger.add("inter_node", phase, len(self._peers) * told.nbytes)
             most = message.most_bytes(own)
-            arriving = {peer: torch.empty(most, dtype=torch.uint8, device="cpu") for peer in peers}
+            arriving = {
+                peer: torch.empty(most, dtype=torch.uint8, device="cpu") for peer in self._peers
+            }
             with topology.failures.waiting():
-                works = swap([*arriving.items()], [(peer, told) for peer in peers], topology.inter)
+                works = swap(
+                    [*arriving.items()], [(peer, told) for peer in self._peers], topology.inter
+                )
         watch = Watch(works)
         yield [watch]
         all_whole = all(map(message.is_whole, (told, *arriving.values())))
@@ -248,15 +252,13 @@ class CachedAllGather(AllGather):
             if self._guard is not None:  # before a codec rounds the own shard
                 self._guard.remember(self._unit, own)
             sent = self._encode(own)
-            nodes, node = self._topology.nodes, self._topology.node
-            self._ledger.add("inter_node", phase, (nodes - 1) * sent.nbytes)
+            self._ledger.add("inter_node", phase, len(self._peers) * sent.nbytes)
             with self._topology.failures.waiting():
                 if self._streams.on_host:
                     rows = self._rows(received, sent)
-                    peers = [peer for peer in range(nodes) if peer != node]
                     return rows, swap(
-                        [(peer, rows[peer]) for peer in peers],
-                        [(peer, sent) for peer in peers],
+                        [(peer, rows[peer]) for peer in self._peers],
+                        [(peer, sent) for peer in self._peers],
                         self._topology.inter,
                     )
                 arriving, sent = self._table(received, sent)

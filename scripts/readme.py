@@ -21,7 +21,7 @@ from analysis.compare.audit import Finding, audit
 from analysis.load.table import latest, load
 from experiments.records.cell import Cell
 from experiments.records.record import Record
-from experiments.records.repeats import within_spread
+from experiments.records.repeats import pooled, within_spread
 from experiments.records.variants import ranked
 from experiments.terminal import variants_table
 from experiments.terminal.summary_table import summary
@@ -48,12 +48,19 @@ _HEAD = (
 
 #: The marked places of each page, and what is written there.
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"result": lambda: _result(load(_records("reference")))},
+    "README.md": {
+        "result": lambda: _result(load(_records("reference"))),
+        "differences": lambda: _in_a_sentence(_on_the_slow_link(_records("delta"))),
+    },
+    "docs/differences.md": {
+        "slow-link": lambda: _beside_the_first(_on_the_slow_link(_records("delta"))),
+    },
     "docs/quickstart.md": {"quickstart": lambda: _printed("quickstart")},
     "docs/planning.md": {"plan": lambda: _answered(_PLAN)},
     "docs/measurements.md": {
         "reference": lambda: _condensed(load(_records("reference"))),
         "unshaped": lambda: _condensed(load(_records("unshaped"))),
+        "unshaped-repeated": lambda: _condensed(pooled(load(_records("unshaped-repeated")))),
         "link-bound": lambda: _bound_by_the_link(load(_records("link-bound"))),
         "slow-link": lambda: _kept(load(_records("slow-link"))),
         "paper-emulated": lambda: _speeds(load(_records("paper-emulated"))),
@@ -156,6 +163,46 @@ def _kept(records: Sequence[Record]) -> str:
         ]
         lines.append(f"| {' | '.join(columns)} |")
     return "\n".join([*lines, "", _trained_share(records)])
+
+
+def _on_the_slow_link(file: Path) -> list[Record]:
+    """The cells that ran on a limited link with the most micro-batches, the slowest first."""
+    limited = [r for r in load(file) if r.tokens_per_s and r.cell.inter_bandwidth_bits_per_s]
+    most = max(record.cell.accumulation for record in limited)
+    found = [record for record in limited if record.cell.accumulation == most]
+    return sorted(found, key=lambda record: record.tokens_per_s or 0.0)
+
+
+def _beside_the_first(records: Sequence[Record]) -> str:
+    """How much faster than the first each is, as Markdown."""
+    first = records[0]
+    lines = [
+        f"| On {format_link(first.cell.inter_bandwidth_bits_per_s)}, "
+        f"k = {first.cell.accumulation} | tokens/s | over {first.cell.subject} | MB/step |",
+        "|---|--:|--:|--:|",
+    ]
+    for record in records:
+        columns = [
+            record.cell.subject,
+            text.number(record.tokens_per_s),
+            text.times(_faster(record, first)),
+            text.number(_megabytes(record)),
+        ]
+        lines.append(f"| {' | '.join(columns)} |")
+    return "\n".join(lines)
+
+
+def _in_a_sentence(records: Sequence[Record]) -> str:
+    """The same of DeepSpeed's ZeRO-3, FCDP, its differences, and those with reductions in int8."""
+    zero3, plain, told, rounded = records
+    by = [text.times(_faster(record, zero3)) for record in (plain, told, rounded)]
+    link, count = format_link(zero3.cell.inter_bandwidth_bits_per_s), zero3.cell.accumulation
+    return (
+        f"Fine-tuned in full and in bf16 at {link} with k = {count}, the same model trains "
+        f"{by[0]} as fast with FCDP as with DeepSpeed's\nZeRO-3, {by[1]} where gathers tell "
+        f"lossless [differences](docs/differences.md), and {by[2]} with reductions in int8 too\n"
+        "([records](results/delta/records.jsonl))."
+    )
 
 
 def _bound_by_the_link(records: Sequence[Record]) -> str:

@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
-from baselines.registry import find
 from simulation.emulated import Constants, emulated
 from simulation.hardware import Hardware
-from simulation.least_squares import not_negative
 from simulation.step.placement import place
 from simulation.step.schedule import Step
 from simulation.units import layout
@@ -38,7 +37,7 @@ def calibrate(steps: Sequence[MeasuredStep]) -> Constants:
     constants. Raises ``ValueError`` if there are fewer steps without a limit than constants.
     """
     free = [step for step in steps if math.isinf(step.hardware.inter_bytes_per_s)]
-    engines = sorted({find(step.workload.strategy).engine for step in free})
+    engines = sorted({step.workload.engine for step in free})
     units = _single_costs(engines)
     if len(free) < len(units):
         raise ValueError(
@@ -79,3 +78,18 @@ def _busy(step: MeasuredStep, constants: Constants) -> float:
     placement = place(workload, schedule, units, hardware)
     tasks = Step(workload, schedule, units, placement, hardware).build().tasks
     return sum(task.demands.get("compute", 0.0) for task in tasks)
+
+
+def not_negative(features: NDArray[np.float64], target: NDArray[np.float64]) -> list[float]:
+    """Fit by least squares; what would be negative is nought, and the rest is fitted again."""
+    scale = np.abs(features).max(axis=0)
+    scale[scale == 0] = 1
+    kept = np.arange(features.shape[1])
+    while True:
+        solution, *_ = np.linalg.lstsq(features[:, kept] / scale[kept], target, rcond=None)
+        if (solution >= 0).all():
+            break
+        kept = kept[solution >= 0]
+    found = np.zeros(features.shape[1])
+    found[kept] = solution / scale[kept]
+    return [float(value) for value in found]

@@ -6,6 +6,7 @@ reached, a CPU's optimizer) has defaults that are marked as ours: measure them, 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -95,6 +96,33 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
         )
     }
 )
+
+
+#: What the driver calls them; the first that is found counts.
+_DRIVERS_NAMES = {
+    "a100-80gb": r"A100.*80GB",
+    "a100-40gb": r"A100",
+    "h100-pcie": r"H100 PCIe",
+    "h100-sxm": r"H100",
+    "h200": r"H200",
+    "b200": r"B200",
+    "l40s": r"L40S",
+    "l4": r"L4$",
+    "rtx4090": r"RTX 4090$",
+    "a40": r"A40$",
+    "a10g": r"A10G",
+    "a10": r"A10$",
+    "v100-32gb": r"V100.*32GB",
+    "v100-16gb": r"V100.*16GB",
+}
+
+
+def gpu_of(model: str) -> Gpu | None:
+    """The GPU that the driver calls ``model`` (``NVIDIA H200``); ``None`` for an unknown one."""
+    for name, pattern in _DRIVERS_NAMES.items():
+        if re.search(pattern, model):
+            return GPUS[name]
+    return None
 
 
 def gpu(name: str) -> Gpu:

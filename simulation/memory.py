@@ -17,6 +17,8 @@ from simulation.workload import Workload
 
 _MASTER_BYTES = 4
 _MOMENTS_BYTES = 8
+#: Of workers that step apart: what a round began with, the outer momentum and what is exchanged.
+_OUTER_BYTES = 12
 #: While foreach AdamW steps: the roots of second moments, of all parameters that it is given.
 _STEP_BYTES = 4
 #: DeepSpeed's ``sub_group_size``: elements of a rank that it gives AdamW at a time, with gradients
@@ -129,6 +131,7 @@ def footprint(
         ("gradients", gradients, "device" if on_device else "host"),
         ("optimizer states", states, schedule.optimizer),
         ("optimizer step", step, "device" if on_device else "host"),
+        ("outer state", _OUTER_BYTES * stepped if schedule.averages else 0.0, workload.outer_on),
     ):
         places[place][name] = nbytes * (1 if place == "device" else ranks)
     largest_slice = (nodes - 1) / nodes * element * units.largest / ranks

@@ -8,7 +8,7 @@ from typing import Literal
 
 from simulation import transformer as shapes
 from simulation.emulated import PAYLOAD_SHARE
-from simulation.hardware import Hardware
+from simulation.hardware import Gpu, Hardware
 from simulation.memory import Footprint, footprint
 from simulation.step.events import Timeline, simulate
 from simulation.step.placement import place
@@ -75,15 +75,18 @@ def utilisations(
 
     ``tokens_per_gpu_s`` are tokens per second and GPU.
     """
-    length, lora, peak = workload.sequence_length, workload.lora, hardware.device.peak_flops
-    model_flops = shapes.model_flops(workload.model, length, lora)
+    length, lora, gpu = workload.sequence_length, workload.lora, hardware.device
     # Selective checkpointing computes no product again.
     again = workload.recomputed if workload.checkpointing == "full" else 0.0
     all_flops = shapes.hardware_flops(workload.model, length, lora, again)
-    return (
-        shapes.utilisation(model_flops, tokens_per_gpu_s, peak),
-        shapes.utilisation(all_flops, tokens_per_gpu_s, peak),
-    )
+    hfu = shapes.utilisation(all_flops, tokens_per_gpu_s, gpu.peak_flops)
+    return model_utilisation(workload, gpu, tokens_per_gpu_s), hfu
+
+
+def model_utilisation(workload: Workload, gpu: Gpu, tokens_per_gpu_s: float) -> float:
+    """Share of the GPU's peak that the model's own operations take: MFU."""
+    flops = shapes.model_flops(workload.model, workload.sequence_length, workload.lora)
+    return shapes.utilisation(flops, tokens_per_gpu_s, gpu.peak_flops)
 
 
 def predict(workload: Workload, hardware: Hardware) -> Prediction:

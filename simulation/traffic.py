@@ -22,8 +22,8 @@ class Traffic:
     #: Bytes inside a node, of all its ranks together and of the rank that sends most.
     intra_node_bytes: float = 0.0
     intra_rank_bytes: float = 0.0
-    inter_messages: int = 0
-    intra_messages: int = 0
+    inter_messages: float = 0
+    intra_messages: float = 0
 
     def __add__(self, other: Traffic) -> Traffic:
         """The traffic of two exchanges, one after the other."""
@@ -33,6 +33,16 @@ class Traffic:
             self.intra_rank_bytes + other.intra_rank_bytes,
             self.inter_messages + other.inter_messages,
             self.intra_messages + other.intra_messages,
+        )
+
+    def __truediv__(self, steps: int) -> Traffic:
+        """What falls to each of so many steps, which have one such exchange together."""
+        return Traffic(
+            self.inter_node_bytes / steps,
+            self.intra_node_bytes / steps,
+            self.intra_rank_bytes / steps,
+            self.inter_messages / steps,
+            self.intra_messages / steps,
         )
 
     def latency_seconds(self, hardware: Hardware) -> float:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from baselines.registry import schedule_of
-from baselines.schedule import Schedule
-from baselines.settings import Exchanges
+from baselines.registry import find, schedule_of
+from baselines.schedule import Schedule, by_node
+from baselines.settings import Exchanges, OuterPlace
 from simulation import checks
 from simulation.transformer import Lora, Transformer
 
@@ -56,6 +56,10 @@ class Workload:
     reduce_codec: str = "none"
     adapters: str = "sharded"
     exchanges: Exchanges = "hierarchical"
+    #: Of workers that step apart: steps per round, what a worker is, where the outer state lies.
+    interval: int = 12
+    worker: str = "rank"
+    outer_on: OuterPlace = "device"
     #: AdamW's, on which the size of differences depends (``gather_codec`` ``delta``).
     learning_rate: float = 1e-5
 
@@ -64,6 +68,7 @@ class Workload:
             sequence_length=self.sequence_length,
             micro_batch=self.micro_batch,
             accumulation=self.accumulation,
+            interval=self.interval,
         )
         checks.share(recomputed=self.recomputed)
         if self.element_bytes not in _ELEMENT_BYTES:
@@ -76,6 +81,7 @@ class Workload:
             ("checkpointing", Checkpointing),
             ("frozen_dtype", FrozenDtype),
             ("reduce_dtype", ReduceDtype),
+            ("outer_on", OuterPlace),
         ):
             value = getattr(self, name)
             if value not in get_args(kind):
@@ -87,7 +93,22 @@ class Workload:
 
         Raises ``ValueError`` for a strategy that does not exist or is not simulated.
         """
-        return schedule_of(self.strategy).exchanging(self.exchanges)
+        schedule = schedule_of(self.strategy).exchanging(self.exchanges)
+        if schedule.averages is None or self.worker == "rank":
+            return schedule
+        if self.worker != "node":
+            raise ValueError(
+                f"worker = {self.worker!r}: workers of several nodes are not simulated; allowed "
+                "are rank and node"
+            )
+        return by_node(schedule)
+
+    @property
+    def engine(self) -> str:
+        """Whose hooks and calls a step has: of workers that step apart, what trains one."""
+        if self.schedule.averages is None:
+            return find(self.strategy).engine
+        return "ddp" if self.worker == "rank" else "fsdp2"
 
     @property
     def frozen(self) -> int:

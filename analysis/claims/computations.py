@@ -44,6 +44,11 @@ class Selection(Strict):
     micro_batch: Annotated[int, Field(ge=1)] | Literal["any"] | None = None
     accumulation: int | None = Field(default=None, ge=1)
     policy: str | None = None
+    #: Of workers that train apart: steps per round, and the penalty for the staleness gap.
+    interval: int | None = Field(default=None, ge=1)
+    penalty: str | None = None
+    #: Of Cyclic Data Parallelism: ``v1`` or ``v2``.
+    rule: str | None = None
     #: Of a study of memory: whether blocks are computed again in backward.
     checkpointing: bool | None = None
 

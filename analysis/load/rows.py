@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -19,14 +20,15 @@ _Columns = Mapping[str, Any]
 #: Bytes are those of a step. The first line's leave the busiest node, by the kernel's counters or
 #: the simulator; the second line's are the strategy's own count, its ledger. The fourth line's are
 #: of cyclic strategies: the slot that sends most over all that is trained, in float32; what is kept
-#: in the fullest slot over all micro-batches at once, and over the emptiest slot. The last two
-#: lines' are of the bound of memory and bandwidth: itself, and what changing one thing multiplies
-#: it by.
+#: in the fullest slot over all micro-batches at once, and over the emptiest slot. The fifth has
+#: held-out examples after the last step. The last two lines are of the bound of memory and
+#: bandwidth: itself, and what changing one thing multiplies it by.
 Quantity = Literal[
     "tokens_per_s", "inter_node_bytes", "inter_node_bytes_over_least", "all_nodes_bytes",
     "gather_bytes", "backward_gather_bytes", "all_nodes_forward_bytes", "all_nodes_backward_bytes",
     "peak_device_bytes", "host_cache_share", "largest_micro_batch",
     "largest_slot_share", "activation_share", "activation_spread",
+    "held_out_perplexity", "held_out_accuracy",
     "hfu_bound", "parameters_over_named", "gain_of_bandwidth", "gain_of_free_memory",
     "gain_of_length", "gain_of_length_in_tokens",
 ]  # fmt: skip
@@ -89,6 +91,10 @@ def _times(value: float | None, factor: float) -> float | None:
     return None if value is None else value * factor
 
 
+def _exponential(value: float | None) -> float | None:
+    return None if value is None else math.exp(value)
+
+
 def _over(value: float | None, whole: float | None) -> float | None:
     return value / whole if value is not None and whole else None
 
@@ -139,4 +145,6 @@ _QUANTITIES: dict[Quantity, Callable[[_Columns], float | None]] = {
     "largest_slot_share": _largest_slot_share,
     "activation_share": _activation_share,
     "activation_spread": _activation_spread,
+    "held_out_perplexity": lambda c: _exponential(c["held_out_loss"]),
+    "held_out_accuracy": lambda c: c["held_out_accuracy"],
 }

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 
 import fcdp
+from baselines.settings import DIFFERENCES
 
 _KINDS: dict[str, Callable[..., fcdp.Codec]] = {"int8": fcdp.BlockInt8, "int4": fcdp.BlockInt4}
 _CALL = re.compile(r"(int8|int4)(?:\((\d+)\))?")
@@ -16,7 +17,7 @@ def gather(text: str) -> fcdp.Codec | fcdp.Delta | None:
 
     ``delta`` tells them where that pays, ``delta(always)`` always.
     """
-    if text in ("delta", "delta(always)"):
+    if text in DIFFERENCES:
         return fcdp.Delta("always" if "always" in text else "pays")
     try:
         return parse(text)

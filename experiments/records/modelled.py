@@ -12,7 +12,8 @@ from experiments.records.workload import ConfiguredModel, ImageModel, OwnModel
 from simulation import hugging_face
 from simulation.calibration import MeasuredStep
 from simulation.emulated import emulated
-from simulation.hardware import GB, Hardware, cluster
+from simulation.hardware import GB, Hardware, cluster, gpu_of
+from simulation.prediction import model_utilisation
 from simulation.transformer import ATTENTION, Transformer
 from simulation.workload import Workload
 
@@ -89,6 +90,24 @@ def hardware_of(spec: AnyCluster, inter_bits_per_s: float | None) -> Hardware:
 def cluster_of(cell: Cell) -> Hardware:
     """What a simulation assumes of the cluster that the cell runs on."""
     return hardware_of(cell.cluster, cell.inter_bandwidth_bits_per_s)
+
+
+def measured_mfu(record: Record) -> float | None:
+    """Model FLOPS utilisation of a cell that ran on GPUs, of their data sheet's bf16 peak.
+
+    ``None`` where no such peak is known: on CPUs, on other GPUs or unlike ones, in fp32, and of
+    models whose operations are not counted.
+    """
+    models, speed = str(record.hardware.get("gpu", "")).split(", "), record.tokens_per_s
+    gpu = gpu_of(models[0]) if len(models) == 1 else None
+    if gpu is None or speed is None or record.cell.dtype != "bfloat16":
+        return None
+    try:
+        workload = workload_of(record.cell)
+    except ValueError:
+        return None
+    ranks = record.cell.cluster.nodes * record.cell.cluster.ranks_per_node
+    return model_utilisation(workload, gpu, speed / ranks)
 
 
 def measured_step(record: Record, hardware: Hardware) -> MeasuredStep | None:

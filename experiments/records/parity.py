@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baselines import registry
+from baselines.settings import DIFFERENCES
 from experiments.records import settings
 from experiments.records.cell import Cell
 from experiments.records.record import Record
@@ -144,13 +145,12 @@ def _adds_in_one_order(cell: Cell) -> bool:
 
 #: Settings of what crosses nodes.
 _CODECS = ("gather_codec", "reduce_codec")
-_LOSSLESS = ("delta", "delta(always)")
 
 
 def _quantised(cell: Cell) -> bool:
     bounded = registry.find(cell.strategy).numerics == "bounded"
     return bounded or any(
-        getattr(cell.settings, name, "none") not in ("none", *_LOSSLESS) for name in _CODECS
+        getattr(cell.settings, name, "none") not in ("none", *DIFFERENCES) for name in _CODECS
     )
 
 

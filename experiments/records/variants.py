@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from experiments.records.modelled import measured_mfu
 from experiments.records.record import Cached, Record
 from experiments.records.repeats import middle_half, within_spread
 
@@ -86,9 +87,11 @@ class Variant:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPS utilisation, where a peak is known: in simulations."""
+        """Model FLOPS utilisation, where a peak is known: in simulations, and on known GPUs."""
         measured = self.record.measurement
-        return measured.simulation.mfu if measured and measured.simulation else None
+        if measured and measured.simulation:
+            return measured.simulation.mfu
+        return measured_mfu(self.record)
 
 
 def ranked(comparison: Sequence[Record]) -> list[Variant]:

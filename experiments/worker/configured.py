@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn as nn
 
 from experiments.records.cell import Cell
 from experiments.records.workload import ConfiguredModel, OwnModel
-from experiments.worker import functions
 from fcdp.blocks import find_blocks
 
 
@@ -52,7 +52,7 @@ def own(spec: OwnModel, cell: Cell) -> tuple[nn.Module, Sequence[nn.Module]]:
     else. What it raises itself passes through.
     """
     where = cell.origin.key("model", "function")
-    made = functions.find(spec.function, where)(cell.sequence_length)
+    made = find_function(spec.function, where)(cell.sequence_length)
     if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
         raise ValueError(
             f"{where}: {spec.function} returned a {type(made).__name__}; it must return a tuple of "
@@ -132,3 +132,21 @@ def _blocks(model: nn.Module, where: str) -> list[nn.Module]:
         return find_blocks(model)
     except ValueError as error:
         raise ValueError(f"{where}: {str(error).removeprefix('units: ')}") from error
+
+
+def find_function(name: str, where: str) -> Callable[..., Any]:
+    """The function "package.module:function" that the matrix file names at ``where``.
+
+    Raises ``ValueError`` where there is none.
+    """
+    module, _, function = name.partition(":")
+    try:
+        found: Any = getattr(importlib.import_module(module), function, None)
+    except ImportError as error:
+        raise ValueError(
+            f"{where}: {module} cannot be imported: {error}; each node imports it from the folder "
+            "that ranks start in, this repository's, or from installed packages"
+        ) from error
+    if not callable(found):
+        raise ValueError(f"{where}: {module} has no function {function!r}")
+    return cast(Callable[..., Any], found)

@@ -14,7 +14,7 @@ import torch.nn as nn
 from baselines.strategy import Loss, causal_loss
 from experiments.records.cell import Cell
 from experiments.records.workload import Images
-from experiments.worker import configured, data, functions, text
+from experiments.worker import configured, data, text
 from fcdp import Topology
 
 
@@ -81,4 +81,4 @@ class TextWorkload:
 def _loss(cell: Cell) -> Loss:
     if cell.loss == Cell.model_fields["loss"].default:
         return causal_loss
-    return functions.find(cell.loss, cell.origin.key("loss"))
+    return configured.find_function(cell.loss, cell.origin.key("loss"))

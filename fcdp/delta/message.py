@@ -53,8 +53,10 @@ def write(new: torch.Tensor, base: torch.Tensor, version: int) -> torch.Tensor:
     return torch.cat([*parts, difference.encode(now, before)])
 
 
-def read(message: torch.Tensor, row: torch.Tensor, version: int) -> None:
+def read(message: torch.Tensor, row: torch.Tensor, version: int) -> bool:
     """Turn ``row`` (n, contiguous), which is ``version``, to what ``message`` leads to.
+
+    Returns whether that was told as a difference.
 
     ``message`` (uint8) may be longer than what was written. Raises ``ValueError`` for one that
     leads from another version, and for one that was damaged.
@@ -63,7 +65,7 @@ def read(message: torch.Tensor, row: torch.Tensor, version: int) -> None:
     if base == _WHOLE:
         _check_length(message, row.nbytes)
         row.copy_(message[_PREAMBLE_BYTES : _PREAMBLE_BYTES + row.nbytes].view(row.dtype))
-        return
+        return False
     if base != version:
         raise ValueError(f"a difference from version {base} of a shard, of which {version} is here")
     words, rest = row.view(torch.int16), message[_PREAMBLE_BYTES:]
@@ -78,6 +80,7 @@ def read(message: torch.Tensor, row: torch.Tensor, version: int) -> None:
         difference.apply(rest, words)
     if int(checksum(row)) != told:
         raise ValueError("a difference between versions of a shard: leads to another checksum")
+    return True
 
 
 def _preamble(message: torch.Tensor) -> list[int]:

@@ -45,7 +45,7 @@ class Sent:
         """The message (uint8) that leads from what the other nodes hold to ``own`` (s)."""
         assert self.usable, self._entry.unit.name
         assert self._memory is not None
-        self._version = 0  # whoever interrupts the exchange leaves nodes with different versions
+        self.forget()  # whoever interrupts the exchange leaves nodes with different versions
         economy = self._economy
         # What a difference takes changes with the learning rate: it is measured anew at times.
         ratio = 0.0 if self._whole >= _MEASURED_AFTER else self._ratio
@@ -67,13 +67,13 @@ class Sent:
         """
         begun = time.perf_counter()
         try:
-            message.read(arrived, row, self._entry.offered)
+            difference = message.read(arrived, row, self._entry.offered)
         except ValueError as error:
             raise RuntimeError(
                 f"{self._entry.unit.name}: {error}; nothing was computed with it: go on from the "
                 "last checkpoint"
             ) from error
-        if not message.is_whole(arrived):
+        if difference:
             self._economy.applied.add((time.perf_counter() - begun) / max(1, row.nbytes))
 
     def saw_whole(self, watch: Watch, own: torch.Tensor) -> None:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from simulation.calibration import not_negative
 from simulation.compute.measured import Run
 from simulation.hardware import Gpu
-from simulation.least_squares import not_negative
 from simulation.rates import Rates, scale
 from simulation.step.optimizer import ADAM_BYTES
 from simulation.work import token_work

@@ -64,8 +64,8 @@ def plan(request: Request) -> Plan | None:
             found[verdict.strategy] = verdict.best
     if not found:
         return None
-    # What quantises does not train the same: it is taken only where nothing else fits.
-    exact = {name: option for name, option in found.items() if not quantises(name)} or found
+    # What does not train the same is taken only where nothing else fits.
+    exact = {name: option for name, option in found.items() if not differs(name)} or found
     ties = _tied(exact)
     strategy = min(ties, key=lambda name: _plainness(find(name)))
     by_name = {verdict.strategy: verdict for verdict in verdicts}
@@ -73,10 +73,9 @@ def plan(request: Request) -> Plan | None:
     return Plan(request, tuple(verdicts), strategy, found[strategy], reason)
 
 
-def quantises(strategy: str) -> bool:
-    """Whether what crosses nodes is rounded, so that results are not those of FSDP2."""
-    schedule = schedule_of(strategy)
-    return schedule.gather_codec is not None or schedule.reduce_codec is not None
+def differs(strategy: str) -> bool:
+    """Whether results are not FSDP2's: what crosses nodes is rounded, or workers step apart."""
+    return find(strategy).numerics != "exact"
 
 
 def replicates(strategy: str) -> bool:

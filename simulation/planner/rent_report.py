@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from simulation import goodput
-from simulation.planner.plan import quantises
+from simulation.planner.plan import differs
 from simulation.planner.rent import MOST, Market, Offer
 from simulation.planner.report import EVIDENCE
 from simulation.planner.request import Request
@@ -88,7 +88,7 @@ def row(offer: Offer) -> dict[str, Any]:
         "price": "spot" if offer.spot else "list",
         "usd_per_hour": offer.price,
         "strategy": offer.plan.strategy,
-        "exact": not quantises(offer.plan.strategy),
+        "exact": not differs(offer.plan.strategy),
         "sequence_length": option.workload.sequence_length,
         "micro_batch": option.workload.micro_batch,
         "tokens_per_s": option.tokens_per_s,

@@ -10,7 +10,7 @@ from baselines.registry import find
 from simulation import goodput
 from simulation.planner import ranges
 from simulation.planner.option import Option
-from simulation.planner.plan import Plan, quantises, replicates
+from simulation.planner.plan import Plan, differs, replicates
 from simulation.planner.refusal import lacking
 from simulation.planner.request import Request
 from simulation.planner.search import Verdict, fits
@@ -231,7 +231,7 @@ def _verdict(plan: Plan, verdict: Verdict) -> dict[str, Any]:
     return {
         "strategy": verdict.strategy,
         "fits": best is not None,
-        "exact": not quantises(verdict.strategy),
+        "exact": not differs(verdict.strategy),
         "engine": find(verdict.strategy).engine,
         "largest_micro_batch": verdict.largest_micro_batch,
         "lacks_device_bytes": 0.0 if best else verdict.shortfall.device_bytes,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from baselines import registry
 from baselines.schedule import Schedule
+from baselines.settings import DIFFERENCES
 from simulation import differences
 from simulation import traffic as collectives
 from simulation.encoding import encoded_bytes
@@ -62,8 +63,9 @@ class Exchanges:
         nodes, ranks = self._nodes, self._ranks
         nbytes = float(trained * self.workload.reduced_bytes)
         if self.schedule.shards == "rank":
-            return [collectives.flat_all_reduce(nbytes, nodes, ranks)] if last else []
-        if nodes == 1:
+            crosses = last and self.schedule.averages is None
+            return [collectives.flat_all_reduce(nbytes, nodes, ranks)] if crosses else []
+        if nodes == 1 or self.schedule.averages is not None:
             return [self._intra_node(nbytes)]
         if self.schedule.shards == "node":
             both_ways = collectives.inter_node(nbytes, nodes)
@@ -84,6 +86,16 @@ class Exchanges:
         if self.schedule.hierarchical:
             return [collectives.hierarchical_all_reduce(nbytes, self._nodes, self._ranks)]
         return [collectives.flat_all_reduce(nbytes, self._nodes, self._ranks)]
+
+    def average(self) -> Traffic:
+        """A step's share of a round's all-reduce of displacements, which are fp32."""
+        nbytes = 4.0 * self.workload.trained
+        if self.schedule.shards == "rank":
+            whole = collectives.flat_all_reduce(nbytes, self._nodes, self._ranks)
+        else:  # between ranks with the same part of a worker
+            half = collectives.inter_node(nbytes, self._nodes)
+            whole = half + half
+        return whole / self.workload.interval
 
     def shard_bytes(self, unit: Unit) -> float:
         """Bytes of a rank's shard on the host or the disk; FSDP2 copies fp32 and casts then."""
@@ -141,7 +153,7 @@ class Exchanges:
         """Bytes of the parameters while they travel; codecs encode shards, padding included."""
         if codec == "none":
             return float(parameters * self.workload.element_bytes)
-        if codec.startswith("delta"):
+        if codec in DIFFERENCES:
             rate = self.workload.learning_rate
             return parameters * differences.bits(rate, self.workload.element_bytes) / 8
         world = self.hardware.world_size

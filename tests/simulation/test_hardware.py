@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from simulation import hardware
-from simulation.hardware import GPUS, cluster, gpu
+from simulation.hardware import GPUS, cluster, gpu, gpu_of
 from tests.simulation.workloads import paper_cluster
 
 
@@ -64,3 +64,30 @@ def test_ranks_that_share_a_device_share_its_rate() -> None:
 def test_a_link_without_limit() -> None:
     assert paper_cluster().with_inter_bandwidth(None).inter_bytes_per_s == math.inf
     assert paper_cluster().with_inter_bandwidth(8e9).inter_bytes_per_s == 1e9
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA A100 80GB PCIe", "a100-80gb"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A10G", "a10g"),
+        ("NVIDIA A10", "a10"),
+        ("NVIDIA A40", "a40"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("Tesla V100-SXM2-16GB", "v100-16gb"),
+    ],
+)
+def test_gpus_are_known_by_what_the_driver_calls_them(model: str, name: str) -> None:
+    assert gpu_of(model) is gpu(name)
+
+
+@pytest.mark.parametrize("model", ["", "NVIDIA L40", "NVIDIA GeForce RTX 4090 Laptop GPU"])
+def test_no_other_gpu_stands_in_for_one_that_is_not_known(model: str) -> None:
+    assert gpu_of(model) is None

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from experiments.records.modelled import workload_of
 from experiments.records.record import Cached, Machine, Record
 from experiments.records.variants import ranked, reference
 from experiments.terminal import variants_table
 from experiments.terminal.summary_table import summary
+from simulation.hardware import gpu
+from simulation.transformer import model_flops
 from tests.experiments.stand_in import cell, record
 from tests.experiments.terminal.test_progress import rendered
 
@@ -101,3 +106,26 @@ def test_the_table_says_that_the_machine_was_busy() -> None:
     found[1] = found[1].model_copy(update={"machine": busy})
     (said,) = (line for line in rendered(summary(found), width=200) if "busy" in line)
     assert said.startswith("the machine was busy: 57% of the processors' time taken by its host;")
+
+
+def test_mfu_is_that_of_the_data_sheets_peak() -> None:
+    of = cell(dtype="bfloat16")
+    on_gpus = record(of, step_seconds=[0.5]).model_copy(update={"hardware": {"gpu": "NVIDIA H200"}})
+    (variant,) = ranked([on_gpus])
+    model = workload_of(of)
+    flops = model_flops(model.model, of.sequence_length, model.lora) * of.tokens_per_step / 0.5
+    ranks = of.cluster.nodes * of.cluster.ranks_per_node
+    assert variant.mfu == pytest.approx(flops / ranks / gpu("h200").peak_flops)
+
+
+@pytest.mark.parametrize(
+    ("settings", "hardware"),
+    [
+        ({"dtype": "bfloat16"}, {"cpu": "a processor"}),
+        ({"dtype": "bfloat16"}, {"gpu": "NVIDIA A10, NVIDIA H200"}),
+        ({"dtype": "float32"}, {"gpu": "NVIDIA H200"}),
+    ],
+)
+def test_no_mfu_where_no_peak_is_known(settings: dict[str, Any], hardware: dict[str, str]) -> None:
+    ran = record(cell(**settings), step_seconds=[0.5]).model_copy(update={"hardware": hardware})
+    assert ranked([ran])[0].mfu is None

@@ -12,7 +12,7 @@ import torch.nn as nn
 
 from experiments.records.cell import Cell
 from experiments.records.workload import ConfiguredModel, Origin, OwnModel
-from experiments.worker import configured, functions, models
+from experiments.worker import configured, models
 from tests.experiments import families
 from tests.experiments.cells import cell
 
@@ -188,4 +188,4 @@ def test_a_module_that_is_not_on_this_node_names_the_key() -> None:
     with pytest.raises(
         ValueError, match=r"^mine\.yaml:9: workload\.loss: nowhere cannot be import"
     ):
-        functions.find("nowhere:loss", "mine.yaml:9: workload.loss")
+        configured.find_function("nowhere:loss", "mine.yaml:9: workload.loss")

@@ -12,7 +12,7 @@ from rich.console import Console
 from simulation.capacity import reported
 from simulation.compute.constants import with_rates
 from simulation.hardware import Hardware, cluster
-from simulation.planner.plan import Plan, plan, quantises
+from simulation.planner.plan import Plan, differs, plan
 from simulation.planner.ranges import tie
 from simulation.planner.report import table, titles
 from simulation.planner.request import Request
@@ -62,8 +62,9 @@ def test_what_quantises_is_shown_and_not_taken() -> None:
     made = found(gbit_s=5, strategies=("fsdp2", "qwz"))
     assert made.strategy == "fsdp2"
     assert made.verdicts[0].strategy == "qwz"
-    assert quantises("zeropp")
-    assert not quantises("fcdp")
+    assert differs("zeropp")
+    assert differs("local-sgd")
+    assert not differs("fcdp")
     assert found(gbit_s=5, strategies=("qwz",)).strategy == "qwz"
 
 
@@ -71,7 +72,7 @@ def test_the_choice_is_among_the_fastest_and_rows_are_in_order() -> None:
     made = found(gbit_s=25)
     rates = [v.best.tokens_per_s for v in made.verdicts if v.best is not None]
     assert rates == sorted(rates, reverse=True)
-    exact = [v.best for v in made.verdicts if v.best is not None and not quantises(v.strategy)]
+    exact = [v.best for v in made.verdicts if v.best is not None and not differs(v.strategy)]
     fastest = max(option.tokens_per_s for option in exact)
     assert made.option.tokens_per_s >= (1 - tie()) * fastest
     fits = [verdict.best is not None for verdict in made.verdicts]
@@ -196,3 +197,9 @@ def test_a_replica_that_fits_shorter_sequences_is_said() -> None:
     console = Console(width=200, record=True, file=StringIO())
     console.print(table(made))
     assert "on each device, but not with sequences of 2048 tokens" in console.export_text()
+
+
+def test_workers_that_step_apart_are_shown_and_not_taken() -> None:
+    made = found(model="llama-3-8b", gbit_s=1, lora_rank=8, strategies=("fsdp2", "local-sgd"))
+    assert made.verdicts[0].strategy == "local-sgd"
+    assert made.strategy == "fsdp2"
