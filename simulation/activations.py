@@ -23,19 +23,25 @@ def block_bytes(workload: Workload) -> float:
     each its own.
     """
     model, lora, element = workload.model, workload.lora, workload.element_bytes
-    width, inner = model.width, model.mlp_width
-    narrow = width * model.key_value_heads // model.heads
+    width, inner = model.width, model.inner
+    queries, narrow = model.attention_width, model.narrow
     fused = workload.kernels == "fused"
     inputs = 0
     if lora is not None and workload.adapters == "replicated" and element < _FP32:
-        inputs = (_FP32 * len(lora.targets) - element) * width
+        adapted = [matrix for matrix in model.matrices if matrix.name in lora.targets]
+        inputs = _FP32 * sum(matrix.inputs for matrix in adapted) - element * width
     inputs += _scores(workload)
+    if model.experts > 1:  # a token's copies on the way to its experts
+        inputs += element * model.active_experts * width
+    if lora is not None and len(lora.targets) > len(model.attention_lora(lora.rank).targets):
+        inputs += element * lora.rank * len(lora.targets)
+        lora = None  # adapters on all matrices need all inputs, as matrices that are trained do
     if model.family == "gpt2":
         if lora is None:
             return inputs + element * (8 * width + (2 if fused else 5) * inner)
         return inputs + element * (7 * width + (1 if fused else 4) * inner)
     norms = 2 * (element if fused else _FP32) * width
-    attention = element * (3 * width + 2 * narrow)
+    attention = element * (width + 2 * queries + 2 * narrow)
     if lora is None:
         return inputs + norms + attention + element * (3 * width + (3 if fused else 4) * inner)
     return inputs + norms + attention + element * (2 if fused else 3) * inner
@@ -50,7 +56,7 @@ def kept_bytes(workload: Workload) -> float:
     width = model.width
     if workload.checkpointing == "full":
         return workload.element_bytes * width
-    given = sum(matrix.outputs for matrix in model.matrices) + width
+    given = sum(matrix.active * matrix.outputs for matrix in model.matrices) + width
     return workload.element_bytes * (width + given) + _scores(workload)
 
 

@@ -28,6 +28,13 @@ LINK_EFFICIENCY = 0.8
 MATMUL_EFFICIENCY = 0.5
 
 
+#: Seconds of a message between nodes by fabric, as NCCL exchanges it: ours. With them a link has
+#: half of its rate at messages of latency × rate bytes, and all of it at long ones.
+FABRICS: Mapping[str, float] = MappingProxyType(
+    {"tcp": 50e-6, "roce": 10e-6, "infiniband": 6e-6, "unknown": 15e-6}
+)
+
+
 @dataclass(frozen=True)
 class Gpu:
     """One accelerator, by its data sheet."""
@@ -242,6 +249,21 @@ class Hardware:
     def usable_device_bytes(self) -> float:
         """Device memory of a rank without the reserve."""
         return self.device.memory_bytes - self.device_reserve_bytes
+
+    def over(self, fabric: str, oversubscription: float) -> Hardware:
+        """The same cluster over this fabric, of whose bandwidth nodes share so many times as much.
+
+        Raises ``ValueError`` for a fabric that is not known, and for a factor below 1.
+        """
+        if fabric not in FABRICS:
+            raise ValueError(f"fabric = {fabric!r}: allowed are {', '.join(FABRICS)}")
+        if not 1 <= oversubscription < float("inf"):
+            raise ValueError(f"oversubscription = {oversubscription!r}: must be 1 or more")
+        return replace(
+            self,
+            inter_latency_seconds=FABRICS[fabric],
+            inter_bytes_per_s=self.inter_bytes_per_s / oversubscription,
+        )
 
     def with_inter_bandwidth(self, bits_per_s: float | None) -> Hardware:
         """The same cluster whose nodes send so many bits per second; ``None``: no limit."""

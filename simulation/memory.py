@@ -233,7 +233,7 @@ def _moments(
     kept = model.layers * (workload.recomputed * left_by + (1 - workload.recomputed) * block)
     again = block if workload.recomputed else 0.0
     # Gradients inside the MLP; where it is trained, its last matrix's input has gone by then.
-    inner = (2 if full else 3) * tokens * element * model.mlp_width
+    inner = (2 if full else 3) * tokens * element * model.inner
     # The last norm's input and, for the gradient of the output matrix, what it gives.
     output = (2 if full else 1) * entry + tokens * activations.loss_bytes(
         workload
@@ -244,7 +244,7 @@ def _moments(
     if schedule.replicates_small:
         root += element * units.replicated
     trained = max((unit.trained for unit in units.units if unit is not units.root), default=0)
-    reductions = float(element * (units.root.trained + 2 * trained))
+    reductions = float(workload.reduced_bytes * (units.root.trained + 2 * trained))
     # At backward's end: gradients of what is replicated, copied to bf16 and then put together; and
     # what FSDP2 has all-reduced across nodes, which it keeps until then.
     last = float(2 * element * units.replicated_trained)
@@ -290,7 +290,7 @@ def _cast(workload: Workload) -> int:
         return workload.parameters
     if workload.frozen_dtype == "bf16":
         return workload.trained
-    return workload.trained + max(matrix.weights for matrix in workload.model.matrices)
+    return workload.trained + max(matrix.size for matrix in workload.model.matrices)
 
 
 def _positive(parts: Mapping[str, float]) -> dict[str, float]:

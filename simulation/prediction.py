@@ -112,7 +112,7 @@ def predict(workload: Workload, hardware: Hardware) -> Prediction:
         tokens_per_s=per_gpu * hardware.world_size,
         mfu=mfu,
         hfu=hfu,
-        critical_path=tuple(timeline.tasks[index].name for index in timeline.critical_path()),
+        critical_path=tuple(timeline.tasks[index].name for index in timeline.critical_path),
         busy={
             name: used / timeline.seconds for name, used in sorted(timeline.busy_seconds().items())
         },

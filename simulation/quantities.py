@@ -16,6 +16,8 @@ _DECIMAL = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _RATE = re.compile(r"([kmgtKMGT]?)(bps|bits?/s|b/s|Bps|B/s)")
 _COUNT = re.compile(r"[kMBT]?")
 _COUNTS = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+_TIME = re.compile(r"[mhd]")
+_TIMES = {"m": 1 / 60, "h": 1.0, "d": 24.0}
 _LORA = re.compile(r"lora:(\d+)")
 #: A comma that is not inside brackets.
 _COMMA = re.compile(r",(?![^(]*\))")
@@ -117,6 +119,13 @@ def checkpointing(option: str, text: str) -> float | Literal["selective"]:
         return share(option, text)
     except ValueError:
         raise _mistake(option, text, "numbers from 0 to 1, and selective") from None
+
+
+def hours(option: str, text: str) -> float:
+    """Hours of a time: ``24h``, ``90m``, ``3d``."""
+    allowed = "a number above 0 and a unit, such as 24h, 90m or 3d"
+    number, suffix = _split(option, text, _TIME, allowed)
+    return float(number) * _TIMES[suffix[0]]
 
 
 def lora_rank(option: str, text: str) -> int:

@@ -13,7 +13,7 @@ def chrome_trace(prediction: Prediction) -> dict[str, Any]:
     """The step in the Trace Event Format: a row per stream, the critical path marked."""
     timeline = prediction.timeline
     streams = list(dict.fromkeys(task.stream for task in timeline.tasks))
-    critical = set(timeline.critical_path())
+    critical = set(timeline.critical_path)
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": stream}}
         for row, stream in enumerate(streams)

@@ -26,6 +26,10 @@ ATTENTION: Mapping[Family, tuple[str, ...]] = {
 }
 
 
+#: The matrix that says which experts a token passes; nobody adapts it.
+ROUTER = "router"
+
+
 @dataclass(frozen=True)
 class Matrix:
     """A weight of a block; ``bias`` has ``outputs`` elements where there is one."""
@@ -33,12 +37,25 @@ class Matrix:
     name: str
     inputs: int
     outputs: int
-    bias: bool
+    bias: bool = False
+    #: Experts that have one each, and those of them that a token passes.
+    experts: int = 1
+    active: int = 1
+
+    @property
+    def size(self) -> int:
+        """Elements of one expert's, without the bias."""
+        return self.inputs * self.outputs
 
     @property
     def weights(self) -> int:
-        """Elements without the bias."""
-        return self.inputs * self.outputs
+        """Elements of all experts': what is stored, sharded and gathered."""
+        return self.size * self.experts
+
+    @property
+    def active_weights(self) -> int:
+        """Elements that a token is multiplied with."""
+        return self.size * self.active
 
 
 #: A parameter's first dimension, which is what is sharded, and the elements of a row of it.
@@ -90,7 +107,10 @@ class ModelSpec(Strict):
 
 @dataclass(frozen=True, kw_only=True)
 class Transformer:
-    """A GPT-2 or Llama model. Raises ``ValueError`` naming the field for an impossible shape."""
+    """A decoder of GPT-2's kind (LayerNorm, GELU) or Llama's (RMSNorm, a gated MLP).
+
+    Raises ``ValueError`` naming the field for an impossible shape.
+    """
 
     name: str
     family: Family
@@ -104,6 +124,23 @@ class Transformer:
     key_value_heads: int
     #: Whether the output layer is the embedding.
     tied: bool
+    #: Width of one head of attention; none: ``width / heads``.
+    head_width: int | None = None
+    #: Matrices that have a bias, of Llama's kind.
+    biased: tuple[str, ...] = ()
+    #: Whether Q, K and V, and both of what is gated, are one matrix each (Phi-3).
+    joined: bool = False
+    #: Norms of a block, of Llama's kind, and elements of other vectors that it has.
+    norms: int = 2
+    vectors: tuple[int, ...] = ()
+    #: Experts of an MLP, and those that a token passes.
+    experts: int = 1
+    active_experts: int = 1
+    #: What was counted from modules in place of the above: a block's matrices, those of attention,
+    #: and what is outside of the blocks.
+    counted_matrices: tuple[Matrix, ...] = ()
+    counted_attention: tuple[str, ...] = ()
+    counted_root: tuple[Rows, ...] = ()
 
     def __post_init__(self) -> None:
         checks.counts(
@@ -113,8 +150,15 @@ class Transformer:
             vocabulary=self.vocabulary,
             mlp_width=self.mlp_width,
             key_value_heads=self.key_value_heads,
+            norms=self.norms,
+            experts=self.experts,
+            active_experts=self.active_experts,
         )
-        if self.width % self.heads:
+        if self.active_experts > self.experts:
+            raise ValueError(
+                f"active_experts = {self.active_experts}: must be at most experts = {self.experts}"
+            )
+        if self.head_width is None and self.width % self.heads:
             raise ValueError(f"width = {self.width}: must be a multiple of heads = {self.heads}")
         if self.heads % self.key_value_heads:
             raise ValueError(
@@ -139,9 +183,26 @@ class Transformer:
             tied=gpt2,
         )
 
+    @property
+    def attention_width(self) -> int:
+        """Elements of a token's queries, of all heads."""
+        return self.heads * (self.head_width or self.width // self.heads)
+
+    @property
+    def narrow(self) -> int:
+        """Elements of a token's keys, of all heads that have their own."""
+        return self.attention_width * self.key_value_heads // self.heads
+
+    @property
+    def inner(self) -> int:
+        """Elements of a token inside the MLP, of all experts that it passes."""
+        return self.mlp_width * self.active_experts
+
     @cached_property
     def matrices(self) -> tuple[Matrix, ...]:
         """The matrices of one block."""
+        if self.counted_matrices:
+            return self.counted_matrices
         width, inner = self.width, self.mlp_width
         if self.family == "gpt2":
             return (
@@ -150,31 +211,56 @@ class Transformer:
                 Matrix("mlp.c_fc", width, inner, True),
                 Matrix("mlp.c_proj", inner, width, True),
             )
-        narrow = width * self.key_value_heads // self.heads
+        queries, narrow = self.attention_width, self.narrow
+        shapes = [("q_proj", width, queries), ("k_proj", width, narrow), ("v_proj", width, narrow)]
+        gated = [("gate_proj", width, inner), ("up_proj", width, inner)]
+        if self.joined:
+            shapes = [("qkv_proj", width, queries + 2 * narrow)]
+            gated = [("gate_up_proj", width, 2 * inner)]
+        shapes.append(("o_proj", queries, width))
+        gated.append(("down_proj", inner, width))
         return (
-            Matrix("q_proj", width, width, False),
-            Matrix("k_proj", width, narrow, False),
-            Matrix("v_proj", width, narrow, False),
-            Matrix("o_proj", width, width, False),
-            Matrix("gate_proj", width, inner, False),
-            Matrix("up_proj", width, inner, False),
-            Matrix("down_proj", inner, width, False),
+            *(
+                Matrix(name, inputs, outputs, name in self.biased)
+                for name, inputs, outputs in shapes
+            ),
+            *([Matrix(ROUTER, width, self.experts)] if self.experts > 1 else []),
+            *(
+                Matrix(
+                    name,
+                    inputs,
+                    outputs,
+                    name in self.biased,
+                    self.experts,
+                    self.active_experts,
+                )
+                for name, inputs, outputs in gated
+            ),
         )
 
     @property
     def block_rows(self) -> list[Rows]:
-        """The parameters of one block without adapters: matrices, biases, two norms.
+        """The parameters of one block without adapters: matrices, biases, norms, other vectors.
 
-        GPT-2 keeps its matrices as (inputs, outputs), Llama as (outputs, inputs).
+        GPT-2 keeps its matrices as (inputs, outputs), Llama as (outputs, inputs). Experts' are
+        sharded one by one.
         """
-        gpt2 = self.family == "gpt2"
-        matrices = [(m.inputs, m.outputs) if gpt2 else (m.outputs, m.inputs) for m in self.matrices]
-        biases = [(matrix.outputs, 1) for matrix in self.matrices if matrix.bias]
-        return [*matrices, *biases, *[(self.width, 1)] * (4 if gpt2 else 2)]
+        gpt2 = self.family == "gpt2" and not self.counted_matrices
+        matrices = [
+            (m.inputs, m.outputs) if gpt2 else (m.outputs, m.inputs)
+            for m in self.matrices
+            for _ in range(m.experts)
+        ]
+        biases = [(m.outputs, 1) for m in self.matrices if m.bias for _ in range(m.experts)]
+        norms = 0 if self.counted_matrices else 4 if gpt2 else self.norms
+        vectors = [(size, 1) for size in self.vectors]
+        return [*matrices, *biases, *[(self.width, 1)] * norms, *vectors]
 
     @property
     def root_rows(self) -> list[Rows]:
         """The parameters outside of the blocks: embeddings, output layer, last norm."""
+        if self.counted_root:
+            return list(self.counted_root)
         tables = [self.vocabulary, self.positions, 0 if self.tied else self.vocabulary]
         norms = 2 if self.family == "gpt2" else 1
         return [*((rows, self.width) for rows in tables if rows), *[(self.width, 1)] * norms]
@@ -213,18 +299,24 @@ class Transformer:
 
     def attention_lora(self, rank: int) -> Lora:
         """The paper's adapters: Q, K, V and O."""
-        return Lora(rank, ATTENTION[self.family])
+        joined = ("qkv_proj", "o_proj") if self.joined else ATTENTION[self.family]
+        return Lora(rank, self.counted_attention or joined)
+
+    def linear_lora(self, rank: int) -> Lora:
+        """Adapters on all linear layers of the blocks, but for routers and experts."""
+        targets = [m.name for m in self.matrices if m.experts == 1 and m.name != ROUTER]
+        return Lora(rank, tuple(targets))
 
     def block_forward_flops(self, sequence_length: int, lora: Lora | None = None) -> float:
         """Operations of one token's forward in one block."""
         adapters = 0 if lora is None else self.adapter_parameters(lora)
-        weights = sum(matrix.weights for matrix in self.matrices)
-        return 2.0 * (weights + adapters) + 4.0 * sequence_length * self.width
+        weights = sum(matrix.active_weights for matrix in self.matrices)
+        return 2.0 * (weights + adapters) + 4.0 * sequence_length * self.attention_width
 
     def block_backward_flops(self, sequence_length: int, lora: Lora | None = None) -> float:
         """Operations of one token's backward in one block; frozen weights have no gradient."""
-        weights = sum(matrix.weights for matrix in self.matrices)
-        attention = 8.0 * sequence_length * self.width
+        weights = sum(matrix.active_weights for matrix in self.matrices)
+        attention = 8.0 * sequence_length * self.attention_width
         if lora is None:
             return 4.0 * weights + attention
         return 2.0 * weights + 4.0 * self.adapter_parameters(lora) + attention

@@ -15,7 +15,7 @@ from simulation.workload import Workload
 _BUCKET_BYTES = 25 * 2**20
 _STORED_BYTES = 4
 #: Matrices whose input, in the first block, comes from the embeddings through a norm.
-_READS_EMBEDDINGS = ("attn.c_attn", "q_proj", "k_proj", "v_proj")
+_READS_EMBEDDINGS = ("attn.c_attn", "q_proj", "k_proj", "v_proj", "qkv_proj")
 _NOTHING = Work(0.0)
 #: Layouts that are remembered: those of one strategy's points.
 _REMEMBERED = 32
@@ -120,7 +120,7 @@ class _Model:
         segments = []
         like = self._unit(model.block_rows, [] if apart else None)
         for block in range(model.layers):
-            own = replace(like, name=f"block {block}")
+            own = Unit(f"block {block}", like.parameters, like.gathered, like.trained)
             segments.append(self._block(block, (own, *adapters.get(block, ()))))
         whole = model.layers * workload.block_adapters if replicated else 0
         root = self._root()
@@ -191,13 +191,18 @@ class _Model:
         Their changes reach all ranks by a gather after each step.
         """
         model, workload = self._workload.model, self._workload
-        weights = sum(matrix.weights for matrix in model.matrices)
         forward, backward = self._block_work
+        pieces = [
+            (matrix, f" {index}" if matrix.experts > 1 else "")
+            for matrix in model.matrices
+            for index in range(matrix.experts)
+        ]
+        active = sum(matrix.active_weights for matrix in model.matrices)
         segments = []
         for block in range(model.layers):
-            for index, matrix in enumerate(model.matrices):
-                name, part = f"block {block} {matrix.name}", matrix.weights / weights
-                size = matrix.weights
+            for index, (matrix, number) in enumerate(pieces):
+                name = f"block {block} {matrix.name}{number}"
+                size, part = matrix.size, matrix.active_weights / matrix.experts / active
                 unit = Unit(name, size, size, size if self._full else 0)
                 unneeded = block == 0 and not self._full and matrix.name in _READS_EMBEDDINGS
                 segments.append(
@@ -211,6 +216,7 @@ class _Model:
                         in_backward=not unneeded,
                     )
                 )
+        weights = sum(matrix.weights for matrix in model.matrices)
         vectors = model.layers * (model.block_parameters - weights)
         adapters = model.layers * workload.block_adapters
         trained = vectors if self._full else adapters

@@ -19,9 +19,9 @@ _SCORES_FORWARD, _SCORES_BACKWARD = 20.0, 30.0
 def block_work(workload: Workload) -> tuple[Work, Work]:
     """One token's forward and backward in one block."""
     model, lora, length = workload.model, workload.lora, workload.sequence_length
-    weights = float(sum(matrix.weights for matrix in model.matrices))
+    weights = float(sum(matrix.active_weights for matrix in model.matrices))
     adapters = float(workload.block_adapters)
-    pairs = 4.0 * length * model.width
+    pairs = 4.0 * length * model.attention_width
     forward_bytes, backward_bytes = _block_bytes(workload)
     products = 2.0 * (weights + adapters)
     again = 4.0 * weights if lora is None else 2.0 * weights + 4.0 * adapters
@@ -82,9 +82,10 @@ def token_work(workload: Workload) -> Work:
 def _block_bytes(workload: Workload) -> tuple[float, float]:
     """Bytes of one token's forward and backward in one block."""
     model, element, lora = workload.model, workload.element_bytes, workload.lora
-    of_matrices = element * sum(matrix.inputs + matrix.outputs for matrix in model.matrices)
-    narrow = model.width * model.key_value_heads // model.heads
-    attention = element * (2 * model.width + 2 * narrow)
+    of_matrices = element * sum(
+        matrix.active * (matrix.inputs + matrix.outputs) for matrix in model.matrices
+    )
+    attention = element * 2 * (model.attention_width + model.narrow)
     forward, backward = _elementwise(workload)
     forward += of_matrices + attention
     backward += (2 if lora is None else 1) * of_matrices + 2 * attention
@@ -98,8 +99,8 @@ def _block_bytes(workload: Workload) -> tuple[float, float]:
 def _elementwise(workload: Workload) -> tuple[float, float]:
     """Bytes of norms, residuals, rotations and activation functions, and of written-out scores."""
     model, element, kernels = workload.model, workload.element_bytes, workload.kernels
-    width, inner = model.width, model.mlp_width
-    rotated = width + width * model.key_value_heads // model.heads
+    width, inner = model.width, model.inner
+    rotated = model.attention_width + model.narrow
     fused = kernels == "fused"
     if model.family == "gpt2":
         forward = 10 * width + (2 if fused else 18) * inner

@@ -19,6 +19,7 @@ Checkpointing = Literal["full", "selective"]
 #: What frozen parameters are held in: fp32 as FSDP2 has them unless told otherwise; bf16; blocks'
 #: matrices in 4 bits with doubly quantised scales (QLoRA), the rest in bf16.
 FrozenDtype = Literal["fp32", "bf16", "nf4"]
+ReduceDtype = Literal["same", "fp32"]
 _NF4_BYTES = 0.5 + 0.127 / 8
 #: Bytes of an element: bfloat16 and float32.
 _ELEMENT_BYTES = (2, 4)
@@ -47,6 +48,8 @@ class Workload:
     checkpointing: Checkpointing = "full"
     kernels: Kernels = "flash"
     frozen_dtype: FrozenDtype = "fp32"
+    #: What gradients are summed in on their way: as they are, or in fp32.
+    reduce_dtype: ReduceDtype = "same"
     #: Settings as a cell has them, for strategies that have the choice.
     policy: str = "host"
     gather_codec: str = "none"
@@ -77,6 +80,7 @@ class Workload:
             ("kernels", Kernels),
             ("checkpointing", Checkpointing),
             ("frozen_dtype", FrozenDtype),
+            ("reduce_dtype", ReduceDtype),
             ("outer_on", OuterPlace),
         ):
             value = getattr(self, name)
@@ -126,6 +130,11 @@ class Workload:
         if self.lora is None or self.frozen_dtype != "nf4":
             return float(self.element_bytes)
         return self.frozen_bytes
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Bytes per element of a reduction."""
+        return self.element_bytes if self.reduce_dtype == "same" else 4
 
     @property
     def tokens(self) -> int:

@@ -100,7 +100,7 @@ def measured(workload: Workload, hardware: Hardware, prediction: Prediction) -> 
     needs, ranks = prediction.footprint, hardware.ranks_per_node
     critical: dict[str, float] = {}
     timeline = prediction.timeline
-    for index in timeline.critical_path():
+    for index in timeline.critical_path:
         stream, span = timeline.tasks[index].stream, timeline.spans[index]
         critical[stream] = critical.get(stream, 0.0) + span.end - span.start
     cached = entry.name == "fcdp" or "cache" in needs.host

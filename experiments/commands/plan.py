@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -12,6 +15,8 @@ from experiments import terminal
 
 if TYPE_CHECKING:
     from simulation.hardware import Hardware
+    from simulation.instances import Instance
+    from simulation.planner.request import Request
 
 _HOST_MEMORY = "512GB"
 
@@ -20,8 +25,8 @@ def plan(
     model: Annotated[
         str,
         typer.Option(
-            help="gpt-10b, gpt-20b or gpt-30b; a Hugging Face config.json or its folder; a name on "
-            "the hub whose configuration is cached."
+            help="A name, such as llama-3-8b, mixtral-8x7b or the paper's gpt-30b; a Hugging Face "
+            "config.json or its folder; a name on the hub whose configuration is cached."
         ),
     ],
     gpu: Annotated[
@@ -35,6 +40,14 @@ def plan(
             help="A node's nominal bandwidth, such as 100Gbps (instead of what preflight measured)."
         ),
     ] = None,
+    fabric: Annotated[
+        str | None,
+        typer.Option(help="Between nodes: tcp, roce or infiniband, which differ in latency."),
+    ] = None,
+    oversubscription: Annotated[
+        str | None,
+        typer.Option(help="Times that nodes' bandwidths exceed the network's, such as 4."),
+    ] = None,
     host_memory: Annotated[
         str | None,
         typer.Option(help=f"Memory of a node ({_HOST_MEMORY}, or what is free by preflight)."),
@@ -46,7 +59,13 @@ def plan(
             help="What adapters' base is held in: bf16; nf4 (QLoRA), by DDP and FSDP2; fp32."
         ),
     ] = "bf16",
-    sequence_length: Annotated[str, typer.Option(help="One, or several with commas.")] = "512",
+    lora_targets: Annotated[
+        str, typer.Option(help="Adapters are on attention's matrices, or on all linear layers.")
+    ] = "attention",
+    sequence_length: Annotated[
+        str | None,
+        typer.Option(help="One, or several with commas; what the model is usually trained on."),
+    ] = None,
     micro_batch: Annotated[
         str | None, typer.Option(help="Sequences per rank, with commas; the largest that fits.")
     ] = None,
@@ -67,6 +86,9 @@ def plan(
             "functions and loss besides."
         ),
     ] = "flash",
+    reduce_dtype: Annotated[
+        str, typer.Option(help="What gradients are summed in: same, as they are; fp32.")
+    ] = "same",
     strategies: Annotated[
         str | None, typer.Option(help="With commas; all that are simulated.")
     ] = None,
@@ -77,6 +99,17 @@ def plan(
     price_per_gpu_hour: Annotated[
         str | None, typer.Option(help="In any currency; costs are in the same.")
     ] = None,
+    instances: Annotated[
+        str | None,
+        typer.Option(
+            metavar="all|FILE",
+            help="What to rent, cheapest first, in place of a cluster: all that the table of "
+            "public clouds has; a CSV file of its form, or a YAML file of one's own nodes.",
+        ),
+    ] = None,
+    within: Annotated[
+        str | None, typer.Option(help="With --instances: the tokens' deadline, such as 24h or 3d.")
+    ] = None,
     preflight: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="What `preflight` measured: instead of data sheets."),
@@ -84,56 +117,138 @@ def plan(
     output: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="All of the grid, as JSON.")
     ] = None,
+    rows: Annotated[
+        Path | None, typer.Option("--csv", metavar="FILE", help="The table's rows, as CSV.")
+    ] = None,
 ) -> None:
     """Say which strategies fit a cluster, how fast each is, what it costs, and which to take.
 
     All figures are simulated. Exit status: 0; 2 if nothing fits, or for a mistake.
     """
     from simulation import quantities as q
-    from simulation.planner import report
-    from simulation.planner.plan import plan as make
-    from simulation.planner.refusal import refusal
+    from simulation.planner.rent import STRATEGIES
     from simulation.planner.request import Request
 
     try:
-        if preflight is None:
+        offered = None if instances is None else _offered(instances, gpu, nodes, gpus, inter_node)
+        if within is not None and offered is None:
+            raise ValueError(f"--within = {within!r}: needs --instances")
+        if offered is not None:
+            hardware = offered[0].cluster(1)
+        elif preflight is None:
             hardware = _nominal(gpu, nodes, gpus, inter_node, host_memory or _HOST_MEMORY)
         else:
             hardware = _measured(preflight, gpu, nodes, gpus, inter_node, host_memory)
+        if fabric is not None or oversubscription is not None:
+            if offered is not None or preflight is not None:
+                raise ValueError("--fabric, --oversubscription: of data sheets alone")
+            times = (
+                1.0 if oversubscription is None else q.count("--oversubscription", oversubscription)
+            )
+            hardware = hardware.over(fabric or "unknown", times)
         price = price_per_gpu_hour
+        batch = None if global_batch is None else q.whole("--global-batch", global_batch)
         request = Request(
             model=model,
             hardware=hardware,
             lora_rank=None if peft is None else q.lora_rank("--peft", peft),
-            sequence_lengths=q.each("--sequence-length", sequence_length, q.whole),
+            lora_targets=cast(Any, lora_targets),
+            sequence_lengths=()
+            if sequence_length is None
+            else q.each("--sequence-length", sequence_length, q.whole),
             micro_batches=()
             if micro_batch is None
             else q.each("--micro-batch", micro_batch, q.whole),
             recomputed=q.each("--checkpointing", checkpointing, q.checkpointing),
             kernels=kernels,
             frozen_dtype=frozen_dtype,
+            reduce_dtype=reduce_dtype,
             policies=q.each("--policies", policies, q.name),
-            global_batch=None if global_batch is None else q.whole("--global-batch", global_batch),
+            global_batch=batch,
             tokens=q.count("--tokens", tokens),
             price_per_gpu_hour=None if price is None else q.count("--price-per-gpu-hour", price),
-            **({} if strategies is None else _names(strategies)),
+            **_names(strategies, STRATEGIES if offered is not None else None),
         )
-        if output is not None:
-            terminal.check_writable("--json", output)
-        found = make(request)
+        for name, file in (("--json", output), ("--csv", rows)):
+            if file is not None:
+                terminal.check_writable(name, file)
+        if offered is None:
+            answer = _planned(request)
+        else:
+            answer = _rented(
+                request, offered, None if within is None else q.hours("--within", within)
+            )
     except (ValueError, OSError) as error:
         terminal.stop(str(error))
+    _show(answer, output, rows)
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What is shown, and what files hold."""
+
+    shown: Any
+    document: dict[str, Any]
+    rows: Sequence[Mapping[str, Any]]
+
+
+def _planned(request: Request) -> _Answer:
+    from simulation.planner import report
+    from simulation.planner.plan import plan as make
+    from simulation.planner.refusal import refusal
+
+    found = make(request)
     if found is None:
-        terminal.stop(refusal(request))
+        raise ValueError(refusal(request))
+    return _Answer(report.table(found), report.document(found), report.rows(found))
+
+
+def _offered(
+    source: str, gpu: str | None, nodes: str | None, gpus: str | None, inter_node: str | None
+) -> list[Instance]:
+    """The instances that were asked for, but for other GPUs than ``--gpu``."""
+    from simulation.instances import read
+
+    for name, value in (("--nodes", nodes), ("--gpus", gpus), ("--inter-node", inter_node)):
+        if value is not None:
+            raise ValueError(f"{name} = {value!r}: --instances says it")
+    found = [one for one in read(source) if gpu is None or one.gpu == gpu]
+    if not found:
+        raise ValueError(f"instances = {source!r}: has none" + (f" with {gpu}" if gpu else ""))
+    return found
+
+
+def _rented(request: Request, offered: Sequence[Instance], within_hours: float | None) -> _Answer:
+    from simulation.planner import rent_report
+    from simulation.planner.rent import rent
+
+    market = rent(request, offered, within_hours)
+    if not market.offers:
+        deadline = "" if within_hours is None else f" within {within_hours:g} hours"
+        raise ValueError(f"nothing fits{deadline} on any of {len(offered)} kinds of instances")
+    return _Answer(
+        rent_report.table(market, request, within_hours),
+        rent_report.document(market, request, within_hours),
+        [rent_report.row(offer) for offer in market.offers],
+    )
+
+
+def _show(answer: _Answer, output: Path | None, rows: Path | None) -> None:
     console = terminal.console()
-    console.print(report.table(found))
-    if output is not None:
-        text = json.dumps(report.document(found), indent=1)
-        try:
+    console.print(answer.shown)
+    try:
+        if output is not None:
+            text = json.dumps(answer.document, indent=1)
             output.write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            terminal.stop(str(error))
-        terminal.say(console, "plan", output)
+        if rows is not None:
+            with rows.open("w", encoding="utf-8", newline="") as lines:
+                writer = csv.DictWriter(lines, list(answer.rows[0]), lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(answer.rows)
+    except OSError as error:
+        terminal.stop(str(error))
+    for file in filter(None, (output, rows)):
+        terminal.say(console, "plan", file)
 
 
 def _nominal(
@@ -198,7 +313,10 @@ def _measured(
     return found
 
 
-def _names(text: str) -> dict[str, tuple[str, ...]]:
+def _names(text: str | None, usual: tuple[str, ...] | None) -> dict[str, Any]:
+    """The strategies that are named, else the usual ones, else all."""
     from simulation import quantities as q
 
+    if text is None:
+        return {} if usual is None else {"strategies": usual}
     return {"strategies": q.each("--strategies", text, q.name)}

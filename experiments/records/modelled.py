@@ -14,7 +14,7 @@ from simulation.calibration import MeasuredStep
 from simulation.emulated import emulated
 from simulation.hardware import GB, Hardware, cluster, gpu_of
 from simulation.prediction import model_utilisation
-from simulation.transformer import Transformer
+from simulation.transformer import ATTENTION, Transformer
 from simulation.workload import Workload
 
 #: The settings of strategies that a simulation knows.
@@ -46,6 +46,8 @@ def _shape(cell: Cell) -> Transformer:
     if isinstance(model, OwnModel):
         raise ValueError(f"the shape of what {model.function} makes is not known")
     if isinstance(model, ConfiguredModel):
+        if cell.tuning == "lora" and model.model_type not in ATTENTION:
+            raise ValueError(f"what peft adapts of {model.model_type} is not counted")
         found = hugging_face.from_config(model.configuration, cell.sequence_length)
         return replace(found, name=model.name)
     return Transformer.of(model, cell.sequence_length)

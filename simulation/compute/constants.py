@@ -28,18 +28,19 @@ _LEAST_OF_CARDS = 0.55
 
 
 @cache
-def _record() -> study.ComputeRecord:
+def record() -> study.ComputeRecord:
+    """The committed fit."""
     return study.read()
 
 
 def rates_of(device: Gpu) -> Rates:
     """The rates of the GPU, with their range and what they rest on."""
-    record = _record()
-    rates = record.fitted().rates(device, _NEAREST.get(device.name, _USUAL))
+    known = record()
+    rates = known.fitted().rates(device, _NEAREST.get(device.name, _USUAL))
     if rates.basis == "fitted":
-        check = record.check("each size")
+        check = known.check("each size")
         return replace(rates, lowest=check.lowest, highest=check.highest)
-    check = record.check("each architecture")
+    check = known.check("each architecture")
     lowest = min(check.lowest, _LEAST_OF_CARDS) if device.link_is_pcie else check.lowest
     return replace(rates, lowest=lowest, highest=check.highest)
 

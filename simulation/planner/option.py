@@ -148,7 +148,7 @@ def _waits(prediction: Prediction) -> dict[str, float]:
     """Seconds of the critical path, by the resource that each task on it needs longest."""
     timeline = prediction.timeline
     waits: dict[str, float] = {}
-    for index in timeline.critical_path():
+    for index in timeline.critical_path:
         task, span = timeline.tasks[index], timeline.spans[index]
         slowest = max(task.demands, key=lambda name: task.demands[name], default="latency")
         if task.latency_seconds > task.demands.get(slowest, 0.0):

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 
 from baselines.description import ENGINES, Strategy
 from baselines.registry import find, schedule_of
+from simulation.planner import ranges
 from simulation.planner.option import Option
 from simulation.planner.refusal import lacking
 from simulation.planner.request import Request
-from simulation.planner.search import Verdict, search
+from simulation.planner.search import Verdict, fits, search
 
-#: Throughputs this close are taken to be the same: the simulator is no more exact.
-TIE = 0.05
 #: Most strategies that are named as being as fast.
 _LISTED = 4
 _WAITS = {
@@ -51,7 +50,13 @@ class Plan:
 
 
 def plan(request: Request) -> Plan | None:
-    """Search the grid; ``None`` if nothing fits (``refusal`` then says what would help)."""
+    """Search the grid; ``None`` if nothing fits (``refusal`` then says what would help).
+
+    Where no length was given and nothing of the usual one fits, the plan is for the longest half
+    of it that does.
+    """
+    if request.usual_length is not None and not fits(request):
+        request = next(filter(fits, request.shorter()), request)
     verdicts = sorted(search(request), key=lambda verdict: _order(verdict, request))
     found: dict[str, Option] = {}
     for verdict in verdicts:
@@ -59,8 +64,8 @@ def plan(request: Request) -> Plan | None:
             found[verdict.strategy] = verdict.best
     if not found:
         return None
-    # What quantises does not train the same: it is taken only where nothing else fits.
-    exact = {name: option for name, option in found.items() if not quantises(name)} or found
+    # What does not train the same is taken only where nothing else fits.
+    exact = {name: option for name, option in found.items() if not differs(name)} or found
     ties = _tied(exact)
     strategy = min(ties, key=lambda name: _plainness(find(name)))
     by_name = {verdict.strategy: verdict for verdict in verdicts}
@@ -68,10 +73,14 @@ def plan(request: Request) -> Plan | None:
     return Plan(request, tuple(verdicts), strategy, found[strategy], reason)
 
 
-def quantises(strategy: str) -> bool:
-    """Whether what crosses nodes is rounded, so that results are not those of FSDP2."""
-    schedule = schedule_of(strategy)
-    return schedule.gather_codec is not None or schedule.reduce_codec is not None
+def differs(strategy: str) -> bool:
+    """Whether results are not FSDP2's: what crosses nodes is rounded, or workers step apart."""
+    return find(strategy).numerics != "exact"
+
+
+def replicates(strategy: str) -> bool:
+    """Whether what is frozen is whole on each rank or each node, so that it never crosses nodes."""
+    return schedule_of(strategy).shards in ("rank", "node")
 
 
 def waits_for(option: Option) -> str:
@@ -86,12 +95,13 @@ def _order(verdict: Verdict, request: Request) -> tuple[float, float]:
 
 
 def _tied(options: dict[str, Option]) -> dict[str, Option]:
-    """The fastest option and those as fast, within ``TIE``."""
+    """The fastest option and those as fast: closer than the simulator's own error."""
+    tie = ranges.tie()
     fastest = max(option.tokens_per_s for option in options.values())
     return {
         name: option
         for name, option in options.items()
-        if option.tokens_per_s >= (1 - TIE) * fastest
+        if option.tokens_per_s >= (1 - tie) * fastest
     }
 
 
@@ -126,11 +136,11 @@ def _reason(
         tied = "fcdp" in ties
         clause = _about_fcdp(request, strategy, chosen, tied, verdicts["fcdp"])
         # Where replicas of a small base are enough, that comes first: nothing else need be read.
-        first = request.lora_rank is not None and _replicates(strategy)
+        first = request.lora_rank is not None and replicates(strategy)
         parts.insert(0 if first else len(parts), clause)
     others = [name for name in ties if name not in (strategy, "fcdp")]
     if others:
-        parts.append(f"as fast, within {TIE:.0%}: {_listed(others)}")
+        parts.append(f"as fast, within {ranges.tie():.0%}: {_listed(others)}")
     return "; ".join(parts)
 
 
@@ -148,11 +158,6 @@ def _against(strategy: str, chosen: Option, found: dict[str, Option]) -> str:
     return f"{text}: a node sends {least / 1e3:.3g} GB a million tokens, not {sent / 1e3:.3g}"
 
 
-def _replicates(strategy: str) -> bool:
-    """Whether what is frozen is whole on each rank or each node, so that it never crosses nodes."""
-    return schedule_of(strategy).shards in ("rank", "node")
-
-
 def _about_fcdp(
     request: Request, strategy: str, chosen: Option, tied: bool, verdict: Verdict
 ) -> str:
@@ -164,7 +169,7 @@ def _about_fcdp(
     host = best.footprint.host.get("cache", 0.0) / 1e9
     price = f" for its {host:.1f} GB of host memory a node" if host else ""
     share = best.tokens_per_s / chosen.tokens_per_s
-    if request.lora_rank is not None and _replicates(strategy):
+    if request.lora_rank is not None and replicates(strategy):
         whole = "GPU" if schedule_of(strategy).shards == "rank" else "node"
         slower = "" if tied else f", and FCDP reaches {share:.0%} of its speed"
         base = f"with {strategy} each {whole} holds all of the {request.frozen_dtype} base{slower}"

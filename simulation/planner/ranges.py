@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+from simulation.compute.constants import record
 from simulation.hardware import Hardware
 from simulation.planner.option import Speed
 
@@ -9,6 +12,7 @@ from simulation.planner.option import Speed
 #: ours.
 _NOMINAL_LINKS, _MEASURED_LINKS = (0.75, 1.2), (0.95, 1.05)
 _COMPUTE = ("compute",)
+_UNSEEN = "the other half of the sizes"
 
 
 def tokens_per_s(speed: Speed, hardware: Hardware) -> tuple[float, float]:
@@ -32,6 +36,15 @@ def tokens_per_s(speed: Speed, hardware: Hardware) -> tuple[float, float]:
         speed.tokens_per_s * speed.step_seconds / low,
         speed.tokens_per_s * speed.step_seconds / high,
     )
+
+
+def tie() -> float:
+    """Relative difference of two predictions below which the simulator cannot order them.
+
+    Two that err independently by the median error of runs that the fit had not seen differ by √2
+    times that. What all predictions for a GPU have in common does not change their order.
+    """
+    return math.sqrt(2) * record().check(_UNSEEN).median
 
 
 def rests_on(hardware: Hardware) -> str:

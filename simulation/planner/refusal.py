@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from baselines.registry import find
 from simulation.planner.option import Shortfall
-from simulation.planner.request import Request
-from simulation.planner.search import shortfalls
+from simulation.planner.request import GATHERS_FOUR_BITS, Request
+from simulation.planner.search import fits, shortfalls
 
 #: Factors by which more nodes are tried, and shorter sequences.
 _TIMES = (2, 4, 8, 16)
@@ -23,6 +24,8 @@ def refusal(request: Request) -> str:
         _host_memory(request, [lack for _, lack in lacks]),
         _length(request),
         _adapters(request),
+        _four_bits(request),
+        _kernels(request),
     )
     found = ", or ".join(filter(None, remedies))
     return (
@@ -49,7 +52,7 @@ def _nodes(request: Request) -> str | None:
             hardware=replace(hardware, nodes=nodes),
             global_batch=None if batch is None else times * batch,
         )
-        if _fits(more):
+        if fits(more):
             return f"{nodes} nodes"
     return None
 
@@ -66,16 +69,27 @@ def _length(request: Request) -> str | None:
     shortest = min(request.sequence_lengths)
     for times in _TIMES:
         length = shortest // times
-        if length and _fits(replace(request, sequence_lengths=(length,))):
+        if length and fits(replace(request, sequence_lengths=(length,))):
             return f"sequences of {length} tokens"
     return None
 
 
 def _adapters(request: Request) -> str | None:
-    if request.lora_rank is None and _fits(replace(request, lora_rank=_LORA_RANK)):
+    if request.lora_rank is None and fits(replace(request, lora_rank=_LORA_RANK)):
         return f"adapters in place of all parameters (--peft lora:{_LORA_RANK})"
     return None
 
 
-def _fits(request: Request) -> bool:
-    return any(lack.fits for _, lack in shortfalls(request))
+def _four_bits(request: Request) -> str | None:
+    if request.lora_rank is None or request.frozen_dtype == "nf4":
+        return None
+    if all(find(name).engine not in GATHERS_FOUR_BITS for name in request.strategies):
+        return None
+    found = fits(replace(request, frozen_dtype="nf4"))
+    return "a base in four bits (--frozen-dtype nf4)" if found else None
+
+
+def _kernels(request: Request) -> str | None:
+    if request.kernels != "fused" and fits(replace(request, kernels="fused")):
+        return "fused norms, activation functions and loss (--kernels fused)"
+    return None

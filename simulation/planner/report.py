@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from baselines.registry import find
+from simulation import goodput
 from simulation.planner import ranges
 from simulation.planner.option import Option
-from simulation.planner.plan import Plan, quantises
+from simulation.planner.plan import Plan, differs, replicates
 from simulation.planner.refusal import lacking
 from simulation.planner.request import Request
-from simulation.planner.search import Verdict
+from simulation.planner.search import Verdict, fits
 from simulation.quantities import format_rate
 
 if TYPE_CHECKING:
@@ -26,12 +28,19 @@ def titles(request: Request) -> tuple[str, ...]:
     hardware = request.hardware
     tuning = "full"
     if request.lora_rank is not None:
-        tuning = f"LoRA {request.lora_rank} on {request.frozen_dtype}"
+        where = " of all linear layers" if request.lora_targets == "all" else ""
+        tuning = f"LoRA {request.lora_rank}{where} on {request.frozen_dtype}"
     lengths = ", ".join(map(str, request.sequence_lengths))
+    usual = request.usual_length
+    shortened = (
+        ""
+        if usual is None or usual in request.sequence_lengths
+        else (f" (usual are {usual}, with which nothing fits)")
+    )
     link = f"{format_rate(8 * hardware.inter_bytes_per_s)} reached between nodes"
     nodes = f"{hardware.nodes} nodes" if hardware.nodes > 1 else "1 node"
     return (
-        f"{request.model} · {tuning} · {lengths} tokens a sequence",
+        f"{request.model} · {tuning} · {lengths} tokens a sequence{shortened}",
         f"{nodes} × {hardware.ranks_per_node} {hardware.device.name} · "
         + (f"{link} · " if hardware.nodes > 1 else "")
         + f"{hardware.host_memory_bytes / 1e9:.4g} GB host memory a node · {EVIDENCE}",
@@ -46,24 +55,57 @@ def table(plan: Plan) -> RenderableType:
 
     grid = _header(plan.request)
     notes = []
-    for verdict in plan.verdicts:
-        option = verdict.best
-        if option is None:
-            lack = lacking(verdict.shortfall)
-            notes.append(Text(f"{verdict.strategy} does not fit: it lacks {lack}", style="dim"))
-            continue
-        style = "bold" if verdict.strategy == plan.strategy else ""
-        grid.add_row(_name(option), *_columns(plan, verdict, option), style=style)
+    for row, alike in _rows(plan):
+        first, *others = sorted(alike, key=lambda name: name != _name(plan.option))
+        more = f" +{len(others)}" if others else ""
+        grid.add_row(first + more, *row, style="bold" if first == _name(plan.option) else "")
+        if others:
+            notes.append(Text(f"{first}{more}: the same to the digit: {', '.join(others)}"))
+    for lack, names in _lacks(plan):
+        verb = "does not fit: it lacks" if len(names) == 1 else "do not fit: each lacks"
+        notes.append(Text(f"{', '.join(names)} {verb} {lack}", style="dim"))
     left_out = [name for name in plan.request.strategies if name not in plan.request.answered]
     if left_out:
-        names = ", ".join(left_out)
-        why = f"not known to hold {plan.request.frozen_dtype}, left out: {names}"
+        why = f"not known to hold {plan.request.frozen_dtype}, left out: {', '.join(left_out)}"
         notes.append(Text(why, style="dim"))
     advice = Text.assemble(
         ("take ", "bold"), (_name(plan.option), "bold green"), f": {plan.reason}"
     )
+    share = goodput.of(plan.option.workload, plan.request.hardware, spot=False)
+    failures = f"failures, one in {goodput.GPU_HOURS_PER_FAILURE:,.0f} GPU-hours, leave {share:.1%}"
+    notes.append(Text(f"{failures} of the time, which hours and cost do not count", style="dim"))
     head = (Text(line, style="bold cyan") for line in titles(plan.request))
     return Group(*head, Text(), grid, Text(), *notes, advice)
+
+
+def _rows(plan: Plan) -> list[tuple[tuple[str, ...], list[str]]]:
+    """Rows of the table without their names, and who has each: equal rows are one."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for verdict in plan.verdicts:
+        if verdict.best is not None:
+            columns = tuple(_columns(plan, verdict, verdict.best))
+            rows.setdefault(columns, []).append(_name(verdict.best))
+    return list(rows.items())
+
+
+def _lacks(plan: Plan) -> list[tuple[str, list[str]]]:
+    """What strategies that do not fit lack, each lack once."""
+    found: dict[str, list[str]] = {}
+    for verdict in plan.verdicts:
+        if verdict.best is None:
+            lack = lacking(verdict.shortfall) + _shorter(plan.request, verdict.strategy)
+            found.setdefault(lack, []).append(verdict.strategy)
+    return list(found.items())
+
+
+def _shorter(request: Request, strategy: str) -> str:
+    """The longest half of the usual length that fits a replica of adapters' base, in words."""
+    if request.lora_rank is None or not replicates(strategy):
+        return ""
+    shorter = replace(request, strategies=(strategy,)).shorter()
+    lengths = (one.sequence_lengths[0] for one in shorter if fits(one))
+    length = next(lengths, None)
+    return "" if length is None else f", but not with sequences of {length} tokens"
 
 
 def document(plan: Plan) -> dict[str, Any]:
@@ -73,6 +115,7 @@ def document(plan: Plan) -> dict[str, Any]:
         "evidence": EVIDENCE,
         "model": request.model,
         "lora_rank": request.lora_rank,
+        "lora_targets": None if request.lora_rank is None else request.lora_targets,
         "frozen_dtype": None if request.lora_rank is None else request.frozen_dtype,
         "nodes": hardware.nodes,
         "ranks_per_node": hardware.ranks_per_node,
@@ -83,6 +126,9 @@ def document(plan: Plan) -> dict[str, Any]:
         "matmul_efficiency": hardware.matmul_efficiency,
         "computation": ranges.rests_on(hardware),
         "kernels": request.kernels,
+        "reduce_dtype": request.reduce_dtype,
+        "inter_latency_seconds": hardware.inter_latency_seconds,
+        "goodput": goodput.of(plan.option.workload, hardware, spot=False),
         "global_batch": request.global_batch,
         "tokens": request.tokens,
         "price_per_gpu_hour": request.price_per_gpu_hour,
@@ -90,6 +136,21 @@ def document(plan: Plan) -> dict[str, Any]:
         "reason": plan.reason,
         "strategies": [_verdict(plan, verdict) for verdict in plan.verdicts],
     }
+
+
+def rows(plan: Plan) -> list[dict[str, Any]]:
+    """The best option of each strategy that fits, flat, fastest first; sizes in bytes."""
+    kept = ("device_bytes", "host_bytes", "disk_bytes", "waits_seconds", "busy_seconds")
+    found = []
+    for verdict in plan.verdicts:
+        if verdict.best is not None:
+            option = _option(plan, verdict.best)
+            low, high = option.pop("tokens_per_s_range")
+            sums = {key: sum(option.pop(key).values()) for key in kept[:3]}
+            flat = {key: value for key, value in option.items() if key not in kept}
+            more = {"least_tokens_per_s": low, "most_tokens_per_s": high}
+            found.append({"strategy": verdict.strategy, **flat, **sums, **more})
+    return found
 
 
 def _finite(rate: float) -> float | None:
@@ -161,7 +222,8 @@ def _columns(plan: Plan, verdict: Verdict, option: Option) -> list[str]:
 
 def _range(plan: Plan, option: Option) -> str:
     low, high = ranges.tokens_per_s(option.speed, plan.request.hardware)
-    return f"{low:.3g}–{high:.3g}" if high < 1000 else f"{low / 1e3:,.3g}–{high / 1e3:,.3g}k"
+    scale, unit = next(pair for pair in ((1e6, "M"), (1e3, "k"), (1.0, "")) if high >= pair[0])
+    return f"{low / scale:.3g}–{high / scale:.3g}{unit}"
 
 
 def _verdict(plan: Plan, verdict: Verdict) -> dict[str, Any]:
@@ -169,7 +231,7 @@ def _verdict(plan: Plan, verdict: Verdict) -> dict[str, Any]:
     return {
         "strategy": verdict.strategy,
         "fits": best is not None,
-        "exact": not quantises(verdict.strategy),
+        "exact": not differs(verdict.strategy),
         "engine": find(verdict.strategy).engine,
         "largest_micro_batch": verdict.largest_micro_batch,
         "lacks_device_bytes": 0.0 if best else verdict.shortfall.device_bytes,

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from baselines.registry import find, schedule_of, simulated
 from simulation import checks
 from simulation.hardware import Hardware
-from simulation.hugging_face import from_config
+from simulation.hugging_face import from_config, read
 from simulation.paper_models import PAPER_MODELS, SEQUENCE_LENGTH
-from simulation.transformer import Transformer
-from simulation.workload import FrozenDtype, Kernels, Workload
+from simulation.public_models import PUBLIC_MODELS
+from simulation.step.placement import check_policy
+from simulation.transformer import Lora, Transformer
+from simulation.workload import FrozenDtype, Kernels, ReduceDtype, Workload
 
 #: Shares of the blocks that are recomputed, or of all blocks what is no product.
 Recomputed = float | Literal["selective"]
+#: Matrices that adapters are on.
+Targets = Literal["attention", "all"]
+#: Most tokens per sequence of a configuration that nobody named a length for: ours.
+_LONGEST = 8192
+#: Fewest that are tried where nothing longer fits: ours.
+_SHORTEST = 512
 #: All that a grid needs to be close.
 RECOMPUTED: tuple[Recomputed, ...] = (0.0, "selective", 0.5, 1.0)
 #: Engines that are known to replicate or gather 4-bit weights.
-_GATHERS_FOUR_BITS = ("ddp", "fsdp2")
+GATHERS_FOUR_BITS = ("ddp", "fsdp2")
 #: What our engine does with adapters: a gather and a reduction per step, or one all-reduce.
 _ADAPTERS = ("sharded", "replicated")
 
@@ -33,19 +42,25 @@ class Request:
     Raises ``ValueError`` naming the field for what cannot be.
     """
 
-    #: A name in ``PAPER_MODELS``, the path of a Hugging Face ``config.json`` or of its folder, or a
-    #: name on the hub whose configuration is in the local cache.
+    #: A name in ``PAPER_MODELS`` or ``PUBLIC_MODELS``, the path of a Hugging Face ``config.json``
+    #: or of its folder, or a name on the hub whose configuration is in the local cache.
     model: str
     hardware: Hardware
     #: ``None``: all parameters are trained.
     lora_rank: int | None = None
-    sequence_lengths: tuple[int, ...] = (SEQUENCE_LENGTH,)
+    #: What adapters are on: attention's matrices, or all linear layers of the blocks.
+    lora_targets: Targets = "attention"
+    #: None: the model's usual training length, or the longest half of it that fits.
+    sequence_lengths: tuple[int, ...] = ()
+    #: The usual length, where none was given: found here, and kept by what is made of a request.
+    usual_length: int | None = None
     #: Sequences per rank and micro-batch; none: the largest that fits.
     micro_batches: tuple[int, ...] = ()
     recomputed: tuple[Recomputed, ...] = RECOMPUTED
     kernels: str = "flash"
     #: What frozen parameters are held in, where adapters are trained.
     frozen_dtype: str = "bf16"
+    reduce_dtype: str = "same"
     strategies: tuple[str, ...] = simulated()
     #: Cache policies of strategies that have the choice.
     policies: tuple[str, ...] = ("host",)
@@ -56,8 +71,14 @@ class Request:
     price_per_gpu_hour: float | None = None
 
     def __post_init__(self) -> None:
-        from fcdp.cache.named import parse  # needs torch
-
+        if not self.sequence_lengths:
+            length = usual_length(self.model)
+            object.__setattr__(self, "usual_length", length)
+            object.__setattr__(self, "sequence_lengths", (length,))
+        if self.lora_targets not in get_args(Targets):
+            raise ValueError(
+                f"lora_targets = {self.lora_targets!r}: allowed are {', '.join(get_args(Targets))}"
+            )
         checks.counts(**{f"sequence_length[{i}]": n for i, n in enumerate(self.sequence_lengths)})
         checks.counts(**{f"micro_batch[{i}]": n for i, n in enumerate(self.micro_batches)})
         checks.positive(tokens=self.tokens)
@@ -66,7 +87,7 @@ class Request:
         for strategy in self.strategies:
             schedule_of(strategy)
         for policy in self.policies:
-            parse(policy)
+            check_policy(policy)
         ranks = self.hardware.world_size
         if self.global_batch is not None and (self.global_batch < 1 or self.global_batch % ranks):
             raise ValueError(
@@ -86,12 +107,18 @@ class Request:
             )
         self.workloads()  # raises for what the model or a workload cannot be
 
+    def shorter(self) -> Iterator[Request]:
+        """The request at halves of the usual length, longest first; none if a length was given."""
+        length = self.usual_length or 0
+        while (length := length // 2) >= _SHORTEST:
+            yield replace(self, sequence_lengths=(length,))
+
     @property
     def answered(self) -> tuple[str, ...]:
         """The strategies that can hold the frozen parameters so."""
         if self.lora_rank is None or self.frozen_dtype != "nf4":
             return self.strategies
-        return tuple(name for name in self.strategies if find(name).engine in _GATHERS_FOUR_BITS)
+        return tuple(name for name in self.strategies if find(name).engine in GATHERS_FOUR_BITS)
 
     @property
     def sequences_per_rank(self) -> int | None:
@@ -105,14 +132,13 @@ class Request:
             Workload(
                 strategy=strategy,
                 model=shapes[length],
-                lora=None
-                if self.lora_rank is None
-                else shapes[length].attention_lora(self.lora_rank),
+                lora=self._lora(shapes[length]),
                 sequence_length=length,
                 micro_batch=1,
                 **_checkpointed(recomputed),
                 kernels=cast(Kernels, self.kernels),
                 frozen_dtype=cast(FrozenDtype, self.frozen_dtype),
+                reduce_dtype=cast(ReduceDtype, self.reduce_dtype),
                 element_bytes=2 if self.hardware.backend == "nccl" else 4,
                 policy=policy,
                 adapters=adapters,
@@ -121,6 +147,12 @@ class Request:
             for policy, adapters in self._choices(strategy)
             for recomputed in sorted(self.recomputed, key=_effort)
         ]
+
+    def _lora(self, model: Transformer) -> Lora | None:
+        if self.lora_rank is None:
+            return None
+        make = model.attention_lora if self.lora_targets == "attention" else model.linear_lora
+        return make(self.lora_rank)
 
     def _choices(self, strategy: str) -> list[tuple[str, str]]:
         """Policies, and whether adapters are sharded, of a strategy that has the choice."""
@@ -148,10 +180,34 @@ def shape(model: str, sequence_length: int) -> Transformer:
     """
     if model in PAPER_MODELS:
         return Transformer.of(PAPER_MODELS[model], sequence_length)
+    if model in PUBLIC_MODELS:
+        return replace(from_config(PUBLIC_MODELS[model].config, sequence_length), name=model)
+    return from_config(_path(model), sequence_length)
+
+
+def usual_length(model: str) -> int:
+    """Tokens per sequence that the model is usually trained on.
+
+    The paper's, or what its makers say; of a configuration what it allows, at most
+    ``_LONGEST``: longer ones were mostly trained on less. Raises as ``shape``.
+    """
+    if model in PAPER_MODELS:
+        return SEQUENCE_LENGTH
+    if model in PUBLIC_MODELS:
+        return PUBLIC_MODELS[model].training_length
+    config = read(_path(model))
+    scaled = config.get("rope_scaling") or config.get("rope_parameters")
+    first = scaled.get("original_max_position_embeddings") if isinstance(scaled, dict) else None
+    allowed = (first, config.get("max_position_embeddings"), config.get("n_positions"))
+    lengths = [length for length in allowed if isinstance(length, int) and length > 0]
+    return min(_LONGEST, *lengths) if lengths else SEQUENCE_LENGTH
+
+
+def _path(model: str) -> Path:
     path = Path(model)
     if path.is_dir() and not (path / "config.json").is_file():
         raise ValueError(f"model = {model!r}: the folder has no config.json")
-    return from_config(path if path.exists() else _cached(model), sequence_length)
+    return path if path.exists() else _cached(model)
 
 
 def _cached(name: str) -> Path:
@@ -164,8 +220,8 @@ def _cached(name: str) -> Path:
         found = None
     if not isinstance(found, str):
         raise ValueError(
-            f"model = {name!r}: allowed are {', '.join(PAPER_MODELS)}, the path of a Hugging Face "
-            "config.json or of its folder, or a name on the hub whose configuration is in the "
-            f"local cache (hf download {name} config.json)"
+            f"model = {name!r}: allowed are {', '.join((*PAPER_MODELS, *PUBLIC_MODELS))}, the path "
+            "of a Hugging Face config.json or of its folder, or a name on the hub whose "
+            f"configuration is in the local cache (hf download {name} config.json)"
         )
     return Path(found)

@@ -55,6 +55,15 @@ def shortfalls(request: Request) -> list[tuple[str, Shortfall]]:
     ]
 
 
+def fits(request: Request) -> bool:
+    """Whether any point of the grid does; nothing is simulated."""
+    return any(
+        _fits(tried, request.hardware)
+        for point in request.workloads()
+        for tried in _tried(point, request)
+    )
+
+
 def _verdict(strategy: str, points: list[Workload], request: Request) -> Verdict:
     hardware = request.hardware
     lacking: list[Shortfall] = []

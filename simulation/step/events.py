@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 #: Share of a task below which what is left of it is rounding.
 _DONE = 1e-9
@@ -47,6 +48,8 @@ class Timeline:
 
     tasks: tuple[Task, ...]
     spans: tuple[Span, ...]
+    #: The tasks that each has waited for.
+    before: tuple[frozenset[int], ...]
 
     @property
     def seconds(self) -> float:
@@ -60,17 +63,18 @@ class Timeline:
                 busy[resource] = busy.get(resource, 0.0) + seconds
         return busy
 
-    def critical_path(self) -> list[int]:
+    @cached_property
+    def critical_path(self) -> tuple[int, ...]:
         """Indices of the tasks that follow one another without a gap up to the last to end."""
         if not self.tasks:
-            return []
-        before = _predecessors(self.tasks)
+            return ()
+        before = self.before
         index = max(range(len(self.tasks)), key=lambda i: (self.spans[i].end, i))
         path = [index]
         while before[index]:
             index = max(before[index], key=lambda i: (self.spans[i].end, i))
             path.append(index)
-        return path[::-1]
+        return tuple(path[::-1])
 
 
 @dataclass
@@ -79,10 +83,39 @@ class _Active:
 
     index: int
     #: Share of each resource that it would use alone.
-    uses: dict[str, float]
+    uses: Mapping[str, float]
+    #: Counts the kinds of uses, so that sets of tasks that run together are told apart fast.
+    kind: int
     alone_seconds: float
     left: float = 1.0
     speed: float = 0.0
+
+
+@dataclass
+class _Kinds:
+    """Kinds of tasks by what they use, and the speeds of sets of them: a step's repeat."""
+
+    numbers: dict[tuple[tuple[str, float], ...], int] = field(default_factory=dict)
+    speeds: dict[tuple[int, ...], list[float]] = field(default_factory=dict)
+
+    def activated(self, index: int, task: Task) -> _Active:
+        alone = max(task.demands.values(), default=0.0)
+        uses = {
+            name: seconds / alone
+            for name, seconds in task.demands.items()
+            if seconds > _DONE * alone
+        }
+        kind = self.numbers.setdefault(tuple(uses.items()), len(self.numbers))
+        return _Active(index, uses, kind, alone, left=1.0 if alone > 0 else 0.0)
+
+    def share(self, running: Sequence[_Active]) -> None:
+        """Set each task's speed."""
+        kinds = tuple(task.kind for task in running)
+        if kinds not in self.speeds:
+            _share(running)
+            self.speeds[kinds] = [task.speed for task in running]
+        for task, speed in zip(running, self.speeds[kinds], strict=True):
+            task.speed = speed
 
 
 @dataclass
@@ -102,7 +135,7 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
         for earlier in group:
             followers[earlier].append(index)
     starts, ends = [0.0] * len(tasks), [0.0] * len(tasks)
-    state = _State()
+    state, kinds = _State(), _Kinds()
     ready = [index for index, count in enumerate(missing) if count == 0]
     changed = True
     while True:
@@ -112,12 +145,12 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
         ready = []
         while state.waiting and state.waiting[0][0] <= state.now:
             _, index = heapq.heappop(state.waiting)
-            state.running.append(_activated(index, tasks[index]))
+            state.running.append(kinds.activated(index, tasks[index]))
             changed = True
         if not state.running and not state.waiting:
             break
         if changed:
-            _share(state.running)
+            kinds.share(state.running)
         finished = _advance(state)
         changed = bool(finished)
         for index in finished:
@@ -128,29 +161,20 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
                     ready.append(follower)
     assert not any(missing), "tasks wait for one another in a circle"
     spans = tuple(Span(start, end) for start, end in zip(starts, ends, strict=True))
-    return Timeline(tuple(tasks), spans)
+    return Timeline(tuple(tasks), spans, before)
 
 
-def _predecessors(tasks: Sequence[Task]) -> list[set[int]]:
+def _predecessors(tasks: Sequence[Task]) -> tuple[frozenset[int], ...]:
     """Indices of the tasks that each waits for: its dependencies, and the last on its stream."""
     latest: dict[str, int] = {}
     groups = []
     for index, task in enumerate(tasks):
-        group = set(task.after)
-        assert all(earlier < index for earlier in group), f"{task.name}: comes after a later task"
-        if task.stream in latest:
-            group.add(latest[task.stream])
+        last = latest.get(task.stream)
+        group = frozenset(task.after if last is None else (*task.after, last))
+        assert max(group, default=-1) < index, f"{task.name}: comes after a later task"
         latest[task.stream] = index
         groups.append(group)
-    return groups
-
-
-def _activated(index: int, task: Task) -> _Active:
-    alone = max(task.demands.values(), default=0.0)
-    uses = {
-        name: seconds / alone for name, seconds in task.demands.items() if seconds > _DONE * alone
-    }
-    return _Active(index, uses, alone, left=1.0 if alone > 0 else 0.0)
+    return tuple(groups)
 
 
 def _share(running: Sequence[_Active]) -> None:

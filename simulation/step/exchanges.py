@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baselines import registry
 from baselines.schedule import Schedule
 from baselines.settings import DIFFERENCES
 from simulation import differences
 from simulation import traffic as collectives
+from simulation.encoding import encoded_bytes
 from simulation.hardware import Hardware
 from simulation.step.placement import shard_numel
 from simulation.traffic import Traffic
@@ -25,9 +26,17 @@ class Exchanges:
     workload: Workload
     schedule: Schedule
     hardware: Hardware
+    #: Gathers of units of one size are alike: those of all blocks.
+    _gathers: dict[tuple[int, int], list[Traffic]] = field(default_factory=dict, compare=False)
 
     def gather(self, unit: Unit) -> list[Traffic]:
         """The exchanges of one gather, from the ranks that share the parameters, in their order."""
+        sizes = (unit.gathered, unit.trained)
+        if sizes not in self._gathers:
+            self._gathers[sizes] = self._gather(unit)
+        return self._gathers[sizes]
+
+    def _gather(self, unit: Unit) -> list[Traffic]:
         nodes, ranks = self._nodes, self._ranks
         if self.schedule.shards == "rank":
             return []
@@ -52,7 +61,7 @@ class Exchanges:
     def reduce(self, trained: int, *, last: bool) -> list[Traffic]:
         """The exchanges that reduce the gradients of ``trained`` parameters of one micro-batch."""
         nodes, ranks = self._nodes, self._ranks
-        nbytes = float(trained * self.workload.element_bytes)
+        nbytes = float(trained * self.workload.reduced_bytes)
         if self.schedule.shards == "rank":
             crosses = last and self.schedule.averages is None
             return [collectives.flat_all_reduce(nbytes, nodes, ranks)] if crosses else []
@@ -64,7 +73,7 @@ class Exchanges:
         codec = self._reduce_codec
         if self.schedule.hierarchical or codec != "none":  # the vendor's qgZ: two all-to-alls
             crossing = last or not self.schedule.accumulates_without_sync
-            half = [self._inter_node(trained, codec)] if crossing else []
+            half = [self._across(trained, codec)] if crossing else []
             return [self._intra_node(nbytes), *half]
         ring = collectives.flat(nbytes, nodes, ranks)
         return [ring + ring if self._gloo else ring]
@@ -73,7 +82,7 @@ class Exchanges:
         """The all-reduce of replicated parameters' gradients, by our engine."""
         if self.schedule.accumulates_without_sync and not last:
             return []
-        nbytes = float(trained * self.workload.element_bytes)
+        nbytes = float(trained * self.workload.reduced_bytes)
         if self.schedule.hierarchical:
             return [collectives.hierarchical_all_reduce(nbytes, self._nodes, self._ranks)]
         return [collectives.flat_all_reduce(nbytes, self._nodes, self._ranks)]
@@ -131,6 +140,12 @@ class Exchanges:
         half = collectives.intra_node(nbytes, self._ranks)
         return half + half if self._gloo else half
 
+    def _across(self, trained: int, codec: str) -> Traffic:
+        """The inter-node half of a reduction."""
+        if codec == "none":
+            return collectives.inter_node(float(trained * self.workload.reduced_bytes), self._nodes)
+        return self._inter_node(trained, codec)
+
     def _inter_node(self, parameters: int, codec: str) -> Traffic:
         return collectives.inter_node(self._sent_bytes(parameters, codec), self._nodes)
 
@@ -141,9 +156,5 @@ class Exchanges:
         if codec in DIFFERENCES:
             rate = self.workload.learning_rate
             return parameters * differences.bits(rate, self.workload.element_bytes) / 8
-        from baselines.presets.codecs import parse  # needs torch
-
-        encoder = parse(codec)
-        assert encoder is not None
         world = self.hardware.world_size
-        return float(world * encoder.encoded_bytes(shard_numel(parameters, world)))
+        return float(world * encoded_bytes(codec, shard_numel(parameters, world)))

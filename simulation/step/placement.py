@@ -17,6 +17,13 @@ if TYPE_CHECKING:
 
 #: Gathers after which every policy of the library has settled.
 _SETTLED = 6
+#: Policies that put every unit into one tier: what they decide is known without torch.
+_ONE_TIER: Mapping[str, Place | None] = {
+    "none": None,
+    "device": "device",
+    "host": "host",
+    "disk": "disk",
+}
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,14 @@ def place(workload: Workload, schedule: Schedule, units: Layout, hardware: Hardw
     return _by_policy(schedule.policy or workload.policy, workload, schedule, units, hardware)
 
 
+def check_policy(text: str) -> None:
+    """Raise ``ValueError`` for a policy that the library does not know."""
+    if text not in _ONE_TIER:
+        from fcdp.cache.named import parse  # needs torch
+
+        parse(text)
+
+
 def shard_numel(parameters: int, world_size: int) -> int:
     """Elements of one rank's shard, padding included."""
     return -(-parameters // world_size)
@@ -60,6 +75,8 @@ def shard_numel(parameters: int, world_size: int) -> int:
 def _by_policy(
     text: str, workload: Workload, schedule: Schedule, units: Layout, hardware: Hardware
 ) -> Placement:
+    if text in _ONE_TIER:
+        return _in_one_tier(_ONE_TIER[text], workload, units, hardware)
     from fcdp.cache.named import parse  # needs torch
 
     seen: dict[Unit, Any] = {}
@@ -84,6 +101,16 @@ def _by_policy(
         if decided.guarded and tiers.get(unit) == "device":
             sizes["host"] += size  # the arena has room for every unit
     return Placement(tiers, CacheBytes(**sizes))
+
+
+def _in_one_tier(
+    tier: Place | None, workload: Workload, units: Layout, hardware: Hardware
+) -> Placement:
+    if tier is None:
+        return Placement({}, CacheBytes())
+    each = (shard_numel(unit.gathered, hardware.world_size) for unit in units.units)
+    size = float((hardware.nodes - 1) * workload.element_bytes * sum(each))
+    return Placement(dict.fromkeys(units.units, tier), CacheBytes(**{tier: size}))
 
 
 def _by_usage(

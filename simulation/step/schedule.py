@@ -49,6 +49,8 @@ class Step:
         self._hardware = hardware
         self._exchanges = Exchanges(workload, schedule, hardware)
         self._gloo = hardware.backend == "gloo"
+        #: Seconds of computation that is alike, as that of all blocks is.
+        self._seconds: dict[Work, float] = {}
         #: Computation so far; reductions; the store of each unit's entry in this step.
         self._computed: list[int] = []
         self._reduced: list[int] = []
@@ -134,7 +136,9 @@ class Step:
             if unit not in self._gathered:
                 self._gathered[unit] = self._gather(unit, phase, first)
         arrived = [self._gathered[unit] for unit in needs]
-        seconds = self._hardware.seconds(work * self._workload.tokens)
+        if work not in self._seconds:
+            self._seconds[work] = self._hardware.seconds(work * self._workload.tokens)
+        seconds = self._seconds[work]
         if segment.units != (self._units.root,):
             seconds += self._overhead_seconds / len(self._units.segments)
             seconds += passes * self._pass_seconds
@@ -237,7 +241,7 @@ class Step:
         if not trained:
             return
         after: tuple[int, ...] = tuple(self._computed[-1:])
-        touched = float(trained * self._workload.element_bytes)
+        touched = float(trained * self._workload.reduced_bytes)
         for traffic in exchanges:
             stream = COMPUTE if self._gloo else "reduce"
             title = f"reduce {name}"

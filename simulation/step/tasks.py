@@ -20,6 +20,10 @@ class Tasks:
     hardware: Hardware
     tasks: list[Task] = field(default_factory=list)
     moved_bytes: dict[str, dict[str, float]] = field(default_factory=dict)
+    #: What exchanges take that are alike, as those of all blocks are.
+    _exchanges: dict[tuple[Traffic, float, float], tuple[dict[str, float], float]] = field(
+        default_factory=dict
+    )
 
     def compute(self, name: str, seconds: float, after: Sequence[int]) -> int:
         """Append a rank's computation; returns its index, as the other methods do."""
@@ -40,6 +44,19 @@ class Tasks:
         ``gathered_bytes`` are those that each rank has at its end and had not before,
         ``reduced_bytes`` those that it had and gives.
         """
+        self.count("inter_node", phase, traffic.inter_node_bytes)
+        self.count("intra_node", phase, traffic.intra_node_bytes)
+        known = (traffic, gathered_bytes, reduced_bytes)
+        if known not in self._exchanges:
+            demands = self._demands(traffic, gathered_bytes, reduced_bytes)
+            self._exchanges[known] = _used(demands), traffic.latency_seconds(self.hardware)
+        used, latency = self._exchanges[known]
+        return self._append(name, stream, used, after, latency)
+
+    def _demands(
+        self, traffic: Traffic, gathered_bytes: float, reduced_bytes: float
+    ) -> dict[str, float]:
+        """What an exchange takes of each resource."""
         hardware = self.hardware
         demands = {
             "inter_node": traffic.inter_node_bytes / hardware.inter_bytes_per_s,
@@ -59,9 +76,7 @@ class Tasks:
         arrived = gathered_bytes * hardware.ranks_sharing_device
         demands["compute"] += hardware.overheads.gathered_byte_seconds * arrived
         demands["compute"] += hardware.exchange_seconds(gathered_bytes + reduced_bytes)
-        self.count("inter_node", phase, traffic.inter_node_bytes)
-        self.count("intra_node", phase, traffic.intra_node_bytes)
-        return self.add(name, stream, demands, after, traffic.latency_seconds(hardware))
+        return demands
 
     def copy(
         self, name: str, link: str, stream: str, nbytes: float, phase: str, after: Sequence[int]
@@ -94,7 +109,16 @@ class Tasks:
         after: Sequence[int],
         latency_seconds: float = 0.0,
     ) -> int:
-        used = {resource: seconds for resource, seconds in demands.items() if seconds > 0}
+        return self._append(name, stream, _used(demands), after, latency_seconds)
+
+    def _append(
+        self,
+        name: str,
+        stream: str,
+        used: Mapping[str, float],
+        after: Sequence[int],
+        latency_seconds: float,
+    ) -> int:
         self.tasks.append(Task(name, stream, used, tuple(after), latency_seconds))
         return len(self.tasks) - 1
 
@@ -102,3 +126,7 @@ class Tasks:
         if nbytes:
             phases = self.moved_bytes.setdefault(link, {})
             phases[phase] = phases.get(phase, 0.0) + nbytes
+
+
+def _used(demands: Mapping[str, float]) -> dict[str, float]:
+    return {resource: seconds for resource, seconds in demands.items() if seconds > 0}

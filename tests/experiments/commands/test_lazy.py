@@ -44,3 +44,16 @@ def test_help_and_mistakes_import_no_command() -> None:
             [sys.executable, "-c", look.format(arguments)], cwd=ROOT, capture_output=True, text=True
         )
         assert done.stdout == "[]\n", done.stderr
+
+
+def test_the_default_plan_waits_neither_for_torch_nor_for_long() -> None:
+    look = (
+        "import sys, time; from typer.testing import CliRunner; "
+        "from experiments.__main__ import app; "
+        "found = CliRunner().invoke(app, sys.argv[1:]); "
+        "print(found.exit_code, 'torch' in sys.modules, time.process_time() < 5)"
+    )
+    cluster = ["--nodes", "64", "--gpus", "8", "--gpu", "a40", "--inter-node", "10Gbps"]
+    command = [sys.executable, "-c", look, "plan", "--model", "gpt-30b", *cluster]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["0", "False", "True"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,26 @@ def test_one_node_needs_no_link(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "1 node × 8 a40 · 512 GB host memory" in result.stdout
     assert "take fsdp2: " in result.stdout
+
+
+def test_what_to_rent(tmp_path: Path) -> None:
+    file, rows = tmp_path / "rent.json", tmp_path / "rent.csv"
+    bare = dict.fromkeys(("nodes", "gpus", "gpu", "inter_node"))
+    given = {"peft": "lora:8", "sequence_length": "2048", "within": "24h", "strategies": "ddp"}
+    files = ("--instances", "all", "--json", str(file), "--csv", str(rows))
+    result = command("llama-3-8b", *files, **bare, **given)
+    assert result.exit_code == 0, result.output
+    assert "1e+09 tokens within 24 hours · 2048 tokens a sequence" in result.stdout
+    offers = json.loads(file.read_text())["offers"]
+    costs = [offer["cost_usd"] for offer in offers]
+    assert costs == sorted(costs)
+    assert all(offer["hours"] <= 24 and offer["source"] for offer in offers)
+    read = list(csv.DictReader(rows.open()))
+    assert [float(row["cost_usd"]) for row in read] == costs
+    result = command("llama-3-8b", "--instances", "all", **bare | {"nodes": "2"})
+    assert result.stderr == "error: --nodes = '2': --instances says it\n"
+    result = command("llama-3-8b", within="24h")
+    assert result.stderr == "error: --within = '24h': needs --instances\n"
 
 
 def test_nothing_fits() -> None:

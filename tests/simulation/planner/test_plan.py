@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from simulation.capacity import reported
 from simulation.compute.constants import with_rates
 from simulation.hardware import Hardware, cluster
-from simulation.planner.plan import TIE, Plan, plan, quantises
+from simulation.planner.plan import Plan, differs, plan
+from simulation.planner.ranges import tie
+from simulation.planner.report import table, titles
 from simulation.planner.request import Request
 from tests.simulation.planner.made_up import config_file, request
 
@@ -58,8 +62,9 @@ def test_what_quantises_is_shown_and_not_taken() -> None:
     made = found(gbit_s=5, strategies=("fsdp2", "qwz"))
     assert made.strategy == "fsdp2"
     assert made.verdicts[0].strategy == "qwz"
-    assert quantises("zeropp")
-    assert not quantises("fcdp")
+    assert differs("zeropp")
+    assert differs("local-sgd")
+    assert not differs("fcdp")
     assert found(gbit_s=5, strategies=("qwz",)).strategy == "qwz"
 
 
@@ -67,9 +72,9 @@ def test_the_choice_is_among_the_fastest_and_rows_are_in_order() -> None:
     made = found(gbit_s=25)
     rates = [v.best.tokens_per_s for v in made.verdicts if v.best is not None]
     assert rates == sorted(rates, reverse=True)
-    exact = [v.best for v in made.verdicts if v.best is not None and not quantises(v.strategy)]
+    exact = [v.best for v in made.verdicts if v.best is not None and not differs(v.strategy)]
     fastest = max(option.tokens_per_s for option in exact)
-    assert made.option.tokens_per_s >= (1 - TIE) * fastest
+    assert made.option.tokens_per_s >= (1 - tie()) * fastest
     fits = [verdict.best is not None for verdict in made.verdicts]
     assert fits == sorted(fits, reverse=True)
 
@@ -120,7 +125,13 @@ RIVALS = ("ddp", "fsdp2", "fsdp2-hsdp", "deepspeed-hpz", "fcdp")
 
 
 def test_adapters_of_8b_on_one_small_gpu(llama_8b: str) -> None:
-    made = found(model=llama_8b, hardware=rented("a10g", 1, 1), lora_rank=8, strategies=RIVALS)
+    made = found(
+        model=llama_8b,
+        hardware=rented("a10g", 1, 1),
+        lora_rank=8,
+        strategies=RIVALS,
+        sequence_lengths=(2048,),
+    )
     assert made.strategy == "ddp"
     assert made.reason.startswith("FCDP is worth nothing on one node: nothing crosses nodes")
 
@@ -164,3 +175,31 @@ def test_four_bits_let_replicas_fit_where_bf16_does_not(llama_8b: str) -> None:
 def test_all_that_pytorch_users_would_take_is_compared_by_default() -> None:
     asked = Request(model="gpt-10b", hardware=rented("a40", 2, 8), lora_rank=8)
     assert set(RIVALS) < set(asked.strategies)
+
+
+def test_what_does_not_fit_at_the_usual_length_is_planned_for_half_of_it() -> None:
+    hardware = rented("a10g", 1, 1)
+    made = found(model="llama-3-8b", hardware=hardware, lora_rank=8, strategies=RIVALS)
+    assert made.request.sequence_lengths == (2048,)
+    assert made.strategy == "ddp"
+    said = " ".join(titles(made.request))
+    assert "2048 tokens a sequence (usual are 8192, with which nothing fits)" in said
+    long = request(
+        "llama-3-8b", hardware=hardware, lora_rank=8, strategies=RIVALS, sequence_lengths=(8192,)
+    )
+    assert plan(long) is None
+
+
+def test_a_replica_that_fits_shorter_sequences_is_said() -> None:
+    hardware, strategies = rented("a10g", 1, 1), ("ddp", "fsdp2-offload")
+    made = found(model="llama-3-8b", hardware=hardware, lora_rank=8, strategies=strategies)
+    assert made.request.sequence_lengths == (8192,)
+    console = Console(width=200, record=True, file=StringIO())
+    console.print(table(made))
+    assert "on each device, but not with sequences of 2048 tokens" in console.export_text()
+
+
+def test_workers_that_step_apart_are_shown_and_not_taken() -> None:
+    made = found(model="llama-3-8b", gbit_s=1, lora_rank=8, strategies=("fsdp2", "local-sgd"))
+    assert made.verdicts[0].strategy == "local-sgd"
+    assert made.strategy == "fsdp2"

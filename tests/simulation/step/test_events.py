@@ -63,7 +63,7 @@ def test_dependencies_and_the_critical_path() -> None:
             Task("last", "s", {"link": 1}, after=(1,)),
         ]
     )
-    assert [timeline.tasks[index].name for index in timeline.critical_path()] == ["long", "last"]
+    assert [timeline.tasks[index].name for index in timeline.critical_path] == ["long", "last"]
     assert timeline.seconds == 6
     assert timeline.busy_seconds() == {"link": 2, "disk": 5}
 
@@ -104,7 +104,7 @@ def _check_order_and_bounds(tasks: list[Task], timeline: Timeline) -> None:
 
 
 def _check_that_the_critical_path_has_no_gap(timeline: Timeline) -> None:
-    path = timeline.critical_path()
+    path = timeline.critical_path
     assert timeline.spans[path[0]].start == 0
     assert timeline.spans[path[-1]].end == timeline.seconds
     for earlier, later in itertools.pairwise(path):

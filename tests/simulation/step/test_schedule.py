@@ -33,7 +33,7 @@ def test_every_strategy_is_predicted(strategy: str, lora: bool) -> None:
     assert found.critical_path[-1]
     assert 0 < found.mfu <= found.hfu <= 0.5 + 1e-9  # the share that matrix products reach
     assert found.bottleneck in found.busy
-    assert found.timeline.spans[found.timeline.critical_path()[0]].start == 0
+    assert found.timeline.spans[found.timeline.critical_path[0]].start == 0
 
 
 @pytest.mark.parametrize("strategy", simulated())

@@ -1,0 +1,173 @@
+"""Draws docs/figures/map.svg and scale.svg: which strategy pays where, by the planner.
+
+python -m docs.draw_map [folder]: computes docs/figures/map.json anew in about a minute, and draws
+both; ``--drawn`` draws from the file as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from analysis.figures.drawings import style
+from baselines.registry import find
+from docs import drawn
+from simulation.capacity import reported
+from simulation.compute.constants import with_rates
+from simulation.hardware import Hardware, cluster
+from simulation.planner.plan import plan
+from simulation.planner.request import Request
+
+DATA = drawn.FIGURES / "map.json"
+MODELS = ("gemma-2b", "llama-3-8b", "phi-4", "qwen2.5-32b", "llama-3-70b")
+GPUS = ("a40", "a100-80gb")
+GBIT_S = (0.1, 0.3, 1, 3, 10, 30, 100, 400)
+NODES = (1, 4, 16, 64, 256, 1024)
+STRATEGIES = ("ddp", "fsdp2", "fsdp2-hsdp", "deepspeed-hpz", "fsdp2-offload", "fcdp")
+TUNINGS: Mapping[str, Mapping[str, Any]] = {
+    "full fine-tuning": {},
+    "LoRA 8 on bf16": {"lora_rank": 8},
+}
+LENGTH = 2048
+#: Of the map, and of the curves by nodes.
+_NODES, _MODEL, _LINK = 4, "llama-3-8b", 100.0
+
+
+def rented(gpu: str, nodes: int, gbit_s: float) -> Hardware:
+    """Nodes of eight, as the command plans them."""
+    bits = 1e9 * gbit_s
+    return with_rates(reported(cluster(gpu, nodes=nodes, ranks_per_node=8, inter_bits_per_s=bits)))
+
+
+def cell(model: str, gpu: str, nodes: int, gbit_s: float, tuning: str) -> dict[str, Any]:
+    """What the planner takes, and tokens per second of each strategy that fits."""
+    request = Request(
+        model=model,
+        hardware=rented(gpu, nodes, gbit_s),
+        strategies=STRATEGIES,
+        sequence_lengths=(LENGTH,),
+        **TUNINGS[tuning],
+    )
+    made = plan(request)
+    verdicts = () if made is None else made.verdicts
+    return {
+        "model": model,
+        "gpu": gpu,
+        "nodes": nodes,
+        "gbit_s": gbit_s,
+        "tuning": tuning,
+        "take": None if made is None else made.strategy,
+        "tokens_per_s": {
+            one.strategy: round(one.best.tokens_per_s, 1) for one in verdicts if one.best
+        },
+    }
+
+
+def compute() -> list[dict[str, Any]]:
+    """All cells of both figures."""
+    map_cells = [
+        cell(model, gpu, _NODES, gbit_s, tuning)
+        for tuning in TUNINGS
+        for gpu in GPUS
+        for model in MODELS
+        for gbit_s in GBIT_S
+    ]
+    more = [
+        cell(_MODEL, GPUS[1], nodes, _LINK, tuning)
+        for tuning in TUNINGS
+        for nodes in NODES
+        if nodes != _NODES
+    ]
+    return map_cells + more
+
+
+def draw_map(cells: Sequence[Mapping[str, Any]]) -> Figure:
+    """A panel per GPU and tuning: the choice by model and bandwidth; FCDP over its best rival."""
+    with style():
+        figure = Figure(figsize=(8.2, 5.2), layout="constrained")
+        axes = figure.subplots(len(TUNINGS), len(GPUS), sharex=True, sharey=True)
+        for row, tuning in zip(axes, TUNINGS, strict=True):
+            for ax, gpu in zip(row, GPUS, strict=True):
+                ax.set(title=f"{tuning}, {_NODES} × 8 {gpu}")
+                ax.set_xticks(range(len(GBIT_S)), [f"{value:g}" for value in GBIT_S])
+                ax.set_yticks(range(len(MODELS)), MODELS)
+                ax.set(xlim=(-0.5, len(GBIT_S) - 0.5), ylim=(-0.5, len(MODELS) - 0.5))
+                for one in _of(cells, nodes=_NODES, gpu=gpu, tuning=tuning):
+                    x, y = GBIT_S.index(one["gbit_s"]), MODELS.index(one["model"])
+                    colour = "0.9" if one["take"] is None else find(one["take"]).look.colour
+                    ax.fill(
+                        [x - 0.5, x + 0.5, x + 0.5, x - 0.5],
+                        [y - 0.5, y - 0.5, y + 0.5, y + 0.5],
+                        color=colour,
+                        alpha=0.55,
+                        linewidth=0,
+                    )
+                    ax.text(x, y, _gain(one), ha="center", va="center", fontsize=6)
+        for ax in axes[-1]:
+            ax.set_xlabel("Gbit/s per node")
+        taken = [name for name in STRATEGIES if any(one["take"] == name for one in cells)]
+        patches = [Patch(color=find(name).look.colour, alpha=0.55, label=name) for name in taken]
+        patches.append(Patch(color="0.9", label="nothing fits"))
+        figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=7)
+    return figure
+
+
+def draw_scale(cells: Sequence[Mapping[str, Any]]) -> Figure:
+    """Tokens per second and GPU of each strategy, from 8 to 8,192 GPUs."""
+    with style():
+        figure = Figure(figsize=(7.4, 3.0), layout="constrained")
+        for ax, tuning in zip(figure.subplots(1, len(TUNINGS)), TUNINGS, strict=True):
+            rows = _of(cells, model=_MODEL, gpu=GPUS[1], gbit_s=_LINK, tuning=tuning)
+            for name in STRATEGIES:
+                points = [
+                    (8 * one["nodes"], one["tokens_per_s"][name] / (8 * one["nodes"]))
+                    for one in sorted(rows, key=lambda one: one["nodes"])
+                    if name in one["tokens_per_s"]
+                ]
+                look = find(name).look
+                if points:
+                    ax.plot(
+                        *zip(*points, strict=True), look.marker, ls="-", c=look.colour, label=name
+                    )
+            ax.set(title=tuning, xscale="log", xlabel="GPUs", ylim=(0, None))
+            ax.set_xticks([8 * nodes for nodes in NODES], [f"{8 * nodes}" for nodes in NODES])
+        figure.axes[0].set_ylabel("tokens/s per GPU")
+        figure.axes[0].legend(fontsize=6)
+    return figure
+
+
+def _of(cells: Sequence[Mapping[str, Any]], **settings: Any) -> list[Mapping[str, Any]]:
+    return [one for one in cells if all(one[key] == value for key, value in settings.items())]
+
+
+def _gain(one: Mapping[str, Any]) -> str:
+    """FCDP's speed over that of the fastest other, or which of them fits alone."""
+    speeds = dict(one["tokens_per_s"])
+    own = speeds.pop("fcdp", None)
+    if own is None or not speeds:
+        return "" if own is None else "alone"
+    return f"{own / max(speeds.values()):.2f}"
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Compute, unless told to draw alone, and write the figures."""
+    rest = [argument for argument in arguments if argument != "--drawn"]
+    if rest == list(arguments):
+        folder = Path(rest[0]) if rest else drawn.FIGURES
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = ",\n".join(json.dumps(one) for one in compute())
+        (folder / DATA.name).write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    else:
+        folder = drawn.FIGURES
+    cells = json.loads((folder / DATA.name).read_text(encoding="utf-8"))
+    drawn.write({"map": draw_map(cells), "scale": draw_scale(cells)}, rest)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,56 @@
+"""Plans for what people train and rent: each is answered, in time; all with ``--exhaustive``."""
+
+from __future__ import annotations
+
+import random
+import time
+from itertools import product
+from typing import Any
+
+import pytest
+
+from simulation.capacity import reported
+from simulation.compute.constants import with_rates
+from simulation.hardware import cluster
+from simulation.planner.plan import plan
+from simulation.planner.refusal import refusal
+from simulation.planner.request import Request
+
+MODELS = ("llama-3-8b", "llama-3-70b", "qwen2-7b", "mistral-7b", "mixtral-8x7b", "gpt-30b")
+GPUS = ("a10g", "l4", "rtx4090", "a40", "a100-40gb", "a100-80gb", "h100-sxm", "h200", "b200")
+NODES = (1, 4, 16, 64)
+GBIT_S = (1, 10, 100, 800, 3200)
+TUNING: tuple[dict[str, Any], ...] = (
+    {},
+    {"lora_rank": 8},
+    {"lora_rank": 8, "frozen_dtype": "nf4"},
+)
+POINTS = list(product(MODELS, GPUS, NODES, GBIT_S, TUNING))
+#: Seconds of CPU that an answer takes at most.
+IN_TIME = 5.0
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    whole = metafunc.config.getoption("--exhaustive")
+    points = POINTS if whole else random.Random(18).sample(POINTS, 6)
+    metafunc.parametrize(("model", "gpu", "nodes", "gbit_s", "tuning"), points)
+
+
+def test_it_is_answered(
+    model: str, gpu: str, nodes: int, gbit_s: float, tuning: dict[str, Any]
+) -> None:
+    nominal = cluster(gpu, nodes=nodes, ranks_per_node=8, inter_bits_per_s=gbit_s * 1e9)
+    hardware = with_rates(reported(nominal))
+    before = time.process_time()
+    request = Request(model=model, hardware=hardware, **tuning)
+    made = plan(request)
+    answer = refusal(request) if made is None else made.reason
+    assert time.process_time() - before < IN_TIME
+    if made is None:
+        assert answer.startswith("nothing fits")
+        return
+    assert made.option.footprint.device_bytes <= hardware.usable_device_bytes
+    assert made.option.footprint.host_bytes <= hardware.host_memory_bytes
+    assert 0 < made.option.speed.mfu <= made.option.speed.hfu <= 1
+    if nodes == 1 and made.strategy != "fcdp":
+        assert "FCDP is worth nothing on one node" in answer or "fcdp" in answer
