@@ -31,6 +31,10 @@ class Lives:
         if name in self._heard:
             self._heard[name] = time.monotonic()
 
+    def forget(self, name: str) -> None:
+        """Expect nothing more of a neighbour."""
+        self._heard.pop(name, None)
+
     def is_due(self) -> bool:
         """Whether it is time to be heard again."""
         now = time.monotonic()

@@ -45,9 +45,11 @@ class Kind(IntEnum):
     #: What the server counts, asked for by worker 0 and answered as JSON.
     COUNT = 10
     COUNTS = 11
-    #: A sign of life; and the end of the run, with its reason. ``extra``: it is as it should be.
+    #: A sign of life; that a worker has no more to do, or all of them; what went wrong, which ends
+    #: the run.
     BEAT = 12
-    ABORT = 13
+    LEAVE = 13
+    ABORT = 14
 
 
 class Malformed(ValueError):

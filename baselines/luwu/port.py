@@ -121,9 +121,10 @@ class Port:
                 self._send_bounded(Kind.GRADIENTS, step, chunk, part)
 
     def wait(self, step: int) -> None:
-        """Wait until all of a step is in the server's files, and what may land has landed."""
+        """Wait until all of a step is in the server's files, and until nothing more is sent."""
         self._until(lambda: self._committed >= step)
         self._until(lambda: not any(slot.missing for slot in [*self._slots][:_LAYERS]))
+        self._until(lambda: len(self._waiting) >= min(WINDOW, len(self._expected)))
 
     def counts(self) -> dict[str, int]:
         """What the server counts."""
@@ -132,8 +133,8 @@ class Port:
         return self._counts.pop()
 
     def close(self) -> None:
-        """End the run for all roles."""
-        self._outbox.put(Message(Kind.ABORT, extra=True, payload=b"the run is over"))
+        """Leave; with the last worker the run ends for the switch and the server too."""
+        self._outbox.put(Message(Kind.LEAVE))
         self._ended = True
         self._thread.join()
 
@@ -182,11 +183,10 @@ class Port:
     def _receive(self, message: Message) -> None:
         self._lives.hear(SWITCH)
         kind = message.kind
-        if kind == Kind.PARAMETERS:
-            self._waiting.append(message)
-            return
         with self._changed:
-            if kind == Kind.APPLIED:
+            if kind == Kind.PARAMETERS:
+                self._waiting.append(message)
+            elif kind == Kind.APPLIED:
                 self._pushed -= self._is_mine()
             elif kind == Kind.COMMITTED:
                 self._committed = message.step

@@ -108,8 +108,8 @@ class Server:
         if message.kind == Kind.HELLO:
             self._hello(message)
         elif message.kind == Kind.ABORT:
-            if not message.extra:
-                raise Lost(reason_of(message))
+            raise Lost(reason_of(message))
+        elif message.kind == Kind.LEAVE:
             self._over = True
         elif message.kind == Kind.COUNT:
             self.say(Message(Kind.COUNTS, payload=json.dumps(self._counts()).encode()))

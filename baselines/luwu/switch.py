@@ -45,7 +45,7 @@ def worker_name(rank: int) -> str:
 def serve(
     listener: Listener, connection: Connection, workers: int, patience_s: float = PATIENCE_S
 ) -> None:
-    """Serve until a role ends the run or is gone, which all others are told then.
+    """Serve until all workers have left, or a role is gone, which all others are told then.
 
     Raises ``Lost`` for a role that is gone, and ``Malformed`` for what is no message.
     """
@@ -53,7 +53,7 @@ def serve(
     try:
         switch.run()
     except Exception as error:
-        switch.abort(Message(Kind.ABORT, payload=str(error).encode()))
+        switch.abort(str(error))
         raise
     finally:
         listener.close()
@@ -70,6 +70,7 @@ class Switch:
         self._server = connection.socket
         self._names = {worker_name(rank).encode(): rank for rank in range(workers)}
         self._here: set[int] = set()
+        self._left: set[int] = set()
         self._lives = Lives(["server", *map(worker_name, range(workers))], patience_s)
         self._plan: Plan | None = None
         #: What has come of some workers and not of all: the window bounds how much that is.
@@ -95,8 +96,9 @@ class Switch:
                 send(self._server, Message(Kind.BEAT))
             self._lives.check()
 
-    def abort(self, message: Message) -> None:
+    def abort(self, why: str) -> None:
         """Tell all roles, as far as they are there, why the run ends."""
+        message = Message(Kind.ABORT, payload=why.encode())
         with suppress(Lost):
             send(self._server, message)
         for rank in sorted(self._here):
@@ -111,7 +113,7 @@ class Switch:
         message = read(self._server.recv_multipart())
         self._lives.hear("server")
         if message.kind == Kind.ABORT:
-            self._end("", message)
+            raise Lost(reason_of(message))
         elif message.kind == Kind.COUNTS:
             send(self._workers, message, worker_name(0))
         elif message.kind in _MULTICAST:
@@ -122,7 +124,8 @@ class Switch:
         rank = self._names.get(name)
         if rank is None:
             return  # has the run's key, and no business here
-        self._here.add(rank)
+        if rank not in self._left:
+            self._here.add(rank)
         self._lives.hear(worker_name(rank))
         try:
             message = read(frames)
@@ -141,18 +144,21 @@ class Switch:
             self._gather(key, rank, message, self._alike)
         elif kind == Kind.TAKEN:
             self._merge(rank, message)
-        elif kind == Kind.ABORT:
-            self._end(f"{worker_name(rank)}: ", message)
+        elif kind == Kind.LEAVE:
+            self._leave(rank)
         elif kind in (Kind.INITIAL, Kind.COUNT):
             send(self._server, message)
         elif kind != Kind.BEAT:
             raise Malformed(f"{kind.name}, which is not a worker's")
 
-    def _end(self, who: str, message: Message) -> None:
-        if not message.extra:
-            raise Lost(who + reason_of(message))
-        self.abort(message)
-        self._over = True
+    def _leave(self, rank: int) -> None:
+        """Expect nothing more of a worker; with the last one the run is over."""
+        self._here.discard(rank)
+        self._left.add(rank)
+        self._lives.forget(worker_name(rank))
+        if len(self._left) == len(self._names):
+            send(self._server, Message(Kind.LEAVE))
+            self._over = True
 
     def _gather(
         self, key: Any, rank: int, message: Message, merge: Callable[[dict[int, Any]], Any]

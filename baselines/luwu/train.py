@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
@@ -39,7 +40,10 @@ def build(model: nn.Module, job: Job) -> LuWu:
     whose parts cannot be pulled in LuWu's order.
     """
     keys = Keys.of_environment()
-    return LuWu(model, job, partial(_connect, keys, os.environ["FCDP_SWITCH"]))
+    worker = LuWu(model, job, partial(_connect, keys, os.environ["FCDP_SWITCH"]))
+    # In this process's own end, be it a child of multiprocessing's or not.
+    Finalize(None, worker.close, exitpriority=1)
+    return worker
 
 
 def _connect(keys: Keys, address: str, plan: Plan, rank: int, land: Any) -> Port:
@@ -223,7 +227,7 @@ class LuWu(Loop):
             )
 
     def close(self) -> None:
-        """End the run for all roles."""
+        """Leave the run."""
         self._port.close()
 
     @property

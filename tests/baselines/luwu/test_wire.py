@@ -134,7 +134,8 @@ def test_a_slow_worker_holds_all_back_to_the_window(tmp_path: Path) -> None:
         assert len(landed[1]) == 2 * chunks
         assert len(landed[0]) == 2 * chunks + WINDOW
         assert len(slow._waiting) == WINDOW
-        fast.close()
+        for port in ports:
+            port.close()
 
 
 def test_a_message_that_is_not_in_the_plan_ends_the_run_in_all_roles(tmp_path: Path) -> None:

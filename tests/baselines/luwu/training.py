@@ -109,7 +109,6 @@ def trained(
     then: Callable[[LuWu], Any] = lambda worker: None,
 ) -> list[Any]:
     """Train on so many workers from where the folder is; what ``then`` gives of each at the end."""
-    everyone = threading.Barrier(workers)
 
     def work(rank: int) -> Any:
         model = model_of(frozen)
@@ -119,9 +118,7 @@ def trained(
             worker.step([batch(rank, worker.steps_done)])
         found = then(worker)
         worker.settle()
-        everyone.wait(60)
-        if rank == 0:
-            worker.close()
+        worker.close()
         return found
 
     with roles(workers, folder) as made, ThreadPoolExecutor(workers) as pool:
