@@ -1,4 +1,4 @@
-"""Processes beside the ranks: on machines of their own, limited like nodes, ended with the ranks."""
+"""Processes beside the ranks: on machines of their own, limited like nodes, ended with them."""
 
 from __future__ import annotations
 
