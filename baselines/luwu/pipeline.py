@@ -100,14 +100,21 @@ class Steps:
         self.failed = failed
         largest = max(chunk.numel for chunk in plan.all_chunks())
         #: As many as may be under way: nobody waits for one for ever.
-        self._buffers: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
+        self._buffers: queue.SimpleQueue[Buffer | None] = queue.SimpleQueue()
         for _ in range(WINDOW):
             self._buffers.put(Buffer(largest, plan.type.itemsize))
 
     def read(self, item: Item) -> None:
         """Read master and moments."""
         item.buffer = self._buffers.get()
+        if item.buffer is None:
+            raise RuntimeError("the run has ended")
         self._files.read_states(item.chunk, item.step, item.buffer)
+
+    def end(self) -> None:
+        """Have nobody wait for a buffer that a failed step has kept."""
+        for _ in range(WINDOW):
+            self._buffers.put(None)
 
     def adam(self, item: Item) -> None:
         """Step the master by the mean gradients: PyTorch's AdamW."""
@@ -156,12 +163,18 @@ class StepCentric:
     def __init__(self, steps: Steps, threads: int) -> None:
         order = (steps.read, steps.adam, steps.cast, steps.write)
         counts = (1, threads - 3, 1, 1)
-        queues: list[queue.SimpleQueue[Item]] = [queue.SimpleQueue() for _ in order]
-        self.submit = queues[0].put
+        self._queues: list[_Items] = [queue.SimpleQueue() for _ in order]
+        self.submit = self._queues[0].put
+        self._threads: list[list[threading.Thread]] = []
         for index, (step, count) in enumerate(zip(order, counts, strict=True)):
-            onward = queues[index + 1].put if index + 1 < len(order) else None
-            for _ in range(count):
-                _start(_run_step, queues[index], step, onward, steps.failed)
+            onward = self._queues[index + 1].put if index + 1 < len(order) else None
+            arguments = (self._queues[index], step, onward, steps.failed)
+            self._threads.append([_start(_run_step, *arguments) for _ in range(count)])
+
+    def end(self) -> None:
+        """Have the threads end, each with what it has in hand."""
+        for items, threads in zip(self._queues, self._threads, strict=True):
+            _end(items, threads)
 
 
 class LayerCentric:
@@ -169,10 +182,9 @@ class LayerCentric:
 
     def __init__(self, steps: Steps, threads: int, plan: Plan) -> None:
         self._chunks = [sum(c.trained for c in plan.chunks(u)) for u in range(len(plan.units))]
-        self._open: dict[int, tuple[queue.SimpleQueue[Item], int]] = {}
-        self._layers: queue.SimpleQueue[tuple[queue.SimpleQueue[Item], int]] = queue.SimpleQueue()
-        for _ in range(threads):
-            _start(_run_layers, self._layers, steps)
+        self._open: dict[int, tuple[_Items, int]] = {}
+        self._layers: queue.SimpleQueue[tuple[_Items, int] | None] = queue.SimpleQueue()
+        self._threads = [_start(_run_layers, self._layers, steps) for _ in range(threads)]
 
     def submit(self, item: Item) -> None:
         """Take a chunk; all of a layer's come before any of it comes again."""
@@ -185,21 +197,39 @@ class LayerCentric:
         if left > 1:
             self._open[unit] = items, left - 1
 
+    def end(self) -> None:
+        """Have the threads end, each with what it has in hand."""
+        for items, _ in self._open.values():
+            items.put(None)
+        _end(self._layers, self._threads)
 
-def _start(function: Callable[..., None], *args: Any) -> None:
-    threading.Thread(target=function, args=args, name="luwu-pipeline", daemon=True).start()
+
+#: What a thread takes items from; ``None``: there are no more.
+_Items = queue.SimpleQueue[Item | None]
+
+
+def _start(function: Callable[..., None], *args: Any) -> threading.Thread:
+    thread = threading.Thread(target=function, args=args, name="luwu-pipeline", daemon=True)
+    thread.start()
+    return thread
+
+
+def _end(items: queue.SimpleQueue[Any], threads: list[threading.Thread]) -> None:
+    for _ in threads:
+        items.put(None)
+    for thread in threads:
+        thread.join()
 
 
 def _run_step(
-    items: queue.SimpleQueue[Item],
+    items: _Items,
     step: Callable[[Item], None],
     onward: Callable[[Item], None] | None,
     failed: Callable[[BaseException], None],
 ) -> None:
     torch.set_num_threads(1)
     try:
-        while True:
-            item = items.get()
+        while (item := items.get()) is not None:
             step(item)
             if onward is not None:
                 onward(item)
@@ -207,15 +237,14 @@ def _run_step(
         failed(error)
 
 
-def _run_layers(
-    layers: queue.SimpleQueue[tuple[queue.SimpleQueue[Item], int]], steps: Steps
-) -> None:
+def _run_layers(layers: queue.SimpleQueue[tuple[_Items, int] | None], steps: Steps) -> None:
     torch.set_num_threads(1)
     try:
-        while True:
-            items, count = layers.get()
+        while (layer := layers.get()) is not None:
+            items, count = layer
             for _ in range(count):
-                item = items.get()
+                if (item := items.get()) is None:
+                    return
                 for step in (steps.read, steps.adam, steps.cast, steps.write):
                     step(item)
     except Exception as error:

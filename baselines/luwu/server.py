@@ -165,15 +165,14 @@ class _Run:
         self._chunks = {(c.unit, c.index): c for c in plan.all_chunks()}
         self._missing = set(self._chunks) if step is None else set()
         self._progress = Progress(files, plan, step or 0)
-        steps = Steps(
+        self._steps = Steps(
             plan, files, self._progress, lambda *done: inbox.put(done), lambda e: inbox.put(e)
         )
-        pipeline = (
-            StepCentric(steps, plan.threads)
+        self._pipeline = (
+            StepCentric(self._steps, plan.threads)
             if plan.pipeline == "step"
-            else LayerCentric(steps, plan.threads, plan)
+            else LayerCentric(self._steps, plan.threads, plan)
         )
-        self._submit = pipeline.submit
         self._buffer = Buffer(max(c.numel for c in self._chunks.values()), plan.type.itemsize)
         self._sent = 0
         #: How much of the stream each worker has taken.
@@ -196,7 +195,7 @@ class _Run:
                 self._taken[worker] = message.extra
         elif kind == Kind.GRADIENTS:
             chunk = self._chunk(message, self.plan.type.itemsize)
-            self._submit(Item(chunk, message.step, message.payload))
+            self._pipeline.submit(Item(chunk, message.step, message.payload))
         else:
             raise Malformed(f"{kind.name} is not for the server")
         return []
@@ -211,6 +210,8 @@ class _Run:
     def close(self) -> None:
         """Have the threads end."""
         self._progress.end()
+        self._steps.end()
+        self._pipeline.end()
         self._reader.end()
         self.files.close()
 

@@ -65,8 +65,10 @@ def roles(workers: int, folder: Path, patience_s: float = 30.0) -> Iterator[Role
     for name, call in calls.items():
         made.threads.append(threading.Thread(target=run, args=(name, call), daemon=True))
         made.threads[-1].start()
-    yield made
-    made.ended()
+    try:
+        yield made
+    finally:
+        made.ended()
 
 
 def connect(address: str, plan: Plan, rank: int, land: Any, patience_s: float = 30.0) -> Port:
