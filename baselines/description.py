@@ -17,8 +17,8 @@ from baselines.schedule import Schedule
 from baselines.settings import Settings
 
 #: Engines in the order of preference: what PyTorch ships, this library, another framework.
-ENGINES = ("ddp", "fsdp2", "fcdp", "deepspeed", "co2", "cyclic")
-Engine = Literal["fcdp", "fsdp2", "ddp", "deepspeed", "co2", "cyclic"]
+ENGINES = ("ddp", "fsdp2", "fcdp", "deepspeed", "co2", "cyclic", "luwu")
+Engine = Literal["fcdp", "fsdp2", "ddp", "deepspeed", "co2", "cyclic", "luwu"]
 #: Whether a strategy trains as FSDP2 does but for the order of sums, within what quantisation
 #: loses, or by an optimization of its own.
 Numerics = Literal["exact", "bounded", "own"]
@@ -30,6 +30,22 @@ class Look:
 
     colour: str
     marker: str
+
+
+@dataclass(frozen=True)
+class ExtraProcess:
+    """A process that a strategy needs beside its ranks, on a machine of its own.
+
+    Its function finds its own address in ``FCDP_<NAME>``, as the ranks and other such processes do,
+    and a secret that all processes of the launch share in ``FCDP_RUN_SECRET``.
+    """
+
+    name: str
+    #: "package.module:function", called without arguments.
+    entry: str
+    #: Whether it is a part of the network: not its own link limits it, but those of the others, in
+    #: both directions.
+    in_network: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,6 +70,8 @@ class Strategy:
     needs_cuda: str | None = None
     #: Builders of operators that its engine compiles at their first use, beside those of all.
     operators: tuple[str, ...] = ()
+    #: Processes beside the ranks, which the cluster starts and ends with them.
+    extra: tuple[ExtraProcess, ...] = ()
     #: A header that an operator of its engine is compiled with, and the package that has it.
     needs_header: tuple[Path, str] | None = None
 

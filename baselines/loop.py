@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -41,7 +42,7 @@ class Loop:
     def settle(self) -> None:
         pass
 
-    def take_metrics(self) -> Mapping[str, float | list[float]]:
+    def take_metrics(self) -> Mapping[str, Any]:
         return {}
 
     def take_ledger(self) -> dict[str, dict[str, float]] | None:

@@ -249,3 +249,40 @@ class CyclicSettings(Settings):
             write=lambda value: "a stage per rank" if value is None else f"{value} stages",
         ),
     ] = None
+
+
+class LuWuSettings(Settings):
+    """Settings of LuWu."""
+
+    #: Threads of the server's optimizer: one each reads, casts and writes, the others step.
+    threads: Annotated[
+        int, Field(ge=4), Setting("Server threads", "subject", write="{} server threads".format)
+    ] = 4
+    #: What crosses in one message.
+    chunk_bytes: Annotated[
+        int,
+        Field(ge=4096, le=4 * 2**20, multiple_of=4096),
+        Setting("Chunk", "subject", write=lambda value: f"chunks of {value // 1024} KiB"),
+    ] = 256 * 1024
+    #: Whether a thread of the server does one thing for all layers, or all for one layer.
+    pipeline: Annotated[
+        Literal["step", "layer"], Setting("Pipeline", "subject", write="{}-centric".format)
+    ] = "step"
+    #: Whether the switch merges the workers' acknowledgements.
+    merged: Annotated[
+        bool,
+        Setting(
+            "Acknowledgements",
+            "subject",
+            write=lambda value: f"{'merged' if value else 'single'} acknowledgements",
+        ),
+    ] = True
+    #: Whether frozen parameters are pulled once, and then kept in the worker's host memory.
+    cached: Annotated[
+        bool,
+        Setting(
+            "Frozen layers",
+            "subject",
+            write=lambda value: f"frozen layers {'cached' if value else 'pulled each time'}",
+        ),
+    ] = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn as nn
@@ -101,7 +101,7 @@ class Trainable(Protocol):
         """
         ...
 
-    def take_metrics(self) -> Mapping[str, float | list[float]]:
+    def take_metrics(self) -> Mapping[str, Any]:
         """What the strategy tells of the steps since the last call, by field of a measurement.
 
         All ranks call it together.

@@ -49,6 +49,9 @@ class Selection(Strict):
     penalty: str | None = None
     #: Of Cyclic Data Parallelism: ``v1`` or ``v2``.
     rule: str | None = None
+    #: Of LuWu: acknowledgements, the server's pipeline.
+    merged: bool | None = None
+    pipeline: str | None = None
     #: Of a study of memory: whether blocks are computed again in backward.
     checkpointing: bool | None = None
 

@@ -21,14 +21,18 @@ _Columns = Mapping[str, Any]
 #: the simulator; the second line's are the strategy's own count, its ledger. The fourth line's are
 #: of cyclic strategies: the slot that sends most over all that is trained, in float32; what is kept
 #: in the fullest slot over all micro-batches at once, and over the emptiest slot. The fifth has
-#: held-out examples after the last step. The last two lines are of the bound of memory and
-#: bandwidth: itself, and what changing one thing multiplies it by.
+#: held-out examples after the last step. The sixth and seventh lines' are of strategies with a
+#: server: bytes of a node's link and of the server's, by direction, per parameter; messages that
+#: the server receives in a step. The last two lines are of the bound of memory and bandwidth:
+#: itself, and what changing one thing multiplies it by.
 Quantity = Literal[
     "tokens_per_s", "inter_node_bytes", "inter_node_bytes_over_least", "all_nodes_bytes",
     "gather_bytes", "backward_gather_bytes", "all_nodes_forward_bytes", "all_nodes_backward_bytes",
     "peak_device_bytes", "host_cache_share", "largest_micro_batch",
     "largest_slot_share", "activation_share", "activation_spread",
     "held_out_perplexity", "held_out_accuracy",
+    "node_received_per_parameter", "node_sent_per_parameter", "server_received_per_parameter",
+    "server_sent_per_parameter", "server_messages",
     "hfu_bound", "parameters_over_named", "gain_of_bandwidth", "gain_of_free_memory",
     "gain_of_length", "gain_of_length_in_tokens",
 ]  # fmt: skip
@@ -126,6 +130,11 @@ def _activation_spread(columns: _Columns) -> float | None:
     return None if kept is None else _over(kept[1], kept[0])
 
 
+def _per_parameter(link: str) -> Callable[[_Columns], float | None]:
+    """Bytes of a link per parameter of the model."""
+    return lambda c: _over(c.get(f"{link}_bytes_per_step"), c["parameters"])
+
+
 # The nodes of a cluster send alike, so that all of them send the busiest one's bytes.
 _QUANTITIES: dict[Quantity, Callable[[_Columns], float | None]] = {
     "tokens_per_s": lambda c: c["tokens_per_s"],
@@ -147,4 +156,9 @@ _QUANTITIES: dict[Quantity, Callable[[_Columns], float | None]] = {
     "activation_spread": _activation_spread,
     "held_out_perplexity": lambda c: _exponential(c["held_out_loss"]),
     "held_out_accuracy": lambda c: c["held_out_accuracy"],
+    "node_received_per_parameter": _per_parameter("node_received"),
+    "node_sent_per_parameter": _per_parameter("node_sent"),
+    "server_received_per_parameter": _per_parameter("server_received"),
+    "server_sent_per_parameter": _per_parameter("server_sent"),
+    "server_messages": lambda c: c["server_messages_per_step"],
 }

@@ -22,7 +22,8 @@ _SETTINGS = settings.names(Cell, "condition", "incidental")
 _MEASURED = {
     name: field.annotation
     for name, field in Measurement.model_fields.items()
-    if name not in ("ledger_bytes_per_step", "cache", "phase_seconds", "simulation")
+    if name
+    not in ("ledger_bytes_per_step", "link_bytes_per_step", "cache", "phase_seconds", "simulation")
 }
 
 
@@ -154,6 +155,7 @@ def _measured(record: Record, measurement: Measurement) -> dict[str, Any]:
         **_ledger(measurement.ledger_bytes_per_step),
         **_cache(measurement.cache),
         **_phases(measurement.phase_seconds),
+        **_links(measurement.link_bytes_per_step),
     }
     low, high = np.quantile(measurement.round_seconds, [0.25, 0.75])
     return found | {
@@ -192,6 +194,11 @@ def _cache(cached: Cached | None) -> dict[str, float]:
 
 def _phases(seconds: dict[str, float] | None) -> dict[str, float]:
     return {f"phase_{name}_seconds": value for name, value in (seconds or {}).items()}
+
+
+def _links(counted: dict[str, float] | None) -> dict[str, float]:
+    """``node_received_bytes_per_step``, ``server_sent_bytes_per_step`` and the like."""
+    return {f"{_identifier(name)}_bytes_per_step": n for name, n in (counted or {}).items()}
 
 
 def _identifier(name: str) -> str:

@@ -1,49 +1,12 @@
-"""A stage's parameters on this rank: views of flat memory, which messages fill."""
+"""A stage's parameters on this rank, and the optimizer of a stage that it owns."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 import torch.nn as nn
 
-from baselines.strategy import Job, numel, optimizer_of
-
-
-class Part:
-    """Parameters that come and go together."""
-
-    def __init__(self, params: Sequence[nn.Parameter], device: torch.device) -> None:
-        self.params = params
-        self._flat = torch.empty(numel(params), device=device)
-        begin = 0
-        for param in params:
-            end = begin + param.numel()
-            self._flat[begin:end].copy_(param.detach().flatten())
-            param.data = self._flat[begin:end].view(param.shape)
-            begin = end
-
-    @property
-    def numel(self) -> int:
-        return self._flat.numel()
-
-    @property
-    def is_there(self) -> bool:
-        return self._flat.untyped_storage().nbytes() == self._flat.nbytes
-
-    def values(self) -> torch.Tensor:
-        """All elements end to end: the live memory."""
-        assert self.is_there
-        return self._flat
-
-    def fill(self, values: torch.Tensor) -> None:
-        """Have these elements, in the memory that the graph knows."""
-        self._flat.untyped_storage().resize_(self._flat.nbytes)
-        self._flat.copy_(values)
-
-    def free(self) -> None:
-        """Give the memory back until ``fill``."""
-        self._flat.untyped_storage().resize_(0)
+from baselines.part import Part
+from baselines.strategy import Job, optimizer_of
 
 
 class Stage:

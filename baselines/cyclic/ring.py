@@ -23,12 +23,13 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from baselines.cyclic import routes
-from baselines.cyclic.parts import Owned, Part, Stage
+from baselines.cyclic.parts import Owned, Stage
 from baselines.cyclic.post import Post
 from baselines.cyclic.routes import Cycle, Kind
 from baselines.cyclic.segments import Segments
 from baselines.cyclic.stages import begin_stage, chosen_runs, parameters, split
 from baselines.loop import Loop
+from baselines.part import Part
 from baselines.pytorch.ddp import autocast
 from baselines.settings import CyclicSettings
 from baselines.strategy import Job, numel

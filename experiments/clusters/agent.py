@@ -5,6 +5,7 @@ It is forked from a process that has imported everything, torchelastic included.
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.machinery import PathFinder
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from pyroute2 import netns
@@ -30,7 +32,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from experiments.clusters import _preloaded, lifetimes, namespaces, ranks
 from experiments.clusters.causes import Exit, NodeResult
-from experiments.clusters.ranks import Launch, Node
+from experiments.clusters.ranks import SECRET, Launch, Machine, Node
 from experiments.clusters.torchrun import Meeting
 from experiments.records import provenance
 
@@ -60,13 +62,38 @@ def serve(node: Node, launch: Launch, parent: Connection) -> None:
             parent.send(NodeResult(error=error))
 
 
-def _serve(node: Node, launch: Launch, parent: Connection) -> None:
+def _settle(machine: Machine) -> None:
+    """Have this process on its machine, with its environment and modules."""
     os.environ.clear()
-    os.environ.update(provenance.without_secrets(node.environment))
-    _put_temporary_files_in(node.scratch)
-    netns.setns(node.namespace, flags=0)
-    _search_first(node.environment.get("PYTHONPATH", "").split(os.pathsep))
-    _preloaded.import_modules(list(node.preload))
+    os.environ.update(provenance.without_secrets(machine.environment))
+    if machine.secret is not None:
+        os.environ[SECRET] = machine.secret
+    _put_temporary_files_in(machine.scratch)
+    netns.setns(machine.namespace, flags=0)
+    _search_first(machine.environment.get("PYTHONPATH", "").split(os.pathsep))
+    _preloaded.import_modules(list(machine.preload))
+
+
+def serve_beside(machine: Machine, entry: str, log: str, parent: Connection) -> None:
+    """Call the function of a process beside the ranks; send the error that it ends with, if any."""
+    os.setsid()
+    lifetimes.die_with(_preloaded.SERVER)
+    lifetimes.die_with_launcher(lambda: None)
+    ranks.write_to(Path(log))
+    error = None
+    try:
+        _settle(machine)
+        module, name = ranks.split(entry)
+        getattr(importlib.import_module(module), name)()
+    except BaseException:
+        error = traceback.format_exc()
+        traceback.print_exc()
+    with suppress(BrokenPipeError):
+        parent.send(error)
+
+
+def _serve(node: Node, launch: Launch, parent: Connection) -> None:
+    _settle(node)
     with _launched(node, launch) as result:
         parent.send(result)
         # Other nodes may still use the store: until the parent, who closes its end, has heard

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-_TRANSMITTED = 8
+from baselines.links import interface_bytes
+
 _INFINIBAND = Path("/sys/class/infiniband")
 #: Bytes of what an InfiniBand port counts: 32-bit words, on all of its lanes together.
 _WORD_BYTES = 4
@@ -20,16 +21,11 @@ def transmitted_bytes(interface: str) -> int:
     ports = sorted(_INFINIBAND.glob(f"{interface}/ports/*/counters/port_xmit_data"))
     if ports:
         return sum(int(port.read_text()) for port in ports) * _WORD_BYTES
-    # "self" would be the main thread, which may be in another namespace than the caller.
-    _, _, *lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
-    counters = {}
-    for line in lines:
-        name, _, values = line.partition(":")
-        counters[name.strip()] = values.split()
-    if interface not in counters:
-        allowed = sorted(counters) + sorted(path.name for path in _INFINIBAND.glob("*"))
-        raise ValueError(f"interface = {interface!r}: allowed are {', '.join(allowed)}")
-    return int(counters[interface][_TRANSMITTED])
+    adapters = "".join(f", {path.name}" for path in sorted(_INFINIBAND.glob("*")))
+    try:
+        return interface_bytes(interface)[1]
+    except ValueError as error:
+        raise ValueError(f"{error}{adapters}") from None
 
 
 def out_of_memory_kills() -> int:

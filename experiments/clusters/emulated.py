@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from baselines.description import ExtraProcess
 from experiments.clusters import causes, lifetimes, namespaces, preload, privileges, ranks
+from experiments.clusters.beside import BesideProcess, addresses
 from experiments.clusters.causes import Board
 from experiments.clusters.counters import out_of_memory_kills
 from experiments.clusters.interface import ClusterError, Outcome
@@ -88,6 +91,7 @@ class EmulatedCluster:
         logs: Path,
         environment: Mapping[str, str],
         timeout_s: float,
+        extra: Sequence[ExtraProcess] = (),
     ) -> Outcome:
         """Call ``entry`` on every rank, in fresh processes; see ``Cluster.run``.
 
@@ -100,6 +104,10 @@ class EmulatedCluster:
 
         Raises ``ClusterError`` if the port is taken, and ``ValueError`` for an ``entry`` that is
         not of the form "package.module:function". Whatever is raised, no process is left.
+
+        A process of ``extra`` is on a machine of its own, whose link is limited like a node's; its
+        log has its name. It and the ranks find the address of each in ``FCDP_<NAME>``, and a
+        secret of this launch in ``FCDP_RUN_SECRET``.
         """
         network, context = self._built()
         ranks.split(entry)
@@ -111,12 +119,21 @@ class EmulatedCluster:
             board = Board(folder, range(self.nodes * self.ranks_per_node))
             board.create()
             launch = ranks.Launch(entry, tuple(arguments), logs, board)
+            machines = _Machines(network, environment, folder, self._preload, bool(extra))
+            beside = []
+            if extra:
+                stack.callback(network.withdraw)
+                machines.join(extra, self._port)
+            for each in extra:
+                machine = machines.beside(each.name, self.nodes * self.ranks_per_node)
+                beside.append(BesideProcess(context, each, machine, logs))
+                stack.callback(beside[-1].end)
             agents = []
             for number in range(self.nodes):
-                node = self._node(network, number, environment, folder, timeout_s)
+                node = machines.node(number, self.ranks_per_node, self._port, timeout_s)
                 agents.append(NodeProcess(context, node, launch))
                 stack.callback(agents[-1].end)
-            return _watch(agents, board, timeout_s)
+            return _watch(agents, beside, board, timeout_s)
 
     def _built(self) -> tuple[Network, ForkServerContext]:
         if self._network is None or self._context is None:
@@ -140,15 +157,24 @@ class EmulatedCluster:
                 "end what listens there, or choose another port in the cluster's settings"
             ) from error
 
-    def _node(
+
+class _Machines:
+    """What the processes of one launch are told of the machines that they are on."""
+
+    def __init__(
         self,
         network: Network,
-        number: int,
         environment: Mapping[str, str],
         folder: Path,
-        timeout_s: float,
-    ) -> ranks.Node:
-        variables = {
+        preload: tuple[str, ...],
+        beside: bool,
+    ) -> None:
+        """``beside``: whether there are machines beside the nodes."""
+        self._network = network
+        self._folder = folder
+        self._preload = preload
+        self._secret = secrets.token_hex() if beside else None
+        self._variables = {
             "OMP_NUM_THREADS": "1",
             **os.environ,
             "FCDP_INTERFACE": INTERFACE,
@@ -158,23 +184,47 @@ class EmulatedCluster:
             "NCCL_SOCKET_IFNAME": INTERFACE,
             **environment,
         }
+
+    def join(self, extra: Sequence[ExtraProcess], port: int) -> None:
+        """Join a machine for each of these to the network."""
+        for each in extra:
+            self._network.add(each.name, in_network=each.in_network)
+        self._variables |= addresses(self._network.beside, port)
+
+    def beside(self, name: str, ranks_in_all: int) -> ranks.Machine:
+        """The machine of a process beside the ranks."""
+        return ranks.Machine(
+            namespace=self._network.beside[name][0],
+            environment=self._variables | {"WORLD_SIZE": str(ranks_in_all)},
+            secret=self._secret,
+            preload=self._preload,
+            scratch=str(self._folder / name),
+        )
+
+    def node(self, number: int, ranks_per_node: int, port: int, timeout_s: float) -> ranks.Node:
+        """A node."""
+        network = self._network
         return ranks.Node(
             node=number,
-            nodes=self.nodes,
-            ranks_per_node=self.ranks_per_node,
+            nodes=len(network.nodes),
+            ranks_per_node=ranks_per_node,
             namespace=network.nodes[number],
             address=network.addresses[number],
             master_address=network.addresses[0],
-            port=self._port,
-            environment=variables,
+            port=port,
+            environment=self._variables,
+            secret=self._secret,
             preload=self._preload,
-            scratch=str(folder / f"node{number}"),
+            scratch=str(self._folder / f"node{number}"),
             timeout_s=timeout_s,
         )
 
 
-def _watch(agents: Sequence[NodeProcess], board: Board, timeout_s: float) -> Outcome:
+def _watch(
+    agents: Sequence[NodeProcess], beside: Sequence[BesideProcess], board: Board, timeout_s: float
+) -> Outcome:
     """Wait until all nodes are done, one has failed, or the time is over; return the outcome."""
+    broken: str | None = None
     deadline = time.monotonic() + timeout_s
     kills_before = out_of_memory_kills()
     while running := [each for each in agents if each.result is None]:
@@ -182,13 +232,16 @@ def _watch(agents: Sequence[NodeProcess], board: Board, timeout_s: float) -> Out
         for each in running:
             each.collect()
         now = time.monotonic()
-        if board.reports() or any(each.result and not each.result.ok for each in agents):
+        broken = next(filter(None, [each.why_failed() for each in beside]), None)
+        if broken or board.reports() or any(each.result and not each.result.ok for each in agents):
             deadline = min(deadline, now + _GRACE_S)
         if now > deadline:
             break
     results = {each.node.node: each.result for each in agents if each.result is not None}
     reports = board.reports()
     kills = out_of_memory_kills() - kills_before
+    if broken and all(report.lost_peer for report in reports):
+        return Outcome("failed", None, broken)
     ended = causes.outcome(results, reports, out_of_memory_kills=kills)
     if ended.state == "ok" and len(results) < len(agents):
         return Outcome("timeout", None, f"did not end within {timeout_s:g} s")

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
+from baselines.description import ExtraProcess
 from experiments.records.abilities import Abilities
 
 
@@ -64,11 +65,13 @@ class Cluster(Protocol):
         logs: Path,
         environment: Mapping[str, str],
         timeout_s: float,
+        extra: Sequence[ExtraProcess] = (),
     ) -> Outcome:
         """Run the function ``entry`` ("package.module:function") on every rank and wait.
 
         ``function(*arguments)`` is called in one fresh process per rank, in the environment that
         torchrun sets; ``TMPDIR`` is a directory of its node that ends with the launch. Standard
-        output and error of rank r go to files below ``logs``.
+        output and error of rank r go to files below ``logs``. ``extra`` are processes beside the
+        ranks, of clusters that can start some: each on a machine of its own, ended with the ranks.
         """
         ...

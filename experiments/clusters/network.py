@@ -56,6 +56,11 @@ class Network:
         self.nodes = [f"{prefix}-node{node}" for node in range(nodes)]
         #: IPv4 address of each node.
         self.addresses = [str(NETWORK[1 + node]) for node in range(nodes)]
+        #: Namespaces and addresses of machines beside the nodes, by name.
+        self.beside: dict[str, tuple[str, str]] = {}
+        #: Those that are parts of the network, which links in both directions limit.
+        self._inside: set[str] = set()
+        self._prefix = prefix
         self.groups = groups
         #: A node's interfaces to other nodes.
         self.interfaces = (INTERFACE, TO_GROUPS) if groups > 1 else (INTERFACE,)
@@ -83,32 +88,64 @@ class Network:
         with IPRoute(netns=self._switch) as route:
             for interface in self.interfaces:
                 self._join(route, interface)
-        for node, name in enumerate(self.nodes):
-            namespaces.call_in(name, self._settle_protocols)
-            with IPRoute(netns=name) as route:
-                self._connect(route, node)
+        for name, address in zip(self.nodes, self.addresses, strict=True):
+            self._settle(name, address)
+
+    def add(self, name: str, *, in_network: bool) -> None:
+        """Join a machine more, beside the nodes; ``in_network``: a part of the network itself.
+
+        Raises ``ClusterError`` if the kernel refuses.
+        """
+        assert self.groups == 1, "it would be in no group"
+        namespace = f"{self._prefix}-beside-{name}"
+        address = str(NETWORK[1 + len(self.nodes) + len(self.beside)])
+        self.beside[name] = namespace, address
+        if in_network:
+            self._inside.add(name)
+        try:
+            namespaces.create(namespace)
+            with IPRoute(netns=self._switch) as route:
+                self._plug(route, INTERFACE, f"{INTERFACE}-{name}", namespace)
+            self._settle(namespace, address)
+        except (OSError, NetlinkError) as error:
+            raise ClusterError(f"cannot join {name} to the network: {error}") from error
+
+    def withdraw(self) -> None:
+        """Remove the machines beside the nodes, and the limits that they needed."""
+        for name, (namespace, _) in self.beside.items():
+            namespaces.remove(namespace)
+            self._inside.discard(name)
+        self.beside.clear()
+        for node in range(len(self.nodes)):
+            _shape_link(self._switch, f"{INTERFACE}-{node}", None)
+
+    def _settle(self, namespace: str, address: str) -> None:
+        namespaces.call_in(namespace, self._settle_protocols)
+        with IPRoute(netns=namespace) as route:
+            self._connect(route, address)
 
     def _join(self, route: IPRoute, interface: str) -> None:
         """Give every node this interface, and join them all by a bridge."""
         # Without the delay a new port would drop the first seconds of traffic.
         route.link("add", ifname=interface, kind="bridge", br_forward_delay=0, state="up")
-        (switch,) = route.link_lookup(ifname=interface)
         for node, name in enumerate(self.nodes):
-            peer = {"ifname": interface, "net_ns_fd": name, "mtu": MTU}
-            port = f"{interface}-{node}"
-            route.link("add", ifname=port, kind="veth", mtu=MTU, peer=peer)
-            (index,) = route.link_lookup(ifname=port)
-            route.link("set", index=index, master=switch, state="up")
+            self._plug(route, interface, f"{interface}-{node}", name)
 
-    def _connect(self, route: IPRoute, node: int) -> None:
-        """Give a node its address, and its routes to the other nodes."""
-        own = self.addresses[node]
+    def _plug(self, route: IPRoute, interface: str, port: str, namespace: str) -> None:
+        """Give a machine this interface, which leads to a port of the bridge of the same name."""
+        peer = {"ifname": interface, "net_ns_fd": namespace, "mtu": MTU}
+        route.link("add", ifname=port, kind="veth", mtu=MTU, peer=peer)
+        route.link("set", index=_index(route, port), master=_index(route, interface), state="up")
+
+    def _connect(self, route: IPRoute, own: str) -> None:
+        """Give a machine its address, and its routes to nodes of other groups."""
         index = _index(route, INTERFACE)
         route.addr("add", index=index, address=own, prefixlen=NETWORK.prefixlen)
         for each in (_LOOPBACK_INDEX, *(_index(route, name) for name in self.interfaces)):
             route.link("set", index=each, state="up")
         if self.groups > 1:
             there, size = _index(route, TO_GROUPS), len(self.nodes) // self.groups
+            node = self.addresses.index(own)
             for other, address in enumerate(self.addresses):
                 if other // size != node // size:
                     route.route("add", dst=f"{address}/32", oif=there, scope="link", prefsrc=own)
@@ -127,7 +164,8 @@ class Network:
 
     def _remove(self) -> None:
         # A veth pair ends with either of its ends, so nothing but the names has to go.
-        for name in (*self.nodes, self._switch):
+        beside = (namespace for namespace, _ in self.beside.values())
+        for name in (*beside, *self.nodes, self._switch):
             namespaces.remove(name)
 
     def shape(self, bits_per_s: int | None, to_groups: int | None = None) -> dict[str, Any]:
@@ -152,6 +190,7 @@ class Network:
                 _shape(self.nodes, interface, rate)
                 for interface, rate in zip(self.interfaces, rates.values(), strict=False)
             ]
+            others_too = self._shape_beside(bits_per_s)
         except NetlinkError as error:
             raise ClusterError(
                 f"cannot limit the nodes' egress: {error}; it needs the kernel's token bucket "
@@ -160,16 +199,31 @@ class Network:
         congestion_control = namespaces.call_in(self.nodes[0], _congestion_control)
         inside, *between = found
         others = {"to_groups": between[0]} if between else {}
-        return {**inside, "congestion_control": congestion_control, **others}
+        return {**inside, "congestion_control": congestion_control, **others, **others_too}
+
+    def _shape_beside(self, bits_per_s: int | None) -> dict[str, Any]:
+        """Limit the links of machines beside the nodes.
+
+        Where one is a part of the network, what the others receive is limited alike: its own link
+        stands for as many as there are others.
+        """
+        outside = {name: where for name, where in self.beside.items() if name not in self._inside}
+        for namespace, _ in outside.values():
+            _shape_link(namespace, INTERFACE, bits_per_s)
+        if not self._inside:
+            return {}
+        for port in (*range(len(self.nodes)), *outside):
+            _shape_link(self._switch, f"{INTERFACE}-{port}", bits_per_s)
+        return {"both_directions": True}
 
 
 def _shape(nodes: Sequence[str], interface: str, bits_per_s: int | None) -> dict[str, Any]:
     """Limit an interface of all nodes; returns what the first one's is."""
-    found = [_shape_node(name, interface, bits_per_s) for name in nodes]
+    found = [_shape_link(name, interface, bits_per_s) for name in nodes]
     return found[0]
 
 
-def _shape_node(name: str, interface: str, bits_per_s: int | None) -> dict[str, Any]:
+def _shape_link(name: str, interface: str, bits_per_s: int | None) -> dict[str, Any]:
     with IPRoute(netns=name) as route:
         index = _index(route, interface)
         # A new bucket rather than a changed one: each cell starts with the same full burst.

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from experiments.clusters import lifetimes
@@ -57,25 +57,37 @@ def main(folder: Path, torchrun: int) -> None:
     _run(Launch(written["entry"], tuple(written["arguments"]), Path(written["logs"]), board))
 
 
-@dataclass(frozen=True)
-class Node:
+#: The variable that has the secret of a launch with processes beside its ranks.
+SECRET = "FCDP_RUN_SECRET"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """One emulated machine, as a process on it needs to know it."""
+
+    #: The network namespace that is the machine.
+    namespace: str
+    #: The whole environment of its processes, but for what torchrun adds and for secrets.
+    environment: dict[str, str]
+    #: What all processes of the launch share, if it has processes beside its ranks.
+    secret: str | None = field(default=None, repr=False)
+    #: Modules that should be imported already.
+    preload: tuple[str, ...]
+    #: A directory, not there yet, for temporary files: torchelastic's and the ranks'.
+    scratch: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node(Machine):
     """One emulated node, as its agent needs to know it."""
 
     node: int
     nodes: int
     ranks_per_node: int
-    #: The network namespace that is the node.
-    namespace: str
     #: Addresses of this node and of node 0, where the ranks meet.
     address: str
     master_address: str
     port: int
-    #: The whole environment of the node's ranks, but for what torchrun adds and for secrets.
-    environment: dict[str, str]
-    #: Modules that should be imported already.
-    preload: tuple[str, ...]
-    #: A directory, not there yet, for temporary files: torchelastic's and the ranks'.
-    scratch: str
     timeout_s: float
 
 

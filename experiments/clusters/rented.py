@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from baselines.description import ExtraProcess
 from experiments.clusters import causes, ranks
 from experiments.clusters.allocation import Allocation
 from experiments.clusters.causes import Exit, NodeResult, Report
@@ -101,6 +102,7 @@ class RentedCluster:
         logs: Path,
         environment: Mapping[str, str],
         timeout_s: float,
+        extra: Sequence[ExtraProcess] = (),
     ) -> Outcome:
         """Call ``entry`` on every rank, in fresh processes; see ``Cluster.run``.
 
@@ -110,6 +112,7 @@ class RentedCluster:
         launcher ends without an answer, and ``ValueError`` for an ``entry`` that is not of the
         form "package.module:function".
         """
+        assert not extra, "matrices skip cells that need some"
         ranks.split(entry)
         self._built()
         logs = logs.absolute()

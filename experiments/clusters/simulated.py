@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from baselines import registry
+from baselines.description import ExtraProcess
 from experiments.clusters import start_barrier
 from experiments.clusters.interface import ClusterError, Outcome
 from experiments.records.abilities import ABILITIES
@@ -65,6 +66,7 @@ class SimulatedCluster:
         logs: Path,
         environment: Mapping[str, str],
         timeout_s: float,
+        extra: Sequence[ExtraProcess] = (),
     ) -> Outcome:
         """Predict the cell of the worker's arguments, whatever the worker; see ``Cluster.run``."""
         cell_file, output = map(Path, arguments)

@@ -361,6 +361,14 @@ def _why_not_there(cell: Cell) -> str | None:
     """Why the cell's cluster cannot run it, or none can; ``None`` if it can."""
     if not cell.cluster.can.limit_links and cell.inter_bandwidth_bits_per_s is not None:
         return "the links of rented nodes are what they are: nothing limits them to a bandwidth"
+    extra = [each.name for each in registry.find(cell.strategy).extra]
+    if extra and not cell.cluster.can.start_extra:
+        return (
+            f"needs machines for its {' and '.join(extra)}, and clusters of kind "
+            f"{cell.cluster.kind} start ranks alone"
+        )
+    if extra and getattr(cell.cluster, "groups", 1) > 1:
+        return f"its {' and '.join(extra)} would be in no group of nodes"
     return _why_no_images(cell) or cell.settings.why_not_run
 
 

@@ -21,6 +21,8 @@ class Abilities:
     limit_links: bool
     #: Start the processes of a cell's ranks; what starts none predicts them.
     start_processes: bool
+    #: Start processes beside the ranks, each on a machine of its own.
+    start_extra: bool
     #: Make the nodes themselves, from network namespaces, which takes rights.
     make_nodes: bool
     #: Say what hardware its nodes have, so that cells can be simulated on it.
@@ -33,6 +35,7 @@ ABILITIES: Mapping[Kind, Abilities] = MappingProxyType(
             evidence="emulated",
             limit_links=True,
             start_processes=True,
+            start_extra=True,
             make_nodes=True,
             # As the host that the committed records were measured on.
             describe_hardware=True,
@@ -41,6 +44,7 @@ ABILITIES: Mapping[Kind, Abilities] = MappingProxyType(
             evidence="measured",
             limit_links=False,
             start_processes=True,
+            start_extra=False,
             make_nodes=False,
             describe_hardware=False,
         ),
@@ -48,6 +52,7 @@ ABILITIES: Mapping[Kind, Abilities] = MappingProxyType(
             evidence="simulated",
             limit_links=True,
             start_processes=False,
+            start_extra=False,
             make_nodes=False,
             describe_hardware=True,
         ),

@@ -28,7 +28,7 @@ _SECRET = re.compile(
 )
 #: A shorter value is a switch (``HF_HUB_DISABLE_IMPLICIT_TOKEN=1``), and part of any text.
 _SHORTEST_SECRET = 8
-_PACKAGES = ("torch", "deepspeed", "transformers", "peft")
+_PACKAGES = ("torch", "deepspeed", "transformers", "peft", "pyzmq")
 _NVIDIA = Path("/proc/driver/nvidia")
 #: An error text keeps its beginning, where the rank is named, and its end, where the cause is.
 _LONGEST_ERROR = 12_000

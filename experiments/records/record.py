@@ -88,6 +88,11 @@ class Measurement(Strict):
     #: most, in each slot of a step; and what all micro-batches of a step at once would keep.
     activation_bytes_by_slot: list[float] | None = None
     activation_bytes_together: float | None = None
+    #: Where a server has the parameters: bytes per step of the busiest node's link and of the
+    #: server's, received and sent, by the kernel's counters; of its files, read and written; and
+    #: the messages that it receives.
+    link_bytes_per_step: dict[str, float] | None = None
+    server_messages_per_step: float | None = None
     #: Host memory of one rank's outer state and snapshot where they lie there, in bytes;
     #: page-locked on CUDA.
     outer_host_bytes: int | None = None

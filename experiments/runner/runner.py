@@ -133,6 +133,7 @@ class _Runner:
                         logs=directory / "logs",
                         environment=pins.variables(cell.deepspeed),
                         timeout_s=cell.timeout_s,
+                        extra=registry.find(cell.strategy).extra,
                     )
                 network = barrier.network
             if outcome.state == "ok":

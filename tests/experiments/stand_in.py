@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from baselines.description import ExtraProcess
 from experiments.clusters.interface import ClusterError, Outcome
 from experiments.records.abilities import ABILITIES
 from experiments.records.cell import Cell, ClusterSpec
@@ -109,6 +110,7 @@ class StandInCluster:
         logs: Path,
         environment: Mapping[str, str],
         timeout_s: float,
+        extra: Sequence[ExtraProcess] = (),
     ) -> Outcome:
         assert self.entered
         if entry == OPERATORS:

@@ -1,0 +1,251 @@
+"""The server's optimizer: chunks on their way through read, Adam, cast and write.
+
+*Step-centric* (the paper's): each thread does one of these for the chunks of all layers.
+*Layer-centric*, with as many threads: each takes a layer, and does all of them for its chunks.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.adamw import adamw
+
+from baselines.luwu.files import Buffer, Files
+from baselines.luwu.messages import WINDOW, tensor
+from baselines.luwu.plan import Chunk, Plan
+
+_BETA1, _EPSILON = 0.9, 1e-8
+
+
+@dataclass(eq=False)
+class Item:
+    """One chunk of one step's gradients, and what becomes of it."""
+
+    chunk: Chunk
+    #: The step that is complete before it.
+    step: int
+    gradients: Any
+    buffer: Buffer | None = None
+
+
+class Progress:
+    """Which step each chunk has, and which one all have: who reads or writes a file waits here."""
+
+    def __init__(self, files: Files, plan: Plan, step: int) -> None:
+        self._files = files
+        self._trained = [chunk for chunk in plan.all_chunks() if chunk.trained]
+        self._changed = threading.Condition()
+        self._steps = {(c.unit, c.index): step for c in self._trained}
+        self._left = len(self._trained)
+        self._ended = False
+        #: The last complete step.
+        self.committed = step
+
+    def await_chunk(self, chunk: Chunk, step: int) -> bool:
+        """Wait until a chunk has this step; ``False`` if the server ends before."""
+        key = chunk.unit, chunk.index
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or self._steps[key] >= step)
+            return not self._ended
+
+    def await_commit(self, step: int) -> bool:
+        """Wait until all of a step is in the files, whose other generation may be written then."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or self.committed >= step)
+            return not self._ended
+
+    def written(self, chunk: Chunk, step: int) -> bool:
+        """Note that a chunk is written as it is after ``step``; whether that completes the step."""
+        with self._changed:
+            self._steps[chunk.unit, chunk.index] = step
+            self._left -= 1
+            complete = not self._left
+            self._changed.notify_all()
+        if complete:
+            self._files.commit(step)
+            with self._changed:
+                self._left = len(self._trained)
+                self.committed = step
+                self._changed.notify_all()
+        return complete
+
+    def end(self) -> None:
+        """Have nobody wait any longer."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+
+class Steps:
+    """What is done with a chunk, one method per step."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        files: Files,
+        progress: Progress,
+        done: Callable[[Item, bool], None],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        """``done``: called with each item, and whether it completes its step."""
+        self._plan = plan
+        self._files = files
+        self._progress = progress
+        self._done = done
+        self.failed = failed
+        largest = max(chunk.numel for chunk in plan.all_chunks())
+        #: As many as may be under way: nobody waits for one for ever.
+        self._buffers: queue.SimpleQueue[Buffer | None] = queue.SimpleQueue()
+        for _ in range(WINDOW):
+            self._buffers.put(Buffer(largest, plan.type.itemsize))
+
+    def read(self, item: Item) -> None:
+        """Read master and moments."""
+        item.buffer = self._buffers.get()
+        if item.buffer is None:
+            raise RuntimeError("the run has ended")
+        self._files.read_states(item.chunk, item.step, item.buffer)
+
+    def end(self) -> None:
+        """Have nobody wait for a buffer that a failed step has kept."""
+        for _ in range(WINDOW):
+            self._buffers.put(None)
+
+    def adam(self, item: Item) -> None:
+        """Step the master by the mean gradients: PyTorch's AdamW."""
+        plan, buffer = self._plan, item.buffer
+        assert buffer is not None
+        gradients = tensor(item.gradients, plan.type).float()
+        item.gradients = None
+        gradients /= plan.workers
+        master, first, second = buffer.states(item.chunk.numel)
+        adamw(
+            [master],
+            [gradients],
+            [first],
+            [second],
+            [],
+            [torch.tensor(float(item.step))],
+            foreach=True,
+            amsgrad=False,
+            beta1=_BETA1,
+            beta2=plan.optimizer.beta2,
+            lr=plan.learning_rate * plan.optimizer.rate(item.step),
+            weight_decay=plan.optimizer.weight_decay,
+            eps=_EPSILON,
+            maximize=False,
+        )
+
+    def cast(self, item: Item) -> None:
+        """Round the master to what workers compute with."""
+        assert item.buffer is not None
+        numel = item.chunk.numel
+        item.buffer.parameters(numel, self._plan.type).copy_(item.buffer.states(numel)[0])
+
+    def write(self, item: Item) -> None:
+        """Write all of the chunk to the other generation, once nobody needs what is there."""
+        assert item.buffer is not None
+        if self._progress.await_commit(item.step):
+            self._files.write(item.chunk, item.step + 1, item.buffer)
+            complete = self._progress.written(item.chunk, item.step + 1)
+            self._buffers.put(item.buffer)
+            self._done(item, complete)
+
+
+class StepCentric:
+    """One thread each reads, casts and writes; the others step."""
+
+    def __init__(self, steps: Steps, threads: int) -> None:
+        order = (steps.read, steps.adam, steps.cast, steps.write)
+        counts = (1, threads - 3, 1, 1)
+        self._queues: list[_Items] = [queue.SimpleQueue() for _ in order]
+        self.submit = self._queues[0].put
+        self._threads: list[list[threading.Thread]] = []
+        for index, (step, count) in enumerate(zip(order, counts, strict=True)):
+            onward = self._queues[index + 1].put if index + 1 < len(order) else None
+            arguments = (self._queues[index], step, onward, steps.failed)
+            self._threads.append([_start(_run_step, *arguments) for _ in range(count)])
+
+    def end(self) -> None:
+        """Have the threads end, each with what it has in hand."""
+        for items, threads in zip(self._queues, self._threads, strict=True):
+            _end(items, threads)
+
+
+class LayerCentric:
+    """Each thread takes the next layer whose gradients come, and does all steps of its chunks."""
+
+    def __init__(self, steps: Steps, threads: int, plan: Plan) -> None:
+        self._chunks = [sum(c.trained for c in plan.chunks(u)) for u in range(len(plan.units))]
+        self._open: dict[int, tuple[_Items, int]] = {}
+        self._layers: queue.SimpleQueue[tuple[_Items, int] | None] = queue.SimpleQueue()
+        self._threads = [_start(_run_layers, self._layers, steps) for _ in range(threads)]
+
+    def submit(self, item: Item) -> None:
+        """Take a chunk; all of a layer's come before any of it comes again."""
+        unit = item.chunk.unit
+        if unit not in self._open:
+            self._open[unit] = queue.SimpleQueue(), self._chunks[unit]
+            self._layers.put(self._open[unit])
+        items, left = self._open.pop(unit)
+        items.put(item)
+        if left > 1:
+            self._open[unit] = items, left - 1
+
+    def end(self) -> None:
+        """Have the threads end, each with what it has in hand."""
+        for items, _ in self._open.values():
+            items.put(None)
+        _end(self._layers, self._threads)
+
+
+#: What a thread takes items from; ``None``: there are no more.
+_Items = queue.SimpleQueue[Item | None]
+
+
+def _start(function: Callable[..., None], *args: Any) -> threading.Thread:
+    thread = threading.Thread(target=function, args=args, name="luwu-pipeline", daemon=True)
+    thread.start()
+    return thread
+
+
+def _end(items: queue.SimpleQueue[Any], threads: list[threading.Thread]) -> None:
+    for _ in threads:
+        items.put(None)
+    for thread in threads:
+        thread.join()
+
+
+def _run_step(
+    items: _Items,
+    step: Callable[[Item], None],
+    onward: Callable[[Item], None] | None,
+    failed: Callable[[BaseException], None],
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        while (item := items.get()) is not None:
+            step(item)
+            if onward is not None:
+                onward(item)
+    except Exception as error:
+        failed(error)
+
+
+def _run_layers(layers: queue.SimpleQueue[tuple[_Items, int] | None], steps: Steps) -> None:
+    torch.set_num_threads(1)
+    try:
+        while (layer := layers.get()) is not None:
+            items, count = layer
+            for _ in range(count):
+                if (item := items.get()) is None:
+                    return
+                for step in (steps.read, steps.adam, steps.cast, steps.write):
+                    step(item)
+    except Exception as error:
+        steps.failed(error)

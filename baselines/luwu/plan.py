@@ -1,0 +1,134 @@
+"""A run's plan, which all roles share: its layers, and in which chunks and order they cross."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from math import prod
+from typing import Annotated, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+from baselines.luwu.messages import LARGEST_CHUNK
+from baselines.optimizers import AdamW
+
+Pipeline = Literal["step", "layer"]
+#: The unit of what is outside of the blocks: embeddings and head. Block i is unit i + 1.
+ROOT = 0
+
+
+class Pass(IntEnum):
+    """An order in which layers are needed."""
+
+    FORWARD = 0
+    BACKWARD = 1
+
+
+class Frozen(IntEnum):
+    """Which frozen parameters a pass brings: none, all, or each once."""
+
+    NONE = 0
+    ALL = 1
+    ONCE = 2
+
+
+class Parameter(BaseModel):
+    """A parameter's name and shape."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+class Unit(BaseModel):
+    """A layer: what is pulled and pushed together."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    trained: tuple[Parameter, ...]
+    frozen: tuple[Parameter, ...]
+
+    @property
+    def trained_numel(self) -> int:
+        return sum(each.numel for each in self.trained)
+
+    @property
+    def frozen_numel(self) -> int:
+        return sum(each.numel for each in self.frozen)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a unit that crosses in one message: elements of its trained or frozen ones."""
+
+    unit: int
+    #: Counted over the unit, trained ones first.
+    index: int
+    trained: bool
+    begin: int
+    end: int
+
+    @property
+    def numel(self) -> int:
+        return self.end - self.begin
+
+
+class Plan(BaseModel):
+    """What the roles of a run agree on."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    workers: Annotated[int, Field(ge=1)]
+    units: Annotated[tuple[Unit, ...], Field(min_length=2)]
+    #: What crosses and what workers compute in.
+    dtype: Literal["float32", "bfloat16"]
+    chunk_bytes: Annotated[int, Field(ge=4096, le=LARGEST_CHUNK)]
+    learning_rate: float
+    optimizer: AdamW
+    threads: Annotated[int, Field(ge=4)]
+    pipeline: Pipeline
+    merged: bool
+
+    @property
+    def type(self) -> torch.dtype:
+        """The type of what crosses."""
+        return getattr(torch, self.dtype)  # type: ignore[no-any-return]
+
+    def chunks(self, unit: int) -> list[Chunk]:
+        """A unit's chunks, trained ones first."""
+        size = self.chunk_bytes // self.type.itemsize
+        found: list[Chunk] = []
+        parts = ((True, self.units[unit].trained_numel), (False, self.units[unit].frozen_numel))
+        for trained, numel in parts:
+            for begin in range(0, numel, size):
+                end = min(begin + size, numel)
+                found.append(Chunk(unit, len(found), trained, begin, end))
+        return found
+
+    def all_chunks(self) -> Iterator[Chunk]:
+        """The chunks of all units."""
+        for unit in range(len(self.units)):
+            yield from self.chunks(unit)
+
+    def stream(self, order: Pass, frozen: Frozen) -> list[tuple[int, list[Chunk]]]:
+        """The units that a pass needs, one after another, each with the chunks that it brings.
+
+        Forward needs the root first and last, backward no more than that: embeddings pass no
+        gradient on.
+        """
+        blocks = range(1, len(self.units))
+        units = [ROOT, *blocks, ROOT] if order == Pass.FORWARD else [*reversed(blocks)]
+        seen: set[int] = set()
+        found = []
+        for unit in units:
+            brings = frozen == Frozen.ALL or (frozen == Frozen.ONCE and unit not in seen)
+            seen.add(unit)
+            found.append((unit, [c for c in self.chunks(unit) if c.trained or brings]))
+        return found

@@ -1,0 +1,223 @@
+"""A worker's end: ``push``, ``pull`` and ``wait``; a thread of its own sends and receives.
+
+At most two layers have memory: the one that was pulled last and the one after it. Chunks of a third
+wait as messages, few by the window, until a layer is let go.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import zmq
+
+from baselines.luwu.life import BEAT_S, PATIENCE_S, Lives, Lost
+from baselines.luwu.messages import WINDOW, Kind, Malformed, Message, read, reason_of
+from baselines.luwu.plan import Chunk, Frozen, Pass, Plan
+from baselines.luwu.server import SWITCH
+from baselines.luwu.switch import worker_name
+from baselines.luwu.wire import Connection, Inbox, Keys, send
+from fcdp.checksum import bytes_of
+
+#: Layers with memory on a worker.
+_LAYERS = 2
+#: Takes a chunk's bytes to where they belong.
+Land = Callable[[Chunk, Any], None]
+
+
+@dataclass(eq=False)
+class _Slot:
+    """A layer that a pass needs, on its way or here."""
+
+    unit: int
+    missing: int
+
+
+class Port:
+    """One worker's connection to the switch."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        keys: Keys,
+        address: str,
+        land: Land,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        """Connect, and wait for the server's welcome. Raises ``Lost`` where it does not come."""
+        self._plan = plan
+        self._rank = rank
+        self._land = land
+        self._connection = Connection(keys, address, worker_name(rank))
+        self._lives = Lives([SWITCH], patience_s)
+        self._outbox = Inbox()
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._welcomes: list[Message] = []
+        self._counts: list[dict[str, int]] = []
+        self._slots: deque[_Slot] = deque()
+        #: Chunks of the slots in their order, those that have come and may not land yet, and how
+        #: many have landed.
+        self._expected: deque[tuple[_Slot, Chunk]] = deque()
+        self._waiting: deque[Message] = deque()
+        self._landed = 0
+        #: Chunks that were pushed and are not in the server's files.
+        self._pushed = 0
+        self._committed = -1
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name="luwu-port", daemon=True)
+        self._thread.start()
+        self._outbox.put(Message(Kind.HELLO, payload=plan.model_dump_json().encode()))
+        self._until(lambda: bool(self._welcomes))
+        (welcome,) = self._welcomes
+        #: Whether the server has no parameters yet.
+        self.wants_initial = bool(welcome.extra)
+        #: The last complete step when this worker came.
+        self.step = welcome.step
+        if not self.wants_initial:
+            self._committed = self.step
+
+    def initial(self, chunk: Chunk, values: torch.Tensor) -> None:
+        """Send a chunk of the initial parameters (numel, float32)."""
+        self._send_bounded(Kind.INITIAL, 0, chunk, values)
+
+    def begin(self, order: Pass, frozen: Frozen, step: int) -> None:
+        """Have a pass's layers sent, one after another, as they are after ``step``."""
+        with self._changed:
+            for unit, chunks in self._plan.stream(order, frozen):
+                slot = _Slot(unit, len(chunks))
+                self._slots.append(slot)
+                self._expected.extend((slot, chunk) for chunk in chunks)
+        self._outbox.put(Message(Kind.BEGIN, step, unit=order, extra=frozen))
+
+    def pull(self, unit: int) -> None:
+        """Wait for the next layer. Raises ``Lost``, and ``ValueError`` if it is not this one."""
+        slot = self._slots[0]
+        if slot.unit != unit:
+            raise ValueError(
+                f"model: block {unit} is used where {slot.unit} is next (0: what is outside of the "
+                "blocks); allowed is what is outside, each block once in its order, and the head"
+            )
+        self._until(lambda: not slot.missing)
+
+    def release(self) -> None:
+        """Let the layer go that was pulled, so that the one after the next may come."""
+        with self._changed:
+            self._slots.popleft()
+        self._outbox.put(None)
+
+    def push(self, step: int, unit: int, gradients: torch.Tensor) -> None:
+        """Send a layer's gradients, end to end; waits while too much is under way."""
+        host = gradients.to("cpu")
+        for chunk in self._plan.chunks(unit):
+            if chunk.trained:
+                part = host[chunk.begin : chunk.end]
+                self._send_bounded(Kind.GRADIENTS, step, chunk, part)
+
+    def wait(self, step: int) -> None:
+        """Wait until all of a step is in the server's files, and until nothing more is sent."""
+        self._until(lambda: self._committed >= step)
+        self._until(lambda: not any(slot.missing for slot in [*self._slots][:_LAYERS]))
+        self._until(lambda: len(self._waiting) >= min(WINDOW, len(self._expected)))
+
+    def counts(self) -> dict[str, int]:
+        """What the server counts."""
+        self._outbox.put(Message(Kind.COUNT))
+        self._until(lambda: bool(self._counts))
+        return self._counts.pop()
+
+    def close(self) -> None:
+        """Leave; with the last worker the run ends for the switch and the server too."""
+        self._outbox.put(Message(Kind.LEAVE))
+        self._ended = True
+        self._thread.join()
+
+    def _send_bounded(self, kind: Kind, step: int, chunk: Chunk, values: torch.Tensor) -> None:
+        self._until(lambda: self._pushed < WINDOW)
+        with self._changed:
+            self._pushed += 1
+        payload = bytes(bytes_of(values.contiguous()))
+        self._outbox.put(Message(kind, step, chunk.unit, chunk.index, payload=payload))
+
+    def _until(self, done: Callable[[], bool]) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None or done())
+            if self._error is not None:
+                raise Lost(f"worker {self._rank}: {self._error}") from self._error
+
+    def _run(self) -> None:
+        socket = self._connection.socket
+        poller = zmq.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(self._outbox, zmq.POLLIN)
+        try:
+            while not self._ended:
+                for ready, _ in poller.poll(int(BEAT_S * 500)):
+                    if ready is socket:
+                        self._receive(read(socket.recv_multipart()))
+                self._pass_on()
+                if self._lives.is_due():
+                    send(socket, Message(Kind.BEAT))
+                self._lives.check()
+            self._pass_on()
+        except Exception as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+        finally:
+            self._connection.close()
+
+    def _pass_on(self) -> None:
+        """Send what other threads left, and have land what there is room for now."""
+        for message in self._outbox.take():
+            if message is not None:
+                send(self._connection.socket, message)
+        self._land_waiting()
+
+    def _receive(self, message: Message) -> None:
+        self._lives.hear(SWITCH)
+        kind = message.kind
+        with self._changed:
+            if kind == Kind.PARAMETERS:
+                self._waiting.append(message)
+            elif kind == Kind.APPLIED:
+                self._pushed -= self._is_mine()
+            elif kind == Kind.COMMITTED:
+                self._committed = message.step
+            elif kind == Kind.WELCOME:
+                self._welcomes.append(message)
+            elif kind == Kind.COUNTS:
+                self._counts.append(json.loads(message.payload))
+            elif kind == Kind.ABORT:
+                raise Lost(reason_of(message))
+            self._changed.notify_all()
+
+    def _is_mine(self) -> bool:
+        """Whether this worker sent what was applied: initial parameters come of one alone."""
+        return self._committed >= 0 or self._rank == 0
+
+    def _land_waiting(self) -> None:
+        """Take chunks of the two next layers to their memory, and say so."""
+        while self._waiting:
+            message = self._waiting[0]
+            with self._changed:
+                slot, chunk = self._expected[0]
+                if slot not in [*self._slots][:_LAYERS]:
+                    return
+            if (message.unit, message.chunk) != (chunk.unit, chunk.index):
+                raise Malformed("parameters of another layer than the one that is next")
+            self._land(chunk, message.payload)
+            self._waiting.popleft()
+            self._landed += 1
+            with self._changed:
+                self._expected.popleft()
+                slot.missing -= 1
+                self._changed.notify_all()
+            taken = Message(Kind.TAKEN, unit=self._rank, extra=self._landed)
+            send(self._connection.socket, taken)

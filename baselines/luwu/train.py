@@ -1,0 +1,367 @@
+"""A worker: it pulls each layer when a forward or backward comes to it, and pushes its gradients.
+
+Of a step with blocks 1 to n, and 0 for what is outside of them::
+
+    forward   0 1 2 … n 0        pulled, each let go by the next
+    backward          0 n … 2 1  the head's gradients come while 0 is still there; n … 1 again
+    pushed              n … 2 1 0
+
+So each parameter is received twice per step, and each gradient sent once. The next step's forward
+is asked for as soon as the last gradients are pushed; its layers come as the server has them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from multiprocessing.util import Finalize
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from baselines.links import interface_bytes
+from baselines.loop import Loop
+from baselines.luwu.plan import ROOT, Chunk, Frozen, Parameter, Pass, Plan, Unit
+from baselines.luwu.port import Port
+from baselines.luwu.wire import Keys
+from baselines.optimizers import AdamW
+from baselines.part import Part
+from baselines.settings import LuWuSettings
+from baselines.strategy import Job, trained_numel
+from fcdp.cache.arena import Arena, aligned
+
+
+def build(model: nn.Module, job: Job) -> LuWu:
+    """Put this rank's model under LuWu: ``FCDP_SWITCH`` is where the launcher has the switch.
+
+    Raises ``ValueError`` for several micro-batches, another optimizer than AdamW, and a model
+    whose parts cannot be pulled in LuWu's order.
+    """
+    keys = Keys.of_environment()
+    worker = LuWu(model, job, partial(_connect, keys, os.environ["FCDP_SWITCH"]))
+    # In this process's own end, be it a child of multiprocessing's or not.
+    Finalize(None, worker.close, exitpriority=1)
+    return worker
+
+
+def _connect(keys: Keys, address: str, plan: Plan, rank: int, land: Any) -> Port:
+    return Port(plan, rank, keys, address, land)
+
+
+class _Layer:
+    """One unit's parameters on this worker, which are there between a pull and the next."""
+
+    def __init__(self, params: Sequence[nn.Parameter], names: Mapping[int, str]) -> None:
+        self.trained = [param for param in params if param.requires_grad]
+        self.frozen = [param for param in params if not param.requires_grad]
+        self.unit = Unit(
+            trained=tuple(_described(self.trained, names)),
+            frozen=tuple(_described(self.frozen, names)),
+        )
+        #: Trained parameters whose gradients of this step are not there yet.
+        self.missing = len(self.trained)
+        #: Frozen parameters that were pulled once, in host memory.
+        self.kept: torch.Tensor | None = None
+
+    def move(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Have the parameters in memory of their own, in what is computed in, and let it go."""
+        self.parts = [Part(self.trained, device, dtype), Part(self.frozen, device, dtype)]
+        self.free()
+
+    def land(self, chunk: Chunk, payload: Any) -> None:
+        """Take a chunk to its place; the first one finds the memory."""
+        part = self.parts[0 if chunk.trained else 1]
+        values = torch.frombuffer(bytearray(payload), dtype=part.dtype)
+        if not chunk.trained and self.kept is not None:
+            self.kept[chunk.begin : chunk.end] = values
+            return
+        if not part.is_there:
+            part.allocate()
+        part.values()[chunk.begin : chunk.end].copy_(values)
+
+    def enter(self) -> None:
+        """Have what lies in host memory too."""
+        if self.kept is not None:
+            self.parts[1].fill(self.kept)
+
+    def free(self) -> None:
+        for part in self.parts:
+            part.free()
+
+    @torch.no_grad()
+    def take_gradients(self) -> torch.Tensor:
+        """All gradients end to end, of which the parameters have none then."""
+        found = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.trained]
+        for param in self.trained:
+            param.grad = None
+        self.missing = len(self.trained)
+        return torch.cat([grad.flatten() for grad in found])
+
+
+def _described(params: Sequence[nn.Parameter], names: Mapping[int, str]) -> list[Parameter]:
+    return [Parameter(name=names[id(param)], shape=tuple(param.shape)) for param in params]
+
+
+class LuWu(Loop):
+    """One worker in training."""
+
+    engine = "luwu"
+
+    def __init__(self, model: nn.Module, job: Job, connect: Any) -> None:
+        """``connect``: called with the plan, this rank, and what takes chunks to their place."""
+        topology, settings = job.topology, job.settings
+        assert isinstance(settings, LuWuSettings)
+        sent = trained_numel(model) * job.dtype.itemsize * topology.ranks_per_node
+        super().__init__(model, job, sent)
+        if job.accumulation != 1:
+            raise ValueError(
+                f"accumulation = {job.accumulation}: allowed is 1, as each pass's gradients are "
+                "pushed and applied"
+            )
+        if not isinstance(job.optimizer, AdamW):
+            raise ValueError(f"optimizer = {job.optimizer.name}: allowed is AdamW")
+        self._rank = topology.rank
+        self._layers = _layers(model, job.blocks)
+        plan = Plan(
+            workers=topology.world_size,
+            units=tuple(layer.unit for layer in self._layers),
+            dtype="bfloat16" if job.dtype == torch.bfloat16 else "float32",
+            chunk_bytes=settings.chunk_bytes,
+            learning_rate=job.learning_rate,
+            optimizer=job.optimizer,
+            threads=settings.threads,
+            pipeline=settings.pipeline,
+            merged=settings.merged,
+        )
+        self._port: Port = connect(plan, self._rank, self._land)
+        #: Steps that are done; the server's, where it has been restarted from its files.
+        self.steps_done = self._port.step
+        if self._port.wants_initial and self._rank == 0:
+            self._send_initial(plan)
+        self._port.wait(self.steps_done)
+        self._cached = settings.cached
+        if self._cached:
+            self._keep_frozen()
+        device = torch.device(topology.mesh.device_type)
+        for layer in self._layers:
+            layer.move(device, job.dtype)
+        model.to(device)
+        self._hook(model, job.blocks)
+        #: The layer that is there, and whether a step is under way and in backward.
+        self._held: int | None = None
+        self._training = self._backward = False
+        #: Whether this pass has come to the blocks, which blocks backward has not come to, and
+        #: whose gradients are not pushed.
+        self._among_blocks = False
+        self._left: list[int] = []
+        self._unpushed: set[int] = set()
+        self._counted: dict[str, float] = {}
+        self._steps_counted = self.steps_done
+        self._begin(Pass.FORWARD, first=True)
+
+    def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Push the gradients of one micro-batch; the server steps. Returns the loss."""
+        (batch,) = micro_batches
+        self._training = True
+        blocks = range(1, len(self._layers))
+        self._left = [*reversed(blocks)]
+        self._unpushed = {i for i, layer in enumerate(self._layers) if layer.trained}
+        with self._phases.timed("forward"):
+            loss = self.job.loss(self.model, batch)
+        self._backward = True
+        with self._phases.timed("backward"):
+            loss.backward()
+            self._end_backward()
+        self._training = self._backward = False
+        self._leave()
+        self.steps_done += 1
+        self._begin(Pass.FORWARD)
+        return loss.detach()
+
+    @torch.no_grad()
+    def evaluate(self, batch: torch.Tensor) -> torch.Tensor:
+        found = super().evaluate(batch)
+        self._leave()
+        self._begin(Pass.FORWARD)
+        return found
+
+    def settle(self) -> None:
+        """Wait until the server has the last step in its files, and sends nothing more."""
+        self._port.wait(self.steps_done)
+
+    def take_metrics(self) -> dict[str, Any]:
+        """Bytes per step of this node's link and of the server's, by direction; messages too.
+
+        ``server_messages_per_step``: that the server receives, signs of life left out.
+        """
+        self.settle()
+        now: dict[str, float] = {}
+        if interface := os.environ.get("FCDP_INTERFACE"):
+            now["node received"], now["node sent"] = interface_bytes(interface)
+        if self._rank == 0:
+            now |= {f"server {name}": count for name, count in self._port.counts().items()}
+        before, self._counted = self._counted, now
+        steps, self._steps_counted = self.steps_done - self._steps_counted, self.steps_done
+        if not steps or not before:
+            return {}
+        per_step = {name: (now[name] - before[name]) / steps for name in now}
+        messages = per_step.pop("server messages", None)
+        return {"link_bytes_per_step": per_step, "server_messages_per_step": messages}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run is: the state itself is in the server's files, of that step."""
+        self.settle()
+        return {"step": self.steps_done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See that the server is where the state was taken.
+
+        Raises ``ValueError`` if its files are of another step.
+        """
+        if state["step"] != self.steps_done:
+            raise ValueError(
+                f"step = {state['step']}: allowed is {self.steps_done}, which the server's files "
+                "have"
+            )
+
+    def close(self) -> None:
+        """Leave the run."""
+        self._port.close()
+
+    @property
+    def host_cache_bytes(self) -> int | None:
+        """Host memory of the frozen layers that were pulled once."""
+        return sum(layer.kept.nbytes for layer in self._layers if layer.kept is not None) or None
+
+    def _land(self, chunk: Chunk, payload: Any) -> None:
+        self._layers[chunk.unit].land(chunk, payload)
+
+    def _send_initial(self, plan: Plan) -> None:
+        for index, layer in enumerate(self._layers):
+            flat = [param.detach().float().flatten().cpu() for param in layer.trained]
+            still = [param.detach().float().flatten().cpu() for param in layer.frozen]
+            parts = torch.cat([torch.empty(0), *flat]), torch.cat([torch.empty(0), *still])
+            for chunk in plan.chunks(index):
+                part = parts[0 if chunk.trained else 1]
+                self._port.initial(chunk, part[chunk.begin : chunk.end])
+
+    def _keep_frozen(self) -> None:
+        size = self.job.dtype.itemsize
+        sizes = [layer.unit.frozen_numel * size for layer in self._layers]
+        device = torch.device(self.job.topology.mesh.device_type)
+        arena = Arena(sum(map(aligned, sizes)), device)
+        for layer, nbytes in zip(self._layers, sizes, strict=True):
+            if nbytes:
+                layer.kept = arena.take(nbytes).view(self.job.dtype)
+
+    def _begin(self, order: Pass, *, first: bool = False) -> None:
+        self._among_blocks = order == Pass.BACKWARD
+        frozen = Frozen.ALL
+        if self._cached:
+            frozen = Frozen.ONCE if first else Frozen.NONE
+        self._port.begin(order, frozen, self.steps_done)
+
+    def _hook(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+        inside = {id(module) for block in blocks for module in block.modules()}
+        for module in _outside(model, inside):
+            module.register_forward_pre_hook(self._before_outside)
+            if not isinstance(module, nn.Embedding):
+                module.register_forward_hook(self._after_outside)
+        for unit, block in enumerate(blocks, start=1):
+            block.register_forward_pre_hook(partial(self._before_block, unit))
+            block.register_forward_hook(partial(self._after_block, unit))
+        for index, layer in enumerate(self._layers):
+            for param in layer.trained:
+                param.register_post_accumulate_grad_hook(partial(self._has_gradient, index))
+
+    def _before_outside(self, *_: object) -> None:
+        self._enter(ROOT)
+
+    def _after_outside(self, module: nn.Module, *_: object) -> None:
+        if not self._among_blocks:
+            raise ValueError(
+                f"model: {type(module).__name__} is before the blocks and outside of them; allowed "
+                "there are embeddings, whose backward needs no parameters"
+            )
+
+    def _before_block(self, unit: int, *_: object) -> None:
+        self._enter(unit)
+        self._among_blocks = True
+        if unit == len(self._layers) - 1 and self._training and not self._backward:
+            self._begin(Pass.BACKWARD)
+
+    def _after_block(self, unit: int, _module: nn.Module, _given: object, output: Any) -> None:
+        if not self._training or self._backward:
+            return
+        for tensor in output if isinstance(output, (tuple, list)) else (output,):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(partial(self._before_backward, unit))
+
+    def _before_backward(self, unit: int, _gradient: torch.Tensor) -> None:
+        self._enter(unit)
+
+    def _enter(self, unit: int) -> None:
+        """Have a layer here, and let the one before go."""
+        if self._held == unit:
+            return
+        self._leave()
+        self._port.pull(unit)
+        self._layers[unit].enter()
+        self._held = unit
+        if self._backward:
+            self._left.remove(unit)
+
+    def _leave(self) -> None:
+        if self._held is not None:
+            self._layers[self._held].free()
+            self._held = None
+            self._port.release()
+
+    def _has_gradient(self, unit: int, _param: torch.Tensor) -> None:
+        layer = self._layers[unit]
+        layer.missing -= 1
+        if not layer.missing:
+            self._push(unit)
+
+    def _end_backward(self) -> None:
+        """Take and push what the loss did not depend on, lest the order of layers change."""
+        for unit in [*self._left]:
+            self._enter(unit)
+        for unit in sorted(self._unpushed, reverse=True):
+            self._push(unit)
+
+    def _push(self, unit: int) -> None:
+        self._unpushed.remove(unit)
+        self._port.push(self.steps_done, unit, self._layers[unit].take_gradients())
+
+
+def _outside(model: nn.Module, inside: set[int]) -> Iterator[nn.Module]:
+    """The modules outside of blocks that have parameters.
+
+    Raises ``ValueError`` for one with a block in it, which has them all the time.
+    """
+    for name, module in model.named_modules():
+        if id(module) in inside or not any(True for _ in module.parameters(recurse=False)):
+            continue
+        if any(id(each) in inside for each in module.modules()):
+            raise ValueError(
+                f"model: {name or type(module).__name__} has parameters of its own beside its "
+                "blocks; allowed are modules that have either"
+            )
+        yield module
+
+
+def _layers(model: nn.Module, blocks: Sequence[nn.Module]) -> list[_Layer]:
+    """The units: what is outside of the blocks, then each block.
+
+    Raises ``ValueError`` for blocks that share a parameter.
+    """
+    names = {id(param): name for name, param in model.named_parameters()}
+    found = [[*block.parameters()] for block in blocks]
+    inside = [id(param) for params in found for param in params]
+    if len(inside) != len(set(inside)):
+        raise ValueError("model: blocks share a parameter; allowed are blocks of their own")
+    outside = [param for param in model.parameters() if id(param) not in set(inside)]
+    return [_Layer(params, names) for params in (outside, *found)]

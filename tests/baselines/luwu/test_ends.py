@@ -1,0 +1,154 @@
+"""Roles that end or hang: all others say so soon, and the server's files are whole."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baselines.luwu import server, switch
+from baselines.luwu.files import masters, step_of
+from baselines.luwu.life import Lost
+from baselines.luwu.train import LuWu
+from baselines.luwu.wire import Connection, Listener
+from tests.baselines.cyclic.training import batch
+from tests.baselines.luwu.training import KEYS, SMALL, connect, job_of, model_of, reference, trained
+
+pytestmark = pytest.mark.ranks
+
+#: Seconds of silence until a role is given up, and until all have ended after that.
+PATIENCE_S, WITHIN_S = 3.0, 45.0
+STEPS = 400
+_context = multiprocessing.get_context("forkserver")
+
+
+def _server(folder: Path, patience_s: float, said: Pipe) -> None:
+    listener = Listener(KEYS, "127.0.0.1:0")
+    said.send(listener.address)
+    _telling(partial(server.serve, listener, folder, patience_s), said)
+
+
+def _switch(to: str, workers: int, patience_s: float, said: Pipe) -> None:
+    listener = Listener(KEYS, "127.0.0.1:0")
+    said.send(listener.address)
+    connection = Connection(KEYS, to, server.SWITCH)
+    _telling(partial(switch.serve, listener, connection, workers, patience_s), said)
+
+
+def _worker(to: str, rank: int, workers: int, patience_s: float, said: Pipe) -> None:
+    torch.set_num_threads(1)
+
+    def work() -> None:
+        model = model_of(False)
+        job = job_of(model, rank, workers, SMALL, torch.float32)
+        worker = LuWu(model, job, partial(connect, to, patience_s=patience_s))
+        for _ in range(STEPS):
+            worker.step([batch(rank, worker.steps_done)])
+            said.send(worker.steps_done)
+
+    _telling(work, said)
+
+
+def _telling(function: Callable[[], None], said: Pipe) -> None:
+    try:
+        function()
+    except Exception as error:
+        said.send(error if isinstance(error, Lost) else Lost(repr(error)))
+
+
+class _Process:
+    """A role in a process of its own, and what it says."""
+
+    def __init__(self, function: Callable[..., None], *args: Any) -> None:
+        self.said, theirs = _context.Pipe(duplex=False)
+        self.process: Any = _context.Process(target=function, args=(*args, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def hear(self, within_s: float = WITHIN_S) -> Any:
+        assert self.said.poll(within_s), "says nothing"
+        return self.said.recv()
+
+    def last_words(self, within_s: float) -> BaseException:
+        """The error that it ends with."""
+        deadline = time.monotonic() + within_s
+        while not isinstance(said := self.hear(max(0.0, deadline - time.monotonic())), Exception):
+            pass
+        return said
+
+    def signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+@contextmanager
+def _running(folder: Path, workers: int = 2) -> Iterator[dict[str, _Process]]:
+    roles: dict[str, _Process] = {}
+    try:
+        roles["server"] = _Process(_server, folder, PATIENCE_S)
+        roles["switch"] = _Process(_switch, roles["server"].hear(), workers, PATIENCE_S)
+        address = roles["switch"].hear()
+        for rank in range(workers):
+            roles[f"worker {rank}"] = _Process(_worker, address, rank, workers, PATIENCE_S)
+        yield roles
+    finally:
+        for role in roles.values():
+            role.end()
+
+
+def _ends(folder: Path, who: str, how: int, after_s: float) -> None:
+    """Stop one role at some moment of training; all others end, and the files are whole."""
+    with _running(folder) as roles:
+        while roles["worker 0"].hear() < 3:
+            pass
+        time.sleep(after_s)
+        roles[who].signal(how)
+        for name, role in roles.items():
+            if name != who:
+                error = role.last_words(WITHIN_S)
+                assert isinstance(error, Lost)
+                assert who in str(error) or "the other end is gone" in str(error), (name, error)
+    _goes_on(folder)
+
+
+def _goes_on(folder: Path) -> None:
+    """The files have a whole step, from which training gives what it had given at once."""
+    step = step_of(folder)
+    assert step is not None
+    assert step >= 2
+    found = trained(2, 1, folder, then=lambda worker: worker._port._plan)
+    mine, expected = masters(folder, found[0]), reference(2, step + 1)
+    assert all(torch.equal(mine[name], values) for name, values in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("who", "how"),
+    [("server", signal.SIGKILL), ("switch", signal.SIGSTOP), ("worker 1", signal.SIGKILL)],
+)
+def test_the_run_ends_in_all_roles_and_goes_on_from_the_files(
+    who: str, how: int, tmp_path: Path
+) -> None:
+    _ends(tmp_path, who, how, 0.05)
+
+
+def test_kills_at_random_times(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    if not request.config.getoption("--exhaustive"):
+        pytest.skip("20 kills, of which the other test has three: --exhaustive")
+    random.seed(7)
+    for index in range(20):
+        who = random.choice(["server", "switch", "worker 0", "worker 1"])
+        _ends(tmp_path / str(index), who, signal.SIGKILL, random.uniform(0, 0.4))

@@ -1,0 +1,54 @@
+"""The server's files: what is refused, and what a failed write leaves."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+import torch
+
+from baselines.luwu.files import Files, masters, step_of
+from baselines.luwu.life import Lost
+from baselines.luwu.plan import Plan
+from tests.baselines.luwu.training import SMALL, reference, trained
+
+
+def _plan(folder: Path, steps: int = 1) -> Plan:
+    return trained(1, steps, folder, then=lambda worker: worker._port._plan)[0]
+
+
+def test_files_of_other_layers_and_of_a_server_that_runs_are_refused(tmp_path: Path) -> None:
+    plan = _plan(tmp_path)
+    with pytest.raises(ValueError, match="holds other layers, another type or chunk_bytes"):
+        Files(tmp_path, plan.model_copy(update={"chunk_bytes": 8192}))
+    files = Files(tmp_path, plan)
+    with pytest.raises(ValueError, match="another server has it"):
+        Files(tmp_path, plan)
+    files.close()
+    with pytest.raises(ValueError, match="has no complete step"):
+        masters(tmp_path / "empty", plan)
+
+
+@pytest.mark.parametrize("pipeline", ["step", "layer"])
+def test_a_full_disk_ends_the_run_and_leaves_the_last_step(
+    pipeline: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = _plan(tmp_path, 2)
+    write, left = Files._write, [5]
+
+    def full(self: Files, file: int, offset: int, memory: torch.Tensor) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(self, file, offset, memory)
+
+    monkeypatch.setattr(Files, "_write", full)
+    settings = SMALL.model_copy(update={"pipeline": pipeline})
+    with pytest.raises(Lost, match="No space left on device"):
+        trained(1, 3, tmp_path, settings=settings)
+    monkeypatch.undo()
+    assert step_of(tmp_path) == 2
+    trained(1, 1, tmp_path)
+    mine, expected = masters(tmp_path, plan), reference(1, 3)
+    assert all(torch.equal(mine[name], values) for name, values in expected.items())

@@ -1,0 +1,103 @@
+"""LuWu beside single-process Adam, bit for bit, and what workers hold meanwhile."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from baselines.luwu.files import masters, step_of
+from baselines.luwu.port import Port
+from baselines.luwu.train import LuWu
+from baselines.settings import LuWuSettings
+from tests.baselines.cyclic.training import batch, loss
+from tests.baselines.luwu.training import SMALL, model_of, reference, trained
+
+STEPS = 20
+
+
+def _plan(worker: LuWu):
+    return worker._port._plan
+
+
+@pytest.mark.parametrize(
+    ("workers", "dtype", "frozen", "settings"),
+    [
+        (1, torch.float32, False, SMALL),
+        (2, torch.float32, False, SMALL.model_copy(update={"pipeline": "layer"})),
+        (3, torch.bfloat16, False, SMALL.model_copy(update={"threads": 6})),
+        (4, torch.float32, False, SMALL.model_copy(update={"merged": False})),
+        (2, torch.float32, True, SMALL),
+        (2, torch.float32, True, SMALL.model_copy(update={"cached": True})),
+        (2, torch.bfloat16, True, LuWuSettings()),
+    ],
+)
+def test_parameters_are_those_of_single_process_adam(
+    workers: int, dtype: torch.dtype, frozen: bool, settings: LuWuSettings, tmp_path: Path
+) -> None:
+    found = trained(
+        workers, STEPS, tmp_path, settings=settings, dtype=dtype, frozen=frozen, then=_plan
+    )
+    mine = masters(tmp_path, found[0])
+    expected = reference(workers, STEPS, dtype=dtype, frozen=frozen)
+    assert mine.keys() == expected.keys()
+    for name, values in expected.items():
+        assert torch.equal(mine[name], values), name
+
+
+def test_evaluations_between_steps_see_the_newest_parameters_and_change_none(
+    tmp_path: Path,
+) -> None:
+    expected = model_of(False)
+    from_folder = []
+
+    def evaluate(worker: LuWu) -> torch.Tensor:
+        first, second = (worker.evaluate(batch(9, 0)) for _ in range(2))
+        assert torch.equal(first, second)
+        worker.step([batch(worker._rank, worker.steps_done)])
+        from_folder.append(_plan(worker))
+        return first
+
+    found = trained(2, 3, tmp_path, then=evaluate)
+    expected.load_state_dict(reference(2, 3), strict=False)
+    expected.head.weight = expected.embedding.weight
+    with torch.no_grad():
+        assert torch.equal(found[0], loss(expected, batch(9, 0)))
+    mine, after = masters(tmp_path, from_folder[0]), reference(2, 4)
+    assert all(torch.equal(mine[name], values) for name, values in after.items())
+
+
+def test_a_run_goes_on_from_the_servers_files(tmp_path: Path) -> None:
+    found = trained(2, 3, tmp_path, then=_plan)
+    assert step_of(tmp_path) == 3
+    trained(2, 4, tmp_path)
+    mine, expected = masters(tmp_path, found[0]), reference(2, 7)
+    assert all(torch.equal(mine[name], values) for name, values in expected.items())
+
+
+def test_a_state_is_loaded_where_the_servers_files_have_its_step_alone(tmp_path: Path) -> None:
+    def check(worker: LuWu) -> None:
+        worker.load_state_dict(worker.state_dict())
+        with pytest.raises(ValueError, match="step = 1: allowed is 2"):
+            worker.load_state_dict({"step": 1})
+
+    trained(1, 2, tmp_path, then=check)
+
+
+def test_a_worker_holds_two_layers_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    most = []
+    original = Port.release
+
+    def released(self: Port) -> None:
+        worker = self._land.__self__  # type: ignore[attr-defined]
+        there = [
+            layer
+            for layer in worker._layers
+            if any(part.is_there and part.numel for part in layer.parts)
+        ]
+        # The one that is let go is freed already.
+        most.append(1 + len(there))
+        original(self)
+
+    monkeypatch.setattr(Port, "release", released)
+    trained(2, 3, tmp_path)
+    assert max(most) <= 2

@@ -1,0 +1,154 @@
+"""LuWu's roles as threads of one process on loopback, and single-process Adam beside them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from baselines import optimizers
+from baselines.luwu import server, switch
+from baselines.luwu.plan import Plan
+from baselines.luwu.port import Port
+from baselines.luwu.train import LuWu
+from baselines.luwu.wire import Connection, Keys, Listener
+from baselines.settings import LuWuSettings
+from baselines.strategy import Job
+from tests.baselines.cyclic.training import LEARNING_RATE, Tied, batch, loss
+from tests.baselines.jobs import job as job_without_group
+
+KEYS = Keys.of("5a" * 32)
+#: Smaller than a block of the model: several chunks each.
+SMALL = LuWuSettings(chunk_bytes=4096)
+
+
+@dataclass
+class Roles:
+    """A switch and a server, and how they ended."""
+
+    address: str
+    threads: list[threading.Thread]
+    errors: dict[str, BaseException] = field(default_factory=dict)
+
+    def ended(self) -> dict[str, BaseException]:
+        """What the roles raised; waits until both have ended."""
+        for thread in self.threads:
+            thread.join(60)
+            assert not thread.is_alive()
+        return self.errors
+
+
+@contextmanager
+def roles(workers: int, folder: Path, patience_s: float = 30.0) -> Iterator[Roles]:
+    """A server and a switch, in threads."""
+    to_server, to_workers = Listener(KEYS, "127.0.0.1:0"), Listener(KEYS, "127.0.0.1:0")
+    connection = Connection(KEYS, to_server.address, server.SWITCH)
+    made = Roles(to_workers.address, [])
+
+    def run(name: str, function: Callable[[], None]) -> None:
+        try:
+            function()
+        except BaseException as error:
+            made.errors[name] = error
+
+    calls = {
+        "server": partial(server.serve, to_server, folder, patience_s),
+        "switch": partial(switch.serve, to_workers, connection, workers, patience_s),
+    }
+    for name, call in calls.items():
+        made.threads.append(threading.Thread(target=run, args=(name, call), daemon=True))
+        made.threads[-1].start()
+    try:
+        yield made
+    finally:
+        made.ended()
+
+
+def connect(address: str, plan: Plan, rank: int, land: Any, patience_s: float = 30.0) -> Port:
+    """A worker's end."""
+    return Port(plan, rank, KEYS, address, land, patience_s)
+
+
+_SEEDED = threading.Lock()
+
+
+def model_of(frozen: bool) -> Tied:
+    """The model that all have; ``frozen``: some of its parameters."""
+    with _SEEDED:  # threads share one generator
+        torch.manual_seed(1)
+        model = Tied()
+    if frozen:
+        for name, param in model.named_parameters():
+            param.requires_grad_("into" in name)
+    return model
+
+
+def job_of(model: Tied, rank: int, workers: int, settings: LuWuSettings, dtype: torch.dtype) -> Job:
+    """A worker's training."""
+    made = job_without_group([*model.blocks], dtype=dtype)
+    mesh: Any = type("Mesh", (), {"device_type": "cpu"})
+    topology = replace(made.topology, nodes=workers, ranks_per_node=1, rank=rank, mesh=mesh)
+    return replace(
+        made, topology=topology, settings=settings, loss=loss, learning_rate=LEARNING_RATE
+    )
+
+
+def trained(
+    workers: int,
+    steps: int,
+    folder: Path,
+    *,
+    settings: LuWuSettings = SMALL,
+    dtype: torch.dtype = torch.float32,
+    frozen: bool = False,
+    then: Callable[[LuWu], Any] = lambda worker: None,
+) -> list[Any]:
+    """Train on so many workers from where the folder is; what ``then`` gives of each at the end."""
+
+    def work(rank: int) -> Any:
+        model = model_of(frozen)
+        job = job_of(model, rank, workers, settings, dtype)
+        worker = LuWu(model, job, partial(connect, made.address))
+        for _ in range(steps):
+            worker.step([batch(rank, worker.steps_done)])
+        found = then(worker)
+        worker.settle()
+        worker.close()
+        return found
+
+    with roles(workers, folder) as made, ThreadPoolExecutor(workers) as pool:
+        found = [*pool.map(work, range(workers))]
+    assert not made.errors
+    return found
+
+
+def reference(
+    workers: int, steps: int, *, dtype: torch.dtype = torch.float32, frozen: bool = False
+) -> dict[str, torch.Tensor]:
+    """Single-process Adam by the workers' gradients, summed in the order of their ranks."""
+    masters = model_of(frozen)
+    params = [param for param in masters.parameters() if param.requires_grad]
+    optimizer = optimizers.make(optimizers.AdamW(), params, LEARNING_RATE)
+    for step in range(steps):
+        totals: Sequence[torch.Tensor] = []
+        for rank in range(workers):
+            model = model_of(frozen)
+            model.load_state_dict(masters.state_dict())
+            model.to(dtype)
+            loss(model, batch(rank, step)).backward()
+            found = [p.grad for p in model.parameters() if p.grad is not None]
+            if rank:
+                totals = [total + grad for total, grad in zip(totals, found, strict=True)]
+            else:
+                totals = [grad.float() for grad in found]
+        for param, total in zip(params, totals, strict=True):
+            param.grad = total.to(dtype).float() / workers
+        optimizer.step()
+    return {name: p.detach() for name, p in masters.named_parameters() if p.requires_grad}

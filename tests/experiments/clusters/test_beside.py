@@ -1,0 +1,132 @@
+"""Processes beside the ranks: on machines of their own, limited like nodes, ended with them."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pyroute2 import IPRoute, netns
+
+from baselines.description import ExtraProcess
+from experiments.clusters import namespaces
+from experiments.clusters.emulated import EmulatedCluster
+from experiments.clusters.network import Network
+from experiments.records.cell import ClusterSpec
+
+pytestmark = pytest.mark.usefixtures("privileged")
+
+HERE = "tests.experiments.clusters.test_beside"
+MBIT = 10**6
+
+
+@pytest.fixture(scope="module")
+def cluster(privileged: None) -> Iterator[EmulatedCluster]:
+    with EmulatedCluster(ClusterSpec(nodes=2, ranks_per_node=1), preload=["torch"]) as built:
+        yield built
+
+
+def _told(folder: str, name: str) -> None:
+    names = ("FCDP_SWITCH", "FCDP_SERVER", "FCDP_RUN_SECRET", "WORLD_SIZE")
+    told = {each: os.environ.get(each) for each in names}
+    namespace = os.readlink("/proc/thread-self/ns/net")
+    (Path(folder) / f"{name}.draft").write_text(json.dumps({**told, "namespace": namespace}))
+    (Path(folder) / f"{name}.draft").rename(Path(folder) / name)
+
+
+def on_ranks(folder: str) -> None:
+    """Say what a rank is told; end when the others have said it too."""
+    _told(folder, f"rank{os.environ['RANK']}")
+    while len([*Path(folder).glob("*[0-9h]")]) < 3:
+        time.sleep(0.01)
+
+
+def as_switch() -> None:
+    """Say what the process is told, in the folder that its variable names."""
+    _told(os.environ["TEST_FOLDER"], "switch")
+    time.sleep(600)
+
+
+def as_broken() -> None:
+    """End with an error."""
+    raise ValueError("no file to be had")
+
+
+def wait_for_ever(_: str) -> None:
+    """Be a rank that ends when its cluster ends it."""
+    time.sleep(600)
+
+
+def _run(cluster: EmulatedCluster, folder: Path, entry: str, *extra: ExtraProcess):
+    (folder / "said").mkdir()
+    environment = {"TEST_FOLDER": str(folder / "said")}
+    return cluster.run(
+        f"{HERE}:{entry}",
+        [str(folder / "said")],
+        logs=folder / "logs",
+        environment=environment,
+        timeout_s=60,
+        extra=extra,
+    )
+
+
+def test_they_share_a_secret_with_the_ranks_and_end_with_them(
+    cluster: EmulatedCluster, tmp_path: Path
+) -> None:
+    switch = ExtraProcess("switch", f"{HERE}:as_switch", in_network=True)
+    outcome = _run(cluster, tmp_path, "on_ranks", switch)
+    assert outcome.state == "ok", outcome
+    found = {path.name: json.loads(path.read_text()) for path in (tmp_path / "said").iterdir()}
+    assert found.keys() == {"rank0", "rank1", "switch"}
+    assert len({each.pop("namespace") for each in found.values()}) == 3
+    assert found["switch"] == found["rank0"] == found["rank1"] | {"WORLD_SIZE": "2"}
+    secret = found["switch"]["FCDP_RUN_SECRET"]
+    assert len(bytes.fromhex(secret)) == 32
+    assert all(secret not in path.read_text() for path in (tmp_path / "logs").iterdir())
+    assert not [
+        name for name in netns.listnetns() if f"-{os.getpid()}-" in name and "beside" in name
+    ]
+
+
+def test_one_that_fails_ends_the_ranks_and_says_why(
+    cluster: EmulatedCluster, tmp_path: Path
+) -> None:
+    broken = ExtraProcess("server", f"{HERE}:as_broken")
+    outcome = _run(cluster, tmp_path, "wait_for_ever", broken)
+    assert outcome.state == "failed"
+    assert outcome.error is not None
+    assert outcome.error.startswith("server: ")
+    assert "ValueError: no file to be had" in outcome.error
+
+
+def _rates(namespace: str) -> dict[str, int]:
+    """Bits per second of each interface that a token bucket limits."""
+    with IPRoute(netns=namespace) as route:
+        names = {link["index"]: link.get_attr("IFLA_IFNAME") for link in route.get_links()}
+        return {
+            names[q["index"]]: 8 * q.get_attr("TCA_OPTIONS").get_attr("TCA_TBF_PARMS")["rate"]
+            for q in route.get_qdiscs()
+            if q.get_attr("TCA_KIND") == "tbf"
+        }
+
+
+def test_a_part_of_the_network_is_limited_by_the_links_of_all_others(privileged: None) -> None:
+    with Network(2) as network:
+        network.add("switch", in_network=True)
+        network.add("server", in_network=False)
+        network.shape(MBIT)
+        own = {"fcdp0": MBIT}
+        beside = {name: _rates(namespace) for name, (namespace, _) in network.beside.items()}
+        assert beside == {"switch": {}, "server": own}
+        assert [_rates(node) for node in network.nodes] == [own, own]
+        assert _rates(network._switch) == {"fcdp0-0": MBIT, "fcdp0-1": MBIT, "fcdp0-server": MBIT}
+        gone = [namespace for namespace, _ in network.beside.values()]
+        network.withdraw()
+        assert not set(gone) & set(netns.listnetns())
+        network.shape(MBIT)
+        assert _rates(network._switch) == {}
+        assert [_rates(node) for node in network.nodes] == [own, own]
+        assert namespaces.processes(network.nodes[0]) == []
