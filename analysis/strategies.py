@@ -37,6 +37,7 @@ _LINES: dict[str, Dashes] = {
     "This engine": (0, ()),
     "Local steps": (0, (3, 1, 1, 1)),
     "Cyclic": (0, (1, 2)),
+    "Fuyou": (0, (5, 1, 1, 1)),
 }
 _ENGINES: dict[Engine, str] = {
     "deepspeed": "DeepSpeed",
@@ -45,6 +46,7 @@ _ENGINES: dict[Engine, str] = {
     "fcdp": "This engine",
     "co2": "Local steps",
     "cyclic": "Cyclic",
+    "fuyou": "Fuyou",
 }
 #: Hues of what has no look of its own, in degrees on the colour wheel: from, to, by engine. FCDP's
 #: variants share the greens with FCDP itself.
@@ -54,6 +56,7 @@ _HUES = {
     "This engine": (275, 335),
     "Local steps": (66, 79),
     "Cyclic": (338, 360),
+    "Fuyou": (20, 35),
     SUBJECT: (80, 205),
 }
 #: Lightness and the steps of hue make 24 colours of each; neighbours in order are far apart.

@@ -9,12 +9,12 @@ from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
+from baselines import siblings
 from baselines.description import Look, Strategy
 from baselines.schedule import DDP, DEEPSPEED, FCDP, FSDP2, Schedule, within_node
 from baselines.settings import (
     CacheSettings,
     CO2Settings,
-    CyclicSettings,
     DeepSpeedSettings,
     EncodedSettings,
     LocalSGDSettings,
@@ -283,47 +283,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         built_by="presets.fcdp",
         settings=CacheSettings,
     ),
-    Strategy(
-        "cyclic",
-        "ddp",
-        "Cyclic Data Parallelism's update rules, on ranks that step together",
-        None,
-        Look("#1F1F1F", "*"),
-        numerics="own",
-        built_by="cyclic.synchronous",
-        settings=CyclicSettings,
-        title="Cyclic",
-    ),
-    Strategy(
-        "cyclic-ring",
-        "cyclic",
-        "Cyclic Data Parallelism by messages from rank to rank, two slots apart",
-        None,
-        Look("#3B3B3B", "o"),
-        numerics="own",
-        built_by="cyclic.ring:ring",
-        settings=CyclicSettings,
-    ),
-    Strategy(
-        "cyclic-zero",
-        "cyclic",
-        "the same, and a rank has its own stage and the one that it computes with",
-        None,
-        Look("#5A5A5A", "s"),
-        numerics="own",
-        built_by="cyclic.ring:zero",
-        settings=CyclicSettings,
-    ),
-    Strategy(
-        "cyclic-interleaved",
-        "cyclic",
-        "a step's micro-batches two slots apart on one device, as constant in memory",
-        None,
-        Look("#787878", "D"),
-        numerics="own",
-        built_by="cyclic.interleaved",
-        settings=CyclicSettings,
-    ),
+    *siblings.CYCLIC,
     Strategy(
         "local-sgd",
         "co2",
@@ -356,9 +316,10 @@ STRATEGIES: tuple[Strategy, ...] = (
         settings=CO2Settings,
         title="CO2",
     ),
+    siblings.FUYOU,
 )
 #: Sibling systems that have their place here, by the name of their folder to come.
-PLANNED = ("luwu", "fuyou")
+PLANNED = ("luwu",)
 
 STRATEGY_NAMES: tuple[str, ...] = tuple(strategy.name for strategy in STRATEGIES)
 

@@ -95,7 +95,8 @@ class Store:
             for segment in group.segments
         }
         lacking = [key for key, trained in every.items() if trained and key not in self._next]
-        assert sums.keys() == every.keys() and not lacking, f"not written: {lacking}"
+        assert not lacking, f"not written: {lacking}"
+        assert sums.keys() == every.keys()
         said = {
             "format": _FORMAT,
             "step": step,
