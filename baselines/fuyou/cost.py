@@ -2,7 +2,8 @@
 
 Forward and backward take as long as the busiest of what works in them: the device, the link each
 way, the SSDs, the optimizer on the CPU. The time is convex in the bytes that are moved when those
-are chosen by benefit, so that the first increase ends the search. Plain numbers: imports no torch.
+are chosen by benefit. Where host memory that activations leave free has parameters, it need not be:
+all amounts are compared. Plain numbers: imports no torch.
 """
 
 from __future__ import annotations
@@ -32,10 +33,9 @@ class Work:
     #: is kept.
     flops: float
     recomputed: float
-    #: Bytes that are computed with, moved to the device in each pass, and read from SSD unless they
+    #: Bytes that are computed with: moved to the device in each pass, and read from SSD unless they
     #: are in host memory.
     parameters: float
-    parameters_read: float
     #: Bytes of gradients that leave the device.
     gradients: float
     #: Bytes of state that the optimizer reads from SSD, and what is written.
@@ -57,8 +57,9 @@ class Rates:
     write: float
     #: Seconds of the optimizer on the CPU, of all parameters.
     adam: float
-    #: Bytes of host memory for activations.
+    #: Bytes of host memory for activations, and for parameters if they leave some.
     dram: float
+    keeps_parameters: bool = False
     #: Whether SSDs read and write at once.
     duplex: bool = False
 
@@ -89,17 +90,19 @@ def seconds(work: Work, rates: Rates, nbytes: float, spared: float) -> Seconds:
     """The time of a step that keeps so many bytes of items, which spare so many operations."""
     moved = work.between + nbytes
     on_ssd = max(0.0, moved - rates.dram)
+    left = max(0.0, rates.dram - moved) if rates.keeps_parameters else 0.0
+    read = max(0.0, work.parameters - left)
     forward = {
         "device": work.flops / rates.flops,
         "to device": work.parameters / rates.link,
         "from device": moved / rates.link,
-        "ssd": rates.disk(work.parameters_read, on_ssd),
+        "ssd": rates.disk(read, on_ssd),
     }
     backward = {
         "device": (2 * work.flops + work.recomputed - spared) / rates.flops,
         "to device": (work.parameters + moved) / rates.link,
         "from device": work.gradients / rates.link,
-        "ssd": rates.disk(work.parameters_read + work.state_read + on_ssd, work.state_written),
+        "ssd": rates.disk(read + work.state_read + on_ssd, work.state_written),
         "cpu": rates.adam,
     }
     return Seconds(forward, backward)
@@ -114,13 +117,8 @@ def curve(work: Work, rates: Rates) -> list[tuple[float, float]]:
 
 
 def chosen(work: Work, rates: Rates) -> int:
-    """How many items to keep: until one makes the step longer. Of equal times, the fewest."""
+    """How many items to keep for the shortest step. Of equal times, the fewest."""
     times = [step for _, step in curve(work, rates)]
-    best = 0
-    for count, step in enumerate(times):
-        # What rounding does to equal times is no increase.
-        if step > times[best] * (1 + 1e-12):
-            break
-        if step < times[best] * (1 - 1e-12):
-            best = count
-    return best
+    least = min(times)
+    # What rounding does to equal times makes them no longer.
+    return next(count for count, step in enumerate(times) if step <= least * (1 + 1e-12))

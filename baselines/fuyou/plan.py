@@ -64,7 +64,6 @@ class Observed:
             flops=profile.flops,
             recomputed=profile.flops,
             parameters=parameters,
-            parameters_read=parameters,
             gradients=gradients,
             state_read=0 if after else read,
             state_written=aside if after else written,
@@ -83,6 +82,7 @@ class Observed:
             write=self._disk.rate("write") or 1e12,
             adam=0.0 if after else self._adam.seconds - self._adam_before,
             dram=room,
+            keeps_parameters=True,
             duplex=settings.ssd_limit is not None,
         )
 
