@@ -51,6 +51,10 @@ class Disk:
         with self._lock:
             return self.nbytes[way] / self.seconds[way] if self.seconds[way] else None
 
+    def close(self) -> None:
+        """End the threads when what they have in hand has ended."""
+        self._threads.shutdown()
+
     def _write(self, file: File, offset: int, memory: torch.Tensor, landed: Sequence[Any]) -> int:
         with self._counted("write", memory.numel()):
             return direct_io.write(file, offset, memory, landed)

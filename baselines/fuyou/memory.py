@@ -11,6 +11,8 @@ import torch
 from baselines.sizes import written
 from fcdp.cache.arena import Arena, aligned
 
+#: Of mallopt(3), and what counts as large.
+_MMAP_THRESHOLD, _LARGE = -3, 64 * 1024
 _STATUS = Path("/proc/self/status")
 
 
@@ -82,9 +84,14 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
-def give_up_unused() -> None:
-    """Have the C library return to the kernel what was freed."""
-    ctypes.CDLL(None).malloc_trim(0)
+def give_back_at_once() -> None:
+    """Have the C library return to the kernel what was freed, and large pieces whenever they are.
+
+    What it would keep for later grows with the model's depth, and is nobody's.
+    """
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_MMAP_THRESHOLD, _LARGE)
+    libc.malloc_trim(0)
 
 
 def _field(name: str) -> int:

@@ -137,6 +137,10 @@ class Store:
         self.step, self._generation = said["step"], said["generation"]
         self._sums, self._next = said["sums"], {}
 
+    def close(self) -> None:
+        """Leave the folder to others."""
+        del self._file
+
     def _place(self, group: Group, segment: Segment, generation: int) -> int:
         return segment.offset + (generation if group.trained else 0) * self._layout.generation
 

@@ -111,7 +111,8 @@ class Fuyou(Loop):
         self._device_peak = 0
         self._steps = 0
         self._told = (0, 0)
-        memory.give_up_unused()
+        if self._device.type == "cpu":
+            memory.give_back_at_once()
         self._baseline = memory.resident() - self._dram.nbytes - self._fifo.device_bytes
 
     @property
@@ -219,9 +220,12 @@ class Fuyou(Loop):
         return told
 
     def close(self) -> None:
-        """End the threads; the folder may be opened by others then."""
+        """End the threads; the folder may be opened by others then, and this trains no more."""
+        self._broken = True
         self._updates.close()
         self._fifo.close()
+        self._disk.close()
+        self._store.close()
 
     # What blocks ask for.
 
