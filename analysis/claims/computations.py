@@ -44,6 +44,9 @@ class Selection(Strict):
     micro_batch: Annotated[int, Field(ge=1)] | Literal["any"] | None = None
     accumulation: int | None = Field(default=None, ge=1)
     policy: str | None = None
+    #: Fuyou's: when the optimizer steps, and what is swapped.
+    update: str | None = None
+    swap: str | None = None
     #: Of a study of memory: whether blocks are computed again in backward.
     checkpointing: bool | None = None
 
