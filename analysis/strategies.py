@@ -38,6 +38,7 @@ _LINES: dict[str, Dashes] = {
     "Local steps": (0, (3, 1, 1, 1)),
     "Cyclic": (0, (1, 2)),
     "LuWu": (0, (6, 1, 1, 1, 1, 1)),
+    "Fuyou": (0, (5, 1, 1, 1)),
 }
 _ENGINES: dict[Engine, str] = {
     "deepspeed": "DeepSpeed",
@@ -47,6 +48,7 @@ _ENGINES: dict[Engine, str] = {
     "co2": "Local steps",
     "cyclic": "Cyclic",
     "luwu": "LuWu",
+    "fuyou": "Fuyou",
 }
 #: Hues of what has no look of its own, in degrees on the colour wheel: from, to, by engine. FCDP's
 #: variants share the greens with FCDP itself.
@@ -57,6 +59,7 @@ _HUES = {
     "Local steps": (66, 79),
     "Cyclic": (338, 360),
     "LuWu": (206, 214),
+    "Fuyou": (20, 35),
     SUBJECT: (80, 205),
 }
 #: Lightness and the steps of hue make 24 colours of each; neighbours in order are far apart.

@@ -17,8 +17,8 @@ from baselines.schedule import Schedule
 from baselines.settings import Settings
 
 #: Engines in the order of preference: what PyTorch ships, this library, another framework.
-ENGINES = ("ddp", "fsdp2", "fcdp", "deepspeed", "co2", "cyclic", "luwu")
-Engine = Literal["fcdp", "fsdp2", "ddp", "deepspeed", "co2", "cyclic", "luwu"]
+ENGINES = ("ddp", "fsdp2", "fcdp", "deepspeed", "co2", "cyclic", "luwu", "fuyou")
+Engine = Literal["fcdp", "fsdp2", "ddp", "deepspeed", "co2", "cyclic", "luwu", "fuyou"]
 #: Whether a strategy trains as FSDP2 does but for the order of sums, within what quantisation
 #: loses, or by an optimization of its own.
 Numerics = Literal["exact", "bounded", "own"]

@@ -282,8 +282,6 @@ STRATEGIES: tuple[Strategy, ...] = (
     ),
     *SIBLINGS,
 )
-#: Sibling systems that have their place here, by the name of their folder to come.
-PLANNED = ("fuyou",)
 
 STRATEGY_NAMES: tuple[str, ...] = tuple(strategy.name for strategy in STRATEGIES)
 
@@ -317,7 +315,7 @@ def schedule_of(name: str) -> Schedule:
 
     Raises ``ValueError`` for one that does not exist or is not simulated.
     """
-    found = None if name in PLANNED else find(name).schedule
+    found = find(name).schedule
     if found is None:
         raise ValueError(
             f"strategy = {name!r}: is not simulated yet; allowed are {', '.join(simulated())}"

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from baselines import sizes
 from baselines.pins import Pin
 
 #: ``condition``: cells are compared only where it is alike. ``subject``: it is what is compared.
@@ -286,3 +287,58 @@ class LuWuSettings(Settings):
             write=lambda value: f"frozen layers {'cached' if value else 'pulled each time'}",
         ),
     ] = False
+
+
+#: When the optimizer steps, as ``baselines.fuyou.optimizer`` has it.
+Update = Literal["after", "overlapped", "delayed"]
+
+
+def _is_a_size(value: str) -> str:
+    sizes.parse(value)
+    return value
+
+
+def _is_an_amount(value: str) -> str:
+    if value not in ("auto", "none", "all"):
+        try:
+            sizes.parse(value)
+        except ValueError as error:
+            raise ValueError(f"{error}; and auto, none, all") from error
+    return value
+
+
+class FuyouSettings(Settings):
+    """Settings of Fuyou."""
+
+    #: Host memory for all that the strategy keeps there.
+    dram_budget: Annotated[
+        str, AfterValidator(_is_a_size), Setting("DRAM", "subject", write="{} of DRAM".format)
+    ] = "1 GiB"
+    #: Memory of the device; where that is the CPU, all beyond what the process has without a model.
+    device_budget: Annotated[
+        str, AfterValidator(_is_a_size), Setting("Device", "subject", write="{} on device".format)
+    ] = "1 GiB"
+    #: Blocks that are on the device at once.
+    blocks_on_device: Annotated[
+        int,
+        Field(ge=2),
+        Setting("Blocks on device", "subject", write="{} blocks on device".format),
+    ] = 3
+    update: Annotated[Update, Setting("Optimizer step", "subject", write="{}".format)] = "delayed"
+    #: Outputs of matrix products that are kept instead of computed again: as many bytes as the cost
+    #: model chooses, none, all, or so many.
+    swap: Annotated[
+        str, AfterValidator(_is_an_amount), Setting("Swapped", "subject", write="swap {}".format)
+    ] = "auto"
+    #: The folder in which a run makes its own; ``None``: that of temporary files.
+    ssd: Annotated[str | None, Setting("SSD", "incidental", in_id="never")] = None
+    #: Bytes a second each way that the folder's disk is limited to, by control groups.
+    ssd_limit: Annotated[
+        Annotated[int, Field(ge=1)] | None,
+        Setting(
+            "SSD limit",
+            "subject",
+            place="axis",
+            write=lambda value: "SSD as it is" if value is None else f"SSD {value / 1e6:g} MB/s",
+        ),
+    ] = None

@@ -10,6 +10,7 @@ from baselines.schedule import CO2, LOCAL_SGD
 from baselines.settings import (
     CO2Settings,
     CyclicSettings,
+    FuyouSettings,
     LocalSGDSettings,
     LuWuSettings,
     SlowMoSettings,
@@ -102,5 +103,15 @@ SIBLINGS: tuple[Strategy, ...] = (
             ExtraProcess("switch", "baselines.luwu.switch:main", in_network=True),
             ExtraProcess("server", "baselines.luwu.server:main"),
         ),
+    ),
+    Strategy(
+        "fuyou",
+        "fuyou",
+        "all state on SSD: one device, the optimizer inside backward",
+        None,
+        Look("#6C3D1E", "D"),
+        built_by="fuyou.train",
+        settings=FuyouSettings,
+        title="Fuyou",
     ),
 )

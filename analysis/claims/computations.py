@@ -52,6 +52,9 @@ class Selection(Strict):
     #: Of LuWu: acknowledgements, the server's pipeline.
     merged: bool | None = None
     pipeline: str | None = None
+    #: Fuyou's: when the optimizer steps, and what is swapped.
+    update: str | None = None
+    swap: str | None = None
     #: Of a study of memory: whether blocks are computed again in backward.
     checkpointing: bool | None = None
 

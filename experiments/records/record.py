@@ -96,6 +96,18 @@ class Measurement(Strict):
     #: Host memory of one rank's outer state and snapshot where they lie there, in bytes;
     #: page-locked on CUDA.
     outer_host_bytes: int | None = None
+    #: Of out-of-core training, per step: bytes of activations that leave the device, and of them
+    #: those on SSD; bytes that are read from SSD and written. The most host memory that it used;
+    #: bytes of products that are kept instead of computed again, what its cost model makes of a
+    #: step with them, and blocks whose parameters stay in host memory.
+    kept_bytes: float | None = None
+    kept_on_ssd_bytes: float | None = None
+    ssd_read_bytes: float | None = None
+    ssd_written_bytes: float | None = None
+    dram_peak_bytes: int | None = None
+    chosen_bytes: float | None = None
+    modelled_seconds: float | None = None
+    blocks_in_dram: int | None = None
     #: Of the cell's held-out examples after the last step; ``None`` without any: their mean loss,
     #: and of images the share that are classified right.
     held_out_loss: float | None = None

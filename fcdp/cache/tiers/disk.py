@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from fcdp.cache.arena import ALIGNMENT, Arena, aligned
+from fcdp.cache.arena import Arena, aligned
 from fcdp.cache.entry import Access, Slice
 from fcdp.cache.tiers.tier import TierUnavailable, runs
-from fcdp.checksum import bytes_of, checksum
+from fcdp.direct_io import File, read, write
 from fcdp.streams import Streams
 from fcdp.topology import Topology
 from fcdp.unit import Unit
@@ -36,16 +36,6 @@ class _Buffer:
     writing: bool = False
     #: The device's copies into and out of the memory.
     access: Access = field(default_factory=Access)
-
-
-class _File:
-    """An open file, closed with the last use of it: the tier, or a transfer that outlives it."""
-
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
-
-    def __del__(self) -> None:
-        os.close(self.descriptor)
 
 
 #: Ranks of :func:`_cost_of_taking` up to which nothing is lost and nobody waits.
@@ -118,7 +108,7 @@ class DiskTier:
                 stored.copy_(part, non_blocking=True)
         buffer.unit, buffer.writing = unit, True
         buffer.transfer = self._threads.submit(
-            _write, self._file, self._offsets[unit], self._memory(buffer, unit), _landed(buffer)
+            write, self._file, self._offsets[unit], self._memory(buffer, unit), _landed(buffer)
         )
 
     def load(self, unit: Unit, wanted: Slice) -> None:
@@ -168,7 +158,7 @@ class DiskTier:
     def _begin_to_read(self, buffer: _Buffer, unit: Unit) -> None:
         buffer.unit, buffer.writing = unit, False
         buffer.transfer = self._threads.submit(
-            _read,
+            read,
             self._file,
             self._offsets[unit],
             self._memory(buffer, unit),
@@ -235,47 +225,6 @@ def _landed(buffer: _Buffer) -> list[Any]:
     return buffer.access.events()
 
 
-# Functions, lest a thread keep the tier alive.
-
-
-def _write(file: _File, offset: int, memory: torch.Tensor, landed: Sequence[Any]) -> int:
-    """Write all of ``memory`` (uint8) once the device has filled it; return its checksum."""
-    for event in landed:
-        event.synchronize()
-    total = int(checksum(memory))
-    view, done = bytes_of(memory), 0
-    while done < len(view):
-        done += _whole(os.pwritev(file.descriptor, [view[done:]], offset + done))
-    return total
-
-
-def _read(
-    file: _File, offset: int, memory: torch.Tensor, landed: Sequence[Any], expected: int
-) -> int:
-    """Fill all of ``memory`` (uint8) once the device has read it; return its checksum.
-
-    Raises ``OSError`` if that is not what was written.
-    """
-    for event in landed:
-        event.synchronize()
-    view, done = bytes_of(memory), 0
-    while done < len(view):
-        moved = os.preadv(file.descriptor, [view[done:]], offset + done)
-        if moved == 0:
-            raise OSError(errno.EIO, "the file is shorter than what was written")
-        done += _whole(moved)
-    if int(checksum(memory)) != expected:
-        raise OSError(errno.EIO, "the file holds other bytes than were written")
-    return expected
-
-
-def _whole(moved: int) -> int:
-    """Refuse what is no multiple of a page: direct I/O cannot go on from there."""
-    if moved % ALIGNMENT:
-        raise OSError(errno.ENOSPC, "a transfer ended early")
-    return moved
-
-
 def _make_file(directory: Path) -> tuple[int, str]:
     try:
         return tempfile.mkstemp(prefix="fcdp-cache-", dir=directory)
@@ -285,12 +234,12 @@ def _make_file(directory: Path) -> tuple[int, str]:
         ) from error
 
 
-def _open(directory: Path) -> _File:
+def _open(directory: Path) -> File:
     """A new file without a name; direct I/O where the file system has it (tmpfs has not)."""
     descriptor, name = _make_file(directory)
-    file = _File(descriptor)
+    file = File(descriptor)
     try:
-        return _File(os.open(name, os.O_RDWR | os.O_DIRECT))
+        return File(os.open(name, os.O_RDWR | os.O_DIRECT))
     except OSError:
         logger.warning("disk cache: %s has no direct I/O; the page cache is used too", directory)
         return file

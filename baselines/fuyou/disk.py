@@ -1,0 +1,113 @@
+"""Transfers to and from SSD on threads of their own, counted."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from baselines.sizes import written
+from fcdp import direct_io
+from fcdp.direct_io import File
+
+Way = Literal["read", "write"]
+#: Transfers at once: a disk is busy with a few.
+_THREADS = 4
+
+
+class Disk:
+    """Transfers between host memory and files, and how fast they are."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(_THREADS, "fuyou-disk")
+        self._lock = threading.Lock()
+        self._under_way: Counter[Way] = Counter()
+        self._since: dict[Way, float] = {}
+        #: Bytes so far, and seconds in which there was a transfer of the kind.
+        self.nbytes: dict[Way, int] = defaultdict(int)
+        self.seconds: dict[Way, float] = defaultdict(float)
+
+    def write(
+        self, file: File, offset: int, memory: torch.Tensor, landed: Sequence[Any] = ()
+    ) -> Future[int]:
+        """Write aligned memory; the result is its checksum."""
+        return self._threads.submit(self._write, file, offset, memory, landed)
+
+    def read(self, file: File, offset: int, memory: torch.Tensor, expected: int) -> Future[int]:
+        """Fill aligned memory with what was written with this checksum."""
+        return self._threads.submit(self._read, file, offset, memory, expected)
+
+    def rate(self, way: Way) -> float | None:
+        """Bytes per second while anything was moved; ``None`` if nothing was."""
+        with self._lock:
+            return self.nbytes[way] / self.seconds[way] if self.seconds[way] else None
+
+    def close(self) -> None:
+        """End the threads when what they have in hand has ended."""
+        self._threads.shutdown()
+
+    def _write(self, file: File, offset: int, memory: torch.Tensor, landed: Sequence[Any]) -> int:
+        with self._counted("write", memory.numel()):
+            return direct_io.write(file, offset, memory, landed)
+
+    def _read(self, file: File, offset: int, memory: torch.Tensor, expected: int) -> int:
+        with self._counted("read", memory.numel()):
+            return direct_io.read(file, offset, memory, (), expected)
+
+    @contextmanager
+    def _counted(self, way: Way, nbytes: int) -> Iterator[None]:
+        with self._lock:
+            self._under_way[way] += 1
+            if self._under_way[way] == 1:
+                self._since[way] = time.perf_counter()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._under_way[way] -= 1
+                self.nbytes[way] += nbytes
+                if not self._under_way[way]:
+                    self.seconds[way] += time.perf_counter() - self._since[way]
+
+
+def opened(path: Path) -> File:
+    """The file at ``path``, made if it is not there, past the page cache; nobody else has it.
+
+    Raises ``ValueError`` for a folder that cannot be written, has no direct I/O or is in use.
+    """
+    try:
+        file = File(os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600))
+        fcntl.flock(file.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ValueError(f"ssd = {str(path.parent)!r}: another process trains in it") from error
+    except OSError as error:
+        raise ValueError(
+            f"ssd = {str(path.parent)!r}: must be a folder that can be written with direct I/O "
+            f"({error.strerror})"
+        ) from error
+    return file
+
+
+def reserve(file: File, start: int, end: int, path: Path) -> None:
+    """Have the file system give the file these bytes now, that no write lacks them later.
+
+    Raises ``ValueError`` where it has no room.
+    """
+    if end <= start:
+        return
+    try:
+        os.posix_fallocate(file.descriptor, start, end - start)
+    except OSError as error:
+        raise ValueError(
+            f"ssd = {str(path)!r}: {written(end - start)} are needed ({error.strerror}); nothing "
+            "of what was there has been changed"
+        ) from error

@@ -1,0 +1,190 @@
+"""Device memory of a few blocks, filled in the order in which they are computed."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from baselines.fuyou.copies import Copies
+from baselines.fuyou.layout import Group, Layout, Unit
+from baselines.fuyou.memory import Dram
+from baselines.fuyou.store import Store
+
+
+@dataclass(eq=False)
+class _Slot:
+    """Device memory of one block, and host memory that it comes through."""
+
+    memory: torch.Tensor
+    staging: torch.Tensor
+    block: int | None = None
+    filled: Future[None] | None = None
+    unused: list[Any] = field(default_factory=list)
+
+
+class Fifo:
+    """Parameters on the device: the root always, of the blocks so many at once.
+
+    A slot that becomes free is filled with the next block that will be needed. Blocks whose bytes
+    are kept in host memory are not read from SSD.
+    """
+
+    def __init__(
+        self, layout: Layout, store: Store, dram: Dram, copies: Copies, slots: int
+    ) -> None:
+        self._layout = layout
+        self._store = store
+        self._copies = copies
+        largest = max((unit.compute_bytes for unit in layout.blocks), default=0)
+        groups = [group.computed.nbytes for group in layout.groups()]
+        staging = max(groups, default=0)
+        self._slots = [
+            _Slot(self._on_device(largest), dram.take(staging, "parameters on their way"))
+            for _ in range(min(slots, len(layout.blocks)))
+        ]
+        self._root = self._on_device(layout.root.compute_bytes)
+        self._root_groups = {group.index for group in layout.root.groups}
+        self._threads = ThreadPoolExecutor(max(1, len(self._slots)), "fuyou-fifo")
+        self._order: deque[int] = deque()
+        self._cached: dict[int, torch.Tensor] = {}
+        #: Seconds that the device has waited for parameters.
+        self.waited = 0.0
+
+    @property
+    def device_bytes(self) -> int:
+        return self._root.nbytes + sum(slot.memory.nbytes for slot in self._slots)
+
+    def load_root(self) -> None:
+        """Have the root's parameters on the device, where they stay."""
+        self._load(self._layout.root, self._root, self._slots[0].staging, None)
+        _point(self._layout.root, self._root, self._layout.dtype)
+
+    def cache(self, dram: Dram, spare: int) -> int:
+        """Keep blocks in host memory, the last ones, while so many bytes stay free; how many."""
+        for block in reversed(range(len(self._layout.blocks))):
+            unit = self._layout.blocks[block]
+            if block in self._cached or dram.free - unit.compute_bytes < spare:
+                break
+            kept = dram.try_take(unit.compute_bytes)
+            if kept is None:
+                break
+            for group, part in _parts(unit, kept):
+                self._store.read_segment(group, group.computed, part).result()
+            self._cached[block] = kept
+        return len(self._cached)
+
+    def renew(self, group: Group, buffer: torch.Tensor) -> None:
+        """Take an update of a group into what is kept of it."""
+        updated = group.part(buffer, group.computed.name)
+        if group.index in self._root_groups:
+            kept = dict(_parts(self._layout.root, self._root))
+        else:
+            holders = (
+                dict(_parts(self._layout.blocks[block], memory))
+                for block, memory in self._cached.items()
+            )
+            kept = next((parts for parts in holders if group in parts), {})
+        if group in kept:
+            self._copies.load(kept[group], updated, ())
+
+    def expect(self, blocks: Iterable[int]) -> None:
+        """Say which blocks will be needed after those that were said before."""
+        self._order.extend(blocks)
+        self._fill()
+
+    def acquire(self, block: int) -> None:
+        """Have a block's parameters on the device; blocks come in the order that was said."""
+        slot = self._holding(block)
+        if slot is None:
+            raise RuntimeError(
+                f"blocks: the model computed block {block} out of turn; must be those that it "
+                "computes one after another, each once"
+            )
+        begin = time.perf_counter()
+        assert slot.filled is not None
+        slot.filled.result()
+        self.waited += time.perf_counter() - begin
+        _point(self._layout.blocks[block], slot.memory, self._layout.dtype)
+
+    def release(self, block: int) -> None:
+        """Let a block go, unless it is needed next, and begin to load another."""
+        if self._order and self._order[0] == block:
+            self._order.popleft()
+            self._fill()
+            return
+        slot = self._holding(block)
+        assert slot is not None
+        _empty(self._layout.blocks[block], self._layout.dtype, slot.memory.device)
+        slot.block, slot.unused = None, self._copies.used()
+        self._fill()
+
+    def stop(self) -> None:
+        """Forget what was expected, and let all blocks go."""
+        self._order.clear()
+        for slot in self._slots:
+            if slot.filled is not None:
+                slot.filled.result()
+            if slot.block is not None:
+                unit = self._layout.blocks[slot.block]
+                _empty(unit, self._layout.dtype, slot.memory.device)
+            slot.block = slot.filled = None
+
+    def close(self) -> None:
+        """End the threads when what they have in hand has ended."""
+        self._threads.shutdown()
+
+    def _fill(self) -> None:
+        for slot in self._slots:
+            if slot.block is None and self._order and self._holding(self._order[0]) is None:
+                slot.block = self._order.popleft()
+                unit = self._layout.blocks[slot.block]
+                kept = self._cached.get(slot.block)
+                slot.filled = self._threads.submit(
+                    self._load, unit, slot.memory, slot.staging, kept, slot.unused
+                )
+
+    def _load(
+        self,
+        unit: Unit,
+        memory: torch.Tensor,
+        staging: torch.Tensor,
+        kept: torch.Tensor | None,
+        unused: Iterable[Any] = (),
+    ) -> None:
+        if kept is not None:
+            self._copies.load(memory[: unit.compute_bytes], kept, list(unused))
+            return
+        for group, part in _parts(unit, memory):
+            through = staging[: part.numel()]
+            self._store.read_segment(group, group.computed, through).result()
+            self._copies.load(part, through, list(unused))
+
+    def _holding(self, block: int) -> _Slot | None:
+        return next((slot for slot in self._slots if slot.block == block), None)
+
+    def _on_device(self, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8, device=self._copies.device)
+
+
+def _parts(unit: Unit, memory: torch.Tensor) -> list[tuple[Group, torch.Tensor]]:
+    sizes = [group.computed.nbytes for group in unit.groups]
+    parts = memory[: unit.compute_bytes].split(sizes) if sizes else ()
+    return list(zip(unit.groups, parts, strict=True))
+
+
+def _point(unit: Unit, memory: torch.Tensor, dtype: torch.dtype) -> None:
+    for group, part in _parts(unit, memory):
+        for param, view in zip(group.params, group.views(part, dtype), strict=True):
+            param.data = view
+
+
+def _empty(unit: Unit, dtype: torch.dtype, device: torch.device) -> None:
+    for group in unit.groups:
+        for param in group.params:
+            param.data = torch.empty(0, dtype=dtype, device=device)

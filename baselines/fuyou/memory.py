@@ -1,0 +1,100 @@
+"""Host memory within a budget, and what a process takes by the kernel's count."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from pathlib import Path
+
+import torch
+
+from baselines.sizes import written
+from fcdp.cache.arena import Arena, aligned
+
+#: Of mallopt(3), and what counts as large.
+_MMAP_THRESHOLD, _LARGE = -3, 64 * 1024
+_STATUS = Path("/proc/self/status")
+
+
+class Dram:
+    """One block of host memory, page-locked on CUDA, of which pieces are taken and given back.
+
+    Nothing of the strategy's lies in host memory outside of it.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.nbytes = nbytes
+        self._memory = Arena(nbytes, device).memory.zero_()
+        #: What is free: where it begins, and its bytes, in order.
+        self._free = [(0, nbytes)]
+        self._used = 0
+        self.peak = 0
+
+    @property
+    def free(self) -> int:
+        return self.nbytes - self._used
+
+    def take(self, nbytes: int, what: str) -> torch.Tensor:
+        """Aligned bytes (uint8). Raises ``ValueError`` where the budget has no room for them."""
+        found = self.try_take(nbytes)
+        if found is None:
+            raise ValueError(
+                f"dram = {written(self.nbytes)}: {what} takes {written(nbytes)}, and "
+                f"{written(self.free)} are left; allowed is at least "
+                f"{written(self._used + aligned(nbytes))}"
+            )
+        return found
+
+    def try_take(self, nbytes: int) -> torch.Tensor | None:
+        """The same; ``None`` where there is no room."""
+        size = aligned(nbytes)
+        for place, (start, room) in enumerate(self._free):
+            if room >= size:
+                self._free[place : place + 1] = [(start + size, room - size)] * (room > size)
+                self._used += size
+                self.peak = max(self.peak, self._used)
+                return self._memory[start : start + nbytes]
+        return None
+
+    def give_back(self, piece: torch.Tensor) -> None:
+        start = piece.data_ptr() - self._memory.data_ptr()
+        size = aligned(piece.numel())
+        self._used -= size
+        joined: list[tuple[int, int]] = []
+        for begin, room in sorted([*self._free, (start, size)]):
+            if joined and sum(joined[-1]) == begin:
+                joined[-1] = (joined[-1][0], joined[-1][1] + room)
+            else:
+                joined.append((begin, room))
+        self._free = joined
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    return _field("VmRSS")
+
+
+def peak_resident() -> int:
+    """The most of them since ``forget_peak``."""
+    return _field("VmHWM")
+
+
+def forget_peak() -> None:
+    """Count the peak from here on."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def give_back_at_once() -> None:
+    """Have the C library return to the kernel what was freed, and large pieces whenever they are.
+
+    What it would keep for later grows with the model's depth, and is nobody's.
+    """
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_MMAP_THRESHOLD, _LARGE)
+    libc.malloc_trim(0)
+
+
+def _field(name: str) -> int:
+    found = re.search(rf"^{name}:\s*(\d+) kB$", _STATUS.read_text(encoding="ascii"), re.MULTILINE)
+    assert found is not None, "Linux says it"
+    return int(found[1]) * 1024

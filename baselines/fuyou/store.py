@@ -1,0 +1,169 @@
+"""The state on SSD: two generations of every group, and a record that says which one counts.
+
+A step reads the generation of the step before and writes the other. When all of it is on disk, a
+record of a few bytes takes the place of the last one by renaming. Whenever the process ends, the
+record names a step all of whose bytes are there; what is read is compared with the checksums that
+it has.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from baselines.fuyou.disk import Disk, opened, reserve
+from baselines.fuyou.layout import Group, Layout, Segment
+
+_FORMAT = 1
+RECORD, STATE = "step.json", "state.bin"
+
+
+class Store:
+    """The files of one model in training."""
+
+    def __init__(self, folder: Path, layout: Layout, disk: Disk) -> None:
+        """Raises ``ValueError`` for a folder without room, or that another process uses."""
+        self._folder = folder
+        self._layout = layout
+        self._disk = disk
+        self._file = opened(folder / STATE)
+        reserve(self._file, 0, layout.total, folder)
+        #: Steps whose state is complete, and the generation that it is in.
+        self.step = 0
+        self._generation = 0
+        #: Checksums by segment, of the complete step and of the one that is being written.
+        self._sums: dict[str, int] = {}
+        self._next: dict[str, int] = {}
+        self._aside: dict[int, int] = {}
+
+    def read(self, group: Group, names: Sequence[str], buffer: torch.Tensor) -> list[Future[int]]:
+        """Begin to read segments of the complete step into a buffer of the whole group."""
+        return [
+            self.read_segment(group, segment, group.part(buffer, segment.name))
+            for segment in group.segments
+            if segment.name in names
+        ]
+
+    def read_segment(self, group: Group, segment: Segment, memory: torch.Tensor) -> Future[int]:
+        place = self._place(group, segment, self._generation)
+        return self._disk.read(self._file, place, memory, self._sums[_key(group, segment)])
+
+    def write(self, group: Group, buffer: torch.Tensor, *, first: bool = False) -> None:
+        """Write a group to the generation that does not count yet.
+
+        ``first``: to the one that the first record will name.
+        """
+        generation = self._generation if first else 1 - self._generation
+        under_way = [
+            self._disk.write(
+                self._file,
+                self._place(group, segment, generation),
+                group.part(buffer, segment.name),
+            )
+            for segment in group.segments
+        ]
+        for segment, written in zip(group.segments, under_way, strict=True):
+            self._next[_key(group, segment)] = written.result()
+
+    def put_aside(self, group: Group, gradient: torch.Tensor) -> None:
+        """Keep a gradient for later in the same step."""
+        place = self._layout.gradients[group.index]
+        self._aside[group.index] = self._disk.write(self._file, place, gradient).result()
+
+    def take_aside(self, group: Group, memory: torch.Tensor) -> bool:
+        """Read what was put aside, once; ``False`` if nothing was."""
+        if group.index not in self._aside:
+            return False
+        expected = self._aside.pop(group.index)
+        self._disk.read(self._file, self._layout.gradients[group.index], memory, expected).result()
+        return True
+
+    def commit(self, step: int) -> None:
+        """Have what was written since the last record count: all of it, or nothing."""
+        generation = 1 - self._generation if step else 0
+        sums = self._sums | self._next
+        every = {
+            _key(group, segment): group.trained
+            for group in self._layout.groups()
+            for segment in group.segments
+        }
+        lacking = [key for key, trained in every.items() if trained and key not in self._next]
+        assert not lacking, f"not written: {lacking}"
+        assert sums.keys() == every.keys()
+        said = {
+            "format": _FORMAT,
+            "step": step,
+            "generation": generation,
+            "layout": self._layout.fingerprint,
+            "sums": sums,
+        }
+        os.fsync(self._file.descriptor)
+        unfinished = self._folder / f"{RECORD}.new"
+        with unfinished.open("w", encoding="ascii") as file:
+            file.write(_sealed(json.dumps(said)))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, self._folder / RECORD)
+        _sync_folder(self._folder)
+        self.step, self._generation, self._sums, self._next = step, generation, sums, {}
+
+    def forget(self) -> None:
+        """Drop the record before the first state is written: what was there is not to count."""
+        (self._folder / RECORD).unlink(missing_ok=True)
+        _sync_folder(self._folder)
+
+    def resume(self) -> None:
+        """Go on from the last complete step.
+
+        Raises ``ValueError`` if there is none, or one of another model.
+        """
+        path = self._folder / RECORD
+        try:
+            said = _unsealed(path.read_text(encoding="ascii"), path)
+        except OSError as error:
+            raise ValueError(f"{path}: no complete step: {error.strerror}") from error
+        for name, expected in (("format", _FORMAT), ("layout", self._layout.fingerprint)):
+            if said[name] != expected:
+                raise ValueError(
+                    f"{path}: {name} = {said[name]!r}: must be {expected!r}, that of this model"
+                )
+        self.step, self._generation = said["step"], said["generation"]
+        self._sums, self._next = said["sums"], {}
+
+    def close(self) -> None:
+        """Leave the folder to others."""
+        del self._file
+
+    def _place(self, group: Group, segment: Segment, generation: int) -> int:
+        return segment.offset + (generation if group.trained else 0) * self._layout.generation
+
+
+def _key(group: Group, segment: Segment) -> str:
+    return f"{group.index} {segment.name}"
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sealed(text: str) -> str:
+    return f"{text}\n{zlib.crc32(text.encode()):08x}\n"
+
+
+def _unsealed(sealed: str, path: Path) -> dict[str, Any]:
+    text, _, total = sealed.rstrip("\n").rpartition("\n")
+    if f"{zlib.crc32(text.encode()):08x}" != total:
+        raise ValueError(f"{path}: damaged: its checksum is not that of what it says")
+    said: dict[str, Any] = json.loads(text)
+    return said

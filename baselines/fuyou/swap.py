@@ -1,0 +1,200 @@
+"""Activations that leave the device from forward to backward: to host memory first, then to SSD."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from baselines.fuyou.copies import Copies
+from baselines.fuyou.cost import Item
+from baselines.fuyou.disk import Disk, opened, reserve
+from baselines.fuyou.memory import Dram
+from fcdp.cache.arena import aligned
+
+ACTIVATIONS = "activations.bin"
+#: Pieces of the largest size that host memory has room for while they pass to SSD and back.
+_PASSING = 3
+
+
+#: A block, and which of its activations.
+Name = tuple[int, str, int]
+
+
+@dataclass(eq=False)
+class _Kept:
+    """One activation: in host memory, where ``memory`` is, or on SSD."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    nbytes: int
+    memory: torch.Tensor | None
+    #: Its place on SSD; ``None``: it stays in host memory.
+    place: int | None = None
+    written: Future[int] | None = None
+    read: Future[int] | None = None
+    checksum: int = 0
+
+
+class Swapper:
+    """Keeps tensors under names until they are asked for, once."""
+
+    def __init__(self, dram: Dram, disk: Disk, copies: Copies, folder: Path) -> None:
+        self._dram = dram
+        self._disk = disk
+        self._copies = copies
+        self._folder = folder
+        path = folder / ACTIVATIONS
+        self._file = opened(path)
+        os.unlink(path)
+        self._end = 0
+        #: Place on SSD and room there, by name: as the step before had it.
+        self._places: dict[Name, tuple[int, int]] = {}
+        self._kept: dict[Name, _Kept] = {}
+        self._writing: list[_Kept] = []
+        self._largest = 0
+        #: Bytes that host memory has for what stays there; ``None``: all but what others pass
+        #: through.
+        self.limit: int | None = None
+        self._held = 0
+        #: Bytes since the last ``take_counts``, and seconds that the device has waited.
+        self._counts = {"dram": 0, "ssd": 0}
+        self.waited = 0.0
+
+    @property
+    def spare(self) -> int:
+        """Bytes of host memory that what goes to SSD passes through."""
+        return _PASSING * aligned(self._largest)
+
+    def spare_for(self, items: Iterable[Item]) -> int:
+        """The same, once these are kept too."""
+        self._largest = max([self._largest, *(int(item.nbytes) for item in items)])
+        return self.spare
+
+    def take_counts(self) -> dict[str, int]:
+        """Bytes that were kept since the last call, by where."""
+        counts, self._counts = self._counts, {"dram": 0, "ssd": 0}
+        return counts
+
+    def put(self, name: Name, tensor: torch.Tensor) -> None:
+        """Keep a tensor."""
+        assert name not in self._kept
+        self._reap()
+        tensor = tensor.detach()
+        self._largest = max(self._largest, tensor.nbytes)
+        kept = _Kept(tensor.shape, tensor.dtype, tensor.nbytes, None)
+        kept.memory = self._room_to_stay(kept.nbytes)
+        if kept.memory is None:
+            kept.memory = self._room_to_pass(aligned(kept.nbytes))
+            kept.place = self._place(name, aligned(kept.nbytes))
+        landed = self._copies.out([self._view(kept)], [tensor])
+        if kept.place is None:
+            self._held += aligned(kept.nbytes)
+            for event in landed:  # the host waits for nothing: what reads it has the same stream
+                event.wait()
+        else:
+            kept.written = self._disk.write(self._file, kept.place, kept.memory, landed)
+            self._writing.append(kept)
+        self._counts["dram" if kept.place is None else "ssd"] += kept.nbytes
+        self._kept[name] = kept
+
+    def expect_of(self, blocks: Sequence[int]) -> None:
+        """Begin to read from SSD what these blocks keep, as far as there is room to pass through.
+
+        The order is that of the blocks; half of the room is left for what is asked for first.
+        """
+        self._reap()
+        for block in blocks:
+            for name, kept in self._kept.items():
+                if name[0] == block and kept.memory is None:
+                    if self._dram.free < 2 * aligned(kept.nbytes):
+                        return
+                    memory = self._dram.try_take(aligned(kept.nbytes))
+                    if memory is None:
+                        return
+                    self._begin_to_read(kept, memory)
+
+    def get(self, name: Name) -> torch.Tensor:
+        """The tensor that was kept, on the device."""
+        kept = self._kept.pop(name)
+        begin = time.perf_counter()
+        if kept.memory is None:
+            self._begin_to_read(kept, self._room_to_pass(aligned(kept.nbytes)))
+        if kept.read is not None:
+            kept.read.result()
+        elif kept.written is not None and kept in self._writing:
+            kept.written.result()
+            self._writing.remove(kept)
+        self.waited += time.perf_counter() - begin
+        found = torch.empty(kept.shape, dtype=kept.dtype, device=self._copies.device)
+        self._copies.into(found, self._view(kept))
+        for event in self._copies.used():
+            event.synchronize()
+        self._give_back(kept)
+        return found
+
+    def clear(self) -> None:
+        """Forget all that nobody asked for."""
+        for kept in self._kept.values():
+            for transfer in (kept.written, kept.read):
+                if transfer is not None:
+                    transfer.exception()
+            if kept.memory is not None:
+                self._give_back(kept)
+        self._kept.clear()
+        self._writing.clear()
+
+    def _give_back(self, kept: _Kept) -> None:
+        assert kept.memory is not None
+        if kept.place is None:
+            self._held -= aligned(kept.nbytes)
+        self._dram.give_back(kept.memory)
+        kept.memory = None
+
+    def _begin_to_read(self, kept: _Kept, memory: torch.Tensor) -> None:
+        assert kept.place is not None
+        kept.memory = memory
+        kept.read = self._disk.read(self._file, kept.place, memory, kept.checksum)
+
+    def _view(self, kept: _Kept) -> torch.Tensor:
+        assert kept.memory is not None
+        return kept.memory[: kept.nbytes].view(kept.dtype).view(kept.shape)
+
+    def _room_to_stay(self, nbytes: int) -> torch.Tensor | None:
+        if self.limit is not None and self._held + aligned(nbytes) > self.limit:
+            return None
+        if self._dram.free - aligned(nbytes) < self.spare:
+            return None
+        return self._dram.try_take(nbytes)
+
+    def _room_to_pass(self, nbytes: int) -> torch.Tensor:
+        """Host memory for a while; waits for writes until there is some."""
+        begin = time.perf_counter()
+        while (found := self._dram.try_take(nbytes)) is None and self._writing:
+            self._landed(self._writing.pop(0))
+        self.waited += time.perf_counter() - begin
+        return self._dram.take(nbytes, "an activation") if found is None else found
+
+    def _reap(self) -> None:
+        done = [kept for kept in self._writing if kept.written and kept.written.done()]
+        for kept in done:
+            self._writing.remove(kept)
+            self._landed(kept)
+
+    def _landed(self, kept: _Kept) -> None:
+        assert kept.written is not None
+        kept.checksum = kept.written.result()
+        self._give_back(kept)
+
+    def _place(self, name: Name, nbytes: int) -> int:
+        place, room = self._places.get(name, (0, 0))
+        if room < nbytes:
+            reserve(self._file, self._end, self._end + nbytes, self._folder)
+            place, self._end = self._end, self._end + nbytes
+            self._places[name] = (place, nbytes)
+        return place

@@ -1,0 +1,339 @@
+"""Training with all state on SSD: one device, exact.
+
+A step of three blocks, whose optimizer is overlapped::
+
+    device     load root | F0 F1 F2 | B2 B1 B0 | root's gradient
+    SSD reads   0 1 2               1 0  state of 2, 1, 0, root
+    CPU                                  Adam 2, 1, 0, root
+    SSD writes                             2, 1, 0, root; then the record of the step
+
+The device here may be the CPU, whose memory counts as the device's beyond what host memory has. On
+CUDA the same code would run; it has not been.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+
+from baselines.fuyou import memory
+from baselines.fuyou.blocks import Recomputed
+from baselines.fuyou.copies import Copies
+from baselines.fuyou.disk import Disk
+from baselines.fuyou.fifo import Fifo
+from baselines.fuyou.layout import FLOAT, Group, laid_out
+from baselines.fuyou.limit import Limited
+from baselines.fuyou.memory import Dram
+from baselines.fuyou.optimizer import Adam, Updates, cast
+from baselines.fuyou.plan import Choice, Observed, choose
+from baselines.fuyou.store import RECORD, Store
+from baselines.fuyou.swap import Name, Swapper
+from baselines.loop import Loop
+from baselines.optimizers import AdamW
+from baselines.settings import FuyouSettings
+from baselines.sizes import parse, written
+from baselines.strategy import Job
+
+
+def build(model: nn.Module, job: Job) -> Fuyou:
+    """Train in a new folder, which goes when the run ends."""
+    settings = job.settings
+    assert isinstance(settings, FuyouSettings)
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="fuyou-", dir=settings.ssd))
+    except OSError as error:
+        raise ValueError(
+            f"ssd = {settings.ssd!r}: must be a folder that can be written ({error.strerror})"
+        ) from error
+    cleared = weakref.finalize(job.topology, shutil.rmtree, folder, ignore_errors=True)
+    try:
+        return Fuyou(model, job, folder)
+    except BaseException:
+        cleared()
+        raise
+
+
+class Fuyou(Loop):
+    """A model whose state lies in a folder."""
+
+    engine = "fuyou"
+
+    def __init__(self, model: nn.Module, job: Job, folder: Path) -> None:
+        """Go on from the last complete step in ``folder``, or begin there with the model's values.
+
+        Raises ``ValueError`` for more ranks than one, another optimizer than AdamW, budgets that
+        are too small, and a folder of another model, without room, or in use.
+        """
+        super().__init__(model, job, 0.0)
+        settings = job.settings
+        assert isinstance(settings, FuyouSettings)
+        _check(job)
+        self._settings = settings
+        self._limited = settings.ssd_limit and Limited(folder, settings.ssd_limit)
+        self._device = torch.device(job.topology.mesh.device_type)
+        aside = job.accumulation > 1 or settings.update == "after"
+        self._layout = laid_out(model, job.blocks, job.dtype, aside=aside)
+        self._disk = Disk()
+        self._store = Store(folder, self._layout, self._disk)
+        self._dram = Dram(int(parse(settings.dram_budget)), self._device)
+        self._copies = Copies(self._device)
+        self._put_away(resume=(folder / RECORD).exists())
+        model.to(self._device)
+        slots = settings.blocks_on_device
+        self._fifo = Fifo(self._layout, self._store, self._dram, self._copies, slots)
+        groups = self._layout.backward_order()
+        assert isinstance(job.optimizer, AdamW)
+        self._adam = Adam(groups, job.optimizer, job.learning_rate)
+        self._updates = Updates(
+            settings.update,
+            self._store,
+            self._adam,
+            groups,
+            self._dram,
+            self._fifo.renew,
+            sums=job.accumulation > 1,
+        )
+        self._check_device()
+        self._fifo.load_root()
+        self._swapper = Swapper(self._dram, self._disk, self._copies, folder)
+        self._recomputed = Recomputed(job.blocks, self, self._device)
+        self._last = True
+        self._broken = False
+        #: What was chosen to be kept; ``None`` before the profiling step.
+        self.choice: Choice | None = None
+        self._device_peak = 0
+        self._steps = 0
+        self._told = (0, 0)
+        if self._device.type == "cpu":
+            memory.give_back_at_once()
+        self._baseline = memory.resident() - self._dram.nbytes - self._fifo.device_bytes
+
+    @property
+    def steps_done(self) -> int:
+        """Steps whose state is complete on SSD."""
+        return self._store.step
+
+    def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One step, which counts once its record is on SSD.
+
+        Raises ``RuntimeError`` after a step that failed: the folder has the last complete one.
+        """
+        if self._broken:
+            raise RuntimeError(
+                f"a step failed; open the folder anew to go on from step {self.steps_done}"
+            )
+        self._broken = True
+        memory.forget_peak()
+        observed = Observed(self._disk, self._copies, self._adam)
+        total = torch.zeros((), device=self._device)
+        for index, batch in enumerate(micro_batches):
+            total += self._micro_batch(batch, observed, last=index == len(micro_batches) - 1)
+        with self._phases.timed("optimizer"):
+            self._updates.finish()
+            self._store.commit(self.steps_done + 1)
+        self._steps += 1
+        self._measure()
+        if self.choice is None:
+            self._choose(observed)
+        self._broken = False
+        return total
+
+    def _micro_batch(self, batch: torch.Tensor, observed: Observed, *, last: bool) -> torch.Tensor:
+        blocks = range(len(self._layout.blocks))
+        self._last = last
+        self._recomputed.begin_profile()
+        self._fifo.expect([*blocks, *reversed(blocks)])
+        waited = self._fifo.waited + self._swapper.waited
+        begin = time.perf_counter()
+        with self._phases.timed("forward"):
+            loss = self.job.loss(self.model, batch) / self.job.accumulation
+        with self._phases.timed("backward"):
+            loss.backward()
+            self._collect(self._layout.root.trained)
+        waited = self._fifo.waited + self._swapper.waited - waited
+        observed.computed(time.perf_counter() - begin - waited)
+        self._fifo.stop()
+        self._swapper.clear()
+        return loss.detach()
+
+    @torch.no_grad()
+    def evaluate(self, batch: torch.Tensor) -> torch.Tensor:
+        self._fifo.expect(range(len(self._layout.blocks)))
+        found = super().evaluate(batch)
+        self._fifo.stop()
+        return found
+
+    def parameters(self) -> Iterator[tuple[str, torch.Tensor, list[torch.Tensor]]]:
+        """Each parameter of the last complete step: its name, values and moments.
+
+        Float32, or what is computed with where it is frozen, without moments.
+        """
+        largest = max(group.nbytes for group in self._layout.groups())
+        buffer = self._dram.take(largest, "a group on its way out")
+        for group in self._layout.groups():
+            names = [segment.name for segment in group.segments]
+            for read in self._store.read(group, names, buffer):
+                read.result()
+            if not group.trained:
+                values = group.views(group.part(buffer, "compute"), self._layout.dtype)
+                yield from ((n, v.clone(), []) for n, v in zip(group.names, values, strict=True))
+                continue
+            parts = [(group.part(buffer, "master"), 0)]
+            parts += [(group.part(buffer, "moments"), place * group.numel) for place in (0, 1)]
+            views = [group.views(part, torch.float32, first) for part, first in parts]
+            for name, *values in zip(group.names, *views, strict=True):
+                master, *moments = (value.clone() for value in values)
+                yield name, master, moments
+        self._dram.give_back(buffer)
+
+    def take_metrics(self) -> dict[str, float | list[float]]:
+        """Bytes per step that were kept of activations, and read and written; memory at its peak.
+
+        ``modelled_seconds``: what the cost model makes of a step with what was chosen.
+        """
+        steps, self._steps = max(self._steps, 1), 0
+        counts = self._swapper.take_counts()
+        read, written_bytes = (self._disk.nbytes[way] for way in ("read", "write"))
+        before, self._told = self._told, (read, written_bytes)
+        told: dict[str, float | list[float]] = {
+            "dram_peak_bytes": self._dram.peak,
+            "kept_bytes": sum(counts.values()) / steps,
+            "kept_on_ssd_bytes": counts["ssd"] / steps,
+            "ssd_read_bytes": (read - before[0]) / steps,
+            "ssd_written_bytes": (written_bytes - before[1]) / steps,
+        }
+        if self._device.type == "cpu":
+            told["peak_device_bytes"] = self._device_peak
+        if self.choice is not None:
+            told |= {
+                "chosen_bytes": self.choice.nbytes,
+                "modelled_seconds": self.choice.seconds,
+                "blocks_in_dram": self.choice.cached,
+            }
+        return told
+
+    def close(self) -> None:
+        """End the threads; the folder may be opened by others then, and this trains no more."""
+        self._broken = True
+        self._updates.close()
+        self._fifo.close()
+        self._disk.close()
+        self._store.close()
+
+    # What blocks ask for.
+
+    def acquire(self, block: int) -> None:
+        self._fifo.acquire(block)
+
+    def release(self, block: int) -> None:
+        self._fifo.release(block)
+
+    def collect(self, block: int) -> None:
+        self._collect(self._layout.blocks[block].trained)
+
+    def put(self, name: Name, tensor: torch.Tensor) -> None:
+        self._swapper.put(name, tensor)
+
+    def get(self, name: Name) -> torch.Tensor:
+        return self._swapper.get(name)
+
+    def coming(self, block: int) -> None:
+        """A block's backward begins: read what it and the one before it have kept."""
+        self._swapper.expect_of((block, block - 1))
+
+    def _collect(self, groups: Sequence[Group]) -> None:
+        """Hand the gradients of groups over to the optimizer."""
+        for group in groups:
+            lacking = [
+                name
+                for name, param in zip(group.names, group.params, strict=True)
+                if param.grad is None
+            ]
+            if lacking:
+                raise RuntimeError(
+                    f"{lacking[0]}: has no gradient; must be one that every micro-batch trains"
+                )
+            begin = time.perf_counter()
+            gradient = self._updates.memory()
+            self._fifo.waited += time.perf_counter() - begin
+            found = [param.grad for param in group.params]
+            views = group.views(gradient, torch.float32)
+            landed = self._copies.out(views, [grad for grad in found if grad is not None])
+            for param in group.params:
+                param.grad = None
+            self._updates.submit(group, gradient, landed, last=self._last)
+
+    def _put_away(self, *, resume: bool) -> None:
+        """Have the model's parameters on SSD alone."""
+        if resume:
+            self._store.resume()
+        largest = max(group.nbytes for group in self._layout.groups())
+        buffer = self._dram.take(largest, "the largest group of parameters")
+        for group in self._layout.groups():
+            if not resume:
+                self._fill(group, buffer)
+                self._store.write(group, buffer, first=True)
+            for param in group.params:
+                param.data = torch.empty(0, dtype=self._layout.dtype)
+        if not resume:
+            self._store.commit(0)
+        self._dram.give_back(buffer)
+
+    def _fill(self, group: Group, buffer: torch.Tensor) -> None:
+        buffer[: group.nbytes].zero_()
+        trained = group.trained
+        dtype = torch.float32 if trained else self._layout.dtype
+        views = group.views(group.part(buffer, group.segments[0].name), dtype)
+        for view, param in zip(views, group.params, strict=True):
+            view.copy_(param.detach())
+        if trained:
+            cast(group, buffer)
+
+    def _check_device(self) -> None:
+        """Raises ``ValueError`` where the device has no room for parameters and gradients."""
+        units = [sum(g.gradient_bytes for g in unit.trained) for unit in self._layout.units]
+        gradients = units[0] + max(units[1:], default=0)
+        gradients = gradients * self._layout.dtype.itemsize // FLOAT
+        needed = self._fifo.device_bytes + gradients
+        if needed > parse(self._settings.device_budget):
+            raise ValueError(
+                f"device_budget = {self._settings.device_budget}: parameters on the device and "
+                f"their gradients take {written(needed)}; allowed is more than that"
+            )
+
+    def _measure(self) -> None:
+        """Raises ``OutOfMemoryError`` if the step took more of the device than its budget."""
+        if self._device.type == "cpu":
+            grown = memory.peak_resident() - self._baseline - self._dram.nbytes
+        else:
+            grown = torch.cuda.max_memory_allocated(self._device)
+        self._device_peak = max(self._device_peak, grown)
+        if grown > parse(self._settings.device_budget):
+            raise torch.OutOfMemoryError(
+                f"device_budget = {self._settings.device_budget}: a step took {written(grown)}"
+            )
+
+    def _choose(self, observed: Observed) -> None:
+        """Choose what later steps keep, and what parameters host memory has room for then."""
+        spare = self._swapper.spare_for(self._recomputed.profile.items.values())
+        room = max(0, self._dram.free - spare)
+        work = observed.work(self._layout, self._recomputed.profile, self._settings)
+        rates = observed.rates(self._recomputed.profile, self._settings, room)
+        self.choice = choose(work, rates, self._recomputed.profile, self._settings)
+        self._recomputed.kept = self.choice.kept
+        self._swapper.limit = min(room, self.choice.moved)
+        self.choice.cached = self._fifo.cache(self._dram, spare + self._swapper.limit)
+
+
+def _check(job: Job) -> None:
+    if (ranks := job.topology.world_size) != 1:
+        raise ValueError(f"ranks = {ranks}: allowed is 1, one device, for fuyou")
+    if not isinstance(job.optimizer, AdamW):
+        raise ValueError(f"optimizer = {job.optimizer.kind!r}: allowed is 'adamw' for fuyou")

@@ -1,0 +1,121 @@
+"""Draws docs/figures/fuyou-published.svg and fuyou-measured.svg: Fuyou modelled, and here.
+
+python -m docs.draw_fuyou [folder]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from analysis.figures.drawings import style
+from analysis.load.table import latest, load
+from docs import drawn
+from experiments.records.record import Record
+from simulation import fuyou
+from simulation.fuyou import Point
+
+ROOT = Path(__file__).resolve().parent.parent
+FORMS = ("after", "overlapped", "delayed", "delayed, swaps")
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
+_MARKERS = "osD^"
+
+
+def records(matrix: str) -> list[Record]:
+    """Cells of a committed matrix that were measured."""
+    found = latest(load(ROOT / "results" / matrix / "records.jsonl"))
+    return [record for record in found if record.measurement is not None]
+
+
+def published() -> Figure:
+    """Teraflops over SSDs and over the batch: lines are modelled, markers are published."""
+    points = fuyou.published()
+    rate = fuyou.fitted([point for point in points if point.gpus == 1])
+    with style():
+        figure = Figure(figsize=(8.4, 3.2), layout="constrained")
+        ssds, batches = figure.subplots(1, 2)
+        for at, batch in enumerate((32, 48, 64)):
+            own = [p for p in points if p.table == "ssds" and p.batch == batch]
+            _beside(ssds, own, [p.ssds for p in own], f"batch {batch}", at, rate)
+        ssds.set(xlabel="SSDs (13B, one GPU)", ylabel="TFLOPS")
+        series = {(p.model, p.gpus): None for p in points if p.table != "ssds"}
+        for at, (model, gpus) in enumerate(series):
+            own = [p for p in points if p.table != "ssds" and (p.model, p.gpus) == (model, gpus)]
+            label = f"{model}, {gpus} GPU{'s' * (gpus > 1)}"
+            _beside(batches, own, [p.batch for p in own], label, at, rate)
+        batches.set_xscale("log", base=2)
+        batches.set(xlabel="global batch (12 SSDs)", ylabel="TFLOPS")
+        for ax in (ssds, batches):
+            ax.legend(fontsize=7)
+            ax.set_ylim(bottom=0)
+    return figure
+
+
+def _beside(
+    ax: Axes, points: Sequence[Point], xs: Sequence[int], label: str, at: int, rate: float
+) -> None:
+    colour = (*_COLOURS, "#E69F00", "#56B4E9")[at]
+    modelled = [fuyou.predicted(point, rate) for point in points]
+    ax.plot(xs, modelled, color=colour, label=f"{label}, modelled")
+    ax.plot(xs, [p.tflops for p in points], "o", color=colour, markersize=4)
+
+
+def form(record: Record) -> str:
+    """When the cell's optimizer steps, and whether its model chooses what to swap."""
+    settings: Any = record.cell.settings
+    return settings.update + (", swaps" if settings.swap == "auto" else "")
+
+
+def measured() -> Figure:
+    """Seconds per step by the speed of the SSD, and by what is swapped."""
+    with style():
+        figure = Figure(figsize=(8.4, 3.2), layout="constrained")
+        speeds, amounts = figure.subplots(1, 2)
+        found = records("fuyou")
+        for name, colour, marker in zip(FORMS, _COLOURS, _MARKERS, strict=True):
+            own = [record for record in found if form(record) == name]
+            xs = [_settings(record).ssd_limit / 1e6 for record in own]
+            ys = [record.step_seconds_median for record in own]
+            speeds.plot(xs, ys, color=colour, marker=marker, label=name)
+        speeds.set(xlabel="SSD, MB/s each way", ylabel="s per step")
+        speeds.legend(fontsize=7)
+        swapped = sorted(records("fuyou-swap"), key=_chosen)
+        fixed = [record for record in swapped if _settings(record).swap != "auto"]
+        chosen = [record for record in swapped if _settings(record).swap == "auto"]
+        for cells, look in ((fixed, "o-"), (chosen, "r*")):
+            amounts.plot(
+                [_chosen(record) / 2**20 for record in cells],
+                [record.step_seconds_median for record in cells],
+                look,
+                label="chosen by the model" if cells is chosen else "given",
+                markersize=5 if cells is fixed else 12,
+            )
+        amounts.set(xlabel="swapped, MiB per step", ylabel="s per step")
+        amounts.legend(fontsize=7)
+        for ax in (speeds, amounts):
+            ax.set_ylim(bottom=0)
+    return figure
+
+
+def _settings(record: Record) -> Any:
+    return record.cell.settings
+
+
+def _chosen(record: Record) -> float:
+    assert record.measurement is not None
+    assert record.measurement.chosen_bytes is not None
+    return record.measurement.chosen_bytes
+
+
+def main(arguments: Sequence[str] = ()) -> None:
+    """Write both figures."""
+    drawn.write({"fuyou-published": published(), "fuyou-measured": measured()}, arguments)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

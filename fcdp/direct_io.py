@@ -1,0 +1,65 @@
+"""Files read and written past the page cache, checked by the checksums of what was written.
+
+What is moved is memory of an arena, whose pieces are aligned as direct I/O has it. These are
+functions, lest a thread keep alive whoever started it.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fcdp.checksum import bytes_of, checksum
+
+
+class File:
+    """An open file, closed with the last use of it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+
+def write(file: File, offset: int, memory: torch.Tensor, landed: Sequence[Any] = ()) -> int:
+    """Write all of ``memory`` (uint8) once the device has filled it; return its checksum."""
+    for event in landed:
+        event.synchronize()
+    total = int(checksum(memory))
+    view, done = bytes_of(memory), 0
+    while done < len(view):
+        done += _whole(os.pwritev(file.descriptor, [view[done:]], offset + done))
+    return total
+
+
+def read(
+    file: File, offset: int, memory: torch.Tensor, landed: Sequence[Any], expected: int
+) -> int:
+    """Fill all of ``memory`` (uint8) once the device has read it; return its checksum.
+
+    Raises ``OSError`` if that is not what was written.
+    """
+    for event in landed:
+        event.synchronize()
+    view, done = bytes_of(memory), 0
+    while done < len(view):
+        moved = os.preadv(file.descriptor, [view[done:]], offset + done)
+        if moved == 0:
+            raise OSError(errno.EIO, "the file is shorter than what was written")
+        done += _whole(moved)
+    if int(checksum(memory)) != expected:
+        raise OSError(errno.EIO, "the file holds other bytes than were written")
+    return expected
+
+
+def _whole(moved: int) -> int:
+    """Refuse what is no multiple of a page: direct I/O cannot go on from there."""
+    if moved % mmap.PAGESIZE:
+        raise OSError(errno.ENOSPC, "a transfer ended early")
+    return moved

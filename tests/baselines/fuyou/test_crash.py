@@ -1,0 +1,130 @@
+"""Whenever a run ends, the last complete step is there, and the run goes on from it exactly."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from baselines.fuyou.store import RECORD
+from baselines.fuyou.train import Fuyou
+from tests.baselines.fuyou.training import (
+    batches,
+    in_memory,
+    made,
+    same,
+    settings,
+    state,
+    steps,
+)
+from tests.ranks import Pools
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_a_run_that_is_killed_goes_on_from_its_last_step(
+    ranks: Pools, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    times = 20 if request.config.getoption("--exhaustive") else 1
+    for attempt in range(times):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        command = [
+            sys.executable,
+            "-c",
+            f"from {__name__} import endless; endless({str(folder)!r})",
+        ]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        for _ in range(2):
+            assert process.stdout.readline(), "the run ended by itself"
+        # Anywhere in the steps that follow.
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(random.uniform(0, 0.5))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        ranks.run(1, _goes_on, folder)
+
+
+def endless(folder: str) -> None:
+    """Train until somebody ends it; a line per step."""
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    trainer = Fuyou(*made(settings()), Path(folder))
+    given = batches()
+    while True:
+        steps(trainer, 1, given)
+        print(trainer.steps_done, flush=True)
+
+
+def _goes_on(folder: Path) -> None:
+    trainer = Fuyou(*made(settings()), folder)
+    done = trainer.steps_done
+    assert done >= 2
+    same(state(trainer), in_memory(done)[1])
+    given = batches()
+    for _ in range(done):
+        next(given)
+    steps(trainer, 1, given)
+    same(state(trainer), in_memory(done + 1)[1])
+
+
+@pytest.mark.parametrize("update", ["after", "delayed"])
+def test_a_write_that_fails_is_an_error_and_the_step_before_stays(
+    ranks: Pools, tmp_path: Path, update: str
+) -> None:
+    ranks.run(1, _fails, tmp_path, update)
+
+
+def _fails(folder: Path, update: str) -> None:
+    trainer = Fuyou(*made(settings(update=update)), folder)
+    given = batches()
+    steps(trainer, 2, given)
+    write, count = os.pwritev, 0
+
+    def failing(*arguments: object) -> int:
+        nonlocal count
+        count += 1
+        if count > 5:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return write(*arguments)  # type: ignore[arg-type]
+
+    with mock.patch("os.pwritev", failing), pytest.raises(OSError, match="Input/output error"):
+        steps(trainer, 1, given)
+    trainer.close()
+    again = Fuyou(*made(settings(update=update)), folder)
+    assert again.steps_done == 2
+    same(state(again), in_memory(2)[1])
+    record = folder / RECORD
+    record.write_text(record.read_text().replace('"step": 2', '"step": 1'))
+    again.close()
+    with pytest.raises(ValueError, match="step.json: damaged"):
+        Fuyou(*made(settings()), folder)
+
+
+@pytest.fixture
+def small_disk(privileged: None, tmp_path: Path) -> Iterator[Path]:
+    """A file system of 300 kB."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", tmp_path], check=True)
+    yield tmp_path
+    subprocess.run(["umount", "-l", tmp_path], check=True)
+
+
+def test_a_full_disk_is_refused_before_anything_is_written(ranks: Pools, small_disk: Path) -> None:
+    ranks.run(1, _full, small_disk)
+
+
+def _full(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"ssd = .*: .* are needed \(No space left on device\)"):
+        Fuyou(*made(settings()), folder)
+    assert not (folder / RECORD).exists()

@@ -1,0 +1,137 @@
+"""Out of core is bit for bit AdamW in memory, within its budgets, whatever the form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baselines.fuyou.train import Fuyou, build
+from baselines.strategy import load
+from tests.baselines.fuyou.training import (
+    batches,
+    in_memory,
+    made,
+    same,
+    settings,
+    state,
+    steps,
+    trained,
+)
+from tests.ranks import Pools, RankFailure
+
+pytestmark = pytest.mark.ranks
+STEPS = 4
+#: What is chosen, and the model; several things differ in each.
+CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"update": "after", "swap": "none"}, {}),
+    ({"update": "overlapped", "swap": "all"}, {"dtype": "bfloat16", "k": 2}),
+    ({"update": "delayed", "swap": "auto", "blocks_on_device": 2}, {"family": "llama"}),
+    ({"update": "delayed", "swap": "100 kB"}, {"family": "llama", "tuning": "lora"}),
+    ({"update": "after", "swap": "all"}, {"dtype": "bfloat16", "k": 3, "layers": 1}),
+    # Activations go to SSD: host memory has room for little else than what passes.
+    ({"update": "overlapped", "swap": "all", "dram_budget": "700 kB"}, {"layers": 6}),
+]
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_it_is_adam_in_memory_bit_for_bit(ranks: Pools, tmp_path: Path, case: int) -> None:
+    (told,) = ranks.run(1, _compared, case, tmp_path)
+    chosen, _ = CASES[case]
+    if chosen["swap"] in ("all", "100 kB"):
+        assert told["chosen_bytes"] > 0
+    if "dram_budget" in chosen:
+        assert told["kept_on_ssd_bytes"] > 0
+
+
+def _compared(case: int, folder: Path) -> dict[str, Any]:
+    chosen, model = CASES[case]
+    expected_losses, expected = in_memory(STEPS, **model)
+    losses, found, told = trained(folder, STEPS, settings(**chosen), **model)
+    assert losses == expected_losses
+    same(found, expected)
+    return told
+
+
+def test_a_run_goes_on_from_its_folder(ranks: Pools, tmp_path: Path) -> None:
+    ranks.run(1, _resumed, tmp_path)
+
+
+def _resumed(folder: Path) -> None:
+    expected_losses, expected = in_memory(5)
+    given = batches()
+    trainer = Fuyou(*made(settings()), folder)
+    losses = steps(trainer, 2, given)
+    with pytest.raises(ValueError, match="another process trains in it"):
+        Fuyou(*made(settings()), folder)
+    trainer.close()
+    again = Fuyou(*made(settings(update="after")), folder)
+    assert again.steps_done == 2
+    losses += steps(again, 3, given)
+    assert losses == expected_losses
+    same(state(again), expected)
+    again.close()
+    with pytest.raises(ValueError, match=r"step.json: layout = '\w{8}': must be '\w{8}', that of"):
+        Fuyou(*made(settings(), layers=2), folder)
+
+
+def test_a_model_four_times_its_host_memory_trains_within_its_budgets(
+    ranks: Pools, tmp_path: Path
+) -> None:
+    parameters, told = ranks.run(1, _large, tmp_path)[0]
+    assert parameters * 4 > 4 * LARGE_DRAM
+    assert told["dram_peak_bytes"] <= LARGE_DRAM
+    assert told["peak_device_bytes"] <= LARGE_DEVICE
+
+
+LARGE_DRAM, LARGE_DEVICE = 3_000_000, 45_000_000
+
+
+def _large(folder: Path) -> tuple[int, dict[str, Any]]:
+    chosen = settings(
+        dram_budget=f"{LARGE_DRAM}B", device_budget=f"{LARGE_DEVICE}B", update="overlapped"
+    )
+    model, job = made(chosen, layers=64, width=64)
+    parameters = sum(param.numel() for param in model.parameters())
+    trainer = Fuyou(model, job, folder)
+    steps(trainer, 2, batches())
+    return parameters, dict(trainer.take_metrics())
+
+
+def test_what_does_not_fit_is_refused_with_what_would(ranks: Pools, tmp_path: Path) -> None:
+    ranks.run(1, _refused, tmp_path)
+
+
+def _refused(folder: Path) -> None:
+    for number, (chosen, expected) in enumerate(
+        (
+            ({"dram_budget": "100 kB"}, r"dram = 10\dkB|dram = .*takes .* allowed is at least"),
+            ({"device_budget": "100 kB"}, "device_budget = 100 kB: .* allowed is more than"),
+            ({"ssd_limit": 10**6}, "ssd_limit"),
+        )
+    ):
+        path = folder / str(number)
+        path.mkdir()
+        if "ssd_limit" in chosen:
+            path = Path("/dev/shm")  # on no block device
+        with pytest.raises(ValueError, match=expected):
+            Fuyou(*made(settings(**chosen)), path)
+    with pytest.raises(ValueError, match="ssd = '/nowhere': must be a folder that can be written"):
+        build(*made(settings(ssd="/nowhere")))
+    trainer = Fuyou(*made(settings(device_budget="1 MB")), folder)
+    with pytest.raises(torch.OutOfMemoryError, match="device_budget = 1 MB: a step took"):
+        steps(trainer, 1, batches())
+    with pytest.raises(RuntimeError, match="a step failed; open the folder anew"):
+        steps(trainer, 1, batches())
+
+
+def test_it_is_for_one_device(ranks: Pools) -> None:
+    with pytest.raises(RankFailure, match="ranks = 2: allowed is 1, one device, for fuyou"):
+        ranks.run(2, _on_two)
+
+
+def _on_two() -> None:
+    model, job = made(settings(), nodes=2)
+    load("fuyou")(model, job)

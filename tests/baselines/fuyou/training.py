@@ -1,0 +1,120 @@
+"""A small model under Fuyou, and the same by PyTorch's AdamW in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn as nn
+
+from baselines import optimizers
+from baselines.fuyou.train import Fuyou
+from baselines.settings import FuyouSettings
+from baselines.strategy import Job
+from experiments.worker import data, models
+from tests.experiments.cells import cell, model_spec
+from tests.fcdp.training import topology_of
+
+LENGTH, SEQUENCES = 32, 2
+#: By name: values and moments.
+State = dict[str, tuple[torch.Tensor, list[torch.Tensor]]]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def settings(**chosen: Any) -> FuyouSettings:
+    """Settings that are small, but for what is chosen."""
+    return FuyouSettings(**({"dram_budget": "16 MiB"} | chosen))
+
+
+def made(
+    chosen: FuyouSettings,
+    *,
+    family: Literal["gpt2", "llama"] = "gpt2",
+    tuning: Literal["full", "lora"] = "full",
+    layers: int = 3,
+    width: int = 32,
+    dtype: str = "float32",
+    k: int = 1,
+    nodes: int = 1,
+) -> tuple[nn.Module, Job]:
+    spec = model_spec(family, layers=layers, width=width, heads=2)
+    model, blocks = models.build(cell("fsdp2", model=spec, tuning=tuning, sequence_length=LENGTH))
+    topology = topology_of(nodes, 1)
+    optimizer = optimizers.AdamW(inverse_sqrt_after=3)
+    return model, Job(
+        topology, blocks, DTYPES[dtype], 1e-2, SEQUENCES, k, chosen, optimizer=optimizer
+    )
+
+
+def batches() -> Iterator[torch.Tensor]:
+    return data.micro_batches(
+        data.corpus(), rank=0, seed=0, sequences=SEQUENCES, sequence_length=LENGTH
+    )
+
+
+def steps(trainer: Fuyou, count: int, given: Iterator[torch.Tensor]) -> list[float]:
+    k = trainer.job.accumulation
+    return [trainer.step([next(given) for _ in range(k)]).item() for _ in range(count)]
+
+
+def state(trainer: Fuyou) -> State:
+    return {name: (values, moments) for name, values, moments in trainer.parameters()}
+
+
+def trained(
+    folder: Path, count: int, chosen: FuyouSettings, **model: Any
+) -> tuple[list[float], State, dict[str, Any]]:
+    """Losses, state and metrics after so many steps out of core."""
+    trainer = Fuyou(*made(chosen, **model), folder)
+    losses = steps(trainer, count, batches())
+    found = losses, state(trainer), dict(trainer.take_metrics())
+    trainer.close()
+    return found
+
+
+def in_memory(count: int, **model: Any) -> tuple[list[float], State]:
+    """Losses and state after so many steps of AdamW in memory, with float32 masters."""
+    module, job = made(settings(), **model)
+    params = {n: p for n, p in module.named_parameters() if p.requires_grad}
+    masters = {name: nn.Parameter(param.detach().clone()) for name, param in params.items()}
+    optimizer = optimizers.make(job.optimizer, masters.values(), job.learning_rate, fused=True)
+    module.to(job.dtype)
+    given, losses = batches(), []
+    for _ in range(count):
+        total = torch.zeros(())
+        for _ in range(job.accumulation):
+            loss = job.loss(module, next(given)) / job.accumulation
+            loss.backward()
+            total += loss.detach()
+            _add_gradients(params, masters)
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, param in params.items():
+            param.data.copy_(masters[name].detach())
+        losses.append(total.item())
+    entries = ("exp_avg", "exp_avg_sq")
+    found = {
+        name: (master.detach(), [optimizer.state[master][entry] for entry in entries])
+        for name, master in masters.items()
+    }
+    return losses, found
+
+
+def _add_gradients(params: dict[str, nn.Parameter], masters: dict[str, nn.Parameter]) -> None:
+    for name, param in params.items():
+        assert param.grad is not None
+        found = param.grad.float()
+        before, param.grad = masters[name].grad, None
+        masters[name].grad = found if before is None else before + found
+
+
+def same(found: State, expected: State) -> None:
+    """Every bit of what is trained."""
+    for name, (values, moments) in expected.items():
+        pairs: Sequence[Any] = [
+            (found[name][0], values),
+            *zip(found[name][1], moments, strict=True),
+        ]
+        assert all(torch.equal(mine, other) for mine, other in pairs), name
