@@ -138,7 +138,7 @@ def draw_scale(cells: Sequence[Mapping[str, Any]]) -> Figure:
             ax.set(title=tuning, xscale="log", xlabel="GPUs", ylim=(0, None))
             ax.set_xticks([8 * nodes for nodes in NODES], [f"{8 * nodes}" for nodes in NODES])
         figure.axes[0].set_ylabel("tokens/s per GPU")
-        figure.axes[0].legend(fontsize=6)
+        figure.axes[1].legend(fontsize=6, loc="lower left")
     return figure
 
 

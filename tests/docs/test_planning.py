@@ -6,7 +6,7 @@ import re
 
 from simulation.compute import study
 from simulation.hardware import LINK_EFFICIENCY
-from simulation.planner.plan import TIE
+from simulation.planner.ranges import tie
 from simulation.planner.search import SAME
 from tests.docs import DOCS
 
@@ -16,7 +16,7 @@ def test_shares_and_tolerances() -> None:
     for share, what in (
         (LINK_EFFICIENCY, r"(\d+) % \(links\)"),
         (SAME, r"within (\d+) % of what an earlier one reaches"),
-        (TIE, r"within (\d+) % of it: the simulator"),
+        (tie(), r"within (\d+) % of it: the simulator"),
     ):
         found = re.search(what, text)
         assert found is not None, what
