@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from baselines import pins
+from baselines import pins, registry
 from experiments.clusters.emulated import EmulatedCluster
 from experiments.clusters.interface import Outcome
 from experiments.clusters.start_barrier import StartBarrier
@@ -89,6 +89,7 @@ def run(
             logs=directory / "logs",
             environment=pins.variables(cell.deepspeed),
             timeout_s=cell.timeout_s,
+            extra=registry.find(cell.strategy).extra,
         )
     return CellResult(cell, directory, outcome, time.monotonic() - started)
 

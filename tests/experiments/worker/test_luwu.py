@@ -1,0 +1,47 @@
+"""LuWu on an emulated cluster: bytes of all links by the kernel's count, and losses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from experiments.clusters.emulated import EmulatedCluster
+from experiments.commands.kinds import PRELOADED
+from experiments.records.cell import ClusterSpec
+from tests.experiments import cells
+from tests.experiments.cells import cell, model_spec
+
+#: Headers, encryption and acknowledgements beside the payload, and the measurement's own messages.
+FRAMING = 0.05
+
+
+def test_each_link_carries_what_the_table_says_and_losses_are_fsdp2s(
+    privileged: None, tmp_path: Path
+) -> None:
+    spec = ClusterSpec(nodes=2, ranks_per_node=1)
+    settings = {
+        "model": model_spec("gpt2", layers=2),
+        "cluster": spec,
+        "dtype": "float32",
+        "chunk_bytes": 65536,
+        "inter_bandwidth_bits_per_s": 100_000_000,
+    }
+    with EmulatedCluster(spec, preload=[*PRELOADED, "experiments.worker.worker"]) as cluster:
+        found = {
+            strategy: cells.run(cluster, cell(strategy, **settings), tmp_path / strategy)
+            for strategy in ("luwu", "fsdp2")
+        }
+    mine = found["luwu"].measurement
+    assert mine.losses == pytest.approx(found["fsdp2"].measurement.losses, rel=1e-4)
+    parameters = 4 * mine.parameters
+    links = mine.link_bytes_per_step
+    assert links is not None
+    expected = {
+        "node received": 2 * parameters,
+        "node sent": parameters,
+        "server received": parameters,
+        "server sent": 2 * parameters,
+    }
+    for link, payload in expected.items():
+        assert payload * 0.99 <= links[link] <= payload * (1 + FRAMING), (link, links, parameters)
