@@ -85,8 +85,8 @@ def measured() -> Figure:
         speeds.set(xlabel="SSD, MB/s each way", ylabel="s per step")
         speeds.legend(fontsize=7)
         swapped = sorted(records("fuyou-swap"), key=_chosen)
-        fixed = [record for record in swapped if _settings(record).swap != "auto"]
-        chosen = [record for record in swapped if _settings(record).swap == "auto"]
+        fixed = [record for record in swapped if swap(record) != "auto"]
+        chosen = [record for record in swapped if swap(record) == "auto"]
         for cells, look in ((fixed, "o-"), (chosen, "r*")):
             amounts.plot(
                 [_chosen(record) / 2**20 for record in cells],
@@ -100,6 +100,12 @@ def measured() -> Figure:
         for ax in (speeds, amounts):
             ax.set_ylim(bottom=0)
     return figure
+
+
+def swap(record: Record) -> str:
+    """What the cell swaps, as its matrix says it."""
+    found: str = _settings(record).swap
+    return found
 
 
 def _settings(record: Record) -> Any:

@@ -8,6 +8,7 @@ it has.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import zlib
@@ -138,8 +139,8 @@ class Store:
         self._sums, self._next = said["sums"], {}
 
     def close(self) -> None:
-        """Leave the folder to others."""
-        del self._file
+        """Leave the folder to others, even if an error that somebody holds still has the file."""
+        fcntl.flock(self._file.descriptor, fcntl.LOCK_UN)
 
     def _place(self, group: Group, segment: Segment, generation: int) -> int:
         return segment.offset + (generation if group.trained else 0) * self._layout.generation

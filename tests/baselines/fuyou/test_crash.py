@@ -13,6 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from baselines.fuyou.store import RECORD
@@ -59,6 +60,7 @@ def test_a_run_that_is_killed_goes_on_from_its_last_step(
 def endless(folder: str) -> None:
     """Train until somebody ends it; a line per step."""
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    torch.set_num_threads(1)  # as ranks of tests: sums of several threads have other bits
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     trainer = Fuyou(*made(settings()), Path(folder))
     given = batches()
