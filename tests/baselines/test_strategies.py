@@ -63,4 +63,5 @@ def test_all_that_need_no_cuda_and_no_vendor_are_compared() -> None:
         for entry in registry.STRATEGIES
         if entry.engine != "deepspeed" and entry.needs_cuda is None and entry.numerics != "own"
     }
-    assert names == {*TOLERANCES, "fsdp2", "fcdp"}
+    # Fuyou is for one device; tests/baselines/fuyou compares it.
+    assert names == {*TOLERANCES, "fsdp2", "fcdp", "fuyou"}
