@@ -84,15 +84,15 @@ def measured() -> Figure:
             speeds.plot(xs, ys, color=colour, marker=marker, label=name)
         speeds.set(xlabel="SSD, MB/s each way", ylabel="s per step")
         speeds.legend(fontsize=7)
-        swapped = sorted(records("fuyou-swap"), key=_chosen)
+        swapped = sorted(records("fuyou-swap"), key=chosen)
         fixed = [record for record in swapped if swap(record) != "auto"]
-        chosen = [record for record in swapped if swap(record) == "auto"]
-        for cells, look in ((fixed, "o-"), (chosen, "r*")):
+        best = [record for record in swapped if swap(record) == "auto"]
+        for cells, look in ((fixed, "o-"), (best, "r*")):
             amounts.plot(
-                [_chosen(record) / 2**20 for record in cells],
+                [chosen(record) / 2**20 for record in cells],
                 [record.step_seconds_median for record in cells],
                 look,
-                label="chosen by the model" if cells is chosen else "given",
+                label="chosen by the model" if cells is best else "given",
                 markersize=5 if cells is fixed else 12,
             )
         amounts.set(xlabel="swapped, MiB per step", ylabel="s per step")
@@ -112,7 +112,8 @@ def _settings(record: Record) -> Any:
     return record.cell.settings
 
 
-def _chosen(record: Record) -> float:
+def chosen(record: Record) -> float:
+    """Bytes of products that the cell keeps."""
     assert record.measurement is not None
     assert record.measurement.chosen_bytes is not None
     return record.measurement.chosen_bytes

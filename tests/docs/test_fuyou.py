@@ -15,8 +15,13 @@ def test_the_figures_are_those_of_the_records(tmp_path: Path) -> None:
 
 
 def test_the_chosen_amount_is_within_a_twentieth_of_the_best_that_was_measured() -> None:
-    seconds = {}
+    """By the cell that was given that amount: two of the same amount differ by more than that."""
+    given, chosen = {}, None
     for record in draw_fuyou.records("fuyou-swap"):
         assert record.step_seconds_median is not None
-        seconds[draw_fuyou.swap(record)] = record.step_seconds_median
-    assert seconds["auto"] <= 1.05 * min(seconds.values())
+        if draw_fuyou.swap(record) == "auto":
+            chosen = draw_fuyou.chosen(record)
+        else:
+            given[draw_fuyou.chosen(record)] = record.step_seconds_median
+    assert chosen in given
+    assert given[chosen] <= 1.05 * min(given.values())

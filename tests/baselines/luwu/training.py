@@ -113,6 +113,7 @@ def trained(
     """Train on so many workers from where the folder is; what ``then`` gives of each at the end."""
 
     def work(rank: int) -> Any:
+        torch.set_num_threads(1)  # sums of LayerNorm's backward depend on it
         model = model_of(frozen)
         job = job_of(model, rank, workers, settings, dtype)
         worker = LuWu(model, job, partial(connect, made.address))
@@ -132,7 +133,18 @@ def trained(
 def reference(
     workers: int, steps: int, *, dtype: torch.dtype = torch.float32, frozen: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Single-process Adam by the workers' gradients, summed in the order of their ranks."""
+    """Single-process Adam by the workers' gradients, summed in the order of their ranks.
+
+    In a thread of its own, whose number of threads no other test has set.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(_reference, workers, steps, dtype, frozen).result()
+
+
+def _reference(
+    workers: int, steps: int, dtype: torch.dtype, frozen: bool
+) -> dict[str, torch.Tensor]:
+    torch.set_num_threads(1)
     masters = model_of(frozen)
     params = [param for param in masters.parameters() if param.requires_grad]
     optimizer = optimizers.make(optimizers.AdamW(), params, LEARNING_RATE)
