@@ -259,10 +259,12 @@ class Cell(Strict):
     @property
     def choices(self) -> tuple[str, ...]:
         """What it chooses for its strategy other than the defaults, in words, for comparisons."""
+        every = described(type(self))
         return tuple(
-            described(type(self))[name].written(value)
+            every[name].written(value)
             for name, value in self.settings
             if name != "deepspeed"  # the variant has it
+            and every[name].setting.in_id != "never"
             and value != type(self.settings).model_fields[name].default
         )
 

@@ -51,6 +51,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "origin": {"origin": Origin(folder="examples")},
     "origin_in_full": {"origin": Origin(folder="examples")},
 }
+#: Other values of settings that are text, and not any text.
+TEXTS = {"dram_budget": "2 GiB", "device_budget": "2 GiB", "swap": "64 MiB", "ssd": "elsewhere"}
 #: Strategies beside those whose settings they have, or most of them.
 ALIKE = {"fcdp": "fcdp-sched", "local-sgd": "slowmo", "slowmo": "co2", "co2": "slowmo"}
 #: What else cells must choose to have a setting at all.
@@ -98,6 +100,8 @@ def _other(item: Described) -> Any:
     kind = registry.find(owner(item)).settings
     field = Cell.model_fields.get(item.name) or kind.model_fields.get(item.name)
     choices = get_args(field.annotation) if field else ()
+    if item.name in TEXTS:
+        return TEXTS[item.name]
     if value is None:
         return 2
     if isinstance(value, bool):
