@@ -129,6 +129,13 @@ def test_another_cluster_takes_the_place_of_the_files(tmp_path: Path) -> None:
     assert "nothing limits them to a bandwidth" in str(reasons[10_000_000])
 
 
+def test_what_needs_machines_beside_the_nodes_is_skipped_where_there_are_none() -> None:
+    rented = reader.read("luwu/two", ClusterSpec(kind="rented", nodes=2, ranks_per_node=1))
+    reasons = {p.cell.strategy: p.skip_reason for p in rented.cells if p.cell.tuning == "full"}
+    assert "needs machines for its switch and server" in str(reasons["luwu"])
+    assert reasons["fsdp2"] is None
+
+
 @pytest.mark.parametrize("name", files.available())
 def test_matrices_of_the_repository(name: str) -> None:
     expanded = reader.read(name)
@@ -138,16 +145,18 @@ def test_matrices_of_the_repository(name: str) -> None:
         for entry in expanded.cells
         if entry.skip_reason is None or entry.skip_reason.startswith(NEEDED)
     ]
-    # What all others are held against: FCDP, or DDP beside other papers' systems.
-    assert {"fcdp", "ddp"} & {cell.strategy for cell in cells}
+    # What all others are held against: FCDP, or DDP beside other papers' systems; LuWu's bytes are
+    # held against its own table.
+    assert {"fcdp", "ddp", "luwu"} & {cell.strategy for cell in cells}
     assert len({(cell.variant, cell.choices, cell.micro_batch) for cell in cells}) > 1
 
 
 @pytest.mark.parametrize("name", ["baselines", "parity"])
 def test_matrices_of_all_strategies_leave_none_out(name: str) -> None:
-    """A new strategy belongs into them, unless it trains in a way of its own."""
+    """A new strategy belongs into them, unless it trains in its own way or on more machines."""
     strategies = [entry.cell.strategy for entry in reader.read(name).cells]
-    assert set(strategies) == {of.name for of in STRATEGIES if of.numerics != "own"}
+    own = {of.name for of in STRATEGIES if of.numerics == "own" or of.extra}
+    assert set(strategies) == {of.name for of in STRATEGIES} - own
 
 
 def test_reference_accumulates_at_100_mbit_only() -> None:
