@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -37,7 +38,9 @@ class Comparison:
 
     @property
     def counted_share(self) -> float:
-        """Ratio of counted to predicted bytes."""
+        """Ratio of counted to predicted bytes; 1 where nothing crosses, as on one node."""
+        if not self.prediction.inter_node_bytes:
+            return math.inf if self.measured.inter_node_bytes else 1.0
         return self.measured.inter_node_bytes / self.prediction.inter_node_bytes
 
 

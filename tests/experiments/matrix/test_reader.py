@@ -130,6 +130,12 @@ def test_another_cluster_takes_the_place_of_the_files(tmp_path: Path) -> None:
     assert "nothing limits them to a bandwidth" in str(reasons[10_000_000])
 
 
+def test_what_needs_machines_beside_the_nodes_is_skipped_where_there_are_none() -> None:
+    pipeline = reader.read("luwu/pipeline", ClusterSpec(kind="rented", nodes=1, ranks_per_node=1))
+    for entry in pipeline.cells:
+        assert "needs machines for its switch and server" in str(entry.skip_reason)
+
+
 @pytest.mark.parametrize("name", files.available())
 def test_matrices_of_the_repository(name: str) -> None:
     expanded = reader.read(name)
