@@ -35,6 +35,9 @@ class Limited:
         first = (_GROUPS / "blkio").is_dir()
         parent = _GROUPS / "blkio" if first else _GROUPS
         group = parent / f"fuyou-{os.getpid()}"
+        for old in parent.glob("fuyou-*"):
+            if not Path("/proc", old.name.removeprefix("fuyou-")).exists():
+                _remove(old)  # of a process that was killed
         group.mkdir()
         self.leave = weakref.finalize(self, _leave, parent, group)
         if first:
@@ -45,6 +48,11 @@ class Limited:
             both = f"{disk} rbps={bytes_per_s} wbps={bytes_per_s}"
             (group / "io.max").write_text(both, encoding="ascii")
         (group / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
+
+
+def _remove(group: Path) -> None:
+    with contextlib.suppress(OSError):
+        group.rmdir()
 
 
 def _leave(parent: Path, group: Path) -> None:
