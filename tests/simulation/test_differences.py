@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simulation.differences import MEASURED, bits
+from tests.simulation.workloads import hardware, predicted
 
 RATES = st.floats(1e-8, 1e-1)
 
@@ -26,3 +27,12 @@ def test_more_is_told_of_larger_steps_and_never_more_than_all(one: float, other:
 def test_a_rate_that_moves_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="learning_rate = 0: must be more than 0"):
         bits(0, 2)
+
+
+def test_a_link_without_limit_is_told_no_differences_where_the_rule_decides() -> None:
+    on = hardware().with_inter_bandwidth(None)
+    whole, decided, always = (
+        predicted("fcdp", gather_codec=codec, on=on).inter_node_bytes
+        for codec in ("none", "delta", "delta(always)")
+    )
+    assert decided == whole > always
