@@ -97,6 +97,21 @@ def opened(path: Path) -> File:
     return file
 
 
+def left_over(path: Path) -> bool:
+    """Whether there is a file that ``opened`` has made, and nobody has open any more."""
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
 def reserve(file: File, start: int, end: int, path: Path) -> None:
     """Have the file system give the file these bytes now, that no write lacks them later.
 

@@ -124,6 +124,10 @@ class Updates:
         """Memory for a group's gradient (float32 bytes); waits until there is some."""
         return self._free.get()
 
+    def idle(self) -> torch.Tensor:
+        """Memory for a trained group's state, which nothing uses between steps."""
+        return self._buffers[0]
+
     def submit(
         self, group: Group, gradient: torch.Tensor, landed: Sequence[Any], *, last: bool
     ) -> None:

@@ -30,12 +30,11 @@ class Store:
     """The files of one model in training."""
 
     def __init__(self, folder: Path, layout: Layout, disk: Disk) -> None:
-        """Raises ``ValueError`` for a folder without room, or that another process uses."""
+        """Raises ``ValueError`` for a folder without room, of another model, or in use."""
         self._folder = folder
         self._layout = layout
         self._disk = disk
         self._file = opened(folder / STATE)
-        reserve(self._file, 0, layout.total, folder)
         #: Steps whose state is complete, and the generation that it is in.
         self.step = 0
         self._generation = 0
@@ -43,6 +42,11 @@ class Store:
         self._sums: dict[str, int] = {}
         self._next: dict[str, int] = {}
         self._aside: dict[int, int] = {}
+        #: Whether the folder has a complete step, which is gone on from.
+        self.resumes = (folder / RECORD).exists()
+        if self.resumes:
+            self._resume()  # before the file grows: it may be another model's
+        reserve(self._file, 0, layout.total, folder)
 
     def read(self, group: Group, names: Sequence[str], buffer: torch.Tensor) -> list[Future[int]]:
         """Begin to read segments of the complete step into a buffer of the whole group."""
@@ -115,21 +119,10 @@ class Store:
         _sync_folder(self._folder)
         self.step, self._generation, self._sums, self._next = step, generation, sums, {}
 
-    def forget(self) -> None:
-        """Drop the record before the first state is written: what was there is not to count."""
-        (self._folder / RECORD).unlink(missing_ok=True)
-        _sync_folder(self._folder)
-
-    def resume(self) -> None:
-        """Go on from the last complete step.
-
-        Raises ``ValueError`` if there is none, or one of another model.
-        """
+    def _resume(self) -> None:
+        """Go on from the last complete step. Raises ``ValueError`` for one of another model."""
         path = self._folder / RECORD
-        try:
-            said = _unsealed(path.read_text(encoding="ascii"), path)
-        except OSError as error:
-            raise ValueError(f"{path}: no complete step: {error.strerror}") from error
+        said = _unsealed(path.read_text(encoding="ascii"), path)
         for name, expected in (("format", _FORMAT), ("layout", self._layout.fingerprint)):
             if said[name] != expected:
                 raise ValueError(

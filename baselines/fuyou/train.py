@@ -26,14 +26,14 @@ import torch.nn as nn
 from baselines.fuyou import memory
 from baselines.fuyou.blocks import Recomputed
 from baselines.fuyou.copies import Copies
-from baselines.fuyou.disk import Disk
+from baselines.fuyou.disk import Disk, left_over
 from baselines.fuyou.fifo import Fifo
 from baselines.fuyou.layout import FLOAT, Group, laid_out
 from baselines.fuyou.limit import Limited
 from baselines.fuyou.memory import Dram
 from baselines.fuyou.optimizer import Adam, Updates, cast
 from baselines.fuyou.plan import Choice, Observed, choose
-from baselines.fuyou.store import RECORD, Store
+from baselines.fuyou.store import STATE, Store
 from baselines.fuyou.swap import Name, Swapper
 from baselines.loop import Loop
 from baselines.optimizers import AdamW
@@ -41,13 +41,17 @@ from baselines.settings import FuyouSettings
 from baselines.sizes import parse, written
 from baselines.strategy import Job
 
+#: Of folders that ``build`` makes; others' may be gone on from.
+_PREFIX = "fuyou-run-"
+
 
 def build(model: nn.Module, job: Job) -> Fuyou:
     """Train in a new folder, which goes when the run ends."""
     settings = job.settings
     assert isinstance(settings, FuyouSettings)
+    _sweep(Path(settings.ssd or tempfile.gettempdir()))
     try:
-        folder = Path(tempfile.mkdtemp(prefix="fuyou-", dir=settings.ssd))
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=settings.ssd))
     except OSError as error:
         raise ValueError(
             f"ssd = {settings.ssd!r}: must be a folder that can be written ({error.strerror})"
@@ -58,6 +62,13 @@ def build(model: nn.Module, job: Job) -> Fuyou:
     except BaseException:
         cleared()
         raise
+
+
+def _sweep(parent: Path) -> None:
+    """Remove the folders of runs that were killed, as each has two generations of a model."""
+    for old in parent.glob(f"{_PREFIX}*"):
+        if left_over(old / STATE):
+            shutil.rmtree(old, ignore_errors=True)
 
 
 class Fuyou(Loop):
@@ -84,7 +95,7 @@ class Fuyou(Loop):
         self._store = Store(folder, self._layout, self._disk)
         self._dram = Dram(int(parse(settings.dram_budget)), self._device)
         self._copies = Copies(self._device)
-        self._put_away(resume=(folder / RECORD).exists())
+        self._put_away()
         model.to(self._device)
         slots = settings.blocks_on_device
         self._fifo = Fifo(self._layout, self._store, self._dram, self._copies, slots)
@@ -137,9 +148,9 @@ class Fuyou(Loop):
             total += self._micro_batch(batch, observed, last=index == len(micro_batches) - 1)
         with self._phases.timed("optimizer"):
             self._updates.finish()
+            self._measure()  # before the step counts: who goes on from an error takes it again
             self._store.commit(self.steps_done + 1)
         self._steps += 1
-        self._measure()
         if self.choice is None:
             self._choose(observed)
         self._broken = False
@@ -176,22 +187,32 @@ class Fuyou(Loop):
         Float32, or what is computed with where it is frozen, without moments.
         """
         largest = max(group.nbytes for group in self._layout.groups())
-        buffer = self._dram.take(largest, "a group on its way out")
-        for group in self._layout.groups():
-            names = [segment.name for segment in group.segments]
-            for read in self._store.read(group, names, buffer):
-                read.result()
-            if not group.trained:
-                values = group.views(group.part(buffer, "compute"), self._layout.dtype)
-                yield from ((n, v.clone(), []) for n, v in zip(group.names, values, strict=True))
-                continue
-            parts = [(group.part(buffer, "master"), 0)]
-            parts += [(group.part(buffer, "moments"), place * group.numel) for place in (0, 1)]
-            views = [group.views(part, torch.float32, first) for part, first in parts]
-            for name, *values in zip(group.names, *views, strict=True):
-                master, *moments = (value.clone() for value in values)
-                yield name, master, moments
-        self._dram.give_back(buffer)
+        idle = self._updates.idle()
+        taken = None if idle.numel() >= largest else self._dram.take(largest, "a group")
+        try:
+            for group in self._layout.groups():
+                yield from self._read_out(group, idle if taken is None else taken)
+        finally:
+            if taken is not None:
+                self._dram.give_back(taken)
+
+    def _read_out(
+        self, group: Group, buffer: torch.Tensor
+    ) -> list[tuple[str, torch.Tensor, list[torch.Tensor]]]:
+        names = [segment.name for segment in group.segments]
+        for read in self._store.read(group, names, buffer):
+            read.result()
+        if not group.trained:
+            values = group.views(group.part(buffer, "compute"), self._layout.dtype)
+            return [(n, v.clone(), []) for n, v in zip(group.names, values, strict=True)]
+        parts = [(group.part(buffer, "master"), 0)]
+        parts += [(group.part(buffer, "moments"), place * group.numel) for place in (0, 1)]
+        views = [group.views(part, torch.float32, first) for part, first in parts]
+        found = []
+        for name, *of in zip(group.names, *views, strict=True):
+            master, *moments = (value.clone() for value in of)
+            found.append((name, master, moments))
+        return found
 
     def take_metrics(self) -> dict[str, float | list[float]]:
         """Bytes per step that were kept of activations, and read and written; memory at its peak.
@@ -226,6 +247,8 @@ class Fuyou(Loop):
         self._fifo.close()
         self._disk.close()
         self._store.close()
+        if self._limited:
+            self._limited.leave()
 
     # What blocks ask for.
 
@@ -270,10 +293,9 @@ class Fuyou(Loop):
                 param.grad = None
             self._updates.submit(group, gradient, landed, last=self._last)
 
-    def _put_away(self, *, resume: bool) -> None:
+    def _put_away(self) -> None:
         """Have the model's parameters on SSD alone."""
-        if resume:
-            self._store.resume()
+        resume = self._store.resumes
         largest = max(group.nbytes for group in self._layout.groups())
         buffer = self._dram.take(largest, "the largest group of parameters")
         for group in self._layout.groups():
@@ -317,7 +339,8 @@ class Fuyou(Loop):
         self._device_peak = max(self._device_peak, grown)
         if grown > parse(self._settings.device_budget):
             raise torch.OutOfMemoryError(
-                f"device_budget = {self._settings.device_budget}: a step took {written(grown)}"
+                f"device_budget = {self._settings.device_budget}: a step took {written(grown)}, "
+                "and does not count; allowed is at least that"
             )
 
     def _choose(self, observed: Observed) -> None:

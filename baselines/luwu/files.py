@@ -69,8 +69,9 @@ class Files:
             sum(_region(c.numel, self._type.itemsize) for c in chunks if c.trained),
             sum(aligned(c.numel * self._type.itemsize) for c in chunks if not c.trained),
         )
-        self._generations = [_open(folder / f"generation-{i}", trained) for i in range(2)]
-        self._still = _open(folder / "frozen", frozen)
+        there = self.step is not None
+        self._generations = [_open(folder / f"generation-{i}", trained, there) for i in range(2)]
+        self._still = _open(folder / "frozen", frozen, there)
         #: Bytes read and written since the files were opened.
         self.read = self.written = 0
         self._counts = threading.Lock()
@@ -111,13 +112,7 @@ class Files:
         if step == 0:
             os.fsync(self._still)
         os.fsync(self._generations[step % 2])
-        draft = self._folder / "step.draft"
-        with draft.open("w", encoding="utf-8") as file:
-            json.dump({"step": step}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(self._folder / "step.json")
-        _sync_folder(self._folder)
+        _replace(self._folder / "step.json", json.dumps({"step": step}))
 
     def close(self) -> None:
         """Close the files, and let another server have them."""
@@ -199,7 +194,7 @@ def _compare(file: Path, plan: Plan) -> None:
     """Note what the files hold, or see that it is the same."""
     mine = plan.model_dump_json(include={"units", "dtype", "chunk_bytes"})
     if not file.exists():
-        file.write_text(mine, encoding="utf-8")
+        _replace(file, mine)
     elif file.read_text(encoding="utf-8") != mine:
         raise ValueError(
             f"folder = {str(file.parent)!r}: holds other layers, another type or chunk_bytes; "
@@ -207,8 +202,17 @@ def _compare(file: Path, plan: Plan) -> None:
         )
 
 
-def _open(path: Path, nbytes: int) -> int:
-    """A file of this size, past the page cache where the file system has direct I/O."""
+def _open(path: Path, nbytes: int, there: bool) -> int:
+    """A file of this size, past the page cache where the file system has direct I/O.
+
+    Raises ``ValueError`` where it should be ``there`` and is not, or has another size.
+    """
+    found = path.stat().st_size if path.exists() else None
+    if there and found != nbytes:
+        raise ValueError(
+            f"{path}: {'is missing' if found is None else f'has {found} bytes'}, where a complete "
+            f"step is; must have {nbytes}"
+        )
     flags = os.O_RDWR | os.O_CREAT
     try:
         descriptor = os.open(path, flags | os.O_DIRECT, 0o600)
@@ -218,8 +222,15 @@ def _open(path: Path, nbytes: int) -> int:
     return descriptor
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _replace(path: Path, text: str) -> None:
+    """Have the file say this, or what it said before, whatever happens meanwhile."""
+    draft = path.with_suffix(".draft")
+    with draft.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+    descriptor = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -17,7 +17,7 @@ import zmq
 
 from baselines.luwu.life import BEAT_S, PATIENCE_S, Lives, Lost
 from baselines.luwu.messages import ALL, WINDOW, Kind, Malformed, Message, read, reason_of, tensor
-from baselines.luwu.plan import Plan
+from baselines.luwu.plan import Pass, Plan
 from baselines.luwu.server import SWITCH
 from baselines.luwu.wire import Connection, Keys, Listener, send
 
@@ -32,9 +32,10 @@ def main() -> None:
     ``WORLD_SIZE``: the number of workers.
     """
     keys = Keys.of_environment()
-    connection = Connection(keys, os.environ["FCDP_SERVER"], SWITCH)
+    workers = int(os.environ["WORLD_SIZE"])
+    connection = Connection(keys, os.environ["FCDP_SERVER"], SWITCH, workers)
     listener = Listener(keys, os.environ["FCDP_SWITCH"])
-    serve(listener, connection, int(os.environ["WORLD_SIZE"]))
+    serve(listener, connection, workers)
 
 
 def worker_name(rank: int) -> str:
@@ -152,10 +153,15 @@ class Switch:
             raise Malformed(f"{kind.name}, which is not a worker's")
 
     def _leave(self, rank: int) -> None:
-        """Expect nothing more of a worker; with the last one the run is over."""
+        """Expect nothing more of a worker; with the last one the run is over.
+
+        Raises ``Lost`` where others wait for what it has not sent.
+        """
         self._here.discard(rank)
         self._left.add(rank)
         self._lives.forget(worker_name(rank))
+        for key in self._gathered:
+            self._check_that_all_are_here(key)
         if len(self._left) == len(self._names):
             send(self._server, Message(Kind.LEAVE))
             self._over = True
@@ -164,6 +170,7 @@ class Switch:
         self, key: Any, rank: int, message: Message, merge: Callable[[dict[int, Any]], Any]
     ) -> None:
         """Wait until all workers have sent theirs, then pass on one message."""
+        self._check_that_all_are_here(key)
         found = self._gathered.setdefault(key, {})
         if rank in found or len(self._gathered) > 2 * WINDOW:
             raise Malformed(f"{message.kind.name} twice, or more than the window allows")
@@ -179,6 +186,17 @@ class Switch:
                     message.kind, message.step, message.unit, message.chunk, message.extra, payload
                 ),
             )
+
+    def _check_that_all_are_here(self, key: tuple[int, ...]) -> None:
+        """Raises ``Lost`` if a worker has left without its part of a step, or of the plan.
+
+        Not of a forward that is asked for: the last is asked for ahead, and none comes to it.
+        """
+        needed = key[0] in (Kind.GRADIENTS, Kind.HELLO) or (
+            key[0] == Kind.BEGIN and key[2] == Pass.BACKWARD
+        )
+        if self._left and needed:
+            raise Lost(f"{worker_name(min(self._left))} has left before the others were done")
 
     def _sum(self, payloads: dict[int, Any]) -> bytes:
         """Sum in the order of ranks, in float32, rounded once to what crosses."""

@@ -105,9 +105,10 @@ class Listener:
 class Connection:
     """A socket that is connected to a listener, under a name."""
 
-    def __init__(self, keys: Keys, address: str, name: str) -> None:
+    def __init__(self, keys: Keys, address: str, name: str, senders: int = 1) -> None:
+        """``senders``: so many, each with a window of its own, may speak through it."""
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = _bounded(self.context.socket(zmq.DEALER))
+        self.socket = _bounded(self.context.socket(zmq.DEALER), senders)
         self.socket.identity = name.encode()
         self.socket.curve_serverkey = keys.listener[0]
         self.socket.curve_publickey, self.socket.curve_secretkey = keys.peer
@@ -129,9 +130,9 @@ def send(socket: zmq.Socket[bytes], message: Message, name: str | None = None) -
         raise Lost(f"{who} is gone, or takes nothing: {error.strerror}") from error
 
 
-def _bounded(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+def _bounded(socket: zmq.Socket[bytes], senders: int = 1) -> zmq.Socket[bytes]:
     socket.maxmsgsize = LARGEST_FRAME
-    socket.sndhwm = socket.rcvhwm = _HIGH_WATER
+    socket.sndhwm = socket.rcvhwm = _HIGH_WATER + (senders - 1) * WINDOW
     socket.handshake_ivl = _HANDSHAKE_MS
     socket.linger = _LINGER_MS
     return socket

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from baselines.fuyou import disk
+from baselines.fuyou.store import STATE
 from baselines.fuyou.train import Fuyou, build
 from baselines.strategy import load
 from tests.baselines.fuyou.training import (
@@ -73,8 +75,30 @@ def _resumed(folder: Path) -> None:
     assert losses == expected_losses
     same(state(again), expected)
     again.close()
+    size = (folder / STATE).stat().st_size
     with pytest.raises(ValueError, match=r"step.json: layout = '\w{8}': must be '\w{8}', that of"):
-        Fuyou(*made(settings(), layers=2), folder)
+        Fuyou(*made(settings(), layers=9), folder)
+    assert (folder / STATE).stat().st_size == size
+
+
+def test_folders_of_runs_that_were_killed_go_with_the_next_run(
+    ranks: Pools, tmp_path: Path
+) -> None:
+    ranks.run(1, _swept, tmp_path)
+
+
+def _swept(parent: Path) -> None:
+    names = ("fuyou-run-killed", "fuyou-run-going-on", "my-own")
+    for name in names:
+        (parent / name).mkdir()
+        (parent / name / STATE).touch()
+    going_on = disk.opened(parent / "fuyou-run-going-on" / STATE)
+    trainer = build(*made(settings(ssd=str(parent))))
+    there = {folder.name for folder in parent.iterdir()}
+    assert not (parent / "fuyou-run-killed").exists()
+    assert {*names[1:]} < there
+    trainer.close()
+    del going_on
 
 
 def test_a_model_four_times_its_host_memory_trains_within_its_budgets(

@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Connection as Pipe
@@ -46,16 +46,17 @@ def _switch(to: str, workers: int, patience_s: float, said: Pipe) -> None:
     _telling(partial(switch.serve, listener, connection, workers, patience_s), said)
 
 
-def _worker(to: str, rank: int, workers: int, patience_s: float, said: Pipe) -> None:
+def _worker(to: str, rank: int, workers: int, patience_s: float, steps: int, said: Pipe) -> None:
     torch.set_num_threads(1)
 
     def work() -> None:
         model = model_of(False)
         job = job_of(model, rank, workers, SMALL, torch.float32)
         worker = LuWu(model, job, partial(connect, to, patience_s=patience_s))
-        for _ in range(STEPS):
+        for _ in range(steps):
             worker.step([batch(rank, worker.steps_done)])
             said.send(worker.steps_done)
+        worker.close()
 
     _telling(work, said)
 
@@ -96,14 +97,17 @@ class _Process:
 
 
 @contextmanager
-def _running(folder: Path, workers: int = 2) -> Iterator[dict[str, _Process]]:
+def _running(folder: Path, steps: Sequence[int] = (STEPS, STEPS)) -> Iterator[dict[str, _Process]]:
+    """All roles, with workers that leave after so many steps."""
+    workers = len(steps)
     roles: dict[str, _Process] = {}
     try:
         roles["server"] = _Process(_server, folder, PATIENCE_S)
         roles["switch"] = _Process(_switch, roles["server"].hear(), workers, PATIENCE_S)
         address = roles["switch"].hear()
         for rank in range(workers):
-            roles[f"worker {rank}"] = _Process(_worker, address, rank, workers, PATIENCE_S)
+            given = address, rank, workers, PATIENCE_S, steps[rank]
+            roles[f"worker {rank}"] = _Process(_worker, *given)
         yield roles
     finally:
         for role in roles.values():
@@ -133,6 +137,15 @@ def _goes_on(folder: Path) -> None:
     found = trained(2, 1, folder, then=lambda worker: worker._port._plan)
     mine, expected = masters(folder, found[0]), reference(2, step + 1)
     assert all(torch.equal(mine[name], values) for name, values in expected.items())
+
+
+def test_a_worker_that_leaves_before_the_others_ends_the_run(tmp_path: Path) -> None:
+    """As one does whose program fails: it says goodbye, and beats no more."""
+    with _running(tmp_path, (STEPS, 3)) as roles:
+        for name in ("worker 0", "switch", "server"):
+            error = roles[name].last_words(WITHIN_S)
+            assert "worker 1 has left before the others were done" in str(error), name
+    _goes_on(tmp_path)
 
 
 @pytest.mark.parametrize(

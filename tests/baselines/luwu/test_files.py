@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,17 @@ def test_files_of_other_layers_and_of_a_server_that_runs_are_refused(tmp_path: P
     files.close()
     with pytest.raises(ValueError, match="has no complete step"):
         masters(tmp_path / "empty", plan)
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [(Path.unlink, "is missing"), (lambda file: file.write_bytes(b"cut"), "has 3 bytes")],
+)
+def test_files_that_were_lost_or_cut_are_refused(harm: Any, said: str, tmp_path: Path) -> None:
+    plan = _plan(tmp_path)
+    harm(tmp_path / "generation-0")
+    with pytest.raises(ValueError, match=rf"generation-0: {said}, where a complete step is; must"):
+        Files(tmp_path, plan)
 
 
 @pytest.mark.parametrize("pipeline", ["step", "layer"])
