@@ -39,7 +39,7 @@ def count(name: str, config: Mapping[str, Any], sequence_length: int) -> Transfo
     if sequence_length > limit:
         raise ValueError(f"sequence_length = {sequence_length}: {name} allows up to {limit}")
     matrices, vectors = _parts(name, blocks[0], made)
-    width, heads = int(made.hidden_size), int(made.num_attention_heads)
+    width, heads = _number(name, made, "hidden_size"), _number(name, made, "num_attention_heads")
     outside = {
         id(parameter): parameter
         for path, parameter in model.named_parameters()
@@ -54,6 +54,8 @@ def count(name: str, config: Mapping[str, Any], sequence_length: int) -> Transfo
     ups = [m for m in inside if m.inputs == width and m.experts == most and m is not down]
     gated = sum(m.outputs for m in ups) > 1.5 * down.inputs
     output = model.get_output_embeddings()
+    if output is None:
+        raise ValueError(f"model = {name!r}: has no matrix that gives logits; a language model has")
     return Transformer(
         name=name,
         family="llama" if gated else "gpt2",
@@ -72,6 +74,13 @@ def count(name: str, config: Mapping[str, Any], sequence_length: int) -> Transfo
         counted_attention=attention,
         counted_root=tuple(_rows(parameter) for parameter in outside.values()),
     )
+
+
+def _number(name: str, made: Any, key: str) -> int:
+    found = getattr(made, key, None)
+    if not isinstance(found, int):
+        raise ValueError(f"{key} of {name} = {found!r}: must be a whole number")
+    return found
 
 
 def _built(name: str, config: Mapping[str, Any]) -> tuple[Any, Any]:

@@ -19,8 +19,8 @@ TABLE = Path(__file__).parents[1] / "results" / "instances" / "instances.csv"
 #: The table of public clouds, in place of a file.
 ALL = "all"
 _GIB = 2**30
-#: Where the source says nothing: what ``plan`` takes by default.
-_HOST_MEMORY_BYTES = 512e9
+#: Where the source says nothing: too little for what keeps state or a cache in host memory.
+_HOST_MEMORY_BYTES = 1e9
 
 
 class Instance(Strict):

@@ -130,7 +130,15 @@ def plan(
     from simulation.planner.request import Request
 
     try:
-        offered = None if instances is None else _offered(instances, gpu, nodes, gpus, inter_node)
+        said = {
+            "--nodes": nodes,
+            "--gpus": gpus,
+            "--inter-node": inter_node,
+            "--host-memory": host_memory,
+            "--preflight": None if preflight is None else str(preflight),
+            "--price-per-gpu-hour": price_per_gpu_hour,
+        }
+        offered = None if instances is None else _offered(instances, gpu, said)
         if within is not None and offered is None:
             raise ValueError(f"--within = {within!r}: needs --instances")
         if offered is not None:
@@ -141,7 +149,12 @@ def plan(
             hardware = _measured(preflight, gpu, nodes, gpus, inter_node, host_memory)
         if fabric is not None or oversubscription is not None:
             if offered is not None or preflight is not None:
-                raise ValueError("--fabric, --oversubscription: of data sheets alone")
+                given = {"--fabric": fabric, "--oversubscription": oversubscription}
+                name, value = next((n, v) for n, v in given.items() if v is not None)
+                raise ValueError(
+                    f"{name} = {value!r}: allowed for nodes by data sheets, without --preflight "
+                    "and --instances"
+                )
             times = (
                 1.0 if oversubscription is None else q.count("--oversubscription", oversubscription)
             )
@@ -203,18 +216,21 @@ def _planned(request: Request) -> _Answer:
     return _Answer(report.table(found), report.document(found), report.rows(found))
 
 
-def _offered(
-    source: str, gpu: str | None, nodes: str | None, gpus: str | None, inter_node: str | None
-) -> list[Instance]:
-    """The instances that were asked for, but for other GPUs than ``--gpu``."""
+def _offered(source: str, gpu: str | None, said: Mapping[str, object]) -> list[Instance]:
+    """The instances that were asked for, but for other GPUs than ``--gpu``.
+
+    Raises ``ValueError`` for whatever else is ``said`` of the nodes.
+    """
     from simulation.instances import read
 
-    for name, value in (("--nodes", nodes), ("--gpus", gpus), ("--inter-node", inter_node)):
+    for name, value in said.items():
         if value is not None:
-            raise ValueError(f"{name} = {value!r}: --instances says it")
-    found = [one for one in read(source) if gpu is None or one.gpu == gpu]
+            raise ValueError(f"{name} = {value!r}: not allowed with --instances, which says it")
+    every = read(source)
+    found = [one for one in every if gpu is None or one.gpu == gpu]
     if not found:
-        raise ValueError(f"instances = {source!r}: has none" + (f" with {gpu}" if gpu else ""))
+        names = ", ".join(sorted({one.gpu for one in every})) or "none: it is empty"
+        raise ValueError(f"--gpu = {gpu!r}: allowed with --instances {source} are {names}")
     return found
 
 

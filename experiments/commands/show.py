@@ -41,7 +41,11 @@ def show(
         records = found.records(run)
     except (ValueError, OSError) as error:
         terminal.stop(str(error))
+    # Ids are for copying: no width cuts them.
+    usual, longest = console.width, max((len(of.cell_id) for of in records), default=0)
+    console.width = max(usual, _BESIDE_IDS + longest)
     console.print(_cells(records))
+    console.width = usual
     console.print(summary(records))
 
 
@@ -63,6 +67,10 @@ def _runs(files: Sequence[Path], path: Path) -> Table:
             (first.commit or "unknown")[:10] if first else "–",
         )
     return table
+
+
+#: Columns of text that all but ids take.
+_BESIDE_IDS = 50
 
 
 def _cells(records: Sequence[Record]) -> Table:

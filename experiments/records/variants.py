@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from experiments.records.modelled import measured_mfu
 from experiments.records.record import Cached, Record
 from experiments.records.repeats import middle_half, within_spread
 
@@ -91,6 +90,8 @@ class Variant:
         measured = self.record.measurement
         if measured and measured.simulation:
             return measured.simulation.mfu
+        from experiments.records.modelled import measured_mfu  # its numpy takes a while
+
         return measured_mfu(self.record)
 
 

@@ -144,7 +144,7 @@ def test_what_to_rent(tmp_path: Path) -> None:
     read = list(csv.DictReader(rows.open()))
     assert [float(row["cost_usd"]) for row in read] == costs
     result = command("llama-3-8b", "--instances", "all", **bare | {"nodes": "2"})
-    assert result.stderr == "error: --nodes = '2': --instances says it\n"
+    assert result.stderr == "error: --nodes = '2': not allowed with --instances, which says it\n"
     result = command("llama-3-8b", within="24h")
     assert result.stderr == "error: --within = '24h': needs --instances\n"
 
