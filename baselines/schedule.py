@@ -96,6 +96,10 @@ class Schedule:
             return self
         return replace(self, hierarchical=exchanges == "undeferred", accumulates_without_sync=False)
 
+    def sharers(self, nodes: int, ranks_per_node: int) -> int:
+        """Ranks that share one copy of the parameters."""
+        return {"world": nodes * ranks_per_node, "node": ranks_per_node, "rank": 1}[self.shards]
+
     def keeps_in(self, policy: str) -> str | None:
         """Where entries are kept in a cell of ``policy``: a place, or a policy's text."""
         return (self.policy or policy) if self.cache == "policy" else self.cache

@@ -108,7 +108,7 @@ def footprint(
 ) -> Footprint:
     """The peak memory of a steady step where the cache's bytes are given."""
     nodes, ranks = hardware.nodes, hardware.ranks_per_node
-    sharers = {"world": hardware.world_size, "node": ranks, "rank": 1}[schedule.shards]
+    sharers = schedule.sharers(nodes, ranks)
     element = workload.element_bytes
     # FSDP2 shards fp32 parameters and gathers them in bf16; DeepSpeed shards bf16 beside a master.
     stored = _MASTER_BYTES if schedule.shards_fp32 else element

@@ -101,8 +101,7 @@ class _Model:
         self._schedule = schedule
         self._ranks_per_node = ranks_per_node
         self._full = workload.lora is None
-        sharers = {"world": nodes * ranks_per_node, "node": ranks_per_node, "rank": 1}
-        self._sharers = sharers[schedule.shards] if schedule.pads else 1
+        self._sharers = schedule.sharers(nodes, ranks_per_node) if schedule.pads else 1
         self._cut_rows = schedule.cuts_low_rank
 
     def layout(self) -> Layout:

@@ -186,8 +186,8 @@ class _Block(torch.autograd.Function):
         return None, None, *ctx.call.backward(gradients)
 
 
-class _Forward(TorchDispatchMode):
-    """Keeps outputs of products that are chosen, and counts all."""
+class _Products(TorchDispatchMode):
+    """Counts the products of one block's pass."""
 
     def __init__(self, of: Recomputed, index: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -195,33 +195,36 @@ class _Forward(TorchDispatchMode):
         self._index = index
         self._count = 0
 
+    def _place(self, func: Any) -> int:
+        """Which product this is; -1 for what is none."""
+        if func not in _PRODUCTS:
+            return -1
+        self._count += 1
+        return self._count - 1
+
+    def _is_kept(self, place: int) -> bool:
+        return (self._index, place) in self._of.kept
+
+
+class _Forward(_Products):
+    """Keeps outputs of products that are chosen, and counts all."""
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        place = -1
-        if func in _PRODUCTS:
-            place = self._count
-            self._count += 1
-            if (self._index, place) in self._of.kept:
-                self._of._host.put((self._index, "product", place), out)
+        place = self._place(func)
+        if self._is_kept(place):
+            self._of._host.put((self._index, "product", place), out)
         self._of.counted(self._index, place, func, args, out)
         return out
 
 
-class _Again(TorchDispatchMode):
+class _Again(_Products):
     """Takes outputs that were kept instead of computing them."""
 
-    def __init__(self, of: Recomputed, index: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._of = of
-        self._index = index
-        self._count = 0
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _PRODUCTS:
-            product = (self._index, self._count)
-            self._count += 1
-            if product in self._of.kept:
-                return self._of._host.get((self._index, "product", product[1]))
+        place = self._place(func)
+        if self._is_kept(place):
+            return self._of._host.get((self._index, "product", place))
         return func(*args, **(kwargs or {}))
 
 

@@ -42,10 +42,9 @@ def show(
     except (ValueError, OSError) as error:
         terminal.stop(str(error))
     # Ids are for copying: no width cuts them.
-    usual, longest = console.width, max((len(of.cell_id) for of in records), default=0)
-    console.width = max(usual, _BESIDE_IDS + longest)
-    console.print(_cells(records))
-    console.width = usual
+    wide, longest = terminal.console(), max((len(of.cell_id) for of in records), default=0)
+    wide.width = max(wide.width, _BESIDE_IDS + longest)
+    wide.print(_cells(records))
     console.print(summary(records))
 
 

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from baselines.schedule import Schedule
 from simulation import traffic as collectives
+from simulation.hardware import Hardware
 from simulation.step.tasks import COMPUTE, Tasks
+from simulation.traffic import Traffic
 from simulation.units import Layout
 from simulation.workload import Workload
 
@@ -14,6 +16,10 @@ from simulation.workload import Workload
 #: but the gradient.
 ADAM_BYTES = 28
 _STATES_BYTES = 12
+#: Per element of a worker at the end of a round, in fp32: the displacement takes what is trained
+#: and what the round began with (three passes), the momentum takes the mean (three), what the round
+#: began with takes the momentum (three), and what is trained takes that (two).
+_ROUND_BYTES = 11 * 4
 
 
 def optimizer_tasks(
@@ -21,15 +27,9 @@ def optimizer_tasks(
 ) -> None:
     """Append the optimizer's step, which begins when all gradients are reduced."""
     hardware = tasks.hardware
-    sharers = {
-        "world": hardware.world_size,
-        "node": hardware.ranks_per_node,
-        "rank": 1,
-    }[schedule.shards]
-    mine = workload.trained / sharers
+    mine = workload.trained / schedule.sharers(hardware.nodes, hardware.ranks_per_node)
     if schedule.optimizer == "device":
-        rate = hardware.device.memory_bytes_per_s / hardware.ranks_sharing_device
-        at = tasks.compute("optimizer", ADAM_BYTES * mine / rate, ends)
+        at = tasks.compute("optimizer", ADAM_BYTES * mine / _rate(hardware), ends)
     else:
         of_node = mine * hardware.ranks_per_node
         demands = {"cpu": of_node / hardware.cpu_adam_elements_per_s}
@@ -52,3 +52,22 @@ def optimizer_tasks(
         else:
             traffic = collectives.flat(nbytes, hardware.nodes, hardware.ranks_per_node)
         tasks.exchange("gather what stays whole", COMPUTE, traffic, "optimizer", (at,))
+
+
+def round_tasks(tasks: Tasks, workload: Workload, schedule: Schedule, average: Traffic) -> None:
+    """Append a step's share of a round's mean: all wait for it, or it arrives meanwhile.
+
+    Comes after the optimizer's tasks.
+    """
+    hardware, stepped = tasks.hardware, len(tasks.tasks) - 1
+    late = schedule.averages == "late"
+    arrived = tasks.exchange("average", "average", average, "reduce", () if late else (stepped,))
+    if workload.outer_on == "device":
+        sharers = schedule.sharers(hardware.nodes, hardware.ranks_per_node)
+        seconds = _ROUND_BYTES * workload.trained / sharers / _rate(hardware) / workload.interval
+        tasks.compute("outer update", seconds, (stepped if late else arrived,))
+
+
+def _rate(hardware: Hardware) -> float:
+    """Bytes per second of a rank's device memory."""
+    return hardware.device.memory_bytes_per_s / hardware.ranks_sharing_device

@@ -14,7 +14,7 @@ from simulation import activations
 from simulation.hardware import Hardware
 from simulation.rates import Work
 from simulation.step.exchanges import Exchanges
-from simulation.step.optimizer import optimizer_tasks
+from simulation.step.optimizer import optimizer_tasks, round_tasks
 from simulation.step.placement import Placement
 from simulation.step.tasks import COMPUTE, Tasks
 from simulation.traffic import Traffic
@@ -24,10 +24,6 @@ from simulation.workload import Workload
 
 #: Fp32 gradients.
 _GRADIENT_BYTES = 4
-#: Per element of a worker at the end of a round, in fp32: the displacement takes what is trained
-#: and what the round began with (three passes), the momentum takes the mean (three), what the round
-#: began with takes the momentum (three), and what is trained takes that (two).
-_OUTER_BYTES = 11 * 4
 
 
 class Step:
@@ -78,21 +74,8 @@ class Step:
         ends = [*self._computed[-1:], *self._reduced]
         optimizer_tasks(self.tasks, self._workload, self._schedule, self._units, ends)
         if self._schedule.averages is not None:
-            self._average()
+            round_tasks(self.tasks, self._workload, self._schedule, self._exchanges.average())
         return self.tasks
-
-    def _average(self) -> None:
-        """A step's share of a round's mean: all wait for it, or it arrives meanwhile."""
-        stepped = len(self.tasks.tasks) - 1
-        late, traffic = self._schedule.averages == "late", self._exchanges.average()
-        after = () if late else (stepped,)
-        arrived = self.tasks.exchange("average", "average", traffic, "reduce", after)
-        workload, hardware = self._workload, self._hardware
-        if workload.outer_on == "device":
-            sharers = hardware.ranks_per_node if self._schedule.shards == "node" else 1
-            rate = hardware.device.memory_bytes_per_s / hardware.ranks_sharing_device
-            seconds = _OUTER_BYTES * workload.trained / sharers / rate / workload.interval
-            self.tasks.compute("outer update", seconds, (stepped if late else arrived,))
 
     def _micro_batch(self, index: int) -> None:
         units, last = self._units, index == self._workload.accumulation - 1
