@@ -83,6 +83,7 @@ def table(
     found = _load(records)
     _check_baseline(baseline, found)
     from analysis.compare.baseline import compare
+    from analysis.compare.seeds import in_words
     from analysis.load.table import frame, latest
     from analysis.report import tables
     from analysis.report.run import markdown as as_markdown
@@ -93,7 +94,7 @@ def table(
         return
     typer.echo(tables.presentable(compared).to_string(index=False))
     typer.echo("\n" + "\n".join(tables.notes(compared)))
-    seeds = tables.of_seeds(compared)
+    seeds = in_words(compared)
     if not seeds.empty:
         typer.echo(f"\n{tables.OVER_SEEDS}:\n{seeds.to_string(index=False)}")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from experiments.records.record import Metric
+
 #: Shown where a cell has no value.
 ABSENT = "–"
 
@@ -65,9 +67,9 @@ def signed_loss(value: float | None) -> str:
     return ABSENT if value is None or math.isnan(value) else f"{value:+.4f}"
 
 
-def accuracy(value: float | None) -> str:
-    """A share that is classified right: two places, as papers give it."""
-    return ABSENT if value is None or math.isnan(value) else f"{100 * value:.2f} %"
+def metric(of: Metric, value: float | None) -> str:
+    """A number that the record's schema says how to write."""
+    return ABSENT if value is None or math.isnan(value) else of.written(value)
 
 
 def spread(mean: float, deviation: float, form: str, unit: str = "") -> str:

@@ -85,6 +85,11 @@ class Strategy:
     def label(self) -> str:
         return self.title or self.name
 
+    @property
+    def has_policy(self) -> bool:
+        """Whether it caches by a policy, which its cells may choose."""
+        return "policy" in self.settings.model_fields
+
     def chosen(self, given: Mapping[str, Any], *, nodes: int | None = None) -> Settings:
         """The settings among ``given``, and defaults, which must fit so many nodes.
 

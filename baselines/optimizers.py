@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +28,30 @@ class Decay(BaseModel):
 
     every: _Count
     by: _Share
+
+
+class Cosine(BaseModel):
+    """The learning rate grows to the cell's, and falls by half a cosine to nothing."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    #: Steps over which it grows.
+    warm_up: _Count
+    #: The step at which nothing is left of it: all of a run's.
+    end: _Count
+
+    @model_validator(mode="after")
+    def _falls(self) -> Cosine:
+        if self.end <= self.warm_up:
+            raise ValueError(f"end = {self.end}: allowed are those above warm_up = {self.warm_up}")
+        return self
+
+    def rate(self, step: int) -> float:
+        """What the learning rate is multiplied by at a step, counted from 0."""
+        if step < self.warm_up:
+            return (step + 1) / self.warm_up
+        share = min(1.0, (step - self.warm_up) / (self.end - self.warm_up))
+        return (1 + math.cos(math.pi * share)) / 2
 
 
 class _Optimizer(BaseModel):
@@ -56,6 +80,14 @@ class AdamW(_Optimizer):
     #: Steps over which the rate grows to the cell's, to fall by the root of the steps after;
     #: ``None``: it is constant.
     inverse_sqrt_after: _Count | None = None
+    #: The rate grows, then falls to nothing; in place of ``inverse_sqrt_after``.
+    cosine: Cosine | None = None
+
+    @model_validator(mode="after")
+    def _has_one_schedule(self) -> AdamW:
+        if self.cosine is not None and self.inverse_sqrt_after is not None:
+            raise ValueError("cosine: allowed is it alone, without inverse_sqrt_after")
+        return self
 
     @property
     def name(self) -> str:
@@ -64,9 +96,11 @@ class AdamW(_Optimizer):
 
     @property
     def is_constant(self) -> bool:
-        return self.inverse_sqrt_after is None
+        return self.inverse_sqrt_after is None and self.cosine is None
 
     def rate(self, step: int) -> float:
+        if self.cosine is not None:
+            return self.cosine.rate(step)
         if self.inverse_sqrt_after is None:
             return 1.0
         share = (step + 1) / self.inverse_sqrt_after

@@ -24,9 +24,6 @@ Place = Literal["run", "model", "training", "axis"]
 #: ``later``: it came after the first records; where it has its default, ids are as they were.
 InId = Literal["always", "later", "never"]
 
-#: Names of what gathers are told with in matrix files that rounds nothing.
-DIFFERENCES = ("delta", "delta(always)")
-
 
 def _plain(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -159,8 +158,7 @@ def main(arguments: Sequence[str]) -> None:
     """Compute, unless told to draw alone, and write the figures."""
     rest = [argument for argument in arguments if argument != "--drawn"]
     if rest == list(arguments):
-        folder = Path(rest[0]) if rest else drawn.FIGURES
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = drawn.folder(rest)
         lines = ",\n".join(json.dumps(one) for one in compute())
         (folder / DATA.name).write_text(f"[\n{lines}\n]\n", encoding="utf-8")
     else:

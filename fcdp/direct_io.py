@@ -32,9 +32,7 @@ def write(file: File, offset: int, memory: torch.Tensor, landed: Sequence[Any] =
     for event in landed:
         event.synchronize()
     total = int(checksum(memory))
-    view, done = bytes_of(memory), 0
-    while done < len(view):
-        done += _whole(os.pwritev(file.descriptor, [view[done:]], offset + done))
+    write_all(file.descriptor, offset, memory)
     return total
 
 
@@ -47,15 +45,27 @@ def read(
     """
     for event in landed:
         event.synchronize()
-    view, done = bytes_of(memory), 0
-    while done < len(view):
-        moved = os.preadv(file.descriptor, [view[done:]], offset + done)
-        if moved == 0:
-            raise OSError(errno.EIO, "the file is shorter than what was written")
-        done += _whole(moved)
+    read_all(file.descriptor, offset, memory)
     if int(checksum(memory)) != expected:
         raise OSError(errno.EIO, "the file holds other bytes than were written")
     return expected
+
+
+def write_all(descriptor: int, offset: int, memory: torch.Tensor) -> None:
+    """Write all of ``memory`` (uint8). Raises ``OSError`` where that fails."""
+    view, done = bytes_of(memory), 0
+    while done < len(view):
+        done += _whole(os.pwritev(descriptor, [view[done:]], offset + done))
+
+
+def read_all(descriptor: int, offset: int, memory: torch.Tensor) -> None:
+    """Fill all of ``memory`` (uint8). Raises ``OSError`` for a file that ends before."""
+    view, done = bytes_of(memory), 0
+    while done < len(view):
+        moved = os.preadv(descriptor, [view[done:]], offset + done)
+        if moved == 0:
+            raise OSError(errno.EIO, "the file is shorter than what was written")
+        done += _whole(moved)
 
 
 def _whole(moved: int) -> int:

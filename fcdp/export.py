@@ -15,6 +15,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from fcdp.agreement import on_all_ranks
+from fcdp.durable import flush
 from fcdp.engine import engine_of
 from fcdp.topology import Topology
 
@@ -180,7 +181,7 @@ def _put_in_place(write: Callable[[Path], None], directory: Path, instead_of: st
         write(folder)
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         for path in files:
-            _flush(path)
+            flush(path)
         for path in files:
             target = directory / path.relative_to(folder)
             target.parent.mkdir(exist_ok=True)
@@ -190,15 +191,7 @@ def _put_in_place(write: Callable[[Path], None], directory: Path, instead_of: st
             for old in set(directory.glob(instead_of)) - new:
                 old.unlink()
         for parent in {path.parent for path in new}:
-            _flush(parent)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            flush(parent)
 
 
 def _write_file(tensors: Mapping[str, torch.Tensor], path: Path) -> None:

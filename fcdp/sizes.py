@@ -9,7 +9,7 @@ _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def in_words(nbytes: int) -> str:
-    """``nbytes`` in the largest unit of which there is one at least."""
+    """``nbytes`` in the largest unit of which there is one at least: ``1.5 GiB``, ``512 bytes``."""
     for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
         if nbytes >= 2**power:
             return f"{nbytes / 2**power:.4g} {unit}"
@@ -17,9 +17,13 @@ def in_words(nbytes: int) -> str:
 
 
 def parse(text: str) -> int:
-    """Bytes of ``512MB``, a power of 1000, of ``1 GiB``, one of 1024, or of a number alone.
+    """Bytes of a size as people write it.
 
-    Raises ``ValueError`` for anything else.
+    Args:
+        text: ``512MB`` (a power of 1000), ``1 GiB`` (one of 1024), or a number alone.
+
+    Raises:
+        ValueError: it is none of these.
     """
     match = _SIZE.fullmatch(text)
     if match is None:

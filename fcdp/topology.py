@@ -152,9 +152,10 @@ class Topology:
             (2, 0)
         """
         mesh = _world_mesh(device_type)
-        if nodes < 1 or ranks_per_node < 1 or nodes * ranks_per_node != mesh.size():
+        numbers = isinstance(nodes, int) and isinstance(ranks_per_node, int)
+        if not numbers or min(nodes, ranks_per_node) < 1 or nodes * ranks_per_node != mesh.size():
             raise ValueError(
-                f"nodes × ranks_per_node = {nodes} × {ranks_per_node}: "
+                f"nodes × ranks_per_node = {nodes!r} × {ranks_per_node!r}: "
                 f"must be positive and multiply to the world size, {mesh.size()}"
             )
         return cls.of_mesh(mesh, ranks_per_node)

@@ -1,4 +1,4 @@
-"""Writes tables of the README and docs from the committed records, docs' plan by the command.
+"""Writes tables of the README and docs: from the committed records, a command, matrices' types.
 
 python -m scripts.readme           rewrite the pages
 python -m scripts.readme --check   fail if that would change one
@@ -25,7 +25,7 @@ from experiments.records.repeats import pooled, within_spread
 from experiments.records.variants import ranked
 from experiments.terminal import variants_table
 from experiments.terminal.summary_table import summary
-from scripts import differences
+from scripts import differences, matrices
 from simulation.quantities import format_link
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,6 +69,14 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "paper-emulated": lambda: _speeds(load(_records("paper-emulated"))),
     },
     "docs/ablations.md": {"ablation": lambda: _ablated(latest(load(_records("ablation"))))},
+    "docs/matrices.md": {
+        "cells": matrices.of_cells,
+        "strategies": matrices.of_strategies,
+        "clusters": matrices.of_clusters,
+        "models": matrices.of_models,
+        "data": matrices.of_data,
+        "optimizers": matrices.of_optimizers,
+    },
     "docs/strategies.md": {
         "audit": lambda: _audited(audit(load(_records("parity")))),
         "baselines": lambda: _speeds(load(_records("baselines"))),

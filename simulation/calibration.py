@@ -16,7 +16,12 @@ from simulation.step.schedule import Step
 from simulation.units import layout
 from simulation.workload import Workload
 
-_NOTHING = Constants(float("inf"), {}, 0.0, 0.0, 0.0)
+_NOTHING = Constants(float("inf"), {}, {}, 0.0, 0.0, 0.0, 0.0)
+#: Constants that all engines have in common; times of operations are found in place of rates.
+_SHARED = ("message_seconds", "byte_seconds", "gathered_byte_seconds", "activation_byte_seconds")
+#: Draws of the bootstrap, whose units are a model's steps under one strategy: they err alike.
+_DRAWS, _SEED = 200, 7
+_INTERVAL = (0.05, 0.95)
 
 
 @dataclass(frozen=True)
@@ -30,15 +35,83 @@ class MeasuredStep:
     inter_node_bytes: float
 
 
+@dataclass(frozen=True)
+class Constant:
+    """A constant, and where it lies in nine of ten draws of the bootstrap."""
+
+    name: str
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """Steps as least squares see them: each constant's share of the measured time."""
+
+    names: tuple[str, ...]
+    features: NDArray[np.float64]
+    target: NDArray[np.float64]
+
+    def solve(self, rows: Sequence[int]) -> list[float]:
+        return not_negative(self.features[rows], self.target[rows])
+
+
 def calibrate(steps: Sequence[MeasuredStep]) -> Constants:
     """Fit a host's constants: least squares of the relative errors of times, none below zero.
 
     A step without a limit on its links takes what the host's cores take, which is linear in the
     constants. Raises ``ValueError`` if there are fewer steps without a limit than constants.
     """
-    free = [step for step in steps if math.isinf(step.hardware.inter_bytes_per_s)]
-    engines = sorted({step.workload.engine for step in free})
-    units = _single_costs(engines)
+    free = _without_limit(steps)
+    fit = _fit(free)
+    found = dict(zip(fit.names, fit.solve(range(len(free))), strict=True))
+    engines = _engines(free)
+    return Constants(
+        flops=1 / found["flops"] if found["flops"] else float("inf"),
+        block_seconds={engine: found[f"{engine} block"] for engine in engines},
+        step_seconds={engine: found[f"{engine} step"] for engine in engines},
+        **{name: found[name] for name in _SHARED},
+    )
+
+
+def intervals(steps: Sequence[MeasuredStep]) -> list[Constant]:
+    """The constants of ``calibrate``, in seconds, with what a bootstrap makes of each.
+
+    That of ``flops`` is a rate. A draw that lacks an engine is left out.
+    """
+    free = _without_limit(steps)
+    fit = _fit(free)
+    groups: dict[tuple[str, str], list[int]] = {}
+    for at, step in enumerate(free):
+        groups.setdefault((step.workload.model.name, step.workload.strategy), []).append(at)
+    each, draw = list(groups.values()), np.random.default_rng(_SEED)
+    drawn = []
+    for _ in range(_DRAWS):
+        rows = [at for index in draw.integers(len(each), size=len(each)) for at in each[index]]
+        if _engines([free[at] for at in rows]) == _engines(free):
+            drawn.append(fit.solve(rows))
+    low, high = np.quantile(np.array(drawn), _INTERVAL, axis=0)
+    found = []
+    for name, value, least, most in zip(
+        fit.names, fit.solve(range(len(free))), low, high, strict=True
+    ):
+        if name == "flops":
+            value, least, most = (1 / one if one else math.inf for one in (value, most, least))
+        found.append(Constant(name, value, float(least), float(most)))
+    return found
+
+
+def _without_limit(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
+    return [step for step in steps if math.isinf(step.hardware.inter_bytes_per_s)]
+
+
+def _engines(steps: Sequence[MeasuredStep]) -> list[str]:
+    return sorted({step.workload.engine for step in steps})
+
+
+def _fit(free: Sequence[MeasuredStep]) -> _Fit:
+    units = _single_costs(_engines(free))
     if len(free) < len(units):
         raise ValueError(
             f"records: hold {len(free)} cells without a limit that ran, "
@@ -48,24 +121,19 @@ def calibrate(steps: Sequence[MeasuredStep]) -> Constants:
     rest = np.array([_busy(step, _NOTHING) for step in free])
     columns = [[_busy(step, constants) for step in free] for constants in units.values()]
     features = (np.array(columns).T - rest[:, None]) / measured[:, None]
-    found = dict(zip(units, not_negative(features, 1 - rest / measured), strict=True))
-    return Constants(
-        flops=1 / found["flops"] if found["flops"] else float("inf"),
-        block_seconds={engine: found[engine] for engine in engines},
-        byte_seconds=found["byte_seconds"],
-        gathered_byte_seconds=found["gathered_byte_seconds"],
-        activation_byte_seconds=found["activation_byte_seconds"],
-    )
+    return _Fit(tuple(units), features, 1 - rest / measured)
 
 
 def _single_costs(engines: Sequence[str]) -> Mapping[str, Constants]:
     """Hosts on each of which only one thing takes time, by the name of the constant."""
     return {
         "flops": replace(_NOTHING, flops=1.0),
+        "message_seconds": replace(_NOTHING, message_seconds=1.0),
         "byte_seconds": replace(_NOTHING, byte_seconds=1.0),
         "gathered_byte_seconds": replace(_NOTHING, gathered_byte_seconds=1.0),
         "activation_byte_seconds": replace(_NOTHING, activation_byte_seconds=1.0),
-        **{engine: replace(_NOTHING, block_seconds={engine: 1.0}) for engine in engines},
+        **{f"{name} block": replace(_NOTHING, block_seconds={name: 1.0}) for name in engines},
+        **{f"{name} step": replace(_NOTHING, step_seconds={name: 1.0}) for name in engines},
     }
 
 

@@ -142,6 +142,10 @@ class Overheads:
 
     #: Hooks and calls of all ranks for one block in one micro-batch, by engine.
     block_seconds: Mapping[str, float] = field(default_factory=dict)
+    #: The same for one block in an optimizer step, however many micro-batches it has.
+    step_seconds: Mapping[str, float] = field(default_factory=dict)
+    #: Seconds per message of an exchange: ranks wake up and hand each other the cores.
+    message_seconds: float = 0.0
     #: Seconds per byte that a rank sends to another, through the kernel.
     byte_seconds: float = 0.0
     #: Seconds per byte that a rank has gathered: its memory is taken, filled and copied.

@@ -75,6 +75,16 @@ def read(source: str | Path) -> list[Instance]:
     return [_instance(where, values) for where, values in lines]
 
 
+def named(name: str, source: str | Path = ALL) -> Instance:
+    """The instance of that name, of several providers the first. ``ValueError`` for no such."""
+    found = read(source)
+    for one in found:
+        if one.instance == name:
+            return one
+    names = ", ".join(sorted({one.instance for one in found}))
+    raise ValueError(f"instance = {name!r}: allowed are {names}")
+
+
 def _instance(where: str, values: Any) -> Instance:
     try:
         found = Instance.model_validate(values)

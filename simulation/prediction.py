@@ -89,19 +89,53 @@ def model_utilisation(workload: Workload, gpu: Gpu, tokens_per_gpu_s: float) -> 
     return shapes.utilisation(flops, tokens_per_gpu_s, gpu.peak_flops)
 
 
+@dataclass(frozen=True)
+class Built:
+    """One steady step before it is simulated: what it needs, and its tasks."""
+
+    workload: Workload
+    hardware: Hardware
+    needs: Footprint
+    tasks: Tasks
+
+    @property
+    def least_seconds(self) -> float:
+        """Seconds that no schedule of the tasks undercuts: those of the busiest resource."""
+        busy: dict[str, float] = {}
+        for task in self.tasks.tasks:
+            for resource, seconds in task.demands.items():
+                busy[resource] = busy.get(resource, 0.0) + seconds
+        return max(busy.values())
+
+
+def build(workload: Workload, hardware: Hardware) -> Built:
+    """The workload's step on this hardware; raises as ``predict``."""
+    if hardware.backend == "nccl" and workload.element_bytes != 2:
+        raise ValueError(
+            "dtype = 'float32': a simulated GPU computes in bfloat16; allowed: bfloat16"
+        )
+    schedule = workload.schedule
+    units = layout(workload, schedule, hardware.nodes, hardware.ranks_per_node)
+    placement = place(workload, schedule, units, hardware)
+    needs = footprint(workload, schedule, units, hardware, placement.cache)
+    tasks = Step(workload, schedule, units, placement, hardware).build()
+    return Built(workload, hardware, needs, tasks)
+
+
 def predict(workload: Workload, hardware: Hardware) -> Prediction:
     """Simulate one steady step.
 
     Raises ``ValueError`` for a strategy that does not exist or is not simulated yet, for a policy
     or codec that does not exist, and for fp32 on GPUs, whose rates are those of bf16.
     """
-    if hardware.backend == "nccl" and workload.element_bytes != 2:
-        raise ValueError(
-            "dtype = 'float32': a simulated GPU computes in bfloat16; allowed: bfloat16"
-        )
-    needs, tasks = _built(workload, hardware)
+    return simulate_built(build(workload, hardware))
+
+
+def simulate_built(built: Built) -> Prediction:
+    """Simulate a step that was built."""
+    workload, hardware, tasks = built.workload, built.hardware, built.tasks
     timeline = simulate(tasks.tasks)
-    shortage = needs.shortage(hardware)
+    shortage = built.needs.shortage(hardware)
     tokens = workload.tokens * workload.accumulation
     per_gpu = tokens / timeline.seconds
     mfu, hfu = utilisations(workload, hardware, per_gpu)
@@ -117,28 +151,9 @@ def predict(workload: Workload, hardware: Hardware) -> Prediction:
             name: used / timeline.seconds for name, used in sorted(timeline.busy_seconds().items())
         },
         moved_bytes=tasks.moved_bytes,
-        footprint=needs,
+        footprint=built.needs,
         timeline=timeline,
     )
-
-
-def least_seconds(workload: Workload, hardware: Hardware) -> float:
-    """Seconds that no schedule of the step's tasks undercuts: those of its busiest resource."""
-    _, tasks = _built(workload, hardware)
-    busy: dict[str, float] = {}
-    for task in tasks.tasks:
-        for resource, seconds in task.demands.items():
-            busy[resource] = busy.get(resource, 0.0) + seconds
-    return max(busy.values())
-
-
-def _built(workload: Workload, hardware: Hardware) -> tuple[Footprint, Tasks]:
-    """The step's memory and its tasks, before they are simulated."""
-    schedule = workload.schedule
-    units = layout(workload, schedule, hardware.nodes, hardware.ranks_per_node)
-    placement = place(workload, schedule, units, hardware)
-    needs = footprint(workload, schedule, units, hardware, placement.cache)
-    return needs, Step(workload, schedule, units, placement, hardware).build()
 
 
 def communication_to_computation(workload: Workload, hardware: Hardware) -> float:

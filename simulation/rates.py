@@ -14,8 +14,8 @@ from typing import Literal
 from simulation import checks
 
 #: What rates rest on: measurements of this GPU, of one of a similar architecture, data sheets
-#: alone, or matrix products that preflight has measured on the very nodes.
-Basis = Literal["fitted", "nearest architecture", "data sheet", "preflight"]
+#: alone, or matrix products, or a transformer block, that preflight measured on the very nodes.
+Basis = Literal["fitted", "nearest architecture", "data sheet", "preflight", "preflight's block"]
 
 #: Nodes at which what is lost with scale turns from linear to logarithmic.
 _MANY_NODES = 32
@@ -104,6 +104,17 @@ class Rates:
             products_per_s=products_per_s,
             attention_per_s=times * self.attention_per_s,
             basis="preflight",
+        )
+
+    def with_block(self, work: Work, seconds: float) -> Rates:
+        """The rates where a block was measured: all parts are as much faster or slower."""
+        times = self.seconds(work) / seconds
+        return replace(
+            self,
+            products_per_s=times * self.products_per_s,
+            attention_per_s=times * self.attention_per_s,
+            bytes_per_s=times * self.bytes_per_s,
+            basis="preflight's block",
         )
 
 

@@ -90,9 +90,11 @@ class Lora:
 class ModelSpec(Strict):
     """A ``transformers`` configuration with random weights."""
 
+    #: What cells and tables call it.
     name: Name
     family: Family
     layers: int = Field(ge=1)
+    #: Of the hidden state; a multiple of the heads.
     width: int = Field(ge=8)
     heads: int = Field(ge=1)
     #: Training data are bytes: a larger vocabulary costs memory and time, and learns nothing more.

@@ -197,20 +197,27 @@ class _Model:
             for index in range(matrix.experts)
         ]
         active = sum(matrix.active_weights for matrix in model.matrices)
+        parts = {
+            matrix.name: matrix.active_weights / matrix.experts / active
+            for matrix in model.matrices
+        }
+        # Blocks are alike, and share what is the same in all.
+        works = {
+            name: (forward * part, backward * part, self._again * part)
+            for name, part in parts.items()
+        }
         segments = []
         for block in range(model.layers):
             for index, (matrix, number) in enumerate(pieces):
-                name = f"block {block} {matrix.name}{number}"
-                size, part = matrix.size, matrix.active_weights / matrix.experts / active
+                name, size = f"block {block} {matrix.name}{number}", matrix.size
                 unit = Unit(name, size, size, size if self._full else 0)
                 unneeded = block == 0 and not self._full and matrix.name in _READS_EMBEDDINGS
                 segments.append(
                     Segment(
                         name,
-                        forward * part,
-                        backward * part,
+                        *works[matrix.name][:2],
                         (unit,),
-                        self._again * part,
+                        works[matrix.name][2],
                         block=index == 0,
                         in_backward=not unneeded,
                     )

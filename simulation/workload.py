@@ -105,10 +105,12 @@ class Workload:
 
     @property
     def engine(self) -> str:
-        """Whose hooks and calls a step has: of workers that step apart, what trains one."""
-        if self.schedule.averages is None:
-            return find(self.strategy).engine
-        return "ddp" if self.worker == "rank" else "fsdp2"
+        """Whose hooks and calls a step has: where nothing is sharded, as few as DDP's."""
+        schedule = self.schedule
+        if schedule.shards == "rank":
+            return "ddp"
+        # Of workers that step apart, what trains one.
+        return find(self.strategy).engine if schedule.averages is None else "fsdp2"
 
     @property
     def frozen(self) -> int:

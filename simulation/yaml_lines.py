@@ -7,8 +7,8 @@ the last one silently winning.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,6 +36,8 @@ class Document:
     file: str
     values: Any
     lines: dict[KeyPath, int]
+    #: Who gave what the file does not say, as errors name it.
+    given_by: Mapping[KeyPath, str] = field(default_factory=dict)
 
     def fail(self, path: Sequence[str | int], problem: str) -> NoReturn:
         """Raise ``ValueError`` naming the file, the line and the key."""
@@ -44,9 +46,13 @@ class Document:
     def place(self, path: Sequence[str | int]) -> str:
         """The file, the line and the key.
 
-        A key that is missing has no line; the line is then that of the nearest key around it.
+        A key that is missing has no line; the line is then that of the nearest key around it. Of
+        what the file does not say it is who gave it.
         """
         known = tuple(path)
+        for end in range(len(known) + 1):
+            if known[:end] in self.given_by:
+                return self.given_by[known[:end]]
         while known and known not in self.lines:
             known = known[:-1]
         where = f": {dotted(path)}" if path else ""

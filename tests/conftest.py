@@ -1,6 +1,7 @@
 """Fixtures for all tests."""
 
 import gc
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -21,6 +22,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     tiers.install(config)
+    # A shell that starts the tests in the background has them ignore it, and so what they start,
+    # in which bash could not even catch it.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:

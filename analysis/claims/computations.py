@@ -40,12 +40,14 @@ class Selection(Strict):
     #: As tables write it, such as ``8.5 Mbit/s`` or ``unshaped``.
     link: str | None = None
     nodes: int | None = Field(default=None, ge=1)
-    #: ``any`` in ``over``: whichever it is, where each strategy has one of its own.
+    #: ``any`` in ``over``, here and below: whichever it is, where each strategy has one of its own.
     micro_batch: Annotated[int, Field(ge=1)] | Literal["any"] | None = None
     accumulation: int | None = Field(default=None, ge=1)
+    sequence_length: int | None = Field(default=None, ge=1)
     policy: str | None = None
-    #: Of workers that train apart: steps per round, and the penalty for the staleness gap.
-    interval: int | None = Field(default=None, ge=1)
+    #: Of workers that train apart: steps per round, β, and the penalty for the staleness gap.
+    interval: Annotated[int, Field(ge=1)] | Literal["any"] | None = None
+    outer_momentum: float | Literal["any"] | None = None
     penalty: str | None = None
     #: Of Cyclic Data Parallelism: ``v1`` or ``v2``.
     rule: str | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -12,7 +12,10 @@ import pandas as pd
 from analysis import strategies, text
 from baselines.schedule import DEEPSPEED
 from experiments.records import framing
+from experiments.records.modelled import cluster_of, measured_step, why_not_simulated
 from experiments.records.record import Record
+from simulation.calibration import intervals
+from simulation.emulated import FITTED_TO
 from simulation.framing import MESSAGE_BYTES, SHARE
 
 #: What the predictions know of the records that they are compared with.
@@ -43,6 +46,56 @@ class Row:
     #: Counted over predicted bytes by tuning: the median, and the cell that is farthest off.
     counted_full: str
     counted_lora: str
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A constant of the host that the records were measured on, and its interval, as text."""
+
+    name: str
+    unit: str
+    value: str
+    low: str
+    high: str
+
+
+def constants(records: Mapping[str, Sequence[Record]]) -> list[Fitted]:
+    """The simulator's constants by the records of each matrix; none where one of these is missing.
+
+    Intervals hold nine of ten draws of a bootstrap.
+    """
+    if not records.keys() >= {*FITTED_TO}:
+        return []
+    of = (r for name in FITTED_TO for r in records[name] if not why_not_simulated(r.cell))
+    steps = [step for r in of if (step := measured_step(r, cluster_of(r.cell))) is not None]
+    found = []
+    for constant in intervals(steps):
+        words, unit, scale = _named(constant.name)
+        numbers = (constant.value, constant.low, constant.high)
+        value, low, high = (
+            "no limit" if math.isinf(number) else text.number(scale * number) for number in numbers
+        )
+        found.append(Fitted(words, unit, value, low, high))
+    return found
+
+
+def _named(constant: str) -> tuple[str, str, float]:
+    """A constant in words, the unit that it is shown in, and how many of these its own unit is."""
+    if constant in _SHARED:
+        return _SHARED[constant]
+    engine, part = constant.split()
+    what = "calls per block and micro-batch" if part == "block" else "calls per block and step"
+    return f"{engine}: {what}", "ms", 1e3
+
+
+#: Constants that all engines have in common.
+_SHARED = {
+    "flops": ("matrix products", "GFLOP/s", 1e-9),
+    "message_seconds": ("messages", "µs", 1e6),
+    "byte_seconds": ("bytes that are sent", "ns", 1e9),
+    "gathered_byte_seconds": ("bytes that are gathered", "ns", 1e9),
+    "activation_byte_seconds": ("bytes that are kept for backward", "ns", 1e9),
+}
 
 
 def joined(

@@ -23,6 +23,8 @@ Draw = Callable[[Axes, pd.DataFrame, Looks], None]
 OUTGROWS_MARKER = 0.15
 #: Thickness of a bar; bars stand 1 apart.
 BAR = 0.62
+#: Points of a line of losses, of which a figure is not wide enough to show more.
+MOST_STEPS = 600
 INK = "#333333"
 SOFT = "#888888"
 
@@ -281,12 +283,19 @@ def _label_bar(ax: Axes, place: int, end: float, value: str) -> None:
     )
 
 
+def drawn_every(cells: pd.DataFrame) -> int:
+    """Of how many optimizer steps one is drawn, so that no line has more than ``MOST_STEPS``."""
+    longest = max(map(len, cells["losses"]), default=0)
+    return max(1, -(-longest // MOST_STEPS))
+
+
 def draw_loss(ax: Axes, panel: pd.DataFrame, looks: Looks) -> None:
     """One line a cell."""
     finished = panel[panel["state"] == "ok"]
     steps = finished[["cell", "strategy", "losses"]].explode("losses", ignore_index=True)
     steps["losses"] = steps["losses"].astype(float)
     steps["step"] = steps.groupby("cell").cumcount() + 1
+    steps = steps[steps["step"] % drawn_every(finished) == 0]
     widths = {name: 5.2 - 4.0 * at / max(len(looks) - 1, 1) for at, name in enumerate(looks)}
     sns.lineplot(
         steps,

@@ -9,6 +9,7 @@ import pandas as pd
 from analysis import strategies, text
 from analysis.compare.baseline import annotated
 from analysis.compare.varying import PANEL
+from analysis.figures import axes
 from analysis.load.provenance import provenance
 from simulation.quantities import format_link
 
@@ -120,8 +121,10 @@ def _spread(cells: pd.DataFrame) -> float:
 def losses(cells: pd.DataFrame) -> str:
     """What the loss figure shows, and how far the strategies are apart."""
     apart = float(cells["loss_difference_max"].max())
+    every = axes.drawn_every(cells[cells["state"] == "ok"])
+    step = "each optimizer step" if every == 1 else f"one of each {every} optimizer steps"
     return _joined(
-        "Mean loss over ranks and micro-batches at each optimizer step, warm-up included; one line "
+        f"Mean loss over ranks and micro-batches at {step}, warm-up included; one line "
         "a cell, drawn thinner from strategy to strategy so that lines that coincide stay visible.",
         f"Largest difference to the baseline at any step of any cell: {apart:.2g}."
         if not math.isnan(apart)

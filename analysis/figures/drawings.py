@@ -27,6 +27,8 @@ from analysis.load.provenance import provenance
 
 #: Width of a letter of a label, in inches, a little more than most have.
 LETTER = 0.073
+#: Lines of a legend that figures have room for, and what each further one takes, in inches.
+_LEGEND_ROWS, _LEGEND_ROW = 4, 0.17
 NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
@@ -123,15 +125,24 @@ def label_width(looks: axes.Looks) -> float:
 
 
 def put_legend(figure: Figure, handles: Sequence[Line2D], columns: int | None = None) -> None:
-    """Above the axes, by default in as many columns as the width holds."""
+    """Above the axes, by default in as many columns as the width holds.
+
+    The figure grows by what a long legend takes, so that axes keep their height, and to the width
+    of its longest line.
+    """
     if not handles:
         return
     longest = max(len(str(handle.get_label())) for handle in handles)
-    fitting = max(int(figure.get_figwidth() / max(1.4, 0.55 + LETTER * longest)), 1)
+    widest = max(1.4, 0.55 + LETTER * longest)
+    figure.set_figwidth(max(figure.get_figwidth(), widest))
+    fitting = int(figure.get_figwidth() / widest)
+    columns = columns or min(len(handles), fitting)
+    further = -(-len(handles) // columns) - _LEGEND_ROWS
+    figure.set_figheight(figure.get_figheight() + max(further, 0) * _LEGEND_ROW)
     figure.legend(
         handles=handles,
         loc="outside upper center",
-        ncols=columns or min(len(handles), fitting),
+        ncols=columns,
         columnspacing=1.5,
         frameon=False,
     )

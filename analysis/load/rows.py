@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from operator import itemgetter
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
 
 from analysis.load.table import values
 from experiments.records import settings
 from experiments.records.abilities import Evidence
 from experiments.records.cell import Cell
 from experiments.records.parity import promised
-from experiments.records.record import Record, State
+from experiments.records.record import METRICS, Record, State
 from simulation.quantities import format_link
 
 #: A record's values by column of the table.
@@ -20,22 +23,31 @@ _Columns = Mapping[str, Any]
 #: Bytes are those of a step. The first line's leave the busiest node, by the kernel's counters or
 #: the simulator; the second line's are the strategy's own count, its ledger. The fourth line's are
 #: of cyclic strategies: the slot that sends most over all that is trained, in float32; what is kept
-#: in the fullest slot over all micro-batches at once, and over the emptiest slot. The fifth has
+#: in the fullest slot over all micro-batches at once, and over the emptiest slot. The fifth's is of
 #: held-out examples after the last step. The sixth and seventh lines' are of strategies with a
-#: server: bytes of a node's link and of the server's, by direction, per parameter; messages that
-#: the server receives in a step. The last two lines are of the bound of memory and bandwidth:
-#: itself, and what changing one thing multiplies it by.
-Quantity = Literal[
+#: server: bytes of a node's link and of the server's, by direction, per parameter. The last two
+#: lines are of the bound of memory and bandwidth: itself, and what changing one thing multiplies
+#: it by. Metrics of records come to them.
+_NAMES = (
     "tokens_per_s", "inter_node_bytes", "inter_node_bytes_over_least", "all_nodes_bytes",
     "gather_bytes", "backward_gather_bytes", "all_nodes_forward_bytes", "all_nodes_backward_bytes",
     "peak_device_bytes", "host_cache_share", "largest_micro_batch",
     "largest_slot_share", "activation_share", "activation_spread",
-    "held_out_perplexity", "held_out_accuracy",
+    "held_out_perplexity",
     "node_received_per_parameter", "node_sent_per_parameter", "server_received_per_parameter",
-    "server_sent_per_parameter", "server_messages",
+    "server_sent_per_parameter",
     "hfu_bound", "parameters_over_named", "gain_of_bandwidth", "gain_of_free_memory",
-    "gain_of_length", "gain_of_length_in_tokens",
-]  # fmt: skip
+    "gain_of_length", "gain_of_length_in_tokens", *METRICS,
+)  # fmt: skip
+
+
+def _is_one(value: str) -> str:
+    if value not in _NAMES:
+        raise ValueError(f"{value!r} is no quantity; allowed are {', '.join(_NAMES)}")
+    return value
+
+
+Quantity = Annotated[str, AfterValidator(_is_one)]
 
 
 @dataclass(frozen=True)
@@ -155,10 +167,9 @@ _QUANTITIES: dict[Quantity, Callable[[_Columns], float | None]] = {
     "activation_share": _activation_share,
     "activation_spread": _activation_spread,
     "held_out_perplexity": lambda c: _exponential(c["held_out_loss"]),
-    "held_out_accuracy": lambda c: c["held_out_accuracy"],
     "node_received_per_parameter": _per_parameter("node_received"),
     "node_sent_per_parameter": _per_parameter("node_sent"),
     "server_received_per_parameter": _per_parameter("server_received"),
     "server_sent_per_parameter": _per_parameter("server_sent"),
-    "server_messages": lambda c: c["server_messages_per_step"],
+    **{name: itemgetter(name) for name in METRICS},
 }

@@ -112,7 +112,7 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
     # Text as objects: with any string type, pandas 2 and 3 do not agree on what is missing.
     kinds = {name: "object" if kind == "string" else kind for name, kind in COLUMNS.items()}
     typed: pd.DataFrame = table.astype({**kinds, **dict.fromkeys(extra, "float64")})
-    return typed
+    return typed.copy()  # each column is a block of its own until then, which pandas warns of
 
 
 def write_parquet(table: pd.DataFrame, path: Path) -> None:

@@ -1,8 +1,8 @@
-"""The chapter on the paper: a row per result first, then a section per table or figure."""
+"""The chapter on a paper: a row per result first, then a section per table or figure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from analysis import text
@@ -10,12 +10,12 @@ from analysis.claims.papers import Claim, Claims
 from analysis.claims.verdicts import Finding, Summary, between, quoted, rounded
 from analysis.figures.drawings import Drawing
 from analysis.load.runs import AnyRun, Run
-from analysis.paper import contents, figures, fit, pivots, sweeps_drawn, words
-from analysis.paper.contents import Section
+from analysis.paper import figures, fit, pivots, sweeps_drawn, words
+from analysis.paper.contents import Contents, Fit, Section
 from analysis.paper.fit import Fitted
 from analysis.paper.sensitivity import Sweeps, sweeps
 from analysis.paper.tables import Table
-from experiments.records.workload import AnyModel
+from experiments.records.workload import AnyModel, Images
 from simulation.transformer import ModelSpec
 
 #: Of emulated comparisons a table shows the one at the paper's ratio of communication to
@@ -43,6 +43,8 @@ class Part:
 class Chapter:
     """All of it."""
 
+    #: The paper, as the claims call it.
+    paper: str
     #: A row per result: what, paper, simulated, emulated, verdict, and its section's id.
     opening: tuple[tuple[str, ...], ...]
     parts: tuple[Part, ...]
@@ -75,32 +77,30 @@ class Chapter:
 
 
 def chapter(
+    holds: Contents,
     claims: Claims,
     runs: Sequence[AnyRun],
     findings: Sequence[Finding],
     verdicts: Mapping[str, Summary],
     number: Mapping[str, int],
+    noted: Collection[int] = (),
 ) -> Chapter:
-    """The chapter of these records; ``number`` has each note's."""
-    holds = contents.load(claims)
+    """The chapter of these records.
+
+    ``number`` has each note's, ``noted`` those of chapters before.
+    """
     by_matrix = {run.matrix: run for run in runs}
-    rows = {sweep.matrix: by_matrix[sweep.matrix].rows for sweep in holds.fit.sweeps
-            if sweep.matrix in by_matrix}  # fmt: skip
-    swept = sweeps(holds.fit, claims, rows)
-    found = None if swept is None else fit.fitted(holds.fit, swept)
+    swept = _swept(holds.fit, claims, by_matrix)
+    found = None if holds.fit is None or swept is None else fit.fitted(holds.fit, swept)
     shown = _Shown(claims, findings, verdicts, words.as_predicted(found), found)
-    notes = _placed(holds.sections, shown, number)
+    notes = _placed(holds.sections, shown, number, noted)
     parts = tuple(
         Part(
             section,
             shown.table(section),
             own,
             earlier,
-            tuple(
-                pivots.table(pivot, by_matrix[pivot.matrix].rows)
-                for pivot in section.pivots
-                if pivot.matrix in by_matrix
-            ),
+            _own_tables(section, by_matrix),
             _assumptions(section, by_matrix),
             tuple(_command(claims, name) for name in section.matrices),
             _drawing(section, shown, by_matrix, found, swept),
@@ -113,8 +113,9 @@ def chapter(
         for name, short in section.first.items()
     )
     if found is None or swept is None:
-        return Chapter(opening, parts, None)
+        return Chapter(holds.paper, opening, parts, None)
     return Chapter(
+        holds.paper,
         opening,
         parts,
         found,
@@ -127,14 +128,35 @@ def chapter(
     )
 
 
+def _own_tables(section: Section, runs: Mapping[str, AnyRun]) -> tuple[Table, ...]:
+    """What of a section's matrices is shown cell by cell."""
+    found = [pivots.table(of, runs[of.matrix].rows) for of in section.pivots if of.matrix in runs]
+    for seeds in section.seeds:
+        run = runs.get(seeds.matrix)
+        found += [pivots.over_seeds(seeds, run)] if isinstance(run, Run) else []
+    return tuple(found)
+
+
+def _swept(of: Fit | None, claims: Claims, runs: Mapping[str, AnyRun]) -> Sweeps | None:
+    """What the sweeps of unknowns come to; ``None`` without one, or without its records."""
+    if of is None:
+        return None
+    rows = {sweep.matrix: runs[sweep.matrix].rows for sweep in of.sweeps if sweep.matrix in runs}
+    return sweeps(of, claims, rows)
+
+
 def _placed(
-    sections: Sequence[Section], shown: _Shown, number: Mapping[str, int]
+    sections: Sequence[Section],
+    shown: _Shown,
+    number: Mapping[str, int],
+    noted: Collection[int],
 ) -> list[tuple[dict[int, str], tuple[int, ...]]]:
     """Of each section the notes that stand there first, and the numbers of the others."""
-    there: set[int] = set()
+    there = set(noted)
     found = []
     for section in sections:
-        notes = dict(sorted((number[note], note) for note in shown.notes(section)))
+        reasons = [note for note in shown.notes(section) if note in number]
+        notes = dict(sorted((number[note], note) for note in reasons))
         own = {at: note for at, note in notes.items() if at not in there}
         found.append((own, tuple(at for at in notes if at in there)))
         there |= set(own)
@@ -157,17 +179,17 @@ class _Shown:
     def table(self, section: Section) -> Table:
         fitted = self.found
         at = "" if fitted is None else words.value(fitted.fit.unknown, fitted.value)
-        rows = []
-        for name in section.claims:
-            what, paper, simulated, emulated, verdict = self.row(name)
-            predicted = [self.predicted.get(name, text.ABSENT)] if fitted else []
-            rows.append((what, paper, simulated, *predicted, emulated, verdict))
-        columns = [f"Simulated, {at} of the link"] if fitted else []
+        rows = [(*self.row(name), self.predicted.get(name, text.ABSENT)) for name in section.claims]
+        # What is simulated of no claim at all is no column; nor is what nothing was fitted for.
+        simulated = bool(fitted) or any(row[2] != text.ABSENT for row in rows)
+        order = [0, 1, *([2] if simulated else []), *([5] if fitted else []), 3, 4]
+        names = ("Result", "Paper", "Simulated", "Emulated", "Verdict")
+        columns = (*names, f"Simulated, {at} of the link")
         return Table(
             section.id,
             section.title,
-            ("Result", "Paper", "Simulated", *columns, "Emulated", "Verdict"),
-            tuple(rows),
+            tuple(columns[place] for place in order),
+            tuple(tuple(row[place] for place in order) for row in rows),
         )
 
     def row(self, name: str, briefly: bool = False) -> tuple[str, str, str, str, str]:
@@ -199,11 +221,13 @@ class _Shown:
         return f"{ours} ({'; '.join(said)})" if said else ours
 
     def notes(self, section: Section) -> list[str]:
-        """The reasons of what decides the section's claims."""
+        """The reasons of what decides the section's claims; of all else where nothing does."""
+        decided = {finding.claim.id for finding in self.findings if finding.decides}
         return [
             reason
             for finding in self.findings
-            if finding.claim.id in section.claims and finding.decides
+            if finding.claim.id in section.claims
+            and (finding.decides or finding.claim.id not in decided)
             for reason in finding.reasons
         ]
 
@@ -229,7 +253,13 @@ def _assumptions(section: Section, runs: Mapping[str, AnyRun]) -> str:
     clusters = words.distinct(
         [f"{c.cluster.nodes} nodes × {c.cluster.ranks_per_node} ranks" for c in cells]
     )
-    lengths = words.distinct([f"{c.sequence_length} tokens per sequence" for c in cells])
+    lengths = words.distinct(
+        [
+            f"{c.sequence_length} tokens per sequence"
+            for c in cells
+            if not isinstance(c.data, Images)
+        ]
+    )
     parts = [models, clusters, lengths]
     simulated = [c.cluster for c in cells if c.cluster.kind == "simulated"]
     if simulated:
@@ -263,6 +293,8 @@ def _drawing(
     run = runs.get(section.matrices[0])
     if not isinstance(run, Run):
         return None
+    if section.figure in ("throughput", "traffic", "intervals", "slots"):
+        return figures.of_kind(run, section.figure)
     claims = [shown.of(name) for name in section.claims]
     if section.figure in ("volume", "bandwidth"):
         return getattr(figures, section.figure)(claims, run)  # type: ignore[no-any-return]

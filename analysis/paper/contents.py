@@ -1,7 +1,8 @@
-"""What the chapter on the paper holds: its sections, and what is fitted to which number.
+"""What the chapter on a paper holds: its sections, and what is fitted to which number.
 
-``contents.yaml`` names claims, matrices and settings; the paper's numbers stand in
-``analysis/claims.yaml``. A mistake raises ``ValueError`` with the file and the key.
+``contents.yaml``, of the FCDP paper, and the files beside it, of others, name claims, matrices and
+settings; the papers' numbers stand in ``analysis/claims.yaml``. A mistake raises ``ValueError``
+with the file and the key.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from simulation import yaml_lines
 from simulation.files import Name, Strict
 
 CONTENTS = Path(__file__).with_suffix(".yaml")
+#: Of the papers whose chapters follow, in their order.
+OTHERS = tuple(CONTENTS.with_name(f"{paper}.yaml") for paper in ("co2", "cyclic", "luwu", "fuyou"))
 
 
 class Sweep(Strict):
@@ -66,7 +69,10 @@ class Fit(Strict):
 
 
 #: What a section's figure draws.
-Figure = Literal["volume", "sweep", "scaling", "bandwidth", "policies", "memory", "losses"]
+Figure = Literal[
+    "volume", "sweep", "scaling", "bandwidth", "policies", "memory", "losses",
+    "throughput", "traffic", "intervals", "slots",
+]  # fmt: skip
 
 
 class Pivot(Strict):
@@ -75,13 +81,23 @@ class Pivot(Strict):
     id: Name
     title: str
     matrix: MatrixName
-    quantity: Literal["tokens_per_s", "peak_device_bytes"]
+    quantity: Literal["tokens_per_s", "peak_device_bytes", "held_out_loss", "held_out_accuracy"]
     #: The cells that it is of; all by default.
     of: Selection | None = None
     rows: Name = "strategy"
     columns: Name
     #: The column of which the others are shares.
     share_of: str | None = None
+
+
+class Seeds(Strict):
+    """A table of held-out metrics over a matrix's seeds."""
+
+    id: Name
+    title: str
+    matrix: MatrixName
+    #: The strategy from which differences are taken, seed by seed.
+    over: Name
 
 
 class Section(Strict):
@@ -93,11 +109,12 @@ class Section(Strict):
     matrices: tuple[MatrixName, ...]
     claims: tuple[Name, ...] = Field(min_length=1)
     #: Those of its claims that the chapter opens with, in a few words.
-    first: dict[Name, str] = Field(min_length=1)
+    first: dict[Name, str] = Field(default_factory=dict)
     #: What of the paper's is not known.
     unknown: str | None = None
     #: What every system's cells are, where the paper's own values are not known.
     pivots: tuple[Pivot, ...] = ()
+    seeds: tuple[Seeds, ...] = ()
 
     @model_validator(mode="after")
     def _opens_with_its_own(self) -> Section:
@@ -112,7 +129,8 @@ class Contents(Strict):
     #: The paper, as the claims call it.
     paper: Name
     sections: tuple[Section, ...]
-    fit: Fit
+    #: None where the paper's numbers are of runs as ours, or none of ours can be fitted to them.
+    fit: Fit | None = None
 
 
 def load(claims: Claims, path: Path = CONTENTS) -> Contents:
@@ -123,10 +141,11 @@ def load(claims: Claims, path: Path = CONTENTS) -> Contents:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise ValueError(f"{path.name}: {where}: {first['msg']}") from error
-    known = {claim.id for claim in claims.claims}
-    named = [("fit.targets", target.claim) for target in contents.fit.targets]
+    known = {claim.id for claim in claims.claims if claim.paper == contents.paper}
+    targets = contents.fit.targets if contents.fit else ()
+    named = [("fit.targets", target.claim) for target in targets]
     named += [(section.id, name) for section in contents.sections for name in section.claims]
     for where, name in named:
         if name not in known:
-            raise ValueError(f"{path.name}: {where}: {name!r} is no claim")
+            raise ValueError(f"{path.name}: {where}: {name!r} is no claim of the paper")
     return contents

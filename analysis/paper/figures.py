@@ -138,7 +138,7 @@ def policies(run: Run) -> Drawing:
                 (speed, "tokens_per_s", 1.0),
                 (memory, "peak_device_bytes", 1e9),
             ):
-                taus, values = _points(found, of, "policy", quantity, _tau_of)  # type: ignore[arg-type]
+                taus, values = _points(found, of, "policy", quantity, _tau_of)
                 label = f"{tuning}, micro-batch {batch}"
                 ax.plot(taus, [value / unit for value in values], label=label, **look)
         speed.set(xlabel="threshold τ", ylabel="tokens/s", ylim=(0, None))
@@ -178,6 +178,12 @@ def losses(run: Run) -> Drawing:
     """The losses of all systems, one over another."""
     cells, setting = next(iter(matrix.parted(compare(run.table))))
     return matrix.draw_losses(cells, strategies.styles(cells["strategy"]), setting)
+
+
+def of_kind(run: Run, kind: str) -> Drawing | None:
+    """The first of a matrix's own figures of this kind; ``None`` where it has none."""
+    drawn = matrix.draw(compare(run.table))
+    return next((one for one in drawn if one.name.endswith(f"-{kind}")), None)
 
 
 def _points(

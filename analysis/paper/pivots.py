@@ -1,20 +1,25 @@
-"""Tables of a matrix's own cells: a quantity by two of their settings, of every system."""
+"""Tables of a matrix's own cells: a quantity by two of their settings; means over seeds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from analysis import strategies, text
+from analysis.compare.baseline import compare
+from analysis.compare.seeds import in_words
 from analysis.load.rows import Quantity, Row
-from analysis.paper.contents import Pivot
+from analysis.load.runs import Run
+from analysis.paper.contents import Pivot, Seeds
 from analysis.paper.tables import Table
 from experiments.records import settings
 from experiments.records.cell import Cell
+from experiments.records.record import METRICS
 
 #: How a quantity is written.
 _WRITTEN: dict[Quantity, Callable[[float], str]] = {
     "tokens_per_s": text.number,
     "peak_device_bytes": lambda value: f"{value / 1e9:.1f}",
+    **{name: metric.written for name, metric in METRICS.items()},
 }
 
 
@@ -26,12 +31,21 @@ def table(pivot: Pivot, rows: Sequence[Row]) -> Table:
     if pivot.rows == "strategy":
         sides = strategies.ordered(sides)
     tops = list(dict.fromkeys(top for _, top in cells))
+    if all(top.isdigit() for top in tops):
+        tops.sort(key=int)
     lines = [
         (_word(pivot.rows, side), *(_cell(pivot, cells, side, top) for top in tops))
         for side in sides
     ]
     heads = (_label(pivot.rows), *(_head(pivot.columns, top) for top in tops))
     return Table(pivot.id, pivot.title, heads, tuple(lines))
+
+
+def over_seeds(seeds: Seeds, run: Run) -> Table:
+    """Mean ± standard deviation of held-out metrics, and of differences seed by seed."""
+    found = in_words(compare(run.table, seeds.over))
+    rows = (tuple(map(str, row)) for row in found.itertuples(index=False))
+    return Table(seeds.id, seeds.title, tuple(map(str, found.columns)), tuple(rows))
 
 
 _Cells = dict[tuple[str, str], Row]
@@ -60,7 +74,10 @@ def _word(setting: str, value: str) -> str:
 
 def _head(setting: str, value: str) -> str:
     """A column's name, which says of a plain number what it is of."""
-    return f"{_label(setting)} {value}" if value.isdigit() else _word(setting, value)
+    if not value.isdigit():
+        return _word(setting, value)
+    written = settings.described(Cell)[setting].written(int(value))
+    return f"{_label(setting)} {value}" if written == value else written
 
 
 def _label(setting: str) -> str:

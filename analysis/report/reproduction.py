@@ -14,7 +14,7 @@ from analysis import text
 from analysis.claims import papers
 from analysis.claims.papers import LABELS, Claims, MatrixUse
 from analysis.claims.verdicts import Finding, Summary, asked, judge, quoted, rounded, summarise
-from analysis.compare import predictions
+from analysis.compare import orders, predictions
 from analysis.compare.baseline import compare
 from analysis.figures import matrix, memory
 from analysis.figures import predictions as predicted
@@ -28,6 +28,7 @@ from analysis.paper.chapter import Chapter, chapter
 from analysis.report import pages
 from analysis.report.summary import in_short
 from analysis.report.tables import escaped
+from simulation.emulated import FITTED_TO
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,12 @@ def write(results: Path) -> Written:
         results / "paper" / "figures",
     )
     values = _values(claims, of)
-    first: Chapter = values["chapter"]
+    chapters = _chapters(values)
     where.document.write_text(_markdown(values), encoding="utf-8")
     where.page.write_text(_page(claims, of, values), encoding="utf-8")
-    papers_tables.write(first.written, where.tables)
+    papers_tables.write([table for one in chapters for table in one.written], where.tables)
     where.figures.mkdir(parents=True, exist_ok=True)
-    for drawing in first.drawn:
+    for drawing in (drawing for one in chapters for drawing in one.drawn):
         (where.figures / f"{drawing.name}.svg").write_bytes(svg(drawing))
     return where
 
@@ -69,10 +70,13 @@ def markdown(claims: Claims, of: Sequence[AnyRun]) -> str:
     return _markdown(_values(claims, of))
 
 
-def chapter_of(claims: Claims, of: Sequence[AnyRun]) -> Chapter:
-    """The chapter on the FCDP paper."""
-    first: Chapter = _values(claims, of)["chapter"]
-    return first
+def chapters_of(claims: Claims, of: Sequence[AnyRun]) -> list[Chapter]:
+    """The chapters, that on the FCDP paper first."""
+    return _chapters(_values(claims, of))
+
+
+def _chapters(values: Mapping[str, Any]) -> list[Chapter]:
+    return [values["chapter"], *values["others"]]
 
 
 def _markdown(values: Mapping[str, Any]) -> str:
@@ -84,7 +88,8 @@ def _markdown(values: Mapping[str, Any]) -> str:
 def _page(claims: Claims, of: Sequence[AnyRun], values: Mapping[str, Any]) -> str:
     """The self-contained HTML page, which has the figures of every run too."""
     # What sweeps of unknowns come to stands in the chapter.
-    swept = {sweep.matrix for sweep in contents.load(claims).fit.sweeps if sweep.unknowns}
+    fit = contents.load(claims).fit
+    swept = {sweep.matrix for sweep in (fit.sweeps if fit else ()) if sweep.unknowns}
     figure, file = pages.Figures(), {run.matrix: run.file for run in of}
     figures = {
         run.matrix: []
@@ -121,10 +126,13 @@ def _values(claims: Claims, of: Sequence[AnyRun]) -> dict[str, Any]:
     by_matrix = {run.matrix: run for run in of}
     findings = judge(claims, {run.matrix: run.rows for run in of})
     notes = _notes(claims, findings)
+    first, *others = _written(claims, of, findings, notes)
     lines = [_line(claims, finding, by_matrix, notes) for finding in findings]
     summary = summarise(findings)
     verdicts = Counter(summary.values())
     evidence = {finding.evidence for finding in findings}
+    timed = [run for run in of if isinstance(run, Run)]
+    ordered = _orders(claims, timed)
     return {
         "counts": [(verdict, verdicts[verdict]) for verdict in get_args(Summary)],
         "claims": len(claims.claims),
@@ -136,12 +144,19 @@ def _values(claims: Claims, of: Sequence[AnyRun]) -> dict[str, Any]:
             }
             for name, paper in claims.papers.items()
         ],
-        "chapter": chapter(claims, of, findings, summary, notes),
+        "chapter": first,
+        "others": others,
+        "titles": {name: paper.title for name, paper in claims.papers.items()},
+        "noted": {note for one in (first, *others) for note in one.noted},
         "notes": notes,
         "labels": LABELS,
         "evidence": {name: text.EVIDENCE[name] for name in text.EVIDENCE if name in evidence},
         "runs": of,
         "validation": predictions.rows(pairs) if len(pairs := _predicted(claims, of)) else [],
+        "orders": orders.rows(ordered) if ordered else [],
+        "wrong": orders.wrong_in_words(ordered),
+        "constants": predictions.constants({run.matrix: run.records for run in timed}),
+        "fitted_to": ", ".join(FITTED_TO),
         "framing": predictions.FRAMING,
         "fitted": predictions.FITTED,
         "caveats": {
@@ -150,6 +165,18 @@ def _values(claims: Claims, of: Sequence[AnyRun]) -> dict[str, Any]:
             if (caveat := use.caveat or use.noise)
         },
     }
+
+
+def _written(
+    claims: Claims, of: Sequence[AnyRun], findings: Sequence[Finding], notes: Mapping[str, int]
+) -> list[Chapter]:
+    """The chapters in their order; each note stands in the first that has it."""
+    verdicts, noted, written = summarise(findings), set[int](), list[Chapter]()
+    for path in (contents.CONTENTS, *contents.OTHERS):
+        holds = contents.load(claims, path)
+        written.append(chapter(holds, claims, of, findings, verdicts, notes, noted))
+        noted |= written[-1].noted
+    return written
 
 
 def _predicted(claims: Claims, of: Sequence[AnyRun]) -> pd.DataFrame:
@@ -161,6 +188,20 @@ def _predicted(claims: Claims, of: Sequence[AnyRun]) -> pd.DataFrame:
     ]
     pairs = [predictions.joined(run.matrix, run.records, run.predictions) for run in read]
     return pd.DataFrame([pair for found in pairs for pair in found])
+
+
+def _orders(claims: Claims, of: Sequence[Run]) -> list[orders.Order]:
+    """How well each matrix is ordered, those included whose times may not be read."""
+    found = (
+        orders.order(
+            run.matrix,
+            run.records,
+            run.predictions,
+            readable=not claims.matrices.get(run.matrix, MatrixUse()).caveat,
+        )
+        for run in of
+    )
+    return [each for each in found if each is not None]
 
 
 def _notes(claims: Claims, findings: Sequence[Finding]) -> dict[str, int]:

@@ -12,6 +12,7 @@ import pandas as pd
 
 from analysis import strategies, text
 from analysis.compare.baseline import Headline, compare, headlines
+from analysis.compare.seeds import in_words
 from analysis.figures import drawings
 from analysis.figures.matrix import draw
 from analysis.load import provenance
@@ -65,7 +66,7 @@ def markdown(compared: pd.DataFrame) -> str:
     """The comparison table with its notes, ready for a README."""
     table = tables.markdown(tables.presentable(compared))
     notes = "\n".join(f"- {note}" for note in tables.notes(compared))
-    seeds = tables.of_seeds(compared)
+    seeds = in_words(compared)
     over = "" if seeds.empty else f"\n{tables.OVER_SEEDS}:\n\n{tables.markdown(seeds)}\n"
     return f"{table}\n\n{notes}\n{over}"
 
@@ -148,7 +149,7 @@ def _sections(compared: pd.DataFrame) -> list[Section]:
             words[-1] = f"accumulation {words[-1]}"
         columns = [name for name in shown.columns if name not in titles]
         sections.append(Section(" · ".join(words), columns, _as_text(rows[columns])))
-    seeds = tables.of_seeds(compared)
+    seeds = in_words(compared)
     if not seeds.empty:
         finished = _as_text(seeds.assign(State="ok"))
         sections.append(Section(tables.OVER_SEEDS, list(seeds.columns), finished))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pandas as pd
 
 from analysis import strategies, text
 from analysis.compare.baseline import SETTINGS
-from analysis.compare.seeds import over_seeds
+from analysis.compare.seeds import filled
 from analysis.compare.varying import OPTIONAL, varying
+from experiments.records.record import METRICS
 from simulation.quantities import format_link
 
 #: Columns of words; all others hold numbers and are set flush right.
@@ -54,49 +56,11 @@ def presentable(compared: pd.DataFrame) -> pd.DataFrame:
         "device MB": shown("peak_device_bytes", text.megabytes),
         "final loss": shown("loss_final", text.loss),
         "loss difference": shown("loss_difference", text.signed_loss),
-        "held-out loss": shown("held_out_loss", text.loss),
-        "held-out accuracy": shown("held_out_accuracy", text.accuracy),
+        **{one.title: shown(name, partial(text.metric, one)) for name, one in METRICS.items()},
         "Evidence": compared["evidence"],
         "State": compared["state"],
     }
-    return _without_empty(pd.DataFrame(columns))
-
-
-def of_seeds(compared: pd.DataFrame) -> pd.DataFrame:
-    """Held-out metrics over seeds as strings, mean ± standard deviation; empty without seeds."""
-    found = over_seeds(compared)
-    if found.empty:
-        return found
-
-    def spread(column: str, form: str, unit: str = "", scale: float = 1.0) -> pd.Series:
-        rows = zip(found[column] * scale, found[f"{column}_sd"] * scale, strict=True)
-        return pd.Series([text.spread(*row, form, unit) for row in rows], index=found.index)
-
-    own = found["strategy"] == found["baseline"]
-    columns = {
-        "Model": found["model"],
-        **{
-            OPTIONAL[name].setting.label: found[name].map(OPTIONAL[name].written)
-            for name in OPTIONAL
-            if name in found and found[name].nunique(dropna=False) > 1
-        },
-        "Link": found["inter_bandwidth_bits_per_s"].map(format_link),
-        "Strategy": found["strategy"].map(strategies.label),
-        "seeds": found["seeds"].map(str),
-        "held-out loss": spread("held_out_loss", ".4f"),
-        "loss difference": spread("held_out_loss_difference", "+.4f").mask(own, text.ABSENT),
-        "held-out accuracy": spread("held_out_accuracy", ".2f", " %", 100),
-        "accuracy difference": spread("held_out_accuracy_difference", "+.2f", " points", 100).mask(
-            own, text.ABSENT
-        ),
-    }
-    return _without_empty(pd.DataFrame(columns))
-
-
-def _without_empty(table: pd.DataFrame) -> pd.DataFrame:
-    """Leave out the columns for which no cell has a value, such as device memory on CPU."""
-    filled: pd.DataFrame = table.loc[:, (table != text.ABSENT).any()]
-    return filled
+    return filled(pd.DataFrame(columns))
 
 
 def markdown(table: pd.DataFrame) -> str:

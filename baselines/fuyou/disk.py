@@ -20,7 +20,7 @@ from fcdp import direct_io
 from fcdp.direct_io import File
 
 Way = Literal["read", "write"]
-#: Transfers at once: a disk is busy with a few.
+#: Transfers at once, each way: a disk is busy with a few, and neither way waits for the other.
 _THREADS = 4
 
 
@@ -28,7 +28,8 @@ class Disk:
     """Transfers between host memory and files, and how fast they are."""
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(_THREADS, "fuyou-disk")
+        self._readers = ThreadPoolExecutor(_THREADS, "fuyou-read")
+        self._writers = ThreadPoolExecutor(_THREADS, "fuyou-write")
         self._lock = threading.Lock()
         self._under_way: Counter[Way] = Counter()
         self._since: dict[Way, float] = {}
@@ -40,11 +41,11 @@ class Disk:
         self, file: File, offset: int, memory: torch.Tensor, landed: Sequence[Any] = ()
     ) -> Future[int]:
         """Write aligned memory; the result is its checksum."""
-        return self._threads.submit(self._write, file, offset, memory, landed)
+        return self._writers.submit(self._write, file, offset, memory, landed)
 
     def read(self, file: File, offset: int, memory: torch.Tensor, expected: int) -> Future[int]:
         """Fill aligned memory with what was written with this checksum."""
-        return self._threads.submit(self._read, file, offset, memory, expected)
+        return self._readers.submit(self._read, file, offset, memory, expected)
 
     def rate(self, way: Way) -> float | None:
         """Bytes per second while anything was moved; ``None`` if nothing was."""
@@ -53,7 +54,8 @@ class Disk:
 
     def close(self) -> None:
         """End the threads when what they have in hand has ended."""
-        self._threads.shutdown()
+        self._readers.shutdown()
+        self._writers.shutdown()
 
     def _write(self, file: File, offset: int, memory: torch.Tensor, landed: Sequence[Any]) -> int:
         with self._counted("write", memory.numel()):

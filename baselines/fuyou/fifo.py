@@ -31,8 +31,8 @@ class _Slot:
 class Fifo:
     """Parameters on the device: the root always, of the blocks so many at once.
 
-    A slot that becomes free is filled with the next block that will be needed. Blocks whose bytes
-    are kept in host memory are not read from SSD.
+    Slots hold the block that is computed and those that are needed next: the last ones of forward
+    stay for backward. Blocks whose bytes are kept in host memory are not read from SSD.
     """
 
     def __init__(
@@ -51,7 +51,9 @@ class Fifo:
         self._root = self._on_device(layout.root.compute_bytes)
         self._root_groups = {group.index for group in layout.root.groups}
         self._threads = ThreadPoolExecutor(max(1, len(self._slots)), "fuyou-fifo")
+        #: Blocks that will be needed, and the one that is computed.
         self._order: deque[int] = deque()
+        self._computed: int | None = None
         self._cached: dict[int, torch.Tensor] = {}
         #: Seconds that the device has waited for parameters.
         self.waited = 0.0
@@ -101,11 +103,12 @@ class Fifo:
     def acquire(self, block: int) -> None:
         """Have a block's parameters on the device; blocks come in the order that was said."""
         slot = self._holding(block)
-        if slot is None:
+        if slot is None or not self._order or self._order[0] != block:
             raise RuntimeError(
                 f"blocks: the model computed block {block} out of turn; must be those that it "
                 "computes one after another, each once"
             )
+        self._computed = self._order.popleft()
         begin = time.perf_counter()
         assert slot.filled is not None
         slot.filled.result()
@@ -113,20 +116,17 @@ class Fifo:
         _point(self._layout.blocks[block], slot.memory, self._layout.dtype)
 
     def release(self, block: int) -> None:
-        """Let a block go, unless it is needed next, and begin to load another."""
-        if self._order and self._order[0] == block:
-            self._order.popleft()
-            self._fill()
-            return
+        """Let a block go, unless it is needed soon, and begin to load another."""
         slot = self._holding(block)
         assert slot is not None
         _empty(self._layout.blocks[block], self._layout.dtype, slot.memory.device)
-        slot.block, slot.unused = None, self._copies.used()
+        self._computed, slot.unused = None, self._copies.used()
         self._fill()
 
     def stop(self) -> None:
         """Forget what was expected, and let all blocks go."""
         self._order.clear()
+        self._computed = None
         for slot in self._slots:
             if slot.filled is not None:
                 slot.filled.result()
@@ -140,14 +140,22 @@ class Fifo:
         self._threads.shutdown()
 
     def _fill(self) -> None:
-        for slot in self._slots:
-            if slot.block is None and self._order and self._holding(self._order[0]) is None:
-                slot.block = self._order.popleft()
-                unit = self._layout.blocks[slot.block]
-                kept = self._cached.get(slot.block)
+        wanted = self._wanted()
+        free = [slot for slot in self._slots if slot.block not in wanted]
+        for block in wanted:
+            if self._holding(block) is None:
+                slot = free.pop()
+                slot.block = block
+                unit = self._layout.blocks[block]
+                kept = self._cached.get(block)
                 slot.filled = self._threads.submit(
                     self._load, unit, slot.memory, slot.staging, kept, slot.unused
                 )
+
+    def _wanted(self) -> list[int]:
+        """As many blocks as there are slots: those that are needed first."""
+        first = [] if self._computed is None else [self._computed]
+        return list(dict.fromkeys((*first, *self._order)))[: len(self._slots)]
 
     def _load(
         self,

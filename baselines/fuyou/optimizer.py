@@ -1,11 +1,12 @@
 """AdamW on the CPU by groups, in backward order, between a read and a write of each.
 
-``overlapped``: while backward goes on, a group at a time: read, step, write. ``delayed``: the
-write of a group while the next one is stepped. ``after``: gradients are put aside on SSD, and the
-groups are read, stepped and written when backward has ended.
+``overlapped``: while backward goes on, a group at a time: step, write; the state of the next one is
+read meanwhile. ``delayed``: and the write of a group goes on while the next one is stepped.
+``after``: gradients are put aside on SSD, and when backward has ended the groups go the way of
+``overlapped``, their gradients read ahead too.
 
-A step of a group ends with an acknowledgement, the result of its future: nothing of the group is
-written, and its gradient's memory is not given to another, before that is there.
+A step of a group ends with an acknowledgement, the return of ``Adam.step``: nothing of the group is
+written, and its gradient's memory is not given to another, before that.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ import torch.nn as nn
 from baselines import optimizers
 from baselines.fuyou.layout import FLOAT, Group
 from baselines.fuyou.memory import Dram
+from baselines.fuyou.ring import Ring
 from baselines.fuyou.store import Store
 from baselines.settings import Update
 
 #: Gradients of groups in host memory at once: backward waits where the optimizer is behind.
 _GRADIENTS = 2
+#: Buffers of optimizer state: one is read into, one stepped and written; or three of them.
+BUFFERS: dict[Update, int] = {"after": 2, "overlapped": 2, "delayed": 3}
 
 
 class Adam:
@@ -82,7 +86,7 @@ def cast(group: Group, buffer: torch.Tensor) -> None:
 
 
 class Updates:
-    """The groups' updates of a step, on a thread; and the threads' memory."""
+    """The groups' updates of a step, on threads; and the threads' memory."""
 
     def __init__(
         self,
@@ -102,120 +106,119 @@ class Updates:
         self._store = store
         self._adam = adam
         self._renewed = renewed
-        largest = max((group.nbytes for group in groups), default=0)
+        self.ring = Ring(store, dram, groups)
         gradient = max((group.gradient_bytes for group in groups), default=0)
-        self._buffers = [
-            dram.take(largest, "optimizer state of a group")
-            for _ in range(2 if form == "delayed" else 1)
-        ]
         self._sum = dram.take(gradient, "a gradient of earlier micro-batches") if sums else None
         self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for _ in range(_GRADIENTS):
             self._free.put(dram.take(gradient, "a group's gradient"))
-        self._coordinator = ThreadPoolExecutor(1, "fuyou-optimizer")
-        self._stepper = ThreadPoolExecutor(1, "fuyou-adam")
+        self._optimizer = ThreadPoolExecutor(1, "fuyou-optimizer")
+        self._writer = ThreadPoolExecutor(1, "fuyou-writer")
         self._under_way: list[Future[None]] = []
-        self._broken: BaseException | None = None
-        #: Stepped, not written yet: its buffer is the first.
-        self._unwritten: Group | None = None
+        #: The optimizer's thread alone has these two.
+        self._writing: list[Future[None]] = []
         self._put_aside: list[Group] = []
+        self._broken: BaseException | None = None
+
+    def begin(self) -> None:
+        """Begin a step: what it will need first is read."""
+        if self._form != "after":
+            self.ring.begin()
 
     def memory(self) -> torch.Tensor:
         """Memory for a group's gradient (float32 bytes); waits until there is some."""
         return self._free.get()
 
-    def idle(self) -> torch.Tensor:
-        """Memory for a trained group's state, which nothing uses between steps."""
-        return self._buffers[0]
-
     def submit(
         self, group: Group, gradient: torch.Tensor, landed: Sequence[Any], *, last: bool
     ) -> None:
         """Hand over a gradient; ``last``: of the step's last micro-batch."""
-        task = self._coordinator.submit(self._take, group, gradient, landed, last)
-        self._under_way.append(task)
+        self._submit(gradient, lambda: self._take(group, gradient, landed, last))
 
     def finish(self) -> None:
         """Wait until all groups are stepped and written. Raises what went wrong on the way."""
         self._settle()  # all that is to be put aside is then
-        while self._put_aside:
-            task = self._coordinator.submit(self._take_aside, self._put_aside.pop(0))
-            self._under_way.append(task)
-        self._under_way.append(self._coordinator.submit(self._flush))
+        aside, self._put_aside = self._put_aside, []
+        if aside:
+            self.ring.begin()
+        for group in aside:
+            self._take_aside(group)
+        self._submit(None, self._written)
         self._settle()
 
     def close(self) -> None:
         """End the threads when what they have in hand has ended."""
-        self._coordinator.shutdown()
-        self._stepper.shutdown()
+        self._optimizer.shutdown()
+        self._writer.shutdown()
+        self.ring.close()
+
+    def _submit(self, gradient: torch.Tensor | None, task: Callable[[], None]) -> None:
+        self._under_way.append(self._optimizer.submit(self._guarded, gradient, task))
 
     def _settle(self) -> None:
+        """Wait for the optimizer's thread. Raises what went wrong."""
         under_way, self._under_way = self._under_way, []
         wait(under_way)
-        for task in under_way:
-            task.result()
+        if self._broken is not None:
+            raise self._broken
+
+    def _guarded(self, gradient: torch.Tensor | None, task: Callable[[], None]) -> None:
+        """Do the task unless an earlier one failed; the gradient's memory is free in any case."""
+        try:
+            if self._broken is None:
+                task()
+        except BaseException as error:
+            self._broken = self._broken or error
+        finally:
+            if gradient is not None:
+                self._free.put(gradient)
 
     def _take(
         self, group: Group, gradient: torch.Tensor, landed: Sequence[Any], last: bool
     ) -> None:
-        def taken() -> None:
-            for event in landed:
-                event.synchronize()
-            if self._sum is not None and self._store.take_aside(
-                group, self._sum[: group.gradient_bytes]
-            ):
+        for event in landed:
+            event.synchronize()
+        if self._sum is not None:
+            earlier = self._store.take_aside(group, self._sum[: group.gradient_bytes])
+            if earlier is not None:
+                earlier.result()
                 count = group.numel * FLOAT
                 gradient[:count].view(torch.float32).add_(self._sum[:count].view(torch.float32))
-            if last and self._form != "after":
-                self._update(group, gradient)
-            else:
-                self._store.put_aside(group, gradient[: group.gradient_bytes])
-                if last:
-                    self._put_aside.append(group)
-
-        self._guarded(gradient, taken)
+        if last and self._form != "after":
+            self._update(group, gradient)
+        else:
+            self._store.put_aside(group, gradient[: group.gradient_bytes])
+            if last:
+                self._put_aside.append(group)
 
     def _take_aside(self, group: Group) -> None:
         gradient = self.memory()
+        read = self._store.take_aside(group, gradient[: group.gradient_bytes])
+        assert read is not None
 
         def taken() -> None:
-            self._store.take_aside(group, gradient[: group.gradient_bytes])
+            read.result()
             self._update(group, gradient)
 
-        self._guarded(gradient, taken)
-
-    def _guarded(self, gradient: torch.Tensor, task: Callable[[], None]) -> None:
-        """Do the task unless an earlier one failed; the gradient's memory is free in any case."""
-        try:
-            if self._broken is not None:
-                raise RuntimeError("an earlier group was not updated") from self._broken
-            task()
-        except BaseException as error:
-            self._broken = self._broken or error
-            raise
-        finally:
-            self._free.put(gradient)
+        self._submit(gradient, taken)
 
     def _update(self, group: Group, gradient: torch.Tensor) -> None:
-        before = self._unwritten
-        # A group that is not written yet has the first buffer.
-        buffer = self._buffers[-1]
-        for read in self._store.read(group, ("master", "moments"), buffer):
-            read.result()
-        stepped = self._stepper.submit(self._adam.step, group, buffer, gradient, self._store.step)
-        try:
-            if before is not None:
-                self._store.write(before, self._buffers[0])
-        finally:
-            stepped.result()  # the acknowledgement
+        buffer = self.ring.take(group)
+        if self._form != "delayed":
+            self._written()
+        self._adam.step(group, buffer, gradient, self._store.step)  # returns: acknowledged
         self._renewed(group, buffer)
-        if self._form == "delayed":
-            self._buffers.reverse()
-            self._unwritten = group
-        else:
-            self._store.write(group, buffer)
+        self._writing.append(self._writer.submit(self._write, group, buffer))
 
-    def _flush(self) -> None:
-        if self._unwritten is not None and self._broken is None:
-            self._store.write(self._unwritten, self._buffers[0])
-        self._unwritten = None
+    def _write(self, group: Group, buffer: torch.Tensor) -> None:
+        try:
+            self._store.write(group, buffer)
+        finally:
+            self.ring.give_back(buffer)
+
+    def _written(self) -> None:
+        """Wait for the writes so far. Raises what went wrong in one."""
+        writing, self._writing = self._writing, []
+        wait(writing)
+        for write in writing:
+            write.result()

@@ -31,6 +31,8 @@ class Choice:
     seconds: float
     #: Blocks whose parameters stay in host memory.
     cached: int = 0
+    #: Buffers of optimizer state.
+    buffers: int = 1
 
 
 class Observed:
@@ -71,8 +73,12 @@ class Observed:
             items=tuple(profile.items.values()),
         )
 
-    def rates(self, profile: Profile, settings: FuyouSettings, room: int) -> Rates:
-        """How fast it was done; ``room``: host memory for activations."""
+    def rates(self, profile: Profile, settings: FuyouSettings, room: int, buffers: int) -> Rates:
+        """How fast it was done.
+
+        ``room``: host memory for activations; ``buffers``: of optimizer state, with one of which
+        nothing is read while something is written.
+        """
         seconds = self._seconds / self._micro_batches
         after = settings.update == "after"
         return Rates(
@@ -83,7 +89,7 @@ class Observed:
             adam=0.0 if after else self._adam.seconds - self._adam_before,
             dram=room,
             keeps_parameters=True,
-            duplex=settings.ssd_limit is not None,
+            duplex=settings.ssd_limit is not None and buffers > 1,
         )
 
 

@@ -13,7 +13,7 @@ import json
 import os
 import zlib
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 
 from baselines.fuyou.disk import Disk, opened, reserve
 from baselines.fuyou.layout import Group, Layout, Segment
+from fcdp import durable
 
 _FORMAT = 1
 RECORD, STATE = "step.json", "state.bin"
@@ -74,6 +75,7 @@ class Store:
             )
             for segment in group.segments
         ]
+        wait(under_way)  # all of them, that the buffer is free even if one fails
         for segment, written in zip(group.segments, under_way, strict=True):
             self._next[_key(group, segment)] = written.result()
 
@@ -82,13 +84,12 @@ class Store:
         place = self._layout.gradients[group.index]
         self._aside[group.index] = self._disk.write(self._file, place, gradient).result()
 
-    def take_aside(self, group: Group, memory: torch.Tensor) -> bool:
-        """Read what was put aside, once; ``False`` if nothing was."""
+    def take_aside(self, group: Group, memory: torch.Tensor) -> Future[int] | None:
+        """Begin to read what was put aside, once; ``None`` if nothing was."""
         if group.index not in self._aside:
-            return False
+            return None
         expected = self._aside.pop(group.index)
-        self._disk.read(self._file, self._layout.gradients[group.index], memory, expected).result()
-        return True
+        return self._disk.read(self._file, self._layout.gradients[group.index], memory, expected)
 
     def commit(self, step: int) -> None:
         """Have what was written since the last record count: all of it, or nothing."""
@@ -110,13 +111,7 @@ class Store:
             "sums": sums,
         }
         os.fsync(self._file.descriptor)
-        unfinished = self._folder / f"{RECORD}.new"
-        with unfinished.open("w", encoding="ascii") as file:
-            file.write(_sealed(json.dumps(said)))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, self._folder / RECORD)
-        _sync_folder(self._folder)
+        durable.replace(self._folder / RECORD, _sealed(json.dumps(said)))
         self.step, self._generation, self._sums, self._next = step, generation, sums, {}
 
     def _resume(self) -> None:
@@ -141,14 +136,6 @@ class Store:
 
 def _key(group: Group, segment: Segment) -> str:
     return f"{group.index} {segment.name}"
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _sealed(text: str) -> str:

@@ -3,7 +3,7 @@
 A step of three blocks, whose optimizer is overlapped::
 
     device     load root | F0 F1 F2 | B2 B1 B0 | root's gradient
-    SSD reads   0 1 2               1 0  state of 2, 1, 0, root
+    SSD reads   0 1 2  state of 2, 1; then of 0 and root
     CPU                                  Adam 2, 1, 0, root
     SSD writes                             2, 1, 0, root; then the record of the step
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -31,7 +32,7 @@ from baselines.fuyou.fifo import Fifo
 from baselines.fuyou.layout import FLOAT, Group, laid_out
 from baselines.fuyou.limit import Limited
 from baselines.fuyou.memory import Dram
-from baselines.fuyou.optimizer import Adam, Updates, cast
+from baselines.fuyou.optimizer import BUFFERS, Adam, Updates, cast
 from baselines.fuyou.plan import Choice, Observed, choose
 from baselines.fuyou.store import STATE, Store
 from baselines.fuyou.swap import Name, Swapper
@@ -136,14 +137,12 @@ class Fuyou(Loop):
 
         Raises ``RuntimeError`` after a step that failed: the folder has the last complete one.
         """
-        if self._broken:
-            raise RuntimeError(
-                f"a step failed; open the folder anew to go on from step {self.steps_done}"
-            )
+        self._require_whole()
         self._broken = True
         memory.forget_peak()
         observed = Observed(self._disk, self._copies, self._adam)
         total = torch.zeros((), device=self._device)
+        self._updates.begin()
         for index, batch in enumerate(micro_batches):
             total += self._micro_batch(batch, observed, last=index == len(micro_batches) - 1)
         with self._phases.timed("optimizer"):
@@ -184,10 +183,12 @@ class Fuyou(Loop):
     def parameters(self) -> Iterator[tuple[str, torch.Tensor, list[torch.Tensor]]]:
         """Each parameter of the last complete step: its name, values and moments.
 
-        Float32, or what is computed with where it is frozen, without moments.
+        Float32, or what is computed with where it is frozen, without moments. Raises
+        ``RuntimeError`` after a step that failed.
         """
+        self._require_whole()
         largest = max(group.nbytes for group in self._layout.groups())
-        idle = self._updates.idle()
+        idle = self._updates.ring.idle()
         taken = None if idle.numel() >= largest else self._dram.take(largest, "a group")
         try:
             for group in self._layout.groups():
@@ -237,6 +238,7 @@ class Fuyou(Loop):
                 "chosen_bytes": self.choice.nbytes,
                 "modelled_seconds": self.choice.seconds,
                 "blocks_in_dram": self.choice.cached,
+                "state_buffers": self.choice.buffers,
             }
         return told
 
@@ -249,6 +251,12 @@ class Fuyou(Loop):
         self._store.close()
         if self._limited:
             self._limited.leave()
+
+    def _require_whole(self) -> None:
+        if self._broken:
+            raise RuntimeError(
+                f"a step failed; open the folder anew to go on from step {self.steps_done}"
+            )
 
     # What blocks ask for.
 
@@ -346,13 +354,29 @@ class Fuyou(Loop):
     def _choose(self, observed: Observed) -> None:
         """Choose what later steps keep, and what parameters host memory has room for then."""
         spare = self._swapper.spare_for(self._recomputed.profile.items.values())
+        buffers = self._deepen(spare)
         room = max(0, self._dram.free - spare)
         work = observed.work(self._layout, self._recomputed.profile, self._settings)
-        rates = observed.rates(self._recomputed.profile, self._settings, room)
+        rates = observed.rates(self._recomputed.profile, self._settings, room, buffers)
         self.choice = choose(work, rates, self._recomputed.profile, self._settings)
         self._recomputed.kept = self.choice.kept
         self._swapper.limit = min(room, self.choice.moved)
+        self.choice.buffers = buffers
         self.choice.cached = self._fifo.cache(self._dram, spare + self._swapper.limit)
+
+    def _deepen(self, spare: int) -> int:
+        """Take buffers for the optimizer's state, and warn where there is no room for them."""
+        ring = self._updates.ring
+        wanted = min(BUFFERS[self._settings.update], len(self._layout.backward_order()))
+        there = ring.deepen(wanted, spare)
+        if there < wanted:
+            warnings.warn(
+                f"dram_budget = {self._settings.dram_budget}: has room for {there} of {wanted} "
+                f"buffers of optimizer state, {written(ring.idle().numel())} each: steps are the "
+                "same but take longer, as reads and writes wait for each other",
+                stacklevel=2,
+            )
+        return there
 
 
 def _check(job: Job) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from baselines.luwu.plan import Chunk, Plan
+from fcdp import direct_io, durable
 from fcdp.cache.arena import Arena, aligned
 from fcdp.checksum import bytes_of
 
@@ -112,7 +113,7 @@ class Files:
         if step == 0:
             os.fsync(self._still)
         os.fsync(self._generations[step % 2])
-        _replace(self._folder / "step.json", json.dumps({"step": step}))
+        durable.replace(self._folder / "step.json", json.dumps({"step": step}))
 
     def close(self) -> None:
         """Close the files, and let another server have them."""
@@ -124,21 +125,14 @@ class Files:
         return (self._trained if chunk.trained else self._frozen)[chunk.unit, chunk.index]
 
     def _read(self, file: int, offset: int, memory: torch.Tensor) -> None:
-        view, done = bytes_of(memory), 0
-        while done < len(view):
-            moved = os.preadv(file, [view[done:]], offset + done)
-            if moved == 0:
-                raise OSError(f"{self._folder}: a file is shorter than what was written")
-            done += moved
+        direct_io.read_all(file, offset, memory)
         with self._counts:
-            self.read += done
+            self.read += memory.nbytes
 
     def _write(self, file: int, offset: int, memory: torch.Tensor) -> None:
-        view, done = bytes_of(memory), 0
-        while done < len(view):
-            done += os.pwritev(file, [view[done:]], offset + done)
+        direct_io.write_all(file, offset, memory)
         with self._counts:
-            self.written += done
+            self.written += memory.nbytes
 
 
 def step_of(folder: Path) -> int | None:
@@ -194,7 +188,7 @@ def _compare(file: Path, plan: Plan) -> None:
     """Note what the files hold, or see that it is the same."""
     mine = plan.model_dump_json(include={"units", "dtype", "chunk_bytes"})
     if not file.exists():
-        _replace(file, mine)
+        durable.replace(file, mine)
     elif file.read_text(encoding="utf-8") != mine:
         raise ValueError(
             f"folder = {str(file.parent)!r}: holds other layers, another type or chunk_bytes; "
@@ -220,18 +214,3 @@ def _open(path: Path, nbytes: int, there: bool) -> int:
         descriptor = os.open(path, flags, 0o600)
     os.ftruncate(descriptor, nbytes)
     return descriptor
-
-
-def _replace(path: Path, text: str) -> None:
-    """Have the file say this, or what it said before, whatever happens meanwhile."""
-    draft = path.with_suffix(".draft")
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
 import fcdp
-from baselines.settings import DIFFERENCES
+from baselines.encoding import DIFFERENCES, quantiser
 
 _KINDS: dict[str, Callable[..., fcdp.Codec]] = {"int8": fcdp.BlockInt8, "int4": fcdp.BlockInt4}
-_CALL = re.compile(r"(int8|int4)(?:\((\d+)\))?")
 
 
 def gather(text: str) -> fcdp.Codec | fcdp.Delta | None:
@@ -32,8 +30,6 @@ def parse(text: str) -> fcdp.Codec | None:
     """
     if text == "none":
         return None
-    match = _CALL.fullmatch(text)
-    if match is None:
-        raise ValueError(f"codec = {text!r}: allowed are none, int8, int4, int8(128) for a block")
-    make = _KINDS[match[1]]
-    return make() if match[2] is None else make(int(match[2]))
+    kind, block = quantiser(text)
+    make = _KINDS[kind]
+    return make() if block is None else make(block)

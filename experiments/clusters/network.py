@@ -14,6 +14,7 @@ from pyroute2.netlink.rtnl import TC_H_ROOT
 
 from experiments.clusters import lifetimes, namespaces
 from experiments.clusters.interface import ClusterError
+from experiments.records.abilities import HIGHEST_RATE, LOWEST_RATE
 
 #: The interface of a node that leads to the other nodes, or to those of its group where there are
 #: several; and the one to nodes of other groups. The same names inside every node.
@@ -24,11 +25,6 @@ MTU = 9000
 #: 198.18.0.0/15 is set aside for benchmarks on isolated networks (RFC 2544): unlike the private
 #: ranges it never holds the host's name server, which would make look-ups wait for an answer.
 NETWORK = ipaddress.ip_network("198.18.0.0/15")
-
-#: Bits per second between which shaping works: below, a frame takes seconds; above, the rate in
-#: bytes per second no longer fits the 32 bits of the kernel's message.
-LOWEST_RATE = 10_000
-HIGHEST_RATE = 8 * (2**32 - 1)
 
 _FRAME = MTU + 14
 _LOOPBACK_INDEX = 1

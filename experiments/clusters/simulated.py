@@ -105,12 +105,12 @@ def measured(workload: Workload, hardware: Hardware, prediction: Prediction) -> 
     for index in timeline.critical_path:
         stream, span = timeline.tasks[index].stream, timeline.spans[index]
         critical[stream] = critical.get(stream, 0.0) + span.end - span.start
-    cached = entry.name == "fcdp" or "cache" in needs.host
+    cached = entry.has_policy or "cache" in needs.host
     on_gpu = hardware.backend == "nccl"
     return Measurement(
         engine=entry.engine,
         engine_version=entry.engine_version() or "not installed",
-        policy=workload.policy if entry.name == "fcdp" else None,
+        policy=workload.policy if entry.has_policy else None,
         parameters=workload.parameters,
         trainable_parameters=workload.trained,
         step_seconds=[prediction.step_seconds],

@@ -39,7 +39,7 @@ def bound(
         for record in found:
             files.append(record, file)
     except (ValueError, OSError) as error:
-        terminal.stop(str(error))
+        terminal.stop(error)
     console = terminal.console()
     console.print(_table(found))
     terminal.say(console, "records", file)

@@ -40,7 +40,7 @@ def compare(
                 f"{a} and {b} have no cell in common: give one cell of each, RUN:CELLS"
             )
     except (ValueError, OSError) as error:
-        terminal.stop(str(error))
+        terminal.stop(error)
     console = terminal.console()
     if len(pairs) == 1:
         console.print(_in_full(pairs[0]))

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from experiments.matrix.matrix import Matrix, MatrixCell
     from experiments.records.cell import Cell
     from experiments.records.record import Record
+    from simulation.instances import Instance
 
 #: Host memory of one rank's process beside what the simulator counts, in bytes: with modules that
 #: all ranks share it is about as much as it is without.
@@ -46,10 +47,15 @@ class _Estimate:
 
 
 def show(
-    matrix: Matrix, cells: Sequence[MatrixCell], finished: Sequence[Record], memory_bytes: float
+    matrix: Matrix,
+    cells: Sequence[MatrixCell],
+    finished: Sequence[Record],
+    memory_bytes: float,
+    instance: Instance | None = None,
 ) -> None:
     """List the cells: which would run, how long, and in how much memory, as the simulator has it.
 
+    With ``instance`` its nodes are such instances, and the total has the price of their steps.
     Ends the command where a cell needs more than this machine's ``memory_bytes``.
     """
     console, done = terminal.console(), {record.cell_id: record.state for record in finished}
@@ -61,19 +67,21 @@ def show(
         elif cell.id in done:
             _say(console, f"{cell.id}  has a record: {done[cell.id]}", dim=True)
         else:
-            found = _estimate(cell)
+            found = _estimate(cell, instance)
             running, steps = running + 1, steps + cell.warmup_steps + cell.steps
-            if found is None:
+            if isinstance(found, str):
                 unknown += 1
             else:
                 total += found.seconds
                 largest = max(largest, (found.here_bytes or 0.0, cell.id))
-            _say(console, cell.id if found is None else f"{cell.id}  {found}")
+            _say(console, f"{cell.id}  {found}")
     skipped = sum(entry.skip_reason is not None for entry in cells)
     counts = f"{running} cells to run, {steps} steps in all, {skipped} skipped"
     times = (
         "" if matrix.simulated or unknown == running else f"; simulated, {_clock(total)} of steps"
     )
+    if times and instance is not None:
+        times += _price(instance, matrix.cluster.nodes, total)
     beside = f", {unknown} cells unknown" if unknown and times else ""
     console.print(f"{matrix.name}: {counts}{times}{beside}", style="bold", highlight=False)
     if largest[0] > memory_bytes:
@@ -88,16 +96,28 @@ def _say(console: Console, text: str, *, dim: bool = False) -> None:
     console.print(text, style=style, soft_wrap=True, highlight=False, markup=False)
 
 
-def _estimate(cell: Cell) -> _Estimate | None:
+def _price(instance: Instance, nodes: int, seconds: float) -> str:
+    price = instance.list_usd_per_hour
+    if price is None:
+        return f", whose price on {nodes} × {instance.instance} is not known"
+    cost = nodes * price * seconds / 3600
+    return f", {cost:,.2f} USD on {nodes} × {instance.instance} ({price:g} USD per hour)"
+
+
+def _estimate(cell: Cell, instance: Instance | None) -> _Estimate | str:
+    """The simulator's answer, or why it has none."""
     from experiments.records.modelled import cluster_of, why_not_simulated, workload_of
     from simulation.prediction import predict
 
-    if not cell.cluster.can.describe_hardware or why_not_simulated(cell) is not None:
-        return None
+    if instance is None and not cell.cluster.can.describe_hardware:
+        return "on hardware that is not known: --instance says which"
+    if (why := why_not_simulated(cell)) is not None:
+        return why
+    hardware = cluster_of(cell) if instance is None else instance.cluster(cell.cluster.nodes)
     try:
-        found = predict(workload_of(cell), cluster_of(cell))
-    except ValueError:  # a strategy that is not simulated
-        return None
+        found = predict(workload_of(cell), hardware)
+    except ValueError as error:
+        return f"is not simulated: {error}"
     needs, cluster = found.footprint, cell.cluster
     each = cluster.ranks_per_node * (needs.device_bytes + _PROCESS) + needs.host_bytes
     return _Estimate(

@@ -51,7 +51,7 @@ def fit_compute(
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")
     except (ValueError, OSError) as error:
-        terminal.stop(str(error))
+        terminal.stop(error)
     console.print(_constants(record.constants))
     console.print(_checks(record.checks))
     terminal.say(console, "record", file)

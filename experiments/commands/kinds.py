@@ -105,4 +105,4 @@ def enter_namespace() -> None:
     try:
         privileges.enter_user_namespace_if_needed()
     except ClusterError as error:
-        terminal.stop(str(error))
+        terminal.stop(error)

@@ -71,10 +71,13 @@ def matrix(
         with file.open("x", encoding="utf-8") as new:
             new.write(_TEMPLATE.format(name=file.stem))
         found = reader.read(str(file.absolute()))
-    except FileExistsError:
-        terminal.stop(f"FILE = {str(file)!r}: is there already, and stays as it is")
-    except (OSError, ValueError) as error:
-        file.unlink(missing_ok=True)
+    except OSError as error:
+        if file.exists():
+            terminal.stop(f"FILE = {str(file)!r}: is there already, and stays as it is")
+        why = terminal.why_unusable(file.parent, error)
+        terminal.stop(f"FILE = {str(file)!r}: cannot be written: {why}")
+    except ValueError as error:  # a name that no matrix may have
+        file.unlink()
         terminal.stop(f"FILE = {str(file)!r}: {error}")
     console = terminal.console()
     terminal.say(console, "matrix", file)

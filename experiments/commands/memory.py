@@ -50,7 +50,7 @@ def memory(
             model or [], strategy or [], length or [], output, processes, terminal.console()
         )
     except (ValueError, OSError) as error:
-        terminal.stop(str(error))
+        terminal.stop(error)
     except KeyboardInterrupt:
         terminal.say_error("interrupted: finished cases are kept; the same command goes on")
         raise typer.Exit(interrupts.INTERRUPTED) from None

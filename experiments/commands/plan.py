@@ -125,6 +125,8 @@ def plan(
 
     All figures are simulated. Exit status: 0; 2 if nothing fits, or for a mistake.
     """
+    from dataclasses import replace
+
     from simulation import quantities as q
     from simulation.planner.rent import STRATEGIES
     from simulation.planner.request import Request
@@ -142,7 +144,8 @@ def plan(
         if within is not None and offered is None:
             raise ValueError(f"--within = {within!r}: needs --instances")
         if offered is not None:
-            hardware = offered[0].cluster(1)
+            # Each offer is checked with its own GPUs.
+            hardware = replace(offered[0].cluster(1), ranks_per_node=1)
         elif preflight is None:
             hardware = _nominal(gpu, nodes, gpus, inter_node, host_memory or _HOST_MEMORY)
         else:
@@ -192,7 +195,7 @@ def plan(
                 request, offered, None if within is None else q.hours("--within", within)
             )
     except (ValueError, OSError) as error:
-        terminal.stop(str(error))
+        terminal.stop(error)
     _show(answer, output, rows)
 
 
@@ -236,12 +239,11 @@ def _offered(source: str, gpu: str | None, said: Mapping[str, object]) -> list[I
 
 def _rented(request: Request, offered: Sequence[Instance], within_hours: float | None) -> _Answer:
     from simulation.planner import rent_report
-    from simulation.planner.rent import rent
+    from simulation.planner.rent import refused, rent
 
     market = rent(request, offered, within_hours)
     if not market.offers:
-        deadline = "" if within_hours is None else f" within {within_hours:g} hours"
-        raise ValueError(f"nothing fits{deadline} on any of {len(offered)} kinds of instances")
+        raise ValueError(refused(market, request, offered))
     return _Answer(
         rent_report.table(market, request, within_hours),
         rent_report.document(market, request, within_hours),
@@ -262,7 +264,7 @@ def _show(answer: _Answer, output: Path | None, rows: Path | None) -> None:
                 writer.writeheader()
                 writer.writerows(answer.rows)
     except OSError as error:
-        terminal.stop(str(error))
+        terminal.stop(error)
     for file in filter(None, (output, rows)):
         terminal.say(console, "plan", file)
 

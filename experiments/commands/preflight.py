@@ -59,7 +59,7 @@ def preflight(
             kinds.enter_namespace()
         measured = _measured(spec, limit, output)
     except (ValueError, OSError, ClusterError, run.PreflightError) as error:
-        terminal.stop(str(error))
+        terminal.stop(error)
     console = terminal.console()
     console.print(_table(measured))
     terminal.say(console, "figures", output)
@@ -109,6 +109,12 @@ def _table(measured: Preflight) -> Table:
         alone = measured.compute.alone_matmul_flops_per_s[dtype]
         text = f"{rate / 1e9:,.1f} GFLOP/s"
         table.add_row(f"matrix product, {dtype}", "", text, f"{alone / 1e9:,.1f} alone")
+    if (rate := measured.compute.memory_bytes_per_s) is not None:
+        table.add_row("device memory, a kernel reads and writes", "", _bandwidth(rate), "")
+    if (block := measured.compute.block) is not None:
+        sizes = f"{block.sequences} × {block.sequence_length} tokens, width {block.width:,}"
+        took = f"{1e3 * block.seconds:,.3g} ms"
+        table.add_row("transformer block, forward and backward", took, "", sizes)
     table.add_row("free host memory", "", f"{host.free_bytes / 1e9:,.1f} GB", "")
     return table
 

@@ -15,6 +15,8 @@ from experiments.commands.kinds import ClusterKind
 
 if TYPE_CHECKING:
     from experiments.matrix.matrix import Matrix, MatrixCell
+    from experiments.records.record import Record
+    from simulation.instances import Instance
 
 
 def run(
@@ -60,6 +62,14 @@ def run(
         bool,
         typer.Option("--dry-run", help="Show the cells, with simulated time and memory."),
     ] = False,
+    instance: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="With --dry-run: on as many of these instances (`plan --instances all` has their "
+            "names) as the matrix has nodes, with what the steps cost.",
+        ),
+    ] = None,
     no_wandb: Annotated[
         bool,
         typer.Option("--no-wandb", help="Write no W&B runs (offline ones, unless WANDB_MODE)."),
@@ -80,15 +90,20 @@ def run(
 
     try:
         given = parse(changes or ())
-        matrices = [_read(name, cluster, given) for name in files.members(matrix)]
+        rented = _instance(instance, cluster, dry_run=dry_run)
+        matrices = [_read(name, cluster, given, rented) for name in files.members(matrix)]
         _check_names(matrices)
         chosen = _select(matrices, only)
     except (ValueError, ClusterError) as error:
-        terminal.stop(str(error))
+        terminal.stop(error)
     if dry_run:
+        from experiments.commands.dry_run import show
+        from experiments.records import provenance
+
         for each, cells in chosen:
             path = _path(each, output, suite=len(matrices) > 1)
-            _show(each, cells, path, resume=resume or retry_failed, retry_failed=retry_failed)
+            finished = _finished(each, path, resume=resume, retry_failed=retry_failed)
+            show(each, cells, finished, provenance.memory_bytes(), rented)
         return
     well = True
     for each, cells in chosen:
@@ -104,29 +119,47 @@ def run(
         raise typer.Exit(terminal.FAILED)
 
 
-def _show(
-    matrix: Matrix, cells: Sequence[MatrixCell], path: Path, *, resume: bool, retry_failed: bool
-) -> None:
-    """Show what a run would do, of the cells that have no record yet if it resumes."""
-    from experiments.commands import dry_run
-    from experiments.records import provenance
+def _finished(matrix: Matrix, path: Path, *, resume: bool, retry_failed: bool) -> list[Record]:
+    """The records that a run would keep, if it resumes."""
     from experiments.runner.directory import RETRIED, RunDirectory
 
-    finished = []
-    if resume:
-        try:
-            finished = RunDirectory(path).resume(matrix, retry_failed=False)
-        except (ValueError, OSError) as error:
-            terminal.stop(str(error))
+    if not (resume or retry_failed):
+        return []
+    try:
+        finished = RunDirectory(path).resume(matrix, retry_failed=False)
+    except (ValueError, OSError) as error:
+        terminal.stop(error)
     if retry_failed:
-        finished = [record for record in finished if record.state not in RETRIED]
-    dry_run.show(matrix, cells, finished, provenance.memory_bytes())
+        return [record for record in finished if record.state not in RETRIED]
+    return finished
 
 
-def _read(name: str, cluster: ClusterKind | None, changes: Mapping[str, Any]) -> Matrix:
-    """The matrix, on the kind of cluster that is asked for."""
+def _instance(name: str | None, cluster: ClusterKind | None, *, dry_run: bool) -> Instance | None:
+    """The instance of that name. Raises ``ValueError`` if there is none, or nothing asks for it."""
+    if name is None:
+        return None
+    if not dry_run or cluster not in (None, ClusterKind.RENTED):
+        raise ValueError("--instance goes with --dry-run, of a matrix on rented nodes")
+    from simulation import instances
+
+    return instances.named(name)
+
+
+def _read(
+    name: str,
+    cluster: ClusterKind | None,
+    changes: Mapping[str, Any],
+    rented: Instance | None = None,
+) -> Matrix:
+    """The matrix, on the kind of cluster that is asked for, or on instances to be rented."""
     from experiments.matrix import reader
 
+    if rented is not None:
+        from experiments.records.cell import ClusterSpec
+
+        nodes = reader.read(name, changes=changes).cluster.nodes
+        spec = ClusterSpec(kind="rented", nodes=nodes, ranks_per_node=rented.gpus)
+        return reader.read(name, spec, changes=changes)
     simulated = cluster is ClusterKind.SIMULATED
     matrix = reader.read(name, kinds.override(cluster), simulated=simulated, changes=changes)
     if cluster is ClusterKind.EMULATED:

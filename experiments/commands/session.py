@@ -54,7 +54,7 @@ def opened(
                 f"{terminal.why_unusable(path, error)}"
             )
         except ValueError as error:
-            terminal.stop(str(error))
+            terminal.stop(error)
         if archive is not None:
             typer.echo(f"the earlier run is now in {terminal.shown(archive)}")
         try:
@@ -95,7 +95,7 @@ def run_cells(
                 built = kinds.cluster(matrix.cluster, kinds.preloaded(running))
             return runner.run(cells, finished, built, directory, progress)
     except (ClusterError, runner.RunError) as error:
-        terminal.stop(str(error))
+        terminal.stop(error)
 
 
 def finish(records: Sequence[Record], directory: RunDirectory, *, wandb: bool) -> bool:

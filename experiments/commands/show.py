@@ -25,6 +25,7 @@ def show(
 ) -> None:
     """List the runs below a directory; of one run, its cells and how they compare.
 
+    A run whose records cannot be read has its name alone in the list, and says why.
     CELLS are settings (`results/ablation:policy=disk`) or a part of ids. Exit status: 0; 2 if there
     is no such run.
     """
@@ -40,7 +41,7 @@ def show(
             return
         records = found.records(run)
     except (ValueError, OSError) as error:
-        terminal.stop(str(error))
+        terminal.stop(error)
     # Ids are for copying: no width cuts them.
     wide, longest = terminal.console(), max((len(of.cell_id) for of in records), default=0)
     wide.width = max(wide.width, _BESIDE_IDS + longest)
@@ -55,11 +56,17 @@ def _runs(files: Sequence[Path], path: Path) -> Table:
 
     table = Table("run", "evidence", "cells", "started", "commit", box=None, header_style="dim")
     for file in files:
-        records = read(file)
+        name = str(file.parent.relative_to(path))
+        try:
+            records = read(file)
+        except (ValueError, OSError) as error:
+            table.add_row(name)
+            terminal.say_error(str(error))
+            continue
         states = Counter(record.state for record in records)
         first = min(records, key=lambda record: record.started_at, default=None)
         table.add_row(
-            str(file.parent.relative_to(path)),
+            name,
             ", ".join(sorted({record.evidence for record in records})),
             ", ".join(f"{count} {state}" for state, count in states.items()),
             first.started_at[:16].replace("T", " ") if first else "–",

@@ -27,7 +27,7 @@ def sweep_cell(
         expanded = reader.read(matrix)
         cell = sweep.pick(expanded, settings)
     except ValueError as error:
-        terminal.stop(str(error))
+        terminal.stop(error)
     with session.opened(expanded, Path("runs") / expanded.name, resume=True) as (
         directory,
         finished,

@@ -50,7 +50,7 @@ def trace(
         written["otherData"]["cell"] = chosen[0].id
         output.write_text(json.dumps(written) + "\n", encoding="utf-8")
     except (ValueError, OSError, ClusterError) as error:
-        terminal.stop(str(error))
+        terminal.stop(error)
     console = terminal.console()
     short = "" if prediction.error is None else f" if there were the memory: {prediction.error}"
     said = f"{chosen[0].id}: {prediction.step_seconds:.3g} s, in use most: {prediction.bottleneck}"

@@ -75,9 +75,14 @@ class _Known:
     def description(self) -> str:
         """The constants in words, for those who read the predictions."""
         found = self.constants
-        blocks = ", ".join(f"{name} {1e3 * s:.3g}" for name, s in found.block_seconds.items())
+        blocks, steps = (
+            ", ".join(f"{name} {1e3 * s:.3g}" for name, s in seconds.items())
+            for seconds in (found.block_seconds, found.step_seconds)
+        )
         return (
             f"constants of {self.host}: {found.flops / 1e9:,.4g} GFLOP/s; ms per block: {blocks}; "
+            f"ms per block and optimizer step: {steps}; "
+            f"µs per message: {1e6 * found.message_seconds:.3g}; "
             f"ns per byte: sent {1e9 * found.byte_seconds:.3g}, gathered "
             f"{1e9 * found.gathered_byte_seconds:.3g}, kept for backward "
             f"{1e9 * found.activation_byte_seconds:.3g}"
@@ -136,7 +141,7 @@ def validate(
                 terminal.check_writable("RESULTS", folder / PREDICTIONS)
                 _write(found, known, folder / PREDICTIONS, origin)
     except ValueError as error:
-        terminal.stop(str(error))
+        terminal.stop(error)
     if not compared:
         where = ", ".join(map(str, results or [_RESULTS]))
         terminal.stop(f"{where}: no cell of an emulated cluster that ran to its end")

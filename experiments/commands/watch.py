@@ -39,7 +39,7 @@ def watch(
             try:
                 records = read(file) if file.exists() else []
             except (ValueError, OSError) as error:
-                terminal.stop(str(error))
+                terminal.stop(error)
             for record in records[seen:]:
                 console.print(_line(record), highlight=False, soft_wrap=True)
             seen = len(records)

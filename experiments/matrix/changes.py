@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from simulation.yaml_lines import Document
+from simulation.yaml_lines import Document, KeyPath
 
 
 def parse(given: Sequence[str]) -> dict[str, Any]:
@@ -34,6 +34,9 @@ def applied(document: Document, changes: Mapping[str, Any]) -> Document:
         return document
     values = dict(document.values)
     axes, workload = dict(values.get("axes") or {}), dict(values.get("workload") or {})
+    given_by: dict[KeyPath, str] = {
+        (section, name): f"--set {name}" for section in ("axes", "workload") for name in changes
+    }
     for name, value in changes.items():
         if isinstance(value, list):
             workload.pop(name, None)
@@ -49,7 +52,7 @@ def applied(document: Document, changes: Mapping[str, Any]) -> Document:
             values[section] = kept
     if not workload:
         del values["workload"]
-    return replace(document, values=values)
+    return replace(document, values=values, given_by=given_by)
 
 
 def _changed(rule: Any, changes: Mapping[str, Any]) -> Any:

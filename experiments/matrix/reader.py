@@ -25,25 +25,29 @@ from experiments.matrix.files import find
 from experiments.matrix.matrix import Matrix, MatrixCell
 from experiments.matrix.sections import Sections, explain
 from experiments.matrix.workloads import Workloads
+from experiments.records.abilities import ABILITIES
 from experiments.records.cell import AnyCluster, Cell, ClusterSpec, SimulatedSpec
 from experiments.records.workload import NEEDED, Images
 from simulation import quantities
 from simulation.yaml_lines import Document, KeyPath, load
 
+#: Keys of the file.
+REQUIRED = ("name", "description", "cluster", "models", "axes")
+OPTIONAL = ("reference", "repeats", "workload", "skip", "overrides")
 #: How the file names a field of a cell, where it is not by the field's own name.
-_FILE_NAMES = {
+FILE_NAMES = {
     "inter_bandwidth_bits_per_s": "inter_bandwidth",
     "inter_group_bandwidth_bits_per_s": "inter_group_bandwidth",
     "matrix": "name",
 }
-_FIELD_NAMES = {file: field for field, file in _FILE_NAMES.items()}
+_FIELD_NAMES = {file: field for field, file in FILE_NAMES.items()}
 #: Of a simulated cluster, which is what a cell wants it to be.
 _OF_CLUSTER = ("nodes", "inter_efficiency")
 #: What a file may set a cell by cell; the matrix and the cluster are the same for all of them.
-_SETTINGS = (
+SETTINGS = (
     *_OF_CLUSTER,
     *(
-        _FILE_NAMES.get(field, field)
+        FILE_NAMES.get(field, field)
         for field in Cell.model_fields
         if field not in ("matrix", "cluster", "settings", "origin", "repeat")
     ),
@@ -103,8 +107,8 @@ class _Expansion:
         self._workloads = Workloads(self._file, folder)
         self._top = self._file.section(
             (),
-            required=("name", "description", "cluster", "models", "axes"),
-            optional=("reference", "repeats", "workload", "skip", "overrides"),
+            required=REQUIRED,
+            optional=OPTIONAL,
         )
         for key in ("name", "description"):
             if not isinstance(self._top[key], str):
@@ -200,7 +204,7 @@ class _Expansion:
                 self._file.fail(self._where(setting, settings), first["msg"])
             # A cluster's field follows its kind.
             field = str(first["loc"][-1 if first["loc"][0] == "cluster" else 0])
-            setting = _FILE_NAMES.get(field, field)
+            setting = FILE_NAMES.get(field, field)
             self._file.fail(self._where(setting, settings), explain(first["input"], first["msg"]))
         return _with_largest_micro_batch(cell) if largest else cell
 
@@ -209,13 +213,15 @@ class _Expansion:
 
     def _cluster_spec(self) -> AnyCluster:
         section = self._file.at(("cluster",))
+        if isinstance(section, dict) and "kind" in section:
+            self._file.one_of(section["kind"], ABILITIES, ("cluster", "kind"), "unknown kind")
         if isinstance(section, dict) and section.get("kind") == "simulated":
             return self._file.spec(SimulatedSpec, ("cluster",))
         return self._file.spec(ClusterSpec, ("cluster",))
 
     def _axis_values(self) -> dict[str, list[_Value]]:
         axes = {}
-        for setting in self._file.section(("axes",), optional=_SETTINGS):
+        for setting in self._file.section(("axes",), optional=SETTINGS):
             path = ("axes", setting)
             axes[setting] = self._values(setting, self._file.items(path), path)
         return axes
@@ -233,7 +239,7 @@ class _Expansion:
         if "workload" not in self._top:
             return {}
         constants = {}
-        for setting, item in self._file.section(("workload",), optional=_SETTINGS).items():
+        for setting, item in self._file.section(("workload",), optional=SETTINGS).items():
             path = ("workload", setting)
             if setting in self._axes:
                 self._file.fail(path, "is an axis already; keep one of the two")
@@ -242,9 +248,9 @@ class _Expansion:
 
     def _require_all_settings(self) -> None:
         for field, info in Cell.model_fields.items():
-            setting = _FILE_NAMES.get(field, field)
+            setting = FILE_NAMES.get(field, field)
             given = setting in self._axes or setting in self._constants
-            if setting in _SETTINGS and info.is_required() and not given:
+            if setting in SETTINGS and info.is_required() and not given:
                 self._file.fail((), f"{setting} is missing; give it in workload or in axes")
 
     def _require_a_strategy_for_each(self) -> None:
@@ -283,7 +289,7 @@ class _Expansion:
             return self._workloads.loss(path)
         try:
             if setting in ("inter_bandwidth", "inter_group_bandwidth"):
-                return quantities.link(item)
+                return _within(self._cluster.can.rates, quantities.link(item))
             if self._cluster.can.start_processes and _simulated_only(setting, item):
                 raise ValueError(f"is for clusters of kind simulated, not {self._cluster.kind}")
             if setting in ("policy", "gather_codec", "reduce_codec"):
@@ -331,11 +337,22 @@ class _Expansion:
 
     def _change(self, rule: KeyPath) -> dict[str, _Value]:
         path = (*rule, "set")
-        allowed = [setting for setting in _SETTINGS if setting not in self._axes]
+        allowed = [setting for setting in SETTINGS if setting not in self._axes]
         return {
             setting: _Value(self._value(setting, item, (*path, setting)), (*path, setting))
             for setting, item in self._file.section(path, optional=allowed).items()
         }
+
+
+def _within(rates: tuple[int, int] | None, bits_per_s: int | None) -> int | None:
+    """The limit of a link, if a cluster of such rates can set it."""
+    if bits_per_s is None or rates is None or rates[0] <= bits_per_s <= rates[1]:
+        return bits_per_s
+    lowest, highest = (quantities.format_link(rate) for rate in rates)
+    raise ValueError(
+        f"{quantities.format_link(bits_per_s)} cannot be emulated; allowed are {lowest} to "
+        f"{highest}, and {quantities.UNSHAPED}"
+    )
 
 
 def _simulated_only(setting: str, item: object) -> bool:

@@ -89,4 +89,5 @@ def explain(value: object, message: str) -> str:
     hint = ""
     if isinstance(value, str) and re.fullmatch(r"[+-]?\d+[eE][+-]?\d+", value):
         hint = f"; YAML reads this as text, write {value.lower().replace('e', '.0e', 1)}"
+    message = message.removeprefix("Value error, ")  # what a validator of our own says
     return f"{value!r} is not allowed: {message[:1].lower()}{message[1:]}{hint}"

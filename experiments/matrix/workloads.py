@@ -185,6 +185,8 @@ class Workloads:
         if not isinstance(given, str):
             self._file.fail(path, f"{given!r} is not text")
         file = self._path(given)
+        if file.is_dir():
+            self._file.fail(path, f"{given} is a folder, not a file")
         if not file.is_file():
             self._no_file(given, path)
         if not file.stat().st_size:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from experiments.preflight.schema import Link, Preflight
+from experiments.preflight.schema import Compute, Link, Preflight
 from simulation.capacity import reserved
-from simulation.compute.constants import rates_of
+from simulation.compute.constants import by_block, rates_of
 from simulation.emulated import emulated
 from simulation.hardware import Gpu, Hardware, cluster
+from simulation.rates import Rates
 
 
 def hardware_of(measured: Preflight, device: Gpu | None = None) -> Hardware:
-    """The measured cluster: links, copies and matrix products; the rest is ``device``'s sheet.
+    """The measured cluster: links, copies, memory and computation; the rest is ``device``'s sheet.
 
-    Attention and what goes through memory take what was fitted for ``device``.
+    Computation is as much faster or slower than fitted for ``device`` as one block was.
 
     On CPUs, where there is no data sheet, the rest is what was fitted to this project's emulated
     clusters. A link between nodes that was not measured has no limit. Raises ``ValueError`` if GPUs
@@ -41,12 +42,24 @@ def hardware_of(measured: Preflight, device: Gpu | None = None) -> Hardware:
     found = replace(
         nominal,
         name=f"{nominal.name}-measured",
-        device=replace(device, memory_bytes=float(measured.compute.memory_bytes)),
-        rates=rates_of(device).with_products(rates["bfloat16"]),
+        device=replace(
+            device,
+            memory_bytes=float(measured.compute.memory_bytes),
+            memory_bytes_per_s=measured.compute.memory_bytes_per_s or device.memory_bytes_per_s,
+        ),
+        rates=_rates(measured.compute, device),
         host_to_device_bytes_per_s=host.to_device_bytes_per_s,
         device_to_host_bytes_per_s=host.from_device_bytes_per_s,
     )
     return _with_links(reserved(found), measured)
+
+
+def _rates(measured: Compute, device: Gpu) -> Rates:
+    """The device's, by the block that was timed; in older files, by the matrix product."""
+    block = measured.block
+    if block is None:
+        return rates_of(device).with_products(measured.matmul_flops_per_s["bfloat16"])
+    return by_block(device, block.work(), block.seconds)
 
 
 def _of_host(measured: Preflight) -> Hardware:

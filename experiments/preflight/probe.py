@@ -13,7 +13,17 @@ import torch
 import torch.distributed as dist
 
 from experiments.clusters import start_barrier
-from experiments.preflight.schema import Compute, Host, Link, Links, Probed, Sample
+from experiments.preflight.block import Block
+from experiments.preflight.schema import (
+    BlockShape,
+    BlockTime,
+    Compute,
+    Host,
+    Link,
+    Links,
+    Probed,
+    Sample,
+)
 from experiments.records.cell import DType
 from fcdp import Topology, exchange
 
@@ -31,6 +41,9 @@ _RATE_S = 0.3
 _ROWS = {"cpu": 512}
 _ROWS_ON_ACCELERATOR = 4096
 _DTYPES: tuple[DType, ...] = ("float32", "bfloat16")
+#: The block that is timed: of a model of 7 billion parameters, or as small as on emulated nodes.
+_BLOCK = {"cpu": BlockShape(width=256, heads=4, sequence_length=128, sequences=2)}
+_BLOCK_ON_ACCELERATOR = BlockShape(width=4096, heads=32, sequence_length=2048, sequences=2)
 
 
 def main(output_directory: str) -> None:
@@ -177,7 +190,31 @@ class _Probe:
             matmul_flops_per_s=together,
             alone_matmul_flops_per_s=alone,
             memory_bytes=None if on_cpu else properties.total_memory,
+            memory_bytes_per_s=self._memory_rate(),
+            block=self._block(),
         )
+
+    def _memory_rate(self) -> float:
+        """Bytes per second of an addition in place, which reads two vectors and writes one."""
+        one = torch.zeros(_COPY_BYTES // 4, device=self._device)
+        other = torch.ones_like(one)
+        return self._rate(lambda: one.add_(other), 3 * _COPY_BYTES)
+
+    def _block(self) -> BlockTime:
+        """Forward and backward of one transformer block, while all ranks compute."""
+        shape = _BLOCK.get(self._device.type, _BLOCK_ON_ACCELERATOR)
+        dtype = torch.float32 if self._device.type == "cpu" else torch.bfloat16
+        block = Block(shape).to(self._device, dtype)
+        size = (shape.sequences, shape.sequence_length, shape.width)
+        inputs = torch.randn(size, device=self._device, dtype=dtype, requires_grad=True)
+        gradient = torch.randn_like(inputs)
+
+        def there_and_back() -> None:
+            block.zero_grad()
+            inputs.grad = None
+            block(inputs).backward(gradient)
+
+        return BlockTime(**shape.model_dump(), seconds=1 / self._rate(there_and_back, 1))
 
     def _rate(
         self, call: Callable[[], object], amount: float, of: Sequence[int] | None = None

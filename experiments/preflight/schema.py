@@ -11,6 +11,10 @@ from pydantic import Field, ValidationError, model_validator
 from experiments.records.abilities import Evidence
 from experiments.records.cell import DType
 from simulation.files import Strict
+from simulation.rates import Work
+from simulation.transformer import Transformer
+from simulation.work import block_work
+from simulation.workload import Workload
 
 
 class Sample(Strict):
@@ -73,6 +77,44 @@ class Host(Strict):
     free_bytes: int = Field(ge=0)
 
 
+class BlockShape(Strict):
+    """A transformer block's sizes, and the sequences that it computes at once."""
+
+    width: int = Field(ge=1)
+    heads: int = Field(ge=1)
+    sequence_length: int = Field(ge=1)
+    sequences: int = Field(ge=1)
+
+    def work(self) -> Work:
+        """Forward and backward of all tokens in bf16, as the simulator counts them."""
+        model = Transformer(
+            name="block",
+            family="gpt2",
+            layers=1,
+            width=self.width,
+            heads=self.heads,
+            vocabulary=1,
+            mlp_width=4 * self.width,
+            key_value_heads=self.heads,
+            tied=True,
+        )
+        workload = Workload(
+            strategy="ddp",
+            model=model,
+            sequence_length=self.sequence_length,
+            micro_batch=self.sequences,
+            kernels="fused",
+        )
+        forward, backward = block_work(workload)
+        return (forward + backward) * workload.tokens
+
+
+class BlockTime(BlockShape):
+    """What forward and backward of the block take the slowest rank."""
+
+    seconds: float = Field(gt=0)
+
+
 class Compute(Strict):
     """Rates of a rank's matrix products, in floating-point operations per second."""
 
@@ -83,6 +125,10 @@ class Compute(Strict):
     alone_matmul_flops_per_s: dict[DType, float]
     #: Device memory of a rank; ``None`` without an accelerator.
     memory_bytes: int | None
+    #: Bytes per second that a kernel reads and writes which computes next to nothing; and a block,
+    #: in bf16 on accelerators. ``None`` in older files.
+    memory_bytes_per_s: float | None = Field(default=None, gt=0)
+    block: BlockTime | None = None
 
 
 class Probed(Strict):

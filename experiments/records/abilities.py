@@ -10,6 +10,11 @@ from typing import Literal
 Evidence = Literal["measured", "emulated", "simulated"]
 Kind = Literal["emulated", "rented", "simulated"]
 
+#: Bits per second between which shaping works: below, a frame takes seconds; above, the rate in
+#: bytes per second no longer fits the 32 bits of the kernel's message.
+LOWEST_RATE = 10_000
+HIGHEST_RATE = 8 * (2**32 - 1)
+
 
 @dataclass(frozen=True)
 class Abilities:
@@ -27,6 +32,8 @@ class Abilities:
     make_nodes: bool
     #: Say what hardware its nodes have, so that cells can be simulated on it.
     describe_hardware: bool
+    #: Bits per second between which it limits links, if only between some.
+    rates: tuple[int, int] | None = None
 
 
 ABILITIES: Mapping[Kind, Abilities] = MappingProxyType(
@@ -39,6 +46,7 @@ ABILITIES: Mapping[Kind, Abilities] = MappingProxyType(
             make_nodes=True,
             # As the host that the committed records were measured on.
             describe_hardware=True,
+            rates=(LOWEST_RATE, HIGHEST_RATE),
         ),
         "rented": Abilities(
             evidence="measured",

@@ -121,15 +121,18 @@ class Cell(Strict):
     """One point of a matrix: everything a worker needs to know."""
 
     matrix: Annotated[MatrixName, Setting("Matrix", place="run")]
+    #: How parameters are placed and moved.
     strategy: Annotated[Name, Setting("Strategy", "subject", always=True)]
+    #: Which of the file's models.
     model: Annotated[AnyModel, Setting("Model", place="model", learns=True, always=True)]
+    #: Whether all parameters are trained, or adapters beside frozen ones.
     tuning: Annotated[Tuning, Setting("Tuning", place="model", learns=True, always=True)]
     cluster: Annotated[AnyCluster, Parts(named="kind")]
-    #: Egress limit of each node in bits a second; ``None`` leaves the link unshaped.
+    #: Egress limit of each node, in bits per second.
     inter_bandwidth_bits_per_s: Annotated[
         int | None, Setting("Link", place="axis", always=True)
     ] = Field(gt=0)
-    #: The same of what each node sends to other groups, of a cluster that has several.
+    #: The same of what each node sends to other groups, where a cluster has several.
     inter_group_bandwidth_bits_per_s: Annotated[
         int | None, Setting("Link between groups", in_id="later", write=format_link)
     ] = Field(default=None, gt=0)
@@ -139,6 +142,7 @@ class Cell(Strict):
     micro_batch: Annotated[int, Setting("Micro-batch", learns=True)] = Field(ge=1)
     #: Micro-batches between two optimizer steps.
     accumulation: Annotated[int, Setting("Accumulation", learns=True)] = Field(ge=1)
+    #: Of gathered parameters and of compute; those that are stepped are float32.
     dtype: Annotated[DType, Setting("Type", learns=True)]
     #: What its strategy lets it choose, of the type that ``baselines.registry`` names.
     settings: Annotated[SerializeAsAny[Settings], OfStrategy()] = Field(
@@ -148,12 +152,20 @@ class Cell(Strict):
     recomputed: Annotated[float, Setting("Recomputed", in_id="later")] = Field(
         default=0.0, ge=0, le=1
     )
+    #: Of the adapters, where tuning is ``lora``.
     lora_rank: Annotated[int, Setting("LoRA rank", place="model", learns=True)] = Field(ge=1)
-    learning_rate: Annotated[float, Setting("Learning rate", learns=True)] = Field(gt=0)
+    learning_rate: Annotated[float, Setting("Learning rate", learns=True)] = Field(
+        gt=0, allow_inf_nan=False
+    )
     optimizer: Annotated[AnyOptimizer, Setting("Optimizer", in_id="later", learns=True)] = AdamW()
+    #: Steps before those that are measured.
     warmup_steps: Annotated[int, Setting("Warm-up steps", "incidental")] = Field(ge=0)
+    #: Steps that are measured.
     steps: Annotated[int, Setting("Steps", "incidental")] = Field(ge=1)
-    seed: Annotated[int, Setting("Seed", place="axis", learns=True)] = 0
+    #: Of initial weights and of the order of the data.
+    seed: Annotated[int, Setting("Seed", place="axis", learns=True)] = Field(
+        default=0, ge=0, lt=2**32
+    )
     data: Annotated[AnyData, Setting("Data", in_id="later", learns=True)] = Library()
     #: Next-token cross entropy, or a user's function, as docs/workloads.md says.
     loss: Annotated[
@@ -172,7 +184,10 @@ class Cell(Strict):
     repeat: Annotated[int, Setting("Repetition", "incidental", in_id="later")] = Field(
         default=0, ge=0
     )
-    timeout_s: Annotated[float, Setting("Time limit", "incidental", in_id="never")] = Field(gt=0)
+    #: Seconds after which a cell is ended.
+    timeout_s: Annotated[float, Setting("Time limit", "incidental", in_id="never")] = Field(
+        gt=0, allow_inf_nan=False
+    )
 
     @field_validator("inter_group_bandwidth_bits_per_s")
     @classmethod
@@ -191,16 +206,16 @@ class Cell(Strict):
     @model_validator(mode="after")
     def _fits_together(self) -> Cell:
         if (problem := mismatch(self)) is not None:
-            field, reason = problem
-            raise PydanticCustomError("mismatch", "{reason}", {"field": field, "reason": reason})
+            raise _mismatch(*problem)
         return self
 
     @model_validator(mode="after")
     def _recomputes_in_simulations(self) -> Cell:
         if self.recomputed and self.cluster.can.start_processes:
-            raise ValueError(
-                f"recomputed {self.recomputed:g} is for clusters of kind simulated, "
-                f"not {self.cluster.kind}: the worker recomputes nothing"
+            raise _mismatch(
+                "recomputed",
+                f"{self.recomputed:g} is for clusters of kind simulated, not "
+                f"{self.cluster.kind}: the worker recomputes nothing",
             )
         return self
 
@@ -305,6 +320,11 @@ class Cell(Strict):
         """Tokens that all ranks together train on between two optimizer steps."""
         ranks = self.cluster.nodes * self.cluster.ranks_per_node
         return ranks * self.micro_batch * self.accumulation * self.sequence_length
+
+
+def _mismatch(field: str, reason: str) -> PydanticCustomError:
+    """What is wrong with a field beside the others; the reader of a file finds it by its name."""
+    return PydanticCustomError("mismatch", "{reason}", {"field": field, "reason": reason})
 
 
 def _in_a_name(words: str) -> str:

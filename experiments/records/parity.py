@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baselines import registry
-from baselines.settings import DIFFERENCES
+from baselines.encoding import DIFFERENCES
 from experiments.records import settings
 from experiments.records.cell import Cell
 from experiments.records.record import Record
@@ -86,7 +86,7 @@ def _relative(ours: float, theirs: float) -> float:
 
 def tolerance(cell: Cell, steps: int) -> float:
     """How far from the reference's its losses may be after so many steps, relative to them."""
-    if _quantised(cell):
+    if quantised(cell):
         each = _QUANTISED
     elif cell.dtype == "bfloat16":
         each = _BFLOAT16
@@ -130,7 +130,7 @@ def _adds_in_one_order(cell: Cell) -> bool:
     has more than two terms, which have one order only; but what is replicated is summed over
     micro-batches first.
     """
-    if registry.find(cell.strategy).engine != "fcdp" or _quantised(cell):
+    if registry.find(cell.strategy).engine != "fcdp" or quantised(cell):
         return False
     shards = registry.schedule_of(cell.strategy).shards
     whole = shards == "rank" or getattr(cell.settings, "adapters", "sharded") == "replicated"
@@ -147,7 +147,8 @@ def _adds_in_one_order(cell: Cell) -> bool:
 _CODECS = ("gather_codec", "reduce_codec")
 
 
-def _quantised(cell: Cell) -> bool:
+def quantised(cell: Cell) -> bool:
+    """Whether what crosses nodes is rounded, by its strategy or by a codec that it chooses."""
     bounded = registry.find(cell.strategy).numerics == "bounded"
     return bounded or any(
         getattr(cell.settings, name, "none") not in ("none", *DIFFERENCES) for name in _CODECS

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -16,6 +18,28 @@ from simulation.files import Strict
 _BUSY_LOAD, _BUSY_STEAL = 0.5, 0.05
 
 State = Literal["ok", "oom", "failed", "timeout", "skipped"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """How readers see a number that cells measure: the report's table, the terminal's, claims.
+
+    A field of ``Measurement`` that has one is a column of the tables wherever a cell has a value,
+    and a quantity of that name for claims.
+    """
+
+    #: What the column is called, with its unit.
+    title: str
+    #: What the number is multiplied by, and how it is written then.
+    scale: float = 1.0
+    form: str = ".4g"
+    unit: str = ""
+    #: The two lines above its column in the terminal, whose table is narrow; without, it has none.
+    brief: tuple[str, str] | None = None
+
+    def written(self, value: float) -> str:
+        """The number as tables have it."""
+        return f"{value * self.scale:{self.form}}{self.unit}"
 
 
 class Simulation(Strict):
@@ -57,7 +81,7 @@ class Measurement(Strict):
     parameters: int
     trainable_parameters: int
     #: Seconds of each measured optimizer step, the slowest rank's.
-    step_seconds: list[float] = Field(min_length=1)
+    step_seconds: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(min_length=1)
     #: Mean loss over ranks and micro-batches, one a step, warm-up included.
     losses: list[float]
     #: Egress of the busiest node a step, from the kernel's counters, in bytes; and what of it goes
@@ -78,9 +102,9 @@ class Measurement(Strict):
     #: Where workers train apart, means over the outer updates: what late displacements were divided
     #: by, how far workers are from their mean relative to how far they went, and the share of the
     #: outer momentum's elements that were clipped.
-    staleness_gap: float | None = None
-    worker_drift: float | None = None
-    clipped_fraction: float | None = None
+    staleness_gap: Annotated[float | None, Metric("staleness gap Λ")] = None
+    worker_drift: Annotated[float | None, Metric("drift of workers", 100, ".3g", " %")] = None
+    clipped_fraction: Annotated[float | None, Metric("clipped", 100, ".3g", " %")] = None
     #: Of cyclic strategies, for each slot of a step, forwards before backwards: bytes that a rank
     #: sends, at most.
     bytes_by_slot: list[float] | None = None
@@ -92,26 +116,31 @@ class Measurement(Strict):
     #: server's, received and sent, by the kernel's counters; of its files, read and written; and
     #: the messages that it receives.
     link_bytes_per_step: dict[str, float] | None = None
-    server_messages_per_step: float | None = None
+    server_messages_per_step: Annotated[float | None, Metric("messages to the server")] = None
     #: Host memory of one rank's outer state and snapshot where they lie there, in bytes;
     #: page-locked on CUDA.
     outer_host_bytes: int | None = None
     #: Of out-of-core training, per step: bytes of activations that leave the device, and of them
     #: those on SSD; bytes that are read from SSD and written. The most host memory that it used;
     #: bytes of products that are kept instead of computed again, what its cost model makes of a
-    #: step with them, and blocks whose parameters stay in host memory.
-    kept_bytes: float | None = None
-    kept_on_ssd_bytes: float | None = None
-    ssd_read_bytes: float | None = None
-    ssd_written_bytes: float | None = None
-    dram_peak_bytes: int | None = None
+    #: step with them, blocks whose parameters stay in host memory, and buffers of optimizer state.
+    kept_bytes: Annotated[float | None, Metric("activations swapped MB", 1e-6)] = None
+    kept_on_ssd_bytes: Annotated[float | None, Metric("of these on SSD MB", 1e-6)] = None
+    ssd_read_bytes: Annotated[float | None, Metric("SSD read MB/step", 1e-6)] = None
+    ssd_written_bytes: Annotated[float | None, Metric("SSD written MB/step", 1e-6)] = None
+    dram_peak_bytes: Annotated[int | None, Metric("DRAM at most MB", 1e-6)] = None
     chosen_bytes: float | None = None
-    modelled_seconds: float | None = None
+    modelled_seconds: Annotated[float | None, Metric("modelled s/step")] = None
     blocks_in_dram: int | None = None
+    state_buffers: int | None = None
     #: Of the cell's held-out examples after the last step; ``None`` without any: their mean loss,
     #: and of images the share that are classified right.
-    held_out_loss: float | None = None
-    held_out_accuracy: float | None = None
+    held_out_loss: Annotated[
+        float | None, Metric("held-out loss", form=".4f", brief=("held out", "loss"))
+    ] = None
+    held_out_accuracy: Annotated[
+        float | None, Metric("held-out accuracy", 100, ".2f", " %", brief=("right", "%"))
+    ] = None
     #: Of strategies with a cache; not in records of before there were ablations.
     cache: Cached | None = None
     #: Seconds a step of forward, backward with its reductions, and the optimizer, the mean over
@@ -130,6 +159,15 @@ class Measurement(Strict):
         size = min(self.steps_per_round, len(self.step_seconds))
         rounds = len(self.step_seconds) // size
         return [sum(self.step_seconds[i * size : (i + 1) * size]) / size for i in range(rounds)]
+
+
+#: What readers see of a measurement beside what all tables have, by the names of its fields.
+METRICS: Mapping[str, Metric] = {
+    name: said
+    for name, field in Measurement.model_fields.items()
+    for said in field.metadata
+    if isinstance(said, Metric)
+}
 
 
 class Machine(Strict):

@@ -32,6 +32,10 @@ def chosen(cells: Sequence[Cell], pattern: str, option: str = "--only") -> list[
     given twice may have either value. Anything else is a part of an id, or a glob that ids match.
     Raises ``ValueError`` where there is no such setting, or no such cell.
     """
+    if not pattern.strip():
+        raise ValueError(
+            f"{option}: picks no cell; give settings, such as policy=disk, or a part of an id"
+        )
     if _SETTINGS.match(pattern):
         return _with_settings(cells, pattern, option)
     found = [cell for cell in cells if pattern in cell.id or fnmatchcase(cell.id, pattern)]

@@ -107,6 +107,7 @@ class Library(_Text):
 class TextFile(_Text):
     """A text file."""
 
+    #: The file, relative to that of the matrix.
     text: str
     #: SHA-256 of its content, which the reader adds: nodes must have the same file.
     digest: str
@@ -119,7 +120,9 @@ class TextFile(_Text):
 class JsonLines(_Text):
     """A file of one JSON object per line, of which one field is the text."""
 
+    #: The file, relative to that of the matrix.
     jsonl: str
+    #: Which of an object's is the text.
     field: str = "text"
     #: As of a text file.
     digest: str
@@ -132,10 +135,12 @@ class JsonLines(_Text):
 class Dataset(_Text):
     """A data set that the package ``datasets`` loads by its name or from a folder."""
 
+    #: Its name, or a folder.
     dataset: str
     #: Which of several configurations the data set has.
     subset: str | None = None
     split: str = "train"
+    #: Which of a row's is the text.
     field: str = "text"
 
     @property

@@ -39,9 +39,11 @@ def say_error(message: str) -> None:
     typer.secho(message, fg="red", err=True)
 
 
-def stop(message: str) -> NoReturn:
+def stop(problem: str | Exception) -> NoReturn:
     """End the command with exit status 2: it cannot start or go on."""
-    say_error(f"error: {message}")
+    if isinstance(problem, OSError) and problem.filename is not None and problem.strerror:
+        problem = f"{problem.filename}: {problem.strerror.lower()}"
+    say_error(f"error: {problem}")
     raise typer.Exit(UNUSABLE)
 
 

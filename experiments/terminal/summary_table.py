@@ -11,7 +11,7 @@ from rich.text import Text
 
 from experiments.records import settings
 from experiments.records.cell import Cell
-from experiments.records.record import Record, State
+from experiments.records.record import METRICS, Record, State
 from experiments.records.repeats import within_spread
 from experiments.records.settings import Described, described
 from experiments.records.variants import REFERENCES, reference
@@ -172,20 +172,6 @@ def _loss(record: Record, comparison: _Comparison) -> Text:
     return Text(f"{record.measurement.losses[comparison.step - 1]:.4f}")
 
 
-def _held_out(record: Record, _: _Comparison) -> Text:
-    measured = record.measurement
-    if measured is None or measured.held_out_loss is None:
-        return _ABSENT
-    return Text(f"{measured.held_out_loss:.4f}")
-
-
-def _accuracy(record: Record, _: _Comparison) -> Text:
-    measured = record.measurement
-    if measured is None or measured.held_out_accuracy is None:
-        return _ABSENT
-    return Text(f"{100 * measured.held_out_accuracy:.2f}")
-
-
 def _step(record: Record, _: _Comparison) -> Text:
     seconds = record.step_seconds_median
     return _ABSENT if seconds is None else Text(f"{seconds:.{2 if seconds >= 100 else 3}f}")
@@ -217,27 +203,38 @@ _COLUMNS = (
     _Column("step", "s", 7, "right", _step),
     _Column(" evidence", "", 10, "left", _evidence),
 )
-#: Columns by the metric of held-out data that they show.
-_HELD_OUT = {
-    "held_out_loss": _Column("held out", "loss", 8, "right", _held_out),
-    "held_out_accuracy": _Column("right", "%", 6, "right", _accuracy),
-}
 
 
 def _columns(records: Sequence[Record], wanted: str | None) -> list[_Column]:
-    """Columns of all tables; metrics of held-out data only where a record has one."""
-    measured = [record.measurement for record in records if record.measurement]
-    held_out = [
-        column
-        for metric, column in _HELD_OUT.items()
-        if any(getattr(each, metric) is not None for each in measured)
+    """Columns of all tables, and of metrics where a record has one."""
+    measured = [
+        name for name in METRICS if any(_value(record, name) is not None for record in records)
     ]
+    metrics = [column for name in measured if (column := _metric(name)) is not None]
     versus = "" if wanted is None else f"vs {REFERENCES[wanted]}"
     named = [
         replace(column, measure=versus) if column.measure == _VERSUS else column
         for column in _COLUMNS
     ]
-    return [*named[:-2], *held_out, *named[-2:]]
+    return [*named[:-2], *metrics, *named[-2:]]
+
+
+def _value(record: Record, metric: str) -> float | None:
+    value: float | None = getattr(record.measurement, metric, None)
+    return value
+
+
+def _metric(name: str) -> _Column | None:
+    """The column of a metric that the terminal has room for."""
+    metric = METRICS[name]
+    if metric.brief is None:
+        return None
+
+    def show(record: Record, _: _Comparison) -> Text:
+        value = _value(record, name)
+        return _ABSENT if value is None else Text(metric.written(value).removesuffix(metric.unit))
+
+    return _Column(*metric.brief, 8, "right", show)
 
 
 def _grid(longest_strategy: int, columns: Sequence[_Column]) -> Table:

@@ -12,7 +12,7 @@ import torch
 
 from fcdp.cache.entry import Entry, Slice, Slices, TierName
 from fcdp.cache.gather_order import GatherOrder
-from fcdp.cache.memory import Usage, device_usage
+from fcdp.cache.memory import Usage, allocated_bytes, device_usage
 from fcdp.cache.memory_plan import MemoryPlan
 from fcdp.cache.tiers.device import DeviceTier
 from fcdp.cache.tiers.disk import DiskTier
@@ -35,6 +35,16 @@ class Safety:
     detect_writes: bool = True
     verify: bool = False
     poison: bool = False
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """Device memory as a pass found it, in bytes, and what of it could be told apart."""
+
+    usage: Usage
+    #: That of tensors, where PyTorch's allocator knows, and of the device tier.
+    in_tensors: int | None
+    in_tier: int
 
 
 class Cache:
@@ -68,8 +78,8 @@ class Cache:
         #: Whether the model's last forward was for training.
         self._with_gradients = True
         self._on_host = frozenset(plan.on_host)
-        #: Device memory as this pass found it, and what the device tier took of it then.
-        self._usage: tuple[Usage, int] | None = None
+        #: What this pass found; asked for by the first that wants to know.
+        self._seen: _Seen | None = None
         # None is kept: while one is filled ahead, the one before it is being read.
         self._staging = Slices(streams, streams.copies_in, kept=0)
         self._tiers: dict[TierName, Tier] = {}
@@ -89,7 +99,7 @@ class Cache:
         # FSDP2 gathers without gradients, whatever the forward is for: asked here, not there.
         self._with_gradients = torch.is_grad_enabled()
         self._order.begin(self._with_gradients)
-        self._usage = None
+        self._seen = None
         # Left by a pass that took another path: it would take device memory, and the place of
         # what is to be fetched ahead, until the unit is gathered again.
         for entry in self._entries.values():
@@ -130,7 +140,7 @@ class Cache:
         if self.placement.guarded:
             # What is admitted depends on memory without the entry that is to be replaced.
             self._forget(entry)
-        self._put(entry, given, phase, self._wanted(entry.unit))
+        self._put(entry, given, phase, self._wanted(entry.unit, stored=True))
 
     def load(self, entry: Entry, phase: Phase, by_node: torch.Tensor, home: Any) -> Slice:
         """Return the slice of a hit; its ``access`` says when it may be read.
@@ -147,7 +157,7 @@ class Cache:
         if entry.checksums is not None:
             self._compare(entry, entry.checksums, self._checksums(wanted))
         if self.placement.moves:
-            preference = self._wanted(entry.unit)
+            preference = self._wanted(entry.unit, stored=False)
             if preference and preference[0] != entry.tier:
                 self._forget(entry)
                 self._put(entry, wanted, phase, preference)
@@ -253,24 +263,28 @@ class Cache:
             self._staging.release(entry.staged)
             entry.staged = None
 
-    def _wanted(self, unit: Unit) -> tuple[TierName, ...]:
-        """The unit's tiers in order of preference, as memory is in this pass."""
+    def _wanted(self, unit: Unit, *, stored: bool) -> tuple[TierName, ...]:
+        """The unit's tiers in order of preference, as memory is now or, of a load, in this pass."""
         preference = self.placement.preferences[unit]
         if "device" not in preference or not self.placement.guarded:
             return preference
-        if self.placement.admits(unit, self._usage_now()):
+        if self.placement.admits(unit, self._usage_now(exact=stored)):
             return preference
         return tuple(tier for tier in preference if tier != "device")
 
-    def _usage_now(self) -> Usage:
-        """Memory in use: the allocator is asked once per pass, what the tier took since is added.
+    def _usage_now(self, *, exact: bool) -> Usage:
+        """Memory in use: what the driver said in this pass, and what was taken since.
 
-        Asking at each load would cost the host a call to the driver per gather.
+        That is all tensors where it is to be ``exact``: activations come while units are stored.
+        Of a load it is the tier's own, which costs the host nothing.
         """
-        if self._usage is None:
-            self._usage = device_usage(self._device), self._device_tier.nbytes
-        usage, before = self._usage
-        return replace(usage, used=usage.used + self._device_tier.nbytes - before)
+        if self._seen is None:
+            usage, taken = device_usage(self._device), allocated_bytes(self._device)
+            self._seen = _Seen(usage, taken, self._device_tier.nbytes)
+        since = self._device_tier.nbytes - self._seen.in_tier
+        if exact and self._seen.in_tensors is not None:
+            since = (allocated_bytes(self._device) or 0) - self._seen.in_tensors
+        return replace(self._seen.usage, used=self._seen.usage.used + since)
 
     def _put(
         self, entry: Entry, given: Slice, phase: Phase, preference: Sequence[TierName]

@@ -44,6 +44,13 @@ def device_usage(device: torch.device) -> Usage:
     return Usage(used, used - allocated + backend.max_memory_allocated(device), total)
 
 
+def allocated_bytes(device: torch.device) -> int | None:
+    """Bytes of the tensors on an accelerator, without a call to its driver; ``None`` of a CPU."""
+    if device.type == "cpu":
+        return None
+    return int(torch.get_device_module(device).memory_allocated(device))
+
+
 def available_host_memory() -> int | None:
     """Bytes that can still be taken on this host; ``None`` on systems other than Linux.
 

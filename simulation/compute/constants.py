@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from simulation.compute import study
 from simulation.hardware import Gpu, Hardware
-from simulation.rates import Rates
+from simulation.rates import Rates, Work
 
 #: The measured GPU whose architecture is nearest; others have an A100's.
 _NEAREST: Mapping[str, str] = MappingProxyType(
@@ -43,6 +43,18 @@ def rates_of(device: Gpu) -> Rates:
     check = known.check("each architecture")
     lowest = min(check.lowest, _LEAST_OF_CARDS) if device.link_is_pcie else check.lowest
     return replace(rates, lowest=lowest, highest=check.highest)
+
+
+def by_block(device: Gpu, work: Work, seconds: float) -> Rates:
+    """The GPU's rates where one transformer block, of this work, was measured.
+
+    All parts are as much faster or slower than fitted; what is left to err is what runs of sizes
+    that the fit had not seen do.
+    """
+    check = record().check("each size")
+    return replace(
+        rates_of(device).with_block(work, seconds), lowest=check.lowest, highest=check.highest
+    )
 
 
 def with_rates(hardware: Hardware) -> Hardware:

@@ -72,22 +72,39 @@ class Fitted:
 
 
 def fit(runs: Sequence[Run]) -> Fitted:
-    """Fit the constants. Raises ``ValueError`` where there are too few runs for them."""
+    """Fit the constants. Raises ``ValueError`` where there are too few runs for them.
+
+    What a GPU's rows do not tell apart, as few do that are of one size, is the others' mean.
+    """
     gpus = sorted({run.row.gpu for run in runs})
-    columns = len(PARTS) * len(gpus) + 2
-    if len(runs) < columns:
-        raise ValueError(f"rows: {len(runs)} were given, {columns} constants need as many at least")
+    count = len(PARTS) * len(gpus) + 2
+    if len(runs) < count:
+        raise ValueError(f"rows: {len(runs)} were given, {count} constants need as many at least")
     features = np.array([_features(run, gpus) for run in runs])
     target = np.array([1 - _optimizer_share(run) for run in runs])
-    found = _robust(features, target)
-    passes, lost = found[-2:]
-    shares = {}
-    for index, gpu in enumerate(gpus):
-        inverse = found[len(PARTS) * index :][: len(PARTS)]
-        zero = [part for part, value in zip(PARTS, inverse, strict=True) if value <= 0]
-        if zero:
-            raise ValueError(f"rows of {gpu}: do not tell {', '.join(zero)} from the rest")
-        shares[gpu] = Shares(*(1 / value for value in inverse))
+    #: How constants follow from those that are fitted.
+    mean = np.eye(count)
+    while True:
+        found = mean @ np.array(_robust(features @ mean, target))
+        untold = [at for at in range(count - 2) if found[at] <= 0]
+        if not untold:
+            break
+        for at in untold:
+            others = [
+                other
+                for other in range(at % len(PARTS), count - 2, len(PARTS))
+                if other not in untold and mean[other, other]
+            ]
+            if not others:
+                gpu, part = gpus[at // len(PARTS)], PARTS[at % len(PARTS)]
+                raise ValueError(f"rows of {gpu}: do not tell {part} from the rest")
+            mean[at] = 0
+            mean[at, others] = 1 / len(others)
+    passes, lost = (float(value) for value in found[-2:])
+    shares = {
+        gpu: Shares(*(1 / float(value) for value in found[len(PARTS) * index :][: len(PARTS)]))
+        for index, gpu in enumerate(gpus)
+    }
     return Fitted(shares, passes, lost)
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from baselines.registry import find
 from simulation import files
 from simulation.files import Name, Strict
 from simulation.transformer import ModelSpec, Tuning
@@ -40,7 +41,8 @@ class Case(Strict):
     @property
     def label(self) -> str:
         """The strategy, with its policy where that is the case's choice."""
-        return f"{self.strategy} {self.policy}" if self.strategy == "fcdp" else self.strategy
+        chooses = find(self.strategy).has_policy
+        return f"{self.strategy} {self.policy}" if chooses else self.strategy
 
 
 class Peak(Strict):

@@ -7,7 +7,15 @@ from dataclasses import dataclass, replace
 
 from simulation.hardware import Hardware
 from simulation.memory import Footprint
-from simulation.prediction import Prediction, least_seconds, needed, predict, utilisations
+from simulation.prediction import (
+    Built,
+    Prediction,
+    build,
+    needed,
+    predict,
+    simulate_built,
+    utilisations,
+)
 from simulation.work import dequantised_bytes, token_work
 from simulation.workload import Workload
 
@@ -88,28 +96,30 @@ def shortfall(workload: Workload, hardware: Hardware) -> Shortfall:
     )
 
 
-def most_tokens_per_s(workload: Workload, hardware: Hardware) -> float:
-    """Tokens per second that the busiest resource alone allows: no schedule is faster.
+def most_tokens_per_s(built: Built) -> float:
+    """Tokens per second that the busiest resource alone allows: no schedule is faster."""
+    workload = built.workload
+    tokens = workload.tokens * workload.accumulation
+    return built.hardware.world_size * tokens / built.least_seconds
 
-    Of several micro-batches only computation is counted.
-    """
-    if workload.accumulation == 1:
-        tokens = hardware.world_size * workload.tokens
-        return tokens / least_seconds(workload, hardware)
+
+def most_computed_per_s(workload: Workload, hardware: Hardware) -> float:
+    """Tokens per second that computation alone allows."""
     seconds = hardware.seconds(token_work(workload))
     passes = workload.model.layers * (2 + workload.recomputed)
     seconds += passes * hardware.memory_seconds(dequantised_bytes(workload)) / workload.tokens
     return hardware.world_size / seconds
 
 
-def simulated(workload: Workload, hardware: Hardware) -> Option:
-    """The option of a workload that fits, simulated.
+def simulated(workload: Workload, hardware: Hardware, built: Built | None = None) -> Option:
+    """The option of a workload that fits, simulated; ``built`` is its step, if it is there.
 
     From the third micro-batch on each is like the one before, so that a step of many takes what
     three do and the difference between three and two for each one more.
     """
     count = workload.accumulation
-    prediction = predict(replace(workload, accumulation=min(count, _SIMULATED)), hardware)
+    first = built or build(replace(workload, accumulation=min(count, _SIMULATED)), hardware)
+    prediction = simulate_built(first)
     last = totals = _measures(prediction)
     if count > _SIMULATED:
         fewer = _measures(predict(replace(workload, accumulation=_SIMULATED - 1), hardware))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from baselines.description import ENGINES, Strategy
 from baselines.registry import find, schedule_of
@@ -53,10 +54,11 @@ def plan(request: Request) -> Plan | None:
     """Search the grid; ``None`` if nothing fits (``refusal`` then says what would help).
 
     Where no length was given and nothing of the usual one fits, the plan is for the longest half
-    of it that does.
+    of it that does; where adapters are trained, for the longest with which a base on the devices
+    does, if there is one.
     """
-    if request.usual_length is not None and not fits(request):
-        request = next(filter(fits, request.shorter()), request)
+    if request.usual_length is not None:
+        request = _at_length(request)
     verdicts = sorted(search(request), key=lambda verdict: _order(verdict, request))
     found: dict[str, Option] = {}
     for verdict in verdicts:
@@ -71,6 +73,22 @@ def plan(request: Request) -> Plan | None:
     by_name = {verdict.strategy: verdict for verdict in verdicts}
     reason = _reason(request, strategy, ties, found, by_name)
     return Plan(request, tuple(verdicts), strategy, found[strategy], reason)
+
+
+def _at_length(request: Request) -> Request:
+    """The request at the length that a plan is for, where nobody named one."""
+    lengths = (request, *request.shorter())
+    if request.lora_rank is not None and (kept := on_device(request.strategies)):
+        for one in lengths:
+            if fits(replace(one, strategies=kept)):
+                return one
+    return next(filter(fits, lengths), request)
+
+
+def on_device(strategies: Sequence[str]) -> tuple[str, ...]:
+    """Those of the strategies whose parameters and optimizer stay on the devices."""
+    schedules = ((name, schedule_of(name)) for name in strategies)
+    return tuple(name for name, of in schedules if of.parameters == "device" == of.optimizer)
 
 
 def differs(strategy: str) -> bool:
@@ -151,7 +169,10 @@ def _against(strategy: str, chosen: Option, found: dict[str, Option]) -> str:
         share = f"{chosen.speed.bottleneck_share:.0%}"
         return f"{strategy} waits for {waits_for(chosen)} in {share} of its step"
     times = chosen.tokens_per_s / base.tokens_per_s
-    text = f"{strategy} trains {times:.3g} times as many tokens a second as fsdp2"
+    many = f"{times:.3g} times as many"
+    text = (
+        f"{strategy} trains {'as many' if many.startswith('1 ') else many} tokens a second as fsdp2"
+    )
     sent, least = base.sent_bytes_per_token, chosen.sent_bytes_per_token
     if least >= sent:
         return text

@@ -22,7 +22,7 @@ def tokens_per_s(speed: Speed, hardware: Hardware) -> tuple[float, float]:
     much, as what waited behind it may come before.
     """
     rates = hardware.rates
-    measured = rates is not None and rates.basis == "preflight"
+    measured = rates is not None and rates.basis.startswith("preflight")
     links = _MEASURED_LINKS if measured else _NOMINAL_LINKS
     compute = (1.0, 1.0) if rates is None else (rates.lowest, rates.highest)
     low, high = (
@@ -59,6 +59,8 @@ def rests_on(hardware: Hardware) -> str:
         f"shares that {rates.measured_on} reached",
         "preflight": "matrix products measured by preflight, the rest by the shares that "
         f"{rates.measured_on} reached",
+        "preflight's block": "a transformer block measured by preflight, its parts by the shares "
+        f"that {rates.measured_on} reached",
         "data sheet": "data sheet",
     }
     return f"{texts[rates.basis]}; {span}"

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from baselines.registry import find
 from simulation.planner.option import Shortfall
+from simulation.planner.out_of_core import out_of_core
 from simulation.planner.request import GATHERS_FOUR_BITS, Request
 from simulation.planner.search import fits, shortfalls
 
@@ -26,6 +27,7 @@ def refusal(request: Request) -> str:
         _adapters(request),
         _four_bits(request),
         _kernels(request),
+        _out_of_core(request),
     )
     found = ", or ".join(filter(None, remedies))
     return (
@@ -93,3 +95,8 @@ def _kernels(request: Request) -> str | None:
     if request.kernels != "fused" and fits(replace(request, kernels="fused")):
         return "fused norms, activation functions and loss (--kernels fused)"
     return None
+
+
+def _out_of_core(request: Request) -> str | None:
+    made = out_of_core(request)
+    return None if made is None else str(made)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 from simulation import goodput
 from simulation.hardware import Hardware
 from simulation.instances import Instance
 from simulation.planner import ranges
 from simulation.planner.plan import Plan, plan
+from simulation.planner.refusal import refusal
 from simulation.planner.request import Request
 from simulation.work import token_work
 
@@ -17,6 +19,8 @@ from simulation.work import token_work
 STRATEGIES = ("ddp", "fsdp2", "fsdp2-hsdp", "fcdp", "deepspeed-hpz", "fsdp2-offload")
 #: Offers that are kept: what cannot be cheaper than the last of them is not simulated.
 MOST = 12
+#: Why there is no offer of an instance.
+_Why = Literal["dearer", "unfit", "late", "uneven"]
 
 
 @dataclass(frozen=True)
@@ -64,11 +68,15 @@ class Market:
     """The offers that were found, cheapest first, and what was left out."""
 
     offers: tuple[Offer, ...]
-    #: Instances that cannot be cheaper than the last offer, that have no price, and on which
-    #: nothing fits or is in time.
-    dearer: tuple[str, ...]
-    unpriced: tuple[str, ...]
-    unfit: tuple[str, ...]
+    #: Instances that cannot be cheaper than the last offer, that have no price, on which nothing
+    #: fits, that are late, and whose GPUs the sequences of a step cannot be shared out to.
+    dearer: tuple[str, ...] = ()
+    unpriced: tuple[str, ...] = ()
+    unfit: tuple[str, ...] = ()
+    late: tuple[str, ...] = ()
+    uneven: tuple[str, ...] = ()
+    #: Of those that are late, what would be done first.
+    soonest: Offer | None = None
 
 
 def rent(request: Request, instances: Sequence[Instance], within_hours: float | None) -> Market:
@@ -81,38 +89,107 @@ def rent(request: Request, instances: Sequence[Instance], within_hours: float | 
     priced = [one for one in instances if _prices(one)]
     by_cost = sorted(priced, key=lambda one: _least_cost(request, one))
     found: list[Offer] = []
-    dearer, unfit = [], []
+    left_out: dict[_Why, list[str]] = {why: [] for why in get_args(_Why)}
+    soonest: list[Offer] = []
     for instance in by_cost:
         if len(found) >= MOST and _least_cost(request, instance) > found[MOST - 1].cost:
-            dearer.append(_name(instance))
+            left_out["dearer"].append(_name(instance))
             continue
-        offers = list(_offers(request, instance, within_hours))
-        if not offers:
-            unfit.append(_name(instance))
-        found = sorted([*found, *offers], key=lambda offer: offer.cost)
-    unpriced = [_name(one) for one in instances if not _prices(one)]
-    return Market(tuple(found[:MOST]), tuple(dearer), tuple(unpriced), tuple(unfit))
+        tried = _try(request, instance, within_hours)
+        if tried.why is not None:
+            left_out[tried.why].append(_name(instance))
+        soonest += tried.late
+        found = sorted([*found, *tried.offers], key=lambda offer: offer.cost)
+    return Market(
+        tuple(found[:MOST]),
+        unpriced=tuple(_name(one) for one in instances if not _prices(one)),
+        soonest=min(soonest, key=lambda offer: offer.hours, default=None),
+        **{why: tuple(names) for why, names in left_out.items()},
+    )
 
 
-def _offers(request: Request, instance: Instance, within_hours: float | None) -> Iterator[Offer]:
+def refused(market: Market, request: Request, instances: Sequence[Instance]) -> str:
+    """Why there is no offer, and what would help, in one sentence for each reason."""
+    parts = []
+    if market.late:
+        late = [one for one in instances if _name(one) in market.late]
+        parts.append(f"{len(late)} of {len(instances)} kinds of instances are late: ")
+        if (offer := market.soonest) is not None:
+            parts[-1] += (
+                f"the soonest, {offer.hardware.nodes} × {_name(offer.instance)}, takes "
+                f"{offer.hours:,.3g} hours"
+            )
+        else:
+            hours, name = min(
+                (_least_hours(request, one) / one.most_nodes, f"{one.most_nodes} × {_name(one)}")
+                for one in late
+            )
+            parts[-1] += f"the soonest, {name}, would compute for {hours:,.3g} hours alone"
+    if market.uneven:
+        parts.append(
+            f"global_batch = {request.global_batch}: is no multiple of the GPUs, with each "
+            f"micro-batch, of {', '.join(market.uneven)}"
+        )
+    unfit = [one for one in instances if _name(one) in market.unfit]
+    if unfit:
+        clusters = [one.cluster(one.most_nodes) for one in unfit]
+        largest = max(clusters, key=lambda one: one.world_size * one.device.memory_bytes)
+        parts.append(
+            f"on {len(unfit)} of {len(instances)} kinds of instances nothing fits, on the largest: "
+            + refusal(replace(request, hardware=largest))
+        )
+    if market.unpriced:
+        parts.append(f"without a price in the table: {', '.join(market.unpriced)}")
+    return "no offer: " + "; ".join(parts)
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """What was tried of one instance."""
+
+    offers: tuple[Offer, ...] = ()
+    #: The soonest that is not in time, at most one per price.
+    late: tuple[Offer, ...] = ()
+    #: Why there is no offer.
+    why: _Why | None = None
+
+
+def _try(request: Request, instance: Instance, within_hours: float | None) -> _Tried:
     """The fewest nodes in time, at each of the instance's prices."""
+    plans: dict[int, Plan | None] = {}
+    counts = list(_node_counts(request, instance, within_hours))
+    even = [nodes for nodes in counts if _shares_out(request, instance.cluster(nodes))]
+    offers, late = [], []
     for spot in (False, True):
         price = instance.spot_usd_per_hour if spot else instance.list_usd_per_hour
         if price is None:
             continue
-        for nodes in _node_counts(request, instance, within_hours):
-            hardware = instance.cluster(nodes)
-            batch = request.global_batch
-            if batch is not None and batch % hardware.world_size:
+        made = []
+        for nodes in even:
+            if nodes not in plans:
+                plans[nodes] = plan(replace(request, hardware=instance.cluster(nodes)))
+            if (answer := plans[nodes]) is None:
                 continue
-            made = plan(replace(request, hardware=hardware))
-            if made is None:
-                continue
-            share = goodput.of(made.option.workload, hardware, spot=spot)
-            offer = Offer(instance, made, spot, share)
-            if within_hours is None or offer.hours <= within_hours:
-                yield offer
+            hardware = answer.request.hardware
+            share = goodput.of(answer.option.workload, hardware, spot=spot)
+            made.append(Offer(instance, answer, spot, share))
+            if within_hours is None or made[-1].hours <= within_hours:
+                offers.append(made[-1])
                 break
+        else:
+            late += sorted(made, key=lambda offer: offer.hours)[:1]
+    why: _Why | None = None
+    if not offers:
+        why = "late" if late or not counts else "unfit" if even else "uneven"
+    return _Tried(tuple(offers), tuple(late), why)
+
+
+def _shares_out(request: Request, hardware: Hardware) -> bool:
+    """Whether each rank has as many sequences of a step, in micro-batches that are named."""
+    if request.global_batch is None:
+        return True
+    each, rest = divmod(request.global_batch, hardware.world_size)
+    return each > 0 and rest == 0 and not any(each % size for size in request.micro_batches)
 
 
 def _node_counts(request: Request, instance: Instance, within_hours: float | None) -> Iterator[int]:

@@ -49,7 +49,9 @@ def table(market: Market, request: Request, within_hours: float | None) -> Rende
     notes = [
         (f"not one of the {MOST} cheapest, and not simulated", market.dearer),
         ("without a price in the table", market.unpriced),
-        (f"nothing fits{' or is in time' if deadline else ''}", market.unfit),
+        ("nothing fits", market.unfit),
+        ("nothing is in time", market.late),
+        ("whose GPUs the global batch cannot be shared out to", market.uneven),
     ]
     lines = [Text(f"{what}: {', '.join(names)}", style="dim") for what, names in notes if names]
     risk = Text(
@@ -72,6 +74,8 @@ def document(market: Market, request: Request, within_hours: float | None) -> di
         "dearer": list(market.dearer),
         "unpriced": list(market.unpriced),
         "unfit": list(market.unfit),
+        "late": list(market.late),
+        "uneven": list(market.uneven),
     }
 
 

@@ -32,11 +32,11 @@ def titles(request: Request) -> tuple[str, ...]:
         tuning = f"LoRA {request.lora_rank}{where} on {request.frozen_dtype}"
     lengths = ", ".join(map(str, request.sequence_lengths))
     usual = request.usual_length
-    shortened = (
-        ""
-        if usual is None or usual in request.sequence_lengths
-        else (f" (usual are {usual}, with which nothing fits)")
-    )
+    shortened = ""
+    if usual is not None and usual not in request.sequence_lengths:
+        whole = fits(replace(request, sequence_lengths=(usual,)))
+        what = "the base fits host memory or disks alone" if whole else "nothing fits"
+        shortened = f" (usual are {usual}, with which {what})"
     link = f"{format_rate(8 * hardware.inter_bytes_per_s)} reached between nodes"
     nodes = f"{hardware.nodes} nodes" if hardware.nodes > 1 else "1 node"
     return (

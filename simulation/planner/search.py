@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from heapq import heapify, heappop, heappush
 from itertools import groupby
 from math import isqrt
 
 from simulation.hardware import Hardware
 from simulation.memory import largest_micro_batch
-from simulation.planner.option import Option, Shortfall, most_tokens_per_s, shortfall, simulated
+from simulation.planner.option import (
+    Option,
+    Shortfall,
+    most_computed_per_s,
+    most_tokens_per_s,
+    shortfall,
+    simulated,
+)
 from simulation.planner.request import Request
+from simulation.prediction import Built, build
 from simulation.workload import Workload
 
 #: Options of one strategy this close are the same; the simplest, which comes first, is taken.
@@ -81,20 +90,33 @@ def _verdict(strategy: str, points: list[Workload], request: Request) -> Verdict
 
 
 def _options(fitting: list[Workload], hardware: Hardware) -> tuple[Option, ...]:
-    """Simulate, the most promising first, until no other can be faster; in the order given."""
-    bounds = [most_tokens_per_s(workload, hardware) for workload in fitting]
+    """Simulate, the most promising first, until no other can be faster; in the order given.
+
+    A bound by computation alone is cheap; one by all resources is found of those alone that come
+    next by the cheap one.
+    """
     found: dict[int, Option] = {}
-    for at in sorted(range(len(fitting)), key=lambda at: (-bounds[at], at)):
+    built: dict[int, Built] = {}
+    waiting = [(-most_computed_per_s(one, hardware), at) for at, one in enumerate(fitting)]
+    heapify(waiting)
+    while waiting:
+        bound, at = heappop(waiting)
         # A simpler one, which comes earlier, is taken even if it is a little slower.
         beaten = (
-            option.tokens_per_s * (1 - SAME) >= bounds[at]
+            option.tokens_per_s * (1 - SAME) >= -bound
             if at < other
-            else option.tokens_per_s >= (1 - SAME) * bounds[at]
+            else option.tokens_per_s >= (1 - SAME) * -bound
             for other, option in found.items()
         )
         if any(beaten):
             continue
-        found[at] = simulated(fitting[at], hardware)
+        if at in built:
+            found[at] = simulated(fitting[at], hardware, built.pop(at))
+        elif fitting[at].accumulation > 1:  # of which computation alone is counted
+            found[at] = simulated(fitting[at], hardware)
+        else:
+            step = built[at] = build(fitting[at], hardware)
+            heappush(waiting, (-most_tokens_per_s(step), at))
     return tuple(found[at] for at in sorted(found))
 
 

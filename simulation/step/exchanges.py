@@ -6,11 +6,10 @@ import math
 from dataclasses import dataclass, field
 
 from baselines import registry
+from baselines.encoding import DIFFERENCES, encoded_bytes
 from baselines.schedule import Schedule
-from baselines.settings import DIFFERENCES
 from simulation import differences
 from simulation import traffic as collectives
-from simulation.encoding import encoded_bytes
 from simulation.hardware import Hardware
 from simulation.step.placement import shard_numel
 from simulation.traffic import Traffic

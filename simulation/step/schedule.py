@@ -59,19 +59,23 @@ class Step:
         layers, block = workload.model.layers, workload.model.block_parameters
         lead = min(schedule.lead_per_block * layers, schedule.most_lead)
         self._over_turn = _over_turn(units, lead * block)
-        #: Seconds beside matrix products, in one forward or one backward of all blocks.
         overheads = hardware.overheads
         kept = workload.tokens * activations.block_bytes(workload) * hardware.ranks_sharing_device
-        #: And in each pass through a block, whatever its tokens: four bits become bf16.
-        self._pass_seconds = hardware.memory_seconds(dequantised_bytes(workload))
         each = overheads.block_seconds.get(workload.engine, 0.0)
+        #: Seconds beside matrix products, in one forward or one backward of all blocks.
         self._overhead_seconds = (layers / 2) * (each + overheads.activation_byte_seconds * kept)
+        #: In each pass through a block, whatever its tokens: four bits become bf16.
+        self._pass_seconds = hardware.memory_seconds(dequantised_bytes(workload))
+        #: In the optimizer's step.
+        self._step_seconds = layers * overheads.step_seconds.get(workload.engine, 0.0)
 
     def build(self) -> Tasks:
         """The tasks of all micro-batches and of the optimizer. Call it once."""
         for index in range(self._workload.accumulation):
             self._micro_batch(index)
         ends = [*self._computed[-1:], *self._reduced]
+        if self._step_seconds:
+            ends = [self.tasks.compute("calls", self._step_seconds, ends)]
         optimizer_tasks(self.tasks, self._workload, self._schedule, self._units, ends)
         if self._schedule.averages is not None:
             round_tasks(self.tasks, self._workload, self._schedule, self._exchanges.average())
@@ -88,8 +92,12 @@ class Step:
         self._run(units.head, (units.root,), "forward", units.head.forward, first)
         self._run(units.head, (units.root,), "backward", units.head.backward, first)
         waiting = 0
+        works: dict[tuple[int, int], Work] = {}
         for segment in reversed(units.segments):
-            work = segment.backward + segment.again * self._workload.recomputed
+            same = id(segment.backward), id(segment.again)
+            if same not in works:
+                works[same] = segment.backward + segment.again * self._workload.recomputed
+            work = works[same]
             passes = 1 + self._workload.recomputed
             needs = segment.units if segment.in_backward else ()
             self._run(segment, needs, "backward", work, first, passes)
@@ -161,7 +169,7 @@ class Step:
             node_shards = shard * self._hardware.ranks_per_node
             start = (self.tasks.disk(f"{name} read", "read", node_shards, phase, after),)
         if self._schedule.parameters != "device":
-            start = (self._copy_in(f"{name} copy in", shard, phase, start),)
+            start = (self._copy_in(f"{name} copy in", shard, phase, start, shard=True),)
         at = None
         for number, traffic in enumerate(exchanges):
             stream = self._gather_stream(number)
@@ -196,8 +204,14 @@ class Step:
     def _stored_tasks(self, unit: Unit) -> tuple[int, ...]:
         return (self._stored[unit],) if unit in self._stored else ()
 
-    def _copy_in(self, name: str, nbytes: float, phase: str, after: Sequence[int]) -> int:
-        stream = COMPUTE if self._schedule.blocking or self._gloo else "copy in"
+    def _copy_in(
+        self, name: str, nbytes: float, phase: str, after: Sequence[int], *, shard: bool = False
+    ) -> int:
+        stream = "copy in"
+        if self._schedule.blocking:
+            stream = COMPUTE
+        elif self._gloo:  # what is gathered anew is copied by the call that gathers it ahead
+            stream = self._gather_stream(0) if shard else COMPUTE
         return self.tasks.copy(name, "host_to_device", stream, nbytes, phase, after)
 
     def _store(self, unit: Unit, phase: str, gathered: int) -> None:

@@ -76,6 +76,8 @@ class Tasks:
         arrived = gathered_bytes * hardware.ranks_sharing_device
         demands["compute"] += hardware.overheads.gathered_byte_seconds * arrived
         demands["compute"] += hardware.exchange_seconds(gathered_bytes + reduced_bytes)
+        messages = traffic.inter_messages + traffic.intra_messages
+        demands["compute"] += hardware.overheads.message_seconds * messages
         return demands
 
     def copy(

@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 
 from baselines import optimizers
-from baselines.optimizers import SGD, AdamW, AnyOptimizer, Decay
+from baselines.optimizers import SGD, AdamW, AnyOptimizer, Cosine, Decay
 
 DECAYED = SGD(kind="sgd", momentum=0.5, weight_decay=0.1, decay=Decay(every=2, by=0.1))
 
@@ -35,6 +35,17 @@ def test_learning_rates() -> None:
     warm = rates(AdamW(inverse_sqrt_after=4), 16)
     assert warm[:4] == pytest.approx([0.125, 0.25, 0.375, 0.5])
     assert warm[15] == pytest.approx(0.25)
+    cosine = rates(AdamW(cosine=Cosine(warm_up=2, end=6)), 8)
+    assert cosine[:2] == pytest.approx([0.25, 0.5])
+    assert cosine[4] == pytest.approx(0.25)
+    assert cosine[6:] == [0.0, 0.0]
+
+
+def test_a_schedule_that_cannot_be_says_what_is_allowed() -> None:
+    with pytest.raises(ValueError, match="end = 4: allowed are those above warm_up = 4"):
+        Cosine(warm_up=4, end=4)
+    with pytest.raises(ValueError, match="allowed is it alone"):
+        AdamW(inverse_sqrt_after=4, cosine=Cosine(warm_up=2, end=6))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 import fcdp
-from scripts.examples import SETTING
+from scripts.reference import SETTING
 from tests.ranks import Pools
 
 _FLAGS = doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL

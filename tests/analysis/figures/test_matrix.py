@@ -128,6 +128,22 @@ def test_losses_drawn_are_the_records(records: list[Record], drawings: list[Draw
     assert sorted(list(line.get_ydata()) for line in lines) == sorted(cells)
 
 
+def test_long_lines_of_losses_are_thinned_and_say_so(records: list[Record]) -> None:
+    long = records[0]
+    assert long.measurement is not None
+    losses = [float(step) for step in range(1300)]
+    long = long.model_copy(
+        update={
+            "cell": long.cell.model_copy(update={"steps": 1300 - long.cell.warmup_steps}),
+            "measurement": long.measurement.model_copy(update={"losses": losses}),
+        }
+    )
+    (drawn,) = (one for one in matrix.draw(compare(frame([long]))) if one.name.endswith("losses"))
+    (line,) = drawn.figure.axes[0].lines
+    assert list(line.get_ydata()) == losses[2::3]
+    assert "one of each 3 optimizer steps" in drawn.caption
+
+
 def test_files_are_written_and_the_same_every_time(records: list[Record], tmp_path: Path) -> None:
     few = compare(frame(records[:3]))
 

@@ -140,6 +140,8 @@ def test_contents_name_claims_that_there_are() -> None:
         update={"claims": tuple(one for one in known.claims if one.id != "fcdp-full-gain")}
     )
 
-    assert contents.load(known).fit.fitted == "fcdp-full-gain"
+    fitted = contents.load(known).fit
+    assert fitted is not None
+    assert fitted.fitted == "fcdp-full-gain"
     with pytest.raises(ValueError, match="'fcdp-full-gain' is no claim"):
         contents.load(missing)

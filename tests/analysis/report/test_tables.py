@@ -6,9 +6,12 @@ import pandas as pd
 import pytest
 
 from analysis import text
+from analysis.claims.computations import Selection, Value
 from analysis.compare.baseline import compare
+from analysis.load.rows import row
 from analysis.load.table import frame
 from analysis.report import tables
+from experiments.records.record import METRICS
 from experiments.records.workload import OwnModel
 from simulation.quantities import format_link
 from tests.analysis import made_up
@@ -50,12 +53,25 @@ def test_a_setting_is_a_column_only_where_it_differs() -> None:
     assert "Accumulation" not in tables.presentable(one)
 
 
-def test_the_loss_of_held_out_data_is_a_column_where_there_is_one(compared: pd.DataFrame) -> None:
+@pytest.mark.parametrize("name", METRICS)
+def test_a_metric_is_a_column_where_there_is_one_and_a_quantity_of_claims(
+    compared: pd.DataFrame, name: str
+) -> None:
     of = made_up.cell("fcdp", made_up.MODELS[0], "full", 10**8)
-    measured = made_up.measurement(of).model_copy(update={"held_out_loss": 5.25})
-    shown = tables.presentable(compare(frame([made_up.record(of, measurement=measured)])))
-    assert list(shown["held-out loss"]) == ["5.2500"]
-    assert "held-out loss" not in tables.presentable(compared)
+    measured = made_up.measurement(of).model_copy(update={name: 0.25})
+    record = made_up.record(of, measurement=measured)
+    title = METRICS[name].title
+    assert list(tables.presentable(compare(frame([record])))[title]) == [
+        METRICS[name].written(0.25)
+    ]
+    assert title not in tables.presentable(compared)
+    asked = Value(kind="value", quantity=name, of=Selection(strategy="fcdp"))
+    assert [sample.value for sample in asked.samples([row(record)])] == [0.25]
+
+
+def test_other_quantities_are_refused() -> None:
+    with pytest.raises(ValueError, match="'worker_drifts' is no quantity; allowed are "):
+        Value(kind="value", quantity="worker_drifts", of=Selection(strategy="fcdp"))
 
 
 def test_cells_of_users_models_have_rows() -> None:

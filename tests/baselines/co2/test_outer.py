@@ -28,6 +28,26 @@ def test_without_momentum_the_start_follows_the_mean(rounds: list[list[float]]) 
     assert run(Rule(5), rounds).start.equal(expected)
 
 
+def _late(rule: Rule, rounds: int, gap: float = 1.0) -> list[float]:
+    """Where rounds that end at 0 whatever they start from go on from, each one round late."""
+    state = OuterState(torch.ones(1), torch.zeros(1))
+    sent, starts = [state.start.clone()], [1.0]
+    for _ in range(rounds):
+        arrived = sent.pop(0)
+        sent.append(state.start.clone())
+        state.absorb(rule, arrived, torch.tensor(gap), 0.1)
+        state.move(rule, 0.1)
+        starts.append(state.start.item())
+    return starts
+
+
+def test_what_a_round_solves_oscillates_when_it_is_late_unless_a_gap_damps_it() -> None:
+    assert _late(Rule(12), 12)[:7] == [1, 0, -1, -1, 0, 1, 1]
+    assert _late(Rule(12), 12)[6:] == _late(Rule(12), 6)
+    assert max(map(abs, _late(Rule(12), 24, gap=1.5)[-6:])) < 0.05
+    assert max(map(abs, _late(Rule(12, momentum=0.2), 24)[-6:])) > 5
+
+
 @given(ROUNDS)
 def test_no_element_moves_further_than_the_clip_allows(rounds: list[list[float]]) -> None:
     rule = Rule(5, learning_rate=2.0, momentum=0.5, clip=0.25)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, cast
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from baselines.fuyou.layout import Group, laid_out
 from baselines.fuyou.memory import Dram
-from baselines.fuyou.optimizer import Updates
+from baselines.fuyou.optimizer import BUFFERS, Updates
 from baselines.settings import Update
 
 GROUPS = 4
@@ -29,22 +30,51 @@ class _Fakes:
 
     def __init__(self) -> None:
         self.notes: list[Note] = []
+        self._noted = threading.Condition()
+        #: Which group's state each buffer has, from its read to the end of its write.
+        self._users: dict[int, int] = {}
         #: Held by a step of a group until it may end.
         self.hold: Callable[[int], None] = lambda _: None
-        self.fails: int | None = None
+        self.fails: Note | None = None
+
+    def note(self, what: str, group: Group) -> None:
+        with self._noted:
+            self.notes.append((what, group.index))
+            self._noted.notify_all()
+        if self.fails == (what, group.index):
+            raise FloatingPointError("here")
+
+    def wait_for(self, *notes: Note) -> None:
+        with self._noted:
+            there = self._noted.wait_for(lambda: set(notes) <= set(self.notes), 60)
+        assert there, f"{notes} are not in {self.notes}"
 
     def read(self, group: Group, names: object, buffer: torch.Tensor) -> list[Future[int]]:
-        self.notes.append(("read", group.index))
+        assert buffer.data_ptr() not in self._users, "somebody has the buffer"
+        self._users[buffer.data_ptr()] = group.index
+        self.note("read", group)
         return []
 
     def write(self, group: Group, buffer: torch.Tensor) -> None:
-        self.notes.append(("write", group.index))
+        assert self._users[buffer.data_ptr()] == group.index
+        try:
+            self.note("write", group)
+        finally:
+            del self._users[buffer.data_ptr()]
 
     def put_aside(self, group: Group, gradient: torch.Tensor) -> None:
-        self.notes.append(("put aside", group.index))
+        self.note("put aside", group)
 
-    def take_aside(self, group: Group, memory: torch.Tensor) -> bool:
-        return True
+    def take_aside(self, group: Group, memory: torch.Tensor) -> Future[int]:
+        taken: Future[int] = Future()
+        taken.set_result(0)
+        return taken
+
+    def adam(self, group: Group, buffer: torch.Tensor) -> None:
+        assert self._users[buffer.data_ptr()] == group.index
+        self.note("step", group)
+        self.hold(group.index)
+        self.note("stepped", group)
 
 
 class _Adam:
@@ -52,11 +82,7 @@ class _Adam:
         self._fakes = fakes
 
     def step(self, group: Group, buffer: torch.Tensor, gradient: torch.Tensor, done: int) -> None:
-        self._fakes.notes.append(("step", group.index))
-        self._fakes.hold(group.index)
-        if self._fakes.fails == group.index:
-            raise FloatingPointError("here")
-        self._fakes.notes.append(("stepped", group.index))
+        self._fakes.adam(group, buffer)
 
 
 def _groups() -> list[Group]:
@@ -65,61 +91,88 @@ def _groups() -> list[Group]:
     return layout.backward_order()
 
 
-def _updates(form: Update, fakes: _Fakes, groups: list[Group]) -> Updates:
-    renewed = lambda group, _: fakes.notes.append(("renewed", group.index))  # noqa: E731
+@contextmanager
+def _updates(
+    form: Update, fakes: _Fakes, groups: list[Group], buffers: int | None = None
+) -> Iterator[Updates]:
+    """With as many buffers as the form has where there is room, unless so many are given."""
     store, adam = cast(Any, fakes), cast(Any, _Adam(fakes))
     dram = Dram(2**20, torch.device("cpu"))
-    return Updates(form, store, adam, groups, dram, renewed, sums=False)
+    renewed = lambda group, _: fakes.note("renewed", group)  # noqa: E731
+    updates = Updates(form, store, adam, groups, dram, renewed, sums=False)
+    wanted = BUFFERS[form] if buffers is None else buffers
+    assert updates.ring.deepen(wanted, 0) == wanted
+    yield updates
+    updates.close()
 
 
-def _submit(updates: Updates, groups: list[Group]) -> None:
+def _step(updates: Updates, groups: list[Group]) -> None:
+    updates.begin()
     for group in groups:
         updates.submit(group, updates.memory(), [], last=True)
+    updates.finish()
+
+
+@pytest.mark.parametrize("buffers", [1, 2, 3])
+@pytest.mark.parametrize("form", ["after", "overlapped", "delayed"])
+def test_nothing_is_written_before_its_step_is_acknowledged(form: Update, buffers: int) -> None:
+    """And a buffer has one group at a time, however many there are; in two steps."""
+    fakes, groups = _Fakes(), _groups()
+    with _updates(form, fakes, groups, buffers) as updates:
+        for _ in range(2):
+            fakes.notes.clear()
+            _step(updates, groups)
+            for group in groups:
+                own = [what for what, index in fakes.notes if index == group.index]
+                aside = ["put aside"] * (form == "after")
+                assert [what for what in own if what != "read"] == [
+                    *aside,
+                    *("step", "stepped", "renewed", "write"),
+                ]
+                assert own.index("read") < own.index("step")
+            if form == "after":
+                assert [what for what, _ in fakes.notes[:GROUPS]] == ["put aside"] * GROUPS
+            for what in ("read", "step", "write"):
+                order = [index for noted, index in fakes.notes if noted == what]
+                assert order == [group.index for group in groups]
+
+
+def test_groups_are_read_before_their_gradients_are_there() -> None:
+    fakes, groups = _Fakes(), _groups()
+    with _updates("overlapped", fakes, groups) as updates:
+        updates.begin()
+        ahead = [("read", group.index) for group in groups[: BUFFERS["overlapped"]]]
+        fakes.wait_for(*ahead)
+        assert fakes.notes == ahead, "there are no more buffers"
+
+
+def test_reads_and_writes_go_on_while_a_group_is_stepped() -> None:
+    """``overlapped``: the read of the next one; ``delayed``: and the write of the one before."""
+    forms: dict[Update, tuple[str, ...]] = {"overlapped": ("read",), "delayed": ("read", "write")}
+    for form, besides in forms.items():
+        fakes, groups = _Fakes(), _groups()
+        first, second, third, _ = (group.index for group in groups)
+        notes = {"read": ("read", third), "write": ("write", first)}
+        waiting = [notes[what] for what in besides]
+        fakes.hold = lambda index, f=fakes, w=waiting, s=second: f.wait_for(*w * (index == s))  # type: ignore[misc]
+        with _updates(form, fakes, groups) as updates:
+            _step(updates, groups)
 
 
 @pytest.mark.parametrize("form", ["after", "overlapped", "delayed"])
-def test_nothing_is_written_before_its_step_is_acknowledged(form: Update) -> None:
+@pytest.mark.parametrize("what", ["read", "step", "write"])
+def test_what_fails_is_raised_and_the_group_after_it_is_not_written(
+    form: Update, what: str
+) -> None:
     fakes, groups = _Fakes(), _groups()
-    updates = _updates(form, fakes, groups)
-    _submit(updates, groups)
-    updates.finish()
-    updates.close()
-    for group in groups:
-        own = [what for what, index in fakes.notes if index == group.index]
-        assert own[-5:] == ["read", "step", "stepped", "renewed", "write"]
-    if form == "after":
-        assert [what for what, _ in fakes.notes[:GROUPS]] == ["put aside"] * GROUPS
-    order = [index for what, index in fakes.notes if what == "write"]
-    assert order == [group.index for group in groups]
-
-
-def test_the_write_of_a_group_goes_on_while_the_next_is_stepped() -> None:
-    fakes, groups = _Fakes(), _groups()
-    wrote = threading.Event()
-    second = groups[1].index
-
-    def hold(index: int) -> None:
-        if index == second:
-            assert wrote.wait(60), "the first group was not written while the second was stepped"
-
-    fakes.hold = hold
-    note = fakes.write
-    fakes.write = lambda group, buffer: (note(group, buffer), wrote.set())[0]  # type: ignore[method-assign, func-returns-value]
-    updates = _updates("delayed", fakes, groups)
-    _submit(updates, groups)
-    updates.finish()
-    updates.close()
-
-
-def test_a_step_that_fails_is_raised_and_nothing_after_it_is_written() -> None:
-    fakes, groups = _Fakes(), _groups()
-    fakes.fails = groups[1].index
-    updates = _updates("overlapped", fakes, groups)
-    _submit(updates, groups)
-    with pytest.raises(FloatingPointError, match="here"):
-        updates.finish()
-    updates.close()
-    assert [index for what, index in fakes.notes if what == "write"] == [groups[0].index]
+    fakes.fails = what, groups[1].index
+    with _updates(form, fakes, groups, 1) as updates, pytest.raises(FloatingPointError):
+        _step(updates, groups)
+    written = [index for noted, index in fakes.notes if noted == "write"]
+    before = 1 + (what == "write")
+    assert written[:before] == [group.index for group in groups[:before]]
+    # Who steps while a write goes on may write once more: none of it counts.
+    assert len(written) == before or (form, what) == ("delayed", "write")
 
 
 @given(st.lists(st.integers(1, 20_000), min_size=1, max_size=12), st.randoms())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from pathlib import Path
 
@@ -10,8 +9,6 @@ from experiments.clusters.emulated import EmulatedCluster
 from experiments.records.cell import ClusterSpec
 
 if __name__ == "__main__":
-    # A shell that starts the tests in the background has them ignore it.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     directory = sys.argv[1]
     on_ranks = "tests.experiments.clusters.on_ranks"
     with EmulatedCluster(ClusterSpec(nodes=2, ranks_per_node=2), preload=[on_ranks]) as cluster:

@@ -16,14 +16,13 @@ from experiments.clusters import lifetimes, namespaces
 from experiments.clusters.counters import transmitted_bytes
 from experiments.clusters.interface import ClusterError
 from experiments.clusters.network import (
-    HIGHEST_RATE,
     INTERFACE,
-    LOWEST_RATE,
     MTU,
     TO_GROUPS,
     Network,
     burst_bytes,
 )
+from experiments.records.abilities import HIGHEST_RATE, LOWEST_RATE
 
 pytestmark = pytest.mark.usefixtures("privileged")
 

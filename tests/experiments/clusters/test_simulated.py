@@ -66,6 +66,20 @@ def test_a_cell_has_a_record_without_any_process(tmp_path: Path) -> None:
     assert record.network["inter_bytes_per_s"] == 0.8 * 10**9 / 8
 
 
+@pytest.mark.parametrize(
+    ("strategy", "policy"),
+    [("fcdp", "device"), ("fcdp-sched", "device"), ("hpz", None)],
+)
+def test_what_caches_by_a_policy_says_by_which(
+    tmp_path: Path, strategy: str, policy: str | None
+) -> None:
+    settings = {} if policy is None else {"policy": policy}
+    (record,) = run([simulated(strategy, **settings)], tmp_path)
+    assert record.measurement is not None
+    assert record.measurement.policy == policy
+    assert record.measurement.host_cache_bytes == (None if policy is None else 0)
+
+
 def test_what_does_not_fit_is_oom(tmp_path: Path) -> None:
     wide = model_spec("gpt2", layers=40, width=8192, heads=64)
     (record,) = run([simulated("ddp", model=wide)], tmp_path)
@@ -117,7 +131,7 @@ def test_an_impossible_cluster_is_an_error(field: str, value: object, message: s
 
 def test_only_simulations_recompute() -> None:
     assert simulated("fcdp", recomputed=1.0).id != simulated("fcdp").id
-    with pytest.raises(ValidationError, match="recomputed 1 is for clusters of kind simulated"):
+    with pytest.raises(ValidationError, match="1 is for clusters of kind simulated"):
         cell("fcdp", recomputed=1.0)
 
 

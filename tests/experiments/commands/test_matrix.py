@@ -77,3 +77,37 @@ def test_a_simulated_matrix_says_the_memory_of_its_own_devices() -> None:
     result = call("run", "paper/volume", "--dry-run")
     assert result.exit_code == 0, result.output
     assert "GB per device" in flat(result)
+
+
+def test_instances_to_rent_have_a_price(own: Path) -> None:
+    """Of a matrix without a limit on links: of others nothing limits them there."""
+    changes = ("--set", "dtype=bfloat16", "--set", "inter_bandwidth=unshaped")
+    result = call("run", own, "--dry-run", "--instance", "g5.48xlarge", *changes)
+    assert result.exit_code == 0, result.output
+    assert " MB per device" in flat(result)
+    assert " USD on 2 × g5.48xlarge (16.288 USD per hour)" in flat(result)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--instance", "g5.48xlarge"), "instance goes with --dry-run"),
+        (
+            ("--dry-run", "--instance", "g5.48xlarge", "--cluster", "emulated"),
+            "instance goes with --dry-run, of a matrix on rented nodes",
+        ),
+        (("--dry-run", "--instance", "g5"), "instance = 'g5': allowed are "),
+    ],
+)
+def test_instances_are_known_and_for_dry_runs_alone(
+    own: Path, options: tuple[str, ...], said: str
+) -> None:
+    result = call("run", own, *options)
+    assert result.exit_code == 2
+    assert said in flat(result)
+
+
+def test_what_is_not_simulated_says_why(own: Path) -> None:
+    changes = ("--set", "inter_bandwidth=unshaped")
+    result = call("run", own, "--dry-run", "--instance", "g5.48xlarge", *changes)
+    assert "dtype = 'float32': a simulated GPU computes in bfloat16" in flat(result)

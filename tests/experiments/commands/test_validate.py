@@ -63,6 +63,8 @@ def test_a_folder_without_records_is_an_error(tmp_path: Path) -> None:
 OTHER = Constants(
     flops=100e9,
     block_seconds={"ddp": 0.02, "deepspeed": 0.1, "fcdp": 0.05, "fsdp2": 0.04},
+    step_seconds={"ddp": 0.01, "deepspeed": 0.05, "fcdp": 0.02, "fsdp2": 0.03},
+    message_seconds=1e-3,
     byte_seconds=1e-9,
     gathered_byte_seconds=0.5e-9,
     activation_byte_seconds=0.4e-9,
@@ -91,7 +93,13 @@ def test_the_calibrations_cells_tell_all_constants_apart(constants: Constants) -
     found = calibrate(steps(timed_on(constants)))
     assert found.flops == pytest.approx(constants.flops, rel=0.01)
     assert found.block_seconds == pytest.approx(dict(constants.block_seconds), rel=0.01)
-    for name in ("byte_seconds", "gathered_byte_seconds", "activation_byte_seconds"):
+    assert found.step_seconds == pytest.approx(dict(constants.step_seconds), rel=0.05)
+    for name in (
+        "message_seconds",
+        "byte_seconds",
+        "gathered_byte_seconds",
+        "activation_byte_seconds",
+    ):
         assert getattr(found, name) == pytest.approx(getattr(constants, name), rel=0.05)
 
 
@@ -110,7 +118,7 @@ def test_a_calibrated_machine_is_predicted_by_its_own_constants(
         assert constants == pytest.approx(dict(OTHER.block_seconds), rel=0.01)
 
     result = CliRunner().invoke(app, ["validate", str(folder)])
-    assert "constants of the host of the committed records: 244.6 GFLOP/s" in result.output
+    assert "constants of the host of the committed records: 306.2 GFLOP/s" in result.output
     assert {str(predicted.network) for predicted in read(folder / PREDICTIONS)} == {"{}"}
 
 

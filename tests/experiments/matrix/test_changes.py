@@ -65,11 +65,19 @@ def test_every_matrix_takes_another_number_of_steps(name: str) -> None:
     [
         ("steps", "--set: 'steps' is not a setting and its value, as in steps=10"),
         ("policy=[host", "--set: '\\[host' is not YAML"),
-        ("setps=1", "unknown key 'setps'.*did you mean 'steps'"),
-        ("policy=hots", "policy = 'hots': allowed are none, device"),
-        ("steps=many", "'many' is not allowed"),
+        ("setps=1", "^--set setps: unknown key 'setps'.*did you mean 'steps'"),
+        ("policy=hots", "^--set policy: policy = 'hots': allowed are none, device"),
+        ("steps=many", "^--set steps: 'many' is not allowed"),
+        (
+            "recomputed=0.5",
+            "^--set recomputed: 0.5 is for clusters of kind simulated, not emulated",
+        ),
+        ("learning_rate=.inf", "^--set learning_rate: inf is not allowed"),
+        ("data={text: none.txt}", "^--set data: there is no file or folder none.txt"),
     ],
 )
-def test_a_mistake_is_one_of_the_file(given: str, message: str) -> None:
+def test_a_mistake_is_one_of_the_option_and_not_of_a_line_of_the_file(
+    given: str, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         cells_of("ablation", given)

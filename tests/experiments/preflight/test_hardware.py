@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
+from experiments.preflight.block import Block
 from experiments.preflight.hardware import hardware_of
-from experiments.preflight.schema import Compute, Host
+from experiments.preflight.schema import BlockShape, BlockTime, Compute, Host
+from simulation.compute.constants import rates_of
 from simulation.hardware import gpu
+from simulation.planner.ranges import rests_on
 from tests.experiments.preflight import made_up
 
 GPU_COMPUTE = Compute(
@@ -61,3 +67,29 @@ def test_ranks_share_the_cores_and_the_memory_of_their_host(
     assert found.ranks_sharing_device == ranks_on_host
     assert found.host_memory_bytes == 160e9 / nodes_on_host
     assert found.device.memory_bytes == 160e9 / ranks_on_host
+
+
+def test_a_block_that_was_timed_says_how_fast_all_computation_is() -> None:
+    """Twice as slow as fitted: so are products, attention and bytes; and the range is no wider."""
+    shape = BlockShape(width=4096, heads=32, sequence_length=2048, sequences=2)
+    fitted = rates_of(gpu("a40"))
+    seconds = 2 * fitted.seconds(shape.work())
+    block = BlockTime(width=4096, heads=32, sequence_length=2048, sequences=2, seconds=seconds)
+    compute = GPU_COMPUTE.model_copy(update={"block": block, "memory_bytes_per_s": 600e9})
+    found = hardware_of(made_up.preflight(compute=compute, host=GPU_HOST), gpu("a40"))
+    assert found.rates is not None
+    assert found.rates.products_per_s == pytest.approx(fitted.products_per_s / 2)
+    assert found.rates.attention_per_s == pytest.approx(fitted.attention_per_s / 2)
+    assert found.rates.bytes_per_s == pytest.approx(fitted.bytes_per_s / 2)
+    assert fitted.lowest < found.rates.lowest < 1 < found.rates.highest < fitted.highest
+    assert found.device.memory_bytes_per_s == 600e9
+    assert "a transformer block measured by preflight" in rests_on(found)
+
+
+def test_the_block_computes_what_is_counted() -> None:
+    """By PyTorch's own counter of matrix products and attention, of which it counts all pairs."""
+    shape = BlockShape(width=64, heads=4, sequence_length=32, sequences=2)
+    inputs = torch.randn(2, 32, 64, requires_grad=True)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        Block(shape)(inputs).sum().backward()
+    assert shape.work().flops == pytest.approx(counter.get_total_flops())

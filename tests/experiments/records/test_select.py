@@ -50,6 +50,7 @@ def test_cells_are_those_of_the_pattern(pattern: str, found: list[int]) -> None:
         ("policy=disk,k", "--only: 'k' is not a setting and its value"),
         ("link=fast", "'fast' is not a bandwidth"),
         ("zero4", "--only: no cell id matches 'zero4'; an id looks like 'fcdp-none-"),
+        ("", "--only: picks no cell"),
     ],
 )
 def test_a_mistake_says_what_there_is(pattern: str, message: str) -> None:

@@ -237,6 +237,25 @@ def test_ranks_may_choose_different_tiers(ranks: Pools) -> None:
     assert asked == 1
 
 
+def threshold_as_activations_come() -> tuple[dict[str, str | None], int]:
+    """On an accelerator tensors take half of the device while the second unit is stored."""
+    model, data = make(Settings(2, 1, policy=fcdp.Threshold(0.5), reshard_after_forward=True))
+    tensors = iter([10, 10, 50, 80])
+    with (
+        mock.patch("fcdp.cache.cache.device_usage", return_value=Usage(20, 20, 100)) as asked,
+        mock.patch("fcdp.cache.cache.allocated_bytes", side_effect=lambda _: next(tensors)),
+    ):
+        loss_of(model, next(data)).backward()
+        return tiers(model), asked.call_count
+
+
+def test_a_threshold_sees_what_forward_has_taken_by_then(ranks: Pools) -> None:
+    """It would fill a device otherwise that was nearly empty as forward began."""
+    found, asked = ranks.run(2, threshold_as_activations_come)[0]
+    assert list(found.values()) == ["device", "host", "host"]
+    assert asked == 1
+
+
 def auto_moves_frozen_units() -> list[tuple[dict[str, str | None], int]]:
     used = [0]
     seen = []

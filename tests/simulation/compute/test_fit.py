@@ -63,6 +63,19 @@ def test_both_halves_are_held_out() -> None:
             assert one.held_out == pytest.approx(study.tokens_per_gpu_s(run, seen), rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    "half", [{"125m", "350m", "3b"}, {"125m", "70b", "7b"}], ids=lambda half: "-".join(sorted(half))
+)
+def test_other_halves_hold_too(half: set[str]) -> None:
+    """The first has H100s of one size alone, which do not tell their bytes from their products."""
+    runs = [run_of(row) for row in measured.read() if row.bf16]
+    found = fit([run for run in runs if run.row.model in half])
+    unseen = [run.row for run in runs if run.row.model not in half]
+    check = study.errors(unseen, found)
+    assert check.median < 0.07
+    assert check.nine_of_ten < 0.15
+
+
 def test_given_rows_are_checked_by_committed_constants() -> None:
     found = study.errors(measured.read(), RECORD.fitted())
     assert found.median == pytest.approx(RECORD.check("all rows, fitted").median, abs=1e-3)

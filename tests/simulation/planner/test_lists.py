@@ -12,6 +12,7 @@ import pytest
 from simulation.capacity import reported
 from simulation.compute.constants import with_rates
 from simulation.hardware import cluster
+from simulation.planner import ranges
 from simulation.planner.plan import plan
 from simulation.planner.refusal import refusal
 from simulation.planner.request import Request
@@ -49,8 +50,14 @@ def test_it_is_answered(
     if made is None:
         assert answer.startswith("nothing fits")
         return
-    assert made.option.footprint.device_bytes <= hardware.usable_device_bytes
-    assert made.option.footprint.host_bytes <= hardware.host_memory_bytes
-    assert 0 < made.option.speed.mfu <= made.option.speed.hfu <= 1
+    for option in (option for verdict in made.verdicts for option in verdict.options):
+        speed, low_high = option.speed, ranges.tokens_per_s(option.speed, hardware)
+        assert option.footprint.device_bytes <= hardware.usable_device_bytes
+        assert option.footprint.host_bytes <= hardware.host_memory_bytes
+        assert 0 < speed.mfu <= speed.hfu + 1e-9 <= 1
+        assert 0 < low_high[0] <= speed.tokens_per_s <= low_high[1] < float("inf")
+        assert max(speed.busy_seconds.values()) <= (1 + 1e-6) * speed.step_seconds
+        assert sum(speed.waits_seconds.values()) == pytest.approx(speed.step_seconds, rel=1e-2)
+        assert speed.inter_node_bytes >= 0
     if nodes == 1 and made.strategy != "fcdp":
         assert "FCDP is worth nothing on one node" in answer or "fcdp" in answer

@@ -190,8 +190,21 @@ def test_what_does_not_fit_at_the_usual_length_is_planned_for_half_of_it() -> No
     assert plan(long) is None
 
 
+def test_a_base_on_the_devices_goes_before_length() -> None:
+    """What people do on one such card: a replica of the base, and shorter sequences."""
+    asked = {"model": "llama-3-8b", "hardware": rented("a10g", 1, 1), "lora_rank": 8}
+    made = found(**asked, strategies=("ddp", "fsdp2-offload"))
+    assert made.request.sequence_lengths == (2048,)
+    assert made.strategy == "ddp"
+    assert "(usual are 8192, with which the base fits host memory or disks alone)" in " ".join(
+        titles(made.request)
+    )
+    alone = found(**asked, strategies=("fsdp2-offload",))
+    assert alone.request.sequence_lengths == (8192,)
+
+
 def test_a_replica_that_fits_shorter_sequences_is_said() -> None:
-    hardware, strategies = rented("a10g", 1, 1), ("ddp", "fsdp2-offload")
+    hardware, strategies = rented("a10g", 1, 8), ("ddp", "fsdp2")
     made = found(model="llama-3-8b", hardware=hardware, lora_rank=8, strategies=strategies)
     assert made.request.sequence_lengths == (8192,)
     console = Console(width=200, record=True, file=StringIO())

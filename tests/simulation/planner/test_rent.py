@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from simulation.instances import Instance
 from simulation.planner import rent as module
-from simulation.planner.rent import Market, rent
+from simulation.planner.rent import Market, refused, rent
 from simulation.planner.request import Request
 
 
@@ -27,7 +29,8 @@ def market(*instances: Instance, within: float | None = None, **changes: Any) ->
         "tokens": 1e9,
         **changes,
     }
-    request = Request(hardware=instances[0].cluster(1), **settings)
+    hardware = replace(instances[0].cluster(1), ranks_per_node=1)
+    request = Request(hardware=hardware, **settings)
     return rent(request, instances, within)
 
 
@@ -47,7 +50,7 @@ def test_a_deadline_takes_more_nodes_or_leaves_out() -> None:
     found = market(alone, several, within=first.hours / 3)
     assert [offer.instance.instance for offer in found.offers] == ["several"]
     assert found.offers[0].hardware.nodes == 4
-    assert found.unfit == ("p alone",)
+    assert found.late == ("p alone",)
 
 
 def test_spot_is_cheaper_and_slower() -> None:
@@ -69,3 +72,37 @@ def test_what_is_not_simulated_is_not_cheaper(monkeypatch: pytest.MonkeyPatch) -
     found = market(*several)
     assert [offer.instance.instance for offer in found.offers] == whole[:2]
     assert found.dearer == ("p at 60",)
+
+
+def test_each_offer_is_checked_with_the_global_batch() -> None:
+    eight, four = instance("eight"), instance("four", gpus=4)
+    found = market(eight, four, global_batch=16, micro_batches=(4,))
+    assert [offer.instance.instance for offer in found.offers] == ["four"]
+    assert found.uneven == ("p eight",)
+    assert found.offers[0].plan.option.workload.micro_batch == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "within", "said"),
+    [
+        (
+            {"lora_rank": None, "strategies": ("ddp",)},
+            None,
+            "nothing fits, .*lacks",
+        ),
+        ({"tokens": 1e13}, 1.0, r"2 kinds .* late: the soonest, 8 × p one, would compute for"),
+        ({"tokens": 1.08e9}, 1.0, r"2 kinds .* late: the soonest, 8 × p one, takes \S+ hours"),
+        ({"global_batch": 16, "micro_batches": (4,)}, None, "global_batch = 16: is no multiple"),
+    ],
+)
+def test_why_there_is_no_offer(changes: dict[str, Any], within: float | None, said: str) -> None:
+    instances = (instance("one"), instance("other"))
+    found = market(*instances, within=within, **changes)
+    assert not found.offers
+    request = Request(
+        model="llama-3-8b",
+        hardware=replace(instances[0].cluster(1), ranks_per_node=1),
+        sequence_lengths=(2048,),
+        **{"lora_rank": 8, "strategies": ("ddp", "fsdp2"), **changes},
+    )
+    assert re.search(said, refused(found, request, instances)), refused(found, request, instances)

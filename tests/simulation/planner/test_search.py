@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from baselines import registry
 from simulation.planner.option import most_tokens_per_s, shortfall, simulated
 from simulation.planner.search import _divisors, search, shortfalls
-from simulation.prediction import predict
+from simulation.prediction import build, predict
 from simulation.workload import Workload
 from tests.simulation.planner.made_up import KINDS, config_file, request
 from tests.simulation.workloads import paper_cluster
@@ -52,7 +52,7 @@ def test_the_critical_path_is_the_step_and_no_step_beats_computation(
     hardware = paper_cluster()
     speed = simulated(point, hardware).speed
     assert sum(speed.waits_seconds.values()) == pytest.approx(speed.step_seconds)
-    assert speed.tokens_per_s <= most_tokens_per_s(point, hardware) * (1 + 1e-9)
+    assert speed.tokens_per_s <= most_tokens_per_s(build(point, hardware)) * (1 + 1e-9)
     assert 0 < speed.bottleneck_share <= 1
 
 

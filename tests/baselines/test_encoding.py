@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from baselines.encoding import encoded_bytes
 from baselines.presets.codecs import parse
-from simulation.encoding import encoded_bytes
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "int8(128)", "int4(7)"])

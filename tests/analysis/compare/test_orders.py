@@ -1,0 +1,110 @@
+"""Pairs of cells and the simulator's choice, next to what was run."""
+
+from __future__ import annotations
+
+import pytest
+
+from analysis.compare import orders
+from experiments.records.record import Machine, Record
+from tests.analysis import made_up
+
+#: Timed seconds of a step by strategy; each cell's steps are as far apart as ``SPREAD`` says.
+TIMED = {"deepspeed-zero3": 2.0, "fsdp2": 1.5, "fcdp": 1.0}
+SPREAD = 0.02
+MODEL = made_up.MODELS[0]
+
+
+def records(seconds: dict[str, float], spread: float = SPREAD, **changes: object) -> list[Record]:
+    """One cell per strategy, with steps of about these seconds."""
+    found = []
+    for strategy, middle in seconds.items():
+        steps = [middle * (1 + spread * at) for at in (-1, -0.5, 0, 0.5, 1)]
+        cell = made_up.cell(strategy, MODEL, "full", None)
+        record = next(each for each in made_up.records() if each.cell.strategy == strategy)
+        assert record.measurement is not None
+        measured = record.measurement.model_copy(update={"step_seconds": steps})
+        found.append(
+            record.model_copy(
+                update={"cell": cell, "cell_id": cell.id, "measurement": measured, **changes}
+            )
+        )
+    return found
+
+
+def order(
+    predicted: dict[str, float], spread: float = SPREAD, readable: bool = True
+) -> orders.Order:
+    found = orders.order("made-up", records(TIMED, spread), records(predicted, 0.0), readable)
+    assert found is not None
+    return found
+
+
+def test_a_right_order_costs_nothing() -> None:
+    found = order({"deepspeed-zero3": 20.0, "fsdp2": 15.0, "fcdp": 14.0})
+    assert (found.pairs, found.right, found.wrong) == (3, 3, ())
+    assert [cost for cost, *_ in found.costs] == [0.0]
+
+
+def test_a_wrong_choice_costs_what_it_is_slower() -> None:
+    found = order({"deepspeed-zero3": 3.0, "fsdp2": 1.0, "fcdp": 2.0})
+    assert (found.pairs, found.right) == (3, 2)
+    ((cost, taken, fastest),) = found.costs
+    assert cost == pytest.approx(0.5)
+    assert (taken.record.cell.strategy, fastest.record.cell.strategy) == ("fsdp2", "fcdp")
+
+
+def test_of_cells_that_are_predicted_alike_the_slowest_is_taken() -> None:
+    found = order({"deepspeed-zero3": 1.0, "fsdp2": 1.0, "fcdp": 1.0})
+    assert found.right == 0
+    assert [cost for cost, *_ in found.costs] == [pytest.approx(1.0)]
+
+
+def test_cells_within_each_others_spread_are_no_pair() -> None:
+    assert order(TIMED, spread=0.5).pairs == 1  # the fastest and the slowest alone
+    close = {"deepspeed-zero3": 1.1, "fsdp2": 1.05, "fcdp": 1.0}
+    found = orders.order("made-up", records(close), records(close, 0.0), readable=True)
+    assert found is not None
+    assert found.pairs == 0
+
+
+def test_strategies_that_round_are_no_choice() -> None:
+    timed, predicted = records({"fcdp": 1.0}), records({"fcdp": 1.0}, 0.0)
+    cell = made_up.cell("zeropp", MODEL, "full", None)
+    for found, seconds in ((timed, 2.0), (predicted, 3.0)):
+        (other,) = records({"fcdp": seconds})
+        found.append(other.model_copy(update={"cell": cell, "cell_id": cell.id}))
+    only = orders.order("made-up", timed, predicted, readable=True)
+    assert only is not None
+    assert (only.pairs, only.right, only.costs) == (1, 1, ())
+
+
+def test_repetitions_are_one_cell() -> None:
+    once = records(TIMED)
+    again = []
+    for record in records({name: 1.01 * seconds for name, seconds in TIMED.items()}):
+        cell = record.cell.model_copy(update={"repeat": 1})
+        again.append(record.model_copy(update={"cell": cell, "cell_id": cell.id}))
+    found = orders.order("made-up", [*once, *again], records(TIMED, 0.0), readable=True)
+    assert found is not None
+    assert found.pairs == 3
+
+
+def test_the_report_has_bad_rows_and_says_which_times_may_be_read() -> None:
+    busy = Machine(load=14.0, cores=2, steal_share=0.0)
+    loud = orders.order(
+        "loud", records(TIMED, machine=busy), records({**TIMED, "fcdp": 9.0}, 0.0), readable=True
+    )
+    assert loud is not None
+    assert not loud.quiet
+    quiet, unread = order(TIMED), order(TIMED, readable=False)
+    assert quiet.quiet
+    assert not unread.quiet
+    *each, readable, every = orders.rows([quiet, loud])
+    assert [row.right for row in each] == ["3 (100.0 %)", "1 (33.3 %)"]
+    assert (readable.pairs, readable.right, readable.largest_cost) == (3, "3 (100.0 %)", "0 %")
+    assert (every.pairs, every.right, every.largest_cost) == (6, "4 (66.7 %)", "50 %")
+
+
+def test_wrong_pairs_are_named_by_those_that_are_in_most() -> None:
+    found = order({"deepspeed-zero3": 3.0, "fsdp2": 1.0, "fcdp": 2.0})
+    assert orders.wrong_in_words([found]) == ["fcdp (made-up, 1)", "fsdp2 (made-up, 1)"]

@@ -1,0 +1,23 @@
+"""docs/matrices.md: the keys of the file are the reader's, those of its parts are the types'."""
+
+from __future__ import annotations
+
+from experiments.matrix.reader import OPTIONAL, REQUIRED, SETTINGS
+from scripts.readme import ROOT, rewritten
+from tests.docs import table
+
+PAGE = "docs/matrices.md"
+
+
+def test_the_keys_of_the_file_are_the_readers() -> None:
+    keys = [row["Key"].strip("`") for row in table("matrices.md", "top")]
+    assert keys[: len(REQUIRED)] == [*REQUIRED]
+    assert sorted(keys) == sorted((*REQUIRED, *OPTIONAL))
+
+
+def test_the_tables_are_those_of_the_types() -> None:
+    text = (ROOT / PAGE).read_text(encoding="utf-8")
+    assert rewritten(PAGE, text) == text
+    for setting in SETTINGS:
+        assert f"\n| `{setting}` | " in text
+    assert "|  |\n" not in text.partition("## Cluster")[0], "a setting says nothing of itself"
