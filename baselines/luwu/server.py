@@ -49,8 +49,7 @@ def serve(listener: Listener, folder: Path, patience_s: float = PATIENCE_S) -> N
     try:
         server.run()
     except Exception as error:
-        with suppress(Lost):
-            server.say(Message(Kind.ABORT, payload=f"server: {error}".encode()))
+        server.abort(f"server: {error}")
         raise
     finally:
         server.close()
@@ -89,9 +88,22 @@ class Server:
             self._lives.check()
 
     def say(self, message: Message) -> None:
-        """Send to the switch, if it has come."""
-        if self._met:
+        """Send to the switch, if it has come. Its last words may wait unread when it is gone."""
+        if not self._met:
+            return
+        try:
             send(self._socket, message, SWITCH)
+        except Lost:
+            while self._socket.poll(0):
+                self._receive()
+            if not self._over:
+                raise
+
+    def abort(self, why: str) -> None:
+        """Tell the switch, as far as it is there, why the run ends."""
+        if self._met:
+            with suppress(Lost):
+                send(self._socket, Message(Kind.ABORT, payload=why.encode()), SWITCH)
 
     def close(self) -> None:
         """Have all threads end, and the files closed."""

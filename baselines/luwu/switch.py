@@ -108,7 +108,17 @@ class Switch:
 
     def _to_all(self, message: Message) -> None:
         for rank in sorted(self._here):
+            self._to(rank, message)
+
+    def _to(self, rank: int, message: Message) -> None:
+        """Send to a worker. Its last words may wait unread when it is gone: they say why."""
+        try:
             send(self._workers, message, worker_name(rank))
+        except Lost:
+            while self._workers.poll(0):
+                self._hear_worker()
+            if rank not in self._left:
+                raise
 
     def _hear_server(self) -> None:
         message = read(self._server.recv_multipart())
@@ -116,7 +126,7 @@ class Switch:
         if message.kind == Kind.ABORT:
             raise Lost(reason_of(message))
         elif message.kind == Kind.COUNTS:
-            send(self._workers, message, worker_name(0))
+            self._to(0, message)
         elif message.kind in _MULTICAST:
             self._to_all(message)
 
