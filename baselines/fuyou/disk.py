@@ -20,6 +20,7 @@ from fcdp import direct_io
 from fcdp.direct_io import File
 
 Way = Literal["read", "write"]
+WAYS: tuple[Way, ...] = ("read", "write")
 #: Transfers at once, each way: a disk is busy with a few, and neither way waits for the other.
 _THREADS = 4
 
@@ -47,10 +48,10 @@ class Disk:
         """Fill aligned memory with what was written with this checksum."""
         return self._readers.submit(self._read, file, offset, memory, expected)
 
-    def rate(self, way: Way) -> float | None:
-        """Bytes per second while anything was moved; ``None`` if nothing was."""
+    def moved(self, way: Way) -> tuple[int, float]:
+        """Bytes so far, and seconds in which anything was moved."""
         with self._lock:
-            return self.nbytes[way] / self.seconds[way] if self.seconds[way] else None
+            return self.nbytes[way], self.seconds[way]
 
     def close(self) -> None:
         """End the threads when what they have in hand has ended."""

@@ -9,7 +9,7 @@ from baselines.fuyou import cost
 from baselines.fuyou.blocks import Product, Profile
 from baselines.fuyou.copies import Copies
 from baselines.fuyou.cost import Rates, Work
-from baselines.fuyou.disk import Disk
+from baselines.fuyou.disk import WAYS, Disk, Way
 from baselines.fuyou.layout import Layout
 from baselines.fuyou.optimizer import Adam
 from baselines.settings import FuyouSettings
@@ -17,6 +17,8 @@ from baselines.sizes import parse
 
 #: Of the operations of forward, those of forward, of backward, and of forward again.
 _PASSES = 4
+#: Bytes per second of what nothing has passed.
+_ENDLESS = 1e12
 
 
 @dataclass
@@ -43,6 +45,7 @@ class Observed:
         self._copies = copies
         self._adam = adam
         self._adam_before = adam.seconds
+        self._moved_before = {way: disk.moved(way) for way in WAYS}
         self._seconds = 0.0
         self._micro_batches = 0
 
@@ -83,14 +86,25 @@ class Observed:
         after = settings.update == "after"
         return Rates(
             flops=_PASSES * profile.flops / seconds,
-            link=self._copies.nbytes / self._copies.seconds if self._copies.seconds else 1e12,
-            read=self._disk.rate("read") or 1e12,
-            write=self._disk.rate("write") or 1e12,
+            link=self._copies.nbytes / self._copies.seconds if self._copies.seconds else _ENDLESS,
+            read=self._disk_rate("read", settings),
+            write=self._disk_rate("write", settings),
             adam=0.0 if after else self._adam.seconds - self._adam_before,
             dram=room,
             keeps_parameters=True,
             duplex=settings.ssd_limit is not None and buffers > 1,
         )
+
+    def _disk_rate(self, way: Way, settings: FuyouSettings) -> float:
+        """Bytes per second of the SSD in this step, no more than its limit lasts.
+
+        A control group lets the first megabytes pass faster than its limit.
+        """
+        nbytes, seconds = (
+            now - then
+            for now, then in zip(self._disk.moved(way), self._moved_before[way], strict=True)
+        )
+        return min(nbytes / seconds if seconds else _ENDLESS, settings.ssd_limit or _ENDLESS)
 
 
 def choose(work: Work, rates: Rates, profile: Profile, settings: FuyouSettings) -> Choice:

@@ -42,6 +42,8 @@ from baselines.settings import FuyouSettings
 from baselines.sizes import parse, written
 from baselines.strategy import Job
 
+#: The step that is profiled: the first is no measure, as nothing has its place in caches yet.
+_PROFILED = 2
 #: Of folders that ``build`` makes; others' may be gone on from.
 _PREFIX = "fuyou-run-"
 
@@ -120,6 +122,7 @@ class Fuyou(Loop):
         self._broken = False
         #: What was chosen to be kept; ``None`` before the profiling step.
         self.choice: Choice | None = None
+        self._until_choice = _PROFILED
         self._device_peak = 0
         self._steps = 0
         self._told = (0, 0)
@@ -150,7 +153,8 @@ class Fuyou(Loop):
             self._measure()  # before the step counts: who goes on from an error takes it again
             self._store.commit(self.steps_done + 1)
         self._steps += 1
-        if self.choice is None:
+        self._until_choice -= 1
+        if self._until_choice == 0:
             self._choose(observed)
         self._broken = False
         return total
