@@ -154,6 +154,11 @@ class Cell(Strict):
     )
     #: Of the adapters, where tuning is ``lora``.
     lora_rank: Annotated[int, Setting("LoRA rank", place="model", learns=True)] = Field(ge=1)
+    #: What frozen parameters are held in, on every rank: float32 as FSDP2 leaves them, or bfloat16,
+    #: in which they are gathered either way where ``dtype`` is bfloat16.
+    frozen_dtype: Annotated[
+        DType, Setting("Frozen type", in_id="later", write="frozen in {}".format)
+    ] = "float32"
     learning_rate: Annotated[float, Setting("Learning rate", learns=True)] = Field(
         gt=0, allow_inf_nan=False
     )
@@ -207,6 +212,16 @@ class Cell(Strict):
     def _fits_together(self) -> Cell:
         if (problem := mismatch(self)) is not None:
             raise _mismatch(*problem)
+        return self
+
+    @model_validator(mode="after")
+    def _holds_what_is_frozen(self) -> Cell:
+        if self.frozen_dtype == "bfloat16" and (self.tuning, self.dtype) != ("lora", "bfloat16"):
+            raise _mismatch(
+                "frozen_dtype",
+                "bfloat16 is for tuning lora, in which parameters are frozen, with dtype bfloat16, "
+                f"not for {self.tuning} with {self.dtype}",
+            )
         return self
 
     @model_validator(mode="after")

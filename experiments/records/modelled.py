@@ -15,11 +15,12 @@ from simulation.emulated import emulated
 from simulation.hardware import GB, Hardware, cluster, gpu_of
 from simulation.prediction import model_utilisation
 from simulation.transformer import ATTENTION, Transformer
-from simulation.workload import Workload
+from simulation.workload import FrozenDtype, Workload
 
 #: The settings of strategies that a simulation knows.
 _SIMULATED = frozenset(field.name for field in fields(Workload)) & {*registry.setting_names()}
 _BYTES: Mapping[DType, int] = {"float32": 4, "bfloat16": 2}
+_NAMES: Mapping[DType, FrozenDtype] = {"float32": "fp32", "bfloat16": "bf16"}
 #: Bits a second for a cell without a limit: no link between nodes is faster today.
 _UNLIMITED = 1e15
 
@@ -65,6 +66,7 @@ def workload_of(cell: Cell) -> Workload:
         accumulation=cell.accumulation,
         element_bytes=_BYTES[cell.dtype],
         recomputed=cell.recomputed,
+        frozen_dtype=_NAMES[cell.frozen_dtype],
         learning_rate=cell.learning_rate,
         **{name: value for name, value in cell.settings if name in _SIMULATED},
     )

@@ -30,6 +30,7 @@ def build(cell: Cell) -> tuple[nn.Module, Sequence[nn.Module]]:
     model, blocks = _made(cell.model, cell)
     if cell.tuning == "lora":
         model = _add_adapters(model, blocks, cell)
+        hold_frozen(model, getattr(torch, cell.frozen_dtype))
     return model, list(blocks)
 
 
@@ -113,6 +114,13 @@ def _add_adapters(model: Any, blocks: Sequence[nn.Module], cell: Cell) -> nn.Mod
         fan_in_fan_out=family == "gpt2",  # GPT-2 stores its matrices transposed
     )
     return get_peft_model(model, config)
+
+
+def hold_frozen(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast what is frozen; adapters stay float32, which the optimizer steps."""
+    for param in model.parameters():
+        if not param.requires_grad:
+            param.data = param.data.to(dtype)
 
 
 def _family(spec: AnyModel) -> str | None:

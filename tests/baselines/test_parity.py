@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -68,6 +68,30 @@ def test_bfloat16_equals_fsdp2_to_the_last_bit(
     ranks: Pools, family: Family, tuning: Tuning
 ) -> None:
     compare(ranks, Settings(family, tuning, dtype=torch.bfloat16), losses=0, trained=0)
+
+
+#: Where FSDP2's mixed precision, or a whole model in bfloat16, casts what is frozen in any case.
+CAST = ("fsdp2", "fsdp2-hsdp", "fcdp", "hpz")
+
+
+@pytest.mark.parametrize("strategy", [*CAST, "ddp", "replicated"])
+def test_frozen_parameters_held_in_bfloat16_train_the_same(ranks: Pools, strategy: str) -> None:
+    """Autocast computes norms in float32 with weights as they are: DDP's losses differ a little."""
+    settings = Settings("llama", "lora", dtype=torch.bfloat16, steps=6, learning_rate=USUAL)
+    held = replace(settings, frozen=torch.bfloat16)
+    expected = ranks.run(NODES, losses_and_frozen_bytes, strategy, settings)
+    actual = ranks.run(NODES, losses_and_frozen_bytes, strategy, held)
+    for (wanted, wide), (got, narrow) in zip(expected, actual, strict=True):
+        assert got == pytest.approx(wanted, rel=0 if strategy in CAST else 0.01, abs=0)
+        assert narrow == wide / 2 > 0
+
+
+def losses_and_frozen_bytes(strategy: str, settings: Settings) -> tuple[list[float], int]:
+    """Of training on this rank; the bytes that it holds of what is frozen."""
+    model, losses = train(strategy, settings)
+    frozen = [param for param in model.parameters() if not param.requires_grad]
+    held = [param.to_local() if isinstance(param, DTensor) else param for param in frozen]
+    return losses, sum(part.nbytes for part in held)
 
 
 @pytest.mark.parametrize(("family", "tuning"), [("gpt2", "full"), ("llama", "lora")])

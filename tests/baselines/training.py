@@ -37,6 +37,8 @@ class Settings:
     #: Of the parameters; where they are float32, the gather and the reduction may be narrower.
     weights: torch.dtype = torch.float32
     dtype: torch.dtype = torch.float32
+    #: Of what is frozen, where that is narrower.
+    frozen: torch.dtype | None = None
     #: The strategy's own.
     chosen: StrategySettings = field(default_factory=StrategySettings)
 
@@ -60,6 +62,8 @@ def _made(strategy: str, settings: Settings) -> tuple[nn.Module, Trainable, Iter
         cell(strategy, model=spec, tuning=settings.tuning, sequence_length=SEQUENCE_LENGTH)
     )
     model.to(settings.weights)
+    if settings.frozen is not None:
+        models.hold_frozen(model, settings.frozen)
     topology = topology_of(settings.nodes, settings.ranks_per_node)
     trainable = load(strategy)(
         model,

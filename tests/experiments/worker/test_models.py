@@ -55,6 +55,21 @@ def test_another_seed_gives_other_weights(family: Literal["gpt2", "llama"]) -> N
     )
 
 
+def test_what_is_frozen_is_held_in_its_type_and_adapters_in_float32() -> None:
+    wide = build("llama", tuning="lora", dtype="bfloat16")[0]
+    model = build("llama", tuning="lora", dtype="bfloat16", frozen_dtype="bfloat16")[0]
+    for param, expected in zip(model.parameters(), wide.parameters(), strict=True):
+        dtype = torch.float32 if param.requires_grad else torch.bfloat16
+        assert torch.equal(param, expected.to(dtype))
+        assert param.dtype == dtype
+
+
+@pytest.mark.parametrize("given", [{"tuning": "full", "dtype": "bfloat16"}, {"tuning": "lora"}])
+def test_a_frozen_type_needs_something_frozen_that_is_gathered_in_it(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="bfloat16 is for tuning lora, .* with dtype bfloat16"):
+        cell("fcdp", frozen_dtype="bfloat16", **given)
+
+
 @pytest.mark.parametrize("tuning", ["full", "lora"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_blocks_are_the_transformer_layers_in_order(
