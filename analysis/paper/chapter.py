@@ -9,6 +9,7 @@ from analysis import text
 from analysis.claims.papers import Claim, Claims
 from analysis.claims.verdicts import Finding, Summary, between, quoted, rounded
 from analysis.figures.drawings import Drawing
+from analysis.load.bound import BoundStudy
 from analysis.load.runs import AnyRun, Run
 from analysis.paper import figures, fit, pivots, sweeps_drawn, words
 from analysis.paper.contents import Contents, Fit, Section
@@ -291,6 +292,8 @@ def _drawing(
         drawn = [name for name in section.claims if name in fitted_to]
         return sweeps_drawn.curves(f"paper-{section.id}", drawn, found, swept)
     run = runs.get(section.matrices[0])
+    if isinstance(run, BoundStudy):
+        return figures.bound([shown.of(name) for name in section.claims], run)
     if not isinstance(run, Run):
         return None
     if section.figure in ("throughput", "traffic", "intervals", "slots"):

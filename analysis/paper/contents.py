@@ -20,7 +20,9 @@ from simulation.files import Name, Strict
 
 CONTENTS = Path(__file__).with_suffix(".yaml")
 #: Of the papers whose chapters follow, in their order.
-OTHERS = tuple(CONTENTS.with_name(f"{paper}.yaml") for paper in ("co2", "cyclic", "luwu", "fuyou"))
+OTHERS = tuple(
+    CONTENTS.with_name(f"{paper}.yaml") for paper in ("co2", "cyclic", "luwu", "fuyou", "bound")
+)
 
 
 class Sweep(Strict):
@@ -71,7 +73,7 @@ class Fit(Strict):
 #: What a section's figure draws.
 Figure = Literal[
     "volume", "sweep", "scaling", "bandwidth", "policies", "memory", "losses",
-    "throughput", "traffic", "intervals", "slots",
+    "throughput", "traffic", "intervals", "slots", "bound",
 ]  # fmt: skip
 
 

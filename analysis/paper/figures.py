@@ -15,10 +15,11 @@ from analysis.claims.papers import Claim
 from analysis.compare.baseline import compare
 from analysis.figures import axes, matrix
 from analysis.figures.drawings import Drawing, line, put_legend, style
+from analysis.load.bound import BoundStudy
 from analysis.load.rows import Quantity, Row
 from analysis.load.runs import Run
 from analysis.paper.sweeps_drawn import COLOURS, DASHES
-from simulation.quantities import link
+from simulation.quantities import format_link, link
 
 #: The model that the paper's tables are about, where several were run.
 LARGEST = "gpt-30b"
@@ -178,6 +179,37 @@ def losses(run: Run) -> Drawing:
     """The losses of all systems, one over another."""
     cells, setting = next(iter(matrix.parted(compare(run.table))))
     return matrix.draw_losses(cells, strategies.styles(cells["strategy"]), setting)
+
+
+def bound(claims: Sequence[Claim], study: BoundStudy) -> Drawing:
+    """The bound on utilisation over the size of models, and the claims' numbers."""
+    sizes = {one.point.model: one.point.named_parameters for one in study.records}
+    links = sorted({one.point.bandwidth_bits_per_s for one in study.records})
+    with style():
+        figure = Figure(figsize=(5.2, 3.4), layout="constrained")
+        ax = figure.subplots()
+        for bits_per_s, colour, dash in zip(links, COLOURS, DASHES, strict=False):
+            of = [one for one in study.records if one.point.bandwidth_bits_per_s == bits_per_s]
+            ax.plot([one.point.named_parameters for one in of], [one.hfu_bound for one in of],
+                    color=colour, linestyle=dash, marker="o", markersize=3.5,
+                    label=f"{format_link(int(bits_per_s))} per GPU")  # fmt: skip
+        for claim in claims:
+            for check in claim.checks:
+                if isinstance(check.compute, Value) and check.compute.quantity == "hfu_bound":
+                    place = sizes[str(check.compute.of.model)]
+                    ax.plot([place], [claim.number], **_PAPERS_MARK)  # type: ignore[arg-type]
+        ax.axhline(1, color="0.5", linewidth=0.8)
+        ax.set(xscale="log", yscale="log", xlabel="parameters")
+        ax.set_ylabel("bound, as a share of the GPU's peak")
+        handles, _ = ax.get_legend_handles_labels()
+        marks = [handle for handle in handles if isinstance(handle, Line2D)]
+        given = Line2D([], [], **_PAPERS_MARK, label="test vectors of the notes")  # type: ignore[arg-type]
+        put_legend(figure, [*marks, given])
+    caption = (
+        "The most of a GPU's peak that FSDP can reach, by memory and bandwidth alone; above the "
+        f"line at 1 kernels are the limit. {study.summary}"
+    )
+    return Drawing("paper-bound", "The bound on utilisation", caption, figure)
 
 
 def of_kind(run: Run, kind: str) -> Drawing | None:
