@@ -1,9 +1,10 @@
 """Fuyou's cost model: a step's time by the activations that are moved instead of recomputed.
 
 Forward and backward take as long as the busiest of what works in them: the device, the link each
-way, the SSDs, the optimizer on the CPU. The time is convex in the bytes that are moved when those
-are chosen by benefit. Where host memory that activations leave free has parameters, it need not be:
-all amounts are compared. Plain numbers: imports no torch.
+way, the SSDs, the optimizer on the CPU; a step whose writes are delayed at least as long as the
+SSDs take for all of it. The time is convex in the bytes that are moved when those are chosen by
+benefit. Where host memory that activations leave free has parameters, it need not be: all amounts
+are compared. Plain numbers: imports no torch.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class Work:
     #: Bytes that pass between blocks, which are always kept.
     between: float
     items: tuple[Item, ...]
+    #: Whether state is written in the next forward too.
+    delayed: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,10 +78,12 @@ class Seconds:
 
     forward: dict[str, float]
     backward: dict[str, float]
+    #: Of SSDs in both together, where a step need not wait for what it writes.
+    ssd: float = 0.0
 
     @property
     def step(self) -> float:
-        return max(self.forward.values()) + max(self.backward.values())
+        return max(self.ssd, max(self.forward.values()) + max(self.backward.values()))
 
 
 def by_benefit(items: Sequence[Item]) -> list[int]:
@@ -98,14 +103,16 @@ def seconds(work: Work, rates: Rates, nbytes: float, spared: float) -> Seconds:
         "from device": moved / rates.link,
         "ssd": rates.disk(read, on_ssd),
     }
+    read_back, written = read + work.state_read + on_ssd, work.state_written
     backward = {
         "device": (2 * work.flops + work.recomputed - spared) / rates.flops,
         "to device": (work.parameters + moved) / rates.link,
         "from device": work.gradients / rates.link,
-        "ssd": rates.disk(read + work.state_read + on_ssd, work.state_written),
+        "ssd": rates.disk(read_back, 0.0 if work.delayed else written),
         "cpu": rates.adam,
     }
-    return Seconds(forward, backward)
+    whole = rates.disk(read + read_back, on_ssd + written) if work.delayed else 0.0
+    return Seconds(forward, backward, whole)
 
 
 def curve(work: Work, rates: Rates) -> list[tuple[float, float]]:

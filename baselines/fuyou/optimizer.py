@@ -1,7 +1,8 @@
 """AdamW on the CPU by groups, in backward order, between a read and a write of each.
 
 ``overlapped``: while backward goes on, a group at a time: step, write; the state of the next one is
-read meanwhile. ``delayed``: and the write of a group goes on while the next one is stepped.
+read meanwhile. ``delayed``: and the write of a group goes on while the next one is stepped; the
+last groups' while the next step's forward goes on, so that a step counts some time after it ends.
 ``after``: gradients are put aside on SSD, and when backward has ended the groups go the way of
 ``overlapped``, their gradients read ahead too.
 
@@ -115,9 +116,11 @@ class Updates:
         self._optimizer = ThreadPoolExecutor(1, "fuyou-optimizer")
         self._writer = ThreadPoolExecutor(1, "fuyou-writer")
         self._under_way: list[Future[None]] = []
-        #: The optimizer's thread alone has these two.
+        #: The optimizer's thread alone has these two while there is anything for it to do.
         self._writing: list[Future[None]] = []
         self._put_aside: list[Group] = []
+        #: The last step's record.
+        self._recorded: Future[None] | None = None
         self._broken: BaseException | None = None
 
     def begin(self) -> None:
@@ -136,15 +139,35 @@ class Updates:
         self._submit(gradient, lambda: self._take(group, gradient, landed, last))
 
     def finish(self) -> None:
-        """Wait until all groups are stepped and written. Raises what went wrong on the way."""
+        """Wait until all groups are stepped, and written unless that is delayed.
+
+        Raises what went wrong on the way.
+        """
         self._settle()  # all that is to be put aside is then
         aside, self._put_aside = self._put_aside, []
         if aside:
             self.ring.begin()
         for group in aside:
             self._take_aside(group)
-        self._submit(None, self._written)
+        if self._form != "delayed":
+            self._submit(None, self._written)
         self._settle()
+
+    def commit(self) -> None:
+        """Have the step count, when all of it is written. Raises what went wrong with the last."""
+        step = self._store.steps_ended + 1
+        if self._form != "delayed":
+            self._store.commit(step)
+            return
+        self.flush()
+        self._store.end()
+        writing, self._writing = self._writing, []
+        self._recorded = self._writer.submit(self._record, writing, step)
+
+    def flush(self) -> None:
+        """Wait until the last step counts. Raises what went wrong."""
+        if self._recorded is not None:
+            self._recorded.result()
 
     def close(self) -> None:
         """End the threads when what they have in hand has ended."""
@@ -206,7 +229,7 @@ class Updates:
         buffer = self.ring.take(group)
         if self._form != "delayed":
             self._written()
-        self._adam.step(group, buffer, gradient, self._store.step)  # returns: acknowledged
+        self._adam.step(group, buffer, gradient, self._store.steps_ended)  # returns: acknowledged
         self._renewed(group, buffer)
         self._writing.append(self._writer.submit(self._write, group, buffer))
 
@@ -215,6 +238,11 @@ class Updates:
             self._store.write(group, buffer)
         finally:
             self.ring.give_back(buffer)
+
+    def _record(self, writing: Sequence[Future[None]], step: int) -> None:
+        for write in writing:
+            write.result()
+        self._store.commit(step)
 
     def _written(self) -> None:
         """Wait for the writes so far. Raises what went wrong in one."""

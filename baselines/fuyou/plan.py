@@ -74,6 +74,7 @@ class Observed:
             state_written=aside if after else written,
             between=profile.between,
             items=tuple(profile.items.values()),
+            delayed=settings.update == "delayed",
         )
 
     def rates(self, profile: Profile, settings: FuyouSettings, room: int, buffers: int) -> Rates:

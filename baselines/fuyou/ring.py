@@ -7,8 +7,8 @@ Who may touch a buffer, and until when::
     taken    the optimizer's thread, since ``take``: it steps the group
     writing  the writer's thread, since the step of the group was acknowledged; then it is free
 
-What is read is the state of the last complete step, which nobody writes: so that groups may be read
-as early as there is room, in forward already.
+What is read is the state of the last step, of which nobody writes what is written already: so that
+groups may be read as early as there is room, in forward already.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class Ring:
     def begin(self) -> None:
         """Begin to read all groups, as far as there are buffers."""
         with self._changed:
-            assert len(self._free) == len(self._buffers), "a step has ended"
+            assert not self._coming, "a step has ended"
+            assert not self._reading, "a step has ended"
             self._coming.extend(self._groups)
             self._fill()
 

@@ -4,6 +4,9 @@ A step reads the generation of the step before and writes the other. When all of
 record of a few bytes takes the place of the last one by renaming. Whenever the process ends, the
 record names a step all of whose bytes are there; what is read is compared with the checksums that
 it has.
+
+A step may end before it is written (``end``). Then reads are of what it writes, each group's once
+that is there; what its record will replace stays until then.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import threading
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
@@ -43,14 +47,34 @@ class Store:
         self._sums: dict[str, int] = {}
         self._next: dict[str, int] = {}
         self._aside: dict[int, int] = {}
+        #: Whether the step that is being written has ended, so that reads are of it; and what went
+        #: wrong in a write.
+        self._ended = False
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
         #: Whether the folder has a complete step, which is gone on from.
         self.resumes = (folder / RECORD).exists()
         if self.resumes:
             self._resume()  # before the file grows: it may be another model's
         reserve(self._file, 0, layout.total, folder)
 
+    @property
+    def steps_ended(self) -> int:
+        """Steps that have ended, of which the last one may not be complete on SSD."""
+        with self._changed:
+            return self.step + self._ended
+
+    def end(self) -> None:
+        """Have reads be of the step that is being written."""
+        with self._changed:
+            assert not self._ended, "the step before counts"
+            self._ended = True
+
     def read(self, group: Group, names: Sequence[str], buffer: torch.Tensor) -> list[Future[int]]:
-        """Begin to read segments of the complete step into a buffer of the whole group."""
+        """Begin to read segments of the last step into a buffer of the whole group.
+
+        Waits until they are written. Raises what went wrong in a write.
+        """
         return [
             self.read_segment(group, segment, group.part(buffer, segment.name))
             for segment in group.segments
@@ -58,8 +82,19 @@ class Store:
         ]
 
     def read_segment(self, group: Group, segment: Segment, memory: torch.Tensor) -> Future[int]:
-        place = self._place(group, segment, self._generation)
-        return self._disk.read(self._file, place, memory, self._sums[_key(group, segment)])
+        key = _key(group, segment)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._error or not (self._ended and group.trained) or key in self._next
+            )
+            if self._error is not None:
+                raise self._error
+            newest = self._ended and group.trained
+            generation = 1 - self._generation if newest else self._generation
+            expected = (self._next if newest else self._sums)[key]
+        return self._disk.read(
+            self._file, self._place(group, segment, generation), memory, expected
+        )
 
     def write(self, group: Group, buffer: torch.Tensor, *, first: bool = False) -> None:
         """Write a group to the generation that does not count yet.
@@ -76,8 +111,17 @@ class Store:
             for segment in group.segments
         ]
         wait(under_way)  # all of them, that the buffer is free even if one fails
-        for segment, written in zip(group.segments, under_way, strict=True):
-            self._next[_key(group, segment)] = written.result()
+        try:
+            sums = [written.result() for written in under_way]
+        except BaseException as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+            raise
+        with self._changed:
+            for segment, found in zip(group.segments, sums, strict=True):
+                self._next[_key(group, segment)] = found
+            self._changed.notify_all()
 
     def put_aside(self, group: Group, gradient: torch.Tensor) -> None:
         """Keep a gradient for later in the same step."""
@@ -112,7 +156,10 @@ class Store:
         }
         os.fsync(self._file.descriptor)
         durable.replace(self._folder / RECORD, _sealed(json.dumps(said)))
-        self.step, self._generation, self._sums, self._next = step, generation, sums, {}
+        with self._changed:
+            self.step, self._generation, self._sums, self._next = step, generation, sums, {}
+            self._ended = False
+            self._changed.notify_all()
 
     def _resume(self) -> None:
         """Go on from the last complete step. Raises ``ValueError`` for one of another model."""

@@ -132,11 +132,11 @@ class Fuyou(Loop):
 
     @property
     def steps_done(self) -> int:
-        """Steps whose state is complete on SSD."""
+        """Steps whose state is complete on SSD; the last may not be where writes are delayed."""
         return self._store.step
 
     def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One step, which counts once its record is on SSD.
+        """One step, which counts once its record is on SSD: where writes are delayed, in the next.
 
         Raises ``RuntimeError`` after a step that failed: the folder has the last complete one.
         """
@@ -151,7 +151,7 @@ class Fuyou(Loop):
         with self._phases.timed("optimizer"):
             self._updates.finish()
             self._measure()  # before the step counts: who goes on from an error takes it again
-            self._store.commit(self.steps_done + 1)
+            self._updates.commit()
         self._steps += 1
         self._until_choice -= 1
         if self._until_choice == 0:
@@ -191,6 +191,7 @@ class Fuyou(Loop):
         ``RuntimeError`` after a step that failed.
         """
         self._require_whole()
+        self._updates.flush()
         largest = max(group.nbytes for group in self._layout.groups())
         idle = self._updates.ring.idle()
         taken = None if idle.numel() >= largest else self._dram.take(largest, "a group")
@@ -219,11 +220,17 @@ class Fuyou(Loop):
             found.append((name, master, moments))
         return found
 
+    def settle(self) -> None:
+        """Wait until the last step counts. Raises what went wrong in its writes."""
+        if not self._broken:
+            self._updates.flush()
+
     def take_metrics(self) -> dict[str, float | list[float]]:
         """Bytes per step that were kept of activations, and read and written; memory at its peak.
 
         ``modelled_seconds``: what the cost model makes of a step with what was chosen.
         """
+        self.settle()
         steps, self._steps = max(self._steps, 1), 0
         counts = self._swapper.take_counts()
         read, written_bytes = (self._disk.nbytes[way] for way in ("read", "write"))
@@ -247,7 +254,16 @@ class Fuyou(Loop):
         return told
 
     def close(self) -> None:
-        """End the threads; the folder may be opened by others then, and this trains no more."""
+        """End the threads; the folder may be opened by others then, and this trains no more.
+
+        Raises what went wrong in the writes of the last step, which does not count then.
+        """
+        try:
+            self.settle()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
         self._broken = True
         self._updates.close()
         self._fifo.close()

@@ -21,7 +21,7 @@ def works(draw: st.DrawFn) -> Work:
     items = tuple(draw(_ITEMS))
     most = sum(item.flops for item in items)
     numbers = [draw(st.floats(0, 1e3)) for _ in range(6)]
-    return Work(most + numbers[0], most, *numbers[1:], items)
+    return Work(most + numbers[0], most, *numbers[1:], items, draw(st.booleans()))
 
 
 RATES = st.builds(
@@ -89,3 +89,6 @@ def test_the_formula_by_hand() -> None:
     # 26 / 8 + 15 / 2 are more than forward's 10; and 15 bytes more are read in backward.
     assert kept == pytest.approx(10.75 + 22.75 + 91 + 15 / 8)
     assert cost.chosen(work, rates) == 0
+    # Without a wait for what is written SSDs are the limit of the whole: 208 / 8 + 182 / 2.
+    delayed = cost.curve(replace(work, delayed=True), rates)
+    assert [step for _, step in delayed] == pytest.approx([26 + 91, 26 + 91 + 15 / 8 + 15 / 2])

@@ -20,13 +20,14 @@ from baselines.fuyou.optimizer import BUFFERS, Updates
 from baselines.settings import Update
 
 GROUPS = 4
+NO_GROUP = -1
 Note = tuple[str, int]
 
 
 class _Fakes:
     """A store and an Adam in one, which note what begins and ends."""
 
-    step = 0
+    steps_ended = 0
 
     def __init__(self) -> None:
         self.notes: list[Note] = []
@@ -35,12 +36,17 @@ class _Fakes:
         self._users: dict[int, int] = {}
         #: Held by a step of a group until it may end.
         self.hold: Callable[[int], None] = lambda _: None
+        #: The same of a write.
+        self.hold_write: Callable[[int], None] = lambda _: None
         self.fails: Note | None = None
 
-    def note(self, what: str, group: Group) -> None:
+    def tell(self, what: str, index: int) -> None:
         with self._noted:
-            self.notes.append((what, group.index))
+            self.notes.append((what, index))
             self._noted.notify_all()
+
+    def note(self, what: str, group: Group) -> None:
+        self.tell(what, group.index)
         if self.fails == (what, group.index):
             raise FloatingPointError("here")
 
@@ -57,10 +63,18 @@ class _Fakes:
 
     def write(self, group: Group, buffer: torch.Tensor) -> None:
         assert self._users[buffer.data_ptr()] == group.index
+        self.hold_write(group.index)
         try:
             self.note("write", group)
         finally:
             del self._users[buffer.data_ptr()]
+
+    def end(self) -> None:
+        self.tell("end", NO_GROUP)
+        self.steps_ended += 1
+
+    def commit(self, step: int) -> None:
+        self.tell(f"record of {step}", NO_GROUP)
 
     def put_aside(self, group: Group, gradient: torch.Tensor) -> None:
         self.note("put aside", group)
@@ -111,6 +125,7 @@ def _step(updates: Updates, groups: list[Group]) -> None:
     for group in groups:
         updates.submit(group, updates.memory(), [], last=True)
     updates.finish()
+    updates.commit()
 
 
 @pytest.mark.parametrize("buffers", [1, 2, 3])
@@ -122,6 +137,7 @@ def test_nothing_is_written_before_its_step_is_acknowledged(form: Update, buffer
         for _ in range(2):
             fakes.notes.clear()
             _step(updates, groups)
+            updates.flush()
             for group in groups:
                 own = [what for what, index in fakes.notes if index == group.index]
                 aside = ["put aside"] * (form == "after")
@@ -159,6 +175,34 @@ def test_reads_and_writes_go_on_while_a_group_is_stepped() -> None:
             _step(updates, groups)
 
 
+def test_a_delayed_step_ends_before_it_is_written_and_counts_when_it_is() -> None:
+    """The next one's groups are stepped while the last ones of this are written."""
+    fakes, groups = _Fakes(), _groups()
+    first, last = groups[0].index, groups[-1].index
+    with _updates("delayed", fakes, groups) as updates:
+        # The writer has the last group in hand until the next step has stepped its first.
+        held = iter([True])
+        fakes.hold_write = lambda index: (
+            fakes.wait_for(("second", first)) if index == last and next(held, False) else None
+        )
+        _step(updates, groups)
+        assert ("end", NO_GROUP) in fakes.notes
+        assert ("record of 1", NO_GROUP) not in fakes.notes
+        updates.begin()
+        fakes.hold = lambda index: fakes.tell("second", index)
+        updates.submit(groups[0], updates.memory(), [], last=True)
+        updates.flush()
+        assert fakes.notes.index(("write", last)) < fakes.notes.index(("record of 1", NO_GROUP))
+        for group in groups[1:]:
+            updates.submit(group, updates.memory(), [], last=True)
+        updates.finish()
+        updates.commit()
+        updates.flush()
+    assert fakes.notes[-1] == ("record of 2", NO_GROUP)
+    second = fakes.notes.index(("record of 1", NO_GROUP))
+    assert all(("write", group.index) in fakes.notes[second:] for group in groups)
+
+
 @pytest.mark.parametrize("form", ["after", "overlapped", "delayed"])
 @pytest.mark.parametrize("what", ["read", "step", "write"])
 def test_what_fails_is_raised_and_the_group_after_it_is_not_written(
@@ -168,6 +212,7 @@ def test_what_fails_is_raised_and_the_group_after_it_is_not_written(
     fakes.fails = what, groups[1].index
     with _updates(form, fakes, groups, 1) as updates, pytest.raises(FloatingPointError):
         _step(updates, groups)
+        updates.flush()
     written = [index for noted, index in fakes.notes if noted == "write"]
     before = 1 + (what == "write")
     assert written[:before] == [group.index for group in groups[:before]]
