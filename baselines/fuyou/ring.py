@@ -45,7 +45,7 @@ class Ring:
     def deepen(self, most: int, spare: int) -> int:
         """Take buffers, up to so many in all, while so many bytes stay free; how many there are.
 
-        Between steps.
+        Between steps, of which the last may still be written.
         """
         while len(self._buffers) < min(most, len(self._groups)):
             if self._dram.free - self._nbytes < spare:
@@ -54,7 +54,8 @@ class Ring:
             if taken is None:
                 break
             self._buffers.append(taken)
-            self._free.append(taken)
+            with self._changed:
+                self._free.append(taken)
         return len(self._buffers)
 
     def idle(self) -> torch.Tensor:
