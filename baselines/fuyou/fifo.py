@@ -68,8 +68,12 @@ class Fifo:
         _point(self._layout.root, self._root, self._layout.dtype)
 
     def cache(self, dram: Dram, spare: int) -> int:
-        """Keep blocks in host memory, the last ones, while so many bytes stay free; how many."""
-        for block in reversed(range(len(self._layout.blocks))):
+        """Keep blocks in host memory while so many bytes stay free; how many are kept.
+
+        The first ones: forward waits for them, their update is written last, and the last ones'
+        slots hold them from forward to backward in any case.
+        """
+        for block in range(len(self._layout.blocks)):
             unit = self._layout.blocks[block]
             if block in self._cached or dram.free - unit.compute_bytes < spare:
                 break
