@@ -157,7 +157,7 @@ class Cell(Strict):
     #: What frozen parameters are held in, on every rank: float32 as FSDP2 leaves them, or bfloat16,
     #: in which they are gathered either way where ``dtype`` is bfloat16.
     frozen_dtype: Annotated[
-        DType, Setting("Frozen type", in_id="later", write="frozen in {}".format)
+        DType, Setting("Frozen type", in_id="later", learns=True, write="frozen in {}".format)
     ] = "float32"
     learning_rate: Annotated[float, Setting("Learning rate", learns=True)] = Field(
         gt=0, allow_inf_nan=False
