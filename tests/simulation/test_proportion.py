@@ -14,9 +14,10 @@ from simulation.prediction import communication_to_computation, link_bits_per_s
 
 
 def zero3(name: str, model: str) -> Iterator[Cell]:
-    for entry in reader.read(name).cells:
-        if (entry.cell.strategy, entry.cell.model.name) == ("deepspeed-zero3", model):
-            yield entry.cell
+    """The matrix's cells of ZeRO-3, each once."""
+    for cell in (entry.cell for entry in reader.read(name).cells):
+        if (cell.strategy, cell.model.name, cell.repeat) == ("deepspeed-zero3", model, 0):
+            yield cell
 
 
 def ratio(cell: Cell) -> float:
