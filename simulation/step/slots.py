@@ -121,10 +121,10 @@ class _Ranks:
     def _own(self, task: Task, *, counted: bool = True) -> Task:
         """A task with what it takes of the rank that is shown, and of its node's link.
 
-        Not ``counted`` are those of other ranks and steps.
+        Not ``counted`` is what other ranks do, or another step.
         """
         mine = {f"inter_node {self.node}": "inter_node"}
-        for name in ("compute", "intra_node", "host_to_device", "device_to_host"):
+        for name in ("compute", "host_to_device", "device_to_host"):
             mine[f"{name} {self.rank}"] = name
         taken = task.demands.items() if counted else ()
         used = {mine[name]: took for name, took in taken if name in mine}
@@ -252,7 +252,7 @@ class _Ranks:
         shown = [*(index for index in waits if index not in own), *own]
         number = {index: place for place, index in enumerate(shown)}
         return Timeline(
-            tuple(self._own(tasks[index], counted=index in own) for index in shown),
+            tuple(self._own(tasks[index], counted=index in {*own, *comes}) for index in shown),
             tuple(_within(every.spans[index], begin, end) for index in shown),
             tuple(
                 frozenset(number[i] for i in every.before[index] if i in number) for index in shown
