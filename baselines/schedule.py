@@ -13,6 +13,10 @@ from typing import Literal
 from baselines.settings import Exchanges
 
 Place = Literal["device", "host", "disk"]
+#: Who goes through a cycle's stages, whose parameters may be a step old: ranks that step together;
+#: ranks two slots apart, which pass on a stage's gradients and new parameters, and keep all
+#: parameters (``ring``) or their own stage's (``zero``); micro-batches of one rank, by turns.
+Cycled = Literal["together", "ring", "zero", "turns"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +40,8 @@ class Schedule:
     #: Workers that step apart, whose mean is formed once per round of steps: all wait for it, or it
     #: arrives while the next round is computed. Gradients are then reduced inside a worker alone.
     averages: Literal["waited", "late"] | None = None
+    #: Cyclic Data Parallelism's stages, and who goes through them two slots apart.
+    cycle: Cycled | None = None
     #: Whether frozen and trained parameters of a block have units of their own.
     apart: bool = False
     #: What a unit is, which is gathered at a time.
@@ -100,6 +106,11 @@ class Schedule:
         """Ranks that share one copy of the parameters."""
         return {"world": nodes * ranks_per_node, "node": ranks_per_node, "rank": 1}[self.shards]
 
+    @property
+    def passes_on(self) -> bool:
+        """Whether ranks send each other one stage at a time, and have no collective in a step."""
+        return self.cycle in ("ring", "zero")
+
     def keeps_in(self, policy: str) -> str | None:
         """Where entries are kept in a cell of ``policy``: a place, or a policy's text."""
         return (self.policy or policy) if self.cache == "policy" else self.cache
@@ -123,6 +134,13 @@ DDP = Schedule(shards="rank", accumulates_without_sync=True, keeps_gradients=Tru
 #: Of workers that are one rank; a cell may make each a node (``Workload.schedule``).
 LOCAL_SGD = Schedule(shards="rank", averages="waited")
 CO2 = replace(LOCAL_SGD, averages="late")
+#: The update rules alone, in DDP's loop.
+CYCLIC = replace(DDP, cycle="together")
+CYCLIC_RING = Schedule(shards="rank", cycle="ring")
+CYCLIC_ZERO = Schedule(cycle="zero")
+CYCLIC_INTERLEAVED = Schedule(
+    shards="rank", cycle="turns", accumulates_without_sync=True, keeps_gradients=True
+)
 # One matrix is gathered ahead: its prefetch bucket of 5e7 elements is less than one at 30B. But
 # modules that hold others gather one ahead too, so that the lead grows until two blocks are alive.
 # By the bytes that it sent on the emulated cluster: 1.2 to 1.4 blocks on a model of two, on one of

@@ -231,13 +231,15 @@ class CO2Settings(LocalSGDSettings):
     penalty: Penalty = "first-steps"
 
 
+#: How old parameters may be, as ``baselines.cyclic.rule`` has it.
+UpdateRule = Literal["v1", "v2"]
+
+
 class CyclicSettings(Settings):
     """Settings of Cyclic Data Parallelism."""
 
     #: Which parameters a micro-batch may find one step old, as ``baselines.cyclic.rule`` has it.
-    rule: Annotated[
-        Literal["v1", "v2"], Setting("Update rule", "subject", write="CDP-{}".format)
-    ] = "v2"
+    rule: Annotated[UpdateRule, Setting("Update rule", "subject", write="CDP-{}".format)] = "v2"
     #: Parts of the model with an optimizer each; ``None``: as many as ranks, as the paper has it.
     stages: Annotated[
         Annotated[int, Field(ge=1)] | None,

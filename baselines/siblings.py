@@ -6,7 +6,14 @@ Imports no engine, for programs that must not wait for torch.
 from __future__ import annotations
 
 from baselines.description import ExtraProcess, Look, Strategy
-from baselines.schedule import CO2, LOCAL_SGD
+from baselines.schedule import (
+    CO2,
+    CYCLIC,
+    CYCLIC_INTERLEAVED,
+    CYCLIC_RING,
+    CYCLIC_ZERO,
+    LOCAL_SGD,
+)
 from baselines.settings import (
     CO2Settings,
     CyclicSettings,
@@ -21,7 +28,7 @@ SIBLINGS: tuple[Strategy, ...] = (
         "cyclic",
         "ddp",
         "Cyclic Data Parallelism's update rules, on ranks that step together",
-        None,
+        CYCLIC,
         Look("#1F1F1F", "*"),
         numerics="own",
         built_by="cyclic.synchronous",
@@ -32,7 +39,7 @@ SIBLINGS: tuple[Strategy, ...] = (
         "cyclic-ring",
         "cyclic",
         "Cyclic Data Parallelism by messages from rank to rank, two slots apart",
-        None,
+        CYCLIC_RING,
         Look("#3B3B3B", "o"),
         numerics="own",
         built_by="cyclic.ring:ring",
@@ -42,7 +49,7 @@ SIBLINGS: tuple[Strategy, ...] = (
         "cyclic-zero",
         "cyclic",
         "the same, and a rank has its own stage and the one that it computes with",
-        None,
+        CYCLIC_ZERO,
         Look("#5A5A5A", "s"),
         numerics="own",
         built_by="cyclic.ring:zero",
@@ -52,7 +59,7 @@ SIBLINGS: tuple[Strategy, ...] = (
         "cyclic-interleaved",
         "cyclic",
         "a step's micro-batches two slots apart on one device, as constant in memory",
-        None,
+        CYCLIC_INTERLEAVED,
         Look("#787878", "D"),
         numerics="own",
         built_by="cyclic.interleaved",

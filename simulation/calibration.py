@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from simulation.emulated import Constants, emulated
 from simulation.hardware import Hardware
 from simulation.step.placement import place
-from simulation.step.schedule import Step
+from simulation.step.steps import step as step_tasks
 from simulation.units import layout
 from simulation.workload import Workload
 
@@ -144,7 +144,7 @@ def _busy(step: MeasuredStep, constants: Constants) -> float:
     schedule = workload.schedule
     units = layout(workload, schedule, hardware.nodes, hardware.ranks_per_node)
     placement = place(workload, schedule, units, hardware)
-    tasks = Step(workload, schedule, units, placement, hardware).build().tasks
+    tasks = step_tasks(workload, units, placement, hardware).tasks
     return sum(task.demands.get("compute", 0.0) for task in tasks)
 
 

@@ -7,7 +7,10 @@ data, and the receiver's word that it is ready.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from baselines.schedule import Schedule
+from simulation.cycle.stages import cycle_of, stages_of
 from simulation.units import Layout, layout
 from simulation.workload import Workload
 
@@ -52,6 +55,8 @@ def messages(workload: Workload, nodes: int, ranks_per_node: int) -> int:
     # Messages of a node: from each rank to its partner on each other node; round a ring of all
     # ranks, which a reduction passes twice.
     pairwise = ranks_per_node * (nodes - 1)
+    if schedule.passes_on:
+        return pairwise + _passed_on(workload, nodes * ranks_per_node, ranks_per_node)
     ring = _SEGMENTS * (nodes * ranks_per_node - 1)
     gathers, reductions = (
         _gathers(workload, schedule, units),
@@ -79,6 +84,13 @@ def whole_bytes(workload: Workload, nodes: int, ranks_per_node: int) -> float:
     return (nodes - 1) / nodes * units.replicated * workload.element_bytes
 
 
+def _passed_on(workload: Workload, ranks: int, ranks_per_node: int) -> int:
+    """Messages of a stage that the busiest node sends to others."""
+    cycle = cycle_of(workload, stages_of(workload, ranks), ranks)
+    ends = [(m.source // ranks_per_node, m.target // ranks_per_node) for m in cycle.messages()]
+    return max(Counter(source for source, target in ends if source != target).values())
+
+
 def _gathers(workload: Workload, schedule: Schedule, units: Layout) -> int:
     """Gathers per step that cross nodes."""
     if schedule.shards != "world":
@@ -98,6 +110,8 @@ def _gathers(workload: Workload, schedule: Schedule, units: Layout) -> int:
 def _reductions(workload: Workload, schedule: Schedule, units: Layout) -> int:
     """Reductions per step that cross nodes; our all-reduce is two exchanges."""
     trained = sum(unit.trained > 0 for unit in units.units)
+    if schedule.cycle == "turns":  # a stage's together, when its last micro-batch has come through
+        return workload.stages or workload.accumulation
     if schedule.unit == "matrix":  # gradients of a block's matrices are reduced together
         trained = min(trained, workload.model.layers + 1)
     if units.replicated_trained:

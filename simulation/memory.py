@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 
 from baselines.schedule import Schedule
 from simulation import activations
+from simulation.cycle.held import Held
+from simulation.cycle.held import held as of_cycle
 from simulation.hardware import Hardware
 from simulation.units import Layout, layout
 from simulation.workload import Workload
@@ -108,30 +110,21 @@ def footprint(
 ) -> Footprint:
     """The peak memory of a steady step where the cache's bytes are given."""
     nodes, ranks = hardware.nodes, hardware.ranks_per_node
-    sharers = schedule.sharers(nodes, ranks)
     element = workload.element_bytes
-    # FSDP2 shards fp32 parameters and gathers them in bf16; DeepSpeed shards bf16 beside a master.
-    stored = _MASTER_BYTES if schedule.shards_fp32 else element
-    master = _MASTER_BYTES if stored < _MASTER_BYTES else 0
-    # Replicated adapters are stepped whole; what DeepSpeed replicates, it steps in shards.
-    replicated = 0 if schedule.replicates_small else units.replicated
-    stepped = (workload.trained - replicated) / sharers + replicated
-    held = (workload.parameters - replicated) / sharers + replicated
-    frozen = 0.0 if workload.lora is None else min(float(stored), workload.frozen_bytes)
-    parameters = stored * stepped + frozen * (held - stepped)
-    states = (_MOMENTS_BYTES + master) * stepped
+    held = _held(workload, schedule, units, hardware)
     on_device = schedule.optimizer == "device"
-    gradients, step = _gradients_and_step(schedule, element, stepped)
     device: dict[str, float] = {}
     host: dict[str, float] = {}
     disk: dict[str, float] = {}
     places = {"device": device, "host": host, "disk": disk}
     for name, nbytes, place in (
-        ("parameters", parameters, schedule.parameters),
-        ("gradients", gradients, "device" if on_device else "host"),
-        ("optimizer states", states, schedule.optimizer),
-        ("optimizer step", step, "device" if on_device else "host"),
-        ("outer state", _OUTER_BYTES * stepped if schedule.averages else 0.0, workload.outer_on),
+        ("parameters", held.parameters, schedule.parameters),
+        ("gradients", held.gradients, "device" if on_device else "host"),
+        ("optimizer states", held.states, schedule.optimizer),
+        ("optimizer step", held.step, "device" if on_device else "host"),
+        ("outer state", held.outer, workload.outer_on),
+        ("versions", held.versions, "device"),
+        ("messages", held.messages, "host"),
     ):
         places[place][name] = nbytes * (1 if place == "device" else ranks)
     largest_slice = (nodes - 1) / nodes * element * units.largest / ranks
@@ -140,7 +133,7 @@ def footprint(
     host["cache"] = ranks * (cache.host + buffers)
     gradients, step = device.pop("gradients", 0.0), device.pop("optimizer step", 0.0)
     slices = _slices(schedule, cache, nodes, largest_slice)
-    moments = _moments(workload, schedule, units, ranks, gradients, step, slices)
+    moments = _moments(workload, schedule, units, ranks, gradients, step, slices, held.in_flight)
     _, forward, *_ = moments
     fullest = max(moments, key=lambda moment: sum(moment.values()))
     return Footprint(
@@ -176,6 +169,29 @@ def largest_micro_batch(
         middle = (low + high) // 2
         low, high = (middle, high) if _fits(middle) else (low, middle)
     return low
+
+
+def _held(workload: Workload, schedule: Schedule, units: Layout, hardware: Hardware) -> Held:
+    """What a rank keeps from step to step, and what its optimizer takes."""
+    if schedule.cycle is not None:
+        return of_cycle(workload, hardware.world_size)
+    sharers = schedule.sharers(hardware.nodes, hardware.ranks_per_node)
+    # FSDP2 shards fp32 parameters and gathers them in bf16; DeepSpeed shards bf16 beside a master.
+    stored = _MASTER_BYTES if schedule.shards_fp32 else workload.element_bytes
+    master = _MASTER_BYTES if stored < _MASTER_BYTES else 0
+    # Replicated adapters are stepped whole; what DeepSpeed replicates, it steps in shards.
+    replicated = 0 if schedule.replicates_small else units.replicated
+    stepped = (workload.trained - replicated) / sharers + replicated
+    whole = (workload.parameters - replicated) / sharers + replicated
+    frozen = 0.0 if workload.lora is None else min(float(stored), workload.frozen_bytes)
+    gradients, step = _gradients_and_step(schedule, workload.element_bytes, stepped)
+    return Held(
+        stored * stepped + frozen * (whole - stepped),
+        gradients,
+        (_MOMENTS_BYTES + master) * stepped,
+        step,
+        outer=_OUTER_BYTES * stepped if schedule.averages else 0.0,
+    )
 
 
 def _gradients_and_step(schedule: Schedule, element: int, stepped: float) -> tuple[float, float]:
@@ -216,6 +232,7 @@ def _moments(
     gradients: float,
     step: float,
     slices: tuple[float, float, float],
+    in_flight: float,
 ) -> Sequence[dict[str, float]]:
     """Bytes by part of what comes and goes on a device, at six moments of a step.
 
@@ -223,7 +240,8 @@ def _moments(
     block's backward, in the first's, and in the optimizer's step.
 
     Parts make room for one another: gradients come as activations go, unless earlier micro-batches
-    have left theirs, and what the ``step`` takes comes when all but gradients has gone.
+    have left theirs, and what the ``step`` takes comes when all but gradients has gone. Where
+    ``in_flight`` micro-batches take turns, activations of all but one are there at each moment.
     """
     model, tokens, element = workload.model, workload.tokens, workload.element_bytes
     full = workload.lora is None
@@ -250,9 +268,9 @@ def _moments(
     last = float(2 * element * units.replicated_trained)
     if schedule.shards == "node" and schedule.copies_out:
         last += element * workload.trained / ranks
-    if schedule.shards == "rank":
-        # Autocast's bf16 copies of fp32 weights, and DDP's buckets, which are the gradients.
-        root = float(element * _cast(workload) if element < _MASTER_BYTES else 0)
+    if schedule.shards == "rank" or schedule.cycle is not None:
+        # Autocast's bf16 copies of fp32 weights, of each graph, and DDP's buckets: the gradients.
+        root = in_flight * (element * _cast(workload) if element < _MASTER_BYTES else 0)
         reductions = unit = 0.0
     gathered = root + _GATHERED_UNITS * unit
     # FSDP2 copies what has come out of a buffer, which lasts until the next has come.
@@ -266,7 +284,7 @@ def _moments(
         left["gradient sums"] = _MASTER_BYTES * workload.trained / ranks
     in_forward, at_loss, in_backward = slices
     in_block = left | {"gathered": gathered, "reductions": reductions, "slices": in_backward}
-    return (
+    moments = (
         left | {"gathered": gathered + copies * root, "slices": in_forward},
         left | {"gathered": gathered + copies * unit, "slices": in_forward, "activations": kept},
         left | {"gathered": root, "slices": at_loss, "activations": kept + output},
@@ -279,6 +297,8 @@ def _moments(
         },
         {"gradients": gradients, "optimizer step": step},
     )
+    others = (in_flight - 1) * kept
+    return [m | {"activations": m.get("activations", 0.0) + others} for m in moments]
 
 
 def _cast(workload: Workload) -> int:

@@ -10,9 +10,9 @@ from simulation import transformer as shapes
 from simulation.emulated import PAYLOAD_SHARE
 from simulation.hardware import Gpu, Hardware
 from simulation.memory import Footprint, footprint
-from simulation.step.events import Timeline, simulate
+from simulation.step.events import Timeline
 from simulation.step.placement import place
-from simulation.step.schedule import Step
+from simulation.step.steps import step
 from simulation.step.tasks import Tasks
 from simulation.units import layout
 from simulation.workload import Workload
@@ -118,7 +118,7 @@ def build(workload: Workload, hardware: Hardware) -> Built:
     units = layout(workload, schedule, hardware.nodes, hardware.ranks_per_node)
     placement = place(workload, schedule, units, hardware)
     needs = footprint(workload, schedule, units, hardware, placement.cache)
-    tasks = Step(workload, schedule, units, placement, hardware).build()
+    tasks = step(workload, units, placement, hardware)
     return Built(workload, hardware, needs, tasks)
 
 
@@ -134,7 +134,7 @@ def predict(workload: Workload, hardware: Hardware) -> Prediction:
 def simulate_built(built: Built) -> Prediction:
     """Simulate a step that was built."""
     workload, hardware, tasks = built.workload, built.hardware, built.tasks
-    timeline = simulate(tasks.tasks)
+    timeline = tasks.timeline()
     shortage = built.needs.shortage(hardware)
     tokens = workload.tokens * workload.accumulation
     per_gpu = tokens / timeline.seconds

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -289,6 +290,14 @@ class Transformer:
     def root_parameters(self) -> int:
         """Parameters outside of the blocks."""
         return padded_numel(self.root_rows, 1)
+
+    @property
+    def embedded_parameters(self) -> int:
+        """Those of them that come before the blocks: embeddings, and not the last norm."""
+        if not self.counted_root:
+            return (self.vocabulary + self.positions) * self.width
+        tables = takewhile(lambda rows: rows[1] > 1, self.counted_root)
+        return padded_numel(list(tables), 1)
 
     @property
     def parameters(self) -> int:

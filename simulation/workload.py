@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from baselines.registry import find, schedule_of
 from baselines.schedule import Schedule, by_node
-from baselines.settings import Exchanges, OuterPlace
+from baselines.settings import Exchanges, OuterPlace, UpdateRule
 from simulation import checks
 from simulation.transformer import Lora, Transformer
 
@@ -60,6 +60,10 @@ class Workload:
     interval: int = 12
     worker: str = "rank"
     outer_on: OuterPlace = "device"
+    #: Of cycles: which parameters may be one step old, and how many stages there are, if not as
+    #: many as micro-batches.
+    rule: UpdateRule = "v2"
+    stages: int | None = None
     #: AdamW's, on which the size of differences depends (``gather_codec`` ``delta``).
     learning_rate: float = 1e-5
 
@@ -69,6 +73,7 @@ class Workload:
             micro_batch=self.micro_batch,
             accumulation=self.accumulation,
             interval=self.interval,
+            stages=1 if self.stages is None else self.stages,
         )
         checks.share(recomputed=self.recomputed)
         if self.element_bytes not in _ELEMENT_BYTES:
@@ -82,6 +87,7 @@ class Workload:
             ("frozen_dtype", FrozenDtype),
             ("reduce_dtype", ReduceDtype),
             ("outer_on", OuterPlace),
+            ("rule", UpdateRule),
         ):
             value = getattr(self, name)
             if value not in get_args(kind):
@@ -105,9 +111,9 @@ class Workload:
 
     @property
     def engine(self) -> str:
-        """Whose hooks and calls a step has: where nothing is sharded, as few as DDP's."""
+        """Whose hooks and calls a step has: as few as DDP's without FSDP2's or DeepSpeed's."""
         schedule = self.schedule
-        if schedule.shards == "rank":
+        if schedule.shards == "rank" or schedule.cycle is not None:
             return "ddp"
         # Of workers that step apart, what trains one.
         return find(self.strategy).engine if schedule.averages is None else "fsdp2"

@@ -4,49 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch.nn as nn
 
+from baselines.cyclic.partition import chosen
 from baselines.strategy import numel
 
 
 def chosen_runs(
     stages: int | None, blocks: Sequence[nn.Module], most: int, called: str
 ) -> list[range]:
-    """Cut blocks into stages of about as many parameters each: ``most`` of them, unless chosen.
-
-    ``called`` says what there are ``most`` of. Raises ``ValueError`` for more stages than blocks or
-    than that.
-    """
-    count = most if stages is None else stages
-    if count > min(most, len(blocks)):
-        raise ValueError(
-            f"stages = {count}: allowed are 1 to {min(most, len(blocks))}, as there are "
-            f"{most} {called} and {len(blocks)} blocks"
-        )
-    return partition([numel(block.parameters()) for block in blocks], count)
-
-
-def partition(costs: Sequence[float], stages: int) -> list[range]:
-    """Cut consecutive blocks into ``stages`` runs, where the costs up to each cut are nearest.
-
-    Every run has at least one block. Raises ``ValueError`` for more stages than blocks, for fewer
-    than one, and for a cost below 0.
-    """
-    if not 1 <= stages <= len(costs):
-        raise ValueError(f"stages = {stages}: allowed are 1 to {len(costs)}, the number of blocks")
-    if min(costs) < 0:
-        raise ValueError(f"costs = {[*costs]}: allowed are numbers from 0")
-    upto = [0.0, *accumulate(costs)]
-    cuts = [0]
-    for stage in range(1, stages):
-        wanted = upto[-1] * stage / stages
-        places = range(cuts[-1] + 1, len(costs) - (stages - stage) + 1)
-        cuts.append(min(places, key=lambda place: abs(upto[place] - wanted)))
-    cuts.append(len(costs))
-    return [range(begin, end) for begin, end in pairwise(cuts)]
+    """Cut blocks into stages of about as many parameters each; see ``partition.chosen``."""
+    return chosen(stages, [numel(block.parameters()) for block in blocks], most, called)
 
 
 def parameters(

@@ -90,7 +90,7 @@ def plan(
         str, typer.Option(help="What gradients are summed in: same, as they are; fp32.")
     ] = "same",
     strategies: Annotated[
-        str | None, typer.Option(help="With commas; all that are simulated.")
+        str | None, typer.Option(help="With commas; all that are simulated, but for cyclic ones.")
     ] = None,
     policies: Annotated[
         str, typer.Option(help="Of FCDP, with commas: host, disk, auto, threshold(0.8).")

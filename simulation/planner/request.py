@@ -31,8 +31,21 @@ _SHORTEST = 512
 RECOMPUTED: tuple[Recomputed, ...] = (0.0, "selective", 0.5, 1.0)
 #: Engines that are known to replicate or gather 4-bit weights.
 GATHERS_FOUR_BITS = ("ddp", "fsdp2")
+#: Schedules that no plan has, as ``planned`` says.
+_NOT_PLANNED = "its ranks train with parameters a step old, and send no less than DDP or ZeRO-3 do"
 #: What our engine does with adapters: a gather and a reduction per step, or one all-reduce.
 _ADAPTERS = ("sharded", "replicated")
+
+
+def planned() -> tuple[str, ...]:
+    """Names of the strategies that a plan may have: all that are simulated, but for cycles.
+
+    Cyclic Data Parallelism spreads over a step what others send at once, and halves activations of
+    micro-batches that are together on one device. Per step a node sends no fewer bytes, one
+    micro-batch at a time needs less memory still, and what is trained is another thing: a matrix
+    compares it.
+    """
+    return tuple(name for name in simulated() if schedule_of(name).cycle is None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +74,7 @@ class Request:
     #: What frozen parameters are held in, where adapters are trained.
     frozen_dtype: str = "bf16"
     reduce_dtype: str = "same"
-    strategies: tuple[str, ...] = simulated()
+    strategies: tuple[str, ...] = planned()
     #: Cache policies of strategies that have the choice.
     policies: tuple[str, ...] = ("host",)
     #: Sequences per optimizer step, of all ranks; ``None``: one micro-batch each.
@@ -85,7 +98,11 @@ class Request:
         if self.price_per_gpu_hour is not None:
             checks.not_negative(price_per_gpu_hour=self.price_per_gpu_hour)
         for strategy in self.strategies:
-            schedule_of(strategy)
+            if schedule_of(strategy).cycle is not None:
+                raise ValueError(
+                    f"strategy = {strategy!r}: is not planned: {_NOT_PLANNED}; allowed are "
+                    f"{', '.join(planned())}"
+                )
         for policy in self.policies:
             check_policy(policy)
         ranks = self.hardware.world_size

@@ -22,6 +22,11 @@ _STATES_BYTES = 12
 _ROUND_BYTES = 11 * 4
 
 
+def adam_seconds(elements: float, hardware: Hardware) -> float:
+    """Seconds in which a rank's device steps so many parameters."""
+    return ADAM_BYTES * elements / _rate(hardware)
+
+
 def optimizer_tasks(
     tasks: Tasks, workload: Workload, schedule: Schedule, units: Layout, ends: Sequence[int]
 ) -> None:
@@ -29,7 +34,7 @@ def optimizer_tasks(
     hardware = tasks.hardware
     mine = workload.trained / schedule.sharers(hardware.nodes, hardware.ranks_per_node)
     if schedule.optimizer == "device":
-        at = tasks.compute("optimizer", ADAM_BYTES * mine / _rate(hardware), ends)
+        at = tasks.compute("optimizer", adam_seconds(mine, hardware), ends)
     else:
         of_node = mine * hardware.ranks_per_node
         demands = {"cpu": of_node / hardware.cpu_adam_elements_per_s}

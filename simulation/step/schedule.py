@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baselines.schedule import Schedule
-from simulation import activations
 from simulation.hardware import Hardware
 from simulation.rates import Work
 from simulation.step.exchanges import Exchanges
 from simulation.step.optimizer import optimizer_tasks, round_tasks
+from simulation.step.passes import call_seconds, overhead_seconds
 from simulation.step.placement import Placement
 from simulation.step.tasks import COMPUTE, Tasks
 from simulation.traffic import Traffic
@@ -59,15 +59,12 @@ class Step:
         layers, block = workload.model.layers, workload.model.block_parameters
         lead = min(schedule.lead_per_block * layers, schedule.most_lead)
         self._over_turn = _over_turn(units, lead * block)
-        overheads = hardware.overheads
-        kept = workload.tokens * activations.block_bytes(workload) * hardware.ranks_sharing_device
-        each = overheads.block_seconds.get(workload.engine, 0.0)
         #: Seconds beside matrix products, in one forward or one backward of all blocks.
-        self._overhead_seconds = (layers / 2) * (each + overheads.activation_byte_seconds * kept)
+        self._overhead_seconds = layers * overhead_seconds(workload, hardware)
         #: In each pass through a block, whatever its tokens: four bits become bf16.
         self._pass_seconds = hardware.memory_seconds(dequantised_bytes(workload))
         #: In the optimizer's step.
-        self._step_seconds = layers * overheads.step_seconds.get(workload.engine, 0.0)
+        self._step_seconds = layers * call_seconds(workload, hardware)
 
     def build(self) -> Tasks:
         """The tasks of all micro-batches and of the optimizer. Call it once."""

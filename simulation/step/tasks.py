@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from simulation.hardware import Hardware
-from simulation.step.events import Task
+from simulation.step.events import Task, Timeline, simulate
 from simulation.traffic import Traffic
 
 #: Stream of what stops the host's one thread, or the device.
@@ -24,6 +24,10 @@ class Tasks:
     _exchanges: dict[tuple[Traffic, float, float], tuple[dict[str, float], float]] = field(
         default_factory=dict
     )
+
+    def timeline(self) -> Timeline:
+        """The step, event by event."""
+        return simulate(self.tasks)
 
     def compute(self, name: str, seconds: float, after: Sequence[int]) -> int:
         """Append a rank's computation; returns its index, as the other methods do."""

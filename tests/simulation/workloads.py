@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from baselines.registry import schedule_of
 from experiments.records.modelled import workload_of
 from simulation.hardware import Hardware, cluster
 from simulation.paper_models import PAPER_MODELS
@@ -33,7 +35,17 @@ def workload(strategy: str, *, lora: bool = False, large: bool = False, **more: 
         sequence_length=512,
         micro_batch=8,
     )
-    return replace(workload_of(given), **more)
+    return replace(workload_of(given), **(more | of_cycle(strategy, more)))
+
+
+def of_cycle(strategy: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that a cycle can have where others are given: small models have few blocks."""
+    schedule = schedule_of(strategy)
+    if schedule.cycle is None:
+        return {}
+    at_once = given.get("accumulation", 1) if schedule.cycle == "turns" else 2
+    alone = {"accumulation": 1} if schedule.passes_on else {}
+    return {"stages": min(2, at_once)} | dict(given) | alone
 
 
 def hardware(inter_bits_per_s: float = 10e9, *, nodes: int = 2, **more: Any) -> Hardware:

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn as nn
 
+from baselines.cyclic.partition import partition
 from baselines.cyclic.rule import Rule, is_fresh
-from baselines.cyclic.stages import partition
 from baselines.cyclic.synchronous import Cyclic, build
 from baselines.settings import CyclicSettings
 from baselines.strategy import Job, load

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from baselines.registry import simulated
 from simulation.paper_models import PAPER_MODELS
-from simulation.planner.request import shape
+from simulation.planner.request import Request, planned, shape
 from tests.simulation.planner.made_up import config_file, request
+from tests.simulation.workloads import paper_cluster
 
 
 def test_a_model_is_a_name_a_file_or_its_folder(tmp_path: Path) -> None:
@@ -54,7 +56,10 @@ def test_a_sequence_longer_than_the_model_allows(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({"strategies": ("zero9",)}, "strategy = 'zero9': allowed are deepspeed-zero3, "),
-        ({"strategies": ("cyclic-ring",)}, "strategy = 'cyclic-ring': is not simulated yet"),
+        (
+            {"strategies": ("cyclic-ring",)},
+            "strategy = 'cyclic-ring': is not planned: its ranks",
+        ),
         ({"global_batch": 100}, "global_batch = 100: must be a multiple of the 32 ranks"),
         (
             {"global_batch": 64, "micro_batches": (1, 8)},
@@ -77,6 +82,13 @@ def test_a_sequence_longer_than_the_model_allows(tmp_path: Path) -> None:
 def test_what_cannot_be_names_field_and_value(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         request(**settings)
+
+
+def test_cycles_are_simulated_and_not_planned() -> None:
+    assert set(simulated()) - set(planned()) == {
+        name for name in simulated() if name.startswith("cyclic")
+    }
+    assert Request(model="gpt-30b", hardware=paper_cluster()).strategies == planned()
 
 
 def test_the_grid_is_the_product_with_choices_for_fcdp_only() -> None:

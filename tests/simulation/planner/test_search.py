@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baselines import registry
 from simulation.planner.option import most_tokens_per_s, shortfall, simulated
+from simulation.planner.request import planned
 from simulation.planner.search import _divisors, search, shortfalls
 from simulation.prediction import build, predict
 from simulation.workload import Workload
 from tests.simulation.planner.made_up import KINDS, config_file, request
 from tests.simulation.workloads import paper_cluster
 
-STRATEGIES = sorted(registry.simulated())
+STRATEGIES = sorted(planned())
 SLOW = settings(max_examples=15)
 TUNING = st.sampled_from([None, 8])
 

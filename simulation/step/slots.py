@@ -1,0 +1,323 @@
+"""A cycle of ranks two slots apart: the messages of ``baselines.cyclic.routes``, event by event.
+
+Here ranks do not do the same at the same time. All of them are simulated, as
+``baselines.cyclic.ring`` runs them: each goes through its slots in order, sends without waiting,
+waits for what a slot needs, and is ready to receive one message ahead. From a start at once they
+come to be apart; one of the later steps is shown, of the last rank of the node that sends most.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal
+
+from baselines.cyclic.routes import Kind, Message
+from baselines.cyclic.rule import backward_slot, forward_slot
+from simulation.cycle.stages import cycle_of, stages_of
+from simulation.hardware import Hardware
+from simulation.step.events import Span, Task, Timeline, simulate
+from simulation.step.passes import StageSeconds
+from simulation.step.tasks import COMPUTE, Tasks
+from simulation.workload import Workload
+
+#: Steps that are simulated, and the one that is shown: steady, and with what follows it under way.
+_STEPS, _SHOWN = 8, 6
+_FP32 = 4
+#: What a record's ledger calls the phases of messages.
+_PHASES: dict[Kind, str] = {
+    "forward": "forward",
+    "backward": "backward",
+    "gradient": "reduce",
+    "sum": "reduce",
+}
+#: Something that a rank does in a step: in a slot of its own; for a stage; a message of a stage.
+Key = tuple[Literal["slot", "update", Kind], int, int, int]
+
+
+@dataclass
+class Slots(Tasks):
+    """One steady step of one rank, and what its node sends in it; ``timeline`` simulates all."""
+
+    workload: Workload = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        self.tasks = [replace(task, after=()) for task in self._ranks.shown()]
+        for message in self._ranks.sent():
+            inter = self._ranks.crosses(message)
+            link = "inter_node" if inter else "intra_node"
+            self.count(link, _PHASES[message.kind], self._ranks.nbytes(message))
+
+    @cached_property
+    def _ranks(self) -> _Ranks:
+        return _Ranks(self.workload, self.hardware)
+
+    def timeline(self) -> Timeline:
+        """The steady step of the rank that is shown, with what it receives."""
+        return self._ranks.timeline()
+
+
+class _Ranks:
+    """All ranks over several steps: tasks by what they are."""
+
+    def __init__(self, workload: Workload, hardware: Hardware) -> None:
+        self._hardware = hardware
+        stages = stages_of(workload, hardware.world_size)
+        self._cycle = cycle = cycle_of(workload, stages, hardware.world_size)
+        self._seconds = StageSeconds.of(workload, stages, hardware)
+        self._sizes = stages.sizes(twice=cycle.twice)
+        self._messages = [m for m in cycle.messages() if m.source != m.target]
+        self._received = [cycle.received_by(rank) for rank in range(cycle.ranks)]
+        self._last = 2 * cycle.stages - 1
+        self._per_node = hardware.ranks_per_node
+
+    # What is shown.
+
+    @cached_property
+    def node(self) -> int:
+        """The node that sends most."""
+        sent = [0.0] * self._hardware.nodes
+        for message in self._messages:
+            if self.crosses(message):
+                sent[self._node(message.source)] += self.nbytes(message)
+        return sent.index(max(sent))
+
+    @property
+    def rank(self) -> int:
+        """The rank that is shown, whose neighbour is on another node."""
+        return (self.node + 1) * self._per_node - 1
+
+    def sent(self) -> list[Message]:
+        """What the node sends in a step, inside of it too."""
+        return [m for m in self._messages if self._node(m.source) == self.node]
+
+    def crosses(self, message: Message) -> bool:
+        """Whether a message goes to another node."""
+        return self._node(message.source) != self._node(message.target)
+
+    def nbytes(self, message: Message) -> float:
+        """Bytes of a message."""
+        return float(_FP32 * self._sizes[message.kind][message.stage])
+
+    def _node(self, rank: int) -> int:
+        return rank // self._per_node
+
+    def shown(self) -> list[Task]:
+        """The tasks of a step that are shown, by the names of one rank's resources."""
+        return [self._own(task) for task in map(self._task, self._keys_shown())]
+
+    def _keys_shown(self) -> list[Key]:
+        step, rank = _SHOWN, self.rank
+        messages = [_key(message, step) for message in self.sent()]
+        updates = [("update", step, rank, stage) for stage in self._owned(rank)]
+        slots = [("slot", step, rank, slot) for slot in range(self._last + 1)]
+        return [*messages, *updates, *slots]  # type: ignore[list-item]
+
+    def _owned(self, rank: int) -> list[int]:
+        return [s for s in range(self._cycle.stages) if self._cycle.owner(s) == rank]
+
+    def _own(self, task: Task, *, counted: bool = True) -> Task:
+        """A task with what it takes of the rank that is shown, and of its node's link.
+
+        Not ``counted`` is what other ranks do, or another step.
+        """
+        mine = {f"inter_node {self.node}": "inter_node"}
+        for name in ("compute", "host_to_device", "device_to_host"):
+            mine[f"{name} {self.rank}"] = name
+        taken = task.demands.items() if counted else ()
+        used = {mine[name]: took for name, took in taken if name in mine}
+        stream = COMPUTE if task.stream == f"rank {self.rank}" else task.stream
+        return replace(task, stream=stream, demands=used)
+
+    # What waits for what. A key whose step is not simulated waits for nothing.
+
+    def _past(self, step: int, rank: int, slot: int) -> list[Key]:
+        """What has ended when a rank has done with a slot; −1: with the step before."""
+        if slot < 0:
+            step, slot = step - 1, self._last
+        found: list[Key] = [("slot", step, rank, slot)]
+        if slot >= self._cycle.stages:  # it waits for the gradients that it adds to
+            found += self._arrived(step, "gradient", self._last - slot, rank)
+        return found
+
+    def _arrived(self, step: int, kind: Kind, stage: int, rank: int) -> list[Key]:
+        """What has to end for a rank to have a message in its step; nothing if it gets none."""
+        message = self._received[rank].get((kind, stage))
+        if message is None:
+            return []
+        sent = step - message.later
+        if message.source == rank:  # the sum is made where it is needed
+            return self._past(sent, rank, self._last - stage)
+        return [_key(message, sent)]
+
+    def _has(self, step: int, rank: int, stage: int) -> list[Key]:
+        """What has to end for a rank to have a stage's parameters in forward."""
+        if self._cycle.owner(stage) == rank:
+            return [("update", step, rank, stage)]
+        return self._arrived(step, "forward", stage, rank)
+
+    def _taken(self, step: int, kind: Kind, stage: int, rank: int) -> list[Key]:
+        """What ends before a rank waits for a message."""
+        if kind == "gradient":
+            return [("slot", step, rank, self._last - stage)]
+        return self._past(step, rank, (self._last - stage if kind == "backward" else stage) - 1)
+
+    def _ready(self, message: Message, step: int) -> list[Key]:
+        """What ends before the target can receive: when it waits for the message before."""
+        order = [*self._received[message.target]]
+        at = order.index((message.kind, message.stage))
+        kind, stage = order[at - 1]
+        return self._taken(step + message.later - (at == 0), kind, stage, message.target)
+
+    def _after(self, key: Key) -> list[Key]:
+        what, step, rank, number = key
+        if what == "update":
+            summed = self._arrived(step, "sum", number, rank)
+            return [*self._past(step, rank, number - 1), *summed]
+        if what == "slot":
+            before = self._past(step, rank, number - 1)
+            if number < self._cycle.stages:
+                return [*before, *self._has(step, rank, number)]
+            return [*before, *self._arrived(step, "backward", self._last - number, rank)]
+        message = self._sends[what, number, rank]
+        ready = self._ready(message, step)
+        if what == "forward":
+            return [*self._past(step, rank, number - 1), *self._has(step, rank, number), *ready]
+        slot = self._last - number
+        if what == "backward":
+            again = self._arrived(step, "backward", number, rank)
+            return [*self._past(step, rank, slot - 1), *again, *ready]
+        return [*self._past(step, rank, slot), *ready]
+
+    @cached_property
+    def _sends(self) -> dict[tuple[Kind, int, int], Message]:
+        return {(m.kind, m.stage, m.source): m for m in self._messages}
+
+    # What takes how long.
+
+    def _task(self, key: Key) -> Task:
+        what, _, rank, number = key
+        if what == "slot":
+            stage, forward = number, number < self._cycle.stages
+            if not forward:
+                stage = self._last - number
+            seconds = (self._seconds.forward if forward else self._seconds.backward)[stage]
+            name = f"{'forward' if forward else 'backward'} stage {stage}"
+            return Task(name, f"rank {rank}", _used({f"compute {rank}": seconds}))
+        if what == "update":
+            used = _used({f"compute {rank}": self._seconds.update[number]})
+            return Task(f"optimizer stage {number}", f"rank {rank}", used)
+        return self._sending(self._sends[what, number, rank])
+
+    def _sending(self, message: Message) -> Task:
+        """A message on its way: through the kernel, or out of and into devices' memory."""
+        hardware, nbytes = self._hardware, self.nbytes(message)
+        source, target, overheads = message.source, message.target, self._hardware.overheads
+        sharing = hardware.ranks_sharing_device
+        used = {
+            f"compute {source}": overheads.message_seconds
+            + sharing * overheads.byte_seconds * nbytes,
+            f"compute {target}": sharing * overheads.gathered_byte_seconds * nbytes,
+        }
+        latency = hardware.intra_latency_seconds
+        if self.crosses(message):
+            used[f"inter_node {self._node(source)}"] = nbytes / hardware.inter_bytes_per_s
+            latency = hardware.inter_latency_seconds
+        if hardware.backend == "nccl":  # gloo sends host memory
+            used[f"device_to_host {source}"] = nbytes / hardware.device_to_host_bytes_per_s
+            used[f"host_to_device {target}"] = nbytes / hardware.host_to_device_bytes_per_s
+        name = f"{message.kind} stage {message.stage} from {source} to {target}"
+        stream = f"{message.kind} {source} to {target}"
+        return Task(name, stream, _used(used), latency_seconds=latency)
+
+    # The simulation.
+
+    def timeline(self) -> Timeline:
+        """The step that is shown, cut out of the simulation of all, with what it waits for."""
+        keys = self._ordered()
+        at = {key: index for index, key in enumerate(keys)}
+        tasks = [
+            replace(self._task(key), after=tuple(at[k] for k in self._after(key) if k in at))
+            for key in keys
+        ]
+        every = simulate(tasks)
+        ends = [at["slot", step, self.rank, self._last] for step in (_SHOWN - 1, _SHOWN)]
+        begin, end = (every.spans[index].end for index in ends)
+        own = [at[key] for key in self._keys_shown()]
+        comes = [at[_key(m, _SHOWN - m.later)] for m in self._messages if m.target == self.rank]
+        waits = dict.fromkeys([*_path(every, ends[1], begin), *comes])
+        # What ends last is to be the rank's own, which comes last.
+        shown = [*(index for index in waits if index not in own), *own]
+        number = {index: place for place, index in enumerate(shown)}
+        return Timeline(
+            tuple(self._own(tasks[index], counted=index in {*own, *comes}) for index in shown),
+            tuple(_within(every.spans[index], begin, end) for index in shown),
+            tuple(
+                frozenset(number[i] for i in every.before[index] if i in number) for index in shown
+            ),
+        )
+
+    def _ordered(self) -> list[Key]:
+        """All keys, each behind those that it waits for, else by the schedule's clock."""
+        every = {key: self._clock(key) for step in range(_STEPS) for key in self._keys(step)}
+        followers: dict[Key, list[Key]] = {key: [] for key in every}
+        missing: dict[Key, int] = {}
+        for key in every:
+            before = {k for k in self._after(key) if k in every}
+            missing[key] = len(before)
+            for earlier in before:
+                followers[earlier].append(key)
+        ready = [(every[key], key) for key, count in missing.items() if not count]
+        heapq.heapify(ready)
+        found: list[Key] = []
+        while ready:
+            _, key = heapq.heappop(ready)
+            found.append(key)
+            for follower in followers[key]:
+                missing[follower] -= 1
+                if not missing[follower]:
+                    heapq.heappush(ready, (every[follower], follower))
+        assert len(found) == len(every), "messages wait for one another in a circle"
+        return found
+
+    def _keys(self, step: int) -> Iterable[Key]:
+        for rank in range(self._cycle.ranks):
+            yield from (("slot", step, rank, slot) for slot in range(self._last + 1))
+            # Before the first step nothing is due.
+            yield from (("update", step, rank, stage) for stage in self._owned(rank) if step)
+        yield from (_key(message, step) for message in self._messages)
+
+    def _clock(self, key: Key) -> int:
+        what, step, rank, number = key
+        if what == "slot":
+            slot = 2 * rank + number
+        elif what in ("update", "forward"):
+            slot = forward_slot(rank, number)
+        else:
+            slot = backward_slot(rank, number, self._cycle.stages)
+        return 2 * self._cycle.ranks * step + slot
+
+
+def _path(timeline: Timeline, last: int, begin: float) -> list[int]:
+    """What a task waits for, back to the moment ``begin``, on whatever rank."""
+    found = [last]
+    while timeline.spans[found[-1]].start > begin:
+        before = timeline.before[found[-1]]
+        found.append(max(before, key=lambda index: (timeline.spans[index].end, index)))
+    return found
+
+
+def _key(message: Message, step: int) -> Key:
+    return (message.kind, step, message.source, message.stage)
+
+
+def _within(span: Span, begin: float, end: float) -> Span:
+    """A span in seconds from ``begin``, cut at both ends."""
+    start, stop = (min(max(moment, begin), end) - begin for moment in (span.start, span.end))
+    return Span(start, stop)
+
+
+def _used(demands: dict[str, float]) -> dict[str, float]:
+    return {resource: seconds for resource, seconds in demands.items() if seconds > 0}

@@ -1,0 +1,162 @@
+"""Ranks two slots apart: the executor's bytes, one stage at a time, and what a step waits for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baselines.cyclic import routes
+from experiments.records.modelled import cluster_of, measured_step, workload_of
+from experiments.records.record import Record, read
+from simulation.cycle.stages import cycle_of, stages_of
+from simulation.emulated import emulated
+from simulation.hardware import Hardware
+from simulation.prediction import Prediction, predict
+from simulation.step.passes import StageSeconds
+from simulation.validation import compare
+from simulation.workload import Workload
+from tests.experiments.cells import cell, model_spec
+from tests.simulation.workloads import paper_cluster
+
+RESULTS = Path(__file__).parents[3] / "results"
+FORMS = ("cyclic-ring", "cyclic-zero")
+#: Nothing takes time but computation.
+FREE: dict[str, Any] = {
+    "inter_bytes_per_s": float("inf"),
+    "intra_bytes_per_s": float("inf"),
+    "host_to_device_bytes_per_s": float("inf"),
+    "device_to_host_bytes_per_s": float("inf"),
+    "inter_latency_seconds": 0.0,
+    "intra_latency_seconds": 0.0,
+}
+
+
+def of(strategy: str, *, layers: int = 8, **more: Any) -> Workload:
+    model = model_spec("gpt2", layers=layers)
+    given_cell = cell(strategy, model=model, dtype="bfloat16", sequence_length=128, micro_batch=8)
+    return replace(workload_of(given_cell), **more)
+
+
+def gpus(nodes: int = 4, ranks_per_node: int = 1, **more: Any) -> Hardware:
+    return replace(paper_cluster(nodes), ranks_per_node=ranks_per_node, **more)
+
+
+def own_seconds(workload: Workload, hardware: Hardware) -> tuple[float, float]:
+    """Seconds that a rank computes in a step; of the update of a stage, at most."""
+    found = StageSeconds.of(workload, stages_of(workload, hardware.world_size), hardware)
+    return sum(found.forward) + sum(found.backward), max(found.update)
+
+
+def recorded() -> list[Record]:
+    every = [
+        r for name in ("cyclic-slots", "cyclic") for r in read(RESULTS / name / "records.jsonl")
+    ]
+    return [r for r in every if r.cell.strategy.startswith("cyclic") and r.measurement]
+
+
+@pytest.mark.parametrize("record", recorded(), ids=lambda record: record.cell_id)
+def test_bytes_are_the_records_within_framing(record: Record) -> None:
+    step = measured_step(record, cluster_of(record.cell))
+    assert step is not None
+    found = compare(step)
+    assert found.bytes_agree, found.counted_share
+    assert found.counted_share == pytest.approx(1, abs=0.01)
+
+
+@pytest.mark.parametrize("rule", ["v1", "v2"])
+@pytest.mark.parametrize("strategy", FORMS)
+def test_bytes_of_the_records_are_the_executors_closed_form(strategy: str, rule: str) -> None:
+    (record,) = (
+        r
+        for r in recorded()
+        if r.cell.strategy == strategy and getattr(r.cell.settings, "rule", None) == rule
+    )
+    assert record.measurement is not None
+    found = predict(workload_of(record.cell), cluster_of(record.cell))
+    assert found.inter_node_bytes == record.measurement.inter_node_bytes_closed_form
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from(FORMS),
+    st.sampled_from(["v1", "v2"]),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(1, 6),
+    st.floats(1e6, 1e11),
+    st.booleans(),
+)
+def test_a_step_is_as_long_as_its_resources_need_and_sends_the_closed_form(
+    strategy: str,
+    rule: Literal["v1", "v2"],
+    nodes: int,
+    ranks: int,
+    stages: int,
+    bits_per_s: float,
+    on_one_host: bool,
+) -> None:
+    world = nodes * ranks
+    workload = of(strategy, layers=6, rule=rule, stages=min(stages, world))
+    hardware: Hardware
+    if on_one_host:
+        workload = replace(workload, element_bytes=4)
+        hardware = emulated(nodes, ranks, bits_per_s)
+    else:
+        hardware = gpus(nodes, ranks, inter_bytes_per_s=bits_per_s / 8)
+    found = predict(workload, hardware)
+    cut = stages_of(workload, world)
+    cycle = cycle_of(workload, cut, world)
+    sent = routes.crossing(cycle, cut.sizes(twice=cycle.twice), ranks, nodes)
+    assert found.inter_node_bytes == 4 * sent
+    computed, _ = own_seconds(workload, hardware)
+    # A step repeats but for messages that overtake one another.
+    assert found.step_seconds >= 0.97 * computed
+    assert max(found.busy.values()) <= 1.03
+    path = found.timeline.critical_path
+    assert found.timeline.spans[path[0]].start == 0
+    assert found.timeline.spans[path[-1]].end == found.step_seconds
+
+
+@pytest.mark.parametrize("rule", ["v1", "v2"])
+@pytest.mark.parametrize("strategy", FORMS)
+def test_computation_is_all_of_a_step_whose_messages_take_no_time(strategy: str, rule: str) -> None:
+    workload, hardware = of(strategy, rule=rule), gpus(8, **FREE)
+    computed, update = own_seconds(workload, hardware)
+    found = predict(workload, hardware)
+    assert computed <= found.step_seconds <= computed + 2 * update
+    assert found.bottleneck == "compute"
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_messages_that_are_slow_to_come_are_passed_on_by_all_ranks_in_a_step(ranks: int) -> None:
+    """The sum of a stage's gradients, and its parameters, go round all ranks once per version."""
+    latency = 1.0
+    hardware = gpus(ranks, **FREE | {"inter_latency_seconds": latency})
+    found = predict(of("cyclic-ring"), hardware)
+    computed, _ = own_seconds(of("cyclic-ring"), hardware)
+    assert computed < 0.1 * latency
+    assert ranks * latency <= found.step_seconds <= ranks * latency + 2 * computed
+
+
+def test_a_ring_hides_what_ddp_sends_at_once() -> None:
+    """Spread over the slots: bytes that take as long as half of the computation cost nothing."""
+    workload = of("cyclic-ring")
+    computed, update = own_seconds(workload, gpus(8))
+    sent = predict(workload, gpus(8)).inter_node_bytes
+    hardware = gpus(8, **FREE | {"inter_bytes_per_s": sent / (0.5 * computed)})
+    found = predict(workload, hardware)
+    assert found.busy["inter_node"] > 0.4
+    assert found.step_seconds <= 1.1 * (computed + 2 * update)
+
+
+def test_a_trace_has_what_the_rank_waits_for() -> None:
+    found: Prediction = predict(of("cyclic-zero"), gpus(4, 2, inter_bytes_per_s=1e7))
+    names = [task.name for task in found.timeline.tasks]
+    assert any(name.startswith("gradient stage") for name in names)
+    assert sum(name.startswith("forward stage") and "from" not in name for name in names) >= 8
+    assert found.moved_bytes["inter_node"].keys() == {"forward", "backward", "reduce"}
