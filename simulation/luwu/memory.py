@@ -31,12 +31,16 @@ def footprint(workload: Workload, hardware: Hardware) -> Footprint:
     block = tokens * activations.block_bytes(workload)
     left_by = tokens * activations.kept_bytes(workload)
     kept = workload.recomputed * left_by + (1 - workload.recomputed) * block
-    again = block if workload.recomputed else 0.0
-    logits = tokens * activations.loss_bytes(workload) * workload.model.vocabulary
+    model, full = workload.model, workload.lora is None
+    # As in ``simulation.memory``: a block that is computed again, and gradients inside its MLP; the
+    # last norm's input and output, and what the loss writes.
+    in_block = (block if workload.recomputed else 0.0) + 3 * tokens * element * model.inner
+    at_loss = tokens * activations.loss_bytes(workload) * model.vocabulary
+    at_loss += (2 if full else 1) * tokens * element * model.width
     device = {
         "gathered": sum(sizes[:LAYERS]),
         "gradients": gradients,
-        "activations": workload.model.layers * kept + max(again, logits),
+        "activations": model.layers * kept + max(in_block, at_loss),
     }
     host = {}
     if workload.cached and workload.frozen:
