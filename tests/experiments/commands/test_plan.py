@@ -213,4 +213,5 @@ def test_a_server_brings_luwu_into_the_plan(tmp_path: Path) -> None:
 def test_a_server_that_cannot_be_is_refused(server: str, tmp_path: Path) -> None:
     result = command(str(config_file(tmp_path)), strategies="fsdp2", server=server)
     assert result.exit_code == 2
-    assert "--server" in result.output and "allowed" in result.output
+    assert "--server" in result.output
+    assert "allowed" in result.output

@@ -14,8 +14,7 @@ def test_a_device_has_two_layers_however_many_there_are() -> None:
     few, many = footprint(given, hardware()).device, footprint(deep, hardware()).device
     assert few["gathered"] == many["gathered"]
     assert few["gradients"] == many["gradients"]
-    model = given.model
-    assert few["gathered"] == 2 * (model.root_parameters + model.block_parameters)
+    assert few["gathered"] == 2 * 2 * given.model.block_parameters
 
 
 def test_host_memory_has_frozen_layers_that_are_kept_and_nothing_else() -> None:

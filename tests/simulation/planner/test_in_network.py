@@ -1,4 +1,4 @@
-"""LuWu is offered beside a plan where there is a server, and changes nothing where there is none."""
+"""LuWu is offered beside a plan where there is a server; without one the plan stays."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def test_without_a_server_it_is_not_offered(tmp_path: Path) -> None:
 def test_with_one_the_rest_of_the_plan_stays(tmp_path: Path) -> None:
     asked = small(tmp_path)
     without, found = plan(asked), plan(with_server(asked))
-    assert without is not None and found is not None and found.in_network is not None
+    assert without is not None
+    assert found is not None
+    assert found.in_network is not None
     assert report.rows(found) == report.rows(without)
     document = report.document(found)
     offered = document.pop("luwu")
@@ -49,7 +51,8 @@ def test_with_one_the_rest_of_the_plan_stays(tmp_path: Path) -> None:
 def test_it_has_the_size_that_is_asked_for(tmp_path: Path) -> None:
     asked = with_server(replace(small(tmp_path), global_batch=64))
     found = in_network(asked)
-    assert found is not None and found.sequences == 2
+    assert found is not None
+    assert found.sequences == 2
 
 
 def test_where_nothing_else_fits_it_is_named() -> None:
@@ -70,4 +73,6 @@ def test_four_bits_are_not_its(tmp_path: Path) -> None:
 def test_adapters_keep_their_base_in_host_memory(tmp_path: Path) -> None:
     asked = request(str(config_file(tmp_path)), strategies=KINDS, lora_rank=8)
     found = in_network(with_server(asked))
-    assert found is not None and found.cached and found.host_bytes > 0
+    assert found is not None
+    assert found.cached
+    assert found.host_bytes > 0
