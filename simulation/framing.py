@@ -11,6 +11,7 @@ from collections import Counter
 
 from baselines.schedule import Schedule
 from simulation.cycle.stages import cycle_of, stages_of
+from simulation.luwu.traffic import LUWU, traffic
 from simulation.units import Layout, layout
 from simulation.workload import Workload
 
@@ -37,7 +38,8 @@ def agree(
 
     ``predicted`` and ``counted`` are bytes per step that one node sends.
     """
-    estimated = workload.schedule.estimated_share * predicted
+    share = 0.0 if workload.strategy == LUWU else workload.schedule.estimated_share
+    estimated = share * predicted
     allowed = framing_bytes(workload, nodes, ranks_per_node, predicted) + estimated
     return abs(counted - predicted) <= allowed
 
@@ -48,6 +50,9 @@ def messages(workload: Workload, nodes: int, ranks_per_node: int) -> int:
     Each has its exchanges: gathers and reductions that cross nodes, our engine's agreement on what
     is stale before each micro-batch and on what a disk has kept before each gather, and a barrier.
     """
+    if workload.strategy == LUWU:
+        whole = traffic(workload, nodes * ranks_per_node, ranks_per_node)
+        return ranks_per_node * whole.worker_messages
     if nodes == 1:
         return 0
     schedule = workload.schedule
@@ -77,9 +82,9 @@ def whole_bytes(workload: Workload, nodes: int, ranks_per_node: int) -> float:
 
     DeepSpeed gathers that after each step, what is frozen too.
     """
-    schedule = workload.schedule
-    if not schedule.replicates_small:
+    if workload.strategy == LUWU or not workload.schedule.replicates_small:
         return 0.0
+    schedule = workload.schedule
     units = layout(workload, schedule, nodes, ranks_per_node)
     return (nodes - 1) / nodes * units.replicated * workload.element_bytes
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from simulation import transformer as shapes
 from simulation.emulated import PAYLOAD_SHARE
 from simulation.hardware import Gpu, Hardware
+from simulation.luwu import memory as luwu_memory
+from simulation.luwu import step as luwu_step
+from simulation.luwu import traffic as luwu_traffic
+from simulation.luwu.server import Server, like
+from simulation.luwu.traffic import LUWU
 from simulation.memory import Footprint, footprint
 from simulation.step.events import Timeline
 from simulation.step.placement import place
@@ -43,6 +48,9 @@ class Prediction:
     moved_bytes: Moved
     footprint: Footprint
     timeline: Timeline
+    #: Of a strategy with a server: bytes by link and direction, and messages to the server.
+    link_bytes: Mapping[str, float] | None = None
+    server_messages: int | None = None
 
     @property
     def inter_node_bytes(self) -> float:
@@ -57,6 +65,8 @@ class Prediction:
 
 def needed(workload: Workload, hardware: Hardware) -> Footprint:
     """The peak memory, with the cache where the policy puts it; raises as ``predict``."""
+    if workload.strategy == LUWU:
+        return luwu_memory.footprint(workload, hardware)
     schedule = workload.schedule
     units = layout(workload, schedule, hardware.nodes, hardware.ranks_per_node)
     cache = place(workload, schedule, units, hardware).cache
@@ -97,12 +107,14 @@ class Built:
     hardware: Hardware
     needs: Footprint
     tasks: Tasks
+    #: The first task of the step that counts; those before are of the steps before it.
+    begin: int = 0
 
     @property
     def least_seconds(self) -> float:
         """Seconds that no schedule of the tasks undercuts: those of the busiest resource."""
         busy: dict[str, float] = {}
-        for task in self.tasks.tasks:
+        for task in self.tasks.tasks[self.begin :]:
             for resource, seconds in task.demands.items():
                 busy[resource] = busy.get(resource, 0.0) + seconds
         return max(busy.values())
@@ -114,12 +126,21 @@ def build(workload: Workload, hardware: Hardware) -> Built:
         raise ValueError(
             "dtype = 'float32': a simulated GPU computes in bfloat16; allowed: bfloat16"
         )
+    if workload.strategy == LUWU:
+        return with_server(workload, hardware, like(hardware))
     schedule = workload.schedule
     units = layout(workload, schedule, hardware.nodes, hardware.ranks_per_node)
     placement = place(workload, schedule, units, hardware)
     needs = footprint(workload, schedule, units, hardware, placement.cache)
     tasks = step(workload, units, placement, hardware)
     return Built(workload, hardware, needs, tasks)
+
+
+def with_server(workload: Workload, hardware: Hardware, server: Server) -> Built:
+    """LuWu's step with this server; raises as ``predict``."""
+    needs = luwu_memory.footprint(workload, hardware)
+    tasks, begin = luwu_step.steps(workload, hardware, server)
+    return Built(workload, hardware, needs, tasks, begin)
 
 
 def predict(workload: Workload, hardware: Hardware) -> Prediction:
@@ -134,7 +155,7 @@ def predict(workload: Workload, hardware: Hardware) -> Prediction:
 def simulate_built(built: Built) -> Prediction:
     """Simulate a step that was built."""
     workload, hardware, tasks = built.workload, built.hardware, built.tasks
-    timeline = tasks.timeline()
+    timeline = tasks.timeline().since(built.begin)
     shortage = built.needs.shortage(hardware)
     tokens = workload.tokens * workload.accumulation
     per_gpu = tokens / timeline.seconds
@@ -153,7 +174,15 @@ def simulate_built(built: Built) -> Prediction:
         moved_bytes=tasks.moved_bytes,
         footprint=built.needs,
         timeline=timeline,
+        **_links(workload, hardware),
     )
+
+
+def _links(workload: Workload, hardware: Hardware) -> dict[str, Any]:
+    if workload.strategy != LUWU:
+        return {}
+    found = luwu_traffic.traffic(workload, hardware.world_size, hardware.ranks_per_node)
+    return {"link_bytes": found.links, "server_messages": found.server_messages}
 
 
 def communication_to_computation(workload: Workload, hardware: Hardware) -> float:

@@ -66,6 +66,11 @@ class Workload:
     stages: int | None = None
     #: AdamW's, on which the size of differences depends (``gather_codec`` ``delta``).
     learning_rate: float = 1e-5
+    #: LuWu's: bytes of a message, whether acknowledgements are merged, and whether frozen
+    #: parameters are pulled once.
+    chunk_bytes: int = 256 * 1024
+    merged: bool = True
+    cached: bool = False
 
     def __post_init__(self) -> None:
         checks.counts(
@@ -74,6 +79,7 @@ class Workload:
             accumulation=self.accumulation,
             interval=self.interval,
             stages=1 if self.stages is None else self.stages,
+            chunk_bytes=self.chunk_bytes,
         )
         checks.share(recomputed=self.recomputed)
         if self.element_bytes not in _ELEMENT_BYTES:

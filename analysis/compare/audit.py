@@ -45,6 +45,7 @@ _ALLOWANCES = {
     "deepspeed": replace(_GLOO, least=0.9, why_less=_KEPT),
     "ddp": Allowance(1.5, "Gloo's all-reduce is one ring over all ranks, not one inside each node"),
     "fcdp": _EXACT,
+    "luwu": _EXACT,
 }
 _MESSAGES = (
     f"Headers of small messages: up to {MESSAGE_BYTES} bytes for each, which is a large "

@@ -15,9 +15,6 @@ _MAGIC = b"LuW1"
 #: Bytes of the largest chunk that may be chosen, and of the largest frame that is let in.
 LARGEST_CHUNK = 4 * 2**20
 LARGEST_FRAME = LARGEST_CHUNK + 64 * 1024
-#: Chunks of parameters, and of gradients, that may be under way before one is acknowledged: what
-#: bounds every buffer on the way.
-WINDOW = 16
 #: In place of a worker's rank: all of them.
 ALL = 2**32 - 1
 

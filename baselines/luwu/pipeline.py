@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
+from baselines.luwu.constants import WINDOW
 from baselines.luwu.files import Buffer, Files
-from baselines.luwu.messages import WINDOW, tensor
+from baselines.luwu.messages import tensor
 from baselines.luwu.plan import Chunk, Plan
 
 _BETA1, _EPSILON = 0.9, 1e-8

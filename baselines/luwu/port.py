@@ -16,16 +16,15 @@ from typing import Any
 import torch
 import zmq
 
+from baselines.luwu.constants import LAYERS, WINDOW
 from baselines.luwu.life import BEAT_S, PATIENCE_S, Lives, Lost
-from baselines.luwu.messages import WINDOW, Kind, Malformed, Message, read, reason_of
+from baselines.luwu.messages import Kind, Malformed, Message, read, reason_of
 from baselines.luwu.plan import Chunk, Frozen, Pass, Plan
 from baselines.luwu.server import SWITCH
 from baselines.luwu.switch import worker_name
 from baselines.luwu.wire import Connection, Inbox, Keys, send
 from fcdp.checksum import bytes_of
 
-#: Layers with memory on a worker.
-_LAYERS = 2
 #: Takes a chunk's bytes to where they belong.
 Land = Callable[[Chunk, Any], None]
 
@@ -123,7 +122,7 @@ class Port:
     def wait(self, step: int) -> None:
         """Wait until all of a step is in the server's files, and until nothing more is sent."""
         self._until(lambda: self._committed >= step)
-        self._until(lambda: not any(slot.missing for slot in [*self._slots][:_LAYERS]))
+        self._until(lambda: not any(slot.missing for slot in [*self._slots][:LAYERS]))
         self._until(lambda: len(self._waiting) >= min(WINDOW, len(self._expected)))
 
     def counts(self) -> dict[str, int]:
@@ -208,7 +207,7 @@ class Port:
             message = self._waiting[0]
             with self._changed:
                 slot, chunk = self._expected[0]
-                if slot not in [*self._slots][:_LAYERS]:
+                if slot not in [*self._slots][:LAYERS]:
                     return
             if (message.unit, message.chunk) != (chunk.unit, chunk.index):
                 raise Malformed("parameters of another layer than the one that is next")

@@ -19,9 +19,10 @@ import torch
 import zmq
 
 from baselines.links import interface_bytes
+from baselines.luwu.constants import WINDOW
 from baselines.luwu.files import Buffer, Files
 from baselines.luwu.life import BEAT_S, PATIENCE_S, Lives, Lost
-from baselines.luwu.messages import ALL, WINDOW, Kind, Malformed, Message, read, reason_of, tensor
+from baselines.luwu.messages import ALL, Kind, Malformed, Message, read, reason_of, tensor
 from baselines.luwu.pipeline import Item, LayerCentric, Progress, StepCentric, Steps
 from baselines.luwu.plan import Chunk, Frozen, Pass, Plan
 from baselines.luwu.wire import Inbox, Keys, Listener, send

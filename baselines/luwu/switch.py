@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import zmq
 
+from baselines.luwu.constants import WINDOW
 from baselines.luwu.life import BEAT_S, PATIENCE_S, Lives, Lost
-from baselines.luwu.messages import ALL, WINDOW, Kind, Malformed, Message, read, reason_of, tensor
+from baselines.luwu.messages import ALL, Kind, Malformed, Message, read, reason_of, tensor
 from baselines.luwu.plan import Pass, Plan
 from baselines.luwu.server import SWITCH
 from baselines.luwu.wire import Connection, Keys, Listener, send

@@ -12,8 +12,9 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
+from baselines.luwu.constants import WINDOW
 from baselines.luwu.life import Lost
-from baselines.luwu.messages import LARGEST_FRAME, WINDOW, Message
+from baselines.luwu.messages import LARGEST_FRAME, Message
 
 #: The variable that has the run's secret, which all of its processes are given, as hexadecimals.
 SECRET = "FCDP_RUN_SECRET"

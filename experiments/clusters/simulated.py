@@ -122,6 +122,8 @@ def measured(workload: Workload, hardware: Hardware, prediction: Prediction) -> 
         ledger_bytes_per_step={
             link: dict(phases) for link, phases in prediction.moved_bytes.items()
         },
+        link_bytes_per_step=None if prediction.link_bytes is None else dict(prediction.link_bytes),
+        server_messages_per_step=prediction.server_messages,
         peak_host_bytes=round(needs.host_bytes / ranks),
         host_cache_bytes=round(needs.host.get("cache", 0.0) / ranks) if cached else None,
         peak_device_bytes=round(needs.device_bytes) if on_gpu else None,

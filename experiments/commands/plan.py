@@ -16,6 +16,7 @@ from experiments import terminal
 if TYPE_CHECKING:
     from simulation.hardware import Hardware
     from simulation.instances import Instance
+    from simulation.luwu.server import Server
     from simulation.planner.request import Request
 
 _HOST_MEMORY = "512GB"
@@ -95,6 +96,14 @@ def plan(
     policies: Annotated[
         str, typer.Option(help="Of FCDP, with commas: host, disk, auto, threshold(0.8).")
     ] = "host",
+    server: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NIC,DRIVES",
+            help="A machine for LuWu's server: its bandwidth and number of NVMe drives, such as "
+            "100Gbps,12.",
+        ),
+    ] = None,
     tokens: Annotated[str, typer.Option(help="To train on, such as 1e9.")] = "1e9",
     price_per_gpu_hour: Annotated[
         str | None, typer.Option(help="In any currency; costs are in the same.")
@@ -139,6 +148,7 @@ def plan(
             "--host-memory": host_memory,
             "--preflight": None if preflight is None else str(preflight),
             "--price-per-gpu-hour": price_per_gpu_hour,
+            "--server": server,
         }
         offered = None if instances is None else _offered(instances, gpu, said)
         if within is not None and offered is None:
@@ -163,6 +173,7 @@ def plan(
             )
             hardware = hardware.over(fabric or "unknown", times)
         price = price_per_gpu_hour
+        machine = None if server is None else _server(server, hardware)
         batch = None if global_batch is None else q.whole("--global-batch", global_batch)
         request = Request(
             model=model,
@@ -179,6 +190,7 @@ def plan(
             kernels=kernels,
             frozen_dtype=frozen_dtype,
             reduce_dtype=reduce_dtype,
+            server=machine,
             policies=q.each("--policies", policies, q.name),
             global_batch=batch,
             tokens=q.count("--tokens", tokens),
@@ -329,6 +341,20 @@ def _measured(
         nbytes = q.size_bytes("--host-memory", host_memory)
         found = replace(found, host_memory_bytes=nbytes)
     return found
+
+
+def _server(text: str, hardware: Hardware) -> Server:
+    """A machine by its bandwidth and its drives."""
+    from simulation import quantities as q
+    from simulation.luwu.server import nominal
+
+    bandwidth, comma, drives = text.partition(",")
+    if not comma:
+        raise ValueError(
+            f"--server = {text!r}: allowed: a bandwidth and a number of NVMe drives, such as "
+            "100Gbps,12"
+        )
+    return nominal(q.bits_per_s("--server", bandwidth), q.whole("--server", drives), hardware)
 
 
 def _names(text: str | None, usual: tuple[str, ...] | None) -> dict[str, Any]:

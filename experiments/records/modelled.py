@@ -13,6 +13,7 @@ from simulation import hugging_face
 from simulation.calibration import MeasuredStep
 from simulation.emulated import emulated
 from simulation.hardware import GB, Hardware, cluster, gpu_of
+from simulation.luwu.traffic import LUWU
 from simulation.prediction import model_utilisation
 from simulation.transformer import ATTENTION, Transformer
 from simulation.workload import FrozenDtype, Workload
@@ -29,7 +30,7 @@ def why_not_simulated(cell: Cell) -> str | None:
     """Why nothing can be predicted of what the cell trains; ``None`` if something can."""
     if getattr(cell.cluster, "groups", 1) > 1:
         return "is not simulated: between its nodes there are two kinds of links"
-    if registry.find(cell.strategy).schedule is None:
+    if registry.find(cell.strategy).schedule is None and cell.strategy != LUWU:
         return f"is not simulated: {cell.strategy} has no schedule that is described"
     if cell.optimizer.kind != "adamw":
         return f"is not simulated: {cell.optimizer.name}; AdamW is simulated alone"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from baselines.description import ENGINES, Strategy
 from baselines.registry import find, schedule_of
 from simulation.planner import ranges
+from simulation.planner.in_network import InNetwork, in_network
 from simulation.planner.option import Option
 from simulation.planner.refusal import lacking
 from simulation.planner.request import Request
@@ -38,6 +39,8 @@ class Plan:
     option: Option
     #: Why this strategy, in one sentence.
     reason: str
+    #: LuWu, where there is a server and it fits.
+    in_network: InNetwork | None = None
 
     def hours(self, option: Option) -> float:
         """GPU-hours for the request's tokens."""
@@ -72,7 +75,7 @@ def plan(request: Request) -> Plan | None:
     strategy = min(ties, key=lambda name: _plainness(find(name)))
     by_name = {verdict.strategy: verdict for verdict in verdicts}
     reason = _reason(request, strategy, ties, found, by_name)
-    return Plan(request, tuple(verdicts), strategy, found[strategy], reason)
+    return Plan(request, tuple(verdicts), strategy, found[strategy], reason, in_network(request))
 
 
 def _at_length(request: Request) -> Request:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from baselines.registry import find
+from simulation.planner.in_network import in_network
 from simulation.planner.option import Shortfall
 from simulation.planner.out_of_core import out_of_core
 from simulation.planner.request import GATHERS_FOUR_BITS, Request
@@ -28,6 +29,7 @@ def refusal(request: Request) -> str:
         _four_bits(request),
         _kernels(request),
         _out_of_core(request),
+        _in_network(request),
     )
     found = ", or ".join(filter(None, remedies))
     return (
@@ -95,6 +97,11 @@ def _kernels(request: Request) -> str | None:
     if request.kernels != "fused" and fits(replace(request, kernels="fused")):
         return "fused norms, activation functions and loss (--kernels fused)"
     return None
+
+
+def _in_network(request: Request) -> str | None:
+    made = in_network(request)
+    return None if made is None else str(made)
 
 
 def _out_of_core(request: Request) -> str | None:

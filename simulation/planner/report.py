@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 EVIDENCE = "simulated"
+_NO_LUWU = "luwu does not fit: two layers and the activations of one sequence are too much"
 
 
 def titles(request: Request) -> tuple[str, ...]:
@@ -71,6 +72,8 @@ def table(plan: Plan) -> RenderableType:
     advice = Text.assemble(
         ("take ", "bold"), (_name(plan.option), "bold green"), f": {plan.reason}"
     )
+    if plan.request.server is not None:
+        notes.append(Text(f"{plan.in_network or _NO_LUWU} ({EVIDENCE})"))
     share = goodput.of(plan.option.workload, plan.request.hardware, spot=False)
     failures = f"failures, one in {goodput.GPU_HOURS_PER_FAILURE:,.0f} GPU-hours, leave {share:.1%}"
     notes.append(Text(f"{failures} of the time, which hours and cost do not count", style="dim"))
@@ -135,7 +138,15 @@ def document(plan: Plan) -> dict[str, Any]:
         "recommended": plan.strategy,
         "reason": plan.reason,
         "strategies": [_verdict(plan, verdict) for verdict in plan.verdicts],
+        **_luwu(plan),
     }
+
+
+def _luwu(plan: Plan) -> dict[str, Any]:
+    """LuWu's step, or none that fits; nothing where there is no server."""
+    if plan.request.server is None:
+        return {}
+    return {"luwu": None if plan.in_network is None else plan.in_network.document()}
 
 
 def rows(plan: Plan) -> list[dict[str, Any]]:

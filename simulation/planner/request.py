@@ -13,6 +13,7 @@ from baselines.registry import find, schedule_of, simulated
 from simulation import checks
 from simulation.hardware import Hardware
 from simulation.hugging_face import from_config, read
+from simulation.luwu.server import Server
 from simulation.paper_models import PAPER_MODELS, SEQUENCE_LENGTH
 from simulation.public_models import PUBLIC_MODELS
 from simulation.step.placement import check_policy
@@ -82,6 +83,8 @@ class Request:
     #: Tokens to be trained on, in all.
     tokens: float = 1e9
     price_per_gpu_hour: float | None = None
+    #: A machine for LuWu's server, if there is one.
+    server: Server | None = None
 
     def __post_init__(self) -> None:
         if not self.sequence_lengths:

@@ -63,6 +63,20 @@ class Timeline:
                 busy[resource] = busy.get(resource, 0.0) + seconds
         return busy
 
+    def since(self, begin: int) -> Timeline:
+        """The tasks from this one on, and time from when all before it have ended."""
+        if not begin:
+            return self
+        base = max(span.end for span in self.spans[:begin])
+        return Timeline(
+            self.tasks[begin:],
+            tuple(Span(span.start - base, span.end - base) for span in self.spans[begin:]),
+            tuple(
+                frozenset(index - begin for index in group if index >= begin)
+                for group in self.before[begin:]
+            ),
+        )
+
     @cached_property
     def critical_path(self) -> tuple[int, ...]:
         """Indices of the tasks that follow one another without a gap up to the last to end."""

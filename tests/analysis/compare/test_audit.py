@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from analysis.__main__ import app
 from analysis.compare.audit import Finding, audit, markdown
-from experiments.records.record import Record
+from experiments.records.record import Record, read
 from simulation import files
 from tests.analysis.made_up import MODELS, cell, measurement, record
 
@@ -136,6 +136,14 @@ def test_cells_that_did_not_run_are_problems() -> None:
 def test_a_reference_that_did_not_run_leaves_nothing_fair() -> None:
     findings = audit([failed(REFERENCE), made("fcdp", "fcdp", LEAST, LOSSES)])
     assert all(finding.problems for finding in findings)
+
+
+def test_luwus_records_are_judged_by_their_bytes() -> None:
+    found = audit(read(Path(__file__).parents[3] / "results/luwu/two/records.jsonl"))
+    own = [finding for finding in found if finding.cell.strategy == "luwu"]
+    assert own
+    problems = [problem for finding in own for problem in finding.problems]
+    assert not any("sends" in problem for problem in problems), problems
 
 
 @pytest.mark.parametrize(("sent", "status"), [(LEAST, 0), (2 * LEAST, 1)])

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from baselines.luwu.constants import WINDOW
 from baselines.luwu.life import Lost
-from baselines.luwu.messages import LARGEST_FRAME, WINDOW, Kind, Malformed, Message, read
+from baselines.luwu.messages import LARGEST_FRAME, Kind, Malformed, Message, read
 from baselines.luwu.plan import Chunk, Frozen, Parameter, Pass, Plan, Unit
 from baselines.luwu.wire import Connection, Keys, Listener, send
 from baselines.optimizers import AdamW

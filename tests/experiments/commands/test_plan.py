@@ -198,3 +198,20 @@ def test_a_destination_that_cannot_be_written_is_refused_before_the_search(
     assert result.exit_code == 2
     assert result.stderr.startswith(f"error: --json = '{tmp_path}': cannot be written: ")
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_server_brings_luwu_into_the_plan(tmp_path: Path) -> None:
+    model, file = str(config_file(tmp_path)), tmp_path / "plan.json"
+    result = command(model, "--json", str(file), strategies="fsdp2", server="100Gbps,12")
+    assert result.exit_code == 0, result.output
+    assert "luwu, whose model lies on a server with 12 NVMe drives: " in result.stdout
+    assert json.loads(file.read_text())["luwu"]["seconds"] > 0
+    assert "luwu, whose" not in command(model, strategies="fsdp2").stdout
+
+
+@pytest.mark.parametrize("server", ["100Gbps", "100Gbps,0", "12,100Gbps", "fast,2"])
+def test_a_server_that_cannot_be_is_refused(server: str, tmp_path: Path) -> None:
+    result = command(str(config_file(tmp_path)), strategies="fsdp2", server=server)
+    assert result.exit_code == 2
+    assert "--server" in result.output
+    assert "allowed" in result.output

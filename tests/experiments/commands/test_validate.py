@@ -175,3 +175,18 @@ class TestNodesThatWereMeasured:
         assert status == 2
         assert "--preflight: is of 2 × 8 ranks" in said
         assert "ran on 2 × 4" in said
+
+
+def test_luwus_cells_are_predicted_by_link_with_its_server_beside_the_nodes(tmp_path: Path) -> None:
+    shutil.copy(RESULTS / "luwu/speed/records.jsonl", tmp_path)
+    result = CliRunner().invoke(app, ["validate", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert "left out" not in result.output
+    found = [record for record in read(tmp_path / PREDICTIONS) if record.cell.strategy == "luwu"]
+    assert len(found) == 2
+    for each in found:
+        assert each.measurement is not None
+        links = each.measurement.link_bytes_per_step
+        assert links is not None
+        assert links["server sent"] == links["node received"] == 2 * links["node sent"]
+        assert each.measurement.server_messages_per_step == 50

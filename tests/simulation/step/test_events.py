@@ -109,3 +109,18 @@ def _check_that_the_critical_path_has_no_gap(timeline: Timeline) -> None:
     assert timeline.spans[path[-1]].end == timeline.seconds
     for earlier, later in itertools.pairwise(path):
         assert timeline.spans[earlier].end == timeline.spans[later].start
+
+
+def test_a_timeline_since_a_task_counts_from_the_end_of_those_before() -> None:
+    tasks = [
+        Task("before", "a", {"compute": 2.0}),
+        Task("first", "a", {"compute": 1.0}),
+        Task("second", "b", {"link": 3.0}, after=(1,)),
+    ]
+    whole = simulate(tasks)
+    last = whole.since(1)
+    assert [(span.start, span.end) for span in last.spans] == [(0.0, 1.0), (1.0, 4.0)]
+    assert last.seconds == 4.0
+    assert last.critical_path == (0, 1)
+    assert last.busy_seconds() == {"compute": 1.0, "link": 3.0}
+    assert whole.since(0) is whole

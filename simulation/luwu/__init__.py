@@ -1,0 +1,1 @@
+"""LuWu's step: its bytes by link, its seconds, its memory."""
