@@ -49,9 +49,10 @@ class Disk:
         return self._readers.submit(self._read, file, offset, memory, expected)
 
     def moved(self, way: Way) -> tuple[int, float]:
-        """Bytes so far, and seconds in which anything was moved."""
+        """Bytes so far, and seconds in which anything was moved, of what goes on too."""
         with self._lock:
-            return self.nbytes[way], self.seconds[way]
+            going_on = time.perf_counter() - self._since[way] if self._under_way[way] else 0.0
+            return self.nbytes[way], self.seconds[way] + going_on
 
     def close(self) -> None:
         """End the threads when what they have in hand has ended."""
