@@ -42,7 +42,17 @@ class Disk:
         self, file: File, offset: int, memory: torch.Tensor, landed: Sequence[Any] = ()
     ) -> Future[int]:
         """Write aligned memory; the result is its checksum."""
-        return self._writers.submit(self._write, file, offset, memory, landed)
+        try:
+            return self._writers.submit(self._write, file, offset, memory, landed)
+        except RuntimeError:
+            # The program ends: Python waits for the threads that there are, and begins nothing on
+            # others. This one writes itself, lest a step that has ended be lost.
+            done: Future[int] = Future()
+            try:
+                done.set_result(self._write(file, offset, memory, landed))
+            except BaseException as error:
+                done.set_exception(error)
+            return done
 
     def read(self, file: File, offset: int, memory: torch.Tensor, expected: int) -> Future[int]:
         """Fill aligned memory with what was written with this checksum."""

@@ -136,8 +136,16 @@ class Store:
 
     def commit(self, step: int) -> None:
         """Have what was written since the last record count: all of it, or nothing."""
-        generation = 1 - self._generation if step else 0
-        sums = self._sums | self._next
+        with self._failing():
+            generation = 1 - self._generation if step else 0
+            sums = self._sums | self._next
+            self._replace_record(step, generation, sums)
+        with self._changed:
+            self.step, self._generation, self._sums, self._next = step, generation, sums, {}
+            self._ended = False
+            self._changed.notify_all()
+
+    def _replace_record(self, step: int, generation: int, sums: dict[str, int]) -> None:
         every = {
             _key(group, segment): group.trained
             for group in self._layout.groups()
@@ -153,13 +161,8 @@ class Store:
             "layout": self._layout.fingerprint,
             "sums": sums,
         }
-        with self._failing():
-            os.fsync(self._file.descriptor)
-            durable.replace(self._folder / RECORD, _sealed(json.dumps(said)))
-        with self._changed:
-            self.step, self._generation, self._sums, self._next = step, generation, sums, {}
-            self._ended = False
-            self._changed.notify_all()
+        os.fsync(self._file.descriptor)
+        durable.replace(self._folder / RECORD, _sealed(json.dumps(said)))
 
     @contextmanager
     def _failing(self) -> Iterator[None]:

@@ -88,9 +88,7 @@ def _replaced_and_not_flushed(replace: Callable[[Path, str], None]) -> Callable[
     return failing
 
 
-def test_nothing_is_written_after_a_record_that_failed(
-    training: _Training, tmp_path: Path
-) -> None:
+def test_nothing_is_written_after_a_record_that_failed(training: _Training, tmp_path: Path) -> None:
     """It may be there all the same, and then its step may not be overwritten."""
     training.write(2)
     training.store.end()
@@ -117,4 +115,14 @@ def test_who_waits_for_a_write_that_cannot_begin_is_told(training: _Training) ->
         with pytest.raises(RuntimeError, match="no more threads"):
             training.write_group(training.groups[1], 2)
         assert isinstance(waiting.exception(10), RuntimeError)
+    training.close()
+
+
+def test_who_waits_for_a_step_that_was_not_written_is_told(training: _Training) -> None:
+    training.write_group(training.groups[0], 2)
+    training.store.end()
+    with pytest.raises(AssertionError, match="not written"):
+        training.store.commit(2)
+    with pytest.raises(AssertionError, match="not written"):
+        training.values()
     training.close()
