@@ -20,7 +20,7 @@ from analysis import text
 from analysis.compare.audit import Finding, audit
 from analysis.load.table import latest, load
 from experiments.records.cell import Cell
-from experiments.records.record import Record
+from experiments.records.record import Machine, Record
 from experiments.records.repeats import pooled, within_spread
 from experiments.records.variants import ranked
 from experiments.terminal import variants_table
@@ -215,15 +215,16 @@ def _ablated(records: Sequence[Record]) -> str:
             *(f"| {' | '.join(row[title] for title in titles)} |" for row in rows),
             "",
         ]
-    why = {record.machine.why_busy for record in records if record.machine} - {None}
-    worst = max((r.machine.steal_share for r in records if r.machine), default=0.0)
-    return "\n".join([*parts, _busy(worst) if why else "The machine was quiet."])
+    machines = [record.machine for record in records if record.machine]
+    busy = [machine for machine in machines if machine.why_busy]
+    worst = max(busy, key=lambda machine: (machine.steal_share, machine.load), default=None)
+    return "\n".join([*parts, "The machine was quiet." if worst is None else _busy(worst)])
 
 
-def _busy(steal: float) -> str:
+def _busy(worst: Machine) -> str:
     return (
-        f"The machine was busy: its host took up to {steal:.0%} of the processors' time. Times are "
-        "those of that day; bytes, hits and entries are not."
+        f"The machine was busy, at worst: {worst.why_busy}. Times are those of that day; bytes, hits "
+        "and entries are not."
     )
 
 
