@@ -216,16 +216,15 @@ def _ablated(records: Sequence[Record]) -> str:
             "",
         ]
     machines = [record.machine for record in records if record.machine]
-    machines.sort(key=lambda machine: -machine.steal_share)
-    return "\n".join([*parts, _busy(next((m for m in machines if m.why_busy), None))])
+    busy = [machine for machine in machines if machine.why_busy]
+    worst = max(busy, key=lambda machine: (machine.steal_share, machine.load), default=None)
+    return "\n".join([*parts, "The machine was quiet." if worst is None else _busy(worst)])
 
 
-def _busy(machine: Machine | None) -> str:
-    if machine is None:
-        return "The machine was quiet."
+def _busy(worst: Machine) -> str:
     return (
-        f"The machine was busy as the run began, or while it went on: {machine.why_busy}. The "
-        "spreads of steps are beside their times."
+        f"The machine was busy, at worst: {worst.why_busy}. Times are those of that day; bytes, hits "
+        "and entries are not."
     )
 
 

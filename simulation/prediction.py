@@ -17,8 +17,10 @@ from simulation.luwu.traffic import LUWU
 from simulation.memory import Footprint, footprint
 from simulation.step.events import Timeline
 from simulation.step.placement import place
-from simulation.step.steps import step
+from simulation.step.schedule import Step
+from simulation.step.slots import Slots
 from simulation.step.tasks import Tasks
+from simulation.step.turns import turns
 from simulation.units import layout
 from simulation.workload import Workload
 
@@ -132,7 +134,12 @@ def build(workload: Workload, hardware: Hardware) -> Built:
     units = layout(workload, schedule, hardware.nodes, hardware.ranks_per_node)
     placement = place(workload, schedule, units, hardware)
     needs = footprint(workload, schedule, units, hardware, placement.cache)
-    tasks = step(workload, units, placement, hardware)
+    if schedule.passes_on:  # ranks go two slots apart,
+        return Built(workload, hardware, needs, Slots(hardware, workload=workload))
+    if schedule.cycle == "turns":  # or take turns,
+        return Built(workload, hardware, needs, turns(workload, hardware))
+    # or do the same at once.
+    tasks = Step(workload, schedule, units, placement, hardware).build()
     return Built(workload, hardware, needs, tasks)
 
 

@@ -203,7 +203,7 @@ def bound(claims: Sequence[Claim], study: BoundStudy) -> Drawing:
         ax.set_ylabel("bound, as a share of the GPU's peak")
         handles, _ = ax.get_legend_handles_labels()
         marks = [handle for handle in handles if isinstance(handle, Line2D)]
-        given = Line2D([], [], **_PAPERS_MARK, label="test vectors of the notes")  # type: ignore[arg-type]
+        given = Line2D([], [], **_PAPERS_MARK, label="numbers of the claims")  # type: ignore[arg-type]
         put_legend(figure, [*marks, given])
     caption = (
         "The most of a GPU's peak that FSDP can reach, by memory and bandwidth alone; above the "

@@ -42,16 +42,27 @@ class Disk:
         self, file: File, offset: int, memory: torch.Tensor, landed: Sequence[Any] = ()
     ) -> Future[int]:
         """Write aligned memory; the result is its checksum."""
-        return self._writers.submit(self._write, file, offset, memory, landed)
+        try:
+            return self._writers.submit(self._write, file, offset, memory, landed)
+        except RuntimeError:
+            # The program ends: Python waits for the threads that there are, and begins nothing on
+            # others. This one writes itself, lest a step that has ended be lost.
+            done: Future[int] = Future()
+            try:
+                done.set_result(self._write(file, offset, memory, landed))
+            except BaseException as error:
+                done.set_exception(error)
+            return done
 
     def read(self, file: File, offset: int, memory: torch.Tensor, expected: int) -> Future[int]:
         """Fill aligned memory with what was written with this checksum."""
         return self._readers.submit(self._read, file, offset, memory, expected)
 
     def moved(self, way: Way) -> tuple[int, float]:
-        """Bytes so far, and seconds in which anything was moved."""
+        """Bytes so far, and seconds in which anything was moved, of what goes on too."""
         with self._lock:
-            return self.nbytes[way], self.seconds[way]
+            going_on = time.perf_counter() - self._since[way] if self._under_way[way] else 0.0
+            return self.nbytes[way], self.seconds[way] + going_on
 
     def close(self) -> None:
         """End the threads when what they have in hand has ended."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import queue
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -119,8 +120,9 @@ class Updates:
         #: The optimizer's thread alone has these two while there is anything for it to do.
         self._writing: list[Future[None]] = []
         self._put_aside: list[Group] = []
-        #: The last step's record.
+        #: The last step's record, and whether somebody was told that it failed.
         self._recorded: Future[None] | None = None
+        self._told = False
         self._broken: BaseException | None = None
 
     def begin(self) -> None:
@@ -166,8 +168,22 @@ class Updates:
 
     def flush(self) -> None:
         """Wait until the last step counts. Raises what went wrong."""
+        try:
+            if self._recorded is not None:
+                self._recorded.result()
+        except Exception:
+            self._told = True
+            raise
+
+    def leave(self) -> None:
+        """Warn, as soon as that is known, if the last step does not count and nobody was told."""
         if self._recorded is not None:
-            self._recorded.result()
+            self._recorded.add_done_callback(self._warn)
+
+    def _warn(self, recorded: Future[None]) -> None:
+        error = recorded.exception()
+        if error is not None and not self._told:
+            warnings.warn(f"the last step does not count: {error}", stacklevel=2)
 
     def close(self) -> None:
         """End the threads when what they have in hand has ended."""

@@ -16,8 +16,9 @@ import json
 import os
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ class Store:
         self._next: dict[str, int] = {}
         self._aside: dict[int, int] = {}
         #: Whether the step that is being written has ended, so that reads are of it; and what went
-        #: wrong in a write.
+        #: wrong in a write, or in a record.
         self._ended = False
         self._error: BaseException | None = None
         self._changed = threading.Condition()
@@ -99,25 +100,23 @@ class Store:
     def write(self, group: Group, buffer: torch.Tensor, *, first: bool = False) -> None:
         """Write a group to the generation that does not count yet.
 
-        ``first``: to the one that the first record will name.
+        ``first``: to the one that the first record will name. Raises what went wrong before:
+        nothing is written after that.
         """
+        if self._error is not None:
+            raise self._error  # of a record perhaps, which may name what would be overwritten
         generation = self._generation if first else 1 - self._generation
-        under_way = [
-            self._disk.write(
-                self._file,
-                self._place(group, segment, generation),
-                group.part(buffer, segment.name),
-            )
-            for segment in group.segments
-        ]
-        wait(under_way)  # all of them, that the buffer is free even if one fails
-        try:
+        with self._failing():
+            under_way = [
+                self._disk.write(
+                    self._file,
+                    self._place(group, segment, generation),
+                    group.part(buffer, segment.name),
+                )
+                for segment in group.segments
+            ]
+            wait(under_way)  # all of them, that the buffer is free even if one fails
             sums = [written.result() for written in under_way]
-        except BaseException as error:
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
-            raise
         with self._changed:
             for segment, found in zip(group.segments, sums, strict=True):
                 self._next[_key(group, segment)] = found
@@ -137,8 +136,16 @@ class Store:
 
     def commit(self, step: int) -> None:
         """Have what was written since the last record count: all of it, or nothing."""
-        generation = 1 - self._generation if step else 0
-        sums = self._sums | self._next
+        with self._failing():
+            generation = 1 - self._generation if step else 0
+            sums = self._sums | self._next
+            self._replace_record(step, generation, sums)
+        with self._changed:
+            self.step, self._generation, self._sums, self._next = step, generation, sums, {}
+            self._ended = False
+            self._changed.notify_all()
+
+    def _replace_record(self, step: int, generation: int, sums: dict[str, int]) -> None:
         every = {
             _key(group, segment): group.trained
             for group in self._layout.groups()
@@ -156,10 +163,17 @@ class Store:
         }
         os.fsync(self._file.descriptor)
         durable.replace(self._folder / RECORD, _sealed(json.dumps(said)))
-        with self._changed:
-            self.step, self._generation, self._sums, self._next = step, generation, sums, {}
-            self._ended = False
-            self._changed.notify_all()
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Tell who waits for a write when it fails, and have none come after it."""
+        try:
+            yield
+        except BaseException as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+            raise
 
     def _resume(self) -> None:
         """Go on from the last complete step. Raises ``ValueError`` for one of another model."""

@@ -19,12 +19,13 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 import torch.nn as nn
 
-from baselines.fuyou import memory
+from baselines.fuyou import memory, values
 from baselines.fuyou.blocks import Recomputed
 from baselines.fuyou.copies import Copies
 from baselines.fuyou.disk import Disk, left_over
@@ -32,7 +33,7 @@ from baselines.fuyou.fifo import Fifo
 from baselines.fuyou.layout import FLOAT, Group, laid_out
 from baselines.fuyou.limit import Limited
 from baselines.fuyou.memory import Dram
-from baselines.fuyou.optimizer import BUFFERS, Adam, Updates, cast
+from baselines.fuyou.optimizer import BUFFERS, Adam, Updates
 from baselines.fuyou.plan import Choice, Observed, choose
 from baselines.fuyou.store import STATE, Store
 from baselines.fuyou.swap import Name, Swapper
@@ -114,6 +115,7 @@ class Fuyou(Loop):
             self._fifo.renew,
             sums=job.accumulation > 1,
         )
+        weakref.finalize(self, self._updates.leave)  # of who forgets ``close``
         self._check_device()
         self._fifo.load_root()
         self._swapper = Swapper(self._dram, self._disk, self._copies, folder)
@@ -197,28 +199,11 @@ class Fuyou(Loop):
         taken = None if idle.numel() >= largest else self._dram.take(largest, "a group")
         try:
             for group in self._layout.groups():
-                yield from self._read_out(group, idle if taken is None else taken)
+                buffer = idle if taken is None else taken
+                yield from values.read_out(group, self._store, buffer, self._layout.dtype)
         finally:
             if taken is not None:
                 self._dram.give_back(taken)
-
-    def _read_out(
-        self, group: Group, buffer: torch.Tensor
-    ) -> list[tuple[str, torch.Tensor, list[torch.Tensor]]]:
-        names = [segment.name for segment in group.segments]
-        for read in self._store.read(group, names, buffer):
-            read.result()
-        if not group.trained:
-            values = group.views(group.part(buffer, "compute"), self._layout.dtype)
-            return [(n, v.clone(), []) for n, v in zip(group.names, values, strict=True)]
-        parts = [(group.part(buffer, "master"), 0)]
-        parts += [(group.part(buffer, "moments"), place * group.numel) for place in (0, 1)]
-        views = [group.views(part, torch.float32, first) for part, first in parts]
-        found = []
-        for name, *of in zip(group.names, *views, strict=True):
-            master, *moments = (value.clone() for value in of)
-            found.append((name, master, moments))
-        return found
 
     def settle(self) -> None:
         """Wait until the last step counts. Raises what went wrong in its writes."""
@@ -274,6 +259,8 @@ class Fuyou(Loop):
 
     def _require_whole(self) -> None:
         if self._broken:
+            with suppress(Exception):
+                self._updates.flush()  # the step before may count yet
             raise RuntimeError(
                 f"a step failed; open the folder anew to go on from step {self.steps_done}"
             )
@@ -328,23 +315,13 @@ class Fuyou(Loop):
         buffer = self._dram.take(largest, "the largest group of parameters")
         for group in self._layout.groups():
             if not resume:
-                self._fill(group, buffer)
+                values.fill(group, buffer, self._layout.dtype)
                 self._store.write(group, buffer, first=True)
             for param in group.params:
                 param.data = torch.empty(0, dtype=self._layout.dtype)
         if not resume:
             self._store.commit(0)
         self._dram.give_back(buffer)
-
-    def _fill(self, group: Group, buffer: torch.Tensor) -> None:
-        buffer[: group.nbytes].zero_()
-        trained = group.trained
-        dtype = torch.float32 if trained else self._layout.dtype
-        views = group.views(group.part(buffer, group.segments[0].name), dtype)
-        for view, param in zip(views, group.params, strict=True):
-            view.copy_(param.detach())
-        if trained:
-            cast(group, buffer)
 
     def _check_device(self) -> None:
         """Raises ``ValueError`` where the device has no room for parameters and gradients."""

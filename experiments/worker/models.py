@@ -30,7 +30,8 @@ def build(cell: Cell) -> tuple[nn.Module, Sequence[nn.Module]]:
     model, blocks = _made(cell.model, cell)
     if cell.tuning == "lora":
         model = _add_adapters(model, blocks, cell)
-        hold_frozen(model, getattr(torch, cell.frozen_dtype))
+        if cell.frozen_dtype != "float32":  # else it stays as the model has it
+            hold_frozen(model, getattr(torch, cell.frozen_dtype))
     return model, list(blocks)
 
 
@@ -117,9 +118,12 @@ def _add_adapters(model: Any, blocks: Sequence[nn.Module], cell: Cell) -> nn.Mod
 
 
 def hold_frozen(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast what is frozen; adapters stay float32, which the optimizer steps."""
+    """Cast what is frozen; adapters stay float32, which the optimizer steps.
+
+    Whole numbers, such as the codes of a quantised base, stay as they are.
+    """
     for param in model.parameters():
-        if not param.requires_grad:
+        if not param.requires_grad and param.is_floating_point():
             param.data = param.data.to(dtype)
 
 

@@ -31,6 +31,16 @@ def build(sequence_length: int) -> tuple[nn.Module, Sequence[nn.Module]]:
     return model, list(model.blocks)
 
 
+def partly_narrow(sequence_length: int) -> tuple[nn.Module, Sequence[nn.Module]]:
+    """Frozen already, partly in types of its own; one of them has whole numbers."""
+    model = Model()
+    model.requires_grad_(False)
+    model.embedding.to(torch.bfloat16)
+    codes = torch.zeros(3, dtype=torch.int8)
+    model.register_parameter("codes", nn.Parameter(codes, requires_grad=False))
+    return model, list(model.blocks)
+
+
 def loss(model: nn.Module, sequences: torch.Tensor) -> torch.Tensor:
     logits = model(sequences[:, :-1])
     return nn.functional.cross_entropy(logits.flatten(0, 1), sequences[:, 1:].flatten())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from experiments.records.record import Machine
 from scripts import readme
 from tests.experiments.stand_in import cell, record
 
@@ -52,3 +53,11 @@ def test_the_result_has_the_rows_of_one_model_on_one_link_over_the_faster_zero3(
 def test_a_page_without_a_place_for_its_table_is_refused() -> None:
     with pytest.raises(ValueError, match=r"README\.md: found 0 places for result, expected 1"):
         readme.rewritten("README.md", "# FCDP\n")
+
+
+def test_a_machine_is_busy_for_the_reason_that_it_was() -> None:
+    """A load alone is one: its host took none of its time."""
+    worst = Machine(load=6.4, cores=2, steal_share=0.0)
+    assert readme._busy(worst).startswith(
+        "The machine was busy, at worst: a load of 6.4 on 2 cores. Times are"
+    )

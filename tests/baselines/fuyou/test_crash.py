@@ -8,7 +8,9 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import thread as pools
 from contextlib import suppress
 from pathlib import Path
 from unittest import mock
@@ -60,14 +62,18 @@ def test_a_run_that_is_killed_goes_on_from_its_last_step(
 
 def endless(folder: str) -> None:
     """Train until somebody ends it; a line per step."""
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    torch.set_num_threads(1)  # as ranks of tests: sums of several threads have other bits
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    _alone()
     trainer = Fuyou(*made(settings()), Path(folder))
     given = batches()
     while True:
         steps(trainer, 1, given)
         print(trainer.steps_done, flush=True)
+
+
+def _alone() -> None:
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    torch.set_num_threads(1)  # as ranks of tests: sums of several threads have other bits
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def _goes_on(folder: Path) -> None:
@@ -80,6 +86,51 @@ def _goes_on(folder: Path) -> None:
         next(given)
     steps(trainer, 1, given)
     same(state(trainer), in_memory(done + 1)[1])
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_program_that_ends_without_a_word_writes_its_last_step_or_says_that_it_does_not_count(
+    ranks: Pools, tmp_path: Path, fails: bool
+) -> None:
+    """Python ends threads' pools before the writes that are delayed have begun."""
+    command = f"from {__name__} import ends; ends({str(tmp_path)!r}, {fails})"
+    ended = subprocess.run(
+        [sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    (done,) = ranks.run(1, _done, tmp_path)
+    assert done == 4 - fails
+    said = "the last step does not count: [Errno 5] Input/output error"
+    assert (said in ended.stderr) == fails
+
+
+def _done(folder: Path) -> int:
+    trainer = Fuyou(*made(settings(update="delayed"), layers=1), folder)
+    same(state(trainer), in_memory(trainer.steps_done, layers=1)[1])
+    trainer.close()
+    return trainer.steps_done
+
+
+def ends(folder: str, fails: bool) -> None:
+    """Train four steps, whose last writes wait until the program ends."""
+    _alone()
+    trainer = Fuyou(*made(settings(update="delayed"), layers=1), Path(folder))
+    given = batches()
+    steps(trainer, 3, given)
+    trainer.settle()
+    write = os.pwritev
+    first = iter([True])
+
+    def late(*arguments: object) -> int:
+        if next(first, False):
+            # There are buffers for all groups: the step ends while this write goes on.
+            while not pools._shutdown:
+                time.sleep(0.01)
+        if fails:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return write(*arguments)  # type: ignore[arg-type]
+
+    os.pwritev = late
+    steps(trainer, 1, given)
 
 
 @pytest.mark.parametrize("update", ["after", "delayed"])
@@ -116,6 +167,35 @@ def _fails(folder: Path, update: str) -> None:
     again.close()
     with pytest.raises(ValueError, match="step.json: damaged"):
         Fuyou(*made(settings()), folder)
+
+
+def test_after_a_step_that_failed_the_one_before_is_waited_for(
+    ranks: Pools, tmp_path: Path
+) -> None:
+    ranks.run(1, _fails_after, tmp_path)
+
+
+def _fails_after(folder: Path) -> None:
+    trainer = Fuyou(*made(settings(update="delayed")), folder)
+    given = batches()
+    steps(trainer, 3, given)
+    write = os.pwritev
+
+    def slow(*arguments: object) -> int:
+        time.sleep(0.05)
+        return write(*arguments)  # type: ignore[arg-type]
+
+    with mock.patch("os.pwritev", slow):
+        steps(trainer, 1, given)
+        with pytest.raises(RuntimeError):  # the model's own
+            trainer.step([next(given).to(torch.float32)])
+        with pytest.raises(RuntimeError, match="a step failed; .* to go on from step 4"):
+            steps(trainer, 1, given)
+    trainer.close()
+    trainer.close()
+    again = Fuyou(*made(settings(update="after")), folder)
+    same(state(again), in_memory(4)[1])
+    again.close()
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 
+from experiments.records.workload import OwnModel
 from experiments.worker import models
 from tests.experiments.cells import cell, model_spec
 
@@ -62,6 +63,23 @@ def test_what_is_frozen_is_held_in_its_type_and_adapters_in_float32() -> None:
         dtype = torch.float32 if param.requires_grad else torch.bfloat16
         assert torch.equal(param, expected.to(dtype))
         assert param.dtype == dtype
+
+
+@pytest.mark.parametrize("held", ["float32", "bfloat16"])
+def test_frozen_parameters_of_a_users_own_model_stay_as_it_has_them_unless_they_are_narrowed(
+    held: str,
+) -> None:
+    """Codes of a quantised base are whole numbers: no cast keeps them."""
+    own = OwnModel(name="mine", function="tests.experiments.own_model:partly_narrow")
+    of = {"model": own, "tuning": "lora", "dtype": "bfloat16", "frozen_dtype": held}
+    model, _ = models.build(cell("fcdp", **of))
+    dtypes = {name: param.dtype for name, param in model.named_parameters()}
+    prefix = "base_model.model."
+    assert dtypes.pop(f"{prefix}codes") == torch.int8
+    assert dtypes.pop(f"{prefix}embedding.weight") == torch.bfloat16
+    adapters = {name for name in dtypes if "lora_" in name}
+    assert {dtypes.pop(name) for name in adapters} == {torch.float32}
+    assert {*dtypes.values()} == {getattr(torch, held)}
 
 
 @pytest.mark.parametrize("given", [{"tuning": "full", "dtype": "bfloat16"}, {"tuning": "lora"}])
