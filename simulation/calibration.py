@@ -11,9 +11,7 @@ from numpy.typing import NDArray
 
 from simulation.emulated import Constants, emulated
 from simulation.hardware import Hardware
-from simulation.step.placement import place
-from simulation.step.steps import step as step_tasks
-from simulation.units import layout
+from simulation.prediction import build
 from simulation.workload import Workload
 
 _NOTHING = Constants(float("inf"), {}, {}, 0.0, 0.0, 0.0, 0.0)
@@ -139,12 +137,8 @@ def _single_costs(engines: Sequence[str]) -> Mapping[str, Constants]:
 
 def _busy(step: MeasuredStep, constants: Constants) -> float:
     """Seconds per step that the host's cores are in full use."""
-    workload = step.workload
     hardware = emulated(step.hardware.nodes, step.hardware.ranks_per_node, None, constants)
-    schedule = workload.schedule
-    units = layout(workload, schedule, hardware.nodes, hardware.ranks_per_node)
-    placement = place(workload, schedule, units, hardware)
-    tasks = step_tasks(workload, units, placement, hardware).tasks
+    tasks = build(step.workload, hardware).tasks.tasks
     return sum(task.demands.get("compute", 0.0) for task in tasks)
 
 
