@@ -11,7 +11,7 @@ from collections import Counter
 
 from baselines.schedule import Schedule
 from simulation.cycle.stages import cycle_of, stages_of
-from simulation.luwu.traffic import LUWU, traffic
+from simulation.luwu.traffic import traffic
 from simulation.units import Layout, layout
 from simulation.workload import Workload
 
@@ -38,7 +38,7 @@ def agree(
 
     ``predicted`` and ``counted`` are bytes per step that one node sends.
     """
-    share = 0.0 if workload.strategy == LUWU else workload.schedule.estimated_share
+    share = 0.0 if workload.served else workload.schedule.estimated_share
     estimated = share * predicted
     allowed = framing_bytes(workload, nodes, ranks_per_node, predicted) + estimated
     return abs(counted - predicted) <= allowed
@@ -50,7 +50,7 @@ def messages(workload: Workload, nodes: int, ranks_per_node: int) -> int:
     Each has its exchanges: gathers and reductions that cross nodes, our engine's agreement on what
     is stale before each micro-batch and on what a disk has kept before each gather, and a barrier.
     """
-    if workload.strategy == LUWU:
+    if workload.served:
         whole = traffic(workload, nodes * ranks_per_node, ranks_per_node)
         return ranks_per_node * whole.worker_messages
     if nodes == 1:
@@ -82,7 +82,7 @@ def whole_bytes(workload: Workload, nodes: int, ranks_per_node: int) -> float:
 
     DeepSpeed gathers that after each step, what is frozen too.
     """
-    if workload.strategy == LUWU or not workload.schedule.replicates_small:
+    if workload.served or not workload.schedule.replicates_small:
         return 0.0
     schedule = workload.schedule
     units = layout(workload, schedule, nodes, ranks_per_node)

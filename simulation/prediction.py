@@ -13,7 +13,6 @@ from simulation.luwu import memory as luwu_memory
 from simulation.luwu import step as luwu_step
 from simulation.luwu import traffic as luwu_traffic
 from simulation.luwu.server import Server, like
-from simulation.luwu.traffic import LUWU
 from simulation.memory import Footprint, footprint
 from simulation.step.events import Timeline
 from simulation.step.placement import place
@@ -67,7 +66,7 @@ class Prediction:
 
 def needed(workload: Workload, hardware: Hardware) -> Footprint:
     """The peak memory, with the cache where the policy puts it; raises as ``predict``."""
-    if workload.strategy == LUWU:
+    if workload.served:
         return luwu_memory.footprint(workload, hardware)
     schedule = workload.schedule
     units = layout(workload, schedule, hardware.nodes, hardware.ranks_per_node)
@@ -128,7 +127,7 @@ def build(workload: Workload, hardware: Hardware) -> Built:
         raise ValueError(
             "dtype = 'float32': a simulated GPU computes in bfloat16; allowed: bfloat16"
         )
-    if workload.strategy == LUWU:
+    if workload.served:
         return with_server(workload, hardware, like(hardware))
     schedule = workload.schedule
     units = layout(workload, schedule, hardware.nodes, hardware.ranks_per_node)
@@ -186,7 +185,7 @@ def simulate_built(built: Built) -> Prediction:
 
 
 def _links(workload: Workload, hardware: Hardware) -> dict[str, Any]:
-    if workload.strategy != LUWU:
+    if not workload.served:
         return {}
     found = luwu_traffic.traffic(workload, hardware.world_size, hardware.ranks_per_node)
     return {"link_bytes": found.links, "server_messages": found.server_messages}

@@ -125,6 +125,11 @@ class Workload:
         return find(self.strategy).engine if schedule.averages is None else "fsdp2"
 
     @property
+    def served(self) -> bool:
+        """Whether a server beside the ranks has the model, as LuWu's."""
+        return bool(find(self.strategy).extra)
+
+    @property
     def frozen(self) -> int:
         """Parameters that nothing steps."""
         return self.parameters - self.trained

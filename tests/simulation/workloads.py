@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from baselines.registry import schedule_of
+from baselines.registry import find
 from experiments.records.modelled import workload_of
 from simulation.hardware import Hardware, cluster
 from simulation.paper_models import PAPER_MODELS
@@ -40,8 +40,8 @@ def workload(strategy: str, *, lora: bool = False, large: bool = False, **more: 
 
 def of_cycle(strategy: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Settings that a cycle can have where others are given: small models have few blocks."""
-    schedule = schedule_of(strategy)
-    if schedule.cycle is None:
+    schedule = find(strategy).schedule
+    if schedule is None or schedule.cycle is None:
         return {}
     at_once = given.get("accumulation", 1) if schedule.cycle == "turns" else 2
     alone = {"accumulation": 1} if schedule.passes_on else {}
