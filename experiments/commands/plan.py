@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -354,6 +355,8 @@ def _server(text: str, hardware: Hardware) -> Server:
             f"--server = {text!r}: allowed: a bandwidth and a number of NVMe drives, such as "
             "100Gbps,12"
         )
+    if math.isinf(hardware.inter_bytes_per_s):
+        raise ValueError("--inter-node is missing: with --server one node's link is used, too")
     return nominal(q.bits_per_s("--server", bandwidth), q.whole("--server", drives), hardware)
 
 

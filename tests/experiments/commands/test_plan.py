@@ -209,6 +209,15 @@ def test_a_server_brings_luwu_into_the_plan(tmp_path: Path) -> None:
     assert "luwu, whose" not in command(model, strategies="fsdp2").stdout
 
 
+def test_with_a_server_one_nodes_link_counts_too(tmp_path: Path) -> None:
+    given = {"strategies": "fsdp2", "server": "100Gbps,12", "nodes": "1"}
+    model = str(config_file(tmp_path))
+    assert command(model, **given).exit_code == 0
+    result = command(model, **given, inter_node=None)
+    assert result.exit_code == 2
+    assert "--inter-node is missing" in result.output
+
+
 @pytest.mark.parametrize("server", ["100Gbps", "100Gbps,0", "12,100Gbps", "fast,2"])
 def test_a_server_that_cannot_be_is_refused(server: str, tmp_path: Path) -> None:
     result = command(str(config_file(tmp_path)), strategies="fsdp2", server=server)
