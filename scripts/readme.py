@@ -223,8 +223,8 @@ def _ablated(records: Sequence[Record]) -> str:
 
 def _busy(worst: Machine) -> str:
     return (
-        f"The machine was busy, at worst: {worst.why_busy}. Times are those of that day; bytes, hits "
-        "and entries are not."
+        f"The machine was busy, at worst: {worst.why_busy}. Times are those of that day; bytes, "
+        "hits and entries are not."
     )
 
 
