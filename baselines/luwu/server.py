@@ -66,6 +66,7 @@ class Server:
         self._inbox = Inbox()
         self._lives = Lives([SWITCH], patience_s)
         self._met = False
+        self._gone = False
         self._run: _Run | None = None
         self._received = 0
         self._over = False
@@ -90,11 +91,12 @@ class Server:
 
     def say(self, message: Message) -> None:
         """Send to the switch, if it has come. Its last words may wait unread when it is gone."""
-        if not self._met:
+        if not self._met or self._gone:
             return
         try:
             send(self._socket, message, SWITCH)
         except Lost:
+            self._gone = True  # and is answered nothing
             while self._socket.poll(0):
                 self._receive()
             if not self._over:

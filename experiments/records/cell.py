@@ -156,9 +156,7 @@ class Cell(Strict):
     lora_rank: Annotated[int, Setting("LoRA rank", place="model", learns=True)] = Field(ge=1)
     #: What frozen parameters are held in, on every rank: float32, or what a user's own model has
     #: them in; or bfloat16, in which they are gathered either way where ``dtype`` is bfloat16.
-    frozen_dtype: Annotated[
-        DType, Setting("Frozen type", in_id="later", learns=True, write="frozen in {}".format)
-    ] = "float32"
+    frozen_dtype: Annotated[DType, Setting("Frozen type", in_id="later", learns=True)] = "float32"
     learning_rate: Annotated[float, Setting("Learning rate", learns=True)] = Field(
         gt=0, allow_inf_nan=False
     )

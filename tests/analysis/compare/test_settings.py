@@ -57,8 +57,8 @@ TEXTS = {"dram_budget": "2 GiB", "device_budget": "2 GiB", "swap": "64 MiB", "ss
 ALIKE = {"fcdp": "fcdp-sched", "local-sgd": "slowmo", "slowmo": "co2", "co2": "slowmo"}
 #: What else cells must choose to have a setting at all.
 NEEDED: dict[str, dict[str, Any]] = {
-    "nodes_per_worker": {"worker": "nodes"},
     "frozen_dtype": {"tuning": "lora", "dtype": "bfloat16"},
+    "nodes_per_worker": {"worker": "nodes"},
     "groups": {"cluster": ClusterSpec(nodes=2, ranks_per_node=2)},
     "inter_group_bandwidth_bits_per_s": {"cluster": IN_GROUPS},
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -116,3 +117,22 @@ def test_the_server_reads_why_the_switch_ended(
     else:
         with pytest.raises(Lost, match=error):
             server.say(BEAT)
+
+
+def test_last_words_are_not_answered(
+    meeting: _Meeting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each answer would be heard out in its turn, as deep as there are words."""
+    server = Server(meeting.listener, tmp_path, patience_s=30)
+    meeting.comes(SWITCH, server._receive)
+    meeting.goes(SWITCH, *[Message(Kind.COUNT)] * 9)
+    said: list[Kind] = []
+
+    def sending(socket: Any, message: Message, name: str) -> None:
+        said.append(message.kind)
+        send(socket, message, name)
+
+    monkeypatch.setattr("baselines.luwu.server.send", sending)
+    with pytest.raises(Lost, match="switch is gone"):
+        server.say(BEAT)
+    assert said == [Kind.BEAT]
