@@ -101,7 +101,12 @@ def intervals(steps: Sequence[MeasuredStep]) -> list[Constant]:
 
 
 def _without_limit(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
-    return [step for step in steps if math.isinf(step.hardware.inter_bytes_per_s)]
+    """Those that took what the host's cores did, and no link or server."""
+    return [
+        step
+        for step in steps
+        if math.isinf(step.hardware.inter_bytes_per_s) and not step.workload.served
+    ]
 
 
 def _engines(steps: Sequence[MeasuredStep]) -> list[str]:
