@@ -23,8 +23,9 @@ from simulation.step.passes import StageSeconds
 from simulation.step.tasks import COMPUTE, Tasks
 from simulation.workload import Workload
 
-#: Steps that are simulated, and the one that is shown: steady, and with what follows it under way.
-_STEPS, _SHOWN = 8, 6
+#: Steps that are simulated; the first that is steady; the one that is shown, with what follows it
+#: under way.
+_STEPS, _STEADY, _SHOWN = 10, 4, 8
 _FP32 = 4
 #: What a record's ledger calls the phases of messages.
 _PHASES: dict[Kind, str] = {
@@ -55,7 +56,7 @@ class Slots(Tasks):
         return _Ranks(self.workload, self.hardware)
 
     def timeline(self) -> Timeline:
-        """The steady step of the rank that is shown, with what it receives."""
+        """The rank that is shown, for as long as a step takes on average, and what it receives."""
         return self._ranks.timeline()
 
 
@@ -235,19 +236,17 @@ class _Ranks:
     # The simulation.
 
     def timeline(self) -> Timeline:
-        """The step that is shown, cut out of the simulation of all, with what it waits for."""
-        keys = self._ordered()
-        at = {key: index for index, key in enumerate(keys)}
-        tasks = [
-            replace(self._task(key), after=tuple(at[k] for k in self._after(key) if k in at))
-            for key in keys
-        ]
+        """The end of the step that is shown, cut out of all, with what it waits for."""
+        tasks, at = self._tasks()
         every = simulate(tasks)
-        ends = [at["slot", step, self.rank, self._last] for step in (_SHOWN - 1, _SHOWN)]
-        begin, end = (every.spans[index].end for index in ends)
+        last = at["slot", _SHOWN, self.rank, self._last]
+        end = every.spans[last].end
+        # The mean: where ranks wait for messages, a long step and a short one can alternate.
+        steady = every.spans[at["slot", _STEADY, self.rank, self._last]].end
+        begin = end - (end - steady) / (_SHOWN - _STEADY)
         own = [at[key] for key in self._keys_shown()]
         comes = [at[_key(m, _SHOWN - m.later)] for m in self._messages if m.target == self.rank]
-        waits = dict.fromkeys([*_path(every, ends[1], begin), *comes])
+        waits = dict.fromkeys([*_path(every, last, begin), *comes])
         # What ends last is to be the rank's own, which comes last.
         shown = [*(index for index in waits if index not in own), *own]
         number = {index: place for place, index in enumerate(shown)}
@@ -258,6 +257,25 @@ class _Ranks:
                 frozenset(number[i] for i in every.before[index] if i in number) for index in shown
             ),
         )
+
+    def _tasks(self) -> tuple[list[Task], dict[Key, int]]:
+        """The tasks of all steps, and where each key's is.
+
+        A message's latency is a task before it, on a stream of its own: messages of one stream
+        follow one another on the link, and are on their way at the same time.
+        """
+        tasks: list[Task] = []
+        at: dict[Key, int] = {}
+        for key in self._ordered():
+            after = tuple(at[k] for k in self._after(key) if k in at)
+            task = self._task(key)
+            if task.latency_seconds:
+                way = f"{task.name}, on its way"
+                tasks.append(Task(way, way, {}, after, task.latency_seconds))
+                task, after = replace(task, latency_seconds=0.0), (len(tasks) - 1,)
+            at[key] = len(tasks)
+            tasks.append(replace(task, after=after))
+        return tasks, at
 
     def _ordered(self) -> list[Key]:
         """All keys, each behind those that it waits for, else by the schedule's clock."""

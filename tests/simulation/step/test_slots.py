@@ -134,13 +134,16 @@ def test_computation_is_all_of_a_step_whose_messages_take_no_time(strategy: str,
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_messages_that_are_slow_to_come_are_passed_on_by_all_ranks_in_a_step(ranks: int) -> None:
-    """The sum of a stage's gradients, and its parameters, go round all ranks once per version."""
+    """The sum of a stage's gradients, and its parameters, go round all ranks once per version.
+
+    Where a rank needs two messages at a time, one of them waits until it can receive it.
+    """
     latency = 1.0
     hardware = gpus(ranks, **FREE | {"inter_latency_seconds": latency})
     found = predict(of("cyclic-ring"), hardware)
     computed, _ = own_seconds(of("cyclic-ring"), hardware)
     assert computed < 0.1 * latency
-    assert ranks * latency <= found.step_seconds <= ranks * latency + 2 * computed
+    assert ranks * latency <= found.step_seconds <= (ranks + 0.5) * latency + 2 * computed
 
 
 def test_a_ring_hides_what_ddp_sends_at_once() -> None:
