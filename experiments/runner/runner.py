@@ -32,6 +32,8 @@ WORKER = "experiments.worker.worker:main"
 OPERATORS = "baselines.deepspeed.engine:build_operators"
 #: Seconds for a dozen files of C++ on two busy cores.
 _COMPILE_TIMEOUT_S = 1800.0
+#: Of the log of a rank that a signal has ended; C++ says there in a few why it aborts.
+_LAST_LINES = 20
 
 
 class RunError(RuntimeError):
@@ -149,7 +151,7 @@ class _Runner:
         return self._record(
             cell,
             outcome.state,
-            _error(outcome),
+            _error(outcome, directory / "logs"),
             measurement=measurement,
             network=network,
             machine=self._watch.machine() if self._cluster.can.start_processes else None,
@@ -218,11 +220,22 @@ def _measurement(file: Path) -> Measurement:
     return Measurement.model_validate_json(file.read_bytes())
 
 
-def _error(outcome: Outcome) -> str | None:
+def _error(outcome: Outcome, logs: Path) -> str | None:
     if outcome.state == "ok":
         return None
-    where = "" if outcome.rank is None else f"rank {outcome.rank}: "
-    return provenance.scrub(where + (outcome.error or "no error text"))
+    error = outcome.error or "no error text"
+    if outcome.rank is None:
+        return provenance.scrub(error)
+    return provenance.scrub(f"rank {outcome.rank}: {error}{_last_words(outcome, logs)}")
+
+
+def _last_words(outcome: Outcome, logs: Path) -> str:
+    """The end of the log of a rank that a signal ended, which left no traceback."""
+    log = logs / f"rank{outcome.rank}.log"
+    if not (outcome.error or "").startswith("killed by signal") or not log.is_file():
+        return ""
+    lines = log.read_text("utf-8", errors="replace").strip().splitlines()[-_LAST_LINES:]
+    return "\n".join(["; the last lines of its log:", *lines]) if lines else ""
 
 
 def _now() -> str:

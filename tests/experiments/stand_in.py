@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from baselines.description import ExtraProcess
+from experiments.clusters.causes import describe_exit
 from experiments.clusters.interface import ClusterError, Outcome
 from experiments.records.abilities import ABILITIES
 from experiments.records.cell import Cell, ClusterSpec
@@ -39,6 +40,9 @@ if behaviour == "hang":
     time.sleep(600)
 if behaviour == "raise" and rank == 1:
     raise RuntimeError("rank 1 raises")
+if behaviour == "abort" and rank == 1:
+    print(*range(100), "terminate called", sep="\\n", flush=True)
+    os.abort()
 if rank == 0:
     (output / "ready").touch()
     while not (output / "open").exists():
@@ -61,9 +65,9 @@ class StandInCluster:
     """Implements ``experiments.clusters.interface.Cluster`` by plain subprocesses.
 
     ``behaviours`` maps a part of a cell's id to what its ranks do: ``raise`` an error on rank 1,
-    ``hang``, ``learn otherwise``, end ``silent``ly without a measurement, be killed for memory
-    (``oom``), or not even start because the cluster raises (``broken``). With ``helper`` the
-    cluster first forks a process and ends it with SIGTERM, as network libraries do.
+    or ``abort`` there, ``hang``, ``learn otherwise``, end ``silent``ly without a measurement, be
+    killed for memory (``oom``), or not even start because the cluster raises (``broken``). With
+    ``helper`` the cluster first forks a process and ends it with SIGTERM, as network libraries do.
     """
 
     can = ABILITIES["emulated"]
@@ -158,7 +162,10 @@ class StandInCluster:
         deadline = time.monotonic() + timeout_s
         try:
             for rank, process in enumerate(ranks):
-                if process.wait(max(0.0, deadline - time.monotonic())) != 0:
+                code = process.wait(max(0.0, deadline - time.monotonic()))
+                if code < 0:
+                    return Outcome("failed", rank, describe_exit(code))
+                if code:
                     return Outcome("failed", rank, (logs / f"rank{rank}.log").read_text())
         except subprocess.TimeoutExpired:
             return Outcome("timeout", None, f"not finished after {timeout_s:g} s")

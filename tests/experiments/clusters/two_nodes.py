@@ -116,7 +116,7 @@ def check_that_it_goes_on(run: Run) -> None:
     """The same command runs what has no record; one cell shows it."""
     again = run.start(2, "--only", "fcdp")
     said = finish(again)
-    assert again.returncode == 0, said
+    assert again.returncode == 0, (said, [record.error for record in run.records()])
     run.check_records("fcdp")
 
 

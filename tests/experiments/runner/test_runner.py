@@ -116,6 +116,16 @@ def test_a_failing_cell_does_not_end_the_matrix(tmp_path: Path, directory: RunDi
     assert read_records(directory.records) == result
 
 
+def test_of_a_rank_that_a_signal_ended_the_record_has_the_last_words(
+    matrix: Matrix, directory: RunDirectory
+) -> None:
+    first = run(matrix, directory, StandInCluster(behaviours={"": "abort"}))[0]
+    assert first.error is not None
+    said = first.error.splitlines()
+    assert said[0] == "rank 1: killed by signal SIGABRT; the last lines of its log:"
+    assert said[1:] == [*map(str, range(81, 100)), "terminate called"]
+
+
 def test_operators_are_compiled_once_and_before_the_cells_that_need_them(
     tmp_path: Path, directory: RunDirectory
 ) -> None:
