@@ -226,7 +226,7 @@ def _error(outcome: Outcome, logs: Path) -> str | None:
     error = outcome.error or "no error text"
     if outcome.rank is None:
         return provenance.scrub(error)
-    return provenance.scrub(f"rank {outcome.rank}: {error}{_last_words(outcome, logs)}")
+    return provenance.scrub(f"{_last_words(outcome, logs)}rank {outcome.rank}: {error}")
 
 
 def _last_words(outcome: Outcome, logs: Path) -> str:
@@ -235,7 +235,8 @@ def _last_words(outcome: Outcome, logs: Path) -> str:
     if not (outcome.error or "").startswith("killed by signal") or not log.is_file():
         return ""
     lines = log.read_text("utf-8", errors="replace").strip().splitlines()[-_LAST_LINES:]
-    return "\n".join(["; the last lines of its log:", *lines]) if lines else ""
+    # In front, as a traceback: the last line is the one that names the error.
+    return "".join(f"{line}\n" for line in ["last lines of the log:", *lines]) if lines else ""
 
 
 def _now() -> str:
