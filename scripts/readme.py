@@ -25,7 +25,7 @@ from experiments.records.repeats import pooled, within_spread
 from experiments.records.variants import ranked
 from experiments.terminal import variants_table
 from experiments.terminal.summary_table import summary
-from scripts import differences, matrices
+from scripts import co2, differences, matrices
 from simulation.quantities import format_link
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,6 +68,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "slow-link": lambda: _kept(load(_records("slow-link"))),
         "paper-emulated": lambda: _speeds(load(_records("paper-emulated"))),
     },
+    "docs/memory.md": {"frozen": lambda: _by_base(load(_records("frozen")))},
     "docs/ablations.md": {"ablation": lambda: _ablated(latest(load(_records("ablation"))))},
     "docs/matrices.md": {
         "cells": matrices.of_cells,
@@ -80,6 +81,10 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/strategies.md": {
         "audit": lambda: _audited(audit(load(_records("parity")))),
         "baselines": lambda: _speeds(load(_records("baselines"))),
+        "workers": lambda: co2.kept(
+            [load(_records(f"co2-scaling/{workers}")) for workers in ("two", "four", "eight")]
+        ),
+        "behind": lambda: co2.behind(load(_records("co2-ablation"))),
     },
 }
 
@@ -198,6 +203,17 @@ def _bound_by_the_link(records: Sequence[Record]) -> str:
             f"{seconds / least:.2f}×",
         ]
         lines.append(f"| {' | '.join(columns)} |")
+    return "\n".join(lines)
+
+
+def _by_base(records: Sequence[Record]) -> str:
+    """Seconds of a step by the type in which frozen parameters are held, as Markdown."""
+    names = list(dict.fromkeys(record.cell.strategy for record in records))
+    lines = [f"| Base in | {' | '.join(names)} |", f"|---|{'--:|' * len(names)}"]
+    by = {(r.cell.frozen_dtype, r.cell.strategy): r.step_seconds_median for r in records}
+    for dtype in dict.fromkeys(dtype for dtype, _ in by):
+        columns = [text.number(by[dtype, name]) for name in names]
+        lines.append(f"| {dtype} | {' | '.join(columns)} |")
     return "\n".join(lines)
 
 

@@ -61,3 +61,19 @@ def test_a_machine_is_busy_for_the_reason_that_it_was() -> None:
     assert readme._busy(worst).startswith(
         "The machine was busy, at worst: a load of 6.4 on 2 cores. Times are"
     )
+
+
+def test_a_frozen_base_has_a_row_per_type() -> None:
+    seconds = {("float32", "ddp"): 1.0, ("float32", "fcdp"): 2.0, ("bfloat16", "ddp"): 0.5}
+    rows = [
+        record(
+            cell(strategy=name, frozen_dtype=dtype, tuning="lora", dtype="bfloat16"),
+            step_seconds=[took],
+        )
+        for (dtype, name), took in {**seconds, ("bfloat16", "fcdp"): 0.25}.items()
+    ]
+
+    head, _, *shown = readme._by_base(rows).splitlines()
+
+    assert head == "| Base in | ddp | fcdp |"
+    assert shown == ["| float32 | 1.00 | 2.00 |", "| bfloat16 | 0.500 | 0.250 |"]

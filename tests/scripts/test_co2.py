@@ -1,0 +1,54 @@
+"""The tables of CO2's records, of made-up ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from experiments.records.cell import ClusterSpec
+from experiments.records.record import Record
+from scripts import co2
+from tests.experiments.stand_in import cell, record
+
+
+def trained(strategy: str, seed: int, loss: float, **settings: Any) -> Record:
+    return record(cell(strategy=strategy, seed=seed, **settings), held_out_loss=loss)
+
+
+def test_each_seed_is_compared_with_its_own_ddp() -> None:
+    ddp = [trained("ddp", seed, loss) for seed, loss in ((0, 2.0), (1, 4.0))]
+    plain = {"penalty": "none", "clip": None}
+    clipped = {"penalty": "none", "clip": 1.0}
+    late = [
+        trained("co2", 0, 2.2, **plain),
+        trained("co2", 1, 4.8, **plain),
+        trained("co2", 0, 2.02, **clipped),
+        trained("co2", 1, 4.04, **clipped),
+    ]
+    head, _, row = co2.behind([*ddp, *late]).splitlines()
+    assert head == "| Penalty | no clipping | φ = 1 |"
+    assert row == "| `none` | 15 ± 7 % | 1.0 ± 0.0 % |"
+
+
+def test_each_keeps_a_share_of_its_own_speed_with_as_many_workers() -> None:
+    def of(nodes: int, strategy: str, free: float, slow: float, **settings: Any) -> list[Record]:
+        cluster = ClusterSpec(nodes=nodes, ranks_per_node=1)
+        return [
+            record(
+                cell(
+                    strategy=strategy, cluster=cluster, inter_bandwidth_bits_per_s=link, **settings
+                ),
+                step_seconds=[seconds],
+            )
+            for link, seconds in ((None, free), (10**7, slow))
+        ]
+
+    matrices = [
+        [
+            *of(nodes, "ddp", 1.0, slow),
+            *of(nodes, "co2", 1.0, 1.25, interval=3),
+        ]
+        for nodes, slow in ((2, 10.0), (4, 20.0))
+    ]
+    head, _, *rows = co2.kept(matrices).splitlines()
+    assert head == "| Keeps, with workers | 2 | 4 |"
+    assert rows == ["| ddp | 10 % | 5.0 % |", "| co2, τ = 3 | 80 % | 80 % |"]
