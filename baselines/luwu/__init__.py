@@ -7,3 +7,11 @@ programmable switch, in one process, and has no state but what is in flight. The
 masters and moments in files, steps AdamW while the workers' backward goes on, and sends the next
 layers without being asked for each.
 """
+
+# What bounds a run's memory. The simulator reads it, without torch.
+
+#: Chunks of parameters, and of gradients, that may be under way before one is acknowledged: what
+#: bounds every buffer on the way.
+WINDOW = 16
+#: Layers with memory on a worker.
+LAYERS = 2

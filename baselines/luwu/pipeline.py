@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
-from baselines.luwu.constants import WINDOW
+from baselines.luwu import WINDOW
 from baselines.luwu.files import Buffer, Files
 from baselines.luwu.messages import tensor
 from baselines.luwu.plan import Chunk, Plan

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import zmq
 
-from baselines.luwu.constants import LAYERS, WINDOW
+from baselines.luwu import LAYERS, WINDOW
 from baselines.luwu.life import BEAT_S, PATIENCE_S, Lives, Lost
 from baselines.luwu.messages import Kind, Malformed, Message, read, reason_of
 from baselines.luwu.plan import Chunk, Frozen, Pass, Plan

@@ -19,7 +19,7 @@ import torch
 import zmq
 
 from baselines.links import interface_bytes
-from baselines.luwu.constants import WINDOW
+from baselines.luwu import WINDOW
 from baselines.luwu.files import Buffer, Files
 from baselines.luwu.life import BEAT_S, PATIENCE_S, Lives, Lost
 from baselines.luwu.messages import ALL, Kind, Malformed, Message, read, reason_of, tensor

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import zmq
 
-from baselines.luwu.constants import WINDOW
+from baselines.luwu import WINDOW
 from baselines.luwu.life import BEAT_S, PATIENCE_S, Lives, Lost
 from baselines.luwu.messages import ALL, Kind, Malformed, Message, read, reason_of, tensor
 from baselines.luwu.plan import Pass, Plan

@@ -12,7 +12,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
-from baselines.luwu.constants import WINDOW
+from baselines.luwu import WINDOW
 from baselines.luwu.life import Lost
 from baselines.luwu.messages import LARGEST_FRAME, Message
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baselines.luwu.constants import LAYERS
+from baselines.luwu import LAYERS
 from simulation import activations
 from simulation.hardware import Hardware
 from simulation.luwu.traffic import units

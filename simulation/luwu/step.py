@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baselines.luwu.constants import LAYERS, WINDOW
+from baselines.luwu import LAYERS, WINDOW
 from simulation import activations
 from simulation.hardware import Hardware
 from simulation.luwu.server import Server

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from baselines.luwu.constants import WINDOW
+from baselines.luwu import WINDOW
 from baselines.luwu.life import Lost
 from baselines.luwu.messages import LARGEST_FRAME, Kind, Malformed, Message, read
 from baselines.luwu.plan import Chunk, Frozen, Parameter, Pass, Plan, Unit
