@@ -15,7 +15,7 @@ def sent(workload: Workload, ranks: int) -> list[float] | None:
 
     ``None`` where ranks do not pass stages on. Raises ``ValueError`` as ``stages_of``.
     """
-    if not workload.schedule.passes_on:
+    if workload.served or not workload.schedule.passes_on:
         return None
     stages = stages_of(workload, ranks)
     cycle = cycle_of(workload, stages, ranks)
@@ -35,7 +35,7 @@ def kept(workload: Workload, ranks: int, nbytes: float) -> tuple[list[float], fl
     ``nbytes`` are those of a step's fullest moment, which all slots have. ``None`` where
     micro-batches do not take turns.
     """
-    if workload.schedule.cycle != "turns":
+    if workload.served or workload.schedule.cycle != "turns":
         return None
     one = nbytes / held(workload, ranks).in_flight
     count = workload.accumulation
