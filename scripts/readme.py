@@ -207,14 +207,19 @@ def _bound_by_the_link(records: Sequence[Record]) -> str:
 
 
 def _by_base(records: Sequence[Record]) -> str:
-    """Seconds of a step by the type in which frozen parameters are held, as Markdown."""
+    """Steps, and DDP's memory, by the type in which frozen parameters are held, as Markdown."""
     names = list(dict.fromkeys(record.cell.strategy for record in records))
     lines = [f"| Base in | {' | '.join(names)} |", f"|---|{'--:|' * len(names)}"]
     by = {(r.cell.frozen_dtype, r.cell.strategy): r.step_seconds_median for r in records}
     for dtype in dict.fromkeys(dtype for dtype, _ in by):
         columns = [text.number(by[dtype, name]) for name in names]
         lines.append(f"| {dtype} | {' | '.join(columns)} |")
-    return "\n".join(lines)
+    peaks = [
+        f"{record.measurement.peak_host_bytes / 1e6:.0f} MB with {record.cell.frozen_dtype}"
+        for record in records
+        if record.cell.strategy == "ddp" and record.measurement
+    ]
+    return "\n".join([*lines, "", f"At its peak a rank of DDP takes {', '.join(peaks)}."])
 
 
 def _ablated(records: Sequence[Record]) -> str:

@@ -76,4 +76,9 @@ def test_a_frozen_base_has_a_row_per_type() -> None:
     head, _, *shown = readme._by_base(rows).splitlines()
 
     assert head == "| Base in | ddp | fcdp |"
-    assert shown == ["| float32 | 1.00 | 2.00 |", "| bfloat16 | 0.500 | 0.250 |"]
+    assert shown == [
+        "| float32 | 1.00 | 2.00 |",
+        "| bfloat16 | 0.500 | 0.250 |",
+        "",
+        "At its peak a rank of DDP takes 1000 MB with float32, 1000 MB with bfloat16.",
+    ]
