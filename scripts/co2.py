@@ -36,6 +36,39 @@ def behind(records: Sequence[Record]) -> str:
     return "\n".join(lines)
 
 
+def lag(records: Sequence[Record]) -> str:
+    """Held-out loss behind DDP's over intervals, each at the learning rate of most seeds."""
+    losses: dict[tuple[int, str], dict[float, dict[int, float]]] = {}
+    for record in records:
+        found, cell = record.measurement, record.cell
+        if found is None or found.held_out_loss is None:
+            continue
+        of = (getattr(cell.settings, "interval", 0), _name(record))
+        of_rates = losses.setdefault(of, {}).setdefault(cell.learning_rate, {})
+        of_rates[cell.seed] = found.held_out_loss
+    chosen = {of: max(rates.values(), key=len) for of, rates in losses.items()}
+    beside = chosen.pop((0, "ddp"))
+    names = list(dict.fromkeys(name for _, name in chosen))
+    lines = [f"| τ | {' | '.join(names)} |", f"|--:|{'--:|' * len(names)}"]
+    for interval in sorted({interval for interval, _ in chosen}):
+        columns = []
+        for name in names:
+            own = chosen.get((interval, name))
+            shares = [loss / beside[seed] - 1 for seed, loss in (own or {}).items()]
+            columns.append(_spread(shares) if own else text.ABSENT)
+        lines.append(f"| {interval} | {' | '.join(columns)} |")
+    rates = dict.fromkeys(
+        f"{name} {max(of, key=lambda rate: len(of[rate])):g}" for (_, name), of in losses.items()
+    )
+    return "\n".join([*lines, "", f"Learning rates: {', '.join(rates)}."])
+
+
+def _name(record: Record) -> str:
+    settings, name = record.cell.settings, record.cell.strategy
+    unpenalised = isinstance(settings, CO2Settings) and settings.penalty == "none"
+    return f"{name}, no penalty" if unpenalised else name
+
+
 def kept(matrices: Sequence[Sequence[Record]]) -> str:
     """What each strategy keeps of its speed on the slow link; a column per number of workers."""
     workers = [records[0].cell.cluster.nodes for records in matrices]

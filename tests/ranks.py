@@ -28,6 +28,11 @@ _PRELOAD = [
 ]
 #: Until the ranks of a failed one are given up: they may be about to fail alike.
 _GRACE_S = 10
+#: Process groups of a rank after which its pool is made anew. Each group that a test makes has a
+#: thread that looks for messages a hundred times per second, for good: those of hundreds of tests
+#: took most of the machine from the tests that followed. They cannot be ended one by one: a later
+#: group of the same ranks would have the name of an ended one, and wait at its addresses.
+_GROUPS = 16
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(_PRELOAD)
 
@@ -45,6 +50,8 @@ class RankPool:
     def __init__(self, world_size: int, *, daemon: bool = True) -> None:
         self._store = tempfile.TemporaryDirectory()
         self._ranks: list[tuple[Any, Connection]] = []
+        #: The most process groups that a rank has.
+        self.groups = 1
         for rank in range(world_size):
             here, there = _context.Pipe()
             process = _context.Process(
@@ -70,7 +77,8 @@ class RankPool:
         while waiting:
             ready = wait(list(waiting.values()), max(0.0, deadline - time.monotonic()))
             for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
-                ok, answer = _receive(waiting.pop(rank))
+                ok, answer, groups = _receive(waiting.pop(rank))
+                self.groups = max(self.groups, groups)
                 (results if ok else failures)[rank] = answer
                 if not ok:
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
@@ -92,13 +100,13 @@ class RankPool:
         self._store.cleanup()
 
 
-def _receive(pipe: Connection) -> tuple[bool, Any]:
-    """Whether the rank succeeded, and its result or what it raised."""
+def _receive(pipe: Connection) -> tuple[bool, Any, int]:
+    """Whether the rank succeeded, its result or what it raised, and how many groups it has."""
     try:
-        ok, answer = pipe.recv()
+        ok, answer, groups = pipe.recv()
     except EOFError:
-        return False, "its process has ended"
-    return ok, answer
+        return False, "its process has ended", 0
+    return ok, answer, groups
 
 
 def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
@@ -120,13 +128,13 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
         except EOFError:
             return
         try:
-            pipe.send((True, function(*args)))
+            pipe.send((True, function(*args), len(dist.distributed_c10d._world.pg_map)))
         except BaseException:
-            pipe.send((False, traceback.format_exc()))
+            pipe.send((False, traceback.format_exc(), 0))
 
 
 class Pools:
-    """Hands out pools by world size; replaces one that a failed test left in disorder."""
+    """Hands out pools by world size; replaces those that failed, and those with many groups."""
 
     def __init__(self) -> None:
         self._pools: dict[int, RankPool] = {}
@@ -136,11 +144,15 @@ class Pools:
     ) -> list[Any]:
         if world_size not in self._pools:
             self._pools[world_size] = RankPool(world_size)
+        pool = self._pools[world_size]
         try:
-            return self._pools[world_size].run(function, *args, timeout_s=timeout_s)
+            answers = pool.run(function, *args, timeout_s=timeout_s)
         except RankFailure:
             self._pools.pop(world_size).close()
             raise
+        if pool.groups > _GROUPS:
+            self._pools.pop(world_size).close()
+        return answers
 
     def close(self) -> None:
         for pool in self._pools.values():

@@ -29,6 +29,24 @@ def test_each_seed_is_compared_with_its_own_ddp() -> None:
     assert row == "| `none` | 15 ± 7 % | 1.0 ± 0.0 % |"
 
 
+def test_a_lag_is_at_the_learning_rate_of_most_seeds() -> None:
+    records = [
+        *(trained("ddp", seed, loss, learning_rate=0.1) for seed, loss in ((0, 2.0), (1, 4.0))),
+        trained("ddp", 0, 1.0, learning_rate=0.2),
+        *(trained("co2", seed, 2.2 * (seed + 1), interval=3) for seed in (0, 1)),
+        *(trained("co2", seed, 2.4 * (seed + 1), interval=12) for seed in (0, 1)),
+        *(trained("local-sgd", seed, 2.02 * (seed + 1), interval=12) for seed in (0, 1)),
+    ]
+    head, _, *rows = co2.lag(records).splitlines()
+    assert head == "| τ | co2 | local-sgd |"
+    assert rows == [
+        "| 3 | 10.0 ± 0.0 % | – |",
+        "| 12 | 20.0 ± 0.0 % | 1.0 ± 0.0 % |",
+        "",
+        "Learning rates: ddp 0.1, co2 0.001, local-sgd 0.001.",
+    ]
+
+
 def test_each_keeps_a_share_of_its_own_speed_with_as_many_workers() -> None:
     def of(nodes: int, strategy: str, free: float, slow: float, **settings: Any) -> list[Record]:
         cluster = ClusterSpec(nodes=nodes, ranks_per_node=1)
