@@ -24,7 +24,7 @@ OUTGROWS_MARKER = 0.15
 #: Thickness of a bar; bars stand 1 apart.
 BAR = 0.62
 #: Points of a line of losses, of which a figure is not wide enough to show more.
-MOST_STEPS = 600
+MOST_STEPS = 100
 INK = "#333333"
 SOFT = "#888888"
 

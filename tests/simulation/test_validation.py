@@ -63,9 +63,11 @@ def test_every_ledger_is_predicted_byte_by_byte(name: str) -> None:
         if ledger is None or getattr(record.cell.settings, "policy", None) == "auto":
             continue
         counted += 1
-        # Offloaded parameters are copied by FSDP2, where our ledger does not see it.
+        # Offloaded parameters are copied by FSDP2, where our ledger does not see it. Adapters that
+        # stay gathered until backward are not stored: the model, and older records, have their copy.
         unseen = comparison.prediction.moved_bytes.keys() - ledger.keys()
-        assert not unseen or record.cell.strategy == "offload"
+        kept = {"device_to_host"} if record.cell.tuning == "lora" else set()
+        assert unseen <= kept or record.cell.strategy == "offload"
         predicted = comparison.prediction.moved_bytes
         assert {link: dict(predicted[link]) for link in predicted.keys() - unseen} == {
             link: pytest.approx(phases, rel=1e-9) for link, phases in ledger.items()
