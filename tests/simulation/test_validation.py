@@ -64,7 +64,7 @@ def test_every_ledger_is_predicted_byte_by_byte(name: str) -> None:
             continue
         counted += 1
         # Offloaded parameters are copied by FSDP2, where our ledger does not see it. Adapters that
-        # stay gathered until backward are not stored: the model, and older records, have their copy.
+        # stay gathered until backward are not stored; the model and older records have that copy.
         unseen = comparison.prediction.moved_bytes.keys() - ledger.keys()
         kept = {"device_to_host"} if record.cell.tuning == "lora" else set()
         assert unseen <= kept or record.cell.strategy == "offload"
