@@ -5,12 +5,14 @@ Forked by an emulated node's agent, or started by a rented node's torchrun as a 
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import io
 import json
 import os
 import signal
 import sys
+import threading
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,6 +57,7 @@ def main(folder: Path, torchrun: int) -> None:
     written = json.loads((folder / _FILE).read_text(encoding="utf-8"))
     board = Board(folder, range(*written["ranks"]))
     _run(Launch(written["entry"], tuple(written["arguments"]), Path(written["logs"]), board))
+    _exit_in_order()
 
 
 #: The variable that has the secret of a launch with processes beside its ranks.
@@ -148,8 +151,19 @@ def _set_threads() -> None:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
+def _exit_in_order() -> None:
+    """End as multiprocessing's processes do, and with them the ranks of an emulated node.
+
+    The interpreter's own end would abort a rank one of whose gloo threads has yet to let go of a
+    tensor: they are joined only if nothing refers to their process group any more.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    _exit_at_once(0)
+
+
 def _exit_at_once(code: int) -> None:
-    """End without waiting for threads or destructors: a failed rank must not hang on its way."""
+    """End without waiting for threads or destructors, in which a rank might hang."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -89,6 +89,15 @@ def test_ranks_of_both_nodes_meet(cluster: RentedCluster, tmp_path: Path) -> Non
     assert sorted(path.name for path in tmp_path.iterdir()) == logs
 
 
+def test_a_rank_that_returned_is_not_aborted_by_a_thread_of_torch(
+    cluster: RentedCluster, tmp_path: Path
+) -> None:
+    """As gloo's threads could: they wait for the interpreter to let go of a tensor."""
+    outcome = run(cluster, tmp_path, "leave_a_thread_inside_of_torch", str(tmp_path))
+    assert outcome == Outcome("ok")
+    assert sorted(path.name for path in tmp_path.glob("*.ended")) == ["0.ended", "1.ended"]
+
+
 def test_what_a_rank_sees(larger: RentedCluster, tmp_path: Path) -> None:
     outcome = larger.run(
         f"{ON_RANKS}:describe",
