@@ -246,12 +246,16 @@ class _Ranks:
         begin = end - (end - steady) / (_SHOWN - _STEADY)
         own = [at[key] for key in self._keys_shown()]
         comes = [at[_key(m, _SHOWN - m.later)] for m in self._messages if m.target == self.rank]
-        waits = dict.fromkeys([*_path(every, last, begin), *comes])
-        # What ends last is to be the rank's own, which comes last.
-        shown = [*(index for index in waits if index not in own), *own]
+        waits = {*_path(every, last, begin), *comes, *own} - {last}
+        # What comes from the same node may be of the step before: it is received once per step.
+        received = {at[_key(m, _SHOWN)] for m in self._messages if m.target == self.rank}
+        counted = {*own} - received | {*comes}
+        # In the order of all: of two that end at once, the same is waited for. What ends last is to
+        # be the rank's own slot.
+        shown = [*sorted(waits), last]
         number = {index: place for place, index in enumerate(shown)}
         return Timeline(
-            tuple(self._own(tasks[index], counted=index in {*own, *comes}) for index in shown),
+            tuple(self._own(tasks[index], counted=index in counted) for index in shown),
             tuple(_within(every.spans[index], begin, end) for index in shown),
             tuple(
                 frozenset(number[i] for i in every.before[index] if i in number) for index in shown

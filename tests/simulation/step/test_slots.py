@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from baselines.cyclic import routes
@@ -91,6 +91,10 @@ def test_bytes_of_the_records_are_the_executors_closed_form(strategy: str, rule:
     st.floats(1e6, 1e11),
     st.booleans(),
 )
+# A message from the same node, of the step before, is received once.
+@example("cyclic-ring", "v1", 1, 2, 2, 1e6, False)
+# Two messages that a slot waits for arrive at the same moment.
+@example("cyclic-zero", "v2", 3, 2, 3, 1e6, False)
 def test_a_step_is_as_long_as_its_resources_need_and_sends_the_closed_form(
     strategy: str,
     rule: Literal["v1", "v2"],
