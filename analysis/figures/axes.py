@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pandas as pd
@@ -283,19 +283,27 @@ def _label_bar(ax: Axes, place: int, end: float, value: str) -> None:
     )
 
 
-def drawn_every(cells: pd.DataFrame) -> int:
-    """Of how many optimizer steps one is drawn, so that no line has more than ``MOST_STEPS``."""
-    longest = max(map(len, cells["losses"]), default=0)
-    return max(1, -(-longest // MOST_STEPS))
+def drawn_steps(losses: Sequence[float]) -> dict[int, float]:
+    """Losses by step, from 1 on: the first, evenly at most ``MOST_STEPS``, and the last."""
+    last = len(losses)
+    every = max(1, -(-last // MOST_STEPS))
+    return {
+        step: loss for step, loss in enumerate(losses, 1) if step == last or (step - 1) % every == 0
+    }
 
 
 def draw_loss(ax: Axes, panel: pd.DataFrame, looks: Looks) -> None:
     """One line a cell."""
     finished = panel[panel["state"] == "ok"]
-    steps = finished[["cell", "strategy", "losses"]].explode("losses", ignore_index=True)
-    steps["losses"] = steps["losses"].astype(float)
-    steps["step"] = steps.groupby("cell").cumcount() + 1
-    steps = steps[steps["step"] % drawn_every(finished) == 0]
+    rows = zip(finished["cell"], finished["strategy"], finished["losses"], strict=True)
+    steps = pd.DataFrame(
+        (
+            (cell, strategy, step, loss)
+            for cell, strategy, losses in rows
+            for step, loss in drawn_steps(losses).items()
+        ),
+        columns=["cell", "strategy", "step", "losses"],
+    )
     widths = {name: 5.2 - 4.0 * at / max(len(looks) - 1, 1) for at, name in enumerate(looks)}
     sns.lineplot(
         steps,

@@ -121,8 +121,10 @@ def _spread(cells: pd.DataFrame) -> float:
 def losses(cells: pd.DataFrame) -> str:
     """What the loss figure shows, and how far the strategies are apart."""
     apart = float(cells["loss_difference_max"].max())
-    every = axes.drawn_every(cells[cells["state"] == "ok"])
-    step = "each optimizer step" if every == 1 else f"one of each {every} optimizer steps"
+    longest = max(map(len, cells.loc[cells["state"] == "ok", "losses"]), default=0)
+    step = "each optimizer step"
+    if longest > axes.MOST_STEPS:
+        step = f"{axes.MOST_STEPS} optimizer steps of each line, or all if fewer, and the last"
     return _joined(
         f"Mean loss over ranks and micro-batches at {step}, warm-up included; one line "
         "a cell, drawn thinner from strategy to strategy so that lines that coincide stay visible.",

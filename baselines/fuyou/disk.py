@@ -31,6 +31,7 @@ class Disk:
     def __init__(self) -> None:
         self._readers = ThreadPoolExecutor(_THREADS, "fuyou-read")
         self._writers = ThreadPoolExecutor(_THREADS, "fuyou-write")
+        self._closed = False
         self._lock = threading.Lock()
         self._under_way: Counter[Way] = Counter()
         self._since: dict[Way, float] = {}
@@ -45,6 +46,8 @@ class Disk:
         try:
             return self._writers.submit(self._write, file, offset, memory, landed)
         except RuntimeError:
+            if self._closed:
+                raise
             # The program ends: Python waits for the threads that there are, and begins nothing on
             # others. This one writes itself, lest a step that has ended be lost.
             done: Future[int] = Future()
@@ -66,6 +69,7 @@ class Disk:
 
     def close(self) -> None:
         """End the threads when what they have in hand has ended."""
+        self._closed = True
         self._readers.shutdown()
         self._writers.shutdown()
 

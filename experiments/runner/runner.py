@@ -34,6 +34,7 @@ OPERATORS = "baselines.deepspeed.engine:build_operators"
 _COMPILE_TIMEOUT_S = 1800.0
 #: Of the log of a rank that a signal has ended; C++ says there in a few why it aborts.
 _LAST_LINES = 20
+_LAST_BYTES = 65_536
 
 
 class RunError(RuntimeError):
@@ -232,9 +233,15 @@ def _error(outcome: Outcome, logs: Path) -> str | None:
 def _last_words(outcome: Outcome, logs: Path) -> str:
     """The end of the log of a rank that a signal ended, which left no traceback."""
     log = logs / f"rank{outcome.rank}.log"
-    if not (outcome.error or "").startswith("killed by signal") or not log.is_file():
+    if not (outcome.error or "").startswith("killed by signal"):
         return ""
-    lines = log.read_text("utf-8", errors="replace").strip().splitlines()[-_LAST_LINES:]
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _LAST_BYTES))
+            end = file.read().decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+    lines = end.strip().splitlines()[-_LAST_LINES:]
     # In front, as a traceback: the last line is the one that names the error.
     return "".join(f"{line}\n" for line in ["last lines of the log:", *lines]) if lines else ""
 

@@ -79,10 +79,24 @@ def in_network(request: Request) -> InNetwork | None:
     A step has one micro-batch, the largest that fits unless the request says its size.
     """
     server, hardware = request.server, request.hardware
-    if server is None or (request.lora_rank is not None and request.frozen_dtype == "nf4"):
+    if server is None or _in_four_bits(request):
         return None
     found = [_made(point, hardware, server) for point in _points(request)]
     return max(found, key=lambda made: made.tokens_per_s, default=None)
+
+
+def lack(request: Request) -> str:
+    """Why ``in_network`` has no step for a request with a server, in one sentence."""
+    if _in_four_bits(request):
+        return "luwu does not hold frozen parameters in nf4"
+    whole = request.sequences_per_rank
+    sizes: tuple[int, ...] = request.micro_batches if whole is None else (whole,)
+    of = f"{' or '.join(map(str, sizes))} sequences" if sizes else "one sequence"
+    return f"luwu does not fit: two layers and the activations of {of} are too much"
+
+
+def _in_four_bits(request: Request) -> bool:
+    return request.lora_rank is not None and request.frozen_dtype == "nf4"
 
 
 def _points(request: Request) -> Iterator[Workload]:

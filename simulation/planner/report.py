@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from baselines.registry import find
 from simulation import goodput
-from simulation.planner import ranges
+from simulation.planner import in_network, ranges
 from simulation.planner.option import Option
 from simulation.planner.plan import Plan, differs, replicates
 from simulation.planner.refusal import lacking
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 EVIDENCE = "simulated"
-_NO_LUWU = "luwu does not fit: two layers and the activations of one sequence are too much"
 
 
 def titles(request: Request) -> tuple[str, ...]:
@@ -73,7 +72,7 @@ def table(plan: Plan) -> RenderableType:
         ("take ", "bold"), (_name(plan.option), "bold green"), f": {plan.reason}"
     )
     if plan.request.server is not None:
-        notes.append(Text(f"{plan.in_network or _NO_LUWU} ({EVIDENCE})"))
+        notes.append(Text(f"{plan.in_network or in_network.lack(plan.request)} ({EVIDENCE})"))
     share = goodput.of(plan.option.workload, plan.request.hardware, spot=False)
     failures = f"failures, one in {goodput.GPU_HOURS_PER_FAILURE:,.0f} GPU-hours, leave {share:.1%}"
     notes.append(Text(f"{failures} of the time, which hours and cost do not count", style="dim"))
@@ -146,7 +145,9 @@ def _luwu(plan: Plan) -> dict[str, Any]:
     """LuWu's step, or none that fits; nothing where there is no server."""
     if plan.request.server is None:
         return {}
-    return {"luwu": None if plan.in_network is None else plan.in_network.document()}
+    if plan.in_network is None:
+        return {"luwu": None, "luwu_lacks": in_network.lack(plan.request)}
+    return {"luwu": plan.in_network.document()}
 
 
 def rows(plan: Plan) -> list[dict[str, Any]]:

@@ -140,8 +140,9 @@ def test_long_lines_of_losses_are_thinned_and_say_so(records: list[Record]) -> N
     )
     (drawn,) = (one for one in matrix.draw(compare(frame([long]))) if one.name.endswith("losses"))
     (line,) = drawn.figure.axes[0].lines
-    assert list(line.get_ydata()) == losses[12::13]
-    assert "one of each 13 optimizer steps" in drawn.caption
+    assert list(line.get_ydata()) == [*losses[::13], losses[-1]]
+    assert list(line.get_xdata())[-1] == 1300
+    assert "at 100 optimizer steps of each line, or all if fewer, and the last" in drawn.caption
 
 
 def test_files_are_written_and_the_same_every_time(records: list[Record], tmp_path: Path) -> None:

@@ -51,3 +51,14 @@ def test_seconds_of_transfers_that_go_on_count(tmp_path: Path) -> None:
     clock.now = 5.0
     assert made.moved("write") == (2**13, 3.0)
     assert made.moved("read") == (0, 0.0)
+
+
+def test_nothing_is_written_after_close(tmp_path: Path) -> None:
+    """Another process may have opened the folder since."""
+    made = Disk()
+    file = disk.opened(tmp_path / "file")
+    memory = Arena(2**13, torch.device("cpu")).memory
+    made.close()
+    with pytest.raises(RuntimeError, match="shutdown"):
+        made.write(file, 0, memory)
+    assert (tmp_path / "file").stat().st_size == 0

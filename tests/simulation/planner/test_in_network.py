@@ -7,7 +7,7 @@ from pathlib import Path
 
 from simulation.luwu.server import nominal
 from simulation.planner import report
-from simulation.planner.in_network import in_network
+from simulation.planner.in_network import in_network, lack
 from simulation.planner.plan import plan
 from simulation.planner.refusal import refusal
 from simulation.planner.request import Request, shape
@@ -68,6 +68,16 @@ def test_four_bits_are_not_its(tmp_path: Path) -> None:
         str(config_file(tmp_path)), strategies=("ddp",), lora_rank=8, frozen_dtype="nf4"
     )
     assert in_network(with_server(asked)) is None
+    # In words, and not as a lack of memory, which nobody has looked for.
+    found = plan(with_server(asked))
+    assert found is not None
+    assert report.document(found)["luwu_lacks"] == "luwu does not hold frozen parameters in nf4"
+
+
+def test_a_batch_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    asked = with_server(replace(small(tmp_path), micro_batches=(10**6,)))
+    assert in_network(asked) is None
+    assert "activations of 1000000 sequences" in lack(asked)
 
 
 def test_adapters_keep_their_base_in_host_memory(tmp_path: Path) -> None:
