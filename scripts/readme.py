@@ -85,6 +85,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
             [load(_records(f"co2-scaling/{workers}")) for workers in ("two", "four", "eight")]
         ),
         "lag-short": lambda: co2.lag(load(_records("co2-loss"))),
+        "lag-longer": lambda: co2.lag(load(_records("co2-long"))),
         "lag-long": lambda: co2.lag(load(_records("co2-tuned"))),
         "behind": lambda: co2.behind(load(_records("co2-ablation"))),
     },

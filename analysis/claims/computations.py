@@ -45,6 +45,7 @@ class Selection(Strict):
     accumulation: int | None = Field(default=None, ge=1)
     sequence_length: int | None = Field(default=None, ge=1)
     policy: str | None = None
+    learning_rate: float | None = Field(default=None, gt=0)
     #: Of workers that train apart: steps per round, β, and the penalty for the staleness gap.
     interval: Annotated[int, Field(ge=1)] | Literal["any"] | None = None
     outer_momentum: float | Literal["any"] | None = None

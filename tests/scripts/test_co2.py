@@ -47,6 +47,24 @@ def test_a_lag_is_at_the_learning_rate_of_most_seeds() -> None:
     ]
 
 
+def test_what_there_is_no_record_of_is_left_out() -> None:
+    alone = [trained("co2", 0, 2.2, penalty="none", clip=None, interval=3)]
+    assert co2.behind(alone).splitlines()[-1] == "| `none` | – |"
+    assert "| 3 | – |" in co2.lag(alone)
+    paired = [trained("ddp", 0, 2.0), *alone, trained("co2", 1, 9.0, penalty="none", clip=None)]
+    assert co2.behind(paired).splitlines()[-1] == "| `none` | 10.0 % |"
+    assert co2.kept([[trained("ddp", 0, 2.0)]]).splitlines()[-1] == "| ddp | – |"
+
+
+def test_a_share_has_its_range_without_the_first_round() -> None:
+    def of(link: int | None, *seconds: float) -> Record:
+        own = cell(strategy="co2", interval=1, inter_bandwidth_bits_per_s=link)
+        return record(own, step_seconds=list(seconds))
+
+    row = co2.kept([[of(None, 1.0), of(10**7, 1.0, 2.0, 2.5)]]).splitlines()[-1]
+    assert row == "| co2, τ = 1 | 50 % (40–50) |"
+
+
 def test_each_keeps_a_share_of_its_own_speed_with_as_many_workers() -> None:
     def of(nodes: int, strategy: str, free: float, slow: float, **settings: Any) -> list[Record]:
         cluster = ClusterSpec(nodes=nodes, ranks_per_node=1)
