@@ -81,7 +81,7 @@ def test_bytes_of_the_records_are_the_executors_closed_form(strategy: str, rule:
     assert found.inter_node_bytes == record.measurement.inter_node_bytes_closed_form
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     st.sampled_from(FORMS),
     st.sampled_from(["v1", "v2"]),
