@@ -66,8 +66,9 @@ def _look_once() -> None:
 def _stop_looking() -> None:
     """End the thread before the interpreter: inside of the store's code it could not be."""
     _stop.set()
-    if _thread is not None:
-        _thread.join(timeout=POLL_S)
+    looking = _thread  # which the thread forgets when it ends by itself
+    if looking is not None:
+        looking.join(timeout=POLL_S)
 
 
 def _announce_final(
