@@ -51,6 +51,12 @@ def steps(found: Iterable[Record]) -> list[MeasuredStep]:
     return [step for step in map(step_of, found) if step is not None]
 
 
+def root_copy(step: MeasuredStep) -> float:
+    """Bytes per node of what other nodes hold of the unit that is outside of the blocks."""
+    nodes, workload = step.hardware.nodes, step.workload
+    return (nodes - 1) / nodes * workload.model.root_parameters * workload.element_bytes
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_every_ledger_is_predicted_byte_by_byte(name: str) -> None:
     """Our own engine counts what it moves, by link and phase."""
@@ -63,13 +69,22 @@ def test_every_ledger_is_predicted_byte_by_byte(name: str) -> None:
         if ledger is None or getattr(record.cell.settings, "policy", None) == "auto":
             continue
         counted += 1
-        # Offloaded parameters are copied by FSDP2, where our ledger does not see it. Adapters that
-        # stay gathered until backward are not stored; the model and older records have that copy.
+        # Offloaded parameters are copied by FSDP2, where our ledger does not see it. Of what stays
+        # gathered until backward nothing is stored; the model and older records have that copy, of
+        # adapters (all there is, with LoRA) and of a root that is trained.
         unseen = comparison.prediction.moved_bytes.keys() - ledger.keys()
         kept = {"device_to_host"} if record.cell.tuning == "lora" else set()
         assert unseen <= kept or record.cell.strategy == "offload"
-        predicted = comparison.prediction.moved_bytes
-        assert {link: dict(predicted[link]) for link in predicted.keys() - unseen} == {
+        predicted = {
+            link: dict(phases)
+            for link, phases in comparison.prediction.moved_bytes.items()
+            if link not in unseen
+        }
+        stored = predicted.get("device_to_host", {}).get("forward", 0.0)
+        without = stored - root_copy(comparison.measured)
+        if record.cell.tuning == "full" and ledger.get("device_to_host") == {"forward": without}:
+            predicted["device_to_host"]["forward"] = without
+        assert predicted == {
             link: pytest.approx(phases, rel=1e-9) for link, phases in ledger.items()
         }, record.cell_id
     assert counted > 0
