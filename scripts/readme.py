@@ -17,8 +17,12 @@ from pathlib import Path
 from rich.console import Console
 
 from analysis import text
+from analysis.claims import papers
+from analysis.compare import orders
 from analysis.compare.audit import Finding, audit
+from analysis.load import runs
 from analysis.load.table import latest, load
+from analysis.report import reproduction
 from experiments.records.cell import Cell
 from experiments.records.record import Machine, Record
 from experiments.records.repeats import pooled, within_spread
@@ -68,6 +72,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "slow-link": lambda: _kept(load(_records("slow-link"))),
         "paper-emulated": lambda: _speeds(load(_records("paper-emulated"))),
     },
+    "docs/simulator.md": {"orders": lambda: _ordered()},
     "docs/memory.md": {"frozen": lambda: _by_base(load(_records("frozen")))},
     "docs/ablations.md": {"ablation": lambda: _ablated(latest(load(_records("ablation"))))},
     "docs/matrices.md": {
@@ -90,6 +95,26 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "behind": lambda: co2.behind(load(_records("co2-ablation"))),
     },
 }
+
+
+def _ordered() -> str:
+    """How many pairs of cells the simulator has in the right order, and what its choice costs."""
+    found = [run for run in runs.load(ROOT / "results") if isinstance(run, runs.Run)]
+    rows = orders.rows(reproduction.orders_of(papers.load(), found))
+    names = {
+        "together, if nothing ran beside": "beside which nothing is known to have run",
+        "together": "all",
+    }
+    lines = [
+        "| Matrices | Pairs | In the right order | Choices | Cost more, median | at most |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    for row in rows:
+        if row.matrix in names:
+            of = (names[row.matrix], row.pairs, row.right, row.choices)
+            costs = (row.median_cost, row.largest_cost)
+            lines.append(f"| {' | '.join(map(str, (*of, *costs)))} |")
+    return "\n".join(lines)
 
 
 def rewritten(page: str, text: str) -> str:

@@ -132,7 +132,7 @@ def _values(claims: Claims, of: Sequence[AnyRun]) -> dict[str, Any]:
     verdicts = Counter(summary.values())
     evidence = {finding.evidence for finding in findings}
     timed = [run for run in of if isinstance(run, Run)]
-    ordered = _orders(claims, timed)
+    ordered = orders_of(claims, timed)
     return {
         "counts": [(verdict, verdicts[verdict]) for verdict in get_args(Summary)],
         "claims": len(claims.claims),
@@ -190,7 +190,7 @@ def _predicted(claims: Claims, of: Sequence[AnyRun]) -> pd.DataFrame:
     return pd.DataFrame([pair for found in pairs for pair in found])
 
 
-def _orders(claims: Claims, of: Sequence[Run]) -> list[orders.Order]:
+def orders_of(claims: Claims, of: Sequence[Run]) -> list[orders.Order]:
     """How well each matrix is ordered, those included whose times may not be read."""
     found = (
         orders.order(
