@@ -73,9 +73,11 @@ def metric(of: Metric, value: float | None) -> str:
 
 
 def spread(mean: float, deviation: float, form: str, unit: str = "") -> str:
-    """A mean and its standard deviation, such as ``0.24 ± 0.01``."""
+    """A mean and its standard deviation, such as ``0.24 ± 0.01``; of one value it alone."""
     if math.isnan(mean):
         return ABSENT
+    if math.isnan(deviation):
+        return f"{mean:{form}}{unit}"
     return f"{mean:{form}} ± {deviation:{form.lstrip('+')}}{unit}"
 
 

@@ -54,3 +54,9 @@ def test_one_seed_has_no_spread() -> None:
     once = compared({name: seeds[:1] for name, seeds in ACCURACIES.items()})
     assert over_seeds(once).empty
     assert tables.OVER_SEEDS not in run.markdown(once)
+
+
+def test_one_seed_beside_the_baseline_has_a_difference_without_a_spread() -> None:
+    shown = in_words(compared({"fsdp2": ACCURACIES["fsdp2"][:1], "fcdp": ACCURACIES["fcdp"]}))
+    (row,) = (row for _, row in shown.iterrows() if row["Strategy"] == "FCDP")
+    assert row["accuracy difference"] == "+2.00 points"
