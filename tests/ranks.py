@@ -23,16 +23,14 @@ _PRELOAD = [
     "torch.distributed.fsdp",
     "transformers",
     "peft",
+    "pytest",
+    "hypothesis",
+    "fcdp",
     "tests.ranks",
     "experiments.clusters._preloaded",  # so that clusters made later can use this fork server
 ]
 #: Until the ranks of a failed one are given up: they may be about to fail alike.
 _GRACE_S = 10
-#: Process groups of a rank after which its pool is made anew. Each group that a test makes has a
-#: thread that looks for messages a hundred times per second, for good: those of hundreds of tests
-#: took most of the machine from the tests that followed. They cannot be ended one by one: a later
-#: group of the same ranks would have the name of an ended one, and wait at its addresses.
-_GROUPS = 16
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(_PRELOAD)
 
@@ -50,8 +48,6 @@ class RankPool:
     def __init__(self, world_size: int, *, daemon: bool = True) -> None:
         self._store = tempfile.TemporaryDirectory()
         self._ranks: list[tuple[Any, Connection]] = []
-        #: The most process groups that a rank has.
-        self.groups = 1
         for rank in range(world_size):
             here, there = _context.Pipe()
             process = _context.Process(
@@ -77,8 +73,7 @@ class RankPool:
         while waiting:
             ready = wait(list(waiting.values()), max(0.0, deadline - time.monotonic()))
             for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
-                ok, answer, groups = _receive(waiting.pop(rank))
-                self.groups = max(self.groups, groups)
+                ok, answer = _receive(waiting.pop(rank))
                 (results if ok else failures)[rank] = answer
                 if not ok:
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
@@ -100,13 +95,13 @@ class RankPool:
         self._store.cleanup()
 
 
-def _receive(pipe: Connection) -> tuple[bool, Any, int]:
-    """Whether the rank succeeded, its result or what it raised, and how many groups it has."""
+def _receive(pipe: Connection) -> tuple[bool, Any]:
+    """Whether the rank succeeded, and its result or what it raised."""
     try:
-        ok, answer, groups = pipe.recv()
+        ok, answer = pipe.recv()
     except (EOFError, OSError):
-        return False, "its process has ended", 0
-    return ok, answer, groups
+        return False, "its process has ended"
+    return ok, answer
 
 
 def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
@@ -115,6 +110,7 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    _share_loop()
     dist.init_process_group(
         "gloo",
         init_method=f"file://{store}",
@@ -128,13 +124,34 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
         except EOFError:
             return
         try:
-            pipe.send((True, function(*args), len(dist.distributed_c10d._world.pg_map)))
+            pipe.send((True, function(*args)))
         except BaseException:
-            pipe.send((False, traceback.format_exc(), 0))
+            pipe.send((False, traceback.format_exc()))
+
+
+def _share_loop() -> None:
+    """Have all process groups that this rank makes wait for messages in one thread.
+
+    Torch gives each a thread that looks a hundred times per second, for good: those of hundreds of
+    tests took most of the machine from the tests that followed. Nor can a group be ended: a later
+    one of the same ranks would have its name, and wait at its addresses.
+    """
+    from torch.distributed import ProcessGroupGloo, distributed_c10d
+
+    device = ProcessGroupGloo.create_device(interface="lo")
+
+    class Sharing(ProcessGroupGloo):
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+            options = ProcessGroupGloo._Options()
+            options._timeout = timeout
+            options._devices = [device]
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = Sharing  # type: ignore[misc]
 
 
 class Pools:
-    """Hands out pools by world size; replaces those that failed, and those with many groups."""
+    """Hands out pools by world size, and replaces those that failed."""
 
     def __init__(self) -> None:
         self._pools: dict[int, RankPool] = {}
@@ -144,15 +161,11 @@ class Pools:
     ) -> list[Any]:
         if world_size not in self._pools:
             self._pools[world_size] = RankPool(world_size)
-        pool = self._pools[world_size]
         try:
-            answers = pool.run(function, *args, timeout_s=timeout_s)
+            return self._pools[world_size].run(function, *args, timeout_s=timeout_s)
         except BaseException:  # an interrupted test too: its answers are not the next one's
             self._pools.pop(world_size).close()
             raise
-        if pool.groups > _GROUPS:
-            self._pools.pop(world_size).close()
-        return answers
 
     def close(self) -> None:
         for pool in self._pools.values():

@@ -65,14 +65,19 @@ def write(results: Path) -> Written:
     return where
 
 
-def markdown(claims: Claims, of: Sequence[AnyRun]) -> str:
-    """The document; it depends on the claims and the records alone."""
-    return _markdown(_values(claims, of))
+@dataclass(frozen=True)
+class Document:
+    """The document, which depends on the claims and the records alone."""
+
+    markdown: str
+    #: That on the FCDP paper first.
+    chapters: list[Chapter]
 
 
-def chapters_of(claims: Claims, of: Sequence[AnyRun]) -> list[Chapter]:
-    """The chapters, that on the FCDP paper first."""
-    return _chapters(_values(claims, of))
+def document(claims: Claims, of: Sequence[AnyRun]) -> Document:
+    """The document of these claims and records, which is not written anywhere."""
+    values = _values(claims, of)
+    return Document(_markdown(values), _chapters(values))
 
 
 def _chapters(values: Mapping[str, Any]) -> list[Chapter]:

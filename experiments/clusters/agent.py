@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.machinery import PathFinder
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.multiprocessing.spawn import ProcessContext
 
 from experiments.clusters import _preloaded, lifetimes, namespaces, ranks
 from experiments.clusters.causes import Exit, NodeResult
@@ -132,6 +133,11 @@ class _Agent(LocalElasticAgent):
         self.exits: dict[int, Exit] = {}
         self._first_exit_s = 0.0
 
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        leave_failures(self._pcontext._pc)  # type: ignore[union-attr]
+        return started
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         for worker in worker_group.workers:
             # Ranks that return wait for the others of their node inside the next call.
@@ -147,13 +153,11 @@ class _Agent(LocalElasticAgent):
     def _look_at(self, worker: Worker) -> None:
         if worker.global_rank in self.exits:
             return
-        # Without reaping: torchelastic does that.
-        ended = os.waitid(os.P_PID, worker.id, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if ended is None:
+        code = _exit_code(worker.id)
+        if code is None:
             return
         if not self.exits:
             self._first_exit_s = time.monotonic()
-        code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
         self.exits[worker.global_rank] = Exit(code, time.monotonic_ns())
 
     def _shutdown(
@@ -161,6 +165,36 @@ class _Agent(LocalElasticAgent):
     ) -> None:
         # Ranks have no handler for SIGTERM but what the launch's function may have set.
         super()._shutdown(signal.SIGKILL, _END_TIMEOUT_S)
+
+
+def leave_failures(context: ProcessContext) -> None:
+    """Have ``join`` of ``context`` pass over processes that failed while others run.
+
+    Torch's own ends the others at once. A rank that failed between a look of ``_Agent`` and the one
+    that follows within torchelastic had others ended before they could say what they had seen,
+    the cause of it all among them.
+    """
+    join = context.join
+
+    def pass_over(timeout: float | None = None, grace_period: float | None = None) -> bool:
+        if timeout is None:  # all have returned, and none waits for another
+            return bool(join(timeout, grace_period))
+        for sentinel in wait([*context.sentinels], timeout):
+            process = context.processes[context.sentinels[sentinel]]
+            if _exit_code(process.pid) == 0:
+                del context.sentinels[sentinel]
+                process.join()
+        return not context.sentinels
+
+    context.join = pass_over  # type: ignore[method-assign]
+
+
+def _exit_code(pid: int) -> int | None:
+    """How a child ended, negative for a signal; ``None`` while it runs. It is not reaped."""
+    ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if ended is None:
+        return None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 
 @contextmanager

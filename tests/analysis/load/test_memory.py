@@ -64,7 +64,7 @@ def test_claims_are_compared_with_it(study: memory.MemoryStudy, tmp_path: Path) 
     path.write_text("".join(f"{item.model_dump_json()}\n" for item in study.records), "utf-8")
 
     of = runs.load(tmp_path)
-    document = reproduction.markdown(papers.load(), of)
+    document = reproduction.document(papers.load(), of).markdown
 
     assert [run.matrix for run in of] == ["memory"]
     (row,) = [line for line in document.splitlines() if line.startswith("| ZeRO++ runs out of mem")

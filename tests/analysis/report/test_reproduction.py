@@ -38,9 +38,14 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def document() -> str:
+def given() -> reproduction.Document:
     """What the committed records and claims give."""
-    return reproduction.markdown(papers.load(), runs.load(RESULTS))
+    return reproduction.document(papers.load(), runs.load(RESULTS))
+
+
+@pytest.fixture
+def document(given: reproduction.Document) -> str:
+    return given.markdown
 
 
 def test_the_committed_document_is_up_to_date(document: str) -> None:
@@ -129,9 +134,8 @@ def test_numbers_that_contradict_one_another_are_named(document: str) -> None:
     assert "fcdp-lora-6x" not in said
 
 
-def test_committed_tables_are_those_of_the_chapters() -> None:
-    chapters = reproduction.chapters_of(papers.load(), runs.load(RESULTS))
-    written = [table for chapter in chapters for table in chapter.written]
+def test_committed_tables_are_those_of_the_chapters(given: reproduction.Document) -> None:
+    written = [table for chapter in given.chapters for table in chapter.written]
     folder = RESULTS / "paper" / "tables"
 
     for end, write in {"csv": tables.as_csv, "tex": tables.as_latex}.items():

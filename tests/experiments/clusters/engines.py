@@ -153,6 +153,13 @@ class Slurm:
         look = ("sinfo", "--noheader", "--Node", "--format=%T")
         wait_until(lambda: self.call(*look).split() == wanted, every_s=0.3)
 
+    def wait_until_ended(self, job: str, within_s: float = 280) -> str:
+        """Wait until a job has ended; its state."""
+        look = ("squeue", "--noheader", f"--jobs={job}", "--states=all", "--format=%T")
+        active = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING"}
+        wait_until(lambda: self.call(*look).strip() not in active, within_s, every_s=0.3)
+        return self.call(*look).strip()
+
 
 @contextmanager
 def slurm(network: Network, folder: Path) -> Iterator[Slurm]:

@@ -1,4 +1,7 @@
-"""What the ranks of the tests' launches do; imported by name inside them."""
+"""What the ranks of the tests' launches do; imported by name inside them.
+
+Torch is imported where it is used: a rank of a rented node that only waits need not wait for it.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,6 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
 from experiments.clusters.counters import transmitted_bytes
 
 FOREVER_S = 600
@@ -24,6 +24,9 @@ FOREVER_S = 600
 
 def add_up() -> None:
     """One all-reduce over all ranks."""
+    import torch
+    import torch.distributed as dist
+
     dist.init_process_group("gloo")
     total = torch.ones(())
     dist.all_reduce(total)
@@ -43,6 +46,8 @@ _slow: list[_Slow] = []
 
 def leave_a_thread_inside_of_torch(directory: str) -> None:
     """Return while a thread waits in torch, which comes back when Python has begun to end."""
+    import torch.distributed as dist
+
     _slow.append(_Slow())
     waits = dist.HashStore()  # type: ignore[attr-defined]
     arguments = (["what nobody writes"], timedelta(seconds=0.2))
@@ -52,6 +57,8 @@ def leave_a_thread_inside_of_torch(directory: str) -> None:
 
 def describe(directory: str) -> None:
     """Write down what the rank sees."""
+    import torch
+
     rank = int(os.environ["RANK"])
     print(f"out of rank {rank}")
     print(f"err of rank {rank}", file=sys.stderr)
@@ -84,6 +91,9 @@ def leave_file(directory: str) -> None:
 
 def send(megabytes: str, directory: str) -> None:
     """Move bytes from rank 0 to the last rank and write down the counters around it."""
+    import torch
+    import torch.distributed as dist
+
     dist.init_process_group("gloo")
     interface = os.environ["FCDP_INTERFACE"]
     rank, last = dist.get_rank(), dist.get_world_size() - 1
@@ -102,6 +112,9 @@ def send(megabytes: str, directory: str) -> None:
 
 def fail(how: str, failing: str) -> None:
     """All-reduce for ever, but for one rank, which goes in the third step in the way asked for."""
+    import torch
+    import torch.distributed as dist
+
     rank = int(os.environ["RANK"])
     try:
         dist.init_process_group("gloo")
@@ -117,6 +130,8 @@ def fail(how: str, failing: str) -> None:
 
 
 def _go(how: str) -> None:
+    import torch
+
     if how.startswith("raise"):
         raise ValueError("the cause of it all")
     if how == "memory error":

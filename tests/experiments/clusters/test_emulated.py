@@ -25,6 +25,7 @@ pytestmark = pytest.mark.usefixtures("privileged")
 ON_RANKS = "tests.experiments.clusters.on_ranks"
 ROOT = Path(__file__).parents[3]
 SECRET = "a value that no rank is to see"
+PRELOAD = ("torch.distributed", ON_RANKS)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def cluster(privileged: None) -> Iterator[EmulatedCluster]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("WANDB_API_KEY", "HF_TOKEN"):
             patch.setenv(name, SECRET)
-        with EmulatedCluster(ClusterSpec(nodes=2, ranks_per_node=2), preload=[ON_RANKS]) as built:
+        with EmulatedCluster(ClusterSpec(nodes=2, ranks_per_node=2), preload=PRELOAD) as built:
             yield built
 
 
@@ -67,7 +68,7 @@ def test_ranks_meet_and_a_further_run_has_no_cold_start(
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 2), (3, 1), (2, 3)])
 def test_other_shapes(tmp_path: Path, nodes: int, ranks_per_node: int) -> None:
     spec = ClusterSpec(nodes=nodes, ranks_per_node=ranks_per_node)
-    with EmulatedCluster(spec, preload=[ON_RANKS]) as cluster:
+    with EmulatedCluster(spec, preload=PRELOAD) as cluster:
         assert run(cluster, tmp_path, "add_up") == Outcome("ok")
     assert len(list(tmp_path.glob("rank*.log"))) == nodes * ranks_per_node
 

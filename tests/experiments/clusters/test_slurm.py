@@ -53,11 +53,13 @@ def test_two_cells_train_in_a_batch_job(cluster: Slurm, network: Network, tmp_pa
     run = Run(tmp_path, [], {})
     cluster.wait_until_idle()
     log = tmp_path / "batch.log"
-    cluster.call(
-        *("sbatch", "--wait", "--nodes=2", f"--output={log}"),
+    job = cluster.call(
+        *("sbatch", "--parsable", "--nodes=2", f"--output={log}"),
         f"--export=ALL,FCDP_RANKS_PER_NODE=1,VENV={Path(sys.executable).parent.parent}",
         *("launch/slurm.sbatch", " ".join(run.command(steps=2))),
-    )
+    ).strip()
+    # With --wait sbatch itself looks after 2, 10 and 42 seconds.
+    assert cluster.wait_until_ended(job) == "COMPLETED", log.read_text()
     run.check_records()
     assert programs_of_ranks(network) == []
 

@@ -122,7 +122,7 @@ def _told(file: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_command_says_how_to_go_on(tmp_path: Path, number: int) -> None:
     file, directory = matrix_file(tmp_path), RunDirectory(tmp_path / "run")
-    process = start(file, directory.path, behaviours={"fcdp": "hang"})
+    process = start(file, directory.path, behaviours={"fsdp2-full-tiny-10mbit": "hang"})
     wait_for_records(directory.records, 4)
     process.send_signal(number)
     _, error = process.communicate(timeout=100)

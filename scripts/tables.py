@@ -1,0 +1,275 @@
+"""Tables of the README and docs over committed records, as Markdown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from analysis import text
+from analysis.compare.audit import Finding
+from experiments.records.cell import Cell
+from experiments.records.record import Machine, Record
+from experiments.records.repeats import within_spread
+from experiments.records.variants import ranked
+from experiments.terminal import variants_table
+from simulation.quantities import format_link
+
+_RESULT_HEAD = (
+    "| Trained | DeepSpeed s | FSDP2 s | FCDP s | over the faster | ZeRO-3 at least MB "
+    "| DeepSpeed MB | FSDP2 MB | FCDP MB |\n"
+    "|---|--:|--:|--:|--:|--:|--:|--:|--:|"
+)
+_HEAD = (
+    "| Model | Tuning | Link | Micro-batches | ZeRO-3, DeepSpeed s/step | ZeRO-3, FSDP2 s/step "
+    "| FCDP s/step | speed-up | over FSDP2 | DeepSpeed MB/step | FSDP2 MB/step | FCDP MB/step "
+    "| FCDP minimum |\n"
+    "|---|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
+)
+
+
+def result(records: Sequence[Record]) -> str:
+    """The README's four rows: one model on one link, by what is trained and micro-batches."""
+    lines = [_RESULT_HEAD]
+    for setting, by in _comparisons(records).items():
+        model, tuning, link, micro_batches = setting
+        if (model, link) == ("gpt2-4x256", "100 Mbit/s"):
+            deepspeed, fsdp2, fcdp = (by[name] for name in ("deepspeed-zero3", "fsdp2", "fcdp"))
+            slower = [_faster(fcdp, other) or math.inf for other in (deepspeed, fsdp2)]
+            columns = [
+                f"{tuning}, k = {micro_batches}".replace(" = ", "\u00a0=\u00a0"),
+                *(text.number(_seconds(record)) for record in (deepspeed, fsdp2, fcdp)),
+                text.times(min(slower)),
+                text.number(_least_megabytes(fsdp2)),
+                *(text.number(_megabytes(record)) for record in (deepspeed, fsdp2, fcdp)),
+            ]
+            lines.append(f"| {' | '.join(columns)} |")
+    return "\n".join(lines)
+
+
+def _comparisons(records: Sequence[Record]) -> dict[tuple[object, ...], dict[str, Record]]:
+    """Records by setting, then by strategy."""
+    comparisons: dict[tuple[object, ...], dict[str, Record]] = {}
+    for record in records:
+        if record.state != "skipped":
+            comparisons.setdefault(_setting(record.cell), {})[record.cell.strategy] = record
+    return comparisons
+
+
+def condensed(records: Sequence[Record]) -> str:
+    """One row per comparison, as Markdown."""
+    rows = (_row(setting, by) for setting, by in _comparisons(records).items())
+    return "\n".join([_HEAD, *rows])
+
+
+def kept(records: Sequence[Record]) -> str:
+    """How much of its own speed each strategy keeps on a slow link, as Markdown."""
+    links = sorted({r.cell.inter_bandwidth_bits_per_s for r in records}, key=lambda bits: bits or 0)
+    open_link, slow = links  # None, no limit, sorts first
+    by = {(r.cell.strategy, r.cell.inter_bandwidth_bits_per_s): r for r in records}
+    names = list(dict.fromkeys(r.cell.strategy for r in records))
+    lines = [
+        f"| Strategy | unshaped tokens/s | {format_link(slow)} tokens/s | keeps "
+        f"| over {names[0]} | MB/step |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    for name in names:
+        fast, limited, first = by[name, open_link], by[name, slow], by[names[0], slow]
+        rates = [record.tokens_per_s or math.nan for record in (fast, limited, first)]
+        columns = [
+            name,
+            text.number(rates[0]),
+            text.number(rates[1]),
+            f"{rates[1] / rates[0]:.1%}",
+            text.times(rates[1] / rates[2]),
+            text.number(_megabytes(limited)),
+        ]
+        lines.append(f"| {' | '.join(columns)} |")
+    return "\n".join([*lines, "", _trained_share(records)])
+
+
+def bound_by_the_link(records: Sequence[Record]) -> str:
+    """Each cell's step beside the seconds that its bytes take on the link, as Markdown."""
+    lines = [
+        "| Model | Strategy | MB/step | bytes ÷ bandwidth s | s/step | times that |",
+        "|---|---|--:|--:|--:|--:|",
+    ]
+    for record in records:
+        seconds, sent = _seconds(record), _megabytes(record)
+        bits = record.cell.inter_bandwidth_bits_per_s
+        assert seconds is not None
+        assert sent is not None
+        assert bits is not None
+        least = sent * 8e6 / bits
+        columns = [
+            record.cell.model.name,
+            record.cell.subject,
+            text.number(sent),
+            text.number(least),
+            text.number(seconds),
+            f"{seconds / least:.2f}×",
+        ]
+        lines.append(f"| {' | '.join(columns)} |")
+    return "\n".join(lines)
+
+
+def by_base(records: Sequence[Record]) -> str:
+    """Steps, and DDP's memory, by the type in which frozen parameters are held, as Markdown."""
+    names = list(dict.fromkeys(record.cell.strategy for record in records))
+    lines = [f"| Base in | {' | '.join(names)} |", f"|---|{'--:|' * len(names)}"]
+    by = {(r.cell.frozen_dtype, r.cell.strategy): r.step_seconds_median for r in records}
+    for dtype in dict.fromkeys(dtype for dtype, _ in by):
+        columns = [text.number(by[dtype, name]) for name in names]
+        lines.append(f"| {dtype} | {' | '.join(columns)} |")
+    peaks = [
+        f"{record.measurement.peak_host_bytes / 1e6:.0f} MB with {record.cell.frozen_dtype}"
+        for record in records
+        if record.cell.strategy == "ddp" and record.measurement
+    ]
+    return "\n".join([*lines, "", f"At its peak a rank of DDP takes {', '.join(peaks)}."])
+
+
+def ablated(records: Sequence[Record]) -> str:
+    """A table for each number of micro-batches, the variants ranked, as Markdown."""
+    parts = []
+    for count in dict.fromkeys(record.cell.accumulation for record in records):
+        variants = ranked([record for record in records if record.cell.accumulation == count])
+        rows = [variants_table.row(variant) for variant in variants]
+        titles = [title for title in rows[0] if any(row[title] != "–" for row in rows)]
+        parts += [
+            f"{count} micro-batch{'es' * (count > 1)} per step:\n",
+            f"| {' | '.join(title.replace(chr(10), ' ') for title in titles)} |",
+            f"|---|{'--:|' * (len(titles) - 1)}",
+            *(f"| {' | '.join(row[title] for title in titles)} |" for row in rows),
+            "",
+        ]
+    machines = [record.machine for record in records if record.machine]
+    busy = [machine for machine in machines if machine.why_busy]
+    worst = max(busy, key=lambda machine: (machine.steal_share, machine.load), default=None)
+    return "\n".join([*parts, "The machine was quiet." if worst is None else _busy(worst)])
+
+
+def _busy(worst: Machine) -> str:
+    return (
+        f"The machine was busy, at worst: {worst.why_busy}. Times are those of that day; bytes, "
+        "hits and entries are not."
+    )
+
+
+def _trained_share(records: Sequence[Record]) -> str:
+    counts = {(m.trainable_parameters, m.parameters) for r in records if (m := r.measurement)}
+    ((trained, total),) = counts
+    return f"Trained: {trained:,} of {total:,} parameters, {trained / total:.2%}."
+
+
+def speeds(records: Sequence[Record]) -> str:
+    """Tokens per second of each strategy, one column per setting, as Markdown."""
+    ran = [record for record in records if record.state != "skipped"]
+    settings = list(dict.fromkeys(_setting(record.cell)[1:] for record in ran))
+    names = [f"{tuning}, {link}, k = {count}" for tuning, link, count in settings]
+    lines = [f"| Strategy | {' | '.join(names)} |", f"|---|{'--:|' * len(settings)}"]
+    by = {(r.cell.strategy, *_setting(r.cell)[1:]): r for r in ran}
+    for strategy in dict.fromkeys(record.cell.strategy for record in ran):
+        rates = [_rate(by.get((strategy, *setting))) for setting in settings]
+        lines.append(f"| {strategy} | {' | '.join(rates)} |")
+    return "\n".join([*lines, *_noise(ran)])
+
+
+def _noise(records: Sequence[Record]) -> list[str]:
+    """What of their speeds no link explains, as a paragraph; nothing where there is nothing."""
+    by: dict[tuple[object, ...], list[tuple[float, float]]] = {}
+    for record in records:
+        cell, rate = record.cell, record.tokens_per_s
+        if rate is not None:
+            key = cell.strategy, cell.model.name, cell.tuning, cell.accumulation
+            link = cell.inter_bandwidth_bits_per_s or math.inf
+            by.setdefault(key, []).append((link, rate))
+    # Of each, the most that a slower link is faster than a faster one.
+    most = [max((a / b for x, a in own for y, b in own if x < y), default=0) for own in by.values()]
+    odd = [factor for factor in most if factor > 1]
+    if not odd:
+        return []
+    return [
+        "",
+        f"In {len(odd)} of {len(most)} comparisons of links a slower one is faster, by up to "
+        f"{text.times(max(odd))}: the machine was shared with other work, and differences of that "
+        "size are noise.",
+    ]
+
+
+def audited(findings: Sequence[Finding]) -> str:
+    """How much more than its least each strategy sends, one column per setting, as Markdown."""
+    settings = list(dict.fromkeys((f.cell.tuning, f.cell.accumulation) for f in findings))
+    names = [f"{tuning}, k = {count}" for tuning, count in settings]
+    lines = [
+        f"| Strategy | {' | '.join(names)} | loss from fsdp2's, at most | verdict |",
+        f"|---|{'--:|' * (len(settings) + 1)}---|",
+    ]
+    by: dict[str, list[Finding]] = {}
+    for finding in findings:
+        by.setdefault(finding.cell.variant, []).append(finding)
+    for strategy, own in by.items():
+        differences = [f.loss_difference for f in own if f.loss_difference is not None]
+        factors = {(f.cell.tuning, f.cell.accumulation): text.times(f.factor) for f in own}
+        columns = [
+            strategy,
+            *(factors.get(setting, text.ABSENT) for setting in settings),
+            text.number(max(differences, default=None), 2),
+            "; ".join(dict.fromkeys(p for f in own for p in f.problems)) or "fair",
+        ]
+        lines.append(f"| {' | '.join(columns)} |")
+    reasons = dict.fromkeys(reason for f in findings for reason in f.explanations)
+    return "\n".join([*lines, "", *(f"- {reason}." for reason in reasons)])
+
+
+def _rate(record: Record | None) -> str:
+    if record is None or record.tokens_per_s is None:
+        return "–" if record is None else record.state
+    return text.number(record.tokens_per_s)
+
+
+def _setting(cell: Cell) -> tuple[object, ...]:
+    link = format_link(cell.inter_bandwidth_bits_per_s)
+    return cell.model.name, cell.tuning, link, cell.accumulation
+
+
+def _row(setting: tuple[object, ...], by_strategy: dict[str, Record]) -> str:
+    deepspeed, fsdp2, fcdp = (
+        by_strategy.get(name) for name in ("deepspeed-zero3", "fsdp2", "fcdp")
+    )
+    cells = [
+        *map(str, setting),
+        *(text.number(_seconds(record)) for record in (deepspeed, fsdp2, fcdp)),
+        _gain(fcdp, deepspeed),
+        _gain(fcdp, fsdp2),
+        *(text.number(_megabytes(record)) for record in (deepspeed, fsdp2, fcdp)),
+        text.number(_least_megabytes(fcdp)),
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _gain(record: Record | None, other: Record | None) -> str:
+    """How many times as fast; none within the spread of their steps."""
+    within = record is not None and other is not None and within_spread(record, other)
+    return "none" if within else text.times(_faster(record, other))
+
+
+def _seconds(record: Record | None) -> float | None:
+    return None if record is None else record.step_seconds_median
+
+
+def _faster(record: Record | None, other: Record | None) -> float | None:
+    mine, theirs = _seconds(record), _seconds(other)
+    return None if mine is None or theirs is None else theirs / mine
+
+
+def _megabytes(record: Record | None) -> float | None:
+    if record is None or record.measurement is None:
+        return None
+    return record.measurement.inter_node_bytes_per_step / 1e6
+
+
+def _least_megabytes(record: Record | None) -> float | None:
+    if record is None or record.measurement is None:
+        return None
+    least = record.measurement.inter_node_bytes_closed_form
+    return None if least is None else least / 1e6
