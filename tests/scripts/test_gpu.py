@@ -151,7 +151,7 @@ def test_a_rank_that_dies_ends_its_group_with_its_words(fault: str, said: str) -
 
 @pytest.mark.ranks
 def test_a_hang_ends_with_the_limit_and_the_stacks() -> None:
-    found = faulty("hang", 25)
+    found = faulty("hang", 15)
     assert found.state == "hung"
     assert [lines[0]["rank"] for lines in found.lines] == [0, 1]
     assert "_hang" in found.stacks[1]
