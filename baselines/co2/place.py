@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from baselines.presets import fcdp
 from baselines.pytorch.ddp import autocast
-from baselines.pytorch.fsdp2 import FSDP2, mixed_precision
+from baselines.pytorch.fsdp2 import FSDP2, shard_each
 from baselines.settings import CacheSettings, LocalSGDSettings, divided
 from baselines.strategy import Job, trained_numel
 from fcdp import Topology
@@ -93,8 +92,7 @@ class _Whole(FSDP2):
 
 def _sharded(model: nn.Module, job: Job, parts: DeviceMesh) -> FSDP2:
     """A worker that FSDP2 shards."""
-    for module in [*job.blocks, model]:
-        fully_shard(module, mesh=parts, mp_policy=mixed_precision(job.dtype))
+    shard_each(model, job, parts)
     return FSDP2(model, job, 0.0)
 
 

@@ -29,7 +29,7 @@ from baselines.cyclic.routes import Cycle, Kind
 from baselines.cyclic.segments import Segments
 from baselines.cyclic.stages import begin_stage, chosen_runs, parameters, split
 from baselines.loop import Loop
-from baselines.part import Part
+from baselines.part import Part, take_gradients
 from baselines.pytorch.ddp import autocast
 from baselines.settings import CyclicSettings
 from baselines.strategy import Job, numel
@@ -183,7 +183,7 @@ class Executor(Loop):
         if adds:
             self._post.expect("gradient", index)
         segments.backward(index)
-        total = self._stages[index].take_gradients()
+        total = take_gradients(self._stages[index].trained)
         if adds:
             total += self._post.take("gradient", index).to(total.device)
         last = self._rank == self._cycle.ranks - 1

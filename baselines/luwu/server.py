@@ -238,11 +238,10 @@ class _Run:
             for state, value in zip(states, (values, 0.0, 0.0), strict=True):
                 state.copy_(torch.as_tensor(value))
             self._buffer.parameters(chunk.numel, self.plan.type).copy_(values)
-            self.files.write(chunk, 0, self._buffer)
         else:
             nbytes = chunk.numel * self.plan.type.itemsize
             self._buffer.memory[:nbytes].view(self.plan.type).copy_(values)
-            self.files.write_frozen(chunk, self._buffer)
+        self.files.write(chunk, 0, self._buffer)
         self._missing.discard((chunk.unit, chunk.index))
         answers = [Message(Kind.APPLIED, unit=chunk.unit)]
         if not self._missing:

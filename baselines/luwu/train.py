@@ -27,7 +27,7 @@ from baselines.luwu.plan import ROOT, Chunk, Frozen, Parameter, Pass, Plan, Unit
 from baselines.luwu.port import Port
 from baselines.luwu.wire import Keys
 from baselines.optimizers import AdamW
-from baselines.part import Part
+from baselines.part import Part, take_gradients
 from baselines.settings import LuWuSettings
 from baselines.strategy import Job, trained_numel
 from fcdp.cache.arena import Arena, aligned
@@ -89,15 +89,6 @@ class _Layer:
     def free(self) -> None:
         for part in self.parts:
             part.free()
-
-    @torch.no_grad()
-    def take_gradients(self) -> torch.Tensor:
-        """All gradients end to end, of which the parameters have none then."""
-        found = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.trained]
-        for param in self.trained:
-            param.grad = None
-        self.missing = len(self.trained)
-        return torch.cat([grad.flatten() for grad in found])
 
 
 def _described(params: Sequence[nn.Parameter], names: Mapping[int, str]) -> list[Parameter]:
@@ -334,7 +325,9 @@ class LuWu(Loop):
 
     def _push(self, unit: int) -> None:
         self._unpushed.remove(unit)
-        self._port.push(self.steps_done, unit, self._layers[unit].take_gradients())
+        layer = self._layers[unit]
+        layer.missing = len(layer.trained)
+        self._port.push(self.steps_done, unit, take_gradients(layer.trained))
 
 
 def _outside(model: nn.Module, inside: set[int]) -> Iterator[nn.Module]:
