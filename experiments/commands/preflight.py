@@ -65,12 +65,8 @@ def preflight(
     terminal.say(console, "figures", output)
     sheet = "" if measured.compute.memory_bytes is None else " --gpu NAME"
     question = f"plan --preflight {terminal.shown(output)}{sheet} --model MODEL"
-    console.print(
-        f"whether FCDP will help there: python -m experiments {question}",
-        soft_wrap=True,
-        highlight=False,
-        markup=False,
-    )
+    said = f"whether FCDP will help there: python -m experiments {question}"
+    terminal.say_as_it_is(console, said)
 
 
 def _measured(spec: ClusterSpec, limit: int | None, output: Path) -> Preflight:
@@ -83,9 +79,7 @@ def _measured(spec: ClusterSpec, limit: int | None, output: Path) -> Preflight:
 
 
 def _table(measured: Preflight) -> Table:
-    from rich.table import Table
-
-    table = Table("", "latency", "bandwidth", "sizes", box=None, title_justify="left")
+    table = terminal.table(["", "latency", "bandwidth", "sizes"], title_justify="left")
     table.title = (
         f"{measured.nodes} nodes × {measured.ranks_per_node} ranks, {measured.compute.device}, "
         f"{measured.backend}: {measured.evidence}"
