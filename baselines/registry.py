@@ -43,8 +43,8 @@ def _preset(
     name: str, what: str, schedule: Schedule, look: Look | None = None, **more: Any
 ) -> Strategy:
     """A strategy over this library that fixes where parameters are cached."""
-    more = {"built_by": "presets.fcdp", "settings": EncodedSettings} | more
-    return Strategy(name, "fcdp", what, schedule, look, **more)
+    usual: dict[str, Any] = {"built_by": "presets.fcdp", "settings": EncodedSettings}
+    return Strategy(name, "fcdp", what, schedule, look, **(usual | more))
 
 
 # The order is that of tables and figures. One hue per engine (DeepSpeed warm, PyTorch blue, this

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from experiments import terminal
 
 if TYPE_CHECKING:
     from experiments.clusters.interface import Cluster
-    from experiments.records.abilities import Kind
     from experiments.records.cell import AnyCluster, Cell, ClusterSpec
 
 #: Imported once by an emulated cluster, before the first cell; all ranks start from there.
@@ -74,27 +73,16 @@ def simulated_cluster(spec: AnyCluster) -> Cluster:
 
 def cluster(spec: AnyCluster, preload: Sequence[str] = PRELOADED) -> Cluster:
     """The cluster that ``spec`` describes, not yet built, for launches that need these modules."""
-    return _BUILDERS[spec.kind](spec, preload)
+    if spec.kind == "simulated":
+        return simulated_cluster(spec)
+    if spec.kind == "rented":
+        from experiments.clusters.allocation import Allocation
+        from experiments.clusters.rented import RentedCluster
 
-
-def _emulated_cluster(spec: Any, preload: Sequence[str]) -> Cluster:
+        return RentedCluster(Allocation.from_env(), spec)
     from experiments.clusters.emulated import EmulatedCluster
 
     return EmulatedCluster(spec, preload)
-
-
-def _rented_cluster(spec: Any, _: Sequence[str]) -> Cluster:
-    from experiments.clusters.allocation import Allocation
-    from experiments.clusters.rented import RentedCluster
-
-    return RentedCluster(Allocation.from_env(), spec)
-
-
-_BUILDERS: dict[Kind, Callable[[Any, Sequence[str]], Cluster]] = {
-    "emulated": _emulated_cluster,
-    "rented": _rented_cluster,
-    "simulated": lambda spec, _: simulated_cluster(spec),
-}
 
 
 def enter_namespace() -> None:
