@@ -28,8 +28,9 @@ _FP32 = torch.float32.itemsize
 class Buffer:
     """Memory of one chunk on its way from file to file, aligned for direct I/O."""
 
-    def __init__(self, largest: int, itemsize: int) -> None:
-        self._arena = Arena(_region(largest, itemsize), torch.device("cpu"))
+    def __init__(self, plan: Plan) -> None:
+        largest = max(chunk.numel for chunk in plan.all_chunks())
+        self._arena = Arena(_region(largest, plan.type.itemsize), torch.device("cpu"))
         self.memory = self._arena.memory
 
     def states(self, numel: int) -> list[torch.Tensor]:
@@ -150,7 +151,7 @@ def masters(folder: Path, plan: Plan) -> dict[str, torch.Tensor]:
         step = files.step
         if step is None:
             raise ValueError(f"folder = {str(folder)!r}: has no complete step")
-        buffer = Buffer(max(chunk.numel for chunk in plan.all_chunks()), plan.type.itemsize)
+        buffer = Buffer(plan)
         found: dict[str, torch.Tensor] = {}
         for index, unit in enumerate(plan.units):
             parts = [torch.empty(0)]

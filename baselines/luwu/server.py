@@ -188,7 +188,7 @@ class _Run:
             if plan.pipeline == "step"
             else LayerCentric(self._steps, plan.threads, plan)
         )
-        self._buffer = Buffer(max(c.numel for c in self._chunks.values()), plan.type.itemsize)
+        self._buffer = Buffer(plan)
         self._sent = 0
         #: How much of the stream each worker has taken.
         self._taken = dict.fromkeys(range(plan.workers), 0)
@@ -268,7 +268,7 @@ class _Reader:
         self._files = files
         self._progress = progress
         self._inbox = inbox
-        self._buffer = Buffer(max(c.numel for c in plan.all_chunks()), plan.type.itemsize)
+        self._buffer = Buffer(plan)
         self._wanted: deque[tuple[Chunk, int]] = deque()
         self._any = threading.Semaphore(0)
         #: Chunks that may be read and not sent.
