@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from enum import Enum
 from typing import TYPE_CHECKING
 
 from experiments import terminal
 
 if TYPE_CHECKING:
     from experiments.clusters.interface import Cluster
+    from experiments.records.abilities import Kind
     from experiments.records.cell import AnyCluster, Cell, ClusterSpec
 
 #: Imported once by an emulated cluster, before the first cell; all ranks start from there.
@@ -21,17 +21,9 @@ PRELOADED = (
 )
 
 
-class ClusterKind(str, Enum):
-    """The kinds of clusters to run on, whatever a matrix file names."""
-
-    EMULATED = "emulated"
-    RENTED = "rented"
-    SIMULATED = "simulated"
-
-
-def override(kind: ClusterKind | None) -> ClusterSpec | None:
+def override(kind: Kind | None) -> ClusterSpec | None:
     """The cluster to run on in place of a matrix file's; ``None`` for that one itself."""
-    if kind is not ClusterKind.RENTED:
+    if kind != "rented":
         return None
     from experiments.clusters.allocation import Allocation
 

@@ -9,7 +9,7 @@ import typer
 
 from experiments import terminal
 from experiments.commands import kinds
-from experiments.commands.kinds import ClusterKind
+from experiments.records.abilities import Kind
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 def preflight(
     cluster: Annotated[
-        ClusterKind,
+        Kind,
         typer.Option(metavar="KIND", help="What to measure: emulated, or rented nodes."),
-    ] = ClusterKind.EMULATED,
+    ] = "emulated",
     nodes: Annotated[int, typer.Option(min=1, help="Of an emulated cluster.")] = 2,
     ranks: Annotated[int, typer.Option(min=1, help="Per node of an emulated cluster.")] = 2,
     bandwidth: Annotated[
@@ -48,7 +48,7 @@ def preflight(
     from simulation.quantities import link
 
     try:
-        if cluster is ClusterKind.SIMULATED:
+        if cluster == "simulated":
             raise ValueError(
                 "--cluster simulated: has nothing to measure; allowed: emulated, rented"
             )
