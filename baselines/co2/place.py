@@ -49,7 +49,13 @@ def place(model: nn.Module, job: Job) -> Place:
         return Place(_Whole(model, job, 0.0), everyone, None, exchange)
     mesh = _by_worker(topology, together)
     parts = mesh["part"]
-    loop = _sharded(model, job, parts) if settings.worker == "node" else _cached(model, job, parts)
+    loop: FSDP2
+    if settings.worker == "node":
+        shard_each(model, job, parts)
+        loop = FSDP2(model, job, 0.0)
+    else:  # what is gathered is cached on the hosts of the worker's own nodes
+        own = Topology.of_mesh(parts, topology.ranks_per_node)
+        loop = fcdp.build(model, replace(job, topology=own, settings=CacheSettings()))
     # Nothing else uses these groups: no gather queues behind the exchange, nor the other way.
     workers = mesh["worker"]
     peers = workers.get_group() if backend is None else _group(workers.mesh.tolist(), backend)
@@ -88,15 +94,3 @@ class _Whole(FSDP2):
     def backward(self, batch: torch.Tensor, *, last: bool) -> torch.Tensor:
         with self.casting():
             return super().backward(batch, last=last)
-
-
-def _sharded(model: nn.Module, job: Job, parts: DeviceMesh) -> FSDP2:
-    """A worker that FSDP2 shards."""
-    shard_each(model, job, parts)
-    return FSDP2(model, job, 0.0)
-
-
-def _cached(model: nn.Module, job: Job, parts: DeviceMesh) -> FSDP2:
-    """A worker that FCDP shards, and caches on the hosts of the worker's own nodes."""
-    own = Topology.of_mesh(parts, job.topology.ranks_per_node)
-    return fcdp.build(model, replace(job, topology=own, settings=CacheSettings()))

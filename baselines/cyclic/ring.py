@@ -241,7 +241,8 @@ class Executor(Loop):
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:
-        own = {i: self._stages[i].values() for i in self._there()}
+        # Of stages that are not let go.
+        own = {i: each.values() for i, each in enumerate(self._stages) if each.passed.is_there}
         for index, stage in enumerate(self._stages):
             stage.fill(self._mean(index))
         try:
@@ -251,10 +252,6 @@ class Executor(Loop):
                 if index in own:
                     stage.fill(own[index])
                 self._let_go(index)
-
-    def _there(self) -> list[int]:
-        """Stages that are not let go."""
-        return [index for index, stage in enumerate(self._stages) if stage.passed.is_there]
 
     def _mean(self, index: int) -> torch.Tensor:
         """The mean of what all ranks compute a stage with in the next step.

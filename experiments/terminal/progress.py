@@ -234,11 +234,11 @@ def seconds_left(
     if not remaining:
         return 0.0 if finished else None
     running, *others = remaining
-    seconds = [(_link(record.cell), record.seconds) for record in finished]
+    seconds = [(record.cell.inter_bandwidth_bits_per_s, record.seconds) for record in finished]
     left = None
     if step is not None:
         left = (step.of - step.step) * step.seconds
-        seconds.append((_link(running), elapsed + left))
+        seconds.append((running.inter_bandwidth_bits_per_s, elapsed + left))
     if not seconds:
         return None
     if left is None:
@@ -248,13 +248,9 @@ def seconds_left(
 
 def _expected(cell: Cell, seconds: Sequence[tuple[int | None, float]]) -> float:
     """The mean of the cells with its bandwidth, or of all."""
-    alike = [taken for link, taken in seconds if link == _link(cell)]
+    alike = [taken for link, taken in seconds if link == cell.inter_bandwidth_bits_per_s]
     known = alike or [taken for _, taken in seconds]
     return sum(known) / len(known)
-
-
-def _link(cell: Cell) -> int | None:
-    return cell.inter_bandwidth_bits_per_s
 
 
 def clock(seconds: float) -> str:
