@@ -15,25 +15,24 @@ if TYPE_CHECKING:
     import torch
     import torch.nn as nn
 
-_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _BelowOne = Annotated[float, Field(ge=0, lt=1)]
 _Share = Annotated[float, Field(gt=0, le=1)]
 _Count = Annotated[int, Field(ge=1)]
 
 
-class Decay(BaseModel):
-    """The learning rate is multiplied after each so many steps."""
-
+class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Decay(_Strict):
+    """The learning rate is multiplied after each so many steps."""
 
     every: _Count
     by: _Share
 
 
-class Cosine(BaseModel):
+class Cosine(_Strict):
     """The learning rate grows to the cell's, and falls by half a cosine to nothing."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     #: Steps over which it grows.
     warm_up: _Count
@@ -54,20 +53,9 @@ class Cosine(BaseModel):
         return (1 + math.cos(math.pi * share)) / 2
 
 
-class _Optimizer(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+class _Optimizer(_Strict):
     #: How much of a parameter is taken off per step, in units of the learning rate.
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-
-    @property
-    def is_constant(self) -> bool:
-        """Whether the learning rate is that of the cell in every step."""
-        raise NotImplementedError
-
-    def rate(self, step: int) -> float:
-        """What the learning rate is multiplied by at a step, counted from 0."""
-        raise NotImplementedError
 
 
 class AdamW(_Optimizer):
@@ -96,9 +84,11 @@ class AdamW(_Optimizer):
 
     @property
     def is_constant(self) -> bool:
+        """Whether the learning rate is that of the cell in every step."""
         return self.inverse_sqrt_after is None and self.cosine is None
 
     def rate(self, step: int) -> float:
+        """What the learning rate is multiplied by at a step, counted from 0."""
         if self.cosine is not None:
             return self.cosine.rate(step)
         if self.inverse_sqrt_after is None:
@@ -121,9 +111,11 @@ class SGD(_Optimizer):
 
     @property
     def is_constant(self) -> bool:
+        """Whether the learning rate is that of the cell in every step."""
         return self.decay is None
 
     def rate(self, step: int) -> float:
+        """What the learning rate is multiplied by at a step, counted from 0."""
         return 1.0 if self.decay is None else self.decay.by ** (step // self.decay.every)
 
 

@@ -10,6 +10,15 @@ import torch.nn as nn
 from baselines.strategy import numel
 
 
+@torch.no_grad()
+def take_gradients(params: Sequence[nn.Parameter]) -> torch.Tensor:
+    """All gradients end to end, of which the parameters have none then."""
+    found = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+    for param in params:
+        param.grad = None
+    return torch.cat([grad.flatten() for grad in found])
+
+
 class Part:
     """Parameters that come and go together."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from baselines.description import Look, Strategy
 from baselines.schedule import DDP, DEEPSPEED, FCDP, FSDP2, Schedule, within_node
@@ -29,125 +30,109 @@ _FUSED = "quantises with its CUDA operator quantizer, which has no CPU build"
 _COALESCED = "gathers MiCS's shards by NCCL's coalesced all-gather, which gloo has not"
 _DEEPSPEED_HPZ = replace(DEEPSPEED, cache="device")
 _DEEPSPEED_OFFLOAD = replace(DEEPSPEED, optimizer="host")
+
+
+def _deepspeed(name: str, what: str, schedule: Schedule, look: Look, **more: Any) -> Strategy:
+    """A strategy of DeepSpeed's, which the function of its name builds."""
+    function = name.removeprefix("deepspeed-").replace("-", "_")
+    more |= {"built_by": f"deepspeed.variants:{function}", "settings": DeepSpeedSettings}
+    return Strategy(name, "deepspeed", what, schedule, look, **more)
+
+
+def _preset(
+    name: str, what: str, schedule: Schedule, look: Look | None = None, **more: Any
+) -> Strategy:
+    """A strategy over this library that fixes where parameters are cached."""
+    usual: dict[str, Any] = {"built_by": "presets.fcdp", "settings": EncodedSettings}
+    return Strategy(name, "fcdp", what, schedule, look, **(usual | more))
+
+
 # The order is that of tables and figures. One hue per engine (DeepSpeed warm, PyTorch blue, this
 # one purple; FCDP alone is green) and one marker per strategy. The three main ones have Okabe and
 # Ito's colours, which stay apart under the common colour-vision deficiencies; markers say the same
 # in black and white.
 STRATEGIES: tuple[Strategy, ...] = (
-    Strategy(
+    _deepspeed(
         "deepspeed-zero3",
-        "deepspeed",
         "ZeRO stage 3",
         DEEPSPEED,
         Look("#D55E00", "s"),
         title="DeepSpeed ZeRO-3",
-        built_by="deepspeed.variants:zero3",
-        settings=DeepSpeedSettings,
     ),
-    Strategy(
+    _deepspeed(
         "deepspeed-hpz",
-        "deepspeed",
         "ZeRO++ hpZ: a second shard inside the node",
         _DEEPSPEED_HPZ,
         Look("#E69F00", "D"),
-        built_by="deepspeed.variants:hpz",
-        settings=DeepSpeedSettings,
     ),
-    Strategy(
+    _deepspeed(
         "deepspeed-hpz-offload",
-        "deepspeed",
         "hpZ, with parameters on the CPU",
         # A second shard in host memory: copied a parameter at a time, while nothing computes.
         replace(DEEPSPEED, cache="host", parameters="host", blocking=True),
         Look("#8C3B00", "X"),
-        built_by="deepspeed.variants:hpz_offload",
-        settings=DeepSpeedSettings,
     ),
-    Strategy(
+    _deepspeed(
         "deepspeed-offload",
-        "deepspeed",
         "ZeRO-Offload: optimizer on the CPU",
         _DEEPSPEED_OFFLOAD,
         Look("#F0904F", "v"),
         operators=("CPUAdamBuilder",),
-        built_by="deepspeed.variants:offload",
-        settings=DeepSpeedSettings,
     ),
-    Strategy(
+    _deepspeed(
         "deepspeed-offload-param",
-        "deepspeed",
         "ZeRO-Offload: parameters on the CPU too",
         replace(_DEEPSPEED_OFFLOAD, parameters="host"),
         Look("#A67C00", "<"),
         operators=("CPUAdamBuilder",),
-        built_by="deepspeed.variants:offload_param",
-        settings=DeepSpeedSettings,
     ),
-    Strategy(
+    _deepspeed(
         "deepspeed-infinity",
-        "deepspeed",
         "ZeRO-Infinity: parameters and optimizer on NVMe",
         replace(DEEPSPEED, parameters="disk", optimizer="disk"),
         Look("#5C2E00", ">"),
         operators=("AsyncIOBuilder", "CPUAdamBuilder"),
         needs_header=(Path("/usr/include/libaio.h"), "libaio-dev"),
-        built_by="deepspeed.variants:infinity",
-        settings=DeepSpeedSettings,
     ),
-    Strategy(
+    _deepspeed(
         "deepspeed-qwz",
-        "deepspeed",
         "ZeRO++ qwZ: int8 gathers",
         replace(DEEPSPEED, gather_codec="int8"),
         Look("#FFB000", "P"),
         numerics="bounded",
         needs_cuda=_FUSED,
-        built_by="deepspeed.variants:qwz",
-        settings=DeepSpeedSettings,
     ),
-    Strategy(
+    _deepspeed(
         "deepspeed-qgz",
-        "deepspeed",
         "ZeRO++ qgZ: int4 reductions",
         # Its quantised reduction is two all-to-alls, inside the node and across.
         replace(DEEPSPEED, reduce_codec="int4"),
         Look("#C04000", "p"),
         numerics="bounded",
         needs_cuda=_FUSED,
-        built_by="deepspeed.variants:qgz",
-        settings=DeepSpeedSettings,
     ),
-    Strategy(
+    _deepspeed(
         "deepspeed-zeropp",
-        "deepspeed",
         "ZeRO++: hpZ, qwZ and qgZ",
         replace(_DEEPSPEED_HPZ, gather_codec="int8", reduce_codec="int4"),
         Look("#7A5C00", "h"),
         numerics="bounded",
         needs_cuda=_FUSED,
-        built_by="deepspeed.variants:zeropp",
-        settings=DeepSpeedSettings,
     ),
-    Strategy(
+    _deepspeed(
         "deepspeed-mics",
-        "deepspeed",
         "MiCS: sharded inside the node",
         within_node(DEEPSPEED),
         Look("#B35900", "*"),
         needs_cuda=_COALESCED,
-        built_by="deepspeed.variants:mics",
-        settings=DeepSpeedSettings,
     ),
-    Strategy(
+    _deepspeed(
         "deepspeed-mics-hierarchical",
-        "deepspeed",
         "MiCS, gathers in two hops",
         # Its two hops are inside the shard group, here one node: the same exchanges.
         within_node(DEEPSPEED),
         Look("#A0522D", "d"),
         needs_cuda=_COALESCED,
-        built_by="deepspeed.variants:mics_hierarchical",
-        settings=DeepSpeedSettings,
     ),
     Strategy(
         "fsdp2",
@@ -190,53 +175,38 @@ STRATEGIES: tuple[Strategy, ...] = (
         Look("#4D4D4D", "P"),
         built_by="pytorch.ddp",
     ),
-    Strategy(
+    _preset(
         "zero3",
-        "fcdp",
         "ZeRO-3 over this engine: nothing is cached",
         replace(FCDP, policy="none"),
         Look("#CC79A7", "s"),
-        built_by="presets.fcdp",
-        settings=EncodedSettings,
     ),
-    Strategy(
+    _preset(
         "hpz",
-        "fcdp",
         "ZeRO++ hpZ over this engine: cached on the device",
         replace(FCDP, policy="device"),
         Look("#882255", "D"),
-        built_by="presets.fcdp",
-        settings=EncodedSettings,
     ),
-    Strategy(
+    _preset(
         "qwz",
-        "fcdp",
         "ZeRO++ qwZ over this engine: int8 gathers",
         replace(FCDP, policy="none", gather_codec="int8"),
         Look("#AA4499", "v"),
         numerics="bounded",
-        built_by="presets.fcdp",
-        settings=EncodedSettings,
     ),
-    Strategy(
+    _preset(
         "qgz",
-        "fcdp",
         "ZeRO++ qgZ over this engine: int4 reductions",
         replace(FCDP, policy="none", reduce_codec="int4"),
         Look("#5B3F8C", "<"),
         numerics="bounded",
-        built_by="presets.fcdp",
-        settings=EncodedSettings,
     ),
-    Strategy(
+    _preset(
         "zeropp",
-        "fcdp",
         "ZeRO++ over this engine: hpZ, qwZ and qgZ",
         replace(FCDP, policy="device", gather_codec="int8", reduce_codec="int4"),
         Look("#9C86CF", "P"),
         numerics="bounded",
-        built_by="presets.fcdp",
-        settings=EncodedSettings,
     ),
     Strategy(
         "mics",
@@ -245,13 +215,11 @@ STRATEGIES: tuple[Strategy, ...] = (
         within_node(FCDP),
         built_by="presets.mics",
     ),
-    Strategy(
+    _preset(
         "offload",
-        "fcdp",
         "ZeRO-Offload over this engine: parts and optimizer on the CPU",
         replace(FCDP, policy="none", parameters="host", optimizer="host"),
         built_by="presets.fcdp:offload",
-        settings=EncodedSettings,
     ),
     Strategy(
         "replicated",

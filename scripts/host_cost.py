@@ -34,6 +34,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 
 import fcdp
+from experiments.records import provenance
 from fcdp.engine import Engine, engine_of
 from fcdp.streams import Streams
 from scripts.gpu import fake
@@ -242,7 +243,7 @@ def measured() -> dict[str, Any]:
     return {
         "command": "python -m scripts.host_cost --write",
         "date": date.today().isoformat(),
-        "machine": f"{_processor()}, shared with other work",
+        "machine": f"{provenance.gather().hardware['cpu']}, shared with other work",
         "torch": torch.__version__,
         "python": platform.python_version(),
         "elements_per_rank": ELEMENTS,
@@ -321,15 +322,6 @@ def _without_collector() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-
-
-def _processor() -> str:
-    """Name the machine's processor."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from baselines.presets import fcdp
 from baselines.pytorch.ddp import autocast
-from baselines.pytorch.fsdp2 import FSDP2, mixed_precision
+from baselines.pytorch.fsdp2 import FSDP2, shard_each
 from baselines.settings import CacheSettings, LocalSGDSettings, divided
 from baselines.strategy import Job, trained_numel
 from fcdp import Topology
@@ -50,7 +49,13 @@ def place(model: nn.Module, job: Job) -> Place:
         return Place(_Whole(model, job, 0.0), everyone, None, exchange)
     mesh = _by_worker(topology, together)
     parts = mesh["part"]
-    loop = _sharded(model, job, parts) if settings.worker == "node" else _cached(model, job, parts)
+    loop: FSDP2
+    if settings.worker == "node":
+        shard_each(model, job, parts)
+        loop = FSDP2(model, job, 0.0)
+    else:  # what is gathered is cached on the hosts of the worker's own nodes
+        own = Topology.of_mesh(parts, topology.ranks_per_node)
+        loop = fcdp.build(model, replace(job, topology=own, settings=CacheSettings()))
     # Nothing else uses these groups: no gather queues behind the exchange, nor the other way.
     workers = mesh["worker"]
     peers = workers.get_group() if backend is None else _group(workers.mesh.tolist(), backend)
@@ -89,16 +94,3 @@ class _Whole(FSDP2):
     def backward(self, batch: torch.Tensor, *, last: bool) -> torch.Tensor:
         with self.casting():
             return super().backward(batch, last=last)
-
-
-def _sharded(model: nn.Module, job: Job, parts: DeviceMesh) -> FSDP2:
-    """A worker that FSDP2 shards."""
-    for module in [*job.blocks, model]:
-        fully_shard(module, mesh=parts, mp_policy=mixed_precision(job.dtype))
-    return FSDP2(model, job, 0.0)
-
-
-def _cached(model: nn.Module, job: Job, parts: DeviceMesh) -> FSDP2:
-    """A worker that FCDP shards, and caches on the hosts of the worker's own nodes."""
-    own = Topology.of_mesh(parts, job.topology.ranks_per_node)
-    return fcdp.build(model, replace(job, topology=own, settings=CacheSettings()))

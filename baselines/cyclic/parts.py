@@ -34,16 +34,6 @@ class Stage:
         self.kept.fill(kept)
         self.passed.fill(passed)
 
-    @torch.no_grad()
-    def take_gradients(self) -> torch.Tensor:
-        """All gradients end to end, of which the parameters have none then."""
-        found = [
-            torch.zeros_like(param) if param.grad is None else param.grad for param in self.trained
-        ]
-        for param in self.trained:
-            param.grad = None
-        return torch.cat([grad.flatten() for grad in found])
-
 
 class Owned:
     """The newest parameters of the stage that this rank owns, and their optimizer."""

@@ -29,7 +29,7 @@ from baselines.cyclic.routes import Cycle, Kind
 from baselines.cyclic.segments import Segments
 from baselines.cyclic.stages import begin_stage, chosen_runs, parameters, split
 from baselines.loop import Loop
-from baselines.part import Part
+from baselines.part import Part, take_gradients
 from baselines.pytorch.ddp import autocast
 from baselines.settings import CyclicSettings
 from baselines.strategy import Job, numel
@@ -183,7 +183,7 @@ class Executor(Loop):
         if adds:
             self._post.expect("gradient", index)
         segments.backward(index)
-        total = self._stages[index].take_gradients()
+        total = take_gradients(self._stages[index].trained)
         if adds:
             total += self._post.take("gradient", index).to(total.device)
         last = self._rank == self._cycle.ranks - 1
@@ -241,7 +241,8 @@ class Executor(Loop):
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:
-        own = {i: self._stages[i].values() for i in self._there()}
+        # Of stages that are not let go.
+        own = {i: each.values() for i, each in enumerate(self._stages) if each.passed.is_there}
         for index, stage in enumerate(self._stages):
             stage.fill(self._mean(index))
         try:
@@ -251,10 +252,6 @@ class Executor(Loop):
                 if index in own:
                     stage.fill(own[index])
                 self._let_go(index)
-
-    def _there(self) -> list[int]:
-        """Stages that are not let go."""
-        return [index for index, stage in enumerate(self._stages) if stage.passed.is_there]
 
     def _mean(self, index: int) -> torch.Tensor:
         """The mean of what all ranks compute a stage with in the next step.

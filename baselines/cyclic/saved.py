@@ -21,14 +21,11 @@ class SavedBytes:
 
     def counted(self) -> saved_tensors_hooks:
         """A context in which what operations keep is counted, until it is let go."""
-        return saved_tensors_hooks(self._pack, _unpack)
+        return saved_tensors_hooks(lambda tensor: _Kept(tensor, self), lambda kept: kept.tensor)
 
     def begin(self) -> None:
         """Count the peak from here on."""
         self.peak = self.now
-
-    def _pack(self, tensor: torch.Tensor) -> _Kept:
-        return _Kept(tensor, self)
 
     def keep(self, storage: torch.UntypedStorage) -> None:
         where = storage.data_ptr()
@@ -57,7 +54,3 @@ class _Kept:
 
     def __del__(self) -> None:
         self._counts.let_go(self.tensor.untyped_storage())
-
-
-def _unpack(kept: _Kept) -> torch.Tensor:
-    return kept.tensor

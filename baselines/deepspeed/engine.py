@@ -13,8 +13,8 @@ import torch.nn as nn
 from deepspeed.accelerator import get_accelerator
 from torch.utils.cpp_extension import _get_build_directory
 
-from baselines.phases import Phases
-from baselines.strategy import CacheUse, Job, make_optimizer, trainable_parameters
+from baselines.loop import Loop
+from baselines.strategy import Job, make_optimizer, trainable_parameters
 
 
 def initialize(
@@ -39,8 +39,7 @@ def initialize(
         optimizer=optimizer or make_optimizer(model, job),
         config=config,
     )
-    phases = Phases(job.topology.mesh.device_type)
-    return DeepSpeedZero3(engine, job, closed_form_bytes, phases)
+    return DeepSpeedZero3(engine, job, closed_form_bytes)
 
 
 def build_operators(*more: str) -> None:
@@ -64,52 +63,24 @@ def build_operators(*more: str) -> None:
             builder.load(verbose=False)
 
 
-class DeepSpeedZero3:
+class DeepSpeedZero3(Loop):
     """DeepSpeed's own loop: its engine counts micro-batches and steps after the last."""
 
     engine = "deepspeed"
-    engine_version: str = deepspeed.__version__
-    policy: str | None = None
-    host_cache_bytes: int | None = None
-    interval = 1
-    cache: CacheUse | None = None
-
-    def __init__(self, engine: Any, job: Job, closed_form_bytes: float, phases: Phases) -> None:
-        self._engine = engine
-        self._job = job
-        self.closed_form_bytes = closed_form_bytes
-        self._phases = phases
+    engine_version = deepspeed.__version__
 
     def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
+        engine: Any = self.model
         losses = []
         for batch in micro_batches:
             with self._phases.timed("forward"):
-                loss = self._job.loss(self._engine, batch)
+                loss = self.job.loss(engine, batch)
             with self._phases.timed("backward"):
-                self._engine.backward(loss)  # divides by the number of micro-batches itself
+                engine.backward(loss)  # divides by the number of micro-batches itself
             with self._phases.timed("optimizer"):
-                self._engine.step()
+                engine.step()
             losses.append(loss.detach())
         return torch.stack(losses).mean()
-
-    @torch.no_grad()
-    def evaluate(self, batch: torch.Tensor) -> torch.Tensor:
-        self._engine.eval()
-        found = self._job.measured(self._engine, batch)
-        self._engine.train()
-        return found
-
-    def settle(self) -> None:
-        pass
-
-    def take_metrics(self) -> dict[str, float]:
-        return {}
-
-    def take_ledger(self) -> dict[str, dict[str, float]] | None:
-        return None
-
-    def take_phases(self) -> dict[str, float] | None:
-        return self._phases.take()
 
 
 if __name__ == "__main__":

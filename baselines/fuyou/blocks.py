@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -14,23 +14,13 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
 from baselines.fuyou.cost import Item
-from baselines.fuyou.swap import Name
+from baselines.fuyou.fifo import Fifo
+from baselines.fuyou.swap import Swapper
 
 #: Matrix products, whose outputs may be kept.
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 #: A product of a forward: its block, and its place among the products of the block.
 Product = tuple[int, int]
-
-
-class Host(Protocol):
-    """Who has parameters, and keeps what leaves the device."""
-
-    def acquire(self, block: int) -> None: ...
-    def release(self, block: int) -> None: ...
-    def collect(self, block: int) -> None: ...
-    def put(self, name: Name, tensor: torch.Tensor) -> None: ...
-    def get(self, name: Name) -> torch.Tensor: ...
-    def coming(self, block: int) -> None: ...
 
 
 @dataclass
@@ -45,9 +35,19 @@ class Profile:
 class Recomputed:
     """The blocks of a model, each a node of autograd's graph that computes its forward again."""
 
-    def __init__(self, blocks: Sequence[nn.Module], host: Host, device: torch.device) -> None:
-        self._host = host
-        self._device = device
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        fifo: Fifo,
+        swapper: Swapper,
+        collect: Callable[[int], None],
+        device: torch.device,
+    ) -> None:
+        """``collect`` is called with a block when all of its gradients are there."""
+        self.fifo = fifo
+        self.swapper = swapper
+        self.collect = collect
+        self.device = device
         #: Products whose outputs are kept.
         self.kept: frozenset[Product] = frozenset()
         self.profile = Profile(0.0, 0, {})
@@ -71,9 +71,9 @@ class Recomputed:
             return original(*positional, **named)
 
         if not torch.is_grad_enabled():
-            self._host.acquire(index)
+            self.fifo.acquire(index)
             found = compute(leaves)
-            self._host.release(index)
+            self.fifo.release(index)
             return found
         call = _Call(self, index, compute)
         apply: Any = _Block.apply
@@ -105,19 +105,18 @@ class _Call:
 
     def forward(self, leaves: Sequence[Any]) -> tuple[torch.Tensor, ...]:
         """Compute the block, and keep its inputs that need a gradient elsewhere."""
-        host = self.of._host
-        host.acquire(self.index)
+        self.of.fifo.acquire(self.index)
         inputs = [_apart(leaf) for leaf in leaves]
         # With a graph, which is dropped: some operations choose their kernel by whether there is
         # one, and what is computed again must be the same.
         with torch.enable_grad(), _Forward(self.of, self.index):
             outputs, self._spec = tree_flatten(self._compute(inputs))
-        host.release(self.index)
+        self.of.fifo.release(self.index)
         tensors = [output for output in outputs if isinstance(output, torch.Tensor)]
         self._others = [None if isinstance(o, torch.Tensor) else (o,) for o in outputs]
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                host.put((self.index, "input", place), leaf)
+                self.of.swapper.put((self.index, "input", place), leaf)
                 self.of.profile.between += leaf.nbytes
                 self._swapped.append(place)
                 self._leaves.append(None)
@@ -133,12 +132,12 @@ class _Call:
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Compute the block again, and its gradients; those of its inputs are returned."""
-        host = self.of._host
-        host.acquire(self.index)
-        host.coming(self.index)
+        self.of.fifo.acquire(self.index)
+        # And what the block before it has kept, whose backward is next.
+        self.of.swapper.expect_of((self.index, self.index - 1))
         inputs = list(self._leaves)
         for place in self._swapped:
-            found = host.get((self.index, "input", place))
+            found = self.of.swapper.get((self.index, "input", place))
             inputs[place] = found.requires_grad_()
         now, device_now = torch.get_rng_state(), self._device_state()
         self._set_random(self._random, self._device_random)
@@ -156,12 +155,12 @@ class _Call:
         found_gradients: list[torch.Tensor | None] = [None] * len(inputs)
         for place in self._swapped:
             found_gradients[place] = inputs[place].grad
-        host.collect(self.index)
-        host.release(self.index)
+        self.of.collect(self.index)
+        self.of.fifo.release(self.index)
         return found_gradients
 
     def _device_state(self) -> torch.Tensor | None:
-        device = self.of._device
+        device = self.of.device
         if device.type == "cpu":
             return None
         state: torch.Tensor = torch.get_device_module(device).get_rng_state()
@@ -170,7 +169,7 @@ class _Call:
     def _set_random(self, host: torch.Tensor, device: torch.Tensor | None) -> None:
         torch.set_rng_state(host)
         if device is not None:
-            torch.get_device_module(self.of._device).set_rng_state(device)
+            torch.get_device_module(self.of.device).set_rng_state(device)
 
 
 class _Block(torch.autograd.Function):
@@ -213,7 +212,7 @@ class _Forward(_Products):
         out = func(*args, **(kwargs or {}))
         place = self._place(func)
         if self._is_kept(place):
-            self._of._host.put((self._index, "product", place), out)
+            self._of.swapper.put((self._index, "product", place), out)
         self._of.counted(self._index, place, func, args, out)
         return out
 
@@ -224,7 +223,7 @@ class _Again(_Products):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         place = self._place(func)
         if self._is_kept(place):
-            return self._of._host.get((self._index, "product", place))
+            return self._of.swapper.get((self._index, "product", place))
         return func(*args, **(kwargs or {}))
 
 

@@ -37,7 +37,8 @@ class Limited:
         group = parent / f"fuyou-{os.getpid()}"
         for old in parent.glob("fuyou-*"):
             if not Path("/proc", old.name.removeprefix("fuyou-")).exists():
-                _remove(old)  # of a process that was killed
+                with contextlib.suppress(OSError):
+                    old.rmdir()  # of a process that was killed
         group.mkdir()
         self.leave = weakref.finalize(self, _leave, parent, group)
         if first:
@@ -48,11 +49,6 @@ class Limited:
             both = f"{disk} rbps={bytes_per_s} wbps={bytes_per_s}"
             (group / "io.max").write_text(both, encoding="ascii")
         (group / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
-
-
-def _remove(group: Path) -> None:
-    with contextlib.suppress(OSError):
-        group.rmdir()
 
 
 def _leave(parent: Path, group: Path) -> None:

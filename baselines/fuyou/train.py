@@ -36,7 +36,7 @@ from baselines.fuyou.memory import Dram
 from baselines.fuyou.optimizer import BUFFERS, Adam, Updates
 from baselines.fuyou.plan import Choice, Observed, choose
 from baselines.fuyou.store import STATE, Store
-from baselines.fuyou.swap import Name, Swapper
+from baselines.fuyou.swap import Swapper
 from baselines.loop import Loop
 from baselines.optimizers import AdamW
 from baselines.settings import FuyouSettings
@@ -119,7 +119,9 @@ class Fuyou(Loop):
         self._check_device()
         self._fifo.load_root()
         self._swapper = Swapper(self._dram, self._disk, self._copies, folder)
-        self._recomputed = Recomputed(job.blocks, self, self._device)
+        self._recomputed = Recomputed(
+            job.blocks, self._fifo, self._swapper, self._collect_of, self._device
+        )
         self._last = True
         self._broken = False
         #: What was chosen to be kept; ``None`` before the profiling step.
@@ -265,26 +267,8 @@ class Fuyou(Loop):
                 f"a step failed; open the folder anew to go on from step {self.steps_done}"
             )
 
-    # What blocks ask for.
-
-    def acquire(self, block: int) -> None:
-        self._fifo.acquire(block)
-
-    def release(self, block: int) -> None:
-        self._fifo.release(block)
-
-    def collect(self, block: int) -> None:
+    def _collect_of(self, block: int) -> None:
         self._collect(self._layout.blocks[block].trained)
-
-    def put(self, name: Name, tensor: torch.Tensor) -> None:
-        self._swapper.put(name, tensor)
-
-    def get(self, name: Name) -> torch.Tensor:
-        return self._swapper.get(name)
-
-    def coming(self, block: int) -> None:
-        """A block's backward begins: read what it and the one before it have kept."""
-        self._swapper.expect_of((block, block - 1))
 
     def _collect(self, groups: Sequence[Group]) -> None:
         """Hand the gradients of groups over to the optimizer."""

@@ -11,8 +11,6 @@ import fcntl
 import json
 import os
 import threading
-from collections.abc import Iterable
-from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -30,8 +28,9 @@ _FP32 = torch.float32.itemsize
 class Buffer:
     """Memory of one chunk on its way from file to file, aligned for direct I/O."""
 
-    def __init__(self, largest: int, itemsize: int) -> None:
-        self._arena = Arena(_region(largest, itemsize), torch.device("cpu"))
+    def __init__(self, plan: Plan) -> None:
+        largest = max(chunk.numel for chunk in plan.all_chunks())
+        self._arena = Arena(_region(largest, plan.type.itemsize), torch.device("cpu"))
         self.memory = self._arena.memory
 
     def states(self, numel: int) -> list[torch.Tensor]:
@@ -63,16 +62,15 @@ class Files:
             raise ValueError(f"folder = {str(folder)!r}: another server has it") from error
         self._type = plan.type
         _compare(folder / "layers.json", plan)
-        chunks = list(plan.all_chunks())
-        self._trained = _offsets([c for c in chunks if c.trained], plan.type.itemsize)
-        self._frozen = _offsets([c for c in chunks if not c.trained], plan.type.itemsize)
-        trained, frozen = (
-            sum(_region(c.numel, self._type.itemsize) for c in chunks if c.trained),
-            sum(aligned(c.numel * self._type.itemsize) for c in chunks if not c.trained),
-        )
+        #: Where each chunk begins in its file, of trained ones or of frozen ones.
+        self._places: dict[tuple[int, int], int] = {}
+        ends = {True: 0, False: 0}
+        for chunk in plan.all_chunks():
+            self._places[chunk.unit, chunk.index] = ends[chunk.trained]
+            ends[chunk.trained] += self._size(chunk)
         there = self.step is not None
-        self._generations = [_open(folder / f"generation-{i}", trained, there) for i in range(2)]
-        self._still = _open(folder / "frozen", frozen, there)
+        self._generations = [_open(folder / f"generation-{i}", ends[True], there) for i in range(2)]
+        self._still = _open(folder / "frozen", ends[False], there)
         #: Bytes read and written since the files were opened.
         self.read = self.written = 0
         self._counts = threading.Lock()
@@ -85,17 +83,12 @@ class Files:
     def read_states(self, chunk: Chunk, step: int, buffer: Buffer) -> None:
         """Fill master and moments of a trained chunk after ``step``."""
         nbytes = _STATES * aligned(chunk.numel * _FP32)
-        self._read(self._generations[step % 2], self._place(chunk), buffer.memory[:nbytes])
+        self._read(self._file(chunk, step), self._place(chunk), buffer.memory[:nbytes])
 
     def write(self, chunk: Chunk, step: int, buffer: Buffer) -> None:
-        """Write all of a trained chunk as it is after ``step``."""
-        nbytes = _region(chunk.numel, self._type.itemsize)
-        self._write(self._generations[step % 2], self._place(chunk), buffer.memory[:nbytes])
-
-    def write_frozen(self, chunk: Chunk, buffer: Buffer) -> None:
-        """Write a frozen chunk, from the beginning of the buffer."""
-        nbytes = aligned(chunk.numel * self._type.itemsize)
-        self._write(self._still, self._place(chunk), buffer.memory[:nbytes])
+        """Write all of a chunk as it is after ``step``: a frozen one from the buffer's start."""
+        memory = buffer.memory[: self._size(chunk)]
+        self._write(self._file(chunk, step), self._place(chunk), memory)
 
     def parameters(self, chunk: Chunk, step: int, buffer: Buffer) -> memoryview:
         """What workers compute with after ``step``, read into the buffer."""
@@ -103,9 +96,7 @@ class Files:
         memory, place = buffer.memory[: aligned(nbytes)], self._place(chunk)
         if chunk.trained:
             place += _STATES * aligned(chunk.numel * _FP32)
-            self._read(self._generations[step % 2], place, memory)
-        else:
-            self._read(self._still, place, memory)
+        self._read(self._file(chunk, step), place, memory)
         return bytes_of(memory[:nbytes])
 
     def commit(self, step: int) -> None:
@@ -122,7 +113,14 @@ class Files:
         self._lock.close()
 
     def _place(self, chunk: Chunk) -> int:
-        return (self._trained if chunk.trained else self._frozen)[chunk.unit, chunk.index]
+        return self._places[chunk.unit, chunk.index]
+
+    def _file(self, chunk: Chunk, step: int) -> int:
+        return self._generations[step % 2] if chunk.trained else self._still
+
+    def _size(self, chunk: Chunk) -> int:
+        size = self._type.itemsize
+        return _region(chunk.numel, size) if chunk.trained else aligned(chunk.numel * size)
 
     def _read(self, file: int, offset: int, memory: torch.Tensor) -> None:
         direct_io.read_all(file, offset, memory)
@@ -153,7 +151,7 @@ def masters(folder: Path, plan: Plan) -> dict[str, torch.Tensor]:
         step = files.step
         if step is None:
             raise ValueError(f"folder = {str(folder)!r}: has no complete step")
-        buffer = Buffer(max(chunk.numel for chunk in plan.all_chunks()), plan.type.itemsize)
+        buffer = Buffer(plan)
         found: dict[str, torch.Tensor] = {}
         for index, unit in enumerate(plan.units):
             parts = [torch.empty(0)]
@@ -172,16 +170,6 @@ def masters(folder: Path, plan: Plan) -> dict[str, torch.Tensor]:
 def _region(numel: int, itemsize: int) -> int:
     """Bytes that a trained chunk takes in a generation."""
     return _STATES * aligned(numel * _FP32) + aligned(numel * itemsize)
-
-
-def _offsets(chunks: Iterable[Chunk], itemsize: int) -> dict[tuple[int, int], int]:
-    """Where each chunk begins in its file."""
-    chunks = list(chunks)
-    sizes = (
-        _region(c.numel, itemsize) if c.trained else aligned(c.numel * itemsize) for c in chunks
-    )
-    begins = accumulate(sizes, initial=0)
-    return {(c.unit, c.index): begin for c, begin in zip(chunks, begins, strict=False)}
 
 
 def _compare(file: Path, plan: Plan) -> None:

@@ -99,11 +99,10 @@ class Steps:
         self._progress = progress
         self._done = done
         self.failed = failed
-        largest = max(chunk.numel for chunk in plan.all_chunks())
         #: As many as may be under way: nobody waits for one for ever.
         self._buffers: queue.SimpleQueue[Buffer | None] = queue.SimpleQueue()
         for _ in range(WINDOW):
-            self._buffers.put(Buffer(largest, plan.type.itemsize))
+            self._buffers.put(Buffer(plan))
 
     def read(self, item: Item) -> None:
         """Read master and moments."""

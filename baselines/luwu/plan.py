@@ -14,7 +14,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from baselines.luwu.messages import LARGEST_CHUNK
 from baselines.optimizers import AdamW
 
-Pipeline = Literal["step", "layer"]
 #: The unit of what is outside of the blocks: embeddings and head. Block i is unit i + 1.
 ROOT = 0
 
@@ -93,7 +92,7 @@ class Plan(BaseModel):
     learning_rate: float
     optimizer: AdamW
     threads: Annotated[int, Field(ge=4)]
-    pipeline: Pipeline
+    pipeline: Literal["step", "layer"]
     merged: bool
 
     @property

@@ -188,7 +188,7 @@ class _Run:
             if plan.pipeline == "step"
             else LayerCentric(self._steps, plan.threads, plan)
         )
-        self._buffer = Buffer(max(c.numel for c in self._chunks.values()), plan.type.itemsize)
+        self._buffer = Buffer(plan)
         self._sent = 0
         #: How much of the stream each worker has taken.
         self._taken = dict.fromkeys(range(plan.workers), 0)
@@ -238,11 +238,10 @@ class _Run:
             for state, value in zip(states, (values, 0.0, 0.0), strict=True):
                 state.copy_(torch.as_tensor(value))
             self._buffer.parameters(chunk.numel, self.plan.type).copy_(values)
-            self.files.write(chunk, 0, self._buffer)
         else:
             nbytes = chunk.numel * self.plan.type.itemsize
             self._buffer.memory[:nbytes].view(self.plan.type).copy_(values)
-            self.files.write_frozen(chunk, self._buffer)
+        self.files.write(chunk, 0, self._buffer)
         self._missing.discard((chunk.unit, chunk.index))
         answers = [Message(Kind.APPLIED, unit=chunk.unit)]
         if not self._missing:
@@ -269,7 +268,7 @@ class _Reader:
         self._files = files
         self._progress = progress
         self._inbox = inbox
-        self._buffer = Buffer(max(c.numel for c in plan.all_chunks()), plan.type.itemsize)
+        self._buffer = Buffer(plan)
         self._wanted: deque[tuple[Chunk, int]] = deque()
         self._any = threading.Semaphore(0)
         #: Chunks that may be read and not sent.

@@ -27,7 +27,7 @@ from baselines.luwu.plan import ROOT, Chunk, Frozen, Parameter, Pass, Plan, Unit
 from baselines.luwu.port import Port
 from baselines.luwu.wire import Keys
 from baselines.optimizers import AdamW
-from baselines.part import Part
+from baselines.part import Part, take_gradients
 from baselines.settings import LuWuSettings
 from baselines.strategy import Job, trained_numel
 from fcdp.cache.arena import Arena, aligned
@@ -39,15 +39,11 @@ def build(model: nn.Module, job: Job) -> LuWu:
     Raises ``ValueError`` for several micro-batches, another optimizer than AdamW, and a model
     whose parts cannot be pulled in LuWu's order.
     """
-    keys = Keys.of_environment()
-    worker = LuWu(model, job, partial(_connect, keys, os.environ["FCDP_SWITCH"]))
+    keys, address = Keys.of_environment(), os.environ["FCDP_SWITCH"]
+    worker = LuWu(model, job, lambda plan, rank, land: Port(plan, rank, keys, address, land))
     # In this process's own end, be it a child of multiprocessing's or not.
     Finalize(None, worker.close, exitpriority=1)
     return worker
-
-
-def _connect(keys: Keys, address: str, plan: Plan, rank: int, land: Any) -> Port:
-    return Port(plan, rank, keys, address, land)
 
 
 class _Layer:
@@ -89,15 +85,6 @@ class _Layer:
     def free(self) -> None:
         for part in self.parts:
             part.free()
-
-    @torch.no_grad()
-    def take_gradients(self) -> torch.Tensor:
-        """All gradients end to end, of which the parameters have none then."""
-        found = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.trained]
-        for param in self.trained:
-            param.grad = None
-        self.missing = len(self.trained)
-        return torch.cat([grad.flatten() for grad in found])
 
 
 def _described(params: Sequence[nn.Parameter], names: Mapping[int, str]) -> list[Parameter]:
@@ -266,7 +253,7 @@ class LuWu(Loop):
     def _hook(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         inside = {id(module) for block in blocks for module in block.modules()}
         for module in _outside(model, inside):
-            module.register_forward_pre_hook(self._before_outside)
+            module.register_forward_pre_hook(lambda *_: self._enter(ROOT))
             if not isinstance(module, nn.Embedding):
                 module.register_forward_hook(self._after_outside)
         for unit, block in enumerate(blocks, start=1):
@@ -275,9 +262,6 @@ class LuWu(Loop):
         for index, layer in enumerate(self._layers):
             for param in layer.trained:
                 param.register_post_accumulate_grad_hook(partial(self._has_gradient, index))
-
-    def _before_outside(self, *_: object) -> None:
-        self._enter(ROOT)
 
     def _after_outside(self, module: nn.Module, *_: object) -> None:
         if not self._among_blocks:
@@ -297,10 +281,7 @@ class LuWu(Loop):
             return
         for tensor in output if isinstance(output, (tuple, list)) else (output,):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(partial(self._before_backward, unit))
-
-    def _before_backward(self, unit: int, _gradient: torch.Tensor) -> None:
-        self._enter(unit)
+                tensor.register_hook(lambda _: self._enter(unit))
 
     def _enter(self, unit: int) -> None:
         """Have a layer here, and let the one before go."""
@@ -334,7 +315,9 @@ class LuWu(Loop):
 
     def _push(self, unit: int) -> None:
         self._unpushed.remove(unit)
-        self._port.push(self.steps_done, unit, self._layers[unit].take_gradients())
+        layer = self._layers[unit]
+        layer.missing = len(layer.trained)
+        self._port.push(self.steps_done, unit, take_gradients(layer.trained))
 
 
 def _outside(model: nn.Module, inside: set[int]) -> Iterator[nn.Module]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -20,13 +22,7 @@ from baselines.strategy import Job, make_optimizer, zero3_bytes
 def build(model: nn.Module, job: Job, offload_policy: OffloadPolicy = OffloadPolicy()) -> FSDP2:
     """Shard every block and the root over all ranks; each is a unit."""
     closed_form = zero3_bytes(model, job)
-    for module in [*job.blocks, model]:
-        fully_shard(
-            module,
-            mesh=job.topology.mesh,
-            mp_policy=mixed_precision(job.dtype),
-            offload_policy=offload_policy,
-        )
+    shard_each(model, job, job.topology.mesh, offload_policy=offload_policy)
     return FSDP2(model, job, closed_form)
 
 
@@ -36,6 +32,12 @@ def offload(model: nn.Module, job: Job) -> FSDP2:
     ZeRO-3's schedule; the optimizer steps where the shards are. On a CPU it is FSDP2 itself.
     """
     return build(model, job, CPUOffloadPolicy(pin_memory=torch.accelerator.is_available()))
+
+
+def shard_each(model: nn.Module, job: Job, mesh: DeviceMesh, **more: Any) -> None:
+    """Shard every block and the root over a mesh, by FSDP2; ``more`` is as it takes it."""
+    for module in [*job.blocks, model]:
+        fully_shard(module, mesh=mesh, mp_policy=mixed_precision(job.dtype), **more)
 
 
 def mixed_precision(dtype: torch.dtype) -> MixedPrecisionPolicy:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 
-from baselines.pytorch.fsdp2 import FSDP2, mixed_precision
+from baselines.pytorch.fsdp2 import FSDP2, shard_each
 from baselines.strategy import Job, replicated_bytes
 from fcdp import Topology
 
@@ -23,9 +23,7 @@ def shard(model: nn.Module, job: Job) -> tuple[nn.Module, Job, float]:
     Returns the arguments of ``HybridShard``: the model, the job, the least bytes per step.
     """
     closed_form = replicated_bytes(model, job)
-    mesh = by_node(job.topology)
-    for module in [*job.blocks, model]:
-        fully_shard(module, mesh=mesh, mp_policy=mixed_precision(job.dtype))
+    shard_each(model, job, by_node(job.topology))
     return model, job, closed_form
 
 

@@ -8,10 +8,9 @@ from typing import Any
 from unittest import mock
 
 import torch.nn as nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
 
-from baselines.pytorch.fsdp2 import FSDP2, mixed_precision
+from baselines.pytorch.fsdp2 import FSDP2, shard_each
 from baselines.strategy import Job, crossing_bytes, numel, trained_numel
 
 
@@ -21,13 +20,7 @@ def build(model: nn.Module, job: Job) -> FSDP2:
     moved = numel(model.parameters()) + trained_numel(model)
     closed_form = crossing_bytes(moved, job) * job.accumulation
     with _one_mesh_for_all():
-        for module in [*job.blocks, model]:
-            fully_shard(
-                module,
-                mesh=topology.mesh,
-                mp_policy=mixed_precision(job.dtype),
-                reshard_after_forward=topology.ranks_per_node,
-            )
+        shard_each(model, job, topology.mesh, reshard_after_forward=topology.ranks_per_node)
     return FSDP2(model, job, closed_form)
 
 

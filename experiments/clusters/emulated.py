@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from baselines.description import ExtraProcess
@@ -63,14 +62,9 @@ class EmulatedCluster:
         self._network = Network(self.nodes, self._groups).__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._network is not None:
-            self._network.__exit__(kind, error, trace)
+            self._network.__exit__()
             self._network = None
 
     def shape(self, bits_per_s: int | None, to_groups: int | None = None) -> dict[str, Any]:

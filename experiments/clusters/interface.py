@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Protocol
 
 from baselines.description import ExtraProcess
@@ -42,12 +41,7 @@ class Cluster(Protocol):
 
     def __enter__(self) -> Cluster: ...
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
     def shape(self, bits_per_s: int | None, to_groups: int | None = None) -> dict[str, Any]:
         """Limit every node's egress to bits per second (``None``: no limit).

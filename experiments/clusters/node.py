@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -283,17 +284,8 @@ def _arguments(order: Order, folder: Path) -> tuple[str, ...]:
 
 def _reports(board: Board) -> list[RankReport]:
     now = time.monotonic_ns()
-    return [
-        RankReport(
-            rank=report.rank,
-            age_ns=now - report.moment_ns,
-            state=report.state,
-            error=report.error,
-            lost_peer=report.lost_peer,
-            silent_before=report.silent_before,
-        )
-        for report in board.reports()
-    ]
+    said = [asdict(report) for report in board.reports()]
+    return [RankReport(age_ns=now - each.pop("moment_ns"), **each) for each in said]
 
 
 def _logs(directory: Path) -> dict[str, str]:

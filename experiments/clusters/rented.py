@@ -14,7 +14,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from baselines.description import ExtraProcess
@@ -77,12 +76,7 @@ class RentedCluster:
         self._described = described
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._described = []
 
     def shape(self, bits_per_s: int | None, to_groups: int | None = None) -> dict[str, Any]:

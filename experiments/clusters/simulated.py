@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from baselines import registry
@@ -45,12 +44,7 @@ class SimulatedCluster:
     def __enter__(self) -> SimulatedCluster:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         return None
 
     def shape(self, bits_per_s: int | None, to_groups: int | None = None) -> dict[str, Any]:

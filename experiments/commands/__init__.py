@@ -26,16 +26,16 @@ _SHOWS_HELP: Mapping[str, Any] = {"no_args_is_help": True}
 
 @dataclass(frozen=True)
 class Command:
-    """A command that is not imported yet: a function of the same name, in ``module``."""
+    """A command that is not imported yet: a function in a module here, both of its name."""
 
-    module: str
     summary: str
     #: As ``typer.Typer.command`` takes them.
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def load(self, name: str) -> Any:
         """The command itself, with its options and its help."""
-        function = getattr(importlib.import_module(self.module), name.replace("-", "_"))
+        own = name.replace("-", "_")
+        function = getattr(importlib.import_module(f"{__name__}.{own}"), own)
         alone = typer.Typer(**STYLE)
         alone.command(name, **self.settings)(function)
         return get_command(alone)
@@ -44,67 +44,53 @@ class Command:
 #: In the order of the help.
 COMMANDS: Mapping[str, Command] = {
     "run": Command(
-        "experiments.commands.run",
         "Run a matrix: every cell in fresh processes, then table, figures, report and W&B runs.",
         _SHOWS_HELP,
     ),
     "matrix": Command(
-        "experiments.commands.matrix",
         "Write a matrix file to begin with; `run FILE` runs it as it is.",
         _SHOWS_HELP,
     ),
     "show": Command(
-        "experiments.commands.show",
         "List the runs below a directory; of one run, its cells and how they compare.",
     ),
     "compare": Command(
-        "experiments.commands.compare",
         "Compare two runs cell by cell, or two cells: settings, figures, beyond the spread or not.",
         _SHOWS_HELP,
     ),
     "watch": Command(
-        "experiments.commands.watch",
         "Follow a run in another terminal: a line per finished cell, and the step that it is at.",
         _SHOWS_HELP,
     ),
     "strategies": Command(
-        "experiments.commands.strategies",
         "List the strategies: engine, versions, and why one cannot run on this machine.",
     ),
     "plan": Command(
-        "experiments.commands.plan",
         "Say which strategies fit a cluster, how fast each is, what it costs, and which to take.",
         _SHOWS_HELP,
     ),
     "preflight": Command(
-        "experiments.commands.preflight",
         "Measure a cluster's links, copies and compute, for the planner and the simulator.",
     ),
     "memory": Command(
-        "experiments.commands.memory",
         "Find the largest micro-batch of the paper's models, by strategy, without a GPU.",
     ),
     "fit-compute": Command(
-        "experiments.commands.fit_compute",
         "Fit the planner's rates of computation to published measurements, or check them on "
         "others.",
     ),
     "bound": Command(
-        "experiments.commands.bound",
         "Bound FSDP's utilisation by free memory × bandwidth / peak rate, "
         "for 1.3B to 310B on A100s.",
     ),
     "validate": Command(
-        "experiments.commands.validate",
         "Compare the simulator's steps with those that were run: time, and bytes between nodes.",
     ),
     "trace": Command(
-        "experiments.commands.trace",
         "Simulate one cell of a matrix and write its step for chrome://tracing or ui.perfetto.dev.",
         _SHOWS_HELP,
     ),
     "sweep-cell": Command(
-        "experiments.commands.sweep_cell",
         "Run one cell of a matrix for a W&B sweep, as `run MATRIX --resume` would, "
         "and write its run.",
         {"context_settings": {"ignore_unknown_options": True}},

@@ -46,14 +46,11 @@ def bound(
 
 
 def _table(found: Sequence[BoundRecord]) -> Table:
-    from rich.table import Table
-
     from simulation.bound.study import GPU, SEQUENCE_LENGTH
 
-    table = Table("model", box=None)
+    columns = ("GPUs", "Gbit/s", "free GB", "tokens", "bound", "needs Gbit/s", "best MFU")
+    table = terminal.table(["model"], columns)
     table.title = f"{GPU}, {SEQUENCE_LENGTH} tokens per sequence: closed form, simulated"
-    for column in ("GPUs", "Gbit/s", "free GB", "tokens", "bound", "needs Gbit/s", "best MFU"):
-        table.add_column(column, justify="right")
     for record in found:
         point = record.point
         table.add_row(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from experiments.records.difference import Pair
 
 _HELP = "A run (a directory or a file of records), or RUN:CELLS."
+_LOOK: Mapping[str, Any] = {"header_style": "dim", "padding": (0, 2, 0, 0)}
 
 
 def compare(
@@ -53,11 +54,8 @@ def compare(
 
 
 def _listed(pairs: Sequence[Pair]) -> Table:
-    from rich.table import Table
-
-    table = Table("cell", box=None, header_style="dim", padding=(0, 2, 0, 0))
-    for title in ("A s/step", "B s/step", "B over A", "A MB/step", "B MB/step"):
-        table.add_column(title, justify="right")
+    numbers = ("A s/step", "B s/step", "B over A", "A MB/step", "B MB/step")
+    table = terminal.table(["cell"], numbers, **_LOOK)
     for pair in pairs:
         seconds, sent = pair.figures["s/step"], pair.figures["MB/step sent"]
         table.add_row(pair.one.cell_id, *map(_number, seconds), _speed(pair), *map(_number, sent))
@@ -65,9 +63,7 @@ def _listed(pairs: Sequence[Pair]) -> Table:
 
 
 def _in_full(pair: Pair) -> Table:
-    from rich.table import Table
-
-    table = Table("", "A", "B", "B / A", box=None, header_style="dim", padding=(0, 2, 0, 0))
+    table = terminal.table(["", "A", "B", "B / A"], **_LOOK)
     table.add_row("cell", pair.one.cell_id, pair.other.cell_id)
     for label, values in pair.settings.items():
         table.add_row(label.lower(), *values)

@@ -10,8 +10,6 @@ from baselines import sizes
 from experiments import terminal
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from experiments.matrix.matrix import Matrix, MatrixCell
     from experiments.records.cell import Cell
     from experiments.records.record import Record
@@ -58,14 +56,18 @@ def show(
     With ``instance`` its nodes are such instances, and the total has the price of their steps.
     Ends the command where a cell needs more than this machine's ``memory_bytes``.
     """
+    from experiments.terminal.progress import clock
+
     console, done = terminal.console(), {record.cell_id: record.state for record in finished}
     total, steps, running, unknown, largest = 0.0, 0, 0, 0, (0.0, "")
     for entry in cells:
         cell = entry.cell
         if entry.skip_reason is not None:
-            _say(console, f"{cell.id}  skipped: {entry.skip_reason}", dim=True)
+            said = f"{cell.id}  skipped: {entry.skip_reason}"
+            terminal.say_as_it_is(console, said, "dim")
         elif cell.id in done:
-            _say(console, f"{cell.id}  has a record: {done[cell.id]}", dim=True)
+            said = f"{cell.id}  has a record: {done[cell.id]}"
+            terminal.say_as_it_is(console, said, "dim")
         else:
             found = _estimate(cell, instance)
             running, steps = running + 1, steps + cell.warmup_steps + cell.steps
@@ -74,11 +76,11 @@ def show(
             else:
                 total += found.seconds
                 largest = max(largest, (found.here_bytes or 0.0, cell.id))
-            _say(console, f"{cell.id}  {found}")
+            terminal.say_as_it_is(console, f"{cell.id}  {found}")
     skipped = sum(entry.skip_reason is not None for entry in cells)
     counts = f"{running} cells to run, {steps} steps in all, {skipped} skipped"
     times = (
-        "" if matrix.simulated or unknown == running else f"; simulated, {_clock(total)} of steps"
+        "" if matrix.simulated or unknown == running else f"; simulated, {clock(total)} of steps"
     )
     if times and instance is not None:
         times += _price(instance, matrix.cluster.nodes, total)
@@ -89,11 +91,6 @@ def show(
             f"{largest[1]} needs about {sizes.written(largest[0])}, and this machine has "
             f"{sizes.written(memory_bytes)}: make it smaller (--set), or leave it out (--only)"
         )
-
-
-def _say(console: Console, text: str, *, dim: bool = False) -> None:
-    style = "dim" if dim else ""
-    console.print(text, style=style, soft_wrap=True, highlight=False, markup=False)
 
 
 def _price(instance: Instance, nodes: int, seconds: float) -> str:
@@ -127,9 +124,3 @@ def _estimate(cell: Cell, instance: Instance | None) -> _Estimate | str:
         needs.host_bytes,
         cluster.nodes * each if cluster.can.make_nodes else None,
     )
-
-
-def _clock(seconds: float) -> str:
-    from experiments.terminal.progress import clock
-
-    return clock(seconds)

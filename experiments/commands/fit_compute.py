@@ -58,22 +58,15 @@ def fit_compute(
 
 
 def _constants(constants: Iterable[Constant]) -> Table:
-    from rich.table import Table
-
-    table = Table("constant", box=None)
-    for column in ("value", "from", "to"):
-        table.add_column(column, justify="right")
+    table = terminal.table(["constant"], ["value", "from", "to"])
     for one in constants:
         table.add_row(one.name, f"{one.value:.3g}", f"{one.low:.3g}", f"{one.high:.3g}")
     return table
 
 
 def _checks(checks: Iterable[Check]) -> Table:
-    from rich.table import Table
-
-    table = Table("left out and predicted", box=None)
-    for column in ("rows", "median error", "nine of ten within", "worst"):
-        table.add_column(column, justify="right")
+    numbers = ("rows", "median error", "nine of ten within", "worst")
+    table = terminal.table(["left out and predicted"], numbers)
     for one in checks:
         table.add_row(
             one.what,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from enum import Enum
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from experiments import terminal
 
@@ -22,17 +21,9 @@ PRELOADED = (
 )
 
 
-class ClusterKind(str, Enum):
-    """The kinds of clusters to run on, whatever a matrix file names."""
-
-    EMULATED = "emulated"
-    RENTED = "rented"
-    SIMULATED = "simulated"
-
-
-def override(kind: ClusterKind | None) -> ClusterSpec | None:
+def override(kind: Kind | None) -> ClusterSpec | None:
     """The cluster to run on in place of a matrix file's; ``None`` for that one itself."""
-    if kind is not ClusterKind.RENTED:
+    if kind != "rented":
         return None
     from experiments.clusters.allocation import Allocation
 
@@ -74,27 +65,16 @@ def simulated_cluster(spec: AnyCluster) -> Cluster:
 
 def cluster(spec: AnyCluster, preload: Sequence[str] = PRELOADED) -> Cluster:
     """The cluster that ``spec`` describes, not yet built, for launches that need these modules."""
-    return _BUILDERS[spec.kind](spec, preload)
+    if spec.kind == "simulated":
+        return simulated_cluster(spec)
+    if spec.kind == "rented":
+        from experiments.clusters.allocation import Allocation
+        from experiments.clusters.rented import RentedCluster
 
-
-def _emulated_cluster(spec: Any, preload: Sequence[str]) -> Cluster:
+        return RentedCluster(Allocation.from_env(), spec)
     from experiments.clusters.emulated import EmulatedCluster
 
     return EmulatedCluster(spec, preload)
-
-
-def _rented_cluster(spec: Any, _: Sequence[str]) -> Cluster:
-    from experiments.clusters.allocation import Allocation
-    from experiments.clusters.rented import RentedCluster
-
-    return RentedCluster(Allocation.from_env(), spec)
-
-
-_BUILDERS: dict[Kind, Callable[[Any, Sequence[str]], Cluster]] = {
-    "emulated": _emulated_cluster,
-    "rented": _rented_cluster,
-    "simulated": lambda spec, _: simulated_cluster(spec),
-}
 
 
 def enter_namespace() -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -47,14 +46,8 @@ workload:
 """
 
 
-class Action(str, Enum):
-    """What to do with a matrix file."""
-
-    NEW = "new"
-
-
 def matrix(
-    action: Annotated[Action, typer.Argument(help="new: write a file to begin with.")],
+    action: Annotated[Literal["new"], typer.Argument(help="new: write a file to begin with.")],
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Where it goes: NAME.yaml.")],
 ) -> None:
     """Write a matrix file to begin with; `run FILE` runs it as it is.
@@ -63,7 +56,7 @@ def matrix(
     """
     from experiments.matrix import reader
 
-    assert action is Action.NEW, "the one action"
+    assert action == "new", "the one action"
     if file.suffix not in (".yaml", ".yml"):
         terminal.stop(f"FILE = {str(file)!r}: ends in neither .yaml nor .yml")
     try:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import typer
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from simulation.planner.request import Request
 
 _HOST_MEMORY = "512GB"
+_T = TypeVar("_T")
 
 
 def plan(
@@ -169,24 +171,18 @@ def plan(
                     f"{name} = {value!r}: allowed for nodes by data sheets, without --preflight "
                     "and --instances"
                 )
-            times = (
-                1.0 if oversubscription is None else q.count("--oversubscription", oversubscription)
-            )
-            hardware = hardware.over(fabric or "unknown", times)
-        price = price_per_gpu_hour
+            times = _given("--oversubscription", oversubscription, q.count)
+            hardware = hardware.over(fabric or "unknown", times or 1.0)
         machine = None if server is None else _server(server, hardware)
-        batch = None if global_batch is None else q.whole("--global-batch", global_batch)
+        batch = _given("--global-batch", global_batch, q.whole)
+        wholes = partial(q.each, parse=q.whole)
         request = Request(
             model=model,
             hardware=hardware,
-            lora_rank=None if peft is None else q.lora_rank("--peft", peft),
+            lora_rank=_given("--peft", peft, q.lora_rank),
             lora_targets=cast(Any, lora_targets),
-            sequence_lengths=()
-            if sequence_length is None
-            else q.each("--sequence-length", sequence_length, q.whole),
-            micro_batches=()
-            if micro_batch is None
-            else q.each("--micro-batch", micro_batch, q.whole),
+            sequence_lengths=_given("--sequence-length", sequence_length, wholes) or (),
+            micro_batches=_given("--micro-batch", micro_batch, wholes) or (),
             recomputed=q.each("--checkpointing", checkpointing, q.checkpointing),
             kernels=kernels,
             frozen_dtype=frozen_dtype,
@@ -195,7 +191,7 @@ def plan(
             policies=q.each("--policies", policies, q.name),
             global_batch=batch,
             tokens=q.count("--tokens", tokens),
-            price_per_gpu_hour=None if price is None else q.count("--price-per-gpu-hour", price),
+            price_per_gpu_hour=_given("--price-per-gpu-hour", price_per_gpu_hour, q.count),
             **_names(strategies, STRATEGIES if offered is not None else None),
         )
         for name, file in (("--json", output), ("--csv", rows)):
@@ -204,12 +200,15 @@ def plan(
         if offered is None:
             answer = _planned(request)
         else:
-            answer = _rented(
-                request, offered, None if within is None else q.hours("--within", within)
-            )
+            answer = _rented(request, offered, _given("--within", within, q.hours))
     except (ValueError, OSError) as error:
         terminal.stop(error)
     _show(answer, output, rows)
+
+
+def _given(option: str, text: str | None, parse: Callable[[str, str], _T]) -> _T | None:
+    """What an option says; ``None`` where it was not given."""
+    return None if text is None else parse(option, text)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import typer
 
 from experiments import terminal
 from experiments.commands import kinds
-from experiments.commands.kinds import ClusterKind
+from experiments.records.abilities import Kind
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 def preflight(
     cluster: Annotated[
-        ClusterKind,
+        Kind,
         typer.Option(metavar="KIND", help="What to measure: emulated, or rented nodes."),
-    ] = ClusterKind.EMULATED,
+    ] = "emulated",
     nodes: Annotated[int, typer.Option(min=1, help="Of an emulated cluster.")] = 2,
     ranks: Annotated[int, typer.Option(min=1, help="Per node of an emulated cluster.")] = 2,
     bandwidth: Annotated[
@@ -48,7 +48,7 @@ def preflight(
     from simulation.quantities import link
 
     try:
-        if cluster is ClusterKind.SIMULATED:
+        if cluster == "simulated":
             raise ValueError(
                 "--cluster simulated: has nothing to measure; allowed: emulated, rented"
             )
@@ -65,12 +65,8 @@ def preflight(
     terminal.say(console, "figures", output)
     sheet = "" if measured.compute.memory_bytes is None else " --gpu NAME"
     question = f"plan --preflight {terminal.shown(output)}{sheet} --model MODEL"
-    console.print(
-        f"whether FCDP will help there: python -m experiments {question}",
-        soft_wrap=True,
-        highlight=False,
-        markup=False,
-    )
+    said = f"whether FCDP will help there: python -m experiments {question}"
+    terminal.say_as_it_is(console, said)
 
 
 def _measured(spec: ClusterSpec, limit: int | None, output: Path) -> Preflight:
@@ -83,9 +79,7 @@ def _measured(spec: ClusterSpec, limit: int | None, output: Path) -> Preflight:
 
 
 def _table(measured: Preflight) -> Table:
-    from rich.table import Table
-
-    table = Table("", "latency", "bandwidth", "sizes", box=None, title_justify="left")
+    table = terminal.table(["", "latency", "bandwidth", "sizes"], title_justify="left")
     table.title = (
         f"{measured.nodes} nodes × {measured.ranks_per_node} ranks, {measured.compute.device}, "
         f"{measured.backend}: {measured.evidence}"

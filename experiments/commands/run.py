@@ -11,7 +11,7 @@ import typer
 
 from experiments import terminal
 from experiments.commands import kinds, session
-from experiments.commands.kinds import ClusterKind
+from experiments.records.abilities import Kind
 
 if TYPE_CHECKING:
     from experiments.matrix.matrix import Matrix, MatrixCell
@@ -51,7 +51,7 @@ def run(
         ),
     ] = None,
     cluster: Annotated[
-        ClusterKind | None,
+        Kind | None,
         typer.Option(
             metavar="KIND",
             help="Where to run, emulated, rented or simulated: the matrix file says, unless this "
@@ -134,11 +134,11 @@ def _finished(matrix: Matrix, path: Path, *, resume: bool, retry_failed: bool) -
     return finished
 
 
-def _instance(name: str | None, cluster: ClusterKind | None, *, dry_run: bool) -> Instance | None:
+def _instance(name: str | None, cluster: Kind | None, *, dry_run: bool) -> Instance | None:
     """The instance of that name. Raises ``ValueError`` if there is none, or nothing asks for it."""
     if name is None:
         return None
-    if not dry_run or cluster not in (None, ClusterKind.RENTED):
+    if not dry_run or cluster not in (None, "rented"):
         raise ValueError("--instance goes with --dry-run, of a matrix on rented nodes")
     from simulation import instances
 
@@ -147,7 +147,7 @@ def _instance(name: str | None, cluster: ClusterKind | None, *, dry_run: bool) -
 
 def _read(
     name: str,
-    cluster: ClusterKind | None,
+    cluster: Kind | None,
     changes: Mapping[str, Any],
     rented: Instance | None = None,
 ) -> Matrix:
@@ -160,9 +160,9 @@ def _read(
         nodes = reader.read(name, changes=changes).cluster.nodes
         spec = ClusterSpec(kind="rented", nodes=nodes, ranks_per_node=rented.gpus)
         return reader.read(name, spec, changes=changes)
-    simulated = cluster is ClusterKind.SIMULATED
+    simulated = cluster == "simulated"
     matrix = reader.read(name, kinds.override(cluster), simulated=simulated, changes=changes)
-    if cluster is ClusterKind.EMULATED:
+    if cluster == "emulated":
         return reader.read(name, kinds.emulated(matrix.cluster), changes=changes)
     return matrix
 

@@ -79,13 +79,11 @@ def run_cells(
     from experiments.terminal.progress import Progress
 
     if not matrix.simulated and (busy := machine.look().why_busy):
-        terminal.console().print(
+        said = (
             f"this machine is busy: {busy}; times will vary, and a difference within the spread "
-            "of the steps is shown as none",
-            style="yellow",
-            soft_wrap=True,
-            highlight=False,
+            "of the steps is shown as none"
         )
+        terminal.say_as_it_is(terminal.console(), said, "yellow")
     try:
         with Progress(matrix, cells, finished, terminal.console()) as progress:
             if matrix.simulated:
@@ -175,12 +173,8 @@ def export(
         return
     terminal.say(console, "W&B", directory.wandb)
     if exported.mode == "offline" and directory.wandb.exists():
-        console.print(
-            f"         upload with: wandb sync {terminal.shown(directory.wandb)}/offline-run-*",
-            style="dim",
-            soft_wrap=True,
-            highlight=False,
-        )
+        said = f"         upload with: wandb sync {terminal.shown(directory.wandb)}/offline-run-*"
+        terminal.say_as_it_is(console, said, "dim")
 
 
 def any_failed(records: Sequence[Record]) -> bool:

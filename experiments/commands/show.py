@@ -50,11 +50,10 @@ def show(
 
 
 def _runs(files: Sequence[Path], path: Path) -> Table:
-    from rich.table import Table
-
     from experiments.records.record import read
 
-    table = Table("run", "evidence", "cells", "started", "commit", box=None, header_style="dim")
+    columns = ("run", "evidence", "cells", "started", "commit")
+    table = terminal.table(columns, header_style="dim")
     for file in files:
         name = str(file.parent.relative_to(path))
         try:
@@ -80,13 +79,10 @@ _BESIDE_IDS = 50
 
 
 def _cells(records: Sequence[Record]) -> Table:
-    from rich.table import Table
-
     from experiments.terminal.summary_table import STATE_STYLES
 
-    table = Table("cell", "state", box=None, header_style="dim", padding=(0, 2, 0, 0))
-    for title in ("s/step", "tokens/s", "took"):
-        table.add_column(title, justify="right")
+    words, numbers = ("cell", "state"), ("s/step", "tokens/s", "took")
+    table = terminal.table(words, numbers, header_style="dim", padding=(0, 2, 0, 0))
     for record in records:
         seconds, tokens = record.step_seconds_median, record.tokens_per_s
         table.add_row(

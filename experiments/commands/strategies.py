@@ -14,9 +14,7 @@ def strategies() -> None:
 
     DeepSpeed has two pins; a cell of a matrix chooses with `deepspeed: current` or `paper`.
     """
-    from rich.table import Table
-
-    table = Table("strategy", "engine", "version", "what it is", "here", box=None)
+    table = terminal.table(["strategy", "engine", "version", "what it is", "here"])
     for entry in registry.STRATEGIES:
         for row in _rows(entry):
             table.add_row(*row)

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from experiments import terminal
 from experiments.commands import kinds
-
-if TYPE_CHECKING:
-    from experiments.records.cell import Cell
-    from simulation.prediction import Prediction
 
 
 def trace(
@@ -34,7 +30,9 @@ def trace(
     """
     from experiments.clusters.interface import ClusterError
     from experiments.matrix import reader
+    from experiments.records.modelled import cluster_of, workload_of
     from experiments.runner import runner
+    from simulation.prediction import predict
     from simulation.trace import chrome_trace
 
     try:
@@ -44,7 +42,7 @@ def trace(
             found = ", ".join(cell.id for cell in chosen[:3])
             raise ValueError(f"--only: {len(chosen)} cells match {only!r}, give one: {found}, …")
         kinds.simulated_cluster(expanded.cluster)  # or an error that says why it cannot be
-        prediction = _predict(chosen[0])
+        prediction = predict(workload_of(chosen[0]), cluster_of(chosen[0]))
         terminal.check_writable("--output", output)
         written = chrome_trace(prediction)
         written["otherData"]["cell"] = chosen[0].id
@@ -54,12 +52,5 @@ def trace(
     console = terminal.console()
     short = "" if prediction.error is None else f" if there were the memory: {prediction.error}"
     said = f"{chosen[0].id}: {prediction.step_seconds:.3g} s, in use most: {prediction.bottleneck}"
-    console.print(f"{said}; simulated{short}", soft_wrap=True, highlight=False, markup=False)
+    terminal.say_as_it_is(console, f"{said}; simulated{short}")
     terminal.say(console, "trace", output)
-
-
-def _predict(cell: Cell) -> Prediction:
-    from experiments.records.modelled import cluster_of, workload_of
-    from simulation.prediction import predict
-
-    return predict(workload_of(cell), cluster_of(cell))

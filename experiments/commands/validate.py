@@ -248,14 +248,11 @@ def _predicted(of: Record, comparison: Comparison, known: _Known, origin: Proven
 
 def _table(compared: dict[str, Compared]) -> Table:
     """A row for each folder's cells with a link that was limited, and for those without."""
-    from rich.table import Table
-
     from simulation.validation import median_absolute_error
 
-    table = Table("records", "link", box=None)
     errors = ("median error of s/step", "largest")
-    for column in ("cells", *errors, "bytes agree", "counted/predicted"):
-        table.add_column(column, justify="right")
+    numbers = ("cells", *errors, "bytes agree", "counted/predicted")
+    table = terminal.table(["records", "link"], numbers)
     for folder, found in compared.items():
         for link in ("limited", "unshaped"):
             cells = [c for record, c in found if _is_limited(record) == (link == "limited")]

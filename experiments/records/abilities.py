@@ -18,20 +18,20 @@ HIGHEST_RATE = 8 * (2**32 - 1)
 
 @dataclass(frozen=True)
 class Abilities:
-    """The abilities of one kind of cluster."""
+    """The abilities of one kind of cluster: those that are said."""
 
     #: How the figures of its records are obtained.
     evidence: Evidence
     #: Limit the links between nodes to a bandwidth of the cell's.
-    limit_links: bool
+    limit_links: bool = False
     #: Start the processes of a cell's ranks; what starts none predicts them.
-    start_processes: bool
+    start_processes: bool = False
     #: Start processes beside the ranks, each on a machine of its own.
-    start_extra: bool
+    start_extra: bool = False
     #: Make the nodes themselves, from network namespaces, which takes rights.
-    make_nodes: bool
+    make_nodes: bool = False
     #: Say what hardware its nodes have, so that cells can be simulated on it.
-    describe_hardware: bool
+    describe_hardware: bool = False
     #: Bits per second between which it limits links, if only between some.
     rates: tuple[int, int] | None = None
 
@@ -48,21 +48,7 @@ ABILITIES: Mapping[Kind, Abilities] = MappingProxyType(
             describe_hardware=True,
             rates=(LOWEST_RATE, HIGHEST_RATE),
         ),
-        "rented": Abilities(
-            evidence="measured",
-            limit_links=False,
-            start_processes=True,
-            start_extra=False,
-            make_nodes=False,
-            describe_hardware=False,
-        ),
-        "simulated": Abilities(
-            evidence="simulated",
-            limit_links=True,
-            start_processes=False,
-            start_extra=False,
-            make_nodes=False,
-            describe_hardware=True,
-        ),
+        "rented": Abilities(evidence="measured", start_processes=True),
+        "simulated": Abilities(evidence="simulated", limit_links=True, describe_hardware=True),
     }
 )

@@ -18,7 +18,15 @@ from baselines.pins import Pin
 from baselines.settings import DeepSpeedSettings, Setting, Settings, divided
 from experiments.records.abilities import ABILITIES, Abilities
 from experiments.records.settings import OfStrategy, Parts, described, left_out_of_id
-from experiments.records.workload import AnyData, AnyModel, Function, Library, Origin, mismatch
+from experiments.records.workload import (
+    AnyData,
+    AnyModel,
+    Function,
+    ImageModel,
+    Images,
+    Library,
+    Origin,
+)
 from simulation.files import Name, Strict
 from simulation.quantities import format_link
 from simulation.transformer import ModelSpec, Tuning
@@ -208,7 +216,7 @@ class Cell(Strict):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Cell:
-        if (problem := mismatch(self)) is not None:
+        if (problem := _workload_mismatch(self)) is not None:
             raise _mismatch(*problem)
         return self
 
@@ -333,6 +341,26 @@ class Cell(Strict):
         """Tokens that all ranks together train on between two optimizer steps."""
         ranks = self.cluster.nodes * self.cluster.ranks_per_node
         return ranks * self.micro_batch * self.accumulation * self.sequence_length
+
+
+def _workload_mismatch(cell: Cell) -> tuple[str, str] | None:
+    """What of a cell's workload does not fit the rest, and why; ``None`` if all does."""
+    data, model, length = cell.data, cell.model, cell.sequence_length
+    images = isinstance(data, Images)
+    if images != isinstance(model, ImageModel):
+        return "data", (
+            f"{data.name} and model {model.name} do not go together: models of family "
+            "convolutional and resnet train on images, all others on text"
+        )
+    if not images and length < 2:
+        return "sequence_length", f"{length} is not allowed: text has 2 tokens or more per sequence"
+    if images and length > 1:
+        return "sequence_length", f"{length} is not allowed: an image is 1; leave it out"
+    if images and cell.tuning != "full":
+        return "tuning", f"{cell.tuning} is not allowed: models of images train in full"
+    if images and cell.loss != "cross entropy":
+        return "loss", f"{cell.loss} is not allowed: images have cross entropy alone"
+    return None
 
 
 def _mismatch(field: str, reason: str) -> PydanticCustomError:

@@ -7,7 +7,7 @@ would do as well, a path begins as ``is_path`` says, so that no node looks for i
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -172,41 +172,6 @@ class Images(Strict):
 AnyData = AnyText | Images
 #: How to get what images are read with.
 NEEDED = "needs the packages of the group images on each node: pip install --group images"
-
-
-class _Wanted(Protocol):
-    """What of a cell must fit together."""
-
-    @property
-    def model(self) -> AnyModel: ...
-    @property
-    def data(self) -> AnyData: ...
-    @property
-    def sequence_length(self) -> int: ...
-    @property
-    def tuning(self) -> str: ...
-    @property
-    def loss(self) -> str: ...
-
-
-def mismatch(cell: _Wanted) -> tuple[str, str] | None:
-    """What of a cell's workload does not fit the rest, and why; ``None`` if all does."""
-    data, model, length = cell.data, cell.model, cell.sequence_length
-    images = isinstance(data, Images)
-    if images != isinstance(model, ImageModel):
-        return "data", (
-            f"{data.name} and model {model.name} do not go together: models of family "
-            "convolutional and resnet train on images, all others on text"
-        )
-    if not images and length < 2:
-        return "sequence_length", f"{length} is not allowed: text has 2 tokens or more per sequence"
-    if images and length > 1:
-        return "sequence_length", f"{length} is not allowed: an image is 1; leave it out"
-    if images and cell.tuning != "full":
-        return "tuning", f"{cell.tuning} is not allowed: models of images train in full"
-    if images and cell.loss != "cross entropy":
-        return "loss", f"{cell.loss} is not allowed: images have cross entropy alone"
-    return None
 
 
 class Origin(Strict):

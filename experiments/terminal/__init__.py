@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 #: Exit status: some cells failed; the user or the machine has to change something.
 FAILED = 1
@@ -25,7 +27,22 @@ def console() -> Console:
 
 def say(console: Console, what: str, path: Path) -> None:
     """Name a file that was written."""
-    console.print(f"{what:<8} {shown(path)}", soft_wrap=True, highlight=False, markup=False)
+    say_as_it_is(console, f"{what:<8} {shown(path)}")
+
+
+def say_as_it_is(console: Console, text: str, style: str = "") -> None:
+    """Print a line that no width cuts, and that nothing in it changes."""
+    console.print(text, style=style, soft_wrap=True, highlight=False, markup=False)
+
+
+def table(words: Sequence[str], numbers: Sequence[str] = (), **look: Any) -> Table:
+    """Rich's table without a box, with these columns; those of numbers stand to the right."""
+    from rich.table import Table
+
+    made = Table(*words, box=None, **look)
+    for title in numbers:
+        made.add_column(title, justify="right")
+    return made
 
 
 def shown(path: Path) -> str:

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -115,12 +114,7 @@ class Progress:
             self._console.print(Text(f"{doing} …", style="dim"))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._current = None
         if self._live is not None:
             self._live.stop()
@@ -240,11 +234,11 @@ def seconds_left(
     if not remaining:
         return 0.0 if finished else None
     running, *others = remaining
-    seconds = [(_link(record.cell), record.seconds) for record in finished]
+    seconds = [(record.cell.inter_bandwidth_bits_per_s, record.seconds) for record in finished]
     left = None
     if step is not None:
         left = (step.of - step.step) * step.seconds
-        seconds.append((_link(running), elapsed + left))
+        seconds.append((running.inter_bandwidth_bits_per_s, elapsed + left))
     if not seconds:
         return None
     if left is None:
@@ -254,13 +248,9 @@ def seconds_left(
 
 def _expected(cell: Cell, seconds: Sequence[tuple[int | None, float]]) -> float:
     """The mean of the cells with its bandwidth, or of all."""
-    alike = [taken for link, taken in seconds if link == _link(cell)]
+    alike = [taken for link, taken in seconds if link == cell.inter_bandwidth_bits_per_s]
     known = alike or [taken for _, taken in seconds]
     return sum(known) / len(known)
-
-
-def _link(cell: Cell) -> int | None:
-    return cell.inter_bandwidth_bits_per_s
 
 
 def clock(seconds: float) -> str:

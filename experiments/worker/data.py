@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-VOCABULARY = 256
 _CORPUS_BYTES = 4 * 2**20
 
 

@@ -133,7 +133,7 @@ def watch_secondary_shards(cell_file: str, output_directory: str) -> None:
         loss = step(self, micro_batches)
         kept = [
             {"trained": param.requires_grad, "kept": param.ds_secondary_tensor is not None}
-            for param in self._engine.module.parameters()
+            for param in self.model.module.parameters()
             if not param.ds_persist  # whole on every rank: nothing to gather
         ]
         Path(output_directory, f"secondary{os.environ['RANK']}.json").write_text(json.dumps(kept))

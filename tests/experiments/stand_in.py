@@ -16,7 +16,6 @@ import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from baselines.description import ExtraProcess
@@ -94,12 +93,7 @@ class StandInCluster:
         self.entered = True
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.entered = False
 
     def shape(self, bits_per_s: int | None, to_groups: int | None = None) -> dict[str, Any]:
