@@ -3,13 +3,14 @@
 import gc
 import signal
 from collections.abc import Iterator
+from multiprocessing import forkserver
 
 import pytest
 from hypothesis import settings
 
 from experiments.clusters.privileges import missing_capabilities
 from tests import tiers
-from tests.ranks import Pools
+from tests.ranks import Pools, start_fork_server
 
 # How long an example takes says something about the machine only.
 settings.register_profile("fcdp", deadline=None)
@@ -47,3 +48,18 @@ def privileged() -> None:
     """Skip where network namespaces cannot be made directly."""
     if missing := missing_capabilities():
         pytest.skip(f"needs {' and '.join(missing)}: run as root")
+    start_fork_server()
+
+
+@pytest.fixture(scope="module")
+def fork_server() -> Iterator[None]:
+    """A fork server of the file's own, which has imported and seen what the file's cluster says.
+
+    The one of all others cannot be ended while ranks that it forked live on.
+    """
+    own = forkserver.ForkServer()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("ensure_running", "connect_to_new_process", "set_forkserver_preload"):
+            patch.setattr(forkserver, name, getattr(own, name))
+        yield
+        own._stop()  # type: ignore[attr-defined]

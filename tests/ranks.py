@@ -13,26 +13,42 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-# Imported here, in the fork server, once for all ranks.
+import pytest
+
+from experiments.commands.kinds import PRELOADED
+
+# Imported here, in the fork server, once for all ranks: those of pools, and those of clusters,
+# each cell of which would otherwise import what is missing.
 _PRELOAD = [
-    "torch",
+    *PRELOADED,
     "torch.distributed.fsdp",
-    "transformers",
-    "peft",
     "pytest",
     "hypothesis",
     "fcdp",
     "tests.ranks",
+    "experiments.worker.worker",
     "experiments.clusters._preloaded",  # so that clusters made later can use this fork server
 ]
 #: Until the ranks of a failed one are given up: they may be about to fail alike.
 _GRACE_S = 10
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(_PRELOAD)
+
+
+def start_fork_server() -> None:
+    """Start what pools and clusters are forked from, if nothing has: with all that they need.
+
+    A cluster that came first would have it import no more than its own ranks need. OpenMP reads
+    how many threads it may have when torch is imported: one, as in a cluster's own fork server.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        forkserver.ensure_running()
 
 
 class RankFailure(AssertionError):
@@ -46,6 +62,7 @@ class RankPool:
     """
 
     def __init__(self, world_size: int, *, daemon: bool = True) -> None:
+        start_fork_server()
         self._store = tempfile.TemporaryDirectory()
         self._ranks: list[tuple[Any, Connection]] = []
         for rank in range(world_size):

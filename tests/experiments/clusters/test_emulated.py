@@ -29,7 +29,7 @@ PRELOAD = ("torch.distributed", ON_RANKS)
 
 
 @pytest.fixture(scope="module")
-def cluster(privileged: None) -> Iterator[EmulatedCluster]:
+def cluster(privileged: None, fork_server: None) -> Iterator[EmulatedCluster]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("WANDB_API_KEY", "HF_TOKEN"):
             patch.setenv(name, SECRET)

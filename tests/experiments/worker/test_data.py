@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from experiments.worker import data
+from simulation.transformer import ModelSpec
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +82,7 @@ def test_micro_batches_are_windows_of_the_text(text: torch.Tensor) -> None:
 def test_no_byte_is_outside_of_the_vocabulary(text: torch.Tensor) -> None:
     batches = draw(text, 50)
     assert int(batches.min()) >= 0
-    assert int(batches.max()) < data.VOCABULARY
+    assert int(batches.max()) < ModelSpec.model_fields["vocabulary"].default
 
 
 def test_micro_batches_are_the_same_at_every_call(text: torch.Tensor) -> None:

@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -38,21 +37,6 @@ BFLOAT16 = {"dtype": "bfloat16", "steps": 2}
 FIXED_BYTES = 16_000
 
 Runner = Callable[..., CellResult]
-
-
-@pytest.fixture(scope="module")
-def fork_server() -> Iterator[None]:
-    """A fork server of this file's own.
-
-    The one that earlier tests have started has not imported what cells need, and every rank of
-    every cell would import it again; and it cannot be ended while ranks that it forked live on.
-    """
-    own = forkserver.ForkServer()
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("ensure_running", "connect_to_new_process", "set_forkserver_preload"):
-            patch.setattr(forkserver, name, getattr(own, name))
-        yield
-        own._stop()  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module")
