@@ -19,7 +19,7 @@ from simulation.prediction import (
 from simulation.work import dequantised_bytes, token_work
 from simulation.workload import Workload
 
-#: Micro-batches of a step that are simulated; each one more is like the last of them.
+#: Micro-batches of a step that are simulated; each one more is like the last of them, in most.
 _SIMULATED = 3
 
 
@@ -115,15 +115,18 @@ def simulated(workload: Workload, hardware: Hardware, built: Built | None = None
     """The option of a workload that fits, simulated; ``built`` is its step, if it is there.
 
     From the third micro-batch on each is like the one before, so that a step of many takes what
-    three do and the difference between three and two for each one more.
+    three do and the difference between three and two for each one more. Not where a mean arrives
+    beside all of them: the step waits for it until they take longer.
     """
     count = workload.accumulation
-    first = built or build(replace(workload, accumulation=min(count, _SIMULATED)), hardware)
+    late = workload.schedule.averages == "late"
+    counted = count if late else min(count, _SIMULATED)
+    first = built or build(replace(workload, accumulation=counted), hardware)
     prediction = simulate_built(first)
     last = totals = _measures(prediction)
-    if count > _SIMULATED:
-        fewer = _measures(predict(replace(workload, accumulation=_SIMULATED - 1), hardware))
-        more = count - _SIMULATED
+    if count > counted:
+        fewer = _measures(predict(replace(workload, accumulation=counted - 1), hardware))
+        more = count - counted
         totals = {key: last[key] + more * (last[key] - fewer.get(key, 0.0)) for key in last}
     seconds = totals["step", ""]
     tokens = workload.tokens * count
