@@ -271,15 +271,23 @@ def _environment(order: Order) -> dict[str, str]:
 
 
 def _arguments(order: Order, folder: Path) -> tuple[str, ...]:
-    """The function's arguments; files that this node does not see are written to ``folder``."""
+    """The function's arguments; files that this node does not see are written to ``folder``.
+
+    A file of this node's own at the same place may be an earlier run's: what it says decides.
+    """
     arguments = []
     for i, argument in enumerate(order.arguments):
-        if argument in order.files and not Path(argument).exists():
+        sent = order.files.get(argument)
+        if sent is not None and not _says(Path(argument), sent):
             copy = folder / f"argument{i}"
-            copy.write_text(order.files[argument], encoding="utf-8")
+            copy.write_text(sent, encoding="utf-8")
             argument = str(copy)
         arguments.append(argument)
     return tuple(arguments)
+
+
+def _says(file: Path, text: str) -> bool:
+    return file.is_file() and file.read_bytes() == text.encode()
 
 
 def _reports(board: Board) -> list[RankReport]:

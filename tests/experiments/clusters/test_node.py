@@ -1,0 +1,48 @@
+"""What a node's ranks are given of the runner's files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from experiments.clusters.messages import Order
+from experiments.clusters.node import _arguments
+
+
+def order(*arguments: str, files: dict[str, str]) -> Order:
+    return Order(
+        node=1,
+        nodes=2,
+        ranks=1,
+        address="127.0.0.1",
+        master_address="127.0.0.1",
+        port=29500,
+        entry="tests:none",
+        arguments=list(arguments),
+        files=files,
+        logs="logs",
+        marker="marker",
+        environment={},
+        at_most_s=1.0,
+    )
+
+
+@pytest.mark.parametrize("there", [None, b"of an earlier run", b"\xff"])
+def test_ranks_read_what_the_runner_sent_and_no_older_file(
+    there: bytes | None, tmp_path: Path
+) -> None:
+    cell = tmp_path / "cell.json"
+    if there is not None:
+        cell.write_bytes(there)
+    found = _arguments(order(str(cell), "text", files={str(cell): "of this run, é"}), tmp_path)
+    assert found[1] == "text"
+    assert Path(found[0]).read_text(encoding="utf-8") == "of this run, é"
+    assert found[0] != str(cell)
+
+
+def test_a_file_that_is_the_runners_own_is_read_where_it_is(tmp_path: Path) -> None:
+    cell = tmp_path / "cell.json"
+    cell.write_text("of this run", encoding="utf-8")
+    given = order(str(cell), files={str(cell): "of this run"})
+    assert _arguments(given, tmp_path) == (str(cell),)
