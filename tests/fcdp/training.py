@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import fcdp
+from fcdp.partial_gradients import PartialsPlace
 
 VOCABULARY = 29
 WIDTH = 12
@@ -96,8 +98,10 @@ class Settings:
     reshard_after_forward: bool | None = None
     policy: fcdp.CachePolicy = fcdp.HostCache()
     look_ahead: int = 1
+    detect_writes: bool = True
     verify: bool = False
     poison: bool = False
+    partial_gradients: PartialsPlace = "device"
     gather_codec: fcdp.Codec | fcdp.Delta | None = None
     reduce_codec: fcdp.Codec | None = None
     error_feedback: bool = False
@@ -124,10 +128,14 @@ class Result:
     misses: int = 0
 
 
-@lru_cache
 def topology_of(nodes: int, ranks_per_node: int) -> fcdp.Topology:
-    """One topology a shape and process: groups cost sockets."""
-    return fcdp.Topology.build(nodes, ranks_per_node, "cpu")
+    """One topology per shape and world, on the default device: groups cost sockets."""
+    return _topology_of(dist.group.WORLD, nodes, ranks_per_node)
+
+
+@lru_cache
+def _topology_of(world: Any, nodes: int, ranks_per_node: int) -> fcdp.Topology:
+    return fcdp.Topology.build(nodes, ranks_per_node, torch.get_default_device().type)
 
 
 def make_model(settings: Settings) -> TinyLM:
@@ -171,7 +179,9 @@ def shard_with_fcdp(model: TinyLM, topology: fcdp.Topology, settings: Settings) 
         look_ahead=settings.look_ahead,
         mp_policy=settings.mp_policy,
         reshard_after_forward=settings.reshard_after_forward,
+        detect_writes=settings.detect_writes,
         verify=settings.verify,
+        partial_gradients=settings.partial_gradients,
         poison=settings.poison,
         gather_codec=settings.gather_codec,
         reduce_codec=settings.reduce_codec,

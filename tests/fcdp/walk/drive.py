@@ -49,7 +49,7 @@ class Walk:
         self.directory = directory
         self.pair = Pair(options, directory, seed=1, alike=False)
         self.pairs_made = 1
-        self.group = group_of(options.nodes, options.ranks_per_node)
+        self.group = group_of(dist.group.WORLD)
         self.rank = self.pair.topology.rank
         self.random = Random()
         #: The model's own forward has run, with all blocks: FSDP2 allows no other before, and none
@@ -218,7 +218,7 @@ class Walk:
 
     def _agree(self, answer: bool) -> list[bool]:
         """Every rank's answer."""
-        mine = torch.tensor([answer])
+        mine = torch.tensor([answer], device="cpu")
         answers = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
         work = dist.all_gather(answers, mine, group=self.group, async_op=True)
         assert work is not None

@@ -26,6 +26,27 @@ class Boom(Exception):
     """What a forward raises when asked to."""
 
 
+class FailsInBackward(torch.autograd.Function):
+    """The identity, whose gradient cannot be had.
+
+    No tensor's hook: of one that raises, a device that is written in Python would hide the error.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        raise Boom("in backward")
+
+    @classmethod
+    def hook(cls, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        """A forward hook: the module's output fails in backward."""
+        result: torch.Tensor = cls.apply(output)
+        return result
+
+
 class _Coarse(torch.autograd.Function):
     """The parameter itself; its gradient rounded to multiples of ``unit``."""
 

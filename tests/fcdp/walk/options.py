@@ -63,6 +63,7 @@ class Options:
     optimizer: str = "sgd"
     set_to_none: bool = True
     divide_factor: float | None = None
+    detect_writes: bool = True
     #: Whether gathers tell differences.
     differences: bool = False
 
@@ -73,7 +74,7 @@ class Options:
     @property
     def unit(self) -> float:
         """What gradients are multiples of: FSDP2 divides by the ranks, which must be exact."""
-        return 2.0**-24 * (3 if self.world_size == 3 else 1)
+        return 2.0**-24 * (1 if self.world_size % 3 else 3)
 
     @property
     def replicated(self) -> bool:

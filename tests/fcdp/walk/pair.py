@@ -25,9 +25,9 @@ Micro = Literal["plain", "waits", "last"]
 
 
 @lru_cache
-def group_of(nodes: int, ranks_per_node: int) -> dist.ProcessGroup:
+def group_of(world: object) -> dist.ProcessGroup:
     """For the walk's own questions: no other exchange can be taken for one of them."""
-    group = dist.new_group(backend="gloo")
+    group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
     return group
 
@@ -197,6 +197,7 @@ class Pair:
                 partial_gradients=options.partials,
                 verify=options.verify,
                 poison=options.poison,
+                detect_writes=options.detect_writes,
                 gather_codec=fcdp.Delta("always") if options.differences else None,
                 adapters=options.adapters,
             )
@@ -220,6 +221,7 @@ class Pair:
             partial_gradients=options.partials,
             verify=options.verify,
             poison=options.poison,
+            detect_writes=options.detect_writes,
             gather_codec=fcdp.Delta("always") if options.differences else None,
         )
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 import fcdp
 from tests.fcdp.walk.drive import Handler, Walk
-from tests.fcdp.walk.model import Boom, inputs_of_a_block, loss_of
+from tests.fcdp.walk.model import Boom, FailsInBackward, inputs_of_a_block, loss_of
 from tests.fcdp.walk.pair import Side
 
 
@@ -269,15 +269,8 @@ def boom_in_backward(walk: Walk) -> None:
     index, tokens = walk.random.randrange(walk.options.blocks), walk.tokens()
     walk.note(str(index))
 
-    def fail(grad: torch.Tensor) -> None:
-        raise Boom("in backward")
-
-    def hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-        if output.requires_grad:
-            output.register_hook(fail)
-
     for side in walk.pair.sides:
-        handle = side.model.blocks[index].register_forward_hook(hook)
+        handle = side.model.blocks[index].register_forward_hook(FailsInBackward.hook)
         try:
             side.backward(tokens, frozenset(), "plain")
         except Boom:

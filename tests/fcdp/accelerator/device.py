@@ -1,0 +1,496 @@
+"""An accelerator of PyTorch's: tensors on it are its own, and all that touches them is noted.
+
+Its tensors (``taped:0``) have memory of the CPU, and operations run when they are issued, in
+that order. What order a device could have run them in is the tape's to say: each is noted on the
+stream that was current, with the bytes that it read and wrote. Memory is given out as the caching
+allocator of CUDA does it: what is let go on the host is given out at once to the next who asks on
+the stream that it was allocated on, whether the device has caught up or not, and holds poison.
+Host memory that a copy has touched is followed too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import random
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from tests.fcdp.accelerator.tape import Block, Clock, Tape, Timeline, Touch, made_by, region
+
+NAME = "taped"
+#: CUDA's allocator gives out multiples of this.
+_GRANULE = 512
+_POISON = 0xFF
+
+aten = torch.ops.aten
+#: They make memory and write nothing.
+_EMPTY = {
+    aten.empty.memory_format,
+    aten.empty_strided.default,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+}
+#: They read nothing of what they write to.
+_FILLS = ("copy_", "fill_", "zero_", "uniform_", "normal_", "_foreach_copy_", "_foreach_zero_")
+
+
+class Event:
+    """A point of a stream."""
+
+    def __init__(self, **_: Any) -> None:
+        self._clock: Clock = {}
+
+    def record(self, stream: Stream | None = None) -> None:
+        self._clock = dict((stream or here().current).clock)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or here().current).wait_event(self)
+
+    def synchronize(self) -> None:
+        here().host.wait_for(self._clock)
+
+    def query(self) -> bool:
+        """Whether the host finds that it has come to pass: it may, or may not."""
+        if here().chance.random() < 0.5:
+            return False
+        self.synchronize()
+        return True
+
+
+class Stream(Timeline):
+    def __init__(self, priority: int = 0, *, device: Device | None = None) -> None:
+        device = device or here()
+        super().__init__(f"stream '{made_by()}' of rank {device.rank}")
+        device.tape.timelines.append(self)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        self.wait_for(event._clock)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_for(other.clock)
+
+    def synchronize(self) -> None:
+        here().host.wait_for(self.clock)
+
+
+@dataclass(eq=False)
+class _Storage:
+    """Memory of one storage, for as long as that lives."""
+
+    block: Block
+    bytes: np.ndarray
+    end: Any
+    #: The stream that it goes back to; ``None``: of the host.
+    home: Stream | None
+
+
+class Device:
+    """One rank's accelerator, and the thread of the host that drives it."""
+
+    def __init__(self, rank: int, tape: Tape, seed: int) -> None:
+        self.rank = rank
+        self.tape = tape
+        self.chance = random.Random(seed * 1000 + rank)
+        self.host = tape.timeline(f"the host of rank {rank}")
+        self.current = self.compute = Stream(device=self)
+        self.compute.name = f"the computing stream of rank {rank}"
+        #: Device memory taken so far, in use or free.
+        self.reserved_bytes = 0
+        self._storages: dict[int, _Storage] = {}
+        self._free: dict[Stream, list[Block]] = defaultdict(list)
+        self._blocks = 0
+
+    @contextlib.contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextlib.contextmanager
+    def thread(self, name: str) -> Iterator[Timeline]:
+        """Be another thread of the host, started now."""
+        before, self.host = self.host, self.tape.timeline(f"{name} of rank {self.rank}")
+        self.host.wait_for(before.clock)
+        try:
+            yield self.host
+        finally:
+            self.host = before
+
+    # Memory
+
+    def adopt(self, storage: torch.UntypedStorage) -> None:
+        """Give a new storage memory on the current stream."""
+        block = self._take(storage.nbytes(), self.current)
+        self._follow(storage, block, self.current)
+
+    def _take(self, nbytes: int, stream: Stream) -> Block:
+        size = -(-max(nbytes, 1) // _GRANULE) * _GRANULE
+        free = self._free[stream]
+        fitting = [block for block in free if size <= block.nbytes <= 2 * size]
+        if fitting:
+            block = min(reversed(fitting), key=lambda block: block.nbytes)
+            free.remove(block)
+            return block
+        self._blocks += 1
+        self.reserved_bytes += size
+        return Block(f"block {self._blocks} of rank {self.rank}", size)
+
+    def _follow(self, storage: torch.UntypedStorage, block: Block, home: Stream | None) -> None:
+        key = storage._cdata
+        end = weakref.ref(storage, lambda _: self._let_go(key))
+        self._storages[key] = _Storage(block, _bytes_of(storage), end, home)
+
+    def _let_go(self, key: int) -> None:
+        storage = self._storages.pop(key)
+        if storage.home is not None:
+            self._free[storage.home].append(storage.block)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage of the device has been freed, or given memory anew, by ``resize_``."""
+        self._let_go(storage._cdata)
+        if storage.nbytes():
+            storage_bytes = _bytes_of(storage)
+            storage_bytes[:] = _POISON
+            self.adopt(storage)
+        else:
+            # Nothing is held until it grows again, but its end is to be known.
+            self._follow(storage, Block("no memory", 0), None)
+
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        return storage._cdata in self._storages
+
+    def touch(self, tensor: torch.Tensor) -> Touch | None:
+        """What an operation on ``tensor``, plain or of the device, touches; ``None`` if nothing."""
+        if not tensor.numel():
+            return None
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._storages:  # of the host
+            name = f"host memory {len(self._storages)} of rank {self.rank}"
+            self._follow(storage, Block(name, storage.nbytes()), None)
+        held = self._storages[storage._cdata]
+        where = region(
+            tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()), tensor.itemsize
+        )
+        return Touch(held.block, where, held.bytes[where.index].tobytes())
+
+    def touches(self, tensors: Iterable[torch.Tensor]) -> list[Touch]:
+        return [touch for tensor in tensors if (touch := self.touch(tensor)) is not None]
+
+    # Operations
+
+    def note(
+        self,
+        what: str,
+        reads: list[Touch],
+        writes: Iterable[torch.Tensor],
+        *,
+        stream: Timeline | None = None,
+    ) -> None:
+        """Note an operation that has run, on the current stream or on ``stream``."""
+        stream = stream or self.current
+        stream.wait_for(self.host.clock)
+        self.tape.note(stream, what, reads, self.touches(writes))
+
+    def note_on_host(
+        self, what: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]
+    ) -> None:
+        """Note what the host's thread does to memory that copies touch too."""
+        theirs = [
+            [tensor for tensor in tensors if self.holds(tensor.untyped_storage())]
+            for tensors in (reads, writes)
+        ]
+        if any(theirs):
+            self.note(what, self.touches(theirs[0]), theirs[1], stream=self.host)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> np.ndarray:
+    """The storage's memory, which this does not keep alive."""
+    if not storage.nbytes():
+        return np.empty(0, dtype=np.uint8)
+    memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    return np.frombuffer(memory, dtype=np.uint8)
+
+
+_threads = threading.local()
+
+
+def here() -> Device:
+    """The device of the rank that this thread is."""
+    device: Device = _threads.device
+    return device
+
+
+class DeviceTensor(torch.Tensor):
+    """A tensor of the accelerator: geometry and memory of a plain one, and another device."""
+
+    @staticmethod
+    def over(plain: torch.Tensor) -> DeviceTensor:
+        made: DeviceTensor = torch.Tensor._make_subclass(
+            DeviceTensor,
+            plain,
+            False,
+            dispatch_device=True,
+            device_for_backend_keys=_device,
+        )
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        made = memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's memory as a tensor of the CPU, which the tape does not see."""
+    made = torch.empty(0, dtype=tensor.dtype, device="cpu")
+    return made.set_(
+        tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+    )
+
+
+class Noting(TorchDispatchMode):
+    """Sees what makes tensors, and what the host does to memory that copies touch."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None:
+            return func(*args, **(kwargs or {}))  # DTensor asks for shapes
+        if any(each is not torch.Tensor and each is not DeviceTensor for each in types):
+            return NotImplemented  # a subclass with tensors inside of it, which will come here
+        return _run(func, args, kwargs or {})
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if func is torch.ops.prim.device.default:
+        return _device
+    if func in REPLACED:
+        return REPLACED[func](*args, **kwargs)
+    if torch.is_inference_mode_enabled():  # its tensors cannot be made into others
+        with torch.inference_mode(False), torch.no_grad():
+            return _run(func, args, kwargs)
+    flat, spec = tree_flatten((args, kwargs))
+    given = [each for each in flat if isinstance(each, torch.Tensor)]
+    to = kwargs.get("device")
+    to = None if to is None else torch.device(to).type
+    on_device = any(isinstance(each, DeviceTensor) for each in given)
+    device = here()
+    if not on_device and to != NAME:
+        result = func(*args, **kwargs)
+        read, written = _split(func, args, kwargs)
+        if (written or not _is_view(result, given)) and func.overloadpacket is not aten.set_:
+            device.note_on_host(_name(func), read, written)
+        return result
+    known = func.namespace == "aten" and func.overloadpacket is not aten.set_
+    assert known, f"{func}: what it touches is not known"
+    crosses = func in (aten.copy_.default, aten._to_copy.default)
+    if not crosses:
+        for each in given:
+            if not isinstance(each, DeviceTensor) and each.ndim and each.numel():
+                raise RuntimeError(f"{func}: expected all tensors on one device, got cpu too")
+    read, written = _split(func, args, kwargs)
+    reads = device.touches(read)
+    # The same memory, by the tensors that the operation was given.
+    aliases = {id(each): plain(each) for each in given if isinstance(each, DeviceTensor)}
+    owners = {id(aliases[id(each)]): each for each in given if id(each) in aliases}
+    flat = [aliases.get(id(each), each) for each in flat]
+    if to == NAME:
+        flat = [torch.device("cpu") if each == kwargs["device"] else each for each in flat]
+    plain_args, plain_kwargs = tree_unflatten(flat, spec)
+    if func is aten._to_copy.default:
+        results, out_spec = tree_flatten(_copied(plain_args[0], plain_kwargs))
+    else:
+        results, out_spec = tree_flatten(func(*plain_args, **plain_kwargs))
+    to_host = to == "cpu" and func is aten._to_copy.default
+    made, known = [], True
+    for index, result in enumerate(results):
+        if not isinstance(result, torch.Tensor):
+            known = False  # by the host
+        elif id(result) in owners:
+            results[index] = owners[id(result)]
+        elif to_host or (func is aten.copy_.default and result is args[0]):
+            made.append(result)
+        else:
+            if not device.holds(result.untyped_storage()):
+                device.adopt(result.untyped_storage())
+                made.append(result)
+            results[index] = DeviceTensor.over(result)
+    if func in _EMPTY:
+        for result in made:
+            _bytes_of(result.untyped_storage())[:] = _POISON
+        return tree_unflatten(results, out_spec)
+    if made or written or not known:
+        device.note(_name(func), reads, [*written, *made])
+    if not known or (crosses and _blocks(func, args, kwargs, to_host)):
+        device.host.wait_for(device.current.clock)
+    return tree_unflatten(results, out_spec)
+
+
+def _is_view(result: Any, given: list[torch.Tensor]) -> bool:
+    """Whether an operation that writes nothing has made tensors of memory that it was given."""
+    storages = {each.untyped_storage()._cdata for each in given}
+    made = [each for each in tree_flatten(result)[0] if isinstance(each, torch.Tensor)]
+    return bool(made) and all(each.untyped_storage()._cdata in storages for each in made)
+
+
+def _name(func: Any) -> str:
+    return str(func).removeprefix("aten.").removesuffix(".default")
+
+
+def _copied(tensor: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+    """``aten._to_copy`` into memory of its own, to wherever it is asked for."""
+    options = {name: value for name, value in options.items() if name != "device"}
+    options.pop("non_blocking", None)
+    return aten._to_copy.default(tensor, **options)
+
+
+def _blocks(func: Any, args: Any, kwargs: Any, to_host: bool) -> bool:
+    """Whether the host waits for a copy: between it and the device, unless told otherwise."""
+    if func is aten._to_copy.default:
+        between = to_host or not isinstance(args[0], DeviceTensor)
+        return between and not kwargs.get("non_blocking", False)
+    between = isinstance(args[0], DeviceTensor) != isinstance(args[1], DeviceTensor)
+    return between and not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+
+
+def _split(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Sort what an operation is given into what it reads and what it writes."""
+    read: list[torch.Tensor] = []
+    written: list[torch.Tensor] = []
+    fills = func._schema.name.removeprefix("aten::") in _FILLS
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name in kwargs:
+            value = kwargs[argument.name]
+        elif place < len(args):
+            value = args[place]
+        else:
+            continue
+        values = value if isinstance(value, (list, tuple)) else [value]
+        tensors = [each for each in values if isinstance(each, torch.Tensor)]
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        if writes:
+            written += tensors
+        if not writes or not (fills or argument.kwarg_only):  # ``out`` is only written
+            read += tensors
+    return read, written
+
+
+#: Operations that are others: by the group of ranks, or of operations that come here themselves.
+REPLACED: dict[Any, Callable[..., Any]] = {
+    torch.ops.fsdp.all_gather_copy_in.default: _fsdp_collectives.all_gather_copy_in_cuda,
+    torch.ops.fsdp.split_with_sizes_copy.default: _fsdp_collectives.split_with_sizes_copy,
+    torch.ops.fsdp.chunk_cat.default: _fsdp_collectives.chunk_cat,
+}
+
+
+class _Module(ModuleType):
+    """The module of the device, as ``torch.cuda`` is CUDA's."""
+
+    Stream = Stream
+    Event = Event
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def is_available(self) -> bool:
+        return True
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed_all(self, seed: int) -> None: ...
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def set_device(self, device: Any) -> None: ...
+
+    def current_stream(self, device: Any = None) -> Stream:
+        return here().current
+
+    def stream(self, stream: Stream) -> contextlib.AbstractContextManager[None]:
+        return here().stream(stream)
+
+    def synchronize(self, device: Any = None) -> None:
+        for timeline in here().tape.timelines:
+            if isinstance(timeline, Stream) and timeline.name.endswith(f"rank {here().rank}"):
+                timeline.synchronize()
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        return 2**40, 2**40
+
+    def memory_allocated(self, device: Any = None) -> int:
+        return here().reserved_bytes
+
+    memory_reserved = max_memory_allocated = memory_allocated
+
+
+_setup_privateuseone_for_python_backend(NAME, _Module(NAME))
+_device = torch.device(NAME, 0)
+_resize = torch.UntypedStorage.resize_
+_tolist = torch.Tensor.tolist
+
+
+def _resize_noted(storage: torch.UntypedStorage, size: int) -> None:
+    ours = hasattr(_threads, "device") and here().holds(storage)
+    _resize(storage, size)
+    if ours:
+        here().resized(storage)
+
+
+def _tolist_noted(tensor: torch.Tensor) -> Any:
+    if isinstance(tensor, DeviceTensor):
+        return _tolist(tensor.cpu())
+    if hasattr(_threads, "device") and type(tensor) is torch.Tensor:
+        here().note_on_host("tolist", [tensor], [])
+    return _tolist(tensor)
+
+
+# What no operation tells of: FSDP2 frees gathered parameters by the one, hosts read by the other.
+torch.UntypedStorage.resize_ = _resize_noted  # type: ignore[method-assign, assignment]
+torch.Tensor.tolist = _tolist_noted  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def driving(device: Device) -> Iterator[None]:
+    """Make this thread the one that drives ``device``."""
+    _threads.device = device
+    try:
+        # Whatever does not name a device is on the accelerator.
+        with torch.autograd.set_multithreading_enabled(False), Noting(), torch.device(_device):
+            yield
+    finally:
+        del _threads.device

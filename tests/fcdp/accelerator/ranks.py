@@ -1,0 +1,172 @@
+"""Runs a function on several ranks of one process, each a thread with an accelerator of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _set_thread_isolation_mode
+from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
+
+import fcdp.direct_io
+from tests.fcdp.accelerator.device import NAME, Device, driving, here
+from tests.fcdp.accelerator.group import BACKEND, Abandoned, Group, Hub
+from tests.fcdp.accelerator.tape import Tape
+
+
+class Unfailing:
+    """In place of :class:`fcdp.failure.Failures`: threads of one process fail together."""
+
+    place = 0
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    completing = waiting
+
+    def _nothing(self, *_: Any, **__: Any) -> None: ...
+
+    begins = backward_runs = forward_ends = announce = _nothing
+
+    def raise_out_of_step(self) -> None:
+        raise AssertionError("ranks are out of step")
+
+
+class Threads:
+    """In place of a pool of threads: a task runs when it is given, as a thread of its own."""
+
+    def __init__(self, most: int, thread_name_prefix: str) -> None:
+        self._name = thread_name_prefix
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        device = here()
+        with device.thread(self._name) as thread:
+            try:
+                done.set_result(function(*args))
+            except OSError as error:
+                done.set_exception(error)
+        result = done.result
+
+        def joined(timeout: float | None = None) -> Any:
+            device.host.wait_for(thread.clock)
+            return result(timeout)
+
+        done.result = joined  # type: ignore[method-assign]
+        return done
+
+
+def _noted(name: str, *, writes: bool) -> Any:
+    """A function of ``fcdp.direct_io`` that moves memory, noted on the tape."""
+    plain = getattr(fcdp.direct_io, name)
+
+    def move(descriptor: int, offset: int, memory: torch.Tensor) -> None:
+        plain(descriptor, offset, memory)
+        here().note_on_host(name, [] if writes else [memory], [memory] if writes else [])
+
+    return mock.patch(f"fcdp.direct_io.{name}", move)
+
+
+def _new_group(*args: Any, backend: Any = None, **kwargs: Any) -> Any:
+    """``torch.distributed.new_group``, of threads whatever is asked for."""
+    return dist.distributed_c10d.new_group(*args, backend=BACKEND, **kwargs)
+
+
+@contextlib.contextmanager
+def _one_process() -> Iterator[None]:
+    """Give each thread a world of process groups."""
+    with (
+        mock.patch("torch.distributed.distributed_c10d._world", ThreadLocalWorld()),
+        mock.patch("torch.accelerator.current_stream", lambda device=None: here().current),
+        mock.patch("fcdp.checksum._made", PerRank()),
+        mock.patch("fcdp.checksum._BLOCK", 64),
+        mock.patch("fcdp.topology.Failures", Unfailing),
+        mock.patch("fcdp.cache.tiers.disk.ThreadPoolExecutor", Threads),
+        mock.patch("fcdp.checkpoint.background.ThreadPoolExecutor", Threads),
+        mock.patch("torch.distributed.new_group", _new_group),
+        _noted("write_all", writes=False),
+        _noted("read_all", writes=True),
+    ):
+        _set_thread_isolation_mode(True)
+        try:
+            yield
+        finally:
+            _set_thread_isolation_mode(False)
+
+
+class PerRank(threading.local):
+    """In place of what a process keeps per device: threads here have one each, of one name."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Any, Any] = {}
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._kept
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._kept[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._kept[key] = value
+
+
+class RankFailed(AssertionError):
+    """What ranks raised, with their tracebacks."""
+
+
+def run(
+    function: Callable[..., Any], world_size: int, *args: Any, seed: int = 0
+) -> tuple[list[Any], Tape]:
+    """Call ``function(*args)`` on every rank; return the results in rank order, and the tape.
+
+    ``seed`` draws what the host finds of events. Raises :class:`RankFailed`.
+    """
+    tape, Group.hub = Tape(), Hub()
+    store = dist.HashStore()
+    results: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+
+    def serve(rank: int) -> None:
+        try:
+            # One thread runs at a time, until it waits for others: they share random numbers.
+            with Group.hub.changed, driving(Device(rank, tape, seed)):
+                dist.init_process_group(
+                    f"cpu:{BACKEND},{NAME}:{BACKEND}",
+                    rank=rank,
+                    world_size=world_size,
+                    store=store,
+                )
+                try:
+                    results[rank] = function(*args)
+                finally:
+                    dist.destroy_process_group()
+        except BaseException as error:
+            Group.hub.fail()
+            if not isinstance(error, Abandoned) or not failures:
+                failures[rank] = traceback.format_exc()
+
+    with _one_process():
+        threads = [threading.Thread(target=serve, args=(rank,)) for rank in range(world_size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    if failures:
+        raise RankFailed("\n".join(f"rank {rank}:\n{text}" for rank, text in failures.items()))
+    return [results[rank] for rank in range(world_size)], tape
+
+
+def check(tape: Tape, seeds: Sequence[int]) -> str | None:
+    """What nothing orders on a tape, or what a schedule of ``seeds`` reads wrongly."""
+    if tape.races:
+        return f"{len(tape.races)} races, the first:\n{tape.races[0]}"
+    return next((wrong for seed in seeds if (wrong := tape.replay(seed))), None)

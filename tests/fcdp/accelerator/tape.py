@@ -1,0 +1,245 @@
+"""What streams, host threads and ranks did to memory, and which of it nothing orders.
+
+Every operation is noted with the bytes that it read and wrote and with what was waited for before
+it: a vector clock per stream and host thread. Two operations that touch the same bytes, one of them
+writing, must be ordered by waits. Where they are not, some schedule of a GPU runs them the other
+way round. That is looked at for all pairs, and so for all schedules at once. :meth:`Tape.replay`
+draws single ones besides: it runs the operations in any order that the waits allow, and checks that
+each reads the bytes that it read when they were issued.
+"""
+
+from __future__ import annotations
+
+import linecache
+import math
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+#: Operations by timeline: how many of each are known to have ended.
+Clock = dict["Timeline", int]
+
+
+class Timeline:
+    """A stream or a thread of the host: what is done on it is done in the order of issue."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.clock: Clock = {}
+        #: What has been waited for since the last operation.
+        self._news: Clock = {}
+        self.operations: list[Operation] = []
+
+    def wait_for(self, clock: Clock) -> None:
+        """Run what comes next on this timeline after all that ``clock`` has seen."""
+        mine = self.clock
+        for timeline, count in clock.items():
+            if timeline is not self and mine.get(timeline, 0) < count:
+                mine[timeline] = self._news[timeline] = count
+
+    def append(self, operation: Operation) -> None:
+        operation.after, self._news = self._news, {}
+        self.operations.append(operation)
+        self.clock[self] = len(self.operations)
+
+    def has_seen(self, operation: Operation) -> bool:
+        """Whether what comes next on this timeline comes after ``operation``."""
+        return self.clock.get(operation.timeline, 0) >= operation.number
+
+
+class Region(NamedTuple):
+    """Some bytes of a block."""
+
+    #: One bit per byte.
+    mask: int
+    index: slice | np.ndarray
+
+
+@lru_cache(maxsize=None)
+def region(start: int, sizes: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Region:
+    """List the bytes of a tensor: ``start`` is in elements."""
+    numel = math.prod(sizes)
+    dense = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
+    if all(size == 1 or own == row for size, own, row in zip(sizes, strides, dense, strict=True)):
+        first, end = start * itemsize, (start + numel) * itemsize
+        return Region((1 << end) - (1 << first), slice(first, end))
+    places = np.array([start], dtype=np.int64)
+    for size, stride in zip(sizes, strides, strict=True):
+        places = (places[:, None] + np.arange(size) * stride).ravel()
+    places = np.unique(places)
+    bytes_ = (places[:, None] * itemsize + np.arange(itemsize)).ravel()
+    first, end = int(bytes_[0]), int(bytes_[-1]) + 1
+    if end - first == len(bytes_):
+        return Region((1 << end) - (1 << first), slice(first, end))
+    bits = np.zeros(end, dtype=np.uint8)
+    bits[bytes_] = 1
+    return Region(int.from_bytes(np.packbits(bits, bitorder="little").tobytes(), "little"), bytes_)
+
+
+@dataclass(eq=False)
+class Block:
+    """A piece of physical memory, which several tensors may have one after another."""
+
+    name: str
+    nbytes: int
+    #: What touched it, as long as something may come that is not ordered after it.
+    touched: list[tuple[Operation, int, bool]] = field(default_factory=list)
+
+
+class Touch(NamedTuple):
+    """What an operation does to some bytes, and what they held then."""
+
+    block: Block
+    region: Region
+    contents: bytes
+
+
+@dataclass(eq=False)
+class Operation:
+    """One thing that a stream or the host did."""
+
+    what: str
+    where: str
+    timeline: Timeline
+    number: int
+    reads: Sequence[Touch]
+    writes: Sequence[Touch]
+    #: What it waits for beyond what the one before it on its timeline does.
+    after: Clock = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.what} on {self.timeline.name}, {self.where}"
+
+
+class Tape:
+    """All operations of one run."""
+
+    def __init__(self) -> None:
+        self.timelines: list[Timeline] = []
+        #: In the order of issue: of each rank's alike whenever the run is repeated.
+        self.operations: list[Operation] = []
+        #: What nothing orders, as sentences.
+        self.races: list[str] = []
+
+    def timeline(self, name: str) -> Timeline:
+        made = Timeline(name)
+        self.timelines.append(made)
+        return made
+
+    def note(
+        self,
+        timeline: Timeline,
+        what: str,
+        reads: Sequence[Touch],
+        writes: Sequence[Touch],
+    ) -> Operation:
+        """Note an operation, and whatever touched its bytes and is not ordered before it."""
+        number = len(timeline.operations) + 1
+        operation = Operation(what, _where(), timeline, number, reads, writes)
+        for touches, writing in ((reads, False), (writes, True)):
+            for touch in touches:
+                self._touch(operation, touch, writing)
+        timeline.append(operation)
+        self.operations.append(operation)
+        return operation
+
+    def _touch(self, operation: Operation, touch: Touch, writing: bool) -> None:
+        block, mask = touch.block, touch.region.mask
+        timeline, kept = operation.timeline, []
+        for earlier in block.touched:
+            other, others_mask, wrote = earlier
+            ordered = timeline.has_seen(other) or other is operation
+            if not ordered and (writing or wrote) and mask & others_mask:
+                self.races.append(_story(block, other, wrote, operation, writing))
+            # Whoever comes after this one comes after what it replaces, too.
+            replaced = ordered and not others_mask & ~mask
+            if not replaced or not (writing or (not wrote and other.timeline is timeline)):
+                kept.append(earlier)
+        block.touched = [*kept, (operation, mask, writing)]
+
+    def replay(self, seed: int) -> str | None:
+        """Run all operations in an order drawn from ``seed``; what one of them read wrongly."""
+        chance = random.Random(seed)
+        memory = self._at_first()
+        done = dict.fromkeys(self.timelines, 0)
+        left = [timeline for timeline in self.timelines if timeline.operations]
+        # Some are slow, as a link is beside a copy engine.
+        speed = {timeline: 10 ** chance.uniform(-2, 0) for timeline in left}
+        while left:
+            weights = [speed[timeline] for timeline in left]
+            for timeline in chance.choices(left, weights, k=64):
+                # As early as the waits allow: after what it waits for, and nothing else.
+                asked = [timeline] if done[timeline] < len(timeline.operations) else []
+                while asked:
+                    operation = asked[-1].operations[done[asked[-1]]]
+                    first = next((t for t, n in operation.after.items() if done[t] < n), None)
+                    if first is not None:
+                        asked.append(first)
+                        continue
+                    if (wrong := _run(operation, memory)) is not None:
+                        return f"schedule {seed}: {wrong}"
+                    done[asked.pop()] += 1
+            left = [timeline for timeline in left if done[timeline] < len(timeline.operations)]
+        return None
+
+    def _at_first(self) -> dict[Block, np.ndarray]:
+        """What blocks held before the first operation: as it was read before it was written."""
+        memory: dict[Block, np.ndarray] = {}
+        written: dict[Block, np.ndarray] = {}
+        for operation in self.operations:
+            for block, where, contents in (*operation.reads, *operation.writes):
+                if block not in memory:
+                    memory[block] = np.zeros(block.nbytes, dtype=np.uint8)
+                    written[block] = np.zeros(block.nbytes, dtype=bool)
+            for block, where, contents in operation.reads:
+                found = np.frombuffer(contents, dtype=np.uint8)
+                unset = ~written[block][where.index]
+                memory[block][where.index] = np.where(unset, found, memory[block][where.index])
+            for block, where, _ in operation.writes:
+                written[block][where.index] = True
+        return memory
+
+
+def _run(operation: Operation, memory: dict[Block, np.ndarray]) -> str | None:
+    for block, where, contents in operation.reads:
+        if memory[block][where.index].tobytes() != contents:
+            return f"{operation} reads other bytes of {block.name}"
+    for block, where, contents in operation.writes:
+        memory[block][where.index] = np.frombuffer(contents, dtype=np.uint8)
+    return None
+
+
+def _story(block: Block, first: Operation, wrote: bool, second: Operation, writes: bool) -> str:
+    did, does = ("wrote" if wrote else "read"), ("writes" if writes else "reads")
+    return (
+        f"{block.name}: {second.what} {does} what {first.what} {did}, and nothing orders them.\n"
+        f"  first:  {first}\n  second: {second}\n"
+        f"  missing: {second.timeline.name} has not waited for operation {first.number} of "
+        f"{first.timeline.name}"
+    )
+
+
+def _where() -> str:
+    """The innermost lines of the library and of FSDP2 that led here."""
+    frame, found = sys._getframe(2), []
+    while frame is not None and len(found) < 3:
+        name = frame.f_code.co_filename
+        if ("/fcdp/" in name and "/accelerator/" not in name) or "/_fully_shard/" in name:
+            found.append(f"{name.rsplit('/', 1)[1]}:{frame.f_lineno} {frame.f_code.co_name}")
+        frame = frame.f_back
+    return " < ".join(found) or "the test"
+
+
+def made_by() -> str:
+    """The source of the line, outside of this package, that asked for something to be made."""
+    frame = sys._getframe(1)
+    while frame is not None and "/accelerator/" in frame.f_code.co_filename:
+        frame = frame.f_back
+    assert frame is not None
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    return line.split(" = ")[0].removeprefix("self.")

@@ -1,0 +1,16 @@
+"""A process of its own for the accelerator, which PyTorch does not forget again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.ranks import Pools
+
+
+@pytest.fixture(scope="package")
+def apart() -> Iterator[Pools]:
+    pools = Pools()
+    yield pools
+    pools.close()
