@@ -29,6 +29,7 @@ def model() -> nn.Sequential:
     )
 
 
+ADAMW = optimizers.AdamW()
 #: Learning rates of their own in each step.
 SCHEDULES: list[optimizers.AnyOptimizer] = [
     optimizers.AdamW(inverse_sqrt_after=3),
@@ -41,7 +42,7 @@ def job(
     ranks: int,
     settings: CyclicSettings,
     accumulation: int = 1,
-    optimizer: optimizers.AnyOptimizer = optimizers.AdamW(),
+    optimizer: optimizers.AnyOptimizer = ADAMW,
 ) -> tuple[nn.Module, Job]:
     trained = model()
     return trained, Job(
@@ -65,7 +66,7 @@ def trained(
     ranks: int,
     settings: CyclicSettings,
     accumulation: int,
-    optimizer: optimizers.AnyOptimizer = optimizers.AdamW(),
+    optimizer: optimizers.AnyOptimizer = ADAMW,
 ) -> list[torch.Tensor]:
     """This rank's parameters before each step, and after the last."""
     cyclic = build(*job(ranks, settings, accumulation, optimizer))
@@ -82,7 +83,7 @@ def by_the_rule(
     ranks: int,
     stages: int,
     accumulation: int,
-    chosen: optimizers.AnyOptimizer = optimizers.AdamW(),
+    chosen: optimizers.AnyOptimizer = ADAMW,
 ) -> list[list[torch.Tensor]]:
     """What each rank computes with: θ_t where a stage is fresh, else θ_{t−1}."""
     newest = model()
