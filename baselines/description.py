@@ -90,13 +90,19 @@ class Strategy:
         """Whether it caches by a policy, which its cells may choose."""
         return "policy" in self.settings.model_fields
 
+    @property
+    def fixes(self) -> dict[str, str]:
+        """The policy and codecs that it fixes, by the name of the setting."""
+        return {} if self.schedule is None else self.schedule.fixes
+
     def chosen(self, given: Mapping[str, Any], *, nodes: int | None = None) -> Settings:
-        """The settings among ``given``, and defaults, which must fit so many nodes.
+        """The settings among ``given``, and defaults; refused is what does not fit so many nodes.
 
         Raises pydantic's ``ValidationError``.
         """
         own = {name: value for name, value in given.items() if name in self.settings.model_fields}
-        return self.settings.model_validate(own, strict=True, context={"nodes": nodes})
+        context = {"nodes": nodes, "fixed": self.fixes}
+        return self.settings.model_validate(own, strict=True, context=context)
 
     def engine_version(self, deepspeed: Pin = "current") -> str | None:
         """The version of the engine's package; ``None`` if it is not installed."""

@@ -60,7 +60,8 @@ class Settings(BaseModel):
 
 #: Cache policy, as ``fcdp.cache.named`` reads it.
 Policy = Annotated[str, Setting("Policy", "subject", in_id="later")]
-#: What crosses nodes in gathers and reductions, as ``baselines.presets.codecs`` reads it.
+#: What crosses nodes in gathers and reductions, as ``baselines.presets.codecs`` reads it; ``none``
+#: is all that a strategy with a codec of its own allows, which it uses all the same.
 GatherCodec = Annotated[
     str, Setting("Gather codec", "subject", in_id="later", write="gather {}".format)
 ]
@@ -92,6 +93,13 @@ def _feeds_back_a_loss(value: bool, info: ValidationInfo) -> bool:
     return value
 
 
+def _is_not_fixed(value: str, info: ValidationInfo) -> str:
+    fixed = (info.context or {}).get("fixed", {}).get(info.field_name)
+    if fixed is not None and value != "none":
+        raise ValueError(f"allowed is none: the strategy has its own, {fixed}, in any case")
+    return value
+
+
 class CacheSettings(Settings):
     """Settings of FCDP."""
 
@@ -120,6 +128,7 @@ class EncodedSettings(Settings):
     adapters: Adapters = "sharded"
 
     _error_feedback = field_validator("error_feedback")(_feeds_back_a_loss)
+    _codecs = field_validator("gather_codec", "reduce_codec")(_is_not_fixed)
 
 
 class DeepSpeedSettings(Settings):

@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 
 from baselines import optimizers, registry
+from baselines.description import Strategy
 from baselines.settings import CacheSettings, EncodedSettings, Settings
 from fcdp import Topology
 
@@ -155,15 +156,16 @@ def load(name: str) -> Builder:
     found = registry.find(name)
     module, function = found.builder
     build: Builder = getattr(importlib.import_module(module), function)
-    fixed = {} if found.schedule is None else found.schedule.fixes
-    return _completed(build, fixed) if found.settings in _LIBRARYS else build
+    return _completed(build, found) if found.settings in _LIBRARYS else build
 
 
-def _completed(build: Builder, fixed: dict[str, str]) -> Builder:
+def _completed(build: Builder, found: Strategy) -> Builder:
     """``build`` with all of FCDP's settings: those that are fixed, the job's, and defaults."""
 
     def built(model: nn.Module, job: Job) -> Trainable:
-        every = CacheSettings(**(job.settings.model_dump() | fixed))
+        given = job.settings.model_dump()
+        found.chosen(given)  # refuses what the strategy fixes to something else
+        every = CacheSettings(**(given | found.fixes))
         return build(model, replace(job, settings=every))
 
     return built

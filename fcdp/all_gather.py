@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.profiler import record_function
 
 from fcdp.cache.cache import Cache
@@ -19,6 +18,7 @@ from fcdp.delta import message
 from fcdp.delta.economy import Watch
 from fcdp.delta.sent import Sent
 from fcdp.exchange import PARTS_MOST, Pending, all_gather, swap, wait_all
+from fcdp.fsdp2 import AllGather, forget_gather
 from fcdp.gathering import Gathering, Parts, Queued, run
 from fcdp.guard import Guard
 from fcdp.ledger import Ledger, Phase, gather_phase, in_backward
@@ -115,7 +115,7 @@ class CachedAllGather(AllGather):
             return Queued(self._streams, stream.record_event())
 
     def _forget(self) -> None:
-        self._unit.group._all_gather_result = None
+        forget_gather(self._unit.group)
 
     def _parts(self, output: torch.Tensor, shard: torch.Tensor) -> Parts:
         topology = self._topology

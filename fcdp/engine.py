@@ -14,6 +14,7 @@ import torch
 import torch.nn as nn
 from torch.optim import Optimizer
 
+from fcdp import fsdp2
 from fcdp.agreement import on_all_ranks
 from fcdp.all_gather import CachedAllGather
 from fcdp.arguments import warn_of_sizes
@@ -174,7 +175,7 @@ class Engine:
             )
             unit.module.set_custom_all_gather(gather)
             self._reduce_by_hierarchy(unit, options.codecs)
-            self._collectives[unit] = unit.group._all_gather_comm, unit.group._reduce_scatter_comm
+            self._collectives[unit] = fsdp2.collectives(unit.group)
         self._follow(model)
         setattr(model, _ATTRIBUTE, self)
 
@@ -193,7 +194,7 @@ class Engine:
             # Gloo and the codecs' sums know no factor that comes before them. FSDP2 then
             # divides the sum, once and after the reduction.
             unit.module.set_force_sum_reduction_for_comms(True)
-        if not on_host and getattr(unit.group, "reduce_scatter_max_input_buffers", None) == 1:
+        if not on_host and fsdp2.has_one_reduce_buffer(unit.group):
             # FSDP2's default makes backward wait for the reduction of the unit before, which
             # crosses nodes: one more buffer, and it waits for the one before that.
             unit.module.set_reduce_scatter_max_input_buffers(2, recurse=False)
@@ -230,10 +231,7 @@ class Engine:
         for reduction in self._reductions.values():
             reduction.discard()
         for unit in self.units:
-            for fsdp_param in unit.group.fsdp_params:
-                fsdp_param.unsharded_accumulated_grad = None
-                if (whole := getattr(fsdp_param, "_unsharded_param", None)) is not None:
-                    whole.grad = None
+            fsdp2.drop_gradients(unit.group)
 
     def _check_gradient_hooks(self) -> None:
         """Raise ``RuntimeError`` where a hook would be called with a gradient that is not there."""
@@ -289,9 +287,8 @@ class Engine:
 
     def _check_collectives_in_place(self) -> None:
         """Raise ``RuntimeError`` where somebody has replaced the collectives of a unit."""
-        for unit, (gather, reduction) in self._collectives.items():
-            group = unit.group
-            if group._all_gather_comm is not gather or group._reduce_scatter_comm is not reduction:
+        for unit, given in self._collectives.items():
+            if fsdp2.collectives(unit.group) != given:
                 raise RuntimeError(
                     f"{unit.name}: set_custom_all_gather, set_custom_reduce_scatter, set_symm_mem "
                     "or set_allocate_memory_from_process_group has taken the place of FCDP's "
@@ -381,10 +378,11 @@ def is_set_up(model: nn.Module, setup: Setup) -> bool:
 
 def _check_collectives(unit: Unit) -> None:
     """Raise ``ValueError`` for a unit whose collectives are not FSDP2's own."""
-    if isinstance(unit.group._all_gather_comm, CachedAllGather):
+    collectives = fsdp2.collectives(unit.group)
+    if isinstance(collectives[0], CachedAllGather):
         raise ValueError("model: FCDP is set up on it already, as a part of another model")
-    for comm in (unit.group._all_gather_comm, unit.group._reduce_scatter_comm):
-        if type(comm).__name__ not in ("DefaultAllGather", "DefaultReduceScatter"):
+    for comm in collectives:
+        if not fsdp2.is_default(comm):
             raise ValueError(
                 f"{unit.name}: has a custom collective, {type(comm).__name__}, whose place FCDP "
                 "would take; must be FSDP2's own"

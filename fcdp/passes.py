@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.nn as nn
 
+from fcdp import fsdp2
 from fcdp.ledger import in_backward
 from fcdp.unit import Unit
 
@@ -64,7 +65,7 @@ class Passes:
         """Whether the gather of ``unit`` begins a pass that is not the whole model's."""
         if self._in_forward or in_backward():
             return False
-        outermost = unit.module._get_fsdp_state()._state_ctx.iter_forward_root
+        outermost = fsdp2.outermost(unit.module)
         if outermost is None:
             return True
         begins = outermost is not self._outermost

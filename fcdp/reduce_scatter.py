@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.profiler import record_function
 
+from fcdp import fsdp2
 from fcdp.encoded_reduce import EncodedReduce
 from fcdp.exchange import Op, Pending, Then, reduce_scatter, reduce_scatter_parts, wait_all
+from fcdp.fsdp2 import ReduceScatter
 from fcdp.in_flight import Arriving, InFlight
 from fcdp.ledger import Ledger
 from fcdp.partial_gradients import PartialGradients
@@ -160,26 +161,21 @@ class HierarchicalReduceScatter(ReduceScatter):
         It reduces what has received gradients. What waits of others would never cross nodes, or lie
         elsewhere in a partial gradient: they count as zeros.
         """
-        group = self._unit.group
-        plain, reduced = group.post_backward, False
+        group, reduced = self._unit.group, False
 
-        def post_backward(*unused: Any) -> None:
+        def complete() -> None:
             nonlocal reduced
-            having = {param for param in group.fsdp_params if _has_gradient(param)}
+            having = fsdp2.with_gradients(group)
             if not self.pending:
                 self._given.clear()
             elif having or not reduced:
                 for param in self._given - having:
-                    param.unsharded_accumulated_grad = torch.zeros_like(param.unsharded_param)
+                    fsdp2.give_zeros(param)
             self._given |= having
             reduced = True
-            plain(*unused)
 
-        group.post_backward = post_backward
-        try:
+        with fsdp2.before_reductions(group, complete):
             yield
-        finally:
-            del group.post_backward
 
     def _reduce_in_node(self, partial: torch.Tensor, gradients: torch.Tensor, op: Op) -> None:
         """Reduce (nodes, L, s) to (nodes, s), by one collective."""
@@ -247,11 +243,3 @@ class HierarchicalReduceScatter(ReduceScatter):
                 "in the ones before it; run such micro-batches without fcdp.accumulate, or call "
                 "set_reduce_scatter_unused_params(True) on the module"
             )
-
-
-def _has_gradient(param: Any) -> bool:
-    """Whether FSDP2 is going to reduce a gradient of one of its parameters."""
-    if param.unsharded_accumulated_grad is not None:
-        return True
-    whole = getattr(param, "_unsharded_param", None)
-    return whole is not None and whole.grad is not None

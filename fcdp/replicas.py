@@ -14,10 +14,10 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 
+from fcdp import fsdp2
 from fcdp.exchange import all_reduce
 from fcdp.ledger import Ledger
 from fcdp.topology import Topology
-from fcdp.unit import param_groups
 
 
 class Replicas:
@@ -145,8 +145,8 @@ class Replicas:
     def _divide_factor(self, param: nn.Parameter) -> float:
         """Return the factor of the FSDP2 module that would have sharded the parameter."""
         module = self._modules.get(param)
-        groups = [] if module is None else param_groups(module._get_fsdp_state())
-        factors = [group.gradient_divide_factor for group in groups]
+        groups = [] if module is None else fsdp2.param_groups(module)
+        factors = [fsdp2.divide_factor(group) for group in groups]
         return next((f for f in factors if f is not None), float(self._topology.world_size))
 
 

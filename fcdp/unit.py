@@ -11,6 +11,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fcdp import fsdp2
 from fcdp.topology import Topology
 
 
@@ -37,7 +38,7 @@ class Unit:
     @property
     def params(self) -> list[DTensor]:
         """Sharded parameters, as the optimizer sees them; FSDP2's, as a load may replace them."""
-        return [fsdp_param.sharded_param for fsdp_param in self.group.fsdp_params]
+        return fsdp2.sharded_params(self.group)
 
     @property
     def trainable(self) -> bool:
@@ -46,14 +47,14 @@ class Unit:
     @property
     def hooked(self) -> bool:
         """Whether somebody else's code is called with each gradient as soon as it is reduced."""
-        return self.group._all_reduce_hook is not None or any(
+        return fsdp2.reduce_hook(self.group) is not None or any(
             getattr(param, "_post_accumulate_grad_hooks", None) for param in self.params
         )
 
     @property
     def prefetched(self) -> bool:
         """Whether a gather has begun that nobody has waited for."""
-        return self.group._all_gather_result is not None
+        return fsdp2.prefetched(self.group) is not None
 
     def stamp(self) -> int:
         """Return a number that grows with each in-place write that autograd sees on this rank.
@@ -78,18 +79,18 @@ def find_units(model: nn.Module, topology: Topology) -> list[Unit]:
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
             continue
-        state = module._get_fsdp_state()
+        state = fsdp2.state(module)
         if id(state) in seen:  # fully_shard([a, b]) gives a and b one state
             continue
         seen.add(id(state))
-        groups = param_groups(state)
+        groups = fsdp2.param_groups(module)
         if len(groups) > 1:
             raise ValueError(
                 f"{name or 'model'}: {len(groups)} meshes in one module (shard_placement_fn); "
                 "FCDP needs one mesh a module"
             )
         # FSDP2 keeps what the root holds itself gathered, unless told otherwise.
-        kept = not name and getattr(state, "_auto_reshard_after_forward", True)
+        kept = not name and fsdp2.keeps_root(module)
         units += [_unit(name or "root", module, group, topology, kept) for group in groups]
     if not units:
         raise ValueError(
@@ -99,39 +100,34 @@ def find_units(model: nn.Module, topology: Topology) -> list[Unit]:
     return units
 
 
-def param_groups(state: Any) -> list[Any]:
-    """List the parameter groups of one FSDP2 module's state."""
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    group = state._fsdp_param_group  # torch < 2.12 keeps at most one
-    return [] if group is None else [group]
-
-
 def _unit(name: str, module: FSDPModule, group: Any, topology: Topology, kept: bool) -> Unit:
-    params = [fsdp_param.sharded_param for fsdp_param in group.fsdp_params]
+    params = fsdp2.sharded_params(group)
     _check_mesh(name, group, topology)
-    backward_mesh = group.post_forward_mesh_info
-    if backward_mesh is not None and backward_mesh is not group.mesh_info:
+    mesh, backward_mesh = fsdp2.meshes(group)
+    if backward_mesh is not None and backward_mesh is not mesh:
         raise ValueError(
             f"{name}: reshard_after_forward is an integer, so that backward gathers from fewer "
             "ranks; must be True or False (fcdp.DeviceCache() keeps as much, and gathers as often)"
         )
-    in_backward = group._reshard_after_forward and not kept
+    for param in params:
+        _check_extension(param)
+    in_backward = fsdp2.gathers_in_backward(group) and not kept
     frozen = not any(param.requires_grad for param in params)
+    shards = [(data.numel(), _gather_dtype(data, dtype)) for data, dtype in fsdp2.shards(group)]
     return Unit(
         name,
         module,
         group,
-        shard_bytes=sum(map(_gathered_bytes, group.fsdp_params)),
-        shard_numel=sum(param._sharded_param_data.numel() for param in group.fsdp_params),
-        gather_dtypes=frozenset(map(_gather_dtype, group.fsdp_params)),
+        shard_bytes=sum(numel * dtype.itemsize for numel, dtype in shards),
+        shard_numel=sum(numel for numel, _ in shards),
+        gather_dtypes=frozenset(dtype for _, dtype in shards),
         reuses=in_backward + frozen,
     )
 
 
 def _check_mesh(name: str, group: Any, topology: Topology) -> None:
     """What else parameters are distributed over does not matter: tensor parallelism may be."""
-    info = group.mesh_info
+    info, _ = fsdp2.meshes(group)
     if info.shard_mesh_dim is None or info.replicate_mesh_dim is not None:
         raise ValueError(
             f"{name}: lives on a mesh of {info.mesh.ndim} dimensions {info.mesh.mesh_dim_names} "
@@ -145,18 +141,14 @@ def _check_mesh(name: str, group: Any, topology: Topology) -> None:
         )
 
 
-def _gathered_bytes(fsdp_param: Any) -> int:
-    local = fsdp_param._sharded_local_tensor
+def _check_extension(param: DTensor) -> None:
+    local = param._local_tensor
     if hasattr(local, "fsdp_pre_all_gather"):
         raise ValueError(
-            f"parameter of shape {tuple(fsdp_param.sharded_param.shape)}: its tensor class "
-            f"{type(local).__name__} gathers by an FSDP2 extension, which FCDP cannot cache"
+            f"parameter of shape {tuple(param.shape)}: its tensor class {type(local).__name__} "
+            "gathers by an FSDP2 extension, which FCDP cannot cache"
         )
-    data: torch.Tensor = fsdp_param._sharded_param_data
-    return data.numel() * _gather_dtype(fsdp_param).itemsize
 
 
-def _gather_dtype(fsdp_param: Any) -> torch.dtype:
-    dtype: torch.dtype = fsdp_param._sharded_param_data.dtype
-    wanted: torch.dtype | None = fsdp_param.mp_policy.param_dtype
-    return wanted if wanted is not None and dtype.is_floating_point else dtype
+def _gather_dtype(data: torch.Tensor, wanted: torch.dtype | None) -> torch.dtype:
+    return wanted if wanted is not None and data.is_floating_point() else data.dtype

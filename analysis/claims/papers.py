@@ -140,6 +140,12 @@ class Claim(Strict):
                 )
             if check.tolerance.relative is not None and self.number is None:
                 raise ValueError("a relative tolerance needs a number")
+            # Percents of a ratio: 99 for 0.99.
+            for bound in (check.tolerance.at_least, check.tolerance.at_most):
+                if self.unit == "×" and bound is not None and bound > 10 * (self.number or 1):
+                    raise ValueError(
+                        f"{bound:g}×: allowed are bounds up to 10 × {self.number or 1:g}"
+                    )
         return self
 
 

@@ -50,26 +50,28 @@ class Cyclic(DDP):
     ) -> None:
         super().__init__(model, job, closed_form_bytes)
         self._params = [param for params in stages for param in params]
-        #: What is late here, and its gradients of the last step: none after the first.
+        #: What is late here, and its gradients of the last step: none before the first.
         self._late = [
             param
             for stage, params in enumerate(stages)
             if not is_fresh(rule, job.topology.rank, stage, len(stages))
             for param in params
         ]
-        self._put_off: list[torch.Tensor | None] = [None] * len(self._late)
+        self._put_off: list[torch.Tensor] | None = None
+        (group,), late = self.optimizer.param_groups, set(self._late)
+        group["params"] = [param for param in group["params"] if param not in late]
 
     def update(self) -> None:
-        """Step, late parameters by their last gradients; AdamW passes over those without any."""
+        """Step, late parameters by their last gradients and with that step's learning rate."""
         # Copies: DDP reduces the next ones in the same memory.
         coming = [_gradient(param).clone() for param in self._late]
-        for param, last in zip(self._late, self._put_off, strict=True):
-            if last is None:
-                param.grad = None
-            else:
-                _gradient(param).copy_(last)
-        self._put_off = [*coming]
+        for param, last in zip(self._late, self._put_off or coming, strict=True):
+            _gradient(param).copy_(last)
         super().update()
+        if self._put_off is None:
+            # Their own group, whose learning rates begin with their first step, the next one.
+            self.optimizer.add_param_group({"params": self._late})
+        self._put_off = coming
 
     @torch.no_grad()
     def evaluate(self, batch: torch.Tensor) -> torch.Tensor:

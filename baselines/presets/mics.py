@@ -6,13 +6,12 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from baselines.pytorch import hybrid
 from baselines.strategy import Job
-from fcdp import Topology, exchange
+from fcdp import Topology, exchange, fsdp2
+from fcdp.fsdp2 import AllGather, ReduceScatter
 from fcdp.gathering import Gathering
-from fcdp.unit import param_groups
 
 
 def build(model: nn.Module, job: Job) -> MiCS:
@@ -55,8 +54,8 @@ class _NodeGather(exchange.Buffers, AllGather):
         return Gathering(iter([works]), self._failures, self._forget) if works else None
 
     def _forget(self) -> None:
-        for group in param_groups(self._module._get_fsdp_state()):
-            group._all_gather_result = None
+        for group in fsdp2.param_groups(self._module):
+            fsdp2.forget_gather(group)
 
 
 class _NodeReduce(exchange.Buffers, ReduceScatter):

@@ -78,3 +78,29 @@ def test_a_strategy_takes_of_what_is_given_what_it_has() -> None:
     assert registry.find("fcdp").chosen(given) == CacheSettings(policy="disk", gather_codec="int8")
     with pytest.raises(ValidationError, match="needs a reduce_codec"):
         registry.find("zero3").chosen({"error_feedback": True})
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "own"),
+    [
+        ("zeropp", {"gather_codec": "delta"}, "int8"),
+        ("zeropp", {"reduce_codec": "int8"}, "int4"),
+        ("qwz", {"gather_codec": "int8"}, "int8"),
+        ("qgz", {"reduce_codec": "int8(128)"}, "int4"),
+    ],
+)
+def test_a_codec_beside_the_strategys_own_is_refused(
+    name: str, given: dict[str, str], own: str
+) -> None:
+    ((field, value),) = given.items()
+    with pytest.raises(ValidationError, match=f"{own}, in any case") as caught:
+        registry.find(name).chosen(given)
+    (error,) = caught.value.errors()
+    assert (error["loc"], error["input"]) == ((field,), value)
+    assert error["msg"].startswith("Value error, allowed is none")
+
+
+def test_a_codec_that_the_strategy_does_not_fix_is_taken() -> None:
+    assert dict(registry.find("qwz").chosen({"reduce_codec": "int4"}))["reduce_codec"] == "int4"
+    assert dict(registry.find("hpz").chosen({"gather_codec": "int8"}))["gather_codec"] == "int8"
+    assert dict(registry.find("zeropp").chosen({"gather_codec": "none"}))["gather_codec"] == "none"

@@ -6,6 +6,7 @@ import inspect
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,13 @@ def test_an_unknown_strategy_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="allowed are") as caught:
         strategy.load(name)
     assert str(caught.value).startswith(f"strategy = {name!r}: allowed are deepspeed-zero3, ")
+
+
+def test_what_builds_a_strategy_refuses_a_codec_beside_its_own() -> None:
+    model = Model()
+    given = replace(job(model.all_blocks), settings=EncodedSettings(gather_codec="int8(128)"))
+    with pytest.raises(ValueError, match=r"gather_codec\n.*allowed is none.*int8, in any case"):
+        strategy.load("zeropp")(model, given)
 
 
 @pytest.mark.ranks

@@ -71,13 +71,25 @@ def test_make_alone_lists_the_targets() -> None:
 def test_ci_fails_with_the_tests_and_ends_with_their_closing_line(
     tmp_path: Path, recipe: str, status: int, last_line: str
 ) -> None:
-    (tmp_path / ".ci").mkdir()
-    shutil.copy(ROOT / ".ci/run", tmp_path / ".ci/run")
-    (tmp_path / "Makefile").write_text(f"test:\n\t{recipe}\n")
-    done = subprocess.run([tmp_path / ".ci/run"], capture_output=True, text=True, cwd="/")
+    done = ci(tmp_path, recipe, docs="@echo built")
     assert done.returncode == status
     lines = [line for line in done.stdout.splitlines() if not line.startswith("make")]
     assert lines[-1].startswith(last_line)
+
+
+def test_ci_fails_without_the_documentation_and_runs_the_tests_all_the_same(tmp_path: Path) -> None:
+    done = ci(tmp_path, "@echo 3 passed in 0.12s", docs="@echo WARNING: no such page; exit 1")
+    assert done.returncode == 1
+    assert "make docs" in done.stderr
+    assert done.stdout.splitlines()[-1] == "3 passed in 0.12s"
+
+
+def ci(root: Path, tests: str, docs: str) -> subprocess.CompletedProcess[str]:
+    """Run .ci/run where these are the recipes of ``make test`` and ``make docs``."""
+    (root / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci/run", root / ".ci/run")
+    (root / "Makefile").write_text(f"test:\n\t{tests}\n\ndocs:\n\t{docs}\n")
+    return subprocess.run([root / ".ci/run"], capture_output=True, text=True, cwd="/", check=False)
 
 
 def test_licence_and_citation() -> None:

@@ -84,6 +84,9 @@ def test_a_well_formed_file_is_read(tmp_path: Path) -> None:
         ({"number": None}, ["a relative tolerance needs a number"]),
         ({"checks": [{**CHECK, "tolerance": {}}]}, ["exactly one of relative, at_least, at_most"]),
         ({"checks": [{**CHECK, "tolerance": {"relative": 0.1, "at_least": 1}}]}, ["exactly one"]),
+        ({"checks": [{**CHECK, "tolerance": {"at_least": 99}}]}, ["99×", "up to 10 × 2"]),
+        ({"number": None, "checks": [{**CHECK, "tolerance": {"at_most": 11}}]},
+         ["11×", "up to 10 × 1"]),
         ({"typo": 1}, ["claims.0.typo (faster)", "Extra inputs"]),
     ],
 )  # fmt: skip

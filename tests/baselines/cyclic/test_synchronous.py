@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn as nn
 
+from baselines import optimizers
 from baselines.cyclic.partition import partition
 from baselines.cyclic.rule import Rule, is_fresh
 from baselines.cyclic.synchronous import Cyclic, build
@@ -28,7 +29,21 @@ def model() -> nn.Sequential:
     )
 
 
-def job(ranks: int, settings: CyclicSettings, accumulation: int = 1) -> tuple[nn.Module, Job]:
+ADAMW = optimizers.AdamW()
+#: Learning rates of their own in each step.
+SCHEDULES: list[optimizers.AnyOptimizer] = [
+    optimizers.AdamW(inverse_sqrt_after=3),
+    optimizers.AdamW(cosine=optimizers.Cosine(warm_up=2, end=STEPS)),
+    optimizers.SGD(kind="sgd", decay=optimizers.Decay(every=1, by=0.5)),
+]
+
+
+def job(
+    ranks: int,
+    settings: CyclicSettings,
+    accumulation: int = 1,
+    optimizer: optimizers.AnyOptimizer = ADAMW,
+) -> tuple[nn.Module, Job]:
     trained = model()
     return trained, Job(
         topology=topology_of(ranks, 1),
@@ -38,17 +53,23 @@ def job(ranks: int, settings: CyclicSettings, accumulation: int = 1) -> tuple[nn
         micro_batch=2,
         accumulation=accumulation,
         settings=settings,
+        optimizer=optimizer,
         loss=loss,
     )
 
 
-def made(ranks: int, settings: CyclicSettings, accumulation: int = 1) -> Cyclic:
-    return build(*job(ranks, settings, accumulation))
+def made(ranks: int, settings: CyclicSettings) -> Cyclic:
+    return build(*job(ranks, settings))
 
 
-def trained(ranks: int, settings: CyclicSettings, accumulation: int) -> list[torch.Tensor]:
+def trained(
+    ranks: int,
+    settings: CyclicSettings,
+    accumulation: int,
+    optimizer: optimizers.AnyOptimizer = ADAMW,
+) -> list[torch.Tensor]:
     """This rank's parameters before each step, and after the last."""
-    cyclic = made(ranks, settings, accumulation)
+    cyclic = build(*job(ranks, settings, accumulation, optimizer))
     own = batches(cyclic.job.topology.rank)
     found = [flat(cyclic.model)]
     for _ in range(STEPS):
@@ -57,10 +78,16 @@ def trained(ranks: int, settings: CyclicSettings, accumulation: int) -> list[tor
     return found
 
 
-def by_the_rule(rule: Rule, ranks: int, stages: int, accumulation: int) -> list[list[torch.Tensor]]:
+def by_the_rule(
+    rule: Rule,
+    ranks: int,
+    stages: int,
+    accumulation: int,
+    chosen: optimizers.AnyOptimizer = ADAMW,
+) -> list[list[torch.Tensor]]:
     """What each rank computes with: θ_t where a stage is fresh, else θ_{t−1}."""
     newest = model()
-    optimizer = torch.optim.AdamW(newest.parameters(), lr=LEARNING_RATE)
+    optimizer = optimizers.make(chosen, newest.parameters(), LEARNING_RATE)
     runs = partition([1] * BLOCKS, stages)
     data = [batches(rank) for rank in range(ranks)]
     before = [param.detach().clone() for param in newest.parameters()]
@@ -100,7 +127,20 @@ def test_every_rank_computes_with_what_the_rule_says(
 ) -> None:
     settings = CyclicSettings(rule=rule, stages=None if stages == ranks_ else stages)
     found = ranks.run(ranks_, trained, ranks_, settings, accumulation)
-    expected = by_the_rule(rule, ranks_, stages, accumulation)
+    alike(found, by_the_rule(rule, ranks_, stages, accumulation))
+
+
+@pytest.mark.parametrize("rule", ["v1", "v2"])
+@pytest.mark.parametrize("optimizer", SCHEDULES, ids=["root", "cosine", "decay"])
+def test_a_late_step_has_the_learning_rate_of_the_step_that_it_is(
+    ranks: Pools, rule: Rule, optimizer: optimizers.AnyOptimizer
+) -> None:
+    found = ranks.run(2, trained, 2, CyclicSettings(rule=rule), 1, optimizer)
+    alike(found, by_the_rule(rule, 2, 2, 1, optimizer))
+
+
+def alike(found: list[list[torch.Tensor]], expected: list[list[torch.Tensor]]) -> None:
+    """Compare what each rank computed with, step by step."""
     for mine, other in zip(found, expected, strict=True):
         for step, (actual, wanted) in enumerate(zip(mine, other, strict=True)):
             torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-6, msg=f"step {step}")

@@ -277,6 +277,8 @@ MISTAKES = [
      "already; keep one of the two"),
     ("  tuning: full", "  tuning: full\n  gather_codec: int2", 17, "workload.gather_codec: codec = "
      "'int2': allowed are none, int8, int4, int8(128) for a block"),
+    ("    - fcdp\n", "    - fcdp\n    - zeropp\n  gather_codec: [none, int8]\n", 13,
+     "axes.gather_codec[1]: 'int8' is not allowed: allowed is none: the strategy has its own"),
     ("  tuning: full", "  tuning: full\n  error_feedback: true", 17, "workload.error_feedback: "
      "True is not allowed: needs a reduce_codec, whose loss it feeds back"),
     ("  tuning: full", "  tuning: half", 16, "workload.tuning: 'half' is not allowed: input "

@@ -1,0 +1,164 @@
+"""FSDP2's private names that FCDP relies on, and what of each; no other file has one.
+
+A torch without one of them is refused when the library is imported. What a gather calls is read by
+``attrgetter``, which is as fast as the name itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+#: The torch that the tests run on; what is said below of older ones is read, not tested.
+TESTED = "2.13"
+
+
+def _refusal(problem: object) -> ImportError:
+    return ImportError(
+        f"torch {torch.__version__}: {problem}; FCDP relies on it, and is tested with {TESTED}"
+    )
+
+
+try:
+    # The protocols of custom collectives, and what a module gathers and reduces by without them.
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
+    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+        DefaultAllGather,
+        DefaultReduceScatter,
+    )
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
+except ImportError as error:
+    raise _refusal(error.msg) from error
+
+
+def _of(kind: type, *names: str) -> attrgetter[Any]:
+    """What reads the names of an instance, whose class or ``__init__`` must have them."""
+    made = getattr(vars(kind).get("__init__"), "__code__", None)
+    there = {*dir(kind), *getattr(kind, "__annotations__", ()), *getattr(made, "co_names", ())}
+    for name in names:
+        if name not in there:
+            raise _refusal(f"FSDP2's {kind.__name__} has no {name}")
+    return attrgetter(*names)
+
+
+_of(FSDPModule, "_get_fsdp_state")
+_of(FSDPState, "_state_ctx", "_fsdp_param_group")
+_of(FSDPStateContext, "iter_forward_root")
+
+
+def state(module: FSDPModule) -> Any:
+    """The state of a module: one for all of ``fully_shard([a, b])``."""
+    return module._get_fsdp_state()
+
+
+def param_groups(module: FSDPModule) -> list[Any]:
+    """The parameter groups of a module: a list since torch 2.12; one, or none, before."""
+    found = state(module)
+    groups = getattr(found, "_fsdp_param_groups", None)
+    return [group for group in groups or [found._fsdp_param_group] if group is not None]
+
+
+def keeps_root(module: FSDPModule) -> bool:
+    """Whether FSDP2 keeps what the module holds itself gathered after forward, as a root."""
+    return bool(getattr(state(module), "_auto_reshard_after_forward", True))  # older ones do
+
+
+def outermost(module: FSDPModule) -> Any:
+    """The state whose forward is the outermost that runs around the module; else ``None``."""
+    return state(module)._state_ctx.iter_forward_root
+
+
+#: A group's parameters, in the order of its gather.
+_params = _of(FSDPParamGroup, "fsdp_params")
+#: The mesh of its gathers: ``mesh``, ``shard_mesh_dim``, ``replicate_mesh_dim`` and
+#: ``shard_process_group``; and of those in backward: the same, or ``None``, unless it is smaller.
+meshes = _of(FSDPParamGroup, "mesh_info", "post_forward_mesh_info")
+#: Whether backward gathers again.
+gathers_in_backward = _of(FSDPParamGroup, "_reshard_after_forward")
+#: What gradients are divided by; ``None``: the number of ranks.
+divide_factor = _of(FSDPParamGroup, "gradient_divide_factor")
+#: What gathers the group, and what reduces it.
+collectives = _of(FSDPParamGroup, "_all_gather_comm", "_reduce_scatter_comm")
+#: What ``set_all_reduce_hook`` has set; else ``None``.
+reduce_hook = _of(FSDPParamGroup, "_all_reduce_hook")
+#: A gather that has begun and that nobody has waited for; else ``None``.
+prefetched = _of(FSDPParamGroup, "_all_gather_result")
+#: The DTensor that the optimizer sees, which a load may replace.
+_sharded = _of(FSDPParam, "sharded_param")
+#: This rank's part of the gather, flat and padded, and the policy with its dtype.
+_shard = _of(FSDPParam, "_sharded_param_data", "mp_policy")
+# A gradient is reduced from the second, in the reduce dtype, or from ``.grad`` of the first, which
+# is there once the parameter has been gathered. ``unsharded_param`` is the same, while it is.
+_of(FSDPParam, "_unsharded_param", "unsharded_accumulated_grad", "unsharded_param")
+# Called on the group when backward has its gradients; reduces them.
+_of(FSDPParamGroup, "post_backward")
+
+
+def sharded_params(group: Any) -> list[Any]:
+    return [*map(_sharded, _params(group))]
+
+
+def shards(group: Any) -> list[tuple[torch.Tensor, torch.dtype | None]]:
+    """This rank's parts of the gather, and the dtypes that policies ask for."""
+    return [(data, policy.param_dtype) for data, policy in map(_shard, _params(group))]
+
+
+def is_default(collective: object) -> bool:
+    return type(collective) in (DefaultAllGather, DefaultReduceScatter)
+
+
+def forget_gather(group: Any) -> None:
+    """Have FSDP2 gather anew, as if none had begun."""
+    group._all_gather_result = None
+
+
+def has_one_reduce_buffer(group: Any) -> bool:
+    """Whether a reduction waits for that of the group before; torch < 2.12 has no such limit."""
+    return getattr(group, "reduce_scatter_max_input_buffers", None) == 1
+
+
+def with_gradients(group: Any) -> set[Any]:
+    """The parameters of which FSDP2 is going to reduce a gradient."""
+    return {
+        param
+        for param in _params(group)
+        if param.unsharded_accumulated_grad is not None
+        or getattr(getattr(param, "_unsharded_param", None), "grad", None) is not None
+    }
+
+
+def give_zeros(param: Any) -> None:
+    """Have FSDP2 reduce zeros of a parameter that has received no gradient."""
+    param.unsharded_accumulated_grad = torch.zeros_like(param.unsharded_param)
+
+
+def drop_gradients(group: Any) -> None:
+    """Forget gradients of whole parameters, which FSDP2 would add to the next ones."""
+    for param in _params(group):
+        param.unsharded_accumulated_grad = None
+        if (whole := getattr(param, "_unsharded_param", None)) is not None:
+            whole.grad = None
+
+
+@contextmanager
+def before_reductions(group: Any, called: Callable[[], None]) -> Iterator[None]:
+    """Have a function called in the body before FSDP2 looks which gradients are there."""
+    plain = group.post_backward
+
+    def post_backward(*unused: Any) -> None:
+        called()
+        plain(*unused)
+
+    group.post_backward = post_backward
+    try:
+        yield
+    finally:
+        del group.post_backward

@@ -1,0 +1,64 @@
+"""What FCDP relies on of FSDP2 stands in one file, and a torch without it is refused."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+import fcdp
+from fcdp import fsdp2
+
+HOUSE = Path(fcdp.__file__).parent
+#: What only FSDP2 calls so.
+NAMES = (
+    "_get_fsdp_state|_fsdp_param_groups?|_state_ctx|iter_forward_root|_auto_reshard_after_forward|"
+    "fsdp_params|mesh_info|post_forward_mesh_info|_reshard_after_forward|gradient_divide_factor|"
+    "_all_gather_comm|_reduce_scatter_comm|_all_gather_result|_all_reduce_hook|post_backward|"
+    "reduce_scatter_max_input_buffers|_sharded_param_data|_sharded_local_tensor|_fully_shard|"
+    "_?unsharded_param|unsharded_accumulated_grad"
+)
+
+
+def test_no_other_file_has_a_private_name_of_fsdp2() -> None:
+    name = re.compile(rf"(?<![\w`])({NAMES})\b(?!`)")
+    files = {file.name: file.read_text("utf-8") for file in HOUSE.rglob("*.py")}
+    assert {found.group() for found in name.finditer(files.pop("fsdp2.py"))} > {"fsdp_params"}
+    assert {file: name.findall(text) for file, text in files.items() if name.search(text)} == {}
+
+
+def test_a_torch_without_a_name_is_refused_in_one_sentence() -> None:
+    with pytest.raises(ImportError) as caught:
+        fsdp2._of(fsdp2.FSDPParamGroup, "fsdp_params", "_gathered")
+    assert str(caught.value) == (
+        f"torch {torch.__version__}: FSDP2's FSDPParamGroup has no _gathered; "
+        f"FCDP relies on it, and is tested with {fsdp2.TESTED}"
+    )
+
+
+def test_a_torch_without_a_class_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(_fsdp_param_group, "FSDPParamGroup")
+    monkeypatch.delitem(sys.modules, "fcdp.fsdp2")
+    with pytest.raises(ImportError, match=r"^torch .*FSDPParamGroup.*; FCDP relies on it, and"):
+        __import__("fcdp.fsdp2")
+
+
+def test_a_torch_of_one_group_per_module_has_it_in_the_same_form() -> None:
+    for group, expected in ((None, []), ("the one", ["the one"])):
+        state = SimpleNamespace(_fsdp_param_group=group)
+        module = SimpleNamespace(_get_fsdp_state=lambda found=state: found)
+        assert fsdp2.param_groups(module) == expected  # type: ignore[arg-type]
+
+
+def test_the_version_that_is_promised_is_the_one_that_is_tested() -> None:
+    root = HOUSE.parent
+    pinned = re.search(r"^torch==(\d+\.\d+)", (root / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned is not None
+    assert pinned[1] == fsdp2.TESTED
+    assert f'"torch>={fsdp2.TESTED}"' in (root / "pyproject.toml").read_text()
+    assert torch.__version__.startswith(f"{fsdp2.TESTED}.")
