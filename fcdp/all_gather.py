@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.profiler import record_function
 
+from fcdp import ranges
 from fcdp.cache.cache import Cache
 from fcdp.cache.entry import Entry, Slice, Slices
 from fcdp.codec import Codec
@@ -21,7 +20,7 @@ from fcdp.exchange import PARTS_MOST, Pending, all_gather, swap, wait_all
 from fcdp.fsdp2 import AllGather, forget_gather
 from fcdp.gathering import Gathering, Parts, Queued, run
 from fcdp.guard import Guard
-from fcdp.ledger import Ledger, Phase, gather_phase, in_backward
+from fcdp.ledger import Ledger, Phase, gather_phase
 from fcdp.staleness import Staleness
 from fcdp.streams import Streams
 from fcdp.topology import Topology
@@ -72,6 +71,8 @@ class CachedAllGather(AllGather):
         self._codec = codec
         self._sent = sent
         self._peers = [node for node in range(topology.nodes) if node != topology.node]
+        #: This rank's place in the output.
+        self._place = topology.node * topology.ranks_per_node + topology.local_rank
         #: The stream that the output is allocated on, and filled with the own shard.
         self._copy_in: Any = None
 
@@ -96,12 +97,13 @@ class CachedAllGather(AllGather):
         way, whatever ``async_op`` says: FSDP2 waits for the returned work where it needs the
         parameters, so that what it prefetches travels while it computes.
         """
-        if input_tensor.numel() * input_tensor.itemsize != self._unit.shard_bytes:
+        if input_tensor.nbytes != self._unit.shard_bytes:
             self._cache.drop_resized(self._entry)
-        if in_backward():
+        phase = gather_phase()
+        if phase == "backward":
             self._topology.failures.backward_runs()
         self._staleness.settle(self._unit)
-        parts = self._parts(output_tensor, input_tensor)
+        parts = self._parts(output_tensor, input_tensor, phase)
         if self._streams.on_host:
             return Gathering(parts, self._topology.failures, self._forget)
         if not async_op:
@@ -117,42 +119,49 @@ class CachedAllGather(AllGather):
     def _forget(self) -> None:
         forget_gather(self._unit.group)
 
-    def _parts(self, output: torch.Tensor, shard: torch.Tensor) -> Parts:
-        topology = self._topology
-        by_node = output.view(topology.nodes, topology.ranks_per_node, -1)
-        own = by_node[topology.node, topology.local_rank]
-        if own.data_ptr() != shard.data_ptr():
-            own.copy_(shard)
-        phase = gather_phase()
-        if topology.nodes == 1:
-            yield self._intra_node(by_node, None, own, phase)
+    def _parts(self, output: torch.Tensor, shard: torch.Tensor, phase: Phase) -> Parts:
+        own = self._in_place(output, shard)
+        if self._topology.nodes == 1:
+            yield self._intra_node(output, None, own, phase)
             return
         coming = self._cache.note(self._entry)
         if self._cache.hit(self._entry):
-            yield from self._from_cache(by_node, own, phase, coming)
+            yield from self._from_cache(output, own, phase, coming)
         else:
-            yield from self._across_nodes(by_node, own, phase, coming)
+            yield from self._across_nodes(output, own, phase, coming)
+
+    def _in_place(self, output: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+        """Return this rank's row of the output, which holds ``shard``; FSDP2 copies it there."""
+        if shard.data_ptr() == output.data_ptr() + self._place * shard.nbytes:
+            return shard
+        own = output.view(self._topology.world_size, -1)[self._place]
+        own.copy_(shard)
+        return own
+
+    def _by_node(self, output: torch.Tensor) -> torch.Tensor:
+        """View the output as (n, L, s); each view costs a microsecond, so not before it is used."""
+        return output.view(self._topology.nodes, self._topology.ranks_per_node, -1)
 
     def _from_cache(
-        self, by_node: torch.Tensor, own: torch.Tensor, phase: Phase, coming: Sequence[Entry]
+        self, output: torch.Tensor, own: torch.Tensor, phase: Phase, coming: Sequence[Entry]
     ) -> Parts:
         self._ledger.hits += 1
         self._slices.drain()  # forward's last; backward needs none
-        with record_function(f"fcdp::cache_load {self._unit.name}"):
-            held = self._cache.load(self._entry, phase, by_node, self._copy_in)
+        with ranges.named("cache_load", self._unit.name):
+            held = self._cache.load(self._entry, phase, output, self._copy_in)
         if self._guard is not None:
             self._guard.compare(self._unit, own)
         self._encode(own)
         self._cache.expect(coming)
-        yield self._intra_node(by_node, held, own, phase)
+        yield self._intra_node(output, held, own, phase)
         self._cache.release(held)
 
     def _across_nodes(
-        self, by_node: torch.Tensor, own: torch.Tensor, phase: Phase, coming: Sequence[Entry]
+        self, output: torch.Tensor, own: torch.Tensor, phase: Phase, coming: Sequence[Entry]
     ) -> Parts:
         self._ledger.misses += 1
         self._cache.drain()
-        received = self._slice(by_node)
+        received = self._slice(output)
         if self._sent is not None and self._cache.has_base(self._entry):
             yield from self._differences(self._sent, received, own, phase)
         else:
@@ -162,13 +171,13 @@ class CachedAllGather(AllGather):
                 yield from self._whole(works, own)
                 self._decode(arriving, received)
         if self._worth_keeping(own):
-            with record_function(f"fcdp::cache_store {self._unit.name}"):
+            with ranges.named("cache_store", self._unit.name):
                 self._cache.store(self._entry, received, phase)
             if self._sent is not None and self._unit.trainable:
                 self._sent.keep(own)
         # After the store: the first gather of backward may be that of the unit just stored.
         self._cache.expect(coming)
-        yield self._intra_node(by_node, received, own, phase)
+        yield self._intra_node(output, received, own, phase)
         self._slices.release(received)
 
     def _worth_keeping(self, own: torch.Tensor) -> bool:
@@ -199,7 +208,7 @@ class CachedAllGather(AllGather):
         ahead = self._cache.fallible(self._unit)
         if ahead:
             self._cache.load_stale(self._entry, phase, received)
-        with record_function(f"fcdp::gather_inter {self._unit.name}"):
+        with ranges.named("gather_inter", self._unit.name):
             if self._guard is not None:
                 self._guard.remember(self._unit, own)
             told = sent.write(own)
@@ -223,16 +232,16 @@ class CachedAllGather(AllGather):
         for peer, arrived in arriving.items():
             sent.read(arrived, received.memory[peer])
 
-    def _slice(self, by_node: torch.Tensor) -> Slice:
+    def _slice(self, output: torch.Tensor) -> Slice:
         """Where shards of the other nodes go: on an accelerator a slice of its own.
 
         With one rank per node the slice is the whole unit, and FSDP2's output serves as it is.
         """
-        nodes, ranks, numel = by_node.shape
-        node = self._topology.node
-        if self._streams.on_host or ranks == 1:
-            return Slice(by_node[:, self._topology.local_rank], node, self._copy_in)
-        return self._slices.take(nodes, numel, by_node.dtype, by_node.device, own=node)
+        nodes, node = self._topology.nodes, self._topology.node
+        if self._streams.on_host or self._topology.ranks_per_node == 1:
+            return Slice(self._by_node(output)[:, self._topology.local_rank], node, self._copy_in)
+        numel = output.numel() // self._topology.world_size
+        return self._slices.take(nodes, numel, output.dtype, output.device, own=node)
 
     def _inter_node(
         self, received: Slice, own: torch.Tensor, phase: Phase
@@ -245,7 +254,7 @@ class CachedAllGather(AllGather):
         stream = self._streams.inter_node
         stream.wait_stream(self._copy_in)
         with (
-            record_function(f"fcdp::gather_inter {self._unit.name}"),
+            ranges.named("gather_inter", self._unit.name),
             self._streams.on(stream),
             received.access.writing(stream),
         ):
@@ -301,38 +310,39 @@ class CachedAllGather(AllGather):
         return encoded
 
     def _intra_node(
-        self, by_node: torch.Tensor, part: Slice | None, own: torch.Tensor, phase: Phase
+        self, output: torch.Tensor, part: Slice | None, own: torch.Tensor, phase: Phase
     ) -> Sequence[Pending]:
         """Gather inside the node, each node's part from one row of a slice.
 
         ``part`` is ``None`` where there is one node.
         """
-        nodes, ranks, _ = by_node.shape
+        nodes, ranks = self._topology.nodes, self._topology.ranks_per_node
         if ranks > 1:
             self._ledger.add("intra_node", phase, nodes * (ranks - 1) * own.nbytes)
         if part is None:
-            return self._gather_in_node(by_node, None)
+            return self._gather_in_node(output, None)
         in_place = part.own is not None and (ranks == 1 or self._streams.on_host)
         with part.access.reading(self._streams.current()):
             if in_place:
-                return self._gather_in_node(by_node, None)
+                return self._gather_in_node(output, None)
             if ranks == 1:
-                for places, rows in self._others(by_node, part):
+                for places, rows in self._others(self._by_node(output), part):
                     places[:, 0].copy_(rows)
                 return []
             if nodes > PARTS_MOST and not self._streams.on_host:
-                self._gather_by_rank(by_node, part, own)
+                self._gather_by_rank(self._by_node(output), part, own)
                 return []
-            return self._gather_in_node(by_node, part.rows(self._topology.node, own))
+            return self._gather_in_node(output, part.rows(self._topology.node, own))
 
     def _gather_in_node(
-        self, by_node: torch.Tensor, rows: Sequence[torch.Tensor] | None
+        self, output: torch.Tensor, rows: Sequence[torch.Tensor] | None
     ) -> Sequence[Pending]:
         """Gather each node's part where it belongs: FSDP2's rank order is what it arrives in."""
-        if by_node.shape[1] == 1:
+        topology = self._topology
+        if topology.ranks_per_node == 1:
             return []
-        with self._exchanging_in_node():
-            return all_gather(by_node.flatten(1).unbind(), self._topology.intra, rows)
+        with ranges.named("gather_intra", self._unit.name), topology.failures.waiting():
+            return all_gather(output.chunk(topology.nodes), topology.intra, rows)
 
     def _gather_by_rank(self, by_node: torch.Tensor, part: Slice, own: torch.Tensor) -> None:
         """Gather the other nodes' parts rank by rank, in at most two runs, and put them in order.
@@ -346,7 +356,7 @@ class CachedAllGather(AllGather):
         ]
         outputs = [table.view(-1) for table in arrived]
         inputs = [rows.view(-1) for _, rows in runs]
-        with self._exchanging_in_node():
+        with ranges.named("gather_intra", self._unit.name), self._topology.failures.waiting():
             all_gather(
                 [*outputs, by_node[self._topology.node].view(-1)],
                 self._topology.intra,
@@ -363,11 +373,3 @@ class CachedAllGather(AllGather):
         above = node if part.own is None else node + 1
         pairs = ((by_node[:node], rows[:node]), (by_node[node + 1 :], rows[above:]))
         return [pair for pair in pairs if pair[1].shape[0]]
-
-    @contextmanager
-    def _exchanging_in_node(self) -> Iterator[None]:
-        with (
-            record_function(f"fcdp::gather_intra {self._unit.name}"),
-            self._topology.failures.waiting(),
-        ):
-            yield

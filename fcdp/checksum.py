@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import zlib
 
 import torch
-import torch.nn.functional as F
 
 #: Odd, so that multiplying by it loses no bit.
 _STRIDE = 0x9E3779B97F4A7C15 - 2**64
 _MIX = 0xBF58476D1CE4E5B9 - 2**64
-_WORD = torch.int64.itemsize
-#: Words that are mixed at a time: what a GPU is busy with.
+#: Words as wide as elements, so that no shard begins or ends inside of one; at most half of a sum.
+_WORDS = {1: torch.int8, 2: torch.int16}
+#: Words that are summed up at a time: what a GPU is busy with.
 _BLOCK = 2**20
 
 
@@ -26,7 +27,7 @@ def checksum(values: torch.Tensor) -> torch.Tensor:
         # As fast as sums of words on large tensors, and without their ten calls on small ones.
         values = values.contiguous()  # may be a copy, which must outlive the sum
         return torch.tensor(zlib.crc32(bytes_of(values)), device="cpu")
-    return sum_of_words(values)
+    return sum_of_words(values.contiguous().view(-1))
 
 
 def bytes_of(values: torch.Tensor) -> memoryview:
@@ -38,43 +39,31 @@ def bytes_of(values: torch.Tensor) -> memoryview:
 
 
 def sum_of_words(values: torch.Tensor) -> torch.Tensor:
-    """Return a wrapping sum of the tensor's mixed words, on its device.
+    """Return a wrapping sum of the tensor's words, each times the key of its place, on its device.
 
-    Working memory is two blocks, 16 MiB.
+    A word has at most half the bits of its key and of the sum: whichever of them change, half of
+    the key still counts, and no change falls out at the top. Were words as wide as sums, all signs
+    or all exponents would change the same high bits of many words, and sums wrap.
+
+    The tensor is contiguous and has one dimension. Two operations, of at most 8 MiB of working
+    memory; two more for each block of a large tensor.
     """
-    raw = values.reshape(-1).view(torch.uint8)
-    if raw.storage_offset() % _WORD:
-        raw = raw.clone()  # a shard inside a buffer may begin anywhere; words may not
-    if raw.numel() % _WORD:
-        raw = F.pad(raw, (0, -raw.numel() % _WORD))
-    first, *others = raw.view(torch.int64).split(_BLOCK)
-    total = _of_block(first)
-    for words in others:
-        total = total * _STRIDE + _of_block(words)
-    return total
+    words = values.view(_WORDS.get(values.itemsize, torch.int32))
+    count = words.numel()
+    if count <= _BLOCK:
+        return (words * _keys(words.device, count)).sum()
+    return sum_of_words(torch.stack([sum_of_words(block) for block in words.split(_BLOCK)]))
 
 
-def _of_block(words: torch.Tensor) -> torch.Tensor:
-    """Sum a block's words, each mixed with its place.
+@functools.cache
+def _keys(device: torch.device, count: int) -> torch.Tensor:
+    """Return an odd number per place that has nothing to do with the others.
 
-    A weighted sum would take less time and lose what ordinary writes do: all signs, or all
-    exponents, change the same high bits of many words, and sums wrap.
+    Kept: making them would take more calls than using them, for each parameter.
     """
-    mixed = words ^ _keys(words.device)[: words.numel()]
-    mixed *= _MIX
-    mixed ^= mixed >> 32  # the high bits count like all others
-    return mixed.sum()
-
-
-#: Keys by device. Kept: making them would take more calls than using them, for each parameter.
-_made: dict[torch.device, torch.Tensor] = {}
-
-
-def _keys(device: torch.device) -> torch.Tensor:
-    """Return a number per place in a block that has nothing to do with the others."""
-    if device not in _made:
-        keys = torch.arange(1, _BLOCK + 1, device=device, dtype=torch.int64) * _STRIDE
-        for _ in range(2):
-            keys = (keys ^ (keys >> 29)) * _MIX
-        _made[device] = keys ^ (keys >> 32)
-    return _made[device]
+    if count < _BLOCK:
+        return _keys(device, _BLOCK)[:count]
+    made = torch.arange(1, count + 1, device=device, dtype=torch.int64) * _STRIDE
+    for _ in range(2):
+        made = (made ^ (made >> 29)) * _MIX
+    return (made ^ (made >> 32)) | 1

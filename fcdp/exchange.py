@@ -21,6 +21,9 @@ from fcdp.topology import Topology
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+#: On the current stream itself, without a hop to NCCL's and back.
+_QUEUED = AllgatherOptions()
+_QUEUED.asyncOp = False
 #: Of ``Failures.place``.
 _PLACE_BITS = 16
 
@@ -165,9 +168,7 @@ def all_gather(
     if len(outputs) == 1:
         _all_gather(outputs[0], inputs[0], group=group)
         return []
-    options = AllgatherOptions()
-    options.asyncOp = False  # on the current stream itself, without a hop to NCCL's and back
-    group.allgather_into_tensor_coalesced([*outputs], [*inputs], options).wait()
+    group.allgather_into_tensor_coalesced([*outputs], [*inputs], _QUEUED).wait()
     return []
 
 
@@ -201,13 +202,15 @@ def reduce_scatter(
 def reduce_scatter_parts(
     output: torch.Tensor, buffer: torch.Tensor, op: Op, group: dist.ProcessGroup
 ) -> list[Pending]:
-    """Reduce ``buffer`` (k, g, s) over the group's g ranks to ``output`` (k, s), as above.
+    """Reduce ``buffer`` (k·g·s) over the group's g ranks to ``output`` (k, s), as above.
 
     On an accelerator no part moves twice up to :data:`PARTS_MOST`; more are put in order first.
     """
-    if len(output) <= PARTS_MOST or _on_host(buffer):
-        return reduce_scatter(output.unbind(), buffer.flatten(1).unbind(), op, group)
-    return reduce_scatter([output.view(-1)], [buffer.transpose(0, 1).reshape(-1)], op, group)
+    parts = output.shape[0]
+    if parts <= PARTS_MOST or _on_host(buffer):
+        return reduce_scatter(output.unbind(), buffer.chunk(parts), op, group)
+    by_rank = buffer.view(parts, group.size(), -1).transpose(0, 1)
+    return reduce_scatter([output.view(-1)], [by_rank.reshape(-1)], op, group)
 
 
 def all_to_all(
@@ -266,7 +269,7 @@ def _others(group: dist.ProcessGroup) -> list[int]:
 
 
 def _on_host(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu"
+    return tensor.is_cpu
 
 
 class _SwapAndAdd:

@@ -195,7 +195,8 @@ class Failures:
         return self
 
     def __enter__(self) -> None:
-        self._check()
+        if self._over is not None or self._in_backward:
+            self._check()
         self._exchanges += 1
         self._depth += 1
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fcdp.checksum import checksum
+from fcdp.checksum import checksum, sum_of_words
 from fcdp.streams import Streams
 from fcdp.unit import Unit
 
@@ -27,10 +27,14 @@ class Guard:
 
     def __init__(self, units: Sequence[Unit], device: torch.device, streams: Streams) -> None:
         self._streams = streams
-        self._places = {unit: place for place, unit in enumerate(units)}
+        self._sum = checksum if streams.on_host else sum_of_words
         #: Of the own shards, as last gathered across nodes.
         self._sums = torch.zeros(len(units), dtype=torch.int64, device=device)
         self._differ = torch.zeros(len(units), dtype=torch.bool, device=device)
+        #: Each unit's of both.
+        self._of = dict(
+            zip(units, zip(self._sums.unbind(), self._differ.unbind(), strict=True), strict=True)
+        )
         # Page-locked where there is an accelerator, or the copy would block the host.
         self._landing = torch.zeros(
             len(units), dtype=torch.bool, device="cpu", pin_memory=device.type == "cuda"
@@ -41,12 +45,13 @@ class Guard:
 
     def remember(self, unit: Unit, shard: torch.Tensor) -> None:
         """Note what the own shard holds, in the order of the current stream."""
-        self._sums[self._places[unit]] = checksum(shard)
+        remembered, _ = self._of[unit]
+        remembered.copy_(self._sum(shard))
 
     def compare(self, unit: Unit, shard: torch.Tensor) -> None:
         """Note whether the own shard still holds that, in the order of the current stream."""
-        place = self._places[unit]
-        self._differ[place] |= self._sums[place] != checksum(shard)
+        remembered, differs = self._of[unit]
+        differs.logical_or_(remembered.ne(self._sum(shard)))
 
     def found(self) -> list[bool]:
         """List per unit whether a mismatch has become known, and ask for the next copy.
@@ -55,7 +60,7 @@ class Guard:
         """
         if self._differ.device.type == "cpu":
             return self._differ.tolist()
-        differ = [False] * len(self._places)
+        differ = [False] * len(self._of)
         if self._landed is not None:
             if not self._landed.query() and not self._late:
                 self._late = True

@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.profiler import record_function
 from torch.utils._pytree import tree_map_only
 
+from fcdp import ranges
 from fcdp.exchange import Pending, Then, wait_all
 from fcdp.failure import Failures
 from fcdp.ledger import in_backward
@@ -87,7 +87,7 @@ class InFlight:
         """Start a reduction, once there is room for it; it ends with the backward at the latest."""
         while len(self._crossings) >= MOST_IN_FLIGHT:
             self._finish_oldest()
-        with record_function(f"fcdp::reduce_inter {crossing.unit.name}"):
+        with ranges.named("reduce_inter", crossing.unit.name):
             crossing.exchange = exchange()
         self._crossings.append(crossing)
         if not in_backward():
@@ -109,7 +109,7 @@ class InFlight:
         assert exchange is not None
         try:
             with (
-                record_function(f"fcdp::reduce_wait {crossing.unit.name}"),
+                ranges.named("reduce_wait", crossing.unit.name),
                 self._failures.completing(),
             ):
                 crossing.complete()

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.profiler import record_function
 
-from fcdp import fsdp2
+from fcdp import fsdp2, ranges
 from fcdp.encoded_reduce import EncodedReduce
 from fcdp.exchange import Op, Pending, Then, reduce_scatter, reduce_scatter_parts, wait_all
 from fcdp.fsdp2 import ReduceScatter
@@ -100,7 +99,7 @@ class HierarchicalReduceScatter(ReduceScatter):
         """
         topology = self._topology
         topology.failures.backward_runs()
-        with record_function(f"fcdp::reduce_intra {self._unit.name}"):
+        with ranges.named("reduce_intra", self._unit.name):
             if topology.nodes == 1:
                 self._reduce_in_node(output_tensor, input_tensor, op)
                 return
@@ -122,10 +121,11 @@ class HierarchicalReduceScatter(ReduceScatter):
                 output_tensor.crossing, lambda: self._sync(output, partial, across)
             )
             return
-        with record_function(f"fcdp::reduce_inter {self._unit.name}"):
+        with ranges.named("reduce_inter", self._unit.name):
             exchange = self._sync(output_tensor, partial, across)
-            with topology.failures.completing():
-                wait_all(exchange)
+            if exchange:  # else all is queued
+                with topology.failures.completing():
+                    wait_all(exchange)
 
     def discard(self) -> None:
         """Forget partial gradients, as after a failed step."""
@@ -179,11 +179,11 @@ class HierarchicalReduceScatter(ReduceScatter):
 
     def _reduce_in_node(self, partial: torch.Tensor, gradients: torch.Tensor, op: Op) -> None:
         """Reduce (nodes, L, s) to (nodes, s), by one collective."""
-        nodes, ranks = self._topology.nodes, self._topology.ranks_per_node
-        output, buffer = partial.view(nodes, -1), gradients.view(nodes, ranks, -1)
-        with self._topology.failures.waiting():
-            wait_all(reduce_scatter_parts(output, buffer, op, self._topology.reduce_intra))
-        sent = (self._topology.ranks_per_node - 1) * partial.numel() * partial.itemsize
+        topology = self._topology
+        with topology.failures.waiting():
+            output = partial.view(topology.nodes, -1)
+            wait_all(reduce_scatter_parts(output, gradients, op, topology.reduce_intra))
+        sent = (topology.ranks_per_node - 1) * partial.nbytes
         self._ledger.add("intra_node", "reduce", sent)
 
     def _keep(self, partial: torch.Tensor) -> None:
@@ -224,7 +224,7 @@ class HierarchicalReduceScatter(ReduceScatter):
                 sent = self._encoded.sent_bytes(output.numel())
             else:
                 works = reduce_scatter([output], [partial], op, self._topology.reduce_inter)
-                sent = (self._topology.nodes - 1) * output.numel() * output.itemsize
+                sent = (self._topology.nodes - 1) * output.nbytes
         self._ledger.add("inter_node", "reduce", sent)
         return works
 

@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
-from torch.profiler import record_function
 
-from fcdp import fsdp2
+from fcdp import fsdp2, ranges
 from fcdp.exchange import all_reduce
 from fcdp.ledger import Ledger
 from fcdp.topology import Topology
@@ -113,7 +112,7 @@ class Replicas:
     def _finish_backward(self) -> None:
         self.pending = not self.requires_sync
         if self.requires_sync:
-            with record_function("fcdp::reduce_replicas"):
+            with ranges.named("reduce_replicas"):
                 self._reduce()
 
     def _reduce(self) -> None:

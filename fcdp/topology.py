@@ -61,17 +61,17 @@ class Topology:
         here = f"rank {self.rank} = node {self.node}, local rank {self.local_rank}"
         return f"Topology({nodes} × {ranks}, {here}, {self.mesh.device_type})"
 
-    @property
+    @functools.cached_property
     def world_size(self) -> int:
         """How many ranks there are."""
         return self.nodes * self.ranks_per_node
 
-    @property
+    @functools.cached_property
     def node(self) -> int:
         """The node of this rank, from 0."""
         return self.rank // self.ranks_per_node
 
-    @property
+    @functools.cached_property
     def local_rank(self) -> int:
         """The place of this rank among those of its node, from 0."""
         return self.rank % self.ranks_per_node

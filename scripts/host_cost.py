@@ -3,9 +3,10 @@
 python -m scripts.host_cost            measure, and print the tables of docs/host-cost.md
 python -m scripts.host_cost --write    measure, and write the record and the tables
 
-The library's accelerator path runs on the CPU: collectives instead of messages, and streams, which
-order nothing there. A collective takes its lists of tensors through the binding and the dispatcher
-and moves nothing.
+The library's accelerator path runs on the CPU: collectives instead of messages, an accelerator's
+checksums, and streams, which order nothing there. A collective takes its lists of tensors through
+the binding and the dispatcher and moves nothing. Other work on the machine slows FSDP2's own calls
+too: what is compared is the multiple of these, turn by turn.
 """
 
 from __future__ import annotations
@@ -47,14 +48,20 @@ SHAPES = ((2, 8), (16, 8), (64, 8), (128, 8))
 UNITS = 8
 #: Of each rank's shard: so few that copies take a microsecond or two.
 ELEMENTS = 64
-#: Rounds over all units, and how often the shapes follow each other.
-ROUNDS, REPEATS = 100, 5
+#: Rounds over all units, in turns of all paths, and how often the shapes follow each other.
+ROUNDS, TURNS, REPEATS = 10, 10, 5
 PATHS = {
     "gather, stale": "all-gather, entry stale",
     "gather, fresh": "all-gather, entry in the host cache",
     "reduce": "reduce-scatter",
     "FSDP2 gather": "FSDP2's all-gather",
     "FSDP2 reduce": "FSDP2's reduce-scatter",
+}
+#: Of each path, what stands beside it.
+PLAIN = {
+    "gather, stale": "FSDP2 gather",
+    "gather, fresh": "FSDP2 gather",
+    "reduce": "FSDP2 reduce",
 }
 #: Each collective's name among a process group's methods; names differ by version.
 _COLLECTIVES = (
@@ -229,17 +236,29 @@ def counted(nodes: int, ranks_per_node: int, *, detect_writes: bool) -> dict[str
         return {path: rank.measure(path, rounds=1)[0] for path in PATHS}
 
 
-def measured() -> dict[str, Any]:
-    """Counts and times of all shapes and paths."""
-    counts: dict[tuple[int, int, bool, str], Counts] = {}
-    taken: defaultdict[tuple[int, int, bool, str], list[float]] = defaultdict(list)
-    for _ in range(REPEATS):
-        for nodes, ranks in SHAPES:
+#: Nodes, ranks per node, ``detect_writes``, path.
+_Key = tuple[int, int, bool, str]
+
+
+def measured(shapes: Sequence[tuple[int, int]] = SHAPES, repeats: int = REPEATS) -> dict[str, Any]:
+    """Counts and times of all shapes and paths, and their multiples of FSDP2's own."""
+    counts: dict[_Key, Counts] = {}
+    taken: defaultdict[_Key, list[float]] = defaultdict(list)
+    multiples: defaultdict[_Key, list[float]] = defaultdict(list)
+    for _ in range(repeats):
+        for nodes, ranks in shapes:
             for detects in (True, False):
                 with rank_of(nodes, ranks, detect_writes=detects) as rank, _without_collector():
-                    for path in PATHS:
-                        counts[nodes, ranks, detects, path], more = rank.measure(path, ROUNDS)
-                        taken[nodes, ranks, detects, path] += more
+                    for _ in range(TURNS):
+                        medians = {}
+                        for path in PATHS:
+                            key = nodes, ranks, detects, path
+                            counts[key], more = rank.measure(path, ROUNDS)
+                            taken[key] += more
+                            medians[path] = statistics.median(more)
+                        for path in PATHS:
+                            multiple = medians[path] / medians[PLAIN.get(path, path)]
+                            multiples[nodes, ranks, detects, path].append(multiple)
     return {
         "command": "python -m scripts.host_cost --write",
         "date": date.today().isoformat(),
@@ -247,7 +266,7 @@ def measured() -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "elements_per_rank": ELEMENTS,
-        "calls": ROUNDS * REPEATS * UNITS,
+        "calls": ROUNDS * TURNS * repeats * UNITS,
         "rows": [
             {
                 "nodes": nodes,
@@ -255,7 +274,8 @@ def measured() -> dict[str, Any]:
                 "detect_writes": detects,
                 "path": path,
                 "collectives": counts[nodes, ranks, detects, path],
-                "quartiles_us": [round(each, 1) for each in statistics.quantiles(calls)],
+                "quartiles_us": _quartiles(calls),
+                "multiple": _quartiles(multiples[nodes, ranks, detects, path]),
             }
             for (nodes, ranks, detects, path), calls in taken.items()
         ],
@@ -270,18 +290,19 @@ def tables(record: dict[str, Any]) -> str:
     for row in record["rows"]:
         by[row["path"], row["detect_writes"]].append(row)
     issued = [f"| Call | {named} |", f"|---|{'---|' * len(shapes)}"]
-    times = [
-        f"| Call | `detect_writes` | {named} |",
-        f"|---|---|{'--:|' * len(shapes)}",
-    ]
+    head = [f"| Call | `detect_writes` | {named} |", f"|---|---|{'--:|' * len(shapes)}"]
+    times, multiples = [*head], [*head]
     for path, name in PATHS.items():
         plain = path.startswith("FSDP2")
         issued.append(f"| {name} | {' | '.join(_issued(row) for row in by[path, True])} |")
         for detects in (False,) if plain else (True, False):
             rows = by[path, detects]
-            cells = [f"{row['quartiles_us'][1]:.0f}" for row in rows]
             switch = "–" if plain else "on" if detects else "off"
+            cells = [f"{row['quartiles_us'][1]:.0f}" for row in rows]
             times.append(f"| {name} | {switch} | {' | '.join(cells)} |")
+            if not plain:
+                cells = ["{1:.1f} ({0:.1f}–{2:.1f})".format(*row["multiple"]) for row in rows]
+                multiples.append(f"| {name} | {switch} | {' | '.join(cells)} |")
     made = (
         f"Made by `{record['command']}` on {record['date']}: {record['machine']}, torch "
         f"{record['torch']}, Python {record['python']}; {record['calls']:,} calls each, shards of "
@@ -294,6 +315,10 @@ def tables(record: dict[str, Any]) -> str:
             "Collectives issued per call:",
             "",
             *issued,
+            "",
+            "Host time per call as multiples of FSDP2's own, medians and quartiles of turns:",
+            "",
+            *multiples,
             "",
             "Host microseconds per call, medians:",
             "",
@@ -309,6 +334,10 @@ def rewritten(page: str, record: dict[str, Any]) -> str:
     if count != 1:
         raise ValueError(f"{PAGE.name}: found {count} places for host-time, expected 1")
     return page
+
+
+def _quartiles(values: Sequence[float]) -> list[float]:
+    return [round(each, 1) for each in statistics.quantiles(values)]
 
 
 def _issued(row: dict[str, Any]) -> str:

@@ -80,6 +80,8 @@ class Cache:
         self._on_host = frozenset(plan.on_host)
         #: What this pass found; asked for by the first that wants to know.
         self._seen: _Seen | None = None
+        #: How many entries are staged.
+        self._staged = 0
         # None is kept: while one is filled ahead, the one before it is being read.
         self._staging = Slices(streams, streams.copies_in, kept=0)
         self._tiers: dict[TierName, Tier] = {}
@@ -109,7 +111,7 @@ class Cache:
         """Whether the cache serves this gather: on all ranks or on none. May wait for a disk."""
         if not entry.fresh or not self.placement.preferences[entry.unit]:
             return False
-        held = self._holds(entry)
+        held = entry.readable and (entry.staged is not None or self._intact(entry))
         if entry.settled or not self.fallible(entry.unit):
             return held
         (lost,) = any_rank([not held], self._topology)
@@ -142,16 +144,16 @@ class Cache:
             self._forget(entry)
         self._put(entry, given, phase, self._wanted(entry.unit, stored=True))
 
-    def load(self, entry: Entry, phase: Phase, by_node: torch.Tensor, home: Any) -> Slice:
+    def load(self, entry: Entry, phase: Phase, output: torch.Tensor, home: Any) -> Slice:
         """Return the slice of a hit; its ``access`` says when it may be read.
 
-        ``by_node`` is the gather's output (n, L, s), allocated on the stream ``home``. Raises
+        ``output`` is the gather's (n·L·s), allocated on the stream ``home``. Raises
         ``RuntimeError`` with ``verify`` if the rows are not what was stored.
         """
         assert entry.tier is not None, f"{entry.unit.name}: loaded without a hit"
-        wanted, entry.staged = entry.staged, None
+        wanted = self._take_staged(entry)
         if wanted is None:
-            wanted = self._room(by_node, home)
+            wanted = self._room(output, home)
             self._tiers[entry.tier].load(entry.unit, wanted)
         self._count(entry.unit, entry.tier, phase, inward=False)
         if entry.checksums is not None:
@@ -173,7 +175,7 @@ class Cache:
         """Whether every rank holds what a difference leads from; may wait for a disk."""
         if not entry.based or not self.fallible(entry.unit):
             return entry.based
-        held = entry.tier is not None and self._tiers[entry.tier].intact(entry.unit)
+        held = self._intact(entry)
         (lost,) = any_rank([not held], self._topology)
         return not lost
 
@@ -187,7 +189,7 @@ class Cache:
 
     def note(self, entry: Entry) -> Sequence[Entry]:
         """Note the gather of a unit; return the entries that are expected to be read next."""
-        return [self._entries[unit] for unit in self._order.follow(entry.unit, self._look_ahead)]
+        return self._order.follow(entry, self._look_ahead)
 
     def expect(self, coming: Sequence[Entry]) -> None:
         """Fetch ahead what is going to be read next."""
@@ -224,10 +226,8 @@ class Cache:
         """Say where this rank keeps a unit's entry."""
         return self._entries[unit].tier
 
-    def _holds(self, entry: Entry) -> bool:
-        if entry.tier is None or not entry.readable:
-            return False
-        return entry.staged is not None or self._tiers[entry.tier].intact(entry.unit)
+    def _intact(self, entry: Entry) -> bool:
+        return entry.tier is not None and self._tiers[entry.tier].intact(entry.unit)
 
     def fallible(self, unit: Unit) -> bool:
         """Whether a rank may lack the entry that others hold; the same on every rank.
@@ -239,29 +239,36 @@ class Cache:
     def _on_disk(self, unit: Unit) -> bool:
         return "disk" in self.placement.preferences[unit]
 
-    def _room(self, by_node: torch.Tensor, home: Any) -> Slice:
+    def _room(self, output: torch.Tensor, home: Any) -> Slice:
         """Where a hit's rows go. With one rank per node, and on the CPU: where FSDP2 wants them."""
-        nodes, ranks, numel = by_node.shape
+        topology = self._topology
+        nodes, ranks = topology.nodes, topology.ranks_per_node
         if self._streams.on_host or ranks == 1:
-            return Slice(by_node[:, self._topology.local_rank], self._topology.node, home)
-        return self._staging.take(nodes - 1, numel, by_node.dtype, self._device, own=None)
+            rows = output.view(nodes, ranks, -1)[:, topology.local_rank]
+            return Slice(rows, topology.node, home)
+        numel = output.numel() // topology.world_size
+        return self._staging.take(nodes - 1, numel, output.dtype, self._device, own=None)
 
     def _stage(self, entry: Entry) -> None:
         """Copy an entry to the device ahead of the gather that will read it from there.
 
         Not one byte moves twice over the host link, and the gather waits for no queue but its own.
         """
-        waiting = sum(other.staged is not None for other in self._entries.values())
-        if entry.staged is not None or waiting >= self._look_ahead:
+        if entry.staged is not None or self._staged >= self._look_ahead:
             return
         others, size = self._topology.nodes - 1, entry.unit.shard_bytes
         entry.staged = self._staging.take(others, size, torch.uint8, self._device, own=None)
+        self._staged += 1
         self._host_tier.load(entry.unit, entry.staged)
 
+    def _take_staged(self, entry: Entry) -> Slice | None:
+        staged, entry.staged = entry.staged, None
+        self._staged -= staged is not None
+        return staged
+
     def _unstage(self, entry: Entry) -> None:
-        if entry.staged is not None:
-            self._staging.release(entry.staged)
-            entry.staged = None
+        if (staged := self._take_staged(entry)) is not None:
+            self._staging.release(staged)
 
     def _wanted(self, unit: Unit, *, stored: bool) -> tuple[TierName, ...]:
         """The unit's tiers in order of preference, as memory is now or, of a load, in this pass."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -26,31 +26,28 @@ class Access:
     there have ended when they return.
     """
 
+    __slots__ = ("_reads", "_written")
+
     def __init__(self) -> None:
         self._written: Any = None
         #: The last read on each stream since that write.
         self._reads: dict[Any, Any] = {}
 
-    @contextmanager
-    def reading(self, stream: Any) -> Iterator[None]:
+    def reading(self, stream: Any) -> AbstractContextManager[None]:
         """Queue a read on ``stream`` in the body."""
-        if self._written is not None:
-            stream.wait_event(self._written)
-        yield
-        self._reads[stream] = stream.record_event()
+        return _Reading(self, stream)
 
-    @contextmanager
-    def writing(self, stream: Any) -> Iterator[None]:
+    def writing(self, stream: Any) -> AbstractContextManager[None]:
         """Queue a write on ``stream`` in the body."""
-        self.freed_for(stream)
-        yield
-        self._written = stream.record_event()
-        self._reads.clear()
+        return _Writing(self, stream)
 
     def freed_for(self, stream: Any) -> None:
         """Order ``stream`` after all reads and writes so far: it may use the memory anew."""
-        for event in self.events():
-            stream.wait_event(event)
+        if self._written is not None:
+            stream.wait_event(self._written)
+        for event in self._reads.values():
+            if event is not None:
+                stream.wait_event(event)
 
     def events(self) -> list[Any]:
         """What the CPU has to wait for before it touches the memory itself."""
@@ -68,7 +65,38 @@ class Access:
         return any(event is not None for event in self._reads.values())
 
 
-@dataclass(eq=False)
+class _Reading:
+    """A read: after the last write. Of a body that raises nothing is noted."""
+
+    __slots__ = ("_access", "_stream")
+
+    def __init__(self, access: Access, stream: Any) -> None:
+        self._access, self._stream = access, stream
+
+    def __enter__(self) -> None:
+        if self._access._written is not None:
+            self._stream.wait_event(self._access._written)
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is None:
+            self._access._reads[self._stream] = self._stream.record_event()
+
+
+class _Writing(_Reading):
+    """A write: after the last one and every read since."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        self._access.freed_for(self._stream)
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is None:
+            self._access._written = self._stream.record_event()
+            self._access._reads.clear()
+
+
+@dataclass(eq=False, slots=True)
 class Slice:
     """The (n, s) part of a gathered unit that this rank exchanges with its peers on other nodes.
 
@@ -83,6 +111,13 @@ class Slice:
     #: The stream that the memory was allocated on, where it may be filled and used anew.
     home: Any
     access: Access = field(default_factory=Access)
+    #: Its rows, in the dtype that was asked for last.
+    _rows: Sequence[torch.Tensor] = ()
+
+    @property
+    def form(self) -> tuple[int, int, torch.dtype]:
+        """Rows, elements of each, and what they are."""
+        return *self.memory.shape, self.memory.dtype
 
     def others(self) -> list[torch.Tensor]:
         """List the other nodes' rows, as at most two contiguous runs in node order."""
@@ -93,7 +128,9 @@ class Slice:
 
     def rows(self, node: int, shard: torch.Tensor) -> list[torch.Tensor]:
         """List one row (s) per node, this rank's own being ``shard``."""
-        rows = [*self.memory.view(shard.dtype).unbind()]
+        if not self._rows or self._rows[0].dtype != shard.dtype:
+            self._rows = self.memory.view(shard.dtype).unbind()
+        rows = [*self._rows]
         if self.own is None:
             rows.insert(node, shard)
         else:
@@ -119,8 +156,12 @@ class Slices:
     def take(
         self, rows: int, numel: int, dtype: torch.dtype, device: torch.device, own: int | None
     ) -> Slice:
-        """Allocate ``rows`` rows of ``numel`` elements."""
-        self.drain(self._kept)
+        """Give out ``rows`` rows of ``numel`` elements: what was let go if it has that form."""
+        free = self.drain(self._kept)
+        if free is not None and free.home is self._stream and free.form == (rows, numel, dtype):
+            free.access, free.own = Access(), own
+            return free
+        del free  # or there would be memory for one more
         with self._streams.on(self._stream):
             memory = torch.empty((rows, numel), dtype=dtype, device=device)
         return Slice(memory, own, self._stream)
@@ -135,11 +176,13 @@ class Slices:
             self.drain(self._kept)
         self._released.append(done)
 
-    def drain(self, kept: int = 0) -> None:
-        """Let go of all but the latest slices, in the order of their streams."""
+    def drain(self, kept: int = 0) -> Slice | None:
+        """Let go of all but the latest slices, in the order of their streams; return the last."""
+        oldest = None
         while len(self._released) > kept:
             oldest = self._released.popleft()
             oldest.access.freed_for(oldest.home)
+        return oldest
 
 
 @dataclass(eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fcdp.unit import Unit
+from fcdp.cache.entry import Entry
 
 
 class GatherOrder:
@@ -17,8 +17,8 @@ class GatherOrder:
 
     def __init__(self) -> None:
         self._with_gradients = False
-        self._before: dict[bool, list[Unit]] = {False: [], True: []}
-        self._now: list[Unit] = []
+        self._before: dict[bool, list[Entry]] = {False: [], True: []}
+        self._now: list[Entry] = []
 
     def begin(self, with_gradients: bool) -> None:
         """Begin a pass; what was noted since the last call was one, if it was anything."""
@@ -26,13 +26,13 @@ class GatherOrder:
             self._before[self._with_gradients], self._now = self._now, []
         self._with_gradients = with_gradients
 
-    def follow(self, unit: Unit, depth: int) -> Sequence[Unit]:
-        """Note the gather of ``unit``; return up to ``depth`` units that come next.
+    def follow(self, entry: Entry, depth: int) -> Sequence[Entry]:
+        """Note the gather of a unit; return the entries of up to ``depth`` that come next.
 
         Nothing, if the pass before had another unit in this place: the model took another path.
         """
         place, before = len(self._now), self._before[self._with_gradients]
-        self._now.append(unit)
-        if place >= len(before) or before[place] is not unit:
+        self._now.append(entry)
+        if place >= len(before) or before[place] is not entry:
             return []
         return before[place + 1 : place + 1 + depth]

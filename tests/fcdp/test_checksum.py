@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 
 from fcdp.checksum import checksum, sum_of_words
 
-SUMS = pytest.mark.parametrize("summed", [checksum, sum_of_words])
+
+def on_an_accelerator(values: torch.Tensor) -> torch.Tensor:
+    return sum_of_words(values.contiguous().view(-1))
+
+
+SUMS = pytest.mark.parametrize("summed", [checksum, on_an_accelerator])
 Sum = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -58,7 +63,37 @@ def test_what_changes_all_elements_alike_is_seen(
     assert torch.equal(changed, shard) == bool(summed(changed) == summed(shard))
 
 
-def test_nothing_and_a_view_with_gaps_have_checksums() -> None:
+@SUMS
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_what_changes_in_some_blocks_alone_or_between_them_is_seen(
+    summed: Sum, dtype: torch.dtype
+) -> None:
+    table = torch.randn(5, 2**19 + 3).to(dtype)
+    others = {
+        "two rows swapped": table[[0, 3, 2, 1, 4]],
+        "neighbours swapped": table[[0, 1, 2, 4, 3]],
+        "signs of a row": table * torch.tensor([[1], [1], [-1], [1], [1]], dtype=dtype),
+        "signs of one row in two": table * torch.tensor([[1], [-1], [1], [-1], [1]], dtype=dtype),
+        "one element, one step": table.clone(),
+    }
+    bits = others["one element, one step"].view(torch.uint8)
+    bits[-1, -table.itemsize] ^= 1
+    before = summed(table)
+    assert [name for name, other in others.items() if summed(other) == before] == []
+
+
+@SUMS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("first", range(4))
+def test_a_shard_inside_of_a_buffer_may_begin_and_end_anywhere(
+    summed: Sum, dtype: torch.dtype, first: int
+) -> None:
+    buffer = torch.arange(16).to(dtype)
+    assert summed(buffer[first : first + 5]) == summed(buffer[first : first + 5].clone())
+
+
+@SUMS
+def test_nothing_and_a_view_with_gaps_have_checksums(summed: Sum) -> None:
     table = torch.arange(12.0).view(3, 4)
-    assert checksum(table[:, 1]) == checksum(table[:, 1].contiguous())
-    assert checksum(torch.empty(0)) == checksum(torch.empty(0))
+    assert summed(table[:, 1]) == summed(table[:, 1].contiguous())
+    assert summed(torch.empty(0)) == summed(torch.empty(0))

@@ -97,7 +97,9 @@ class Queue:
 def on_an_accelerator() -> tuple[Guard, Queue]:
     """A guard of two units, the second of which has a mismatch, and its stream of copies."""
     copies = Queue()
-    streams: Any = SimpleNamespace(copies_out=copies, current=lambda: None, on=STREAMS.on)
+    streams: Any = SimpleNamespace(
+        copies_out=copies, current=lambda: None, on=STREAMS.on, on_host=False
+    )
     units: list[Any] = [StandInUnit(name, 8) for name in "ab"]
     guard = Guard(units, CPU, streams)
     guard._differ = SimpleNamespace(  # type: ignore[assignment]

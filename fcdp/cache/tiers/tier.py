@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -45,14 +44,14 @@ class Tier(Protocol):
         ...
 
 
-def runs(
-    stored: torch.Tensor, given: Slice, node: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def runs(stored: torch.Tensor, given: Slice, node: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Pair stored rows with those of a slice, in at most two runs and in the slice's dtype.
 
     ``stored`` is uint8 (nodes − 1, shard bytes), the other nodes in order.
     """
+    if stored.dtype != given.memory.dtype:
+        stored = stored.view(given.memory.dtype)
     parts = given.others()
-    kept = [stored] if len(parts) == 1 else [stored[:node], stored[node:]]
-    for rows, part in zip(kept, parts, strict=True):
-        yield rows.view(part.dtype), part
+    if len(parts) == 1:
+        return [(stored, parts[0])]
+    return [(stored[:node], parts[0]), (stored[node:], parts[1])]
