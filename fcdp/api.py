@@ -272,13 +272,13 @@ def is_cached(model: nn.Module) -> bool:
 def accumulate(model: nn.Module, *, last: bool) -> contextlib.AbstractContextManager[None]:
     """Run one micro-batch's forward and backward of several between two optimizer steps.
 
-    With ``last=False`` gradients are summed inside the node only, and ``.grad`` stays zero; with
-    ``last=True`` the sums cross nodes once, and ``.grad`` holds the total, of units too that only
-    earlier micro-batches have used. The waiting sums take 1/L of the model's gradients per rank, in
-    fp32, with L ranks per node.
+    With ``last=False`` gradients are summed inside the node only, and reading ``.grad`` is an
+    error; with ``last=True`` the sums cross nodes once, and ``.grad`` holds the total, of units too
+    that only earlier micro-batches have used. The waiting sums take 1/L of the model's gradients
+    per rank, in fp32, with L ranks per node.
 
     A step that is given up takes its sums along: by an exception inside, by ``discard``, or where
-    ``zero_grad()`` has set the gradients to ``None``.
+    ``zero_grad()`` has set the gradients to ``None`` or zeroed them.
 
     Args:
         model: A cached model.
@@ -290,9 +290,9 @@ def accumulate(model: nn.Module, *, last: bool) -> contextlib.AbstractContextMan
     Raises:
         ValueError: For a model that FCDP is not set up on.
         RuntimeError: With ``last=False`` for post-accumulate-gradient hooks on sharded parameters,
-            which would see zeros, and where ``.grad`` was written in place since the last
-            micro-batch, as ``zero_grad(set_to_none=False)`` does (an optimizer with
-            ``foreach=True`` does it unseen: call ``discard``).
+            which would be called without a gradient; where ``.grad`` is read or scaled between
+            micro-batches; and where some parameters' gradients of one unit were zeroed or set to
+            ``None`` since the last one, and others' not.
 
     Example:
         >>> for at in range(2):

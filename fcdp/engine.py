@@ -205,6 +205,7 @@ class Engine:
             self._check_gradient_hooks()
         for reduction in self._reductions.values():
             reduction.drop_abandoned()
+        for reduction in self._reductions.values():
             reduction.requires_sync = last
         self.cache.requires_sync = last
         try:
