@@ -208,8 +208,9 @@ def cache_parameters(
             of the host, at a copy in and out per unit and micro-batch.
         detect_writes: Compare checksums of this rank's own shards, so that parameters written where
             nothing shows it (see ``invalidate``) are never used silently: on the CPU before each
-            pass, which then gathers them anew; everywhere at each gather from the cache, without
-            waiting for the device, as a ``RuntimeError`` on all ranks at most two passes later.
+            pass, on an accelerator before each without gradients, which then gathers them anew (the
+            host waits once); everywhere at each gather from the cache, without waiting for the
+            device, as a ``RuntimeError`` on all ranks at most two passes later.
         verify: Check that every entry is read as it was written and that all ranks count the same
             generations, and stop with a ``RuntimeError`` that names unit, rank and generation; it
             costs a pass over each entry and, on an accelerator, the overlap.
@@ -335,8 +336,8 @@ def invalidate(model: nn.Module) -> None:
     adapters use them. Optimizer steps, ``load_state_dict``, checkpoints loaded into a
     ``state_dict`` and in-place operations on parameters are seen without it. Every rank calls it.
 
-    Without it, ``detect_writes`` sees such a write: in time on the CPU; on an accelerator when
-    results are wrong already, as an error.
+    Without it, ``detect_writes`` sees such a write: in time on the CPU, and before a pass without
+    gradients; in training on an accelerator when results are wrong already, as an error.
 
     Args:
         model: A cached model.

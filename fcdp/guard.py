@@ -22,7 +22,8 @@ class Guard:
     Nothing waits for the device. Checksums and the flags of units that differ stay on the device;
     the flags are copied to the host on a stream of their own, and looked at when they have landed,
     at the latest one pass after the next. By then results were wrong already: it is an error, on
-    all ranks. Writes before a pass that runs on the CPU are seen in time (:mod:`fcdp.staleness`).
+    all ranks. Writes before a pass that runs on the CPU, or without gradients, are seen in time
+    (:mod:`fcdp.staleness`).
     """
 
     def __init__(self, units: Sequence[Unit], device: torch.device, streams: Streams) -> None:
@@ -65,6 +66,16 @@ class Guard:
             differ = self._landing.tolist()
         self._ask()
         return differ
+
+    def check(self) -> tuple[list[bool], list[bool]]:
+        """List per unit whether the own shard is other than gathered, and as ``found`` does.
+
+        All of it is known when this returns: the host waits for the device, once.
+        """
+        sums = [checksum(unit.shard(self._sums.device)) for unit in self._places]
+        written = torch.stack(sums) != self._sums
+        known = torch.stack([written, self._differ]).tolist()
+        return known[0], known[1]
 
     def land(self) -> None:
         """Wait until all that was compared so far is known."""

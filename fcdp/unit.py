@@ -55,6 +55,14 @@ class Unit:
         """Whether a gather has begun that nobody has waited for."""
         return self.group._all_gather_result is not None
 
+    def shard(self, device: torch.device) -> torch.Tensor:
+        """Return what a gather would read of this rank now, as bytes: FSDP2's copy-in."""
+        parts = [
+            fsdp_param._sharded_param_data.to(device, _gather_dtype(fsdp_param)).view(torch.uint8)
+            for fsdp_param in self.group.fsdp_params
+        ]
+        return torch.cat(parts)
+
     def stamp(self) -> int:
         """Return a number that grows with each in-place write that autograd sees on this rank.
 
