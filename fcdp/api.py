@@ -98,8 +98,9 @@ def shard(
             every rank instead, as plain tensors in their own dtype, and averages their gradients by
             one all-reduce at the end of each backward. That sends the same bytes in one exchange
             instead of two, for the memory of whole adapters, gradients and optimizer states a rank.
-            They start as rank 0's; load or write them on all ranks alike. ``clip_grad_norm_`` takes
-            them together with sharded parameters only group by group.
+            They start as rank 0's; load or write them on all ranks alike. So that they can be
+            merged into sharded weights, DTensors take plain tensors for replicated ones in this
+            process from then on (torch's ``implicit_replication``).
 
     Returns:
         The model itself.
