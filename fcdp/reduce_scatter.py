@@ -54,8 +54,6 @@ class HierarchicalReduceScatter(ReduceScatter):
         self.requires_sync = True
         #: What the last micro-batch left in ``.grad``.
         self._waiting: list[Waiting] = []
-        #: What it has added to gradients that had crossed nodes before, and these.
-        self._added: list[tuple[torch.Tensor, Waiting]] = []
         self._input_numel = 0
         #: FSDP2's parameters that earlier micro-batches gave gradients to.
         self._given: set[Any] = set()
@@ -79,7 +77,7 @@ class HierarchicalReduceScatter(ReduceScatter):
         if is_output and dtype == torch.float16 and self.pending and self.requires_sync:
             dtype = torch.float32
         if is_output and self._topology.nodes > 1 and not self.requires_sync:
-            return Waiting((numel,), (1,), dtype, device, self._added)
+            return Waiting((numel,), (1,), dtype, device, whole=True)
         buffer = torch.empty(*size, dtype=dtype, device=device)
         if is_output and self._goes_on(device):
             return self._in_flight.output(self._unit, buffer)
@@ -115,6 +113,7 @@ class HierarchicalReduceScatter(ReduceScatter):
         self.drop_abandoned()
         if not self.requires_sync:
             self._keep(partial)
+            self._hide()
             return
         self._show()
         # PREMUL_SUM scales its input: where the node has reduced with it, once already.
@@ -176,8 +175,9 @@ class HierarchicalReduceScatter(ReduceScatter):
             self._given |= having
             reduced = True
             plain(*unused)
-            if not self.requires_sync:
-                self._hide()
+            self._waiting = [
+                each for each in map(waiting_in, self._unit.params) if each is not None
+            ]
 
         group.post_backward = post_backward
         try:
@@ -200,18 +200,13 @@ class HierarchicalReduceScatter(ReduceScatter):
         self._partials.add(partial, owned=self._topology.ranks_per_node > 1)
 
     def _hide(self) -> None:
-        """Have nobody read ``.grad``, to which FSDP2 has added what waits."""
-        added, self._waiting = {id(before): part for before, part in self._added}, []
+        """Have nobody read what is in ``.grad`` already, to which FSDP2 adds what waits."""
         for param in self._unit.params:
             grad: Any = param.grad
-            if (local := getattr(grad, "_local_tensor", None)) is None:
-                continue
-            if (part := added.get(id(local))) is not None:
-                part.before, grad._local_tensor = local, part
-            if (waiting := waiting_in(param)) is not None:
-                waiting.fresh = False
-                self._waiting.append(waiting)
-        self._added.clear()
+            if grad is not None and param.requires_grad and waiting_in(param) is None:
+                local = grad._local_tensor
+                hidden = Waiting(local.size(), local.stride(), local.dtype, local.device)
+                hidden.before, grad._local_tensor = local, hidden
 
     def _show(self) -> None:
         """Have ``.grad`` be what it is without what waits: FSDP2 may add the whole sum to that."""
@@ -221,7 +216,6 @@ class HierarchicalReduceScatter(ReduceScatter):
                     param.grad = None
                 else:
                     param.grad._local_tensor = waiting.before  # type: ignore[union-attr]
-        self._waiting.clear()
 
     def _sync(self, output: torch.Tensor, partial: torch.Tensor, op: Op) -> list[Pending]:
         """Start to reduce across nodes the sum of all micro-batches; complete once waited for."""

@@ -14,18 +14,16 @@ _aten = torch.ops.aten
 class Waiting(torch.Tensor):
     """The gradient of one parameter before the step's last micro-batch. It takes no memory.
 
-    FSDP2 gets one for all parameters of a unit as the output of a reduction that does not cross
-    nodes; it divides that, cuts it up and adds the parts to ``.grad``, none of which does anything.
-    Whoever reads a part in ``.grad`` gets a ``RuntimeError``. Zeroing it, in whatever way, gives up
-    what waits: from then on it is zeros, as with FSDP2. Nothing waits for the device.
+    FSDP2 gets one for a whole unit as the output of a reduction that does not cross nodes; it
+    divides that, cuts it up and adds the parts to those in ``.grad``, none of which does anything.
+    Whoever reads a part gets a ``RuntimeError``. Zeroing it, in whatever way, gives up what waits:
+    from then on it is zeros, as with FSDP2. Nothing waits for the device.
     """
 
-    #: Whether FSDP2 is still at work on it.
-    fresh: bool
     #: What was in ``.grad`` before: gradients that have crossed nodes already.
     before: torch.Tensor | None
     zeroed: bool
-    _added: list[tuple[torch.Tensor, Waiting]]
+    _whole: bool
 
     @staticmethod
     def __new__(
@@ -34,13 +32,14 @@ class Waiting(torch.Tensor):
         stride: Sequence[int],
         dtype: torch.dtype,
         device: torch.device,
-        added: list[tuple[torch.Tensor, Waiting]],
+        *,
+        whole: bool = False,
     ) -> Waiting:
-        """``added`` notes what FSDP2 adds parts to that is no part itself."""
+        """``whole``: as FSDP2 gets it, before it is cut up."""
         made: Waiting = torch.Tensor._make_wrapper_subclass(
             cls, size, strides=stride, dtype=dtype, device=device
         )
-        made.fresh, made.before, made.zeroed, made._added = True, None, False, added
+        made.before, made.zeroed, made._whole = None, False, whole
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -59,22 +58,16 @@ class Waiting(torch.Tensor):
             for each in tree_leaves(first):
                 each.zero() if isinstance(each, Waiting) else each.zero_()
             return None if isinstance(first, list) else first
-        if func is _aten.detach.default:
-            return first
-        if func is _aten.add_.Tensor and isinstance(others[0], Waiting) and others[0].fresh:
-            if not isinstance(first, Waiting):
-                others[0]._added.append((first, others[0]))
-            return first
-        if isinstance(first, Waiting) and first.fresh:
-            if func is _aten.div_.Tensor:
+        if isinstance(first, Waiting) and not first.zeroed:
+            adds = func is _aten.add_.Tensor and isinstance(others[0], Waiting)
+            if adds or func is _aten.detach.default or (first._whole and func is _aten.div_.Tensor):
                 return first
             if func is _aten.as_strided.default:
-                size, stride, *_ = others
-                return Waiting(size, stride, first.dtype, first.device, first._added)
+                return Waiting(others[0], others[1], first.dtype, first.device)
             if func is _aten._to_copy.default:
                 dtype = kwargs.get("dtype") or first.dtype
                 device = kwargs.get("device") or first.device
-                return Waiting(first.size(), first.stride(), dtype, device, first._added)
+                return Waiting(first.size(), first.stride(), dtype, device, whole=first._whole)
         return func(
             *tree_map_only(Waiting, Waiting.read, args),
             **tree_map_only(Waiting, Waiting.read, kwargs),
