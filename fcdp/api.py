@@ -98,8 +98,9 @@ def shard(
             every rank instead, as plain tensors in their own dtype, and averages their gradients by
             one all-reduce at the end of each backward. That sends the same bytes in one exchange
             instead of two, for the memory of whole adapters, gradients and optimizer states a rank.
-            They start as rank 0's; load or write them on all ranks alike. ``clip_grad_norm_`` takes
-            them together with sharded parameters only group by group.
+            They start as rank 0's; load or write them on all ranks alike. So that they can be
+            merged into sharded weights, DTensors take plain tensors for replicated ones in this
+            process from then on (torch's ``implicit_replication``).
 
     Returns:
         The model itself.
@@ -208,8 +209,9 @@ def cache_parameters(
             of the host, at a copy in and out per unit and micro-batch.
         detect_writes: Compare checksums of this rank's own shards, so that parameters written where
             nothing shows it (see ``invalidate``) are never used silently: on the CPU before each
-            pass, which then gathers them anew; everywhere at each gather from the cache, without
-            waiting for the device, as a ``RuntimeError`` on all ranks at most two passes later.
+            pass, on an accelerator before each without gradients, which then gathers them anew (the
+            host waits once); everywhere at each gather from the cache, without waiting for the
+            device, as a ``RuntimeError`` on all ranks at most two passes later.
         verify: Check that every entry is read as it was written and that all ranks count the same
             generations, and stop with a ``RuntimeError`` that names unit, rank and generation; it
             costs a pass over each entry and, on an accelerator, the overlap.
@@ -272,13 +274,13 @@ def is_cached(model: nn.Module) -> bool:
 def accumulate(model: nn.Module, *, last: bool) -> contextlib.AbstractContextManager[None]:
     """Run one micro-batch's forward and backward of several between two optimizer steps.
 
-    With ``last=False`` gradients are summed inside the node only, and ``.grad`` stays zero; with
-    ``last=True`` the sums cross nodes once, and ``.grad`` holds the total, of units too that only
-    earlier micro-batches have used. The waiting sums take 1/L of the model's gradients per rank, in
-    fp32, with L ranks per node.
+    With ``last=False`` gradients are summed inside the node only, and reading ``.grad`` is an
+    error; with ``last=True`` the sums cross nodes once, and ``.grad`` holds the total, of units too
+    that only earlier micro-batches have used. The waiting sums take 1/L of the model's gradients
+    per rank, in fp32, with L ranks per node.
 
     A step that is given up takes its sums along: by an exception inside, by ``discard``, or where
-    ``zero_grad()`` has set the gradients to ``None``.
+    ``zero_grad()`` has set the gradients to ``None`` or zeroed them.
 
     Args:
         model: A cached model.
@@ -290,9 +292,9 @@ def accumulate(model: nn.Module, *, last: bool) -> contextlib.AbstractContextMan
     Raises:
         ValueError: For a model that FCDP is not set up on.
         RuntimeError: With ``last=False`` for post-accumulate-gradient hooks on sharded parameters,
-            which would see zeros, and where ``.grad`` was written in place since the last
-            micro-batch, as ``zero_grad(set_to_none=False)`` does (an optimizer with
-            ``foreach=True`` does it unseen: call ``discard``).
+            which would be called without a gradient; where ``.grad`` is read or scaled between
+            micro-batches; and where some parameters' gradients of one unit were zeroed or set to
+            ``None`` since the last one, and others' not.
 
     Example:
         >>> for at in range(2):
@@ -335,8 +337,8 @@ def invalidate(model: nn.Module) -> None:
     adapters use them. Optimizer steps, ``load_state_dict``, checkpoints loaded into a
     ``state_dict`` and in-place operations on parameters are seen without it. Every rank calls it.
 
-    Without it, ``detect_writes`` sees such a write: in time on the CPU; on an accelerator when
-    results are wrong already, as an error.
+    Without it, ``detect_writes`` sees such a write: in time on the CPU, and before a pass without
+    gradients; in training on an accelerator when results are wrong already, as an error.
 
     Args:
         model: A cached model.

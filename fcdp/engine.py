@@ -103,7 +103,7 @@ class Engine:
         self.entries = {unit: Entry(unit) for unit in self.units}
         streams = Streams(device)
         detects = options.safety.detect_writes and topology.nodes > 1
-        guard = Guard(self.units, device, streams) if detects else None
+        self._guard = guard = Guard(self.units, device, streams) if detects else None
         self._replicas = Replicas(replicated, model, topology, device, self.ledger, reduce_dtype)
         self._strays = Strays(model, before)
         self._kept = [unit for unit in self.units if id(unit.module) in set(map(id, kept))]
@@ -113,6 +113,7 @@ class Engine:
             topology,
             guard,
             self._begins_pass,
+            lambda: self._passes.without_gradients,
             verify=options.safety.verify,
             lacks_base=self._lacks_base if options.codecs.differences is not None else None,
         )
@@ -206,6 +207,7 @@ class Engine:
             self._check_gradient_hooks()
         for reduction in self._reductions.values():
             reduction.drop_abandoned()
+        for reduction in self._reductions.values():
             reduction.requires_sync = last
         self.cache.requires_sync = last
         try:
@@ -262,7 +264,7 @@ class Engine:
 
     def _follow(self, model: nn.Module) -> None:
         """Hook the events after which entries may be stale (paper: dirty flags of FCDP-Comm)."""
-        self._passes.follow(self._begin_pass, self._end_forward)
+        self._passes.follow(self.units, self._begin_pass, self._end_forward)
         for module in model.modules():
             module.register_load_state_dict_post_hook(self._after_load)
             # A partial, as PyTorch sets an attribute on what it is given.

@@ -149,13 +149,16 @@ def drop_gradients(group: Any) -> None:
 
 
 @contextmanager
-def before_reductions(group: Any, called: Callable[[], None]) -> Iterator[None]:
-    """Have a function called in the body before FSDP2 looks which gradients are there."""
+def around_reductions(
+    group: Any, before: Callable[[], None], after: Callable[[], None]
+) -> Iterator[None]:
+    """Have functions called in the body: before FSDP2 looks for gradients, and after it reduced."""
     plain = group.post_backward
 
     def post_backward(*unused: Any) -> None:
-        called()
+        before()
         plain(*unused)
+        after()
 
     group.post_backward = post_backward
     try:

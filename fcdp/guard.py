@@ -22,7 +22,8 @@ class Guard:
     Nothing waits for the device. Checksums and the flags of units that differ stay on the device;
     the flags are copied to the host on a stream of their own, and looked at when they have landed,
     at the latest one pass after the next. By then results were wrong already: it is an error, on
-    all ranks. Writes before a pass that runs on the CPU are seen in time (:mod:`fcdp.staleness`).
+    all ranks. Writes before a pass that runs on the CPU, or without gradients, are seen in time
+    (:mod:`fcdp.staleness`).
     """
 
     def __init__(self, units: Sequence[Unit], device: torch.device, streams: Streams) -> None:
@@ -39,6 +40,8 @@ class Guard:
         self._landing = torch.zeros(
             len(units), dtype=torch.bool, device="cpu", pin_memory=device.type == "cuda"
         )
+        #: Flags as they were asked for; kept until they have landed.
+        self._asked = self._differ
         self._landed: Any = None
         #: Whether a pass has found the copy under way already.
         self._late = False
@@ -71,6 +74,16 @@ class Guard:
         self._ask()
         return differ
 
+    def check(self) -> tuple[list[bool], list[bool]]:
+        """List per unit whether the own shard is other than gathered, and as ``found`` does.
+
+        All of it is known when this returns: the host waits for the device, once.
+        """
+        sums = [checksum(unit.shard(self._sums.device)) for unit in self._of]
+        written = torch.stack(sums) != self._sums
+        known = torch.stack([written, self._differ]).tolist()
+        return known[0], known[1]
+
     def land(self) -> None:
         """Wait until all that was compared so far is known."""
         if self._differ.device.type != "cpu":
@@ -78,10 +91,12 @@ class Guard:
             self._landed.synchronize()
 
     def _ask(self) -> None:
+        # A copy of them: what is compared next does not wait for the copies to the host before.
+        self._asked = self._differ.clone()
         stream = self._streams.copies_out
         stream.wait_stream(self._streams.current())
         with self._streams.on(stream):
-            self._landing.copy_(self._differ, non_blocking=True)
+            self._landing.copy_(self._asked, non_blocking=True)
             self._landed = stream.record_event()
         self._late = False
 

@@ -38,8 +38,13 @@ class Passes:
         self._outermost: Any = None
         #: What that pass has gathered so far.
         self._gathered: list[Unit] = []
+        #: Whether the pass under way computes no gradients.
+        self.without_gradients = False
+        self._grad_enabled = True
 
-    def follow(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
+    def follow(
+        self, units: Sequence[Unit], begin: Callable[[], None], end: Callable[[], None]
+    ) -> None:
         """Call ``begin`` before each forward of the model and ``end`` after it, if it raises too.
 
         Recomputations in backward are no forwards.
@@ -49,6 +54,7 @@ class Passes:
         def before(module: nn.Module, args: Any) -> None:
             if not in_backward():  # a recomputation belongs to the forward that it repeats
                 self._in_forward, self._outermost = True, None
+                self.without_gradients = not torch.is_grad_enabled()
                 begin()
 
         @untraced
@@ -60,15 +66,29 @@ class Passes:
 
         self._model.register_forward_pre_hook(before, prepend=True)
         self._model.register_forward_hook(after, always_call=True)
+        for unit in units:
+            self._note_mode(unit.group)
+
+    def _note_mode(self, group: Any) -> None:
+        """Note who asks for a gather: FSDP2 has turned gradients off when it begins."""
+        plain = group.unshard
+
+        def unshard(async_op: bool = False) -> None:
+            self._grad_enabled = torch.is_grad_enabled()
+            plain(async_op)
+
+        group.unshard = unshard
 
     def begins_with(self, unit: Unit) -> bool:
         """Whether the gather of ``unit`` begins a pass that is not the whole model's."""
         if self._in_forward or in_backward():
             return False
         outermost = fsdp2.outermost(unit.module)
+        begins = outermost is None or outermost is not self._outermost
+        if begins:
+            self.without_gradients = not self._grad_enabled
         if outermost is None:
             return True
-        begins = outermost is not self._outermost
         if begins:
             self._outermost = outermost
             self._close_with(outermost)

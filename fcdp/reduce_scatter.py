@@ -19,6 +19,7 @@ from fcdp.ledger import Ledger
 from fcdp.partial_gradients import PartialGradients
 from fcdp.topology import Topology
 from fcdp.unit import Unit
+from fcdp.waiting import Waiting, waiting_in
 
 
 class HierarchicalReduceScatter(ReduceScatter):
@@ -51,8 +52,8 @@ class HierarchicalReduceScatter(ReduceScatter):
         self._encoded = encoded
         #: Set by ``fcdp.accumulate``: whether the next backward's gradients cross nodes.
         self.requires_sync = True
-        #: Versions of ``.grad`` by parameter, as the last micro-batch left them.
-        self._versions: dict[int, int] = {}
+        #: What the last micro-batch left in ``.grad``.
+        self._waiting: list[Waiting] = []
         self._input_numel = 0
         #: FSDP2's parameters that earlier micro-batches gave gradients to.
         self._given: set[Any] = set()
@@ -75,6 +76,8 @@ class HierarchicalReduceScatter(ReduceScatter):
         self._input_numel = 0 if is_output else numel
         if is_output and dtype == torch.float16 and self.pending and self.requires_sync:
             dtype = torch.float32
+        if is_output and self._topology.nodes > 1 and not self.requires_sync:
+            return Waiting((numel,), (1,), dtype, device, whole=True)
         buffer = torch.empty(*size, dtype=dtype, device=device)
         if is_output and self._goes_on(device):
             return self._in_flight.output(self._unit, buffer)
@@ -90,12 +93,12 @@ class HierarchicalReduceScatter(ReduceScatter):
     ) -> None:
         """Reduce ``input_tensor`` (nodes·L·s) over all ranks into ``output_tensor`` (s).
 
-        Without sync, ``output_tensor`` is zero: FSDP2 adds it to ``.grad``, which then holds the
-        whole sum after the last micro-batch. Complete in stream order when it returns, or, for an
-        ``Arriving`` output, when that is read or backward ends.
+        Without sync, ``output_tensor`` is ``Waiting``, and so is ``.grad`` until the last
+        micro-batch. Complete in stream order when it returns, or, for an ``Arriving`` output, when
+        that is read or backward ends.
 
-        Raises ``RuntimeError`` if gradients were zeroed in place, or other parameters received
-        gradients, since the last micro-batch.
+        Raises ``RuntimeError`` if some of the unit's gradients were given up, or other parameters
+        received gradients, since the last micro-batch.
         """
         topology = self._topology
         topology.failures.backward_runs()
@@ -110,8 +113,9 @@ class HierarchicalReduceScatter(ReduceScatter):
         self.drop_abandoned()
         if not self.requires_sync:
             self._keep(partial)
-            output_tensor.zero_()
+            self._hide()
             return
+        self._show()
         # PREMUL_SUM scales its input: where the node has reduced with it, once already.
         scaled = topology.ranks_per_node > 1 and op != dist.ReduceOp.AVG
         across = dist.ReduceOp.SUM if scaled else op
@@ -130,28 +134,25 @@ class HierarchicalReduceScatter(ReduceScatter):
     def discard(self) -> None:
         """Forget partial gradients, as after a failed step."""
         self._partials.discard()
-        self._versions.clear()
+        self._show()
 
     def drop_abandoned(self) -> None:
-        """Forget partial gradients of a step that was given up: their ``.grad`` are gone.
+        """Forget partial gradients of a step that was given up: ``.grad`` are gone, or zeroed.
 
-        Raises ``RuntimeError`` if they were zeroed in place: nothing tells whether that was meant
-        to give up the step.
+        Raises ``RuntimeError`` if that holds for some of the unit's parameters: what waits of them
+        is part of one sum.
         """
         if not self.pending:
             return
-        grads = {
-            id(param): param.grad
-            for param in self._unit.params
-            if param.grad is not None and id(param) in self._versions
-        }
-        if not grads:
+        held = {id(waiting_in(param)) for param in self._unit.params}
+        kept = [each for each in self._waiting if id(each) in held and not each.zeroed]
+        if not kept:
             self.discard()
-        elif any(grad._version != self._versions[key] for key, grad in grads.items()):
+        elif len(kept) < len(self._waiting):
             raise RuntimeError(
-                f"{self._unit.name}: .grad was written while gradients of earlier micro-batches "
-                "wait to cross nodes; call fcdp.discard(model) where a step is given up, or "
-                "optimizer.zero_grad(set_to_none=True)"
+                f"{self._unit.name}: .grad of some of its parameters were zeroed or set to None "
+                "while gradients of earlier micro-batches wait to cross nodes; where a step is "
+                "given up, do so with all of them, or call fcdp.discard(model)"
             )
 
     @contextmanager
@@ -174,7 +175,12 @@ class HierarchicalReduceScatter(ReduceScatter):
             self._given |= having
             reduced = True
 
-        with fsdp2.before_reductions(group, complete):
+        def note_waiting() -> None:
+            self._waiting = [
+                each for each in map(waiting_in, self._unit.params) if each is not None
+            ]
+
+        with fsdp2.around_reductions(group, complete, note_waiting):
             yield
 
     def _reduce_in_node(self, partial: torch.Tensor, gradients: torch.Tensor, op: Op) -> None:
@@ -190,12 +196,24 @@ class HierarchicalReduceScatter(ReduceScatter):
         self._check_layout(partial)
         # With one rank per node ``partial`` is FSDP2's own buffer, which it will reuse.
         self._partials.add(partial, owned=self._topology.ranks_per_node > 1)
-        # What FSDP2 makes after this call has never been written in place.
-        self._versions = {
-            id(param): 0 if param.grad is None else param.grad._version
-            for param in self._unit.params
-            if param.requires_grad
-        }
+
+    def _hide(self) -> None:
+        """Have nobody read what is in ``.grad`` already, to which FSDP2 adds what waits."""
+        for param in self._unit.params:
+            grad: Any = param.grad
+            if grad is not None and param.requires_grad and waiting_in(param) is None:
+                local = grad._local_tensor
+                hidden = Waiting(local.size(), local.stride(), local.dtype, local.device)
+                hidden.before, grad._local_tensor = local, hidden
+
+    def _show(self) -> None:
+        """Have ``.grad`` be what it is without what waits: FSDP2 may add the whole sum to that."""
+        for param in self._unit.params:
+            if (waiting := waiting_in(param)) is not None:
+                if waiting.before is None:
+                    param.grad = None
+                else:
+                    param.grad._local_tensor = waiting.before  # type: ignore[union-attr]
 
     def _sync(self, output: torch.Tensor, partial: torch.Tensor, op: Op) -> list[Pending]:
         """Start to reduce across nodes the sum of all micro-batches; complete once waited for."""
@@ -204,7 +222,6 @@ class HierarchicalReduceScatter(ReduceScatter):
         self._check_layout(partial)
         micro_batches = self._partials.count + 1
         total = self._partials.take(partial)
-        self._versions.clear()
         if self._encoded is not None:
             return self._reduce_across(output, total, op)
         if partial.dtype == torch.float16:

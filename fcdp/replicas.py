@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Sequence
 from functools import reduce
 
@@ -12,11 +11,15 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor.experimental import implicit_replication
 
 from fcdp import fsdp2, ranges
 from fcdp.exchange import all_reduce
 from fcdp.ledger import Ledger
 from fcdp.topology import Topology
+
+#: Outside of passes replicas meet DTensors, as where they are merged into sharded weights.
+_mixing = contextlib.ExitStack()
 
 
 class Replicas:
@@ -40,8 +43,17 @@ class Replicas:
         self._topology = topology
         self._ledger = ledger
         self._reduce_dtype = reduce_dtype
-        self._model = weakref.ref(model)
         self._modules = _innermost(model, params)
+        mine = set(params)
+        #: Where they are, in modules that may leave the model or be left out.
+        self._places = [
+            (module, name, param)
+            for module in model.modules()
+            for name, param in module.named_parameters(recurse=False)
+            if param in mine
+        ]
+        if self._modules:
+            _mixing.enter_context(implicit_replication())
         self._equal = False
         #: The backward that will call back at its end; one that fails does not.
         self._followed = -1
@@ -69,11 +81,7 @@ class Replicas:
 
     def check_in_place(self) -> None:
         """Raise ``RuntimeError`` if the model has other parameters in these ones' place."""
-        model = self._model()
-        if not self.params or model is None:
-            return
-        present = set(map(id, model.parameters()))
-        if any(id(param) not in present for param in self.params):
+        if any(module._parameters.get(name) is not param for module, name, param in self._places):
             raise RuntimeError(
                 "adapters='replicated': other parameters have taken the place of the adapters, as "
                 "by load_state_dict(assign=True); load without assign, or set FCDP up afterwards"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -44,8 +45,8 @@ class Staleness:
 
     - hooks: optimizer steps and loads;
     - stamps: in-place writes that autograd counts;
-    - contents, on the CPU: checksums of this rank's shards before each pass. On an accelerator the
-      host would have to wait for them;
+    - contents: checksums of this rank's shards, on the CPU before each pass. On an accelerator the
+      host has to wait for them, and does so before a pass without gradients;
     - the guard: checksums of the own shard at each hit, known too late to be healed.
     """
 
@@ -55,18 +56,21 @@ class Staleness:
         topology: Topology,
         guard: Guard | None,
         begins_pass: Callable[[Unit], bool],
+        without_gradients: Callable[[], bool],
         *,
         verify: bool = False,
         lacks_base: Callable[[Unit], bool] | None = None,
     ) -> None:
         """``begins_pass`` says whether a unit's gather is the first of a pass that nobody told.
 
+        ``without_gradients`` says whether the pass that has begun computes none.
         ``lacks_base`` says whether this rank cannot take part in telling a unit's difference.
         """
         self._watched = {entry.unit: _Watched(entry) for entry in entries}
         self._topology = topology
         self._guard = guard
         self._begins_pass = begins_pass
+        self._without_gradients = without_gradients
         self._verify = verify
         self._lacks_base = lacks_base
         self._compares = guard is not None and topology.mesh.device_type == "cpu"
@@ -157,7 +161,12 @@ class Staleness:
             each.written or stamp != each.stamp or now != each.contents
             for (_, each), stamp, now in zip(watched, stamps, held, strict=True)
         ]
-        differ = [False] * len(written) if self._guard is None else self._guard.found()
+        differ = [False] * len(written)
+        if self._guard is not None and not self._compares and self._without_gradients():
+            other, differ = self._guard.check()
+            written = [*map(operator.or_, written, other)]
+        elif self._guard is not None:
+            differ = self._guard.found()
         lacks = [] if self._lacks_base is None else [self._lacks_base(unit) for unit, _ in watched]
         flags = any_rank([*written, *differ, *lacks], self._topology)
         count = len(watched)

@@ -56,6 +56,15 @@ class Unit:
         """Whether a gather has begun that nobody has waited for."""
         return fsdp2.prefetched(self.group) is not None
 
+    def shard(self, device: torch.device) -> torch.Tensor:
+        """Return what a gather would read of this rank now (s), as FSDP2's copy-in makes it."""
+        parts = [
+            data.to(device, _gather_dtype(data, dtype)) for data, dtype in fsdp2.shards(self.group)
+        ]
+        if len(self.gather_dtypes) > 1:  # gathered as bytes
+            parts = [part.view(torch.uint8) for part in parts]
+        return torch.cat(parts)
+
     def stamp(self) -> int:
         """Return a number that grows with each in-place write that autograd sees on this rank.
 

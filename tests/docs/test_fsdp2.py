@@ -274,28 +274,3 @@ def test_setting_up_again(ranks: Pools) -> None:
     for before, after, message in ranks.run(2, set_up_again):
         assert (before, after) == (False, True)
         assert "look_ahead=2" in message
-
-
-def zeroed_in_place(how: str) -> str:
-    """What the second of three micro-batches raises once the gradients of the first are zeroed."""
-    model = cached(topology_of(2, 1))
-    assert isinstance(model, nn.Module)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
-    with fcdp.accumulate(model, last=False):
-        model(torch.ones(1, 4)).sum().backward()
-    optimizer.zero_grad(set_to_none=how == "none")
-    if how == "discarded":
-        fcdp.discard(model)
-    try:
-        with fcdp.accumulate(model, last=True):
-            model(torch.ones(1, 4)).sum().backward()
-    except RuntimeError as error:
-        return str(error)
-    optimizer.step()
-    return ""
-
-
-@pytest.mark.parametrize("how", ["none", "zeros", "discarded"])
-def test_gradients_zeroed_in_place_between_micro_batches(ranks: Pools, how: str) -> None:
-    for message in ranks.run(2, zeroed_in_place, how):
-        assert ("fcdp.discard(model)" in message) == (how == "zeros")

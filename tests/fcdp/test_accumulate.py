@@ -22,11 +22,14 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
     return [param.grad.full_tensor() for param in model.parameters() if param.grad is not None]  # type: ignore[attr-defined]
 
 
-def after_giving_up(how: str) -> tuple[float, str]:
-    """The worst difference of a step's gradients from one without a step given up before it."""
+def after_giving_up(how: str, ahead: bool) -> float:
+    """The worst difference of a step's gradients from one without a step given up before it.
+
+    ``ahead``: gradients that have crossed nodes already were there when the micro-batches began.
+    """
     topology = topology_of(2, 1)
     model = shard_with_fcdp(make_model(SETTINGS), topology, SETTINGS)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=how == "foreach, discard")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach="foreach" in how)
     data = batches(SETTINGS, topology.rank)
     tokens, other = next(data), next(data)
 
@@ -38,37 +41,122 @@ def after_giving_up(how: str) -> tuple[float, str]:
         optimizer.zero_grad()
         return found
 
-    expected, refused = step(), ""
-    with fcdp.accumulate(model, last=False):
+    expected = step()
+    if ahead:
         loss_of(model, other).backward()
-    if how == "set to none":
-        optimizer.zero_grad()
-    elif how == "set to zero":
-        optimizer.zero_grad(set_to_none=False)
-        with pytest.raises(RuntimeError) as error:
-            step()
-        refused = str(error.value)
-        optimizer.zero_grad()
-    elif how == "plain backward":
-        optimizer.zero_grad()
-        (2 * loss_of(model, tokens)).backward()
-        found = gradients(model)
-        return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)), ""
-    else:
+    for _ in range(2):
+        with fcdp.accumulate(model, last=False):
+            loss_of(model, other).backward()
+    if "discard" in how:
         optimizer.zero_grad(set_to_none=False)
         fcdp.discard(model)
         optimizer.zero_grad()
-    found = step()
-    return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)), refused
+    elif how == "detached":
+        for param in model.parameters():
+            param.grad.detach().zero_()  # type: ignore[union-attr]
+    else:
+        optimizer.zero_grad(set_to_none="none" in how)
+    if "zero" in how:
+        assert not any(bool(grad.any()) for grad in gradients(model)), "zeroed is zero"
+    if "plain" in how:
+        (2 * loss_of(model, tokens)).backward()
+        found = gradients(model)
+    else:
+        found = step()
+    return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(
-    "how", ["set to none", "set to zero", "foreach, discard", "plain backward"]
+    "how",
+    [
+        "none",
+        "zero",
+        "foreach, zero",
+        "detached",
+        "discard",
+        "foreach, discard",
+        "none, plain backward",
+        "foreach, zero, plain backward",
+    ],
 )
-def test_micro_batches_of_a_step_that_was_given_up_do_not_leak(ranks: Pools, how: str) -> None:
-    for difference, refused in ranks.run(2, after_giving_up, how):
-        assert difference < 1e-6
-        assert ("fcdp.discard(model)" in refused) == (how == "set to zero")
+def test_micro_batches_of_a_step_that_was_given_up_do_not_leak(
+    ranks: Pools, how: str, ahead: bool
+) -> None:
+    assert all(difference < 1e-6 for difference in ranks.run(2, after_giving_up, how, ahead))
+
+
+def reads_of_a_gradient_that_waits(ahead: bool) -> float:
+    """The worst difference of the step's gradients from FSDP2's, with reads between its parts."""
+    topology = topology_of(2, 1)
+    data = batches(SETTINGS, topology.rank)
+    micro_batches = [next(data) for _ in range(3)]
+    found = []
+    for cached in (True, False):
+        model = make_model(SETTINGS)
+        if cached:
+            shard_with_fcdp(model, topology, SETTINGS)
+        else:
+            for module in [*model.blocks, model]:
+                fully_shard(module, mesh=topology.mesh)
+        if ahead:
+            loss_of(model, micro_batches[0]).backward()
+        for tokens in micro_batches:
+            last = tokens is micro_batches[-1]
+            with fcdp.accumulate(model, last=last) if cached else contextlib.nullcontext():
+                loss_of(model, tokens).backward()
+            if cached and not last:
+                _refuse_reads([*model.parameters()])
+        found.append(gradients(model))
+    ours, plain = found
+    return max(float((a - b).abs().max()) for a, b in zip(ours, plain, strict=True))
+
+
+def _refuse_reads(params: list[Any]) -> None:
+    some = torch.zeros_like(params[0])
+    for read in (
+        lambda: params[0].grad.full_tensor(),
+        lambda: params[0].grad.to_local().sum(),
+        lambda: params[0].grad.norm(),
+        lambda: params[0].grad.div_(2),
+        lambda: some.add_(params[0].grad),
+        lambda: torch._foreach_mul_([param.grad for param in params], 0.5),
+        lambda: torch.nn.utils.clip_grad_norm_(params, 1.0),
+    ):
+        with pytest.raises(RuntimeError, match="not known before it has crossed nodes"):
+            read()
+    assert "Waiting" in repr(params[0].grad)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_gradient_that_waits_cannot_be_read(ranks: Pools, ahead: bool) -> None:
+    differences = ranks.run(2, reads_of_a_gradient_that_waits, ahead)
+    assert max(differences) < 1e-6  # another order of sums
+
+
+def give_up_in_part(how: str) -> str:
+    topology = topology_of(2, 1)
+    model = shard_with_fcdp(make_model(SETTINGS), topology, SETTINGS)
+    tokens = next(batches(SETTINGS, topology.rank))
+    with fcdp.accumulate(model, last=False):
+        loss_of(model, tokens).backward()
+    weight: Any = model.blocks[1].up.weight
+    if how == "none":
+        weight.grad = None
+    else:
+        torch._foreach_zero_([weight.grad])
+    with pytest.raises(RuntimeError) as error, fcdp.accumulate(model, last=True):
+        pass
+    fcdp.discard(model)
+    with fcdp.accumulate(model, last=True):
+        loss_of(model, tokens).backward()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("how", ["none", "zero"])
+def test_a_part_of_what_waits_is_not_given_up_silently(ranks: Pools, how: str) -> None:
+    for message in ranks.run(2, give_up_in_part, how):
+        assert message.startswith("blocks.1: .grad of some of its parameters")
 
 
 class Branches(nn.Module):

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.fsdp import register_fsdp_forward_method
 
 import fcdp
+from fcdp.engine import engine_of
 from fcdp.guard import Guard
 from tests.fcdp.stand_ins import CPU, STREAMS, StandInUnit
-from tests.fcdp.training import Settings, batches, loss_of, make_model, topology_of
+from tests.fcdp.training import (
+    WIDTH,
+    Block,
+    Settings,
+    batches,
+    loss_of,
+    make_model,
+    make_optimizer,
+    shard_with_fcdp,
+    take_step,
+    topology_of,
+)
 from tests.ranks import Pools
 
 FROZEN = Settings(2, 1, adapter_rank=3, reshard_after_forward=True)
@@ -160,3 +175,85 @@ def test_what_the_last_pass_used_is_an_error_where_the_model_is_written(
     for message in ranks.run(2, last_pass_of_a_run, end, str(tmp_path)):
         assert "written where nothing shows it" in message
     assert [*tmp_path.iterdir()] == []
+
+
+WHOLE = replace(FROZEN, ranks_per_node=2)
+NARROW = Settings(
+    3, 1, param_dtype=torch.bfloat16, gather_codec=fcdp.BlockInt8(8), reshard_after_forward=True
+)
+
+
+def evaluations(settings: Settings, how: str) -> tuple[list[tuple[float, float]], list[int]]:
+    """Evaluations after writes that nothing shows, each beside what a gather anew gives.
+
+    As on an accelerator, where no pass with gradients compares contents. Also returns how often the
+    host has waited for that, up to each pass.
+    """
+    topology = topology_of(settings.nodes, settings.ranks_per_node)
+    model = shard_with_fcdp(make_model(settings), topology, settings)
+    staleness, guard = engine_of(model).staleness, engine_of(model)._guard
+    assert guard is not None
+    staleness._compares = False
+    optimizer = make_optimizer(model, settings)
+    data = batches(settings, topology.rank)
+    tokens = next(data)
+    waits: list[int] = []
+    type(model.blocks[1]).part = Block.forward  # type: ignore[attr-defined]
+    register_fsdp_forward_method(model.blocks[1], "part")
+
+    def evaluate() -> float:
+        with torch.inference_mode() if how == "inference" else torch.no_grad():
+            if how == "block":
+                return float(model.blocks[1](torch.ones(1, 5, WIDTH)).sum())
+            if how == "method":
+                return float(model.blocks[1].part(torch.ones(1, 5, WIDTH)).sum())  # type: ignore[operator]
+            if how == "unshard":
+                model.blocks[1].unshard()
+                found = float(model.blocks[1].up.weight.sum())
+                model.blocks[1].reshard()
+                return found
+            return float(loss_of(model, tokens))
+
+    found: list[tuple[float, float]] = []
+    with mock.patch.object(guard, "check", wraps=guard.check) as check:
+        for _ in range(2):
+            take_step(loss_of(model, next(data)), optimizer)
+            waits.append(check.call_count)
+            evaluate()
+            for ranks in ({0}, {*range(topology.world_size)}, set()):
+                if topology.rank in ranks:
+                    for param in model.blocks.parameters():
+                        param.data.mul_(1.5)
+                fcdp.ledger(model).reset()
+                got, misses = evaluate(), fcdp.ledger(model).misses
+                assert bool(misses) == bool(ranks), "gathered anew what was written, and only that"
+                waits.append(check.call_count)
+                found.append((got, 0.0))
+                if ranks:
+                    fcdp.invalidate(model)
+                    found[-1] = (got, evaluate())
+                else:
+                    found[-1] = (got, found[-2][1])
+    return found, waits
+
+
+@pytest.mark.parametrize(
+    ("settings", "how"),
+    [
+        (FROZEN, "model"),
+        (WHOLE, "model"),
+        (NARROW, "model"),
+        (FROZEN, "inference"),
+        (FROZEN, "block"),
+        (FROZEN, "method"),
+        (FROZEN, "unshard"),
+    ],
+)
+def test_a_pass_without_gradients_compares_before_it_uses(
+    ranks: Pools, settings: Settings, how: str
+) -> None:
+    for found, waits in ranks.run(settings.world_size, evaluations, settings, how):
+        assert all(got == expected for got, expected in found)
+        assert len({got for got, _ in found}) == 4
+        # One each: none in a step.
+        assert waits == [0, 2, 4, 6, 6, 8, 10, 12]

@@ -134,3 +134,54 @@ def freeze_and_unfreeze(engine: str) -> list[float]:
 
 def test_freezing_and_unfreezing_in_mid_training(ranks: Pools) -> None:
     assert ranks.run(2, freeze_and_unfreeze, "fcdp") == ranks.run(2, freeze_and_unfreeze, "fsdp2")
+
+
+def evaluated(engine: str, compares: bool, merge: str) -> list[float]:
+    """Losses of an evaluation before and after adapters were merged, and of two after that.
+
+    Between these another step is taken where there are adapters.
+
+    ``compares=False``: as on an accelerator, where training does not compare contents.
+    """
+    topology = topology_of(2, 1)
+    model, blocks = make_model("lora")
+    if engine != "fsdp2":
+        fcdp.shard(model, topology, units=blocks, adapters=engine)  # type: ignore[arg-type]
+        engine_of(model).staleness._compares = compares
+    else:
+        for module in [*blocks, model]:
+            fully_shard(module, mesh=topology.mesh)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=8.0)
+    tokens = torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(topology.rank))
+
+    def evaluate(model: Any) -> float:
+        with torch.no_grad():
+            return float(model(input_ids=tokens, labels=tokens, use_cache=False).loss)
+
+    whole: Any = model
+    for _ in range(2):
+        take_step(whole(input_ids=tokens, labels=tokens, use_cache=False).loss, optimizer)
+    found = [evaluate(whole)]
+    if merge == "merge_adapter":
+        whole.merge_adapter()
+        found.append(evaluate(whole))
+        whole.unmerge_adapter()
+        if engine != "fsdp2" and not compares:
+            fcdp.invalidate(model)  # what follows computes gradients
+        take_step(whole(input_ids=tokens, labels=tokens, use_cache=False).loss, optimizer)
+    else:
+        whole = whole.merge_and_unload()
+    return [*found, evaluate(whole), evaluate(whole)]
+
+
+@pytest.mark.parametrize("merge", ["merge_adapter", "merge_and_unload"])
+@pytest.mark.parametrize("compares", [True, False])
+@pytest.mark.parametrize("adapters", ["sharded", "replicated"])
+def test_an_evaluation_after_adapters_were_merged(
+    ranks: Pools, adapters: str, compares: bool, merge: str
+) -> None:
+    expected = ranks.run(2, evaluated, "fsdp2", compares, merge)
+    for got, wanted in zip(
+        ranks.run(2, evaluated, adapters, compares, merge), expected, strict=True
+    ):
+        assert got == pytest.approx(wanted, rel=1e-6 if adapters == "replicated" else 0.0)

@@ -279,3 +279,41 @@ def test_a_divide_factor_counts_once_however_many_backwards(ranks: Pools) -> Non
     replicated = ranks.run(2, gradient_of_several_backwards, "replicated")
     sharded = ranks.run(2, gradient_of_several_backwards, "sharded")
     torch.testing.assert_close(replicated, sharded)
+
+
+def losses_with_a_block_left_out(
+    how: str, adapters: Literal["sharded", "replicated"]
+) -> list[float]:
+    topology = topology_of(2, 1)
+    settings = replace(SETTINGS, nodes=2, ranks_per_node=1, adapters=adapters)
+    model = shard_with_fcdp(make_model(settings), topology, settings)
+    optimizer = make_optimizer(model, settings)
+    blocks, losses = model.blocks, []
+    for step, tokens in zip(range(5), batches(settings, topology.rank), strict=False):
+        # Layer drop, another each step; or an early exit.
+        if step > 0:  # FSDP2 looks around once
+            model.blocks = nn.ModuleList([blocks[step % 2 if how == "drop" else 0]])
+        losses.append(take_step(loss_of(model, tokens), optimizer))
+    return losses
+
+
+@pytest.mark.parametrize("how", ["drop", "exit"])
+def test_a_block_may_be_left_out(ranks: Pools, how: str) -> None:
+    replicated = ranks.run(2, losses_with_a_block_left_out, how, "replicated")
+    sharded = ranks.run(2, losses_with_a_block_left_out, how, "sharded")
+    for got, expected in zip(replicated, sharded, strict=True):
+        assert got == pytest.approx(expected, rel=1e-6)
+
+
+def assigned() -> str:
+    topology = topology_of(2, 1)
+    settings = replace(SETTINGS, nodes=2, ranks_per_node=1)
+    model = shard_with_fcdp(make_model(settings), topology, settings)
+    model.load_state_dict(model.state_dict(), assign=True)
+    with pytest.raises(RuntimeError) as error:
+        loss_of(model, next(batches(settings, topology.rank)))
+    return str(error.value)
+
+
+def test_other_parameters_in_their_place_are_refused(ranks: Pools) -> None:
+    assert all("load without assign" in message for message in ranks.run(2, assigned))

@@ -20,8 +20,6 @@ import torch.nn as nn
 
 import fcdp
 from fcdp.cache.entry import Access, Slices
-from fcdp.cache.tiers.disk import DiskTier
-from fcdp.cache.tiers.host import HostTier
 from fcdp.engine import engine_of
 from fcdp.gathering import Queued
 from tests.fcdp import training
@@ -41,7 +39,8 @@ TRAININGS: dict[str, Settings] = {
     "device": replace(SMALL, policy=fcdp.DeviceCache()),
     "host": Settings(steps=3, events={2: "eval"}),
     "host, two ahead": replace(SMALL, look_ahead=2, reshard_after_forward=True),
-    "host, none ahead, poisoned": replace(SMALL, look_ahead=0, poison=True, verify=True),
+    "host, none ahead, poisoned": replace(SMALL, look_ahead=0, poison=True),
+    "host, verified": replace(SMALL, verify=True),
     "disk": Settings(steps=3),
     "disk, poisoned": replace(SMALL, poison=True, ranks_per_node=1),
     "one rank per node": replace(SMALL, ranks_per_node=1, twice=True),
@@ -190,7 +189,8 @@ def test_a_forgotten_wait_shows_whatever_the_seed(
 ) -> None:
     ((name, race, drawn),) = apart.run(1, forget, number, tmp_path)
     assert race is not None, name
-    assert "nothing orders them" in race and "missing:" in race
+    assert "nothing orders them" in race
+    assert "missing:" in race
     assert drawn is not None, name
 
 
@@ -210,7 +210,7 @@ def reserved_after(passes: int, engine: str, ranks_per_node: int, policy: Any) -
     """Device memory that training steps have taken, and the largest slice."""
     from tests.fcdp.accelerator import here
 
-    settings = replace(SMALL, ranks_per_node=ranks_per_node, steps=passes, policy=policy)
+    settings = replace(SMALL, ranks_per_node=ranks_per_node, policy=policy, detect_writes=False)
     topology = training.topology_of(2, ranks_per_node)
     shard: Callable[..., nn.Module] = {
         "fsdp2": training.shard_with_fsdp2,
@@ -226,10 +226,11 @@ def reserved_after(passes: int, engine: str, ranks_per_node: int, policy: Any) -
     taken = here().reserved_bytes - before
     if engine == "fsdp2":
         return taken, 0
-    return taken, 2 * max(unit.shard_bytes for unit in engine_of(model).units)
+    size = 2 * max(unit.shard_bytes for unit in engine_of(model).units)
+    return taken, -(-size // 512) * 512  # as the allocator gives it
 
 
-def memory(ranks_per_node: int) -> dict[str, tuple[int, int]]:
+def memory(ranks_per_node: int) -> list[tuple[int, int]]:
     from tests.fcdp import accelerator
 
     def after(passes: int, engine: str, policy: Any = None) -> tuple[int, int]:
@@ -238,11 +239,12 @@ def memory(ranks_per_node: int) -> dict[str, tuple[int, int]]:
         )
         return max(results)
 
-    return {
-        "FSDP2": after(6, "fsdp2"),
-        "one pass": after(1, "fcdp", fcdp.HostCache()),
-        "many passes": after(6, "fcdp", fcdp.HostCache()),
-    }
+    return [
+        after(6, "fsdp2"),
+        after(6, "fcdp", fcdp.NoCache()),
+        after(1, "fcdp", fcdp.HostCache()),
+        after(6, "fcdp", fcdp.HostCache()),
+    ]
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
@@ -251,9 +253,12 @@ def test_device_memory_is_fsdp2s_and_slices_in_flight_however_far_the_host_runs(
 ) -> None:
     """With ``record_stream`` each gather would take new memory until the device has caught up."""
     (found,) = apart.run(1, memory, ranks_per_node)
-    (theirs, _), (one, _), (many, size) = found.values()
-    assert many <= theirs + 4 * max(size, 512)
-    assert many <= one + 4 * max(size, 512)
+    (theirs, _), (uncached, _), (one, _), (many, size) = found
+    # Of the cache: what is fetched ahead, and what is read beside it. Of the exchanges: slices
+    # across nodes, and sums of the node's gradients.
+    assert many <= uncached + 4 * size
+    assert many <= one + 4 * size
+    assert many <= theirs + 8 * size
 
 
 def skip_what_was_fetched(nodes: int, ranks_per_node: int) -> tuple[bool, bool]:

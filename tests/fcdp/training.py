@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -224,11 +224,12 @@ def train(settings: Settings, engine: str) -> Result:
     model = wrap(make_model(settings), topology, settings)
     optimizer = make_optimizer(model, settings)
     data = batches(settings, topology.rank)
-    losses: list[float] = []
-    norms: list[float] = []
+    # Read at the end: on an accelerator the host runs ahead.
+    losses: list[Sequence[torch.Tensor]] = []
+    norms: list[torch.Tensor] = []
     for step in range(settings.steps):
         losses += _event(settings.events.get(step), model, topology, data)
-        total = 0.0
+        of_step: list[torch.Tensor] = []
         for micro in range(settings.accumulation):
             last = micro == settings.accumulation - 1
             defer: Any = nullcontext()
@@ -237,18 +238,20 @@ def train(settings: Settings, engine: str) -> Result:
             with defer:
                 loss = loss_of(model, next(data)) / settings.accumulation
                 loss.backward()
-            total += loss.item()
+            of_step.append(loss.detach())
         if settings.clip is not None:
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
-            norms.append(float(whole(norm)))
+            norms.append(whole(norm))
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(total)
+        losses.append(of_step)
+    found = [sum(loss.item() for loss in of_step) for of_step in losses]
+    found_norms = [norm.item() for norm in norms]
     params = {name: whole(param).detach() for name, param in model.named_parameters()}
     if engine == "fsdp2":
-        return Result(losses, norms, params, None)
+        return Result(found, found_norms, params, None)
     counts = fcdp.ledger(model)
-    return Result(losses, norms, params, counts.snapshot(), counts.hits, counts.misses)
+    return Result(found, found_norms, params, counts.snapshot(), counts.hits, counts.misses)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -257,12 +260,12 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def _event(
     name: str | None, model: TinyLM, topology: fcdp.Topology, data: Iterator[torch.Tensor]
-) -> list[float]:
+) -> list[Sequence[torch.Tensor]]:
     """Do what users do between steps; return losses that it produced."""
     if name == "eval":
         model.eval()
         with torch.no_grad():
-            losses = [loss_of(model, next(data)).item() for _ in range(2)]
+            losses = [[loss_of(model, next(data))] for _ in range(2)]
         model.train()
         return losses
     if name == "load":

@@ -116,6 +116,8 @@ class Device:
         self.compute.name = f"the computing stream of rank {rank}"
         #: Device memory taken so far, in use or free.
         self.reserved_bytes = 0
+        #: What the library keeps per device and process.
+        self.kept: dict[Any, torch.Tensor] = {}
         self._storages: dict[int, _Storage] = {}
         self._free: dict[Stream, list[Block]] = defaultdict(list)
         self._blocks = 0

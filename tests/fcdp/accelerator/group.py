@@ -121,7 +121,7 @@ class Group(dist.ProcessGroup):
         name: str = dist.distributed_c10d._world.pg_names[self]
         return name
 
-    def getBackendName(self) -> str:
+    def getBackendName(self) -> str:  # noqa: N802 - torch's
         return BACKEND
 
     def _collective(

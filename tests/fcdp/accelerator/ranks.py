@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _set_thread_isolation_mode
 from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
+import fcdp.checksum
 import fcdp.direct_io
-from tests.fcdp.accelerator.device import NAME, Device, driving, here
+from tests.fcdp.accelerator.device import NAME, Device, Stream, driving, here
 from tests.fcdp.accelerator.group import BACKEND, Abandoned, Group, Hub
 from tests.fcdp.accelerator.tape import Tape
 
@@ -76,6 +77,21 @@ def _noted(name: str, *, writes: bool) -> Any:
     return mock.patch(f"fcdp.direct_io.{name}", move)
 
 
+def _current_stream(device: Any = None) -> Stream:
+    return here().current
+
+
+def _keys(device: torch.device, count: int) -> torch.Tensor:
+    """``fcdp.checksum._keys``, which keeps them per device: ranks here have one name for theirs."""
+    kept = here().kept
+    if ("keys", count) not in kept:
+        kept["keys", count] = _plain_keys.__wrapped__(device, count)
+    return kept["keys", count]
+
+
+_plain_keys: Any = fcdp.checksum._keys
+
+
 def _new_group(*args: Any, backend: Any = None, **kwargs: Any) -> Any:
     """``torch.distributed.new_group``, of threads whatever is asked for."""
     return dist.distributed_c10d.new_group(*args, backend=BACKEND, **kwargs)
@@ -86,9 +102,9 @@ def _one_process() -> Iterator[None]:
     """Give each thread a world of process groups."""
     with (
         mock.patch("torch.distributed.distributed_c10d._world", ThreadLocalWorld()),
-        mock.patch("torch.accelerator.current_stream", lambda device=None: here().current),
-        mock.patch("fcdp.checksum._made", PerRank()),
-        mock.patch("fcdp.checksum._BLOCK", 64),
+        mock.patch("torch.accelerator.current_stream", _current_stream),
+        mock.patch("fcdp.checksum._keys", _keys),
+        mock.patch("fcdp.checksum._BLOCK", 64),  # as many keys would be most of the memory
         mock.patch("fcdp.topology.Failures", Unfailing),
         mock.patch("fcdp.cache.tiers.disk.ThreadPoolExecutor", Threads),
         mock.patch("fcdp.checkpoint.background.ThreadPoolExecutor", Threads),
@@ -101,22 +117,6 @@ def _one_process() -> Iterator[None]:
             yield
         finally:
             _set_thread_isolation_mode(False)
-
-
-class PerRank(threading.local):
-    """In place of what a process keeps per device: threads here have one each, of one name."""
-
-    def __init__(self) -> None:
-        self._kept: dict[Any, Any] = {}
-
-    def __contains__(self, key: Any) -> bool:
-        return key in self._kept
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._kept[key]
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._kept[key] = value
 
 
 class RankFailed(AssertionError):

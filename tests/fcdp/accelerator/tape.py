@@ -16,7 +16,7 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -60,7 +60,7 @@ class Region(NamedTuple):
     index: slice | np.ndarray
 
 
-@lru_cache(maxsize=None)
+@cache
 def region(start: int, sizes: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Region:
     """List the bytes of a tensor: ``start`` is in elements."""
     numel = math.prod(sizes)
@@ -192,7 +192,7 @@ class Tape:
         memory: dict[Block, np.ndarray] = {}
         written: dict[Block, np.ndarray] = {}
         for operation in self.operations:
-            for block, where, contents in (*operation.reads, *operation.writes):
+            for block, _, _ in (*operation.reads, *operation.writes):
                 if block not in memory:
                     memory[block] = np.zeros(block.nbytes, dtype=np.uint8)
                     written[block] = np.zeros(block.nbytes, dtype=bool)
