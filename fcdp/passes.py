@@ -87,12 +87,11 @@ class Passes:
         begins = outermost is None or outermost is not self._outermost
         if begins:
             self.without_gradients = not self._grad_enabled
-        if outermost is None:
-            return True
-        if begins:
-            self._outermost = outermost
-            self._close_with(outermost)
-        self._gathered.append(unit)
+        if outermost is not None:
+            if begins:
+                self._outermost = outermost
+                self._close_with(outermost)
+            self._gathered.append(unit)
         return begins
 
     def _let_go(self) -> None:

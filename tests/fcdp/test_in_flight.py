@@ -16,6 +16,7 @@ from fcdp.in_flight import MOST_IN_FLIGHT, Arriving, InFlight
 from fcdp.ledger import Ledger
 from fcdp.partial_gradients import OnDevice
 from fcdp.reduce_scatter import HierarchicalReduceScatter
+from fcdp.waiting import Waiting
 from tests.fcdp.stand_ins import CPU, NoFailures, Place, StandInUnit
 
 SUMS = (2.0, 4.0, 6.0, 8.0)
@@ -320,7 +321,7 @@ def test_nothing_is_in_flight_where_gradients_stay_inside_the_node(
     reduce = reduction(1, [], monkeypatch)
     reduce.requires_sync = False
     reduce.allocate((4,), dtype=torch.float32, device=CPU)
-    assert type(reduce.allocate((2,), dtype=torch.float32, device=CPU)) is torch.Tensor
+    assert type(reduce.allocate((2,), dtype=torch.float32, device=CPU)) is Waiting
 
 
 def test_nothing_is_in_flight_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
