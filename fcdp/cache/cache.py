@@ -343,7 +343,9 @@ class Cache:
     def _checksums(self, given: Slice) -> torch.Tensor:
         """One checksum per row of the other nodes, in the order of the current stream."""
         with given.access.reading(self._streams.current()):
-            return torch.stack([checksum(row) for run in given.others() for row in run])
+            # As bytes: what is fetched ahead has no other dtype, and sums depend on it.
+            rows = [row for run in given.others() for row in run.view(torch.uint8)]
+            return torch.stack(list(map(checksum, rows)))
 
     def _compare(self, entry: Entry, stored: torch.Tensor, loaded: torch.Tensor) -> None:
         """Raise ``RuntimeError`` if rows are not what they were. Waits for the device."""
