@@ -39,8 +39,8 @@ TRAININGS: dict[str, Settings] = {
     "device": replace(SMALL, policy=fcdp.DeviceCache()),
     "host": Settings(steps=3, events={2: "eval"}),
     "host, two ahead": replace(SMALL, look_ahead=2, reshard_after_forward=True),
-    # Without detection, for which the host waits now and then.
-    "host, none ahead, poisoned": replace(SMALL, look_ahead=0, poison=True, detect_writes=False),
+    # Without detection, for which the host waits now and then, as AdamW does in its first step.
+    "host, none ahead, poisoned": Settings(steps=3, look_ahead=0, poison=True, detect_writes=False),
     "host, verified": replace(SMALL, verify=True),
     "disk": Settings(steps=3),
     "disk, poisoned": replace(SMALL, poison=True, ranks_per_node=1),

@@ -333,8 +333,10 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     to_host = to == "cpu" and func is aten._to_copy.default
     made, known = [], True
     for index, result in enumerate(results):
+        if result is None:
+            continue
         if not isinstance(result, torch.Tensor):
-            known = False  # by the host
+            known = False  # a number, which the host has to wait for
         elif id(result) in owners:
             results[index] = owners[id(result)]
         elif to_host or (func is aten.copy_.default and result is args[0]):
