@@ -113,11 +113,11 @@ class Recording:
 
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, options: Any) -> Any:
         self.calls.append(f"all-gather of {len(outputs)}, asynchronous {options.asyncOp}")
-        return mock.Mock()
+        return mock.Mock(wait=lambda: self.calls.append("waited for"))
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, options: Any) -> Any:
         self.calls.append(f"reduce-scatter of {len(outputs)}, asynchronous {options.asyncOp}")
-        return mock.Mock()
+        return mock.Mock(wait=lambda: self.calls.append("waited for"))
 
 
 def test_an_accelerator_is_asked_for_one_collective_however_many_parts() -> None:
@@ -128,7 +128,9 @@ def test_an_accelerator_is_asked_for_one_collective_however_many_parts() -> None
     assert reduce_scatter(parts, whole, dist.ReduceOp.SUM, group) == []
     assert group.calls == [
         "all-gather of 64, asynchronous False",
+        "waited for",
         "reduce-scatter of 64, asynchronous False",
+        "waited for",
     ]
 
 
@@ -143,7 +145,7 @@ def test_what_an_accelerator_is_given_does_not_grow_with_the_nodes(nodes: int, p
     ):
         assert reduce_scatter_parts(output, buffer, dist.ReduceOp.SUM, group) == []
     if parts > 1:
-        assert group.calls == [f"reduce-scatter of {parts}, asynchronous False"]
+        assert group.calls == [f"reduce-scatter of {parts}, asynchronous False", "waited for"]
         return
     assert group.calls == []
     given_output, given = single.call_args.args

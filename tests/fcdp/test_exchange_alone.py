@@ -81,6 +81,7 @@ def test_all_reduce_sums_and_counts_what_it_sends(
     nodes: int, ranks_per_node: int, dtype: torch.dtype
 ) -> None:
     def own(topology: Any) -> tuple[list[int], tuple[int, int]]:
+        topology.inter = topology.intra = None  # of gathers, and no reductions'
         buffer = torch.arange(12, dtype=dtype) * (topology.rank + 1)
         sent = all_reduce(buffer, topology)
         return buffer.tolist(), sent

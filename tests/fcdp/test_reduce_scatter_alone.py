@@ -61,6 +61,7 @@ def test_micro_batches_cross_nodes_once_as_their_sum(
     world = nodes * ranks_per_node
 
     def step(topology: Any) -> tuple[list[list[float]], list[bool], dict[str, dict[str, int]]]:
+        topology.inter = topology.intra = None  # of gathers, and no reductions'
         reducer = Reducer(topology)
         gradients = torch.arange(1.0, world * NUMEL + 1) * (topology.rank + 1)
         outputs, pending = [], []

@@ -19,6 +19,7 @@ TARGETS = (
     "test",
     "lint",
     "docs",
+    "mutants",
     "gpu",
     "setup",
     "baselines",
@@ -63,6 +64,7 @@ def test_make_alone_lists_the_targets() -> None:
     ("recipe", "status", "last_line"),
     [
         ("@echo 3 passed, 1 skipped in 0.12s", 0, "3 passed, 1 skipped in 0.12s"),
+        ("@echo 3 passed in 0.12s\nmutants:\n\t@exit 1", 2, "3 passed in 0.12s"),
         ("@echo '1 failed, 2 passed in 61.20s (0:01:01)'; exit 1", 2, "1 failed, 2 passed in 61.2"),
         ("@echo 2 errors in 1.00s; exit 1", 2, "2 errors in 1.00s"),
         ("@echo ruff is not content; exit 1", 2, "ruff is not content"),
@@ -73,7 +75,8 @@ def test_ci_fails_with_the_tests_and_ends_with_their_closing_line(
 ) -> None:
     (tmp_path / ".ci").mkdir()
     shutil.copy(ROOT / ".ci/run", tmp_path / ".ci/run")
-    (tmp_path / "Makefile").write_text(f"test:\n\t{recipe}\n")
+    stands_in = "" if "mutants:" in recipe else "mutants:\n\t@echo survived: none\n"
+    (tmp_path / "Makefile").write_text(f"{stands_in}test:\n\t{recipe}\n")
     done = subprocess.run([tmp_path / ".ci/run"], capture_output=True, text=True, cwd="/")
     assert done.returncode == status
     lines = [line for line in done.stdout.splitlines() if not line.startswith("make")]
