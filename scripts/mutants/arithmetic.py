@@ -48,15 +48,15 @@ def arithmetic(source: Source) -> Iterator[Edit]:
             for index, _ in enumerate(operator.mutation_positions(node)):
                 # Operators write to what they are given: a copy, of which all above it is shared.
                 own = copy.deepcopy(node, {id(node.parent): node.parent})
-                text = operator.mutate(own, index).get_code()
+                text = operator.mutate(own, index).get_code(include_prefix=False)
                 if name != "AddNot" or not _TWICE.search(text):
                     yield _narrowed(name, source, node, text)
 
 
 def _narrowed(kind: str, source: Source, node: Any, text: str) -> Edit:
     """The edit that puts ``text`` in the place of ``node``, without what is the same in both."""
-    line, column = node.get_start_pos_of_prefix()
-    begin, was = source.starts[line - 1] + column, node.get_code()
+    line, column = node.start_pos
+    begin, was = source.starts[line - 1] + column, node.get_code(include_prefix=False)
     same = _same(was, text)
     behind = _same(was[same:][::-1], text[same:][::-1])
     return Edit(kind, begin + same, begin + len(was) - behind, text[same : len(text) - behind])

@@ -21,7 +21,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "cache": ("cache", "test_streams.py", "test_guard.py", "test_staleness.py"),
     "checkpoint": ("test_checkpoint.py", "test_async_save.py"),
     "codec": ("test_codec.py", "test_api.py", "delta/test_economy.py", "test_encoded_reduce.py"),
-    "delta": ("delta", "test_streams.py"),
+    "delta": ("delta",),
     "direct_io": ("cache/tiers", "test_streams.py"),
     "engine": ("test_streams.py", "test_reduce_scatter.py", "test_staleness.py"),
     "exchange": (

@@ -152,6 +152,7 @@ def test_bad_settings_are_refused() -> None:
 
 def test_settings_are_what_the_docs_say() -> None:
     assert (fcdp.BlockInt8().block, fcdp.BlockInt4().block) == (256, 64)
+    assert (fcdp.BlockInt8.limit, fcdp.BlockInt4.limit) == (127, 7)
     assert [fcdp.Delta(when).when for when in ("pays", "always")] == ["pays", "always"]
     told, rounded = Codecs(gather=fcdp.Delta()), Codecs(gather=fcdp.BlockInt8())
     assert (told.rounding, told.differences) == (None, fcdp.Delta())

@@ -12,7 +12,15 @@ import torch
 import torch.distributed as dist
 
 from fcdp import exchange
-from fcdp.exchange import all_gather, all_reduce, all_to_all, any_rank, on_every_rank, wait_all
+from fcdp.exchange import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    any_rank,
+    on_every_rank,
+    swap,
+    wait_all,
+)
 from tests.fcdp.stand_ins import NoFailures
 from tests.fcdp.threads import on_threads
 
@@ -186,3 +194,25 @@ def test_an_accelerator_exchanges_parts_by_one_collective_without_its_own() -> N
     outputs, inputs = called.call_args.args
     assert [part.numel() for part in outputs] == [part.numel() for part in inputs] == [2, 0, 2]
     assert [part.tolist() for part in inputs] == [[0.0, 1.0], [], [2.0, 3.0]]
+
+
+def test_a_rank_may_send_alone_and_another_receive_alone() -> None:
+    def own(topology: Any) -> list[float]:
+        part = torch.full((2,), float(topology.rank))
+        parts = [(1 - topology.rank, part)]
+        received, sent = ([], parts) if topology.rank == 0 else (parts, [])
+        wait_all(swap(received, sent, topology.inter))
+        return part.tolist()
+
+    assert on_threads(2, 1, own) == [[0.0, 0.0]] * 2
+
+
+def test_what_follows_an_exchange_runs_once_it_is_waited_for() -> None:
+    done: list[str] = []
+    first, then = (
+        exchange.Then(lambda: done.append("first")),
+        exchange.Then(lambda: done.append("then")),
+    )
+    assert done == []
+    wait_all([first, then])
+    assert done == ["first", "then"]

@@ -182,6 +182,28 @@ def test_gradients_that_are_gone_were_given_up() -> None:
     reducer.reduce.drop_abandoned()
 
 
+class Noting(NoFailures):
+    """Notes that a backward was seen, from which a failure may be told."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def backward_runs(self) -> None:
+        self.seen += 1
+
+
+def test_what_was_given_up_is_no_part_of_the_next_step() -> None:
+    def step(topology: Any) -> tuple[list[float], int]:
+        topology.failures = Noting()
+        weight = torch.nn.Parameter(torch.ones(1))
+        reducer = Reducer(topology, StandInUnit("unit", 4, params=(weight,)))
+        reducer(torch.ones(2), last=False)
+        total = reducer(torch.full((2,), 10.0))  # nobody has a ``.grad`` of before
+        return total.tolist(), topology.failures.seen
+
+    assert on_threads(2, 1, step) == [([20.0], 2)] * 2
+
+
 @pytest.mark.parametrize("last", [True, False])
 def test_another_size_than_in_the_micro_batch_before_is_an_error(last: bool) -> None:
     reducer, params = waiting()
