@@ -19,7 +19,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "api": ("test_staleness.py",),
     "breaking": ("failures/test_breaking.py",),
     "cache": ("cache", "test_streams.py", "test_guard.py", "test_staleness.py"),
-    "checkpoint": ("test_checkpoint.py", "test_async_save.py"),
+    "checkpoint": ("test_async_save.py", "test_checkpoint.py"),
     "codec": ("test_codec.py", "test_api.py", "delta/test_economy.py", "test_encoded_reduce.py"),
     "delta": ("delta",),
     "direct_io": ("cache/tiers", "test_streams.py"),
