@@ -47,19 +47,6 @@ def test_gather_and_reduce_scatter_equal_the_library(
     ranks.run(world_size, gather_and_reduce, numel, dtype)
 
 
-def flags_of(nodes: int, ranks_per_node: int, setter: int) -> list[bool]:
-    topology = topology_of(nodes, ranks_per_node)
-    return any_rank([False, topology.rank == setter, False], topology)
-
-
-@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 3), (3, 1), (1, 2), (2, 2)])
-def test_a_flag_of_any_rank_reaches_all(ranks: Pools, nodes: int, ranks_per_node: int) -> None:
-    world_size = nodes * ranks_per_node
-    for setter in range(world_size):
-        answers = ranks.run(world_size, flags_of, nodes, ranks_per_node, setter)
-        assert answers == [[False, True, False]] * world_size
-
-
 def flags_beside_another_default_device() -> list[bool]:
     topology = topology_of(2, 1)
     with torch.device("meta"):
@@ -68,14 +55,6 @@ def flags_beside_another_default_device() -> list[bool]:
 
 def test_flags_are_exchanged_on_the_host_whatever_the_default_device(ranks: Pools) -> None:
     assert ranks.run(2, flags_beside_another_default_device) == [[True, False]] * 2
-
-
-def swap_alone() -> int:
-    return len(swap([], [], topology_of(1, 1).intra))
-
-
-def test_one_rank_swaps_with_nobody(ranks: Pools) -> None:
-    assert ranks.run(1, swap_alone) == [0]
 
 
 class CombinedGroup:

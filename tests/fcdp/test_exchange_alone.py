@@ -186,6 +186,15 @@ def test_an_accelerator_gathers_one_output_by_one_plain_collective() -> None:
     assert called.call_args.args[1].tolist() == [3.0, 4.0, 5.0]  # in its place already
 
 
+def test_an_accelerator_is_told_how_to_reduce_parts() -> None:
+    group: Any = mock.Mock()
+    parts, op = [torch.empty(2)] * 2, dist.ReduceOp.AVG
+    with mock.patch("fcdp.exchange._on_host", return_value=False):
+        assert exchange.reduce_scatter(parts, [torch.empty(4)] * 2, op, group) == []
+    _, _, options = group.reduce_scatter_tensor_coalesced.call_args.args
+    assert options.reduceOp == op
+
+
 def test_an_accelerator_exchanges_parts_by_one_collective_without_its_own() -> None:
     group: Any = OneRank(3)
     sent, received = [torch.arange(2.0) + rank for rank in range(3)], [torch.empty(2)] * 3
@@ -205,6 +214,7 @@ def test_a_rank_may_send_alone_and_another_receive_alone() -> None:
         return part.tolist()
 
     assert on_threads(2, 1, own) == [[0.0, 0.0]] * 2
+    assert on_threads(1, 1, lambda topology: swap([], [], topology.inter)) == [[]]
 
 
 def test_what_follows_an_exchange_runs_once_it_is_waited_for() -> None:
