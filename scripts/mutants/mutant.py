@@ -97,6 +97,8 @@ class Source:
                 nodes.append(node.returns)
             elif isinstance(node, ast.arg | ast.AnnAssign):
                 nodes.append(node.annotation)
+            elif isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal":
+                nodes.append(node)
             elif isinstance(node, ast.Raise):
                 nodes.append(node.exc)
             elif isinstance(node, ast.Assert):

@@ -40,6 +40,7 @@ def _after(*waits: float, nbytes: int = SHARD) -> Economy:
 
 def test_the_wait_is_counted_and_not_what_went_before(clock: list[float]) -> None:
     watch = Watch([Exchange(clock, 0.25), Exchange(clock, 0.5)])
+    assert watch.waited == 0.0
     clock[0] += 60  # computation
     watch.wait()
     assert watch.waited == pytest.approx(0.75)

@@ -47,6 +47,7 @@ def test_flags_come_back_each_from_its_bit(with_numpy: bool) -> None:
 FORMS: list[tuple[int, list[int], int]] = [
     (0, [0], 0),
     (1, [1] + [0] * 255, 128 // 8 + 4 * 2),  # 128 words' bitmap, and four of them
+    (1, [0] * 8 + [1] * 120, 128 // 8 + 120 * 2),  # of which the sample shows nothing
     (2, [1, -1], 256),
     (4, [2, -2], 512),
     (4, [7, -7], 512),
@@ -106,3 +107,30 @@ def test_a_table_that_says_otherwise_is_refused(field: int) -> None:
                 difference.apply(table, base.clone())
     with pytest.raises(ValueError, match="damaged"):
         difference.apply(encoded[:15], base)
+
+
+def test_no_other_form_takes_fewer_bytes_where_the_sample_is_true() -> None:
+    torch.manual_seed(0)
+    for _ in range(100):
+        # How many groups of eight change, how many numbers of them, and how far.
+        some, dense, mixed = torch.rand(3)
+        most = torch.tensor([1, 7, 127, 3000])[torch.randint(0, 4, (64, 8))]
+        least = torch.tensor([1, 2, 8, 128])[torch.randint(0, 4, ())]
+        groups = torch.where(torch.rand(64, 8) < mixed, most, least)
+        groups *= (torch.rand(64, 8) < dense) & (torch.rand(64, 1) < some)
+        new = groups.to(torch.int16).repeat_interleave(16, 0).view(-1)
+        base = torch.zeros_like(new)
+        sizes = []
+        for form in (1, 2, 4, 8, 16):
+            with mock.patch.object(difference, "_choose", return_value=form):
+                sizes.append(difference.encode(new, base).numel())
+        assert difference.encode(new, base).numel() <= min(sizes) + 1 or not groups.any()
+
+
+def test_what_is_taken_lies_inside_of_what_arrived() -> None:
+    reader = difference._Reader(torch.arange(6, dtype=torch.uint8), 2)
+    assert reader.take(2, torch.int16).view(torch.uint8).tolist() == [2, 3, 4, 5]
+    assert reader.take(0, torch.int16).numel() == 0
+    for count in (1, -1):
+        with pytest.raises(ValueError, match="damaged"):
+            difference._Reader(torch.zeros(4, dtype=torch.uint8), 4).take(count, torch.uint8)
