@@ -48,7 +48,7 @@ def arithmetic(source: Source) -> Iterator[Edit]:
             for index, _ in enumerate(operator.mutation_positions(node)):
                 # Operators write to what they are given: a copy, of which all above it is shared.
                 own = copy.deepcopy(node, {id(node.parent): node.parent})
-                text = operator.mutate(own, index).get_code(include_prefix=False)
+                text = operator.mutate(own, index).get_code().lstrip()
                 if name != "AddNot" or not _TWICE.search(text):
                     yield _narrowed(name, source, node, text)
 
