@@ -74,7 +74,7 @@ pins: ## write constraints.txt anew (PINS=--upgrade for newer versions)
 	PYTHON='$(PYTHON)' scripts/pins.sh $(PINS)
 
 clean: ## remove the virtual environments and all caches; results stay
-	rm -rf '$(VENV)' '$(VENV)-paper' build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf '$(VENV)' '$(VENV)-paper' build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .mutants
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help: ## this list

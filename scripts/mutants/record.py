@@ -29,7 +29,7 @@ class Cache:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._file = root / "build/mutants/tried.jsonl"
+        self._file = root / ".mutants/tried.jsonl"
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._file.touch()
         lines = map(json.loads, self._file.read_text(encoding="utf-8").splitlines())

@@ -21,7 +21,7 @@ from scripts.mutants.mutant import Mutant
 #: The tests are copied too: pytest keeps what it compiles beside them, with the copy's path.
 _COPIED = ("fcdp", "tests")
 #: Not the tree's own.
-_LEFT_OUT = {"build", "runs", "dist", ".venv"}
+_LEFT_OUT = {"build", "runs", "dist", ".venv", ".mutants"}
 
 
 class Outcome(NamedTuple):
