@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-import numpy as np
 import pandas as pd
 
 from experiments.records import settings
 from experiments.records.cell import Cell
+from experiments.records.comparison import spread
 from experiments.records.record import Cached, Measurement, Record, read
 from experiments.records.repeats import pooled
 
@@ -157,7 +158,7 @@ def _measured(record: Record, measurement: Measurement) -> dict[str, Any]:
         **_phases(measurement.phase_seconds),
         **_links(measurement.link_bytes_per_step),
     }
-    low, high = np.quantile(measurement.round_seconds, [0.25, 0.75])
+    low, high = spread(record) or (math.nan, math.nan)
     return found | {
         "step_seconds_median": record.step_seconds_median,
         "step_seconds_q1": low,

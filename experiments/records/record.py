@@ -156,9 +156,14 @@ class Measurement(Strict):
         One step of a round waits for what the others do not, so that the median of steps is not
         their pace. Of less than a round it is the mean of what there is.
         """
-        size = min(self.steps_per_round, len(self.step_seconds))
-        rounds = len(self.step_seconds) // size
-        return [sum(self.step_seconds[i * size : (i + 1) * size]) / size for i in range(rounds)]
+        size, steps = min(self.steps_per_round, len(self.step_seconds)), self.in_whole_rounds
+        return [sum(steps[at : at + size]) / size for at in range(0, len(steps), size)]
+
+    @property
+    def in_whole_rounds(self) -> list[float]:
+        """The steps' seconds without those of a round that had not ended, if one had."""
+        over = len(self.step_seconds) % self.steps_per_round
+        return self.step_seconds[: len(self.step_seconds) - over] or self.step_seconds
 
 
 #: What readers see of a measurement beside what all tables have, by the names of its fields.
