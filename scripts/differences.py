@@ -9,7 +9,6 @@ from statistics import mean, stdev
 from analysis import text
 from experiments.records.comparison import Comparison, few
 from experiments.records.record import Record
-from experiments.records.repeats import pooled
 from simulation.quantities import format_link
 
 
@@ -56,9 +55,9 @@ def _factors(records: Sequence[Record]) -> list[str]:
 
 
 def on_a_free_link(records: Sequence[Record]) -> str:
-    """Steps with the rule for differences beside those without, repetitions pooled."""
+    """Steps with the rule for differences beside those without."""
     by: dict[int, dict[str, Record]] = {}
-    for record in pooled(records):
+    for record in records:
         codec = str(record.cell.settings.model_dump()["gather_codec"])
         by.setdefault(record.cell.micro_batch, {})[codec] = record
     lines = [

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import combinations
 
 from analysis import text
 from analysis.compare.audit import Finding
 from experiments.records.cell import Cell
-from experiments.records.comparison import Comparison, few, groups, paired
+from experiments.records.comparison import Comparison, few, grouped, groups, paired
 from experiments.records.record import Machine, Record
 from experiments.records.variants import ranked
 from experiments.terminal import variants_table
@@ -179,15 +180,13 @@ def speeds(records: Sequence[Record]) -> str:
 
 def _noise(records: Sequence[Record]) -> list[str]:
     """What of their speeds no link explains, as a paragraph; nothing where there is nothing."""
-    by: dict[tuple[object, ...], list[tuple[float, float]]] = {}
-    for record in records:
-        cell, rate = record.cell, record.tokens_per_s
-        if rate is not None:
-            key = cell.strategy, cell.model.name, cell.tuning, cell.accumulation
-            link = cell.inter_bandwidth_bits_per_s or math.inf
-            by.setdefault(key, []).append((link, rate))
+    slowest = sorted(records, key=lambda record: record.cell.inter_bandwidth_bits_per_s or math.inf)
+    alike = grouped(slowest, lambda of: (of.cell.strategy, *_setting(of.cell, link=False)))
     # Of each, the most that a slower link is faster than a faster one.
-    most = [max((a / b for x, a in own for y, b in own if x < y), default=0) for own in by.values()]
+    most = [
+        max((Comparison(*two).ratio or 0 for two in combinations(own, 2)), default=0)
+        for own in alike
+    ]
     odd = [factor for factor in most if factor > 1]
     if not odd:
         return []
@@ -230,9 +229,9 @@ def _rate(record: Record | None) -> str:
     return text.number(record.tokens_per_s)
 
 
-def _setting(cell: Cell) -> tuple[object, ...]:
-    link = format_link(cell.inter_bandwidth_bits_per_s)
-    return cell.model.name, cell.tuning, link, cell.accumulation
+def _setting(cell: Cell, link: bool = True) -> tuple[object, ...]:
+    of = format_link(cell.inter_bandwidth_bits_per_s) if link else None
+    return cell.model.name, cell.tuning, of, cell.accumulation
 
 
 def _row(by_strategy: dict[str, Record]) -> str:

@@ -47,8 +47,6 @@ def compare(
     console.print(_in_full(pairs[0]) if len(pairs) == 1 else _listed(pairs))
     if said := few(pairs):
         console.print(said)
-    if len(pairs) == 1:
-        return
     apart = sum(pair.differs for pair in pairs)
     left = max(len(one), len(other)) - len(pairs)
     alone = f"; {left} cells of the larger run have none in the other" if left else ""
@@ -56,12 +54,13 @@ def compare(
 
 
 def _listed(pairs: Sequence[Comparison]) -> Table:
+    from experiments.records import difference
+
     numbers = ("A s/step", "B s/step", "B over A", "A MB/step", "B MB/step")
     shown = ("s/step", "MB/step sent")
     table = terminal.table(["cell"], numbers, **_LOOK)
     for pair in pairs:
-        one, other = _figures(pair)
-        seconds, sent = ([_number(of[name]) for of in (one, other)] for name in shown)
+        seconds, sent = (map(_number, difference.figures(pair)[name]) for name in shown)
         table.add_row(pair.of.cell_id, *seconds, _speed(pair), *sent)
     return table
 
@@ -70,14 +69,12 @@ def _in_full(pair: Comparison) -> Table:
     from experiments.records import difference
 
     assert pair.over is not None
-    one, other = _figures(pair)
     table = terminal.table(["", "A", "B", "B / A"], **_LOOK)
     table.add_row("cell", pair.over.cell_id, pair.of.cell_id)
     for label, values in difference.settings(pair.over, pair.of).items():
         table.add_row(label.lower(), *values)
     table.add_section()
-    for name, mine in one.items():
-        theirs = other[name]
+    for name, (mine, theirs) in difference.figures(pair).items():
         if mine is None and theirs is None:
             continue
         same = name in ("s/step", "tokens/s") and not pair.differs
@@ -86,12 +83,6 @@ def _in_full(pair: Comparison) -> Table:
             ratio += " ({:.3g}–{:.3g})".format(*pair.interval)
         table.add_row(name, _number(mine), _number(theirs), ratio)
     return table
-
-
-def _figures(pair: Comparison) -> Sequence[Mapping[str, float | None]]:
-    from experiments.records import difference
-
-    return [difference.figures(record) for record in (pair.over, pair.of) if record]
 
 
 def _speed(pair: Comparison) -> str:

@@ -9,8 +9,6 @@ from experiments.records.cell import Cell
 from experiments.records.comparison import Comparison, paired
 from experiments.records.record import Record
 
-Figures = Mapping[str, float | None]
-
 
 def settings(one: Record, other: Record) -> Mapping[str, tuple[str, str]]:
     """What two cells do not have in common, by label: both values in words."""
@@ -35,8 +33,14 @@ def _key(record: Record) -> tuple[object, ...]:
     return tuple(chosen.values())
 
 
-def figures(record: Record) -> Figures:
-    """A cell's figures in basic units, by name."""
+def figures(pair: Comparison) -> Mapping[str, tuple[float | None, float | None]]:
+    """Figures of what is compared with, and of the cell, in basic units by name."""
+    assert pair.over is not None
+    theirs = _figures(pair.of)
+    return {name: (value, theirs[name]) for name, value in _figures(pair.over).items()}
+
+
+def _figures(record: Record) -> dict[str, float | None]:
     measured = record.measurement
     cache = measured.cache if measured else None
     return {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -217,17 +218,13 @@ class Record(Strict):
     @property
     def step_seconds_median(self) -> float | None:
         """Median of the measured steps in seconds; see :attr:`Measurement.round_seconds`."""
-        if self.measurement is None:
-            return None
-        ordered = sorted(self.measurement.round_seconds)
-        middle = len(ordered) // 2
-        return (ordered[middle] + ordered[~middle]) / 2
+        return None if self.measurement is None else median(self.measurement.round_seconds)
 
     @property
     def tokens_per_s(self) -> float | None:
         """Tokens a second of the whole cluster, from the median step."""
-        median = self.step_seconds_median
-        return None if median is None else self.cell.tokens_per_step / median
+        seconds = self.step_seconds_median
+        return None if seconds is None else self.cell.tokens_per_step / seconds
 
 
 def read(path: Path) -> list[Record]:

@@ -289,7 +289,7 @@ def test_a_variants_gain_is_over_the_reference_and_none_within_the_spread() -> N
     (traffic, *_) = matrix.draw(compare(list(found.values())))
     texts = [text.get_text() for text in traffic.figure.axes[0].texts]
     assert [" ".join(text.split()[1:]) for text in texts] == ["2.0×", "no difference", "reference"]
-    assert "no difference: it is within the spread" in traffic.caption
+    assert "no difference: its interval has 1 in it" in traffic.caption
 
 
 def test_looks_differ() -> None:
