@@ -153,18 +153,25 @@ FORGOTTEN = 7
 
 
 def unshard_early(nodes: int, ranks_per_node: int) -> list[float]:
-    """Blocks gathered by ``unshard(async_op=True)`` while others compute, as users do."""
+    """Blocks gathered by ``unshard(async_op=True)`` while others compute, as users do.
+
+    Frozen ones come from the cache from the second step on, where the host waits for nothing.
+    """
     topology = training.topology_of(nodes, ranks_per_node)
-    settings = replace(SMALL, nodes=nodes, ranks_per_node=ranks_per_node)
+    settings = replace(LORA, nodes=nodes, ranks_per_node=ranks_per_node, detect_writes=False)
     model = training.shard_with_fcdp(training.make_model(settings), topology, settings)
     optimizer = training.make_optimizer(model, settings)
     data, losses = training.batches(settings, topology.rank), []
-    for _ in range(2):
+    for _ in range(settings.steps):
         handles = [block.unshard(async_op=True) for block in model.blocks]  # type: ignore[operator]
         for handle in handles:
             handle.wait()
-        losses.append(training.take_step(training.loss_of(model, next(data)), optimizer))
-    return losses
+        loss = training.loss_of(model, next(data))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [loss.item() for loss in losses]
 
 
 def forget(number: int, directory: Path) -> tuple[str, str | None, str | None]:
