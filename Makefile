@@ -16,7 +16,7 @@ EMULATED := quickstart reference unshaped unshaped-repeated slow-link parity vol
 TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: quickstart reproduce check test lint unit operators docs gpu setup baselines pins clean help
+.PHONY: quickstart reproduce check test lint unit operators docs mutants gpu setup baselines pins clean help
 
 quickstart: setup ## FCDP next to ZeRO-3 on this machine: table, figure, report
 	$(VENV)/bin/python -m experiments run quickstart
@@ -56,6 +56,10 @@ lint: setup ## linters, directions of imports and types alone
 docs: setup ## the documentation as a site, in build/site; fails at a warning
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(VENV)/bin/python -m mkdocs build --strict
 
+# An hour of one core where nothing was tried before; it gives way to whatever else runs.
+mutants: setup ## small faults in fcdp/, one at a time: which do the tests catch
+	$(VENV)/bin/python -m scripts.mutants $(MUTANTS)
+
 # With PYTHON=, whatever that interpreter has: a machine with a GPU may have no network.
 gpu: $(if $(filter file,$(origin PYTHON)),setup) ## all that waits for a GPU, in 8 minutes: results/gpu
 	$(if $(filter file,$(origin PYTHON)),$(VENV)/bin/python,$(PYTHON)) -m scripts.gpu --out results/gpu
@@ -70,7 +74,7 @@ pins: ## write constraints.txt anew (PINS=--upgrade for newer versions)
 	PYTHON='$(PYTHON)' scripts/pins.sh $(PINS)
 
 clean: ## remove the virtual environments and all caches; results stay
-	rm -rf '$(VENV)' '$(VENV)-paper' build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf '$(VENV)' '$(VENV)-paper' build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .mutants
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help: ## this list

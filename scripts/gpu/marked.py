@@ -55,6 +55,8 @@ def _run(file: Path, brief: Brief, limit_s: float) -> tuple[list[dict[str, str]]
     """The tests' outcomes, and why pytest itself did not end well."""
     target = brief.scratch / f"{file.stem}.jsonl"
     environment = {**provenance.without_secrets(os.environ), _OUTCOMES: str(target)}
+    # PyTorch's own: a kernel that touches what another stream does, without a wait, is an error.
+    environment["TORCH_CUDA_SANITIZER"] = "1"
     # Options that pytest's plugins define are left out: the plugins may be missing.
     options = ["-o", "addopts=", "-o", "minversion=0", "-p", "no:cacheprovider", "-q"]
     plugin = ["-p", __name__]  # for its hooks, below

@@ -5,7 +5,9 @@ What tests send to ranks, they send to ranks on the accelerator too (``ALSO``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -29,8 +31,19 @@ ALSO = (
 NOT_THERE: dict[str, str] = {}
 
 
+class Here:
+    """In place of a pool: this process, which was forked for its tests and ends with them."""
+
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        assert world_size == 1, "ranks of the accelerator are threads"
+        return [function(*args)]
+
+
 @pytest.fixture(scope="package")
-def apart() -> Iterator[Pools]:
+def apart() -> Iterator[Pools | Here]:
+    if "FCDP_TESTS_ARE_APART" in os.environ:  # scripts/mutants
+        yield Here()
+        return
     pools = Pools()
     yield pools
     pools.close()

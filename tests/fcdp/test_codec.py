@@ -146,6 +146,19 @@ def test_bad_settings_are_refused() -> None:
         Codecs(reduce=8)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="error_feedback = True: needs a reduce_codec"):
         Codecs(gather=fcdp.BlockInt8(), error_feedback=True)
+    with pytest.raises(ValueError, match="when = 'often': must be 'pays' or 'always'"):
+        fcdp.Delta("often")  # type: ignore[arg-type]
+
+
+def test_settings_are_what_the_docs_say() -> None:
+    assert (fcdp.BlockInt8().block, fcdp.BlockInt4().block) == (256, 64)
+    assert (fcdp.BlockInt8.limit, fcdp.BlockInt4.limit) == (127, 7)
+    assert [fcdp.Delta(when).when for when in ("pays", "always")] == ["pays", "always"]
+    told, rounded = Codecs(gather=fcdp.Delta()), Codecs(gather=fcdp.BlockInt8())
+    assert (told.rounding, told.differences) == (None, fcdp.Delta())
+    assert (rounded.rounding, rounded.differences) == (fcdp.BlockInt8(), None)
+    assert not rounded.error_feedback
+    assert Codecs(reduce=fcdp.BlockInt4(), error_feedback=True).error_feedback
 
 
 @pytest.mark.gpu

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from unittest import mock
+from unittest.mock import ANY
+
+import pytest
 import torch
 import torch.nn as nn
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fcdp import partition
-from fcdp.partition import Split, bucket, placement
+from fcdp.partition import (
+    Split,
+    bucket,
+    fit_in_a_slice,
+    placement,
+    set_trained_apart,
+    split_off,
+)
 
 TRAINED = (torch.float32, True)
 FROZEN = (torch.bfloat16, False)
@@ -58,3 +69,119 @@ def test_nothing_is_padded_where_a_dimension_is_even(shape: list[int], world_siz
     else:
         assert shape[0] < world_size
         assert shape[found.dim] % world_size == 0
+
+
+class Called(nn.Module):
+    """A module that is called, and what it holds itself."""
+
+    def __init__(self, *held: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        for index, each in enumerate(held):
+            setattr(self, f"held{index}", each)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def of(rows: int, *, trained: bool = True, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    return nn.Parameter(torch.empty(rows, 2, device="meta", dtype=dtype), requires_grad=trained)
+
+
+def frozen(rows: int) -> nn.Parameter:
+    return of(rows, trained=False, dtype=torch.bfloat16)
+
+
+def test_a_block_keeps_the_kind_that_it_has_most_of() -> None:
+    base, first, second = Called(frozen(5), frozen(4)), Called(of(4)), Called(of(4))
+    plain = Called(Called(of(9)), Called(of(1)))  # of one kind: nothing is to be split off
+    block = Called(first, base, second)
+    inner = Called(of(3))
+    outer = Called(block, Called(inner, Called(frozen(8))), plain)
+    splits = split_off(outer, [block, plain])
+    assert splits == [
+        Split(block, [first, second], TRAINED),
+        Split(outer, [inner], TRAINED),
+    ]
+    assert [split.trained for split in splits] == [True, True]
+
+
+def test_it_counts_elements_and_not_modules() -> None:
+    few, many = Called(frozen(3)), [Called(of(1)), Called(of(1))]
+    assert split_off(Called(*many, few), []) == [Split(ANY, many, TRAINED)]
+    narrow, wide = Called(of(4, dtype=torch.bfloat16)), Called(of(3))
+    assert split_off(Called(narrow, wide), []) == [Split(ANY, [wide], TRAINED)]
+
+
+def test_three_kinds_are_two_units_apart() -> None:
+    most, some, few = Called(of(9)), Called(frozen(2)), Called(of(1, trained=False))
+    again = Called(frozen(1))
+    assert split_off(Called(few, most, some, again), []) == [
+        Split(ANY, [few], (torch.float32, False)),
+        Split(ANY, [some, again], FROZEN),
+    ]
+
+
+class Uncalled(nn.Module):
+    """As ``ParameterList``: what it holds is used by others."""
+
+    def __init__(self, *held: nn.Parameter) -> None:
+        super().__init__()
+        self.held = nn.ParameterList(held)
+
+
+def test_what_cannot_be_split_off_stays_and_is_said() -> None:
+    last = Called(of(1))
+    holders = [
+        Uncalled(of(1)),
+        Called(of(1), frozen(1)),
+        Called(of(1), frozen(1), of(1, dtype=torch.half)),
+    ]
+    for holder in (*holders, None):
+        parts = (Called(frozen(9)), last) if holder is None else (Called(frozen(9)), holder, last)
+        block = Called(*parts, *([of(1)] if holder is None else []))  # or holds some itself
+        with pytest.warns(UserWarning, match="inside Called cannot have a unit of its own") as said:
+            assert split_off(Called(block), [block]) == [Split(block, [last], TRAINED)]
+        assert len(said) == 1
+
+
+def test_trained_parameters_are_set_apart_once_each() -> None:
+    shared, own, below = of(1), of(2), Called(of(3))
+    trained = Split(nn.Module(), [Called(shared, own, below), Called(shared)], TRAINED)
+    kept = Split(nn.Module(), [Called(frozen(1))], FROZEN)
+    left, found = set_trained_apart([trained, kept])
+    assert left == [kept]
+    assert [id(param) for param in found] == [id(shared), id(own)]
+
+
+def test_what_tensor_parallelism_has_cut_is_no_replica() -> None:
+    cut = of(1)
+    with mock.patch("fcdp.partition.DTensor", nn.Parameter):
+        split = Split(nn.Module(), [Called(cut)], TRAINED)
+        with pytest.raises(ValueError, match=r"adapters = 'replicated': .* shape \(1, 2\)"):
+            set_trained_apart([split])
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim"),
+    [((2,), None), ((2, 6), None), ((4, 4), None), ((2, 4), 1), ((3, 5, 8), 2), ((3, 8, 8), 1)],
+)
+def test_a_factor_with_few_rows_is_cut_where_it_divides_by_four(
+    shape: tuple[int, ...], dim: int | None
+) -> None:
+    found = placement(nn.Parameter(torch.empty(shape, device="meta")), 4)
+    assert (found and found.dim) == dim
+    assert placement(nn.Parameter(torch.empty((), device="meta")), 4) is None
+
+
+def test_a_bucket_is_full_at_its_size_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert partition._BUCKET_BYTES == 25 * 2**20  # as DDP's
+    monkeypatch.setattr(partition, "_BUCKET_BYTES", 8)
+    model, splits = make_splits([(1, True)] * 4)
+    assert [len(split.modules) for split in bucket(splits, model)] == [2, 1, 1]
+
+
+def test_adapters_stay_gathered_up_to_a_slice_of_the_largest_block() -> None:
+    blocks = [Called(of(40)), Called(of(80)), Called(of(20))]
+    splits = [Split(block, [Called(of(10))], TRAINED) for block in blocks[:2]]
+    assert [fit_in_a_slice(splits, blocks, ranks) for ranks in (1, 4, 5)] == [True, True, False]
+    assert [fit_in_a_slice(given, [], 1) for given in ([], splits)] == [True, False]

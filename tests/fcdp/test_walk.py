@@ -1,5 +1,7 @@
 """Random walks beside FSDP2: ten seeds in the suite, 200 with ``--exhaustive``.
 
+On an accelerator three, and as many as 200 too: each is right in every schedule, or fails.
+
 And that a walk notices what it is there for.
 """
 
@@ -17,7 +19,7 @@ from tests.fcdp.walk import rank
 from tests.fcdp.walk.drive import Event, Walk, WalkFailed
 from tests.fcdp.walk.options import SHAPES, Options, draw_options
 from tests.fcdp.walk.pair import Side
-from tests.fcdp.walk.seeds import Case, draw, run
+from tests.fcdp.walk.seeds import Case, draw, draw_on_an_accelerator, run
 from tests.ranks import Pools
 
 
@@ -25,10 +27,40 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seed" in metafunc.fixturenames:
         seeds = range(200 if metafunc.config.getoption("--exhaustive") else 10)
         metafunc.parametrize("seed", seeds, ids=[f"seed{seed:03}" for seed in seeds])
+    if "accelerator_seed" in metafunc.fixturenames:
+        seeds = range(200 if metafunc.config.getoption("--exhaustive") else 3)
+        metafunc.parametrize("accelerator_seed", seeds)
 
 
 def test_a_walk_equals_that_of_fsdp2(ranks: Pools, seed: int, tmp_path: Path) -> None:
     failure = run(ranks, draw(seed), tmp_path)
+    assert failure is None, failure
+
+
+def walk_on_an_accelerator(seed: int, directory: Path) -> str | None:
+    """What differs from FSDP2's there, or what no wait orders."""
+    from tests.fcdp import accelerator
+
+    case = draw_on_an_accelerator(seed)
+    try:
+        _, tape = accelerator.run(
+            rank.walk_on_rank,
+            case.options.world_size,
+            case.options,
+            case.events,
+            directory,
+            seed=seed,
+        )
+    except accelerator.RankFailed as failure:
+        return f"{case}\n{failure}"
+    wrong = accelerator.check(tape, range(seed, seed + 2))
+    return wrong and f"{case}\n{wrong}"
+
+
+def test_a_walk_on_an_accelerator_equals_that_of_fsdp2(
+    apart: Pools, accelerator_seed: int, tmp_path: Path
+) -> None:
+    (failure,) = apart.run(1, walk_on_an_accelerator, accelerator_seed, tmp_path)
     assert failure is None, failure
 
 

@@ -19,6 +19,7 @@ TARGETS = (
     "test",
     "lint",
     "docs",
+    "mutants",
     "gpu",
     "setup",
     "baselines",
@@ -63,6 +64,7 @@ def test_make_alone_lists_the_targets() -> None:
     ("recipe", "status", "last_line"),
     [
         ("@echo 3 passed, 1 skipped in 0.12s", 0, "3 passed, 1 skipped in 0.12s"),
+        ("@echo 3 passed in 0.12s\nmutants:\n\t@exit 1", 2, "3 passed in 0.12s"),
         ("@echo '1 failed, 2 passed in 61.20s (0:01:01)'; exit 1", 2, "1 failed, 2 passed in 61.2"),
         ("@echo 2 errors in 1.00s; exit 1", 2, "2 errors in 1.00s"),
         ("@echo ruff is not content; exit 1", 2, "ruff is not content"),
@@ -88,7 +90,8 @@ def ci(root: Path, tests: str, docs: str) -> subprocess.CompletedProcess[str]:
     """Run .ci/run where these are the recipes of ``make test`` and ``make docs``."""
     (root / ".ci").mkdir()
     shutil.copy(ROOT / ".ci/run", root / ".ci/run")
-    (root / "Makefile").write_text(f"test:\n\t{tests}\n\ndocs:\n\t{docs}\n")
+    mutants = "" if "mutants:" in tests else "mutants:\n\t@echo survived: none\n"
+    (root / "Makefile").write_text(f"test:\n\t{tests}\n\ndocs:\n\t{docs}\n{mutants}")
     return subprocess.run([root / ".ci/run"], capture_output=True, text=True, cwd="/", check=False)
 
 

@@ -297,7 +297,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return REPLACED[func](*args, **kwargs)
     if torch.is_inference_mode_enabled():  # its tensors cannot be made into others
         with torch.inference_mode(False), torch.no_grad():
-            return _run(func, args, kwargs)
+            parts = func.decompose(*args, **kwargs)  # nor has autograd taken it apart
+            return _run(func, args, kwargs) if parts is NotImplemented else parts
     flat, spec = tree_flatten((args, kwargs))
     given = [each for each in flat if isinstance(each, torch.Tensor)]
     to = kwargs.get("device")

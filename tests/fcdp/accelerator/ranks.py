@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _set_thread_isolation_mode
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
 import fcdp.checksum
@@ -77,6 +78,19 @@ def _noted(name: str, *, writes: bool) -> Any:
     return mock.patch(f"fcdp.direct_io.{name}", move)
 
 
+def _reset_sharded_param(fsdp_param: Any) -> None:
+    """FSDP2's, which takes the memory of a tensor's subclass for another's, and pads it anew."""
+    module = fsdp_param._module_info
+    param = getattr(module.module, module.param_name)
+    shards = (fsdp_param._sharded_param_data, param._local_tensor)
+    addresses = {shard.untyped_storage().data_ptr() for shard in shards}
+    if param is not fsdp_param.sharded_param or len(addresses) > 1 or 0 in addresses:
+        _plain_reset(fsdp_param)
+
+
+_plain_reset: Any = FSDPParam.reset_sharded_param
+
+
 def _current_stream(device: Any = None) -> Stream:
     return here().current
 
@@ -102,6 +116,7 @@ def _one_process() -> Iterator[None]:
     """Give each thread a world of process groups."""
     with (
         mock.patch("torch.distributed.distributed_c10d._world", ThreadLocalWorld()),
+        mock.patch.object(FSDPParam, "reset_sharded_param", _reset_sharded_param),
         mock.patch("torch.accelerator.current_stream", _current_stream),
         mock.patch("fcdp.checksum._keys", _keys),
         mock.patch("fcdp.checksum._BLOCK", 64),  # as many keys would be most of the memory

@@ -40,6 +40,7 @@ def _after(*waits: float, nbytes: int = SHARD) -> Economy:
 
 def test_the_wait_is_counted_and_not_what_went_before(clock: list[float]) -> None:
     watch = Watch([Exchange(clock, 0.25), Exchange(clock, 0.5)])
+    assert watch.waited == 0.0
     clock[0] += 60  # computation
     watch.wait()
     assert watch.waited == pytest.approx(0.75)
@@ -95,3 +96,19 @@ def test_a_mean_forgets() -> None:
 def test_another_word_is_refused() -> None:
     with pytest.raises(ValueError, match="when = 'often': must be 'pays' or 'always'"):
         fcdp.Delta("often")  # type: ignore[arg-type]
+
+
+def test_a_quarter_of_the_last_observation_counts() -> None:
+    mean = Mean()
+    mean.add(8.0)
+    mean.add(4.0)
+    assert mean.value == 7.0
+
+
+def test_what_is_not_known_yet_takes_no_time() -> None:
+    economy = Economy("pays")
+    for _ in range(2):
+        economy.saw_whole(1.0, 2**16)
+    assert economy.pays(0.5, 1)
+    assert not economy.pays(1.0, 1)  # saves nothing
+    assert not _after(1.0, 1.0, nbytes=2**16 - 1).pays(0.1, 1)

@@ -50,3 +50,13 @@ def test_damage_and_another_version_are_told(dtype: torch.dtype) -> None:
         except ValueError:
             continue
         assert torch.equal(row, new), place  # a count that this form does not have
+
+
+@pytest.mark.parametrize("version", [0, 1, 2])
+def test_a_whole_shard_is_told_from_a_difference_from_any_version(version: int) -> None:
+    new, base = _versions(9, torch.bfloat16)
+    row = base.clone()
+    assert not message.is_whole(message.write(new, base, version))
+    assert message.is_whole(message.whole(new))
+    assert not message.read(message.whole(new), row, version)
+    assert torch.equal(row, new)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
@@ -42,6 +42,20 @@ _WEIGHTS = {
 #: Kinds that need what torch has since 2.13: a model goes on after an exception amid a pass.
 _NEED_RESET = {"boom", "boom_in_backward", "write_within", "data_write_within"}
 
+#: Kinds that write where contents alone show it, or may.
+_UNSEEN = {
+    "data_write",
+    "foreach_write",
+    "assign_data",
+    "vector_write",
+    "master_copy",
+    "average",
+    "closure",
+    "write_within",
+    "data_write_within",
+}
+_ACCELERATOR_SHAPES = [(2, 2), (3, 2), (2, 1)]
+
 
 @dataclass(frozen=True)
 class Case:
@@ -68,6 +82,20 @@ def draw(seed: int, kinds: Collection[str] = HANDLERS) -> Case:
         Event(kind, random.randrange(10**6)) for kind in random.choices(usable, weights, k=EVENTS)
     )
     return Case(seed, draw_options(seed), events)
+
+
+def draw_on_an_accelerator(seed: int) -> Case:
+    """The walk of a seed, of what hooks and stamps see: nothing compares contents there."""
+    case = draw(seed, HANDLERS.keys() - _UNSEEN)
+    nodes, ranks_per_node = _ACCELERATOR_SHAPES[seed % len(_ACCELERATOR_SHAPES)]
+    options = replace(
+        case.options,
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        detect_writes=False,
+        differences=False,  # the coder is the CPU's
+    )
+    return replace(case, options=options)
 
 
 def run(

@@ -1,0 +1,176 @@
+"""Put small faults into ``fcdp/``, one at a time, and see which of them the tests catch.
+
+    python -m scripts.mutants                     all; what was tried before is looked up
+    python -m scripts.mutants staleness cache     of these files and folders alone
+    python -m scripts.mutants --seconds 75 --seed "$(git rev-parse HEAD)"      a sample
+
+Fails where a mutant survives that ``results/mutants/equivalent.yaml`` does not explain. All
+together write ``results/mutants/mutants.jsonl`` and docs/mutants.md anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import multiprocessing
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+from scripts.mutants import record
+from scripts.mutants.files import mutants, part_of, tests_of
+from scripts.mutants.mutant import Mutant
+from scripts.mutants.runner import Outcome, Tree, run
+
+ROOT = Path(__file__).parents[2]
+#: In seconds, for tests of which is not known how long they take: a mutant may run for ever.
+_LIMITS = {"unit": 60.0, "ranks": 400.0}
+#: What the tests import beside this repository's own, once for all mutants.
+_PRELOADED = (
+    *("torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.testing"),
+    *("pytest", "hypothesis.strategies", "pydantic", "typer", "yaml", "peft"),
+    *("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama"),
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m scripts.mutants")
+    parser.add_argument("files", nargs="*", help="files and folders right below fcdp; default: all")
+    parser.add_argument("--seconds", type=float, help="try what fits into this time")
+    parser.add_argument("--seed", default="", help="what a sample is drawn from")
+    parser.add_argument("--jobs", type=int, default=2, help="how many at once (default: 2)")
+    parser.add_argument("--unit", action="store_true", help="by tests of one process alone")
+    parser.add_argument("--list", action="store_true", help="show the mutants, and run nothing")
+    given = parser.parse_args(arguments)
+
+    chosen = [
+        each for each in mutants(ROOT) if not given.files or part_of(each.file) in given.files
+    ]
+    if given.list:
+        print(*chosen, sep="\n")
+        return 0
+    os.nice(10)
+    found = _sample(chosen, given) if given.seconds else _all(chosen, given)
+    if not given.files and not given.unit and not given.seconds:
+        record.write(ROOT, found)
+    return record.report(ROOT, found)
+
+
+def _all(chosen: Sequence[Mutant], given: argparse.Namespace) -> dict[Mutant, str]:
+    """What caught each mutant; an empty text where nothing did."""
+    cache = record.Cache(ROOT)
+    found = {each: caught for each in chosen if (caught := cache.get(each)) is not None}
+    print(f"{len(chosen)} mutants, {len(found)} of them tried before", flush=True)
+    for mutant, caught in _try([each for each in chosen if each not in found], given, None):
+        found[mutant] = caught
+        if caught or not given.unit:
+            cache.add(mutant, caught)
+    return {each: found[each] for each in chosen}
+
+
+def _sample(chosen: list[Mutant], given: argparse.Namespace) -> dict[Mutant, str]:
+    """Of those that the record has as caught: one that lives now has lost the test that saw it."""
+    caught = record.catchers(ROOT)
+    chosen = [each for each in chosen if caught.get(each.name)]
+    random.Random(given.seed).shuffle(chosen)
+    return dict(_try(chosen, given, time.monotonic() + given.seconds))
+
+
+def _try(
+    left: Sequence[Mutant], given: argparse.Namespace, ends: float | None
+) -> Iterator[tuple[Mutant, str]]:
+    """Try mutants until the time ends, several at once, each as soon as it is known."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: what is forked has no threads
+    for name in _PRELOADED:
+        importlib.import_module(name)
+    gc.freeze()
+    context = multiprocessing.get_context("fork")
+    tiers = ("unit",) if given.unit else ("unit", "ranks")
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="fcdp-mutants-") as folder:
+        settings = (Path(folder), tiers, record.catchers(ROOT), ends)
+        with ProcessPoolExecutor(given.jobs, context, _Worker.begin, settings) as pool:
+            tried = {pool.submit(_Worker.attempt, each): each for each in left}
+            for count, future in enumerate(as_completed(tried), 1):
+                if (caught := future.result()) is None:
+                    continue
+                mutant = tried[future]
+                minutes = (time.monotonic() - began) / count * (len(left) - count) / 60
+                if not caught:
+                    print(f"survived: {mutant}", flush=True)
+                if count % 20 == 0 and ends is None:
+                    print(f"{count} of {len(left)}, {minutes:.0f} minutes left", flush=True)
+                yield mutant, caught
+
+
+class _Worker:
+    """One of the processes that try mutants, and its tree."""
+
+    _one: _Worker
+
+    def __init__(
+        self,
+        folder: Path,
+        tiers: Sequence[str],
+        catchers: dict[tuple[str | int, ...], str],
+        ends: float | None,
+    ) -> None:
+        self._tree = Tree(ROOT, folder / str(os.getpid()))
+        self._tiers = tiers
+        self._catchers = catchers
+        self._ends = ends
+        #: What unit tests may take, that pass without a mutant. (Of others `make test` says so.)
+        self._limits: dict[tuple[str, ...], float] = {}
+
+    @classmethod
+    def begin(cls, *settings: Any) -> None:
+        cls._one = cls(*settings)
+
+    @classmethod
+    def attempt(cls, mutant: Mutant) -> str | None:
+        """What caught the mutant; ``None`` where the time has ended."""
+        worker = cls._one
+        if worker._ends is not None and time.monotonic() > worker._ends:
+            return None
+        return worker._attempt(mutant)
+
+    def _attempt(self, mutant: Mutant) -> str:
+        before = self._catchers.get(mutant.name, "")
+        if before.startswith("tests/"):  # what caught it last time, before all others
+            outcome = self._run(mutant, [before], _LIMITS["ranks"])
+            if outcome.status not in (0, 4, 5):  # 4: no such test any more
+                return outcome.by
+        for tier in self._tiers:
+            tests = (*tests_of(mutant.file), "-m", tier)
+            if tier == "unit" and self._ends is None and tests not in self._limits:
+                self._limits[tests] = self._measured(tests)
+            outcome = self._run(mutant, tests, self._limits.get(tests, _LIMITS[tier]))
+            if not outcome.passed:
+                return outcome.by
+        return ""
+
+    def _run(self, mutant: Mutant, tests: Sequence[str], limit_s: float) -> Outcome:
+        self._tree.put(mutant)
+        try:
+            return run(self._tree, tests, limit_s)
+        finally:
+            self._tree.restore(mutant)
+
+    def _measured(self, tests: Sequence[str]) -> float:
+        """Several times what tests take that pass; raises ``RuntimeError`` where they do not."""
+        began = time.monotonic()
+        outcome = run(self._tree, tests, 20 * _LIMITS["unit"], compiled=True)
+        if not outcome.passed:
+            raise RuntimeError(f"{outcome.by} fails without a mutant")
+        return 30 + 5 * (time.monotonic() - began)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,77 @@
+"""Which files have mutants of which kind, and which tests are to catch them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from scripts.mutants.arithmetic import arithmetic
+from scripts.mutants.mutant import Mutant, Source
+from scripts.mutants.order import omissions, order
+
+#: Where arithmetic is mutated too, and statements and conditions are left out.
+ARITHMETIC = ("partition", "exchange", "reduce_scatter", "staleness", "codec", "delta")
+
+#: The tests of a file, or of all in a folder: files and folders of ``tests/fcdp``, in the order in
+#: which they run. Of each list unit tests come first, whatever needs processes after them.
+TESTS: dict[str, tuple[str, ...]] = {
+    "all_gather": ("test_streams.py", "test_gathering.py", "test_guard.py", "test_staleness.py"),
+    "api": ("test_staleness.py",),
+    "breaking": ("failures/test_breaking.py",),
+    "cache": ("cache", "test_streams.py", "test_guard.py", "test_staleness.py"),
+    "checkpoint": ("test_async_save.py", "test_checkpoint.py"),
+    "codec": ("test_codec.py", "test_api.py", "delta/test_economy.py", "test_encoded_reduce.py"),
+    "delta": ("delta",),
+    "direct_io": ("cache/tiers", "test_streams.py"),
+    "engine": ("test_streams.py", "test_reduce_scatter.py", "test_staleness.py"),
+    "exchange": (
+        "test_exchange_alone.py",
+        "test_exchange.py",
+        "test_streams.py",
+        "test_replicas.py",
+    ),
+    "gathering": ("test_gathering.py", "test_streams.py", "test_staleness.py"),
+    "guard": ("test_guard.py", "test_unseen_writes.py", "test_streams.py"),
+    "in_flight": ("test_in_flight.py", "test_in_flight_wired.py"),
+    "partition": ("test_partition.py", "test_blocks.py", "test_replicas.py", "test_peft.py"),
+    "reduce_scatter": (
+        *(
+            "test_reduce_scatter_alone.py",
+            "test_reduce_scatter.py",
+            "test_partial_gradients.py",
+            "test_in_flight.py",
+        ),
+        *("test_streams.py", "test_accumulate.py", "test_precision.py"),
+    ),
+    "replicas": ("test_replicas.py",),
+    "staleness": (
+        "test_staleness_alone.py",
+        "test_staleness.py",
+        "test_guard.py",
+        "test_passes.py",
+        "test_unseen_writes.py",
+    ),
+}
+
+
+def mutants(root: Path) -> Iterator[Mutant]:
+    """All mutants of the library, file by file."""
+    for path in sorted(root.glob("fcdp/**/*.py")):
+        source = Source(str(path.relative_to(root)), path.read_text(encoding="utf-8"))
+        found = source.mutants("order", order(source))
+        if part_of(source.file) in ARITHMETIC:
+            have = {mutant.source for mutant in found}
+            edits = [*omissions(source), *arithmetic(source)]
+            more = source.mutants("arithmetic", edits)
+            found += [mutant for mutant in more if mutant.source not in have]
+        yield from found
+
+
+def tests_of(file: str) -> tuple[str, ...]:
+    """What is to catch the mutants of a file."""
+    return tuple(f"tests/fcdp/{name}" for name in TESTS[part_of(file)])
+
+
+def part_of(file: str) -> str:
+    """The folder or the file right below ``fcdp``."""
+    return file.split("/")[1].removesuffix(".py")

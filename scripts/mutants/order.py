@@ -1,0 +1,119 @@
+"""Mutants of what orders and what chooses: waits, events, guards, groups, streams, generations."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from scripts.mutants.mutant import Edit, Source
+
+#: A call of one of these, as a statement, is left out.
+_CALLS = {
+    *("wait_stream", "wait_event", "record_event", "synchronize", "freed_for", "settle"),
+    "invalidate",
+}
+#: A body under one of these runs without it.
+_GUARDS = {"reading", "writing", "on"}
+#: What one is chosen instead of: as many ranks, or as good a queue.
+_GROUPS = {
+    "inter": "reduce_inter",
+    "intra": "reduce_intra",
+    "reduce_inter": "inter",
+    "reduce_intra": "intra",
+    "control_inter": "inter",
+    "control_intra": "intra",
+}
+_STREAMS = {
+    "copies_out": "copies_in",
+    "copies_in": "copies_out",
+    "inter_node": "intra_node",
+    "intra_node": "inter_node",
+}
+#: Counters that say which contents of the parameters something has.
+_GENERATIONS = {"generation", "offered", "held", "passed_over"}
+_VERDICTS = {"fresh", "readable"}
+
+#: What arithmetic is easily mistaken for.
+_SIBLINGS = {
+    "floor": "ceil",
+    "ceil": "floor",
+    "min": "max",
+    "max": "min",
+    "any": "all",
+    "all": "any",
+}
+
+
+def order(source: Source) -> Iterator[Edit]:
+    """Edits that take out or exchange one thing that orders or chooses."""
+    for node in ast.walk(source.tree):
+        match node:
+            case ast.Expr(value=ast.Call(func=function)) if _last(function) in _CALLS:
+                yield source.edit(_last(function), node, "pass")
+            case ast.Expr(value=ast.Call(func=ast.Name(id="wait_all"), args=[begun])):
+                yield source.edit("wait", node, ast.unparse(begun))
+            case ast.Expr(value=ast.Call(func=ast.Attribute(value=begun, attr="wait"))):
+                yield source.edit("wait", node, ast.unparse(begun))
+            case ast.withitem(context_expr=ast.Call(func=ast.Attribute(attr=name)) as call):
+                if name in _GUARDS:
+                    nothing = '__import__("contextlib").nullcontext()'
+                    yield source.edit(name, call, nothing)
+            case ast.Call(func=ast.Attribute(value=of, attr="record_event")):
+                # An event of a stream that has nothing queued has happened.
+                yield source.edit("record_event", of, f"type({ast.unparse(of)})()")
+            case ast.Call(func=ast.Attribute(attr="events")):
+                yield source.edit("events", node, "[]")
+            case ast.Call(func=ast.Attribute(value=of, attr="current")) if _is(of, "streams"):
+                yield source.edit("stream", node, f"{ast.unparse(of)}.copies_in")
+            case ast.Attribute(value=of, attr=name, ctx=ast.Load()):
+                for owner, siblings in (("topology", _GROUPS), ("streams", _STREAMS)):
+                    if _is(of, owner) and name in siblings:
+                        text = f"{ast.unparse(of)}.{siblings[name]}"
+                        yield source.edit("group" if owner == "topology" else "stream", node, text)
+                if name in _VERDICTS:
+                    yield from _either(source, node)
+            case ast.Assign(targets=[ast.Attribute(attr="written")]):
+                yield source.edit("written", node, "pass")
+            case ast.Assign(targets=[ast.Attribute(attr=name)]) if name in _GENERATIONS:
+                yield source.edit("generation", node, "pass")
+            case ast.AugAssign(target=ast.Attribute(attr=name)) if name in _GENERATIONS:
+                yield source.edit("generation", node, "pass")
+            case ast.Compare(left=left, comparators=[right]):
+                if {_last(left), _last(right)} & _GENERATIONS:
+                    yield from _either(source, node)
+
+
+def omissions(source: Source) -> Iterator[Edit]:
+    """Edits that leave out a statement or a condition, or take the sibling of a function."""
+    for node in ast.walk(source.tree):
+        match node:
+            case ast.Expr(value=ast.Call()) | ast.Raise() | ast.AugAssign():
+                yield source.edit("statement", node, "pass")
+            case ast.Assign(targets=[ast.Attribute() | ast.Subscript()]) | ast.Return(value=None):
+                yield source.edit("statement", node, "pass")
+            case ast.BoolOp(values=values):
+                for left_out in values:
+                    kept = ast.BoolOp(node.op, [each for each in values if each is not left_out])
+                    text = ast.unparse(kept if len(kept.values) > 1 else kept.values[0])
+                    yield source.edit("condition", node, f"({text})")
+            case ast.Call(func=function) if _last(function) in _SIBLINGS:
+                text = ast.unparse(function)
+                name = _last(function)
+                yield source.edit("sibling", function, text[: -len(name)] + _SIBLINGS[name])
+
+
+def _either(source: Source, node: ast.expr) -> Iterator[Edit]:
+    for text in ("True", "False"):
+        yield source.edit("generation", node, text)
+
+
+def _last(node: ast.expr) -> str:
+    """``c`` of ``a.b.c``."""
+    match node:
+        case ast.Attribute(attr=name) | ast.Name(id=name):
+            return name
+    return ""
+
+
+def _is(node: ast.expr, name: str) -> bool:
+    return _last(node).lstrip("_") == name

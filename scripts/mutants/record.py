@@ -1,0 +1,134 @@
+"""What became of each mutant: remembered between runs, committed, and shown in docs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from scripts.mutants.files import tests_of
+from scripts.mutants.mutant import Mutant
+
+_FOLDER = "results/mutants"
+
+#: What names a mutant's change, in the file of those that change nothing.
+_Change = tuple[str, str, str, str]
+
+
+class Cache:
+    """Outcomes by what they depend on: the mutated file, and the tests that are run.
+
+    That other files of the library have changed since is not looked at.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._file = root / ".mutants/tried.jsonl"
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._file.touch()
+        lines = map(json.loads, self._file.read_text(encoding="utf-8").splitlines())
+        self._caught: dict[str, str] = dict(lines)
+
+    def get(self, mutant: Mutant) -> str | None:
+        return self._caught.get(self._key(mutant))
+
+    def add(self, mutant: Mutant, caught: str) -> None:
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps([self._key(mutant), caught]) + "\n")
+
+    def _key(self, mutant: Mutant) -> str:
+        text = f"{mutant.file} {_digest(self._root, tests_of(mutant.file))} {mutant.source}"
+        return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+@cache
+def _digest(root: Path, tests: tuple[str, ...]) -> str:
+    """Of the tests' files and of what they share."""
+    files = [path for path in root.glob("tests/fcdp/**/*.py") if "test_" not in path.name]
+    for test in tests:
+        files += [root / test] if test.endswith(".py") else (root / test).glob("**/test_*.py")
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted({*files}))).hexdigest()
+
+
+def catchers(root: Path) -> dict[tuple[str | int, ...], str]:
+    """By a mutant's name the test that caught it when the record was made."""
+    file = root / _FOLDER / "mutants.jsonl"
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    records = [json.loads(line) for line in lines]
+    return {tuple(record[:-1]): record[-1] for record in records}
+
+
+def report(root: Path, found: Mapping[Mutant, str]) -> int:
+    """Print shares, and survivors that are not explained; 1 if there is one."""
+    explained = _explained(root)
+    unexplained = [each for each in found if not found[each] and _change(each) not in explained]
+    print(*_table(found, explained, lambda each: each.part), sep="\n")
+    for each in unexplained:
+        print(f"survived, and not explained: {each}")
+    return 1 if unexplained else 0
+
+
+def write(root: Path, found: Mapping[Mutant, str]) -> None:
+    """Write the record and its page."""
+    folder = root / _FOLDER
+    folder.mkdir(exist_ok=True)
+    lines = [json.dumps([*each.name, found[each]], ensure_ascii=False) for each in found]
+    (folder / "mutants.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    page = root / "docs/mutants.md"
+    head, _, _ = page.read_text(encoding="utf-8").partition(_MARK)
+    explained = _explained(root)
+    survivors = [each for each in found if not found[each]]
+    rows = [
+        *_table(found, explained, lambda each: each.part),
+        "",
+        *_table(found, explained, lambda each: f"{each.file} ({each.part})"),
+        "",
+        "## Survivors",
+        "",
+        *(_shown(each, explained.get(_change(each), "**not explained**")) for each in survivors),
+    ]
+    page.write_text(f"{head}{_MARK}\n\n" + "\n".join(rows) + "\n", encoding="utf-8")
+
+
+_MARK = "<!-- what follows is written by `make mutants` -->"
+
+
+def _shown(mutant: Mutant, because: str) -> str:
+    change = f"`{mutant.before}` → `{mutant.after}`".replace("\n", " ")
+    return f"- `{mutant.file}`, `{mutant.function or 'module'}`: {change}: {because}"
+
+
+def _table(
+    found: Mapping[Mutant, str], explained: Mapping[_Change, str], of: Callable[[Mutant], str]
+) -> list[str]:
+    groups: dict[str, list[Mutant]] = defaultdict(list)
+    for each in found:
+        groups[of(each)].append(each)
+    rows = ["| Mutants | | caught | equivalent | share caught |", "|---|--:|--:|--:|--:|"]
+    for name, mutants in groups.items():
+        caught = sum(1 for each in mutants if found[each])
+        equal = sum(1 for each in mutants if not found[each] and _change(each) in explained)
+        share = caught / max(1, len(mutants) - equal)
+        rows.append(f"| {name} | {len(mutants)} | {caught} | {equal} | {share:.1%} |")
+    return rows
+
+
+def _explained(root: Path) -> dict[_Change, str]:
+    """Why a mutant changes nothing that a test could see."""
+    file = root / _FOLDER / "equivalent.yaml"
+    entries: Sequence[Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
+    return {
+        (entry["file"], entry["function"], before, after): entry["because"]
+        for entry in entries
+        for before, after in entry["changes"]
+    }
+
+
+def _change(mutant: Mutant) -> _Change:
+    return mutant.file, mutant.function, mutant.before, mutant.after

@@ -1,0 +1,154 @@
+"""Of which version a rank tells a difference, and when it tells none."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import fcdp
+from fcdp.cache.entry import Entry
+from fcdp.delta import message
+from fcdp.delta.economy import Economy, Watch
+from fcdp.delta.sent import Sent, check_differences
+from tests.fcdp.stand_ins import StandInUnit
+
+
+class Told:
+    """Another rank's economy, which says what it is told to."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[float, int]] = []
+        self.answer = True
+        self.told, self.applied = Economy("always").told, Economy("always").applied
+        self.whole: list[tuple[float, int]] = []
+
+    def pays(self, ratio: float, others: int) -> bool:
+        self.asked.append((ratio, others))
+        return self.answer
+
+    def saw_whole(self, waited: float, nbytes: int) -> None:
+        self.whole.append((waited, nbytes))
+
+
+def kept(nodes: int = 3) -> tuple[Sent, Entry, Any, torch.Tensor]:
+    """What was sent of a shard that all have kept, as generation 4."""
+    unit: Any = StandInUnit("unit", 8)
+    entry, economy = Entry(unit), Told()
+    sent = Sent(entry, economy, nodes)  # type: ignore[arg-type]
+    assert not sent.usable
+    entry.tier, entry.held, entry.offered = "host", 4, 4
+    assert not sent.usable  # nothing was given to keep
+    own = torch.randn(64).bfloat16()
+    sent.keep(own)
+    return sent, entry, economy, own
+
+
+def test_a_difference_leads_from_what_was_kept_last() -> None:
+    sent, entry, economy, own = kept()
+    new = own * 1.01
+    told = sent.write(new)
+    assert economy.asked == [(0.0, 2)]
+    assert economy.told.value > 0
+    assert economy.applied.value is None
+    row = own.clone()
+    sent.read(told, row)
+    assert torch.equal(row, new)
+    assert economy.applied.value > 0
+    assert not sent.usable  # until it is kept again
+    entry.offered = entry.held = 5
+    sent.keep(new)
+    assert sent.usable
+    sent.write(new)
+    assert economy.asked[-1] == (told.nbytes / own.nbytes, 2)
+
+
+@pytest.mark.parametrize(
+    ("tier", "held", "offered", "usable"),
+    [("host", 4, 4, True), (None, 4, 4, False), ("host", 3, 4, False), ("host", 5, 5, False)],
+)
+def test_what_this_rank_does_not_hold_itself_it_cannot_take_a_difference_of(
+    tier: Any, held: int, offered: int, usable: bool
+) -> None:
+    sent, entry, _, own = kept()
+    entry.tier, entry.held, entry.offered = tier, held, offered
+    assert sent.usable == usable
+    sent.keep(own)
+    assert sent.usable == (tier is not None and held == offered)
+    sent.forget()
+    assert not sent.usable
+    entry.held = entry.offered = 0
+    assert not sent.usable
+
+
+def test_a_unit_that_was_not_kept_keeps_nothing_sent() -> None:
+    unit: Any = StandInUnit("unit", 8)
+    sent = Sent(Entry(unit), Told(), 2)  # type: ignore[arg-type]
+    sent.keep(torch.ones(4))
+    assert sent._memory is None
+
+
+def test_what_does_not_pay_is_told_whole_and_measured_again_at_times() -> None:
+    sent, _, economy, own = kept()
+    for step in range(40):
+        economy.answer = step in (0, 34)
+        sent.keep(own)
+        assert message.is_whole(sent.write(own)) != economy.answer
+    measured = [step for step, (ratio, _) in enumerate(economy.asked) if ratio == 0.0]
+    assert measured == [0, *range(17, 35)]  # sixteen whole ones later, until it pays
+    assert len({ratio for ratio, _ in economy.asked}) == 2
+
+
+def test_a_shard_of_another_size_or_dtype_is_kept_anew() -> None:
+    sent, _, _, own = kept()
+    for new in (own + 1, torch.randn(32).bfloat16(), torch.randn(32)):
+        sent.keep(new)
+        row = new.clone()
+        sent.read(sent.write(new * 2), row)
+        assert torch.equal(row, new * 2)
+
+
+def test_an_empty_shard_takes_no_time() -> None:
+    sent, _, economy, _ = kept()
+    own = torch.empty(0, dtype=torch.bfloat16)
+    sent.keep(own)
+    sent.read(sent.write(own), own)
+    assert economy.told.value > 0
+    sent.read(message.whole(own), own)
+
+
+def test_another_version_is_an_error_that_names_the_unit() -> None:
+    sent, entry, economy, own = kept()
+    told = sent.write(own)
+    entry.offered = 5
+    with pytest.raises(
+        RuntimeError, match="unit: a difference from version 4 of a shard, of which 5"
+    ):
+        sent.read(told, own)
+    sent.read(message.whole(own), own)
+    assert economy.applied.value is None
+
+
+def test_whole_shards_of_all_others_are_what_was_waited_for() -> None:
+    sent, _, economy, own = kept()
+    watch = Watch([])
+    watch.waited = 0.5
+    sent.saw_whole(watch, own)
+    assert economy.whole == [(0.5, 2 * own.nbytes)]
+
+
+def test_units_that_cannot_be_told_are_refused() -> None:
+    def check(device_type: str, *dtypes: torch.dtype) -> None:
+        unit: Any = SimpleNamespace(name="unit", gather_dtypes=frozenset(dtypes))
+        topology: Any = SimpleNamespace(mesh=SimpleNamespace(device_type=device_type))
+        check_differences([unit], topology)
+
+    check("cpu", torch.bfloat16)
+    with pytest.raises(ValueError, match=r"fcdp\.Delta\(\) on cuda: only the CPU is allowed"):
+        check("cuda", torch.bfloat16)
+    for dtypes in ((torch.int8,), (torch.float32, torch.bfloat16)):
+        with pytest.raises(ValueError, match="unit gathers parameters of torch"):
+            check("cpu", *dtypes)
+    assert fcdp.Delta().when == "pays"

@@ -1,0 +1,169 @@
+"""The accelerator to test on: it notices what nothing orders, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import Pools
+
+
+def other_stream(waits: bool) -> list[float]:
+    from tests.fcdp.accelerator.device import Stream, here
+
+    side, values = Stream(), torch.ones(4)
+    side.wait_stream(here().current)
+    with here().stream(side):
+        doubled = values * 2
+    if waits:
+        here().current.wait_stream(side)
+    return (doubled + 1).tolist()
+
+
+def memory_used_anew(waits: bool) -> list[float]:
+    """What a side stream still reads is freed on the host, and given out to the next."""
+    from tests.fcdp.accelerator.device import Stream, here
+
+    side, values = Stream(), torch.ones(4)
+    side.wait_stream(here().current)
+    with here().stream(side):
+        doubled = values * 2
+        read = side.record_event()
+    if waits:
+        here().current.wait_event(read)
+    del values
+    overwritten = torch.zeros(4)
+    here().current.wait_stream(side)
+    return (doubled + overwritten).tolist()
+
+
+def host_reads(waits: bool) -> list[float]:
+    """A copy to the host that the host is told not to wait for."""
+    from tests.fcdp.accelerator.device import here
+
+    landing = torch.zeros(4, device="cpu")
+    landing.copy_(torch.ones(4), non_blocking=True)
+    if waits:
+        here().current.record_event().synchronize()
+    return landing.tolist()
+
+
+def own_part_of_a_gather(waits: bool) -> list[float]:
+    """A rank's part is written by one stream and sent by another, to a rank that waits."""
+    from tests.fcdp.accelerator.device import Stream, here
+
+    rank, side = dist.get_rank(), Stream()
+    gathered = torch.zeros(2)
+    with here().stream(side):
+        side.wait_stream(here().compute)
+        gathered[rank].fill_(rank + 1.0)
+    if waits:
+        here().current.wait_stream(side)
+    dist.all_gather_into_tensor(gathered, gathered[rank : rank + 1])
+    here().current.wait_stream(side)
+    return gathered.tolist()
+
+
+def a_thread_of_the_host(waits: bool) -> list[float]:
+    """A thread writes to memory while the device copies it."""
+    from tests.fcdp.accelerator.device import here
+
+    memory = torch.ones(4, device="cpu")
+    copied = memory.to("taped", non_blocking=True)
+    event = here().current.record_event()
+    with here().thread("a thread"):
+        if waits:
+            event.synchronize()
+        memory.zero_()
+    return copied.tolist()
+
+
+CASES: dict[str, tuple[Callable[[bool], list[float]], list[float]]] = {
+    function.__name__: (function, expected)
+    for function, expected in (
+        (other_stream, [3.0] * 4),
+        (memory_used_anew, [2.0] * 4),
+        (host_reads, [1.0] * 4),
+        (own_part_of_a_gather, [1.0, 2.0]),
+        (a_thread_of_the_host, [1.0] * 4),
+    )
+}
+
+
+def on_two_ranks(name: str, waits: bool) -> tuple[list[Any], list[str], list[str | None]]:
+    from tests.fcdp import accelerator
+
+    results, tape = accelerator.run(CASES[name][0], 2, waits)
+    return results, tape.races, [tape.replay(seed) for seed in range(32)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_waits_order_is_no_race_in_any_schedule(apart: Pools, name: str) -> None:
+    ((results, races, replays),) = apart.run(1, on_two_ranks, name, True)
+    assert results == [CASES[name][1]] * 2
+    assert races == []
+    assert set(replays) == {None}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_missing_wait_is_a_race_and_some_schedule_is_wrong(apart: Pools, name: str) -> None:
+    """The values are those of the order of issue: that they are right shows nothing."""
+    ((results, races, replays),) = apart.run(1, on_two_ranks, name, False)
+    assert results == [CASES[name][1]] * 2
+    assert "nothing orders them" in races[0]
+    assert any(replays), races[0]
+
+
+def poisoned() -> tuple[bool, bool]:
+    """Whether memory that nobody has written is NaN: new, and given out anew by a resize."""
+    fresh = torch.empty(8)
+    used = torch.ones(8)
+    storage = used.untyped_storage()
+    storage.resize_(0)
+    storage.resize_(32)
+    return bool(fresh.isnan().all()), bool(used.isnan().all())
+
+
+def two_devices() -> str:
+    with pytest.raises(RuntimeError) as caught:
+        _ = torch.ones(4) + torch.ones(4, device="cpu")
+    return str(caught.value)
+
+
+def alone(function: Callable[[], Any]) -> Any:
+    from tests.fcdp import accelerator
+
+    results, _ = accelerator.run(function, 1)
+    return results[0]
+
+
+def test_memory_that_nobody_has_written_is_nan(apart: Pools) -> None:
+    assert apart.run(1, alone, poisoned) == [(True, True)]
+
+
+def test_a_tensor_of_the_host_is_refused_beside_one_of_the_device(apart: Pools) -> None:
+    (text,) = apart.run(1, alone, two_devices)
+    assert "all tensors on one device" in text
+
+
+def leaves() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("rank 1 leaves")
+    dist.all_reduce(torch.ones(1))
+
+
+def failure() -> str:
+    from tests.fcdp import accelerator
+
+    with pytest.raises(accelerator.RankFailed) as caught:
+        accelerator.run(leaves, 2)
+    return str(caught.value)
+
+
+def test_a_rank_that_fails_ends_the_others(apart: Pools) -> None:
+    (text,) = apart.run(1, failure)
+    assert "rank 1 leaves" in text

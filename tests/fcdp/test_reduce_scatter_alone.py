@@ -1,0 +1,269 @@
+"""Micro-batches of one unit, reduced between ranks that are threads."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fcdp.in_flight import Arriving, InFlight
+from fcdp.ledger import Ledger
+from fcdp.partial_gradients import OnDevice
+from fcdp.reduce_scatter import HierarchicalReduceScatter
+from tests.fcdp.stand_ins import CPU, NoFailures, Place, StandInUnit
+from tests.fcdp.threads import on_threads
+
+NUMEL = 3
+SUM: Any = dist.ReduceOp.SUM
+
+
+class Reducer:
+    """What reduces one unit on one rank, called as FSDP2 calls it."""
+
+    def __init__(self, topology: Any, unit: StandInUnit | None = None) -> None:
+        self.topology, self.ledger = topology, Ledger()
+        weight = torch.nn.Parameter(torch.ones(1))
+        weight.grad = torch.ones(1)  # as FSDP2 leaves it after each micro-batch
+        given: Any = unit or StandInUnit("unit", 4, params=(weight,))
+        self.reduce = HierarchicalReduceScatter(
+            given,
+            topology,
+            OnDevice(self.ledger),
+            InFlight(NoFailures()),
+            self.ledger,
+            None,  # type: ignore[arg-type]
+        )
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return self.reduce.allocate((numel,), dtype=dtype, device=CPU)
+
+    def __call__(
+        self, gradients: torch.Tensor, *, last: bool = True, op: Any = SUM
+    ) -> torch.Tensor:
+        """This rank's part, once it has arrived."""
+        self.reduce.requires_sync = last
+        buffer = self.allocate(gradients.numel(), gradients.dtype)
+        buffer.copy_(gradients)
+        output = self.allocate(gradients.numel() // self.topology.world_size, gradients.dtype)
+        group: Any = None
+        self.reduce(output, buffer, group, op)
+        buffer.fill_(torch.nan)  # FSDP2 uses it again
+        return output.ended() if isinstance(output, Arriving) else output
+
+
+@pytest.mark.parametrize("op", [SUM, dist.ReduceOp.AVG], ids=str)
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (3, 1), (1, 2)])
+def test_micro_batches_cross_nodes_once_as_their_sum(
+    nodes: int, ranks_per_node: int, op: Any
+) -> None:
+    world = nodes * ranks_per_node
+
+    def step(topology: Any) -> tuple[list[list[float]], list[bool], dict[str, dict[str, int]]]:
+        topology.inter = topology.intra = None  # of gathers, and no reductions'
+        reducer = Reducer(topology)
+        gradients = torch.arange(1.0, world * NUMEL + 1) * (topology.rank + 1)
+        outputs, pending = [], []
+        for last in (False, False, True, True):
+            outputs.append(reducer(gradients, last=last, op=op).tolist())
+            pending.append(reducer.reduce.pending)
+        return outputs, pending, reducer.ledger.snapshot()
+
+    inside, across = 4 * (ranks_per_node - 1) * nodes * NUMEL * 4, 2 * (nodes - 1) * NUMEL * 4
+    sent = {"inter_node": {"reduce": across}} if nodes > 1 else {}
+    sent |= {"intra_node": {"reduce": inside}} if ranks_per_node > 1 else {}
+    for rank, (outputs, pending, bytes_sent) in enumerate(on_threads(nodes, ranks_per_node, step)):
+        once = torch.arange(1.0, world * NUMEL + 1).view(world, -1)[rank] * (world + 1) / 2
+        once *= 1 if op == dist.ReduceOp.AVG else world
+        if nodes == 1:  # nothing waits where nothing is to be saved
+            assert outputs == [once.tolist()] * 4
+        else:
+            assert outputs == [[0.0] * NUMEL] * 2 + [(3 * once).tolist(), once.tolist()]
+        assert pending == [nodes > 1, nodes > 1, False, False]
+        assert bytes_sent == sent
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "value"),
+    [(3, 28672.0), (2, 30000.0), (2, 2.0**-24), (5, 6400.0)],
+    ids=["sum", "two", "smallest", "five"],
+)
+def test_a_sum_in_fp16_neither_overflows_nor_vanishes(micro_batches: int, value: float) -> None:
+    def step(topology: Any) -> tuple[torch.dtype, float, int]:
+        reducer = Reducer(topology)
+        gradients = torch.full((2,), value, dtype=torch.float16)
+        for _ in range(micro_batches - 1):
+            reducer(gradients, last=False)
+        total = reducer(gradients)
+        return total.dtype, total.item(), reducer.ledger.total("inter_node")
+
+    expected = 2 * micro_batches * torch.tensor(value).half().item()
+    assert on_threads(2, 1, step) == [(torch.float32, expected, 2)] * 2
+
+
+def test_a_sum_is_wider_than_fp16_where_it_ends_alone() -> None:
+    place: Any = Place(2, 0)
+    reducer = Reducer(place)
+    dtypes = []
+    for waits, last, dtype in (
+        *((False, True, torch.float16), (True, False, torch.float16), (True, True, torch.float16)),
+        (True, True, torch.bfloat16),
+    ):
+        reducer.reduce.discard()
+        if waits:
+            reducer.reduce._keep(torch.ones(2, dtype=dtype))
+        reducer.reduce.requires_sync = last
+        # An input, its output, and an input of the output's size.
+        dtypes.append([reducer.allocate(numel, dtype).dtype for numel in (8, 4, 4)])
+    half, wide, brain = torch.float16, torch.float32, torch.bfloat16
+    assert dtypes == [[half] * 3, [half] * 3, [half, wide, half], [brain] * 3]
+    assert reducer.allocate(2, half).dtype == wide  # of the input before
+
+
+@pytest.mark.parametrize(
+    ("nodes", "last", "hooked", "goes_on"),
+    [
+        (2, True, False, True),
+        (1, True, False, False),
+        (2, False, False, False),
+        (2, True, True, False),
+    ],
+)
+def test_backward_goes_on_where_gradients_cross_and_nobody_looks(
+    nodes: int, last: bool, hooked: bool, goes_on: bool
+) -> None:
+    place: Any = Place(nodes, 0, 2 // nodes)
+    reducer = Reducer(place, StandInUnit("unit", 4, hooked=hooked))
+    reducer.reduce.requires_sync = last
+    given = [isinstance(reducer.allocate(numel, torch.float32), Arriving) for numel in (8, 4)]
+    assert given == [False, goes_on]
+    assert not reducer.reduce._goes_on(torch.device("meta"))
+
+
+def waiting() -> tuple[Reducer, list[torch.nn.Parameter]]:
+    """Partial gradients of three parameters: two with a ``.grad``, the last frozen."""
+    params = [torch.nn.Parameter(torch.ones(1)) for _ in range(4)]
+    for param in params[:2]:
+        param.grad = torch.ones(1).add_(0)
+    params[3].requires_grad_(False)
+    place: Any = Place(2, 0)
+    reducer = Reducer(place, StandInUnit("unit", 4, params=tuple(params)))
+    reducer.reduce._keep(torch.ones(2))
+    return reducer, params
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_gradient_written_in_place_between_micro_batches_is_an_error(place: int) -> None:
+    reducer, params = waiting()
+    params[2].grad = torch.ones(1)  # which FSDP2 has made since
+    params[3].grad = torch.ones(1).add_(1)  # of nobody's concern
+    reducer.reduce.drop_abandoned()
+    assert reducer.reduce.pending
+    params[place].grad.zero_()  # type: ignore[union-attr]
+    with pytest.raises(RuntimeError, match=r"unit: \.grad was written while gradients"):
+        reducer.reduce.drop_abandoned()
+    reducer.reduce.discard()
+    reducer.reduce.drop_abandoned()
+    assert not reducer.reduce.pending
+
+
+def test_gradients_that_are_gone_were_given_up() -> None:
+    reducer, params = waiting()
+    params[0].grad = None
+    reducer.reduce.drop_abandoned()
+    assert reducer.reduce.pending
+    params[1].grad = None
+    params[3].grad = torch.ones(1)
+    reducer.reduce.drop_abandoned()
+    assert not reducer.reduce.pending
+    assert reducer.ledger.pending_bytes == 0
+    params[0].grad = torch.ones(1).add_(1)  # a new step's, written to as its owner likes
+    reducer.reduce.drop_abandoned()
+
+
+class Noting(NoFailures):
+    """Notes that a backward was seen, from which a failure may be told."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def backward_runs(self) -> None:
+        self.seen += 1
+
+
+def test_what_was_given_up_is_no_part_of_the_next_step() -> None:
+    def step(topology: Any) -> tuple[list[float], int]:
+        topology.failures = Noting()
+        weight = torch.nn.Parameter(torch.ones(1))
+        reducer = Reducer(topology, StandInUnit("unit", 4, params=(weight,)))
+        reducer(torch.ones(2), last=False)
+        total = reducer(torch.full((2,), 10.0))  # nobody has a ``.grad`` of before
+        return total.tolist(), topology.failures.seen
+
+    assert on_threads(2, 1, step) == [([20.0], 2)] * 2
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_another_size_than_in_the_micro_batch_before_is_an_error(last: bool) -> None:
+    reducer, params = waiting()
+    params[2].grad = torch.ones(1)
+    with pytest.raises(RuntimeError, match="unit: other parameters received gradients"):
+        reducer(torch.ones(4), last=last)
+
+
+class Group:
+    """FSDP2's, of parameters that have a gradient or not."""
+
+    def __init__(self, count: int) -> None:
+        self.fsdp_params: Any = [Parameter() for _ in range(count)]
+        self.reduced: list[str] = []
+
+    def post_backward(self, *unused: Any) -> None:
+        self.reduced.append("".join(param.state for param in self.fsdp_params))
+
+
+class Parameter:
+    """One of FSDP2's."""
+
+    def __init__(self) -> None:
+        self.unsharded_accumulated_grad: torch.Tensor | None = None
+        self.unsharded_param = torch.ones(2)
+
+    @property
+    def state(self) -> str:
+        """Whether it has no gradient, zeros or ones."""
+        grad = self.unsharded_accumulated_grad
+        if grad is None:
+            grad = getattr(getattr(self, "_unsharded_param", None), "grad", None)
+        return "-" if grad is None else str(int(grad.sum()) // 2)
+
+
+def test_what_earlier_micro_batches_gave_gradients_to_is_reduced_with_zeros() -> None:
+    place: Any = Place(2, 0)
+    unit: Any = StandInUnit("unit", 4)
+    unit.group = group = Group(4)
+    reducer = Reducer(place, unit)
+
+    def micro_batch(given: str, *, times: int = 1) -> str:
+        group.reduced.clear()
+        with reducer.reduce.accumulating():
+            for _ in range(times):
+                for param, has in zip(group.fsdp_params, given, strict=True):
+                    param.unsharded_accumulated_grad = torch.ones(2) if has == "1" else None
+                group.post_backward()
+        assert "post_backward" not in vars(group)
+        return " ".join(group.reduced)
+
+    assert micro_batch("1100") == "11--"
+    assert micro_batch("0010") == "--1-"  # nothing waits: another step has begun
+    reducer.reduce._keep(torch.ones(2))
+    assert micro_batch("1000") == "1-0-"
+    assert micro_batch("0000", times=2) == "0-0- ----"  # reduced once, as zeros
+    assert micro_batch("0001", times=2) == "0-01 0-01"
+    whole = SimpleNamespace(grad=torch.ones(2))  # not yet moved to where FSDP2 accumulates
+    group.fsdp_params[0]._unsharded_param = whole
+    assert micro_batch("0000") == "1-00"
+    whole.grad = None
+    assert micro_batch("0000") == "0-00"

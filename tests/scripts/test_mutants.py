@@ -1,0 +1,72 @@
+"""What a mutant changes, what names it, and that each has tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from scripts.mutants import files as parts
+from scripts.mutants.files import ARITHMETIC, TESTS, part_of
+from scripts.mutants.mutant import Source
+from scripts.mutants.order import omissions, order
+
+ROOT = Path(__file__).parents[2]
+
+CODE = """\
+class Tier:
+    def store(self, given: bool | None) -> None:
+        stream = self._streams.copies_out
+        stream.wait_stream(self._streams.current())
+        with self._streams.on(stream), given.access.reading(stream):
+            wait_all(gather(self._topology.inter))
+        self._landed = stream.record_event()
+        if entry.held != entry.generation and self._ready:
+            entry.written = True
+        raise ValueError(f"{min(self.sizes)}: must not be any(of these)")
+"""
+_NOTHING = '__import__("contextlib").nullcontext()'
+
+
+def changed(source: Source) -> list[tuple[int, str]]:
+    """Lines of what orders and chooses, as they are after each edit."""
+    return [(each.line, each.after) for each in source.mutants("order", order(source))]
+
+
+def test_each_thing_that_orders_or_chooses_is_taken_out_alone() -> None:
+    assert changed(Source("code.py", CODE)) == [
+        (3, "stream = self._streams.copies_in"),
+        (4, "pass"),
+        (4, "stream.wait_stream(self._streams.copies_in)"),
+        (5, f"with {_NOTHING}, given.access.reading(stream):"),
+        (5, f"with self._streams.on(stream), {_NOTHING}:"),
+        (6, "gather(self._topology.inter)"),
+        (6, "wait_all(gather(self._topology.reduce_inter))"),
+        (7, "self._landed = type(stream)().record_event()"),
+        (8, "if True and self._ready:"),
+        (8, "if False and self._ready:"),
+        (9, "pass"),
+    ]
+
+
+def test_statements_and_conditions_are_left_out_and_what_errors_say_is_not() -> None:
+    source = Source("code.py", CODE)
+    found = [each.after for each in source.mutants("arithmetic", omissions(source))]
+    assert "if (self._ready):" in found
+    assert "if (entry.held != entry.generation):" in found
+    assert not any("max" in each or "all(of" in each for each in found)
+
+
+def test_a_mutant_has_the_same_name_wherever_its_function_stands() -> None:
+    one, other = (Source("code.py", text) for text in (CODE, f"import os\n\n\n{CODE}"))
+    names = [[each.name for each in of.mutants("order", order(of))] for of in (one, other)]
+    assert names[0] == names[1]
+    assert len({*names[0]}) == len(names[0])
+    assert {name[1] for name in names[0]} == {"Tier.store"}
+
+
+def test_every_file_that_has_mutants_has_tests() -> None:
+    files = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("fcdp/**/*.py")]
+    sources = [Source(file, (ROOT / file).read_text(encoding="utf-8")) for file in files]
+    with_mutants = {part_of(each.file) for each in sources if changed(each)} | {*ARITHMETIC}
+    assert with_mutants == {*TESTS}
+    missing = [test for file in files if part_of(file) in TESTS for test in parts.tests_of(file)]
+    assert [test for test in missing if not (ROOT / test).exists()] == []
