@@ -26,7 +26,6 @@ import torch
 from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from tests.fcdp.accelerator.tape import Block, Clock, Tape, Timeline, Touch, made_by, region
@@ -299,8 +298,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         with torch.inference_mode(False), torch.no_grad():
             parts = func.decompose(*args, **kwargs)  # nor has autograd taken it apart
             return _run(func, args, kwargs) if parts is NotImplemented else parts
-    flat, spec = tree_flatten((args, kwargs))
-    given = [each for each in flat if isinstance(each, torch.Tensor)]
+    given = _tensors((args, kwargs))
     to = kwargs.get("device")
     to = None if to is None else torch.device(to).type
     on_device = any(isinstance(each, DeviceTensor) for each in given)
@@ -323,45 +321,64 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     # The same memory, by the tensors that the operation was given.
     aliases = {id(each): plain(each) for each in given if isinstance(each, DeviceTensor)}
     owners = {id(aliases[id(each)]): each for each in given if id(each) in aliases}
-    flat = [aliases.get(id(each), each) for each in flat]
+    plain_args, plain_kwargs = _map(lambda each: aliases.get(id(each), each), (args, kwargs))
     if to == NAME:
-        flat = [torch.device("cpu") if each == kwargs["device"] else each for each in flat]
-    plain_args, plain_kwargs = tree_unflatten(flat, spec)
+        plain_kwargs["device"] = torch.device("cpu")
     if func is aten._to_copy.default:
-        results, out_spec = tree_flatten(_copied(plain_args[0], plain_kwargs))
+        found = _copied(plain_args[0], plain_kwargs)
     else:
-        results, out_spec = tree_flatten(func(*plain_args, **plain_kwargs))
+        found = func(*plain_args, **plain_kwargs)
     to_host = to == "cpu" and func is aten._to_copy.default
     made, known = [], True
-    for index, result in enumerate(results):
+
+    def own(result: Any) -> Any:
+        nonlocal known
         if result is None:
-            continue
+            return None
         if not isinstance(result, torch.Tensor):
             known = False  # a number, which the host has to wait for
-        elif id(result) in owners:
-            results[index] = owners[id(result)]
-        elif to_host or (func is aten.copy_.default and result is args[0]):
+            return result
+        if id(result) in owners:
+            return owners[id(result)]
+        if to_host or (func is aten.copy_.default and result is args[0]):
             made.append(result)
-        else:
-            if not device.holds(result.untyped_storage()):
-                device.adopt(result.untyped_storage())
-                made.append(result)
-            results[index] = DeviceTensor.over(result)
+            return result
+        if not device.holds(result.untyped_storage()):
+            device.adopt(result.untyped_storage())
+            made.append(result)
+        return DeviceTensor.over(result)
+
+    results = _map(own, found)
     if func in _EMPTY:
         for result in made:
             _bytes_of(result.untyped_storage())[:] = _POISON
-        return tree_unflatten(results, out_spec)
+        return results
     if made or written or not known:
         device.note(_name(func), reads, [*written, *made])
     if not known or (crosses and _blocks(func, args, kwargs, to_host)):
         device.host.wait_for(device.current.clock)
-    return tree_unflatten(results, out_spec)
+    return results
+
+
+def _map(change: Callable[[Any], Any], value: Any) -> Any:
+    """Change what lists, tuples and dicts hold; PyTorch's own takes most of an operation's time."""
+    if isinstance(value, (list, tuple)):
+        return type(value)([_map(change, each) for each in value])
+    if isinstance(value, dict):
+        return {name: _map(change, each) for name, each in value.items()}
+    return change(value)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    found: list[Any] = []
+    _map(found.append, value)
+    return [each for each in found if isinstance(each, torch.Tensor)]
 
 
 def _is_view(result: Any, given: list[torch.Tensor]) -> bool:
     """Whether an operation that writes nothing has made tensors of memory that it was given."""
     storages = {each.untyped_storage()._cdata for each in given}
-    made = [each for each in tree_flatten(result)[0] if isinstance(each, torch.Tensor)]
+    made = _tensors(result)
     return bool(made) and all(each.untyped_storage()._cdata in storages for each in made)
 
 
