@@ -263,11 +263,21 @@ class DeviceTensor(torch.Tensor):
         made = memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
         return made
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A result of a rank, sent elsewhere: a plain tensor."""
+        with torch._C._DisableTorchDispatch():
+            return plain(self).clone().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        return _run(func, args, kwargs or {})
+        return NotImplemented if _others(types) else _run(func, args, kwargs or {})
+
+
+def _others(types: Any) -> bool:
+    """Whether there is a subclass with tensors inside of it, which will come here."""
+    return any(each is not torch.Tensor and each is not DeviceTensor for each in types)
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -284,9 +294,7 @@ class Noting(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None:
             return func(*args, **(kwargs or {}))  # DTensor asks for shapes
-        if any(each is not torch.Tensor and each is not DeviceTensor for each in types):
-            return NotImplemented  # a subclass with tensors inside of it, which will come here
-        return _run(func, args, kwargs or {})
+        return NotImplemented if _others(types) else _run(func, args, kwargs or {})
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
