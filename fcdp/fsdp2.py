@@ -76,6 +76,11 @@ def outermost(module: FSDPModule) -> Any:
     return state(module)._state_ctx.iter_forward_root
 
 
+def forget_outermost(state: Any) -> None:
+    """After a forward that raised: the next begins as a root's does, and waits for writes."""
+    state._state_ctx.iter_forward_root = None
+
+
 #: A group's parameters, in the order of its gather.
 _params = _of(FSDPParamGroup, "fsdp_params")
 #: The mesh of its gathers: ``mesh``, ``shard_mesh_dim``, ``replicate_mesh_dim`` and

@@ -123,6 +123,7 @@ class Passes:
         @untraced
         def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
             close()
+            fsdp2.forget_outermost(state)
             return begin(module, args, kwargs)
 
         @untraced

@@ -1,14 +1,40 @@
-"""A process of its own for the accelerator, which PyTorch does not forget again."""
+"""A process of its own for the accelerator, which PyTorch does not forget again.
+
+What tests send to ranks, they send to ranks on the accelerator too (``ALSO``).
+"""
 
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from tests.fcdp.on_streams import OnStreams
 from tests.ranks import Pools
+
+#: Files whose tests run on the accelerator, too: the first of each file, all with ``--exhaustive``.
+ALSO = (
+    "upstream.",
+    "test_accumulate",
+    "test_api",
+    "test_hooks",
+    "test_parity",
+    "test_passes",
+    "test_peft",
+    "test_precision",
+    "test_replicas",
+    "test_staleness",
+)
+_RAISES = "an error in a hook of backward, which ends a process whose device is written in Python"
+#: Why others of these files cannot run there, by the test's name.
+NOT_THERE = {
+    "test_a_write_in_mid_step_is_an_error_that_names_the_unit": _RAISES,
+    "test_bad_input_is_refused": "models on the CPU are refused, too: there they are on the device",
+    "test_units_are_keyed_by_dtype_and_requires_grad": "threads share one list of warnings",
+}
 
 
 class Here:
@@ -27,3 +53,39 @@ def apart() -> Iterator[Pools | Here]:
     pools = Pools()
     yield pools
     pools.close()
+
+
+@pytest.fixture(scope="module")
+def ranks(request: pytest.FixtureRequest, ranks: Pools) -> Pools:
+    """Processes with CPUs, or threads with accelerators."""
+    if getattr(request, "param", "cpu") == "cpu":
+        return ranks
+    return OnStreams(request.getfixturevalue("apart"))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    file = metafunc.module.__name__.removeprefix("tests.fcdp.")
+    if "ranks" in metafunc.fixturenames and file.startswith(ALSO):
+        why = NOT_THERE.get(metafunc.function.__name__)
+        marks = [pytest.mark.skip(why)] if why else []
+        there = pytest.param("accelerator", id="accelerator", marks=marks)
+        cpu = pytest.param("cpu", id=pytest.HIDDEN_PARAM)
+        metafunc.parametrize("ranks", [cpu, there], indirect=True)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep one test of each file on the accelerator, unless all are wanted."""
+    if config.getoption("--exhaustive"):
+        return
+    there = defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function) and "accelerator" in _params(item).values():
+            there[item.path].append(item)
+    left_out = [item for of_file in there.values() for item in of_file[1:]]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
+def _params(item: pytest.Function) -> dict[str, Any]:
+    return item.callspec.params if hasattr(item, "callspec") else {}

@@ -73,7 +73,7 @@ def scaled_after_a_write(how: str, unseen: bool, following: int) -> bool:
 
 
 @pytest.mark.parametrize("unseen", [False, True])
-@pytest.mark.parametrize(("how", "following"), [("forward", 1), ("method", 1), ("raising", 0)])
+@pytest.mark.parametrize(("how", "following"), [("raising", 0), ("forward", 1), ("method", 1)])
 def test_a_write_after_a_parts_pass_counts(
     ranks: Pools, how: str, unseen: bool, following: int
 ) -> None:

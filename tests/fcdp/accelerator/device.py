@@ -26,7 +26,6 @@ import torch
 from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from tests.fcdp.accelerator.tape import Block, Clock, Tape, Timeline, Touch, made_by, region
@@ -264,11 +263,21 @@ class DeviceTensor(torch.Tensor):
         made = memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
         return made
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A result of a rank, sent elsewhere: a plain tensor."""
+        with torch._C._DisableTorchDispatch():
+            return plain(self).clone().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        return _run(func, args, kwargs or {})
+        return NotImplemented if _others(types) else _run(func, args, kwargs or {})
+
+
+def _others(types: Any) -> bool:
+    """Whether there is a subclass with tensors inside of it, which will come here."""
+    return any(each is not torch.Tensor and each is not DeviceTensor for each in types)
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -285,9 +294,7 @@ class Noting(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None:
             return func(*args, **(kwargs or {}))  # DTensor asks for shapes
-        if any(each is not torch.Tensor and each is not DeviceTensor for each in types):
-            return NotImplemented  # a subclass with tensors inside of it, which will come here
-        return _run(func, args, kwargs or {})
+        return NotImplemented if _others(types) else _run(func, args, kwargs or {})
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -299,8 +306,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         with torch.inference_mode(False), torch.no_grad():
             parts = func.decompose(*args, **kwargs)  # nor has autograd taken it apart
             return _run(func, args, kwargs) if parts is NotImplemented else parts
-    flat, spec = tree_flatten((args, kwargs))
-    given = [each for each in flat if isinstance(each, torch.Tensor)]
+    given = _tensors((args, kwargs))
     to = kwargs.get("device")
     to = None if to is None else torch.device(to).type
     on_device = any(isinstance(each, DeviceTensor) for each in given)
@@ -323,45 +329,64 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     # The same memory, by the tensors that the operation was given.
     aliases = {id(each): plain(each) for each in given if isinstance(each, DeviceTensor)}
     owners = {id(aliases[id(each)]): each for each in given if id(each) in aliases}
-    flat = [aliases.get(id(each), each) for each in flat]
+    plain_args, plain_kwargs = _map(lambda each: aliases.get(id(each), each), (args, kwargs))
     if to == NAME:
-        flat = [torch.device("cpu") if each == kwargs["device"] else each for each in flat]
-    plain_args, plain_kwargs = tree_unflatten(flat, spec)
+        plain_kwargs["device"] = torch.device("cpu")
     if func is aten._to_copy.default:
-        results, out_spec = tree_flatten(_copied(plain_args[0], plain_kwargs))
+        found = _copied(plain_args[0], plain_kwargs)
     else:
-        results, out_spec = tree_flatten(func(*plain_args, **plain_kwargs))
+        found = func(*plain_args, **plain_kwargs)
     to_host = to == "cpu" and func is aten._to_copy.default
     made, known = [], True
-    for index, result in enumerate(results):
+
+    def own(result: Any) -> Any:
+        nonlocal known
         if result is None:
-            continue
+            return None
         if not isinstance(result, torch.Tensor):
             known = False  # a number, which the host has to wait for
-        elif id(result) in owners:
-            results[index] = owners[id(result)]
-        elif to_host or (func is aten.copy_.default and result is args[0]):
+            return result
+        if id(result) in owners:
+            return owners[id(result)]
+        if to_host or (func is aten.copy_.default and result is args[0]):
             made.append(result)
-        else:
-            if not device.holds(result.untyped_storage()):
-                device.adopt(result.untyped_storage())
-                made.append(result)
-            results[index] = DeviceTensor.over(result)
+            return result
+        if not device.holds(result.untyped_storage()):
+            device.adopt(result.untyped_storage())
+            made.append(result)
+        return DeviceTensor.over(result)
+
+    results = _map(own, found)
     if func in _EMPTY:
         for result in made:
             _bytes_of(result.untyped_storage())[:] = _POISON
-        return tree_unflatten(results, out_spec)
+        return results
     if made or written or not known:
         device.note(_name(func), reads, [*written, *made])
     if not known or (crosses and _blocks(func, args, kwargs, to_host)):
         device.host.wait_for(device.current.clock)
-    return tree_unflatten(results, out_spec)
+    return results
+
+
+def _map(change: Callable[[Any], Any], value: Any) -> Any:
+    """Change what lists, tuples and dicts hold; PyTorch's own takes most of an operation's time."""
+    if isinstance(value, (list, tuple)):
+        return type(value)([_map(change, each) for each in value])
+    if isinstance(value, dict):
+        return {name: _map(change, each) for name, each in value.items()}
+    return change(value)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    found: list[Any] = []
+    _map(found.append, value)
+    return [each for each in found if isinstance(each, torch.Tensor)]
 
 
 def _is_view(result: Any, given: list[torch.Tensor]) -> bool:
     """Whether an operation that writes nothing has made tensors of memory that it was given."""
     storages = {each.untyped_storage()._cdata for each in given}
-    made = [each for each in tree_flatten(result)[0] if isinstance(each, torch.Tensor)]
+    made = _tensors(result)
     return bool(made) and all(each.untyped_storage()._cdata in storages for each in made)
 
 
@@ -467,6 +492,7 @@ _setup_privateuseone_for_python_backend(NAME, _Module(NAME))
 _device = torch.device(NAME, 0)
 _resize = torch.UntypedStorage.resize_
 _tolist = torch.Tensor.tolist
+_tensor = torch.tensor
 
 
 def _resize_noted(storage: torch.UntypedStorage, size: int) -> None:
@@ -484,9 +510,20 @@ def _tolist_noted(tensor: torch.Tensor) -> Any:
     return _tolist(tensor)
 
 
-# What no operation tells of: FSDP2 frees gathered parameters by the one, hosts read by the other.
+def _tensor_noted(data: Any, *, device: Any = None, **options: Any) -> torch.Tensor:
+    if not hasattr(_threads, "device"):
+        return _tensor(data, device=device, **options)
+    gradients = options.pop("requires_grad", False)
+    made = _tensor(data, device="cpu", **options)
+    to = torch.get_default_device() if device is None else device
+    return made.to(to).requires_grad_(gradients)
+
+
+# What no operation tells of: FSDP2 frees gathered parameters by the one, hosts read by the next.
 torch.UntypedStorage.resize_ = _resize_noted  # type: ignore[method-assign, assignment]
 torch.Tensor.tolist = _tolist_noted  # type: ignore[method-assign]
+# PyTorch moves what it has read from lists to the device past all dispatch.
+torch.tensor = _tensor_noted
 
 
 @contextlib.contextmanager

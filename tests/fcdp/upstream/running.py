@@ -62,6 +62,10 @@ class Run:
         for name, param in model.named_parameters():
             self.see(f"{name}.grad", param.grad)
 
+    def settle(self) -> None:
+        """Wait for the device, as who reads what is not yet promised must."""
+        torch.get_device_module(torch.get_default_device()).synchronize()
+
     def input(self, *shape: int, step: int = 0, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Random numbers that differ from rank to rank, and not from run to run."""
         generator = torch.Generator().manual_seed(1000 * step + self.topology.rank)

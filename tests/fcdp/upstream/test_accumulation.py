@@ -32,6 +32,8 @@ def accumulated(run: Run, mode: str, reshard: bool, reshard_backward: bool) -> N
             loss = model(run.input(4, 5, step=10 * step + micro)).sum()
             run.see(f"loss {step}.{micro}", loss)
             loss.backward()
+            if not last:
+                run.settle()  # FSDP2 waits for reductions in the last backward alone
             run.see_gradients(model)
         optimizer.step()
         optimizer.zero_grad(set_to_none=step % 2 == 0)

@@ -1,0 +1,32 @@
+"""Sends to ranks of the accelerator what tests send to processes with CPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tests.ranks import Pools
+
+
+class OnStreams(Pools):
+    """Ranks are threads of one process, on streams; what nothing orders is a failure."""
+
+    def __init__(self, apart: Pools) -> None:
+        self._apart = apart
+
+    def run(
+        self, world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 400
+    ) -> list[Any]:
+        (results,) = self._apart.run(1, on_streams, function, world_size, args)
+        return results
+
+    def close(self) -> None: ...
+
+
+def on_streams(function: Callable[..., Any], world_size: int, args: tuple[Any, ...]) -> list[Any]:
+    from tests.fcdp import accelerator
+
+    results, tape = accelerator.run(function, world_size, *args)
+    wrong = accelerator.check(tape, range(1))
+    assert wrong is None, wrong
+    return results
