@@ -34,7 +34,11 @@ try:
     )
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
+    from torch.distributed.fsdp._fully_shard._fsdp_state import (
+        FSDPState,
+        FSDPStateContext,
+        TrainingState,
+    )
 except ImportError as error:
     raise _refusal(error.msg) from error
 
@@ -50,7 +54,7 @@ def _of(kind: type, *names: str) -> attrgetter[Any]:
 
 
 _of(FSDPModule, "_get_fsdp_state")
-_of(FSDPState, "_state_ctx", "_fsdp_param_group")
+_of(FSDPState, "_state_ctx", "_fsdp_param_group", "_training_state")
 _of(FSDPStateContext, "iter_forward_root")
 
 
@@ -78,6 +82,7 @@ def outermost(module: FSDPModule) -> Any:
 
 def forget_outermost(state: Any) -> None:
     """After a forward that raised: the next begins as a root's does, and waits for writes."""
+    state._training_state = TrainingState.IDLE
     state._state_ctx.iter_forward_root = None
 
 

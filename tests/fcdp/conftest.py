@@ -32,6 +32,9 @@ _RAISES = "an error in a hook of backward, which ends a process whose device is 
 #: Why others of these files cannot run there, by the test's name.
 NOT_THERE = {
     "test_a_write_in_mid_step_is_an_error_that_names_the_unit": _RAISES,
+    "test_a_full_state_dict_from_rank_0": "PyTorch asks a group for devices, in C++",
+    "test_a_model_initialised_from_the_meta_device": "the device knows no tensors without memory",
+    "test_a_model_loaded_from_the_meta_device": "its parameters, offloaded, are on the device",
     "test_bad_input_is_refused": "models on the CPU are refused, too: there they are on the device",
     "test_units_are_keyed_by_dtype_and_requires_grad": "threads share one list of warnings",
 }

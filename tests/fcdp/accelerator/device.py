@@ -317,6 +317,10 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if (written or not _is_view(result, given)) and func.overloadpacket is not aten.set_:
             device.note_on_host(_name(func), read, written)
         return result
+    if func is aten._foreach_copy_.default and not all(isinstance(e, DeviceTensor) for e in given):
+        for target, source in zip(*args[:2], strict=True):  # as CUDA has it between devices
+            target.copy_(source, *args[2:], **kwargs)
+        return args[0]
     known = func.namespace == "aten" and func.overloadpacket is not aten.set_
     assert known, f"{func}: what it touches is not known"
     crosses = func in (aten.copy_.default, aten._to_copy.default)

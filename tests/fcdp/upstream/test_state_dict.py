@@ -153,7 +153,7 @@ def initialised_from_meta(run: Run, cached_first: bool) -> None:
     run.shard([*model, model])
     if cached_first:
         run.cache(model)
-    model.to_empty(device="cpu")
+    model.to_empty(device=torch.get_default_device())
     torch.manual_seed(3)
     with torch.no_grad():
         for param in model.parameters():
