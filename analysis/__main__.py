@@ -84,11 +84,11 @@ def table(
     _check_baseline(baseline, found)
     from analysis.compare.baseline import compare
     from analysis.compare.seeds import in_words
-    from analysis.load.table import frame, latest
+    from analysis.load.table import latest
     from analysis.report import tables
     from analysis.report.run import markdown as as_markdown
 
-    compared = compare(frame(latest(found)), baseline)
+    compared = compare(latest(found), baseline)
     if markdown:
         typer.echo(as_markdown(compared), nl=False)
         return

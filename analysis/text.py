@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+from experiments.records.comparison import Comparison
 from experiments.records.record import Metric
 
 #: Shown where a cell has no value.
@@ -40,9 +41,31 @@ def times(value: float | None) -> str:
     return text if text == ABSENT else f"{text}×"
 
 
-def gain(speed_up: float, within_spread: float, none: str = "none") -> str:
-    """A speed-up, or that there is none: the difference is within the spread."""
-    return none if within_spread == 1 else times(speed_up)
+def gain(speed: Sequence[float], none: str = "none") -> str:
+    """A speed-up, of it and its interval's ends, or that there is none: 1 is between them."""
+    of, low, high = speed
+    return none if low <= 1 <= high else times(of)
+
+
+def speed_up(*speed: float) -> str:
+    """A speed-up with its interval, such as ``2.6× (2.5–2.7)``; without where that is a point."""
+    return f"{gain(speed)}{_ends(times(end).removesuffix('×') for end in speed[1:])}"
+
+
+def compared(speed: Comparison) -> str:
+    """The same of two cells; a dash where one has no speed."""
+    return speed_up(speed.ratio, *speed.interval) if speed.ratio and speed.interval else ABSENT
+
+
+def share(speed: Comparison) -> str:
+    """What is kept of a speed, such as ``18 % (17–18)``."""
+    ends = (percent(end).removesuffix(" %") for end in speed.interval or ())
+    return f"{percent(speed.ratio)}{_ends(ends)}"
+
+
+def _ends(of: Iterable[str]) -> str:
+    ends = dict.fromkeys(of)
+    return f" ({'–'.join(ends)})" if len(ends) > 1 else ""
 
 
 def percent(value: float | None) -> str:

@@ -302,14 +302,14 @@ Update = Literal["after", "overlapped", "delayed"]
 
 
 def _is_a_size(value: str) -> str:
-    sizes.parse(value)
+    sizes.parse(value, least=1)
     return value
 
 
 def _is_an_amount(value: str) -> str:
     if value not in ("auto", "none", "all"):
         try:
-            sizes.parse(value)
+            _is_a_size(value)
         except ValueError as error:
             raise ValueError(f"{error}; and auto, none, all") from error
     return value

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-import math
 import re
 from decimal import Decimal
 
-_SIZE = re.compile(r"([+-]?[\d_]*\.?\d+(?:[eE][+-]?\d+)?)\s*([kmgtKMGT]?)(i?)B")
-_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+# The library's grammar, ``fcdp.sizes``, which cannot be imported without torch: plans are made
+# without it. ``tests/baselines/test_sizes.py`` holds the two against each other.
+_SIZE = re.compile(r"(\d[\d_]*(?:\.\d*)?|\.\d+)([eE][+-]?\d{1,2})?\s*(?:([kmgtKMGT]?)(i?)B)?")
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _PREFIXES = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
-ALLOWED = "a number above 0 and a unit, such as 512GB, '512 GiB' or 1TB"
 
 
-def parse(text: str) -> float:
-    """Bytes of a size: ``512GB`` or ``1.5 TB`` of powers of 1000, ``512 GiB`` of 1024.
+def parse(text: str, least: int = 0) -> int:
+    """Bytes of a size as people write it.
 
-    Raises ``ValueError`` with the text and what is allowed.
+    Args:
+        text: ``512MB`` (a power of 1000), ``1 GiB`` (one of 1024), or a number of bytes alone.
+        least: the fewest bytes that are a size here.
+
+    Raises:
+        ValueError: it is none of these.
     """
     match = _SIZE.fullmatch(text.strip())
-    if match is None or not 0 < float(match[1]) < math.inf:
-        raise ValueError(f"{text!r} is not a size; allowed: {ALLOWED}")
-    base = 1024 if match[3] else 1000
-    return float(Decimal(match[1]) * base ** _POWERS[match[2].lower()])
+    base = 1024 if match and match[4] else 1000
+    power = _POWERS[(match[3] or "").upper()] if match else 0
+    nbytes = int(Decimal(match[1] + (match[2] or "")) * base**power) if match else -1
+    if nbytes < least:
+        more = f", {least} or more" if least else ""
+        raise ValueError(
+            f"{text!r} is not a size: allowed are bytes{more}, or such as 512MB, 1 GiB"
+        )
+    return nbytes
 
 
 def written(count: float, digits: int = 3) -> str:

@@ -15,7 +15,7 @@ from analysis import strategies
 from analysis.compare.baseline import compare
 from analysis.figures import axes
 from analysis.figures.drawings import label_width, put_source, style
-from analysis.load.table import frame, latest, load
+from analysis.load.table import latest, load
 from docs import drawn
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,8 +23,8 @@ RECORDS = ROOT / "results" / "ablation" / "records.jsonl"
 
 
 def draw() -> Figure:
-    """A panel for each number of micro-batches, its variants as bars, the middle half as lines."""
-    compared = compare(frame(latest(load(RECORDS))))
+    """A panel for each number of micro-batches, variants as bars, rounds' middle half as lines."""
+    compared = compare(latest(load(RECORDS)))
     looks = strategies.styles(compared["strategy"])
     with style():
         figure = Figure(figsize=(7.4 + label_width(looks), 3.0), layout="constrained")

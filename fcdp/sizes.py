@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgtKMGT]?)(i?)B)?")
+_SIZE = re.compile(r"(\d[\d_]*(?:\.\d*)?|\.\d+)([eE][+-]?\d{1,2})?\s*(?:([kmgtKMGT]?)(i?)B)?")
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -16,17 +17,23 @@ def in_words(nbytes: int) -> str:
     return f"{nbytes} bytes"
 
 
-def parse(text: str) -> int:
+def parse(text: str, least: int = 0) -> int:
     """Bytes of a size as people write it.
 
     Args:
-        text: ``512MB`` (a power of 1000), ``1 GiB`` (one of 1024), or a number alone.
+        text: ``512MB`` (a power of 1000), ``1 GiB`` (one of 1024), or a number of bytes alone.
+        least: the fewest bytes that are a size here.
 
     Raises:
         ValueError: it is none of these.
     """
-    match = _SIZE.fullmatch(text)
-    if match is None:
-        raise ValueError(f"{text!r} is not a size: allowed are bytes, or such as 512MB, 1 GiB")
-    power = _POWERS[(match[2] or "").upper()]
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+    match = _SIZE.fullmatch(text.strip())
+    base = 1024 if match and match[4] else 1000
+    power = _POWERS[(match[3] or "").upper()] if match else 0
+    nbytes = int(Decimal(match[1] + (match[2] or "")) * base**power) if match else -1
+    if nbytes < least:
+        more = f", {least} or more" if least else ""
+        raise ValueError(
+            f"{text!r} is not a size: allowed are bytes{more}, or such as 512MB, 1 GiB"
+        )
+    return nbytes

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import mean, median, stdev
+from statistics import mean, stdev
 
 from analysis import text
 from baselines.settings import CO2Settings
+from experiments.records.comparison import Comparison, few, paired
 from experiments.records.record import Record
 
 
@@ -61,45 +62,30 @@ def _name(record: Record) -> str:
 
 
 def kept(matrices: Sequence[Sequence[Record]]) -> str:
-    """What each strategy keeps of its speed on the slow link; a column per number of workers.
-
-    Behind the median the least and the most of a step or a round; but for the first round, which
-    begins with nothing under way, as bytes are read when nothing is.
-    """
-    workers = [records[0].cell.cluster.nodes for records in matrices]
+    """What each strategy keeps of its speed on the slow link; a column per number of workers."""
     lines = [
-        f"| Keeps, with workers | {' | '.join(map(str, workers))} |",
-        f"|---|{'--:|' * len(workers)}",
+        f"| Keeps, with workers | {' | '.join(str(of[0].cell.cluster.nodes) for of in matrices)} |",
+        f"|---|{'--:|' * len(matrices)}",
     ]
-    seconds = [_seconds(records) for records in matrices]
-    for name in dict.fromkeys(name for of in seconds for name in of):
-        columns = [_share(of.get(name, {})) for of in seconds]
+    found: list[dict[str, Comparison]] = []
+    for records in matrices:
+        free, slow = (
+            [r for r in records if (r.cell.inter_bandwidth_bits_per_s is None) is unshaped]
+            for unshaped in (True, False)
+        )
+        pairs = paired(slow, free, lambda record: record.cell.subject)
+        found.append({_with_interval(one): Comparison(one, other) for one, other in pairs})
+    for name in dict.fromkeys(name for of in found for name in of):
+        columns = [text.share(of[name]) if name in of else text.ABSENT for of in found]
         lines.append(f"| {name} | {' | '.join(columns)} |")
-    return "\n".join(lines)
+    said = few(speed for of in found for speed in of.values())
+    return "\n".join([*lines, "", f"{said}."] if said else lines)
 
 
-def _share(seconds: dict[bool, list[float]]) -> str:
-    """The share that the slow link leaves, of seconds by whether the link has no limit."""
-    if len(seconds) < 2:
-        return text.ABSENT
-    free, slow = median(seconds[True]), seconds[False]
-    least, most = (f"{100 * free / of(slow[1:] or slow):.2g}" for of in (max, min))
-    apart = "" if least == most else f" ({least}–{most})"
-    return text.percent(free / median(slow)) + apart
-
-
-def _seconds(records: Sequence[Record]) -> dict[str, dict[bool, list[float]]]:
-    """Seconds per step of each round by strategy, and by whether the link has no limit."""
-    found: dict[str, dict[bool, list[float]]] = {}
-    for record in records:
-        settings, name = record.cell.settings, record.cell.strategy
-        if record.measurement is None:
-            continue
-        if isinstance(settings, CO2Settings):
-            name = f"{name}, τ = {settings.interval}"
-        free = record.cell.inter_bandwidth_bits_per_s is None
-        found.setdefault(name, {})[free] = record.measurement.round_seconds
-    return found
+def _with_interval(record: Record) -> str:
+    settings = record.cell.settings
+    interval = f", τ = {settings.interval}" if isinstance(settings, CO2Settings) else ""
+    return f"{record.cell.strategy}{interval}"
 
 
 def _held_out(record: Record) -> float | None:

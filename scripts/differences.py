@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from statistics import mean, stdev
 
 from analysis import text
+from experiments.records.comparison import Comparison, few
 from experiments.records.record import Record
-from experiments.records.repeats import pooled, within_spread
 from simulation.quantities import format_link
 
 
@@ -26,7 +26,8 @@ def on_the_slow_link(records: Sequence[Record]) -> str:
         sent = record.measurement.inter_node_bytes_per_step / 1e6
         columns = [record.cell.subject, text.number(record.tokens_per_s), factor, text.number(sent)]
         lines.append(f"| {' | '.join(columns)} |")
-    return "\n".join(lines)
+    said = few(Comparison(record, chosen[0]) for record in chosen[1:])
+    return "\n".join([*lines, "", f"{said}."] if said else lines)
 
 
 def in_a_sentence(records: Sequence[Record]) -> str:
@@ -50,14 +51,13 @@ def _limited(records: Sequence[Record]) -> list[Record]:
 
 
 def _factors(records: Sequence[Record]) -> list[str]:
-    speeds = [record.tokens_per_s or 0.0 for record in records]
-    return [text.times(speed / speeds[0]) for speed in speeds]
+    return [text.times(1), *(text.compared(Comparison(of, records[0])) for of in records[1:])]
 
 
 def on_a_free_link(records: Sequence[Record]) -> str:
-    """Steps with the rule for differences beside those without, repetitions pooled."""
+    """Steps with the rule for differences beside those without."""
     by: dict[int, dict[str, Record]] = {}
-    for record in pooled(records):
+    for record in records:
         codec = str(record.cell.settings.model_dump()["gather_codec"])
         by.setdefault(record.cell.micro_batch, {})[codec] = record
     lines = [
@@ -66,10 +66,8 @@ def on_a_free_link(records: Sequence[Record]) -> str:
     ]
     for size, of in by.items():
         seconds = [of[codec].step_seconds_median or math.nan for codec in ("none", "delta")]
-        factor = f"{seconds[0] / seconds[1]:.2f}×"
-        if within_spread(of["none"], of["delta"]):
-            factor += ", within the spread"
-        columns = [str(size), *map(text.number, seconds), factor]
+        factor = Comparison(of["delta"], of["none"])
+        columns = [str(size), *map(text.number, seconds), text.compared(factor)]
         lines.append(f"| {' | '.join(columns)} |")
     return "\n".join(lines)
 

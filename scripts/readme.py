@@ -19,8 +19,8 @@ from analysis.claims import papers
 from analysis.compare import orders
 from analysis.compare.audit import audit
 from analysis.load import runs
-from analysis.load.table import latest, load
 from analysis.report import reproduction
+from experiments.records.record import Record, read
 from experiments.records.repeats import pooled
 from experiments.terminal.summary_table import summary
 from scripts import co2, differences, matrices, tables
@@ -34,27 +34,27 @@ _PLAN = (
 #: The marked places of each page, and what is written there.
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
-        "result": lambda: tables.result(load(_records("reference"))),
-        "differences": lambda: differences.in_a_sentence(load(_records("delta"))),
+        "result": lambda: tables.result(_records("reference")),
+        "differences": lambda: differences.in_a_sentence(_records("delta")),
     },
     "docs/differences.md": {
-        "slow-link": lambda: differences.on_the_slow_link(load(_records("delta"))),
-        "free-link": lambda: differences.on_a_free_link(load(_records("delta-unshaped"))),
-        "quantised": lambda: differences.over_seeds(load(_records("quantised"))),
+        "slow-link": lambda: differences.on_the_slow_link(_records("delta")),
+        "free-link": lambda: differences.on_a_free_link(_records("delta-unshaped")),
+        "quantised": lambda: differences.over_seeds(_records("quantised")),
     },
     "docs/quickstart.md": {"quickstart": lambda: _printed("quickstart")},
     "docs/planning.md": {"plan": lambda: _answered(_PLAN)},
     "docs/measurements.md": {
-        "reference": lambda: tables.condensed(load(_records("reference"))),
-        "unshaped": lambda: tables.condensed(load(_records("unshaped"))),
-        "unshaped-repeated": lambda: tables.condensed(pooled(load(_records("unshaped-repeated")))),
-        "link-bound": lambda: tables.bound_by_the_link(load(_records("link-bound"))),
-        "slow-link": lambda: tables.kept(load(_records("slow-link"))),
-        "paper-emulated": lambda: tables.speeds(load(_records("paper-emulated"))),
+        "reference": lambda: tables.condensed(_records("reference")),
+        "unshaped": lambda: tables.condensed(_records("unshaped")),
+        "unshaped-repeated": lambda: tables.condensed(_records("unshaped-repeated")),
+        "link-bound": lambda: tables.bound_by_the_link(_records("link-bound")),
+        "slow-link": lambda: tables.kept(_records("slow-link")),
+        "paper-emulated": lambda: tables.speeds(_records("paper-emulated")),
     },
     "docs/simulator.md": {"orders": lambda: _ordered()},
-    "docs/memory.md": {"frozen": lambda: tables.by_base(load(_records("frozen")))},
-    "docs/ablations.md": {"ablation": lambda: tables.ablated(latest(load(_records("ablation"))))},
+    "docs/memory.md": {"frozen": lambda: tables.by_base(_records("frozen"))},
+    "docs/ablations.md": {"ablation": lambda: tables.ablated(_records("ablation"))},
     "docs/matrices.md": {
         "cells": matrices.of_cells,
         "strategies": matrices.of_strategies,
@@ -64,15 +64,15 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "optimizers": matrices.of_optimizers,
     },
     "docs/strategies.md": {
-        "audit": lambda: tables.audited(audit(load(_records("parity")))),
-        "baselines": lambda: tables.speeds(load(_records("baselines"))),
+        "audit": lambda: tables.audited(audit(_records("parity"))),
+        "baselines": lambda: tables.speeds(_records("baselines")),
         "workers": lambda: co2.kept(
-            [load(_records(f"co2-scaling/{workers}")) for workers in ("two", "four", "eight")]
+            [_records(f"co2-scaling/{workers}") for workers in ("two", "four", "eight")]
         ),
-        "lag-short": lambda: co2.lag(load(_records("co2-loss"))),
-        "lag-longer": lambda: co2.lag(load(_records("co2-long"))),
-        "lag-long": lambda: co2.lag(load(_records("co2-tuned"))),
-        "behind": lambda: co2.behind(load(_records("co2-ablation"))),
+        "lag-short": lambda: co2.lag(_records("co2-loss")),
+        "lag-longer": lambda: co2.lag(_records("co2-long")),
+        "lag-long": lambda: co2.lag(_records("co2-tuned")),
+        "behind": lambda: co2.behind(_records("co2-ablation")),
     },
 }
 
@@ -108,14 +108,15 @@ def rewritten(page: str, text: str) -> str:
     return text
 
 
-def _records(matrix: str) -> Path:
-    return ROOT / "results" / matrix / "records.jsonl"
+def _records(matrix: str) -> list[Record]:
+    """A committed run's records, repetitions pooled."""
+    return pooled(read(ROOT / "results" / matrix / "records.jsonl"))
 
 
 def _printed(matrix: str) -> str:
     """What the command prints at its end."""
     console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(summary(load(_records(matrix))))
+    console.print(summary(_records(matrix)))
     lines = (line.rstrip() for line in console.export_text().strip("\n").splitlines())
     return "```text\n" + "\n".join(lines) + "\n```"
 

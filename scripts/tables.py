@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import combinations
 
 from analysis import text
 from analysis.compare.audit import Finding
 from experiments.records.cell import Cell
+from experiments.records.comparison import Comparison, few, grouped, groups, paired
 from experiments.records.record import Machine, Record
-from experiments.records.repeats import within_spread
 from experiments.records.variants import ranked
 from experiments.terminal import variants_table
 from simulation.quantities import format_link
@@ -19,6 +20,7 @@ _RESULT_HEAD = (
     "| DeepSpeed MB | FSDP2 MB | FCDP MB |\n"
     "|---|--:|--:|--:|--:|--:|--:|--:|--:|"
 )
+_THREE = ("deepspeed-zero3", "fsdp2", "fcdp")
 _HEAD = (
     "| Model | Tuning | Link | Micro-batches | ZeRO-3, DeepSpeed s/step | ZeRO-3, FSDP2 s/step "
     "| FCDP s/step | speed-up | over FSDP2 | DeepSpeed MB/step | FSDP2 MB/step | FCDP MB/step "
@@ -29,61 +31,63 @@ _HEAD = (
 
 def result(records: Sequence[Record]) -> str:
     """The README's four rows: one model on one link, by what is trained and micro-batches."""
-    lines = [_RESULT_HEAD]
-    for setting, by in _comparisons(records).items():
-        model, tuning, link, micro_batches = setting
+    lines, speeds = [_RESULT_HEAD], list[Comparison]()
+    for by in _by_strategy(records):
+        model, tuning, link, micro_batches = _setting(by["fcdp"].cell)
         if (model, link) == ("gpt2-4x256", "100 Mbit/s"):
-            deepspeed, fsdp2, fcdp = (by[name] for name in ("deepspeed-zero3", "fsdp2", "fcdp"))
-            slower = [_faster(fcdp, other) or math.inf for other in (deepspeed, fsdp2)]
+            deepspeed, fsdp2, fcdp = (by[name] for name in _THREE)
+            over = [Comparison(fcdp, other) for other in (deepspeed, fsdp2)]
+            speeds.append(min(over, key=lambda speed: speed.ratio or math.inf))
             columns = [
                 f"{tuning}, k = {micro_batches}".replace(" = ", "\u00a0=\u00a0"),
                 *(text.number(_seconds(record)) for record in (deepspeed, fsdp2, fcdp)),
-                text.times(min(slower)),
+                text.compared(speeds[-1]),
                 text.number(_least_megabytes(fsdp2)),
                 *(text.number(_megabytes(record)) for record in (deepspeed, fsdp2, fcdp)),
             ]
             lines.append(f"| {' | '.join(columns)} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_noted(speeds)])
 
 
-def _comparisons(records: Sequence[Record]) -> dict[tuple[object, ...], dict[str, Record]]:
-    """Records by setting, then by strategy."""
-    comparisons: dict[tuple[object, ...], dict[str, Record]] = {}
-    for record in records:
-        if record.state != "skipped":
-            comparisons.setdefault(_setting(record.cell), {})[record.cell.strategy] = record
-    return comparisons
+def _by_strategy(records: Sequence[Record]) -> list[dict[str, Record]]:
+    """Cells that are compared, by strategy."""
+    ran = [record for record in records if record.state != "skipped"]
+    return [{record.cell.strategy: record for record in group} for group in groups(ran)]
 
 
 def condensed(records: Sequence[Record]) -> str:
     """One row per comparison, as Markdown."""
-    rows = (_row(setting, by) for setting, by in _comparisons(records).items())
-    return "\n".join([_HEAD, *rows])
+    found = _by_strategy(records)
+    speeds = [Comparison(by["fcdp"], by.get(name)) for by in found for name in _THREE[:2]]
+    return "\n".join([_HEAD, *map(_row, found), *_noted(speeds)])
 
 
 def kept(records: Sequence[Record]) -> str:
     """How much of its own speed each strategy keeps on a slow link, as Markdown."""
     links = sorted({r.cell.inter_bandwidth_bits_per_s for r in records}, key=lambda bits: bits or 0)
-    open_link, slow = links  # None, no limit, sorts first
-    by = {(r.cell.strategy, r.cell.inter_bandwidth_bits_per_s): r for r in records}
-    names = list(dict.fromkeys(r.cell.strategy for r in records))
+    # None, no limit, sorts first.
+    free, slow = (
+        [r for r in records if r.cell.inter_bandwidth_bits_per_s == bits] for bits in links
+    )
+    first, speeds = slow[0], list[Comparison]()
     lines = [
-        f"| Strategy | unshaped tokens/s | {format_link(slow)} tokens/s | keeps "
-        f"| over {names[0]} | MB/step |",
+        f"| Strategy | unshaped tokens/s | {format_link(links[1])} tokens/s | keeps "
+        f"| over {first.cell.strategy} | MB/step |",
         "|---|--:|--:|--:|--:|--:|",
     ]
-    for name in names:
-        fast, limited, first = by[name, open_link], by[name, slow], by[names[0], slow]
-        rates = [record.tokens_per_s or math.nan for record in (fast, limited, first)]
+    for limited, fast in paired(slow, free, lambda record: record.cell.strategy):
+        keeps, over = Comparison(limited, fast), Comparison(limited, first)
+        speeds += [keeps, *([over] if limited is not first else [])]
         columns = [
-            name,
-            text.number(rates[0]),
-            text.number(rates[1]),
-            f"{rates[1] / rates[0]:.1%}",
-            text.times(rates[1] / rates[2]),
+            limited.cell.strategy,
+            text.number(fast.tokens_per_s),
+            text.number(limited.tokens_per_s),
+            text.share(keeps),
+            text.times(1) if limited is first else text.compared(over),
             text.number(_megabytes(limited)),
         ]
         lines.append(f"| {' | '.join(columns)} |")
+    lines += _noted(speeds)
     return "\n".join([*lines, "", _trained_share(records)])
 
 
@@ -176,15 +180,13 @@ def speeds(records: Sequence[Record]) -> str:
 
 def _noise(records: Sequence[Record]) -> list[str]:
     """What of their speeds no link explains, as a paragraph; nothing where there is nothing."""
-    by: dict[tuple[object, ...], list[tuple[float, float]]] = {}
-    for record in records:
-        cell, rate = record.cell, record.tokens_per_s
-        if rate is not None:
-            key = cell.strategy, cell.model.name, cell.tuning, cell.accumulation
-            link = cell.inter_bandwidth_bits_per_s or math.inf
-            by.setdefault(key, []).append((link, rate))
+    slowest = sorted(records, key=lambda record: record.cell.inter_bandwidth_bits_per_s or math.inf)
+    alike = grouped(slowest, lambda of: (of.cell.strategy, *_setting(of.cell, link=False)))
     # Of each, the most that a slower link is faster than a faster one.
-    most = [max((a / b for x, a in own for y, b in own if x < y), default=0) for own in by.values()]
+    most = [
+        max((Comparison(*two).ratio or 0 for two in combinations(own, 2)), default=0)
+        for own in alike
+    ]
     odd = [factor for factor in most if factor > 1]
     if not odd:
         return []
@@ -227,39 +229,32 @@ def _rate(record: Record | None) -> str:
     return text.number(record.tokens_per_s)
 
 
-def _setting(cell: Cell) -> tuple[object, ...]:
-    link = format_link(cell.inter_bandwidth_bits_per_s)
-    return cell.model.name, cell.tuning, link, cell.accumulation
+def _setting(cell: Cell, link: bool = True) -> tuple[object, ...]:
+    of = format_link(cell.inter_bandwidth_bits_per_s) if link else None
+    return cell.model.name, cell.tuning, of, cell.accumulation
 
 
-def _row(setting: tuple[object, ...], by_strategy: dict[str, Record]) -> str:
-    deepspeed, fsdp2, fcdp = (
-        by_strategy.get(name) for name in ("deepspeed-zero3", "fsdp2", "fcdp")
-    )
+def _row(by_strategy: dict[str, Record]) -> str:
+    deepspeed, fsdp2, _ = map(by_strategy.get, _THREE)
+    fcdp = by_strategy["fcdp"]
     cells = [
-        *map(str, setting),
+        *map(str, _setting(fcdp.cell)),
         *(text.number(_seconds(record)) for record in (deepspeed, fsdp2, fcdp)),
-        _gain(fcdp, deepspeed),
-        _gain(fcdp, fsdp2),
+        *(text.compared(Comparison(fcdp, other)) for other in (deepspeed, fsdp2)),
         *(text.number(_megabytes(record)) for record in (deepspeed, fsdp2, fcdp)),
         text.number(_least_megabytes(fcdp)),
     ]
     return "| " + " | ".join(cells) + " |"
 
 
-def _gain(record: Record | None, other: Record | None) -> str:
-    """How many times as fast; none within the spread of their steps."""
-    within = record is not None and other is not None and within_spread(record, other)
-    return "none" if within else text.times(_faster(record, other))
+def _noted(speeds: Sequence[Comparison]) -> list[str]:
+    """What to know of few rounds, as a paragraph."""
+    said = few(speeds)
+    return ["", f"{said}."] if said else []
 
 
 def _seconds(record: Record | None) -> float | None:
     return None if record is None else record.step_seconds_median
-
-
-def _faster(record: Record | None, other: Record | None) -> float | None:
-    mine, theirs = _seconds(record), _seconds(other)
-    return None if mine is None or theirs is None else theirs / mine
 
 
 def _megabytes(record: Record | None) -> float | None:

@@ -70,12 +70,12 @@ def format_link(bits: float | None) -> str:
     return f"{(Decimal(bits) / size).normalize():f} {suffix}"
 
 
-def size_bytes(option: str, text: str) -> float:
+def size_bytes(option: str, text: str) -> int:
     """Bytes of a size of memory: ``512GB``, ``512 GiB``, ``1TB``."""
     try:
-        return sizes.parse(text)
+        return sizes.parse(text, least=1)
     except ValueError:
-        raise _mistake(option, text, sizes.ALLOWED) from None
+        raise _mistake(option, text, "bytes, 1 or more, or such as 512MB, 1 GiB") from None
 
 
 def format_rate(bits_per_s: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from statistics import median
 from typing import Annotated, Literal
@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from analysis.load.rows import Quantity, Row
+from experiments.records.comparison import Comparison, paired
 from experiments.records.parity import largest_difference
 from experiments.records.record import State
 from simulation.files import Strict
@@ -97,6 +98,25 @@ class Sample:
     #: What it is compared with, if it is.
     over: Row | None = None
 
+    @property
+    def speed(self) -> Comparison | None:
+        """Both cells' speeds; ``None`` where either has none."""
+        if self.row.record is None or self.over is None:
+            return None
+        found = Comparison(self.row.record, self.over.record)
+        return None if found.ratio is None else found
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How sure a comparison of times is that were read from clocks."""
+
+    #: The fewest of all cells, and whether all have enough to decide anything.
+    rounds: int
+    enough: bool
+    #: In basic units; of too few rounds, all of them.
+    interval: tuple[float, float]
+
 
 class Ratio(Strict):
     """Each cell of ``of`` against the cell that differs from it in ``over`` alone.
@@ -124,6 +144,20 @@ class Ratio(Strict):
                 continue
             found.append(Sample(self.of_quotient(top / bottom), a, b))
         return found
+
+    def timing(self, samples: Sequence[Sample]) -> Timing | None:
+        """How sure the number is; ``None`` where no times are compared, or they were computed."""
+        timed = [(of, speed) for of in samples if (speed := of.speed) is not None and speed.timed]
+        if self.quantity != "tokens_per_s" or not timed:
+            return None
+        ends = [sorted(map(self.of_quotient, speed.interval or ())) for _, speed in timed]
+        low, high = (
+            taken([replace(of, value=end[at]) for (of, _), end in zip(timed, ends, strict=True)],
+                  self.take)
+            for at in (0, 1)
+        )  # fmt: skip
+        enough = all(speed.decides for _, speed in timed)
+        return Timing(min(speed.rounds for _, speed in timed), enough, (low, high))
 
     def of_quotient(self, ratio: float) -> float:
         """The number of this kind that a quotient is."""
@@ -236,14 +270,9 @@ def _pairs(rows: Sequence[Row], of: Selection, over: Selection) -> Iterator[tupl
     left no figures have.
     """
     ran = [row for row in rows if row.state != "skipped"]
-    others = {_rest(row, over): row for row in ran if over.matches(row)}
-    for row in ran:
-        partner = others.get(_rest(row, over))
-        if partner is not None and of.matches(row):
-            yield row, partner
-
-
-def _rest(row: Row, over: Selection) -> tuple[object, ...]:
-    """What two cells that are compared must have in common."""
     named = over.settings
-    return row.evidence, *(value for name, value in row.settings.items() if name not in named)
+
+    def rest(row: Row) -> tuple[object, ...]:
+        return row.evidence, *(value for name, value in row.settings.items() if name not in named)
+
+    return paired(filter(of.matches, ran), filter(over.matches, ran), rest)

@@ -9,11 +9,11 @@ from typing import Literal
 
 from analysis import strategies, text
 from analysis.claims.causes import Cause, changed, setting_of
-from analysis.claims.computations import SCALES, Ratio, Sample, Unit, Value, taken
+from analysis.claims.computations import SCALES, Ratio, Sample, Timing, Unit, Value, taken
 from analysis.claims.papers import Check, Claim, Claims, Role
-from analysis.claims.timing import STEPS, Timing, timing
 from analysis.load.rows import Row
 from experiments.records.abilities import Evidence
+from experiments.records.comparison import FEWEST
 from experiments.records.settings import Described
 
 Verdict = Literal[
@@ -119,10 +119,11 @@ def _check(
     ours = taken(samples, check.compute.take) * SCALES[claim.unit]
     near = check.tolerance.admits(ours, claim.number)
     verdict = VERDICTS[check.role][0 if near else 1]
-    timed = timing(samples, check.compute)
-    ends = None if timed is None else timed.interval
-    scale = SCALES[claim.unit]
-    interval = None if ends is None else (ends[0] * scale, ends[1] * scale)
+    timed = check.compute.timing(samples) if isinstance(check.compute, Ratio) else None
+    interval = None
+    if timed is not None:
+        low, high = (end * SCALES[claim.unit] for end in timed.interval)
+        interval = low, high
     unsure = _unsure(timed, interval, claim, check)
     if unsure is not None and check.role in ("result", "context"):
         verdict = "undecided"
@@ -133,8 +134,9 @@ def _check(
             why = ["No reason has been found yet."]
         reasons += why
     cells = _cells(samples, check.compute.take) + _lacking(check, rows)
-    if interval is not None:
-        cells += f"; 95 % of draws: {between(interval, claim.unit)}"
+    if timed is not None:
+        plural = "s" if timed.rounds > 1 else ""
+        cells += f"; {timed.rounds} round{plural}: {between(interval, claim.unit)}"
     said = tuple(filter(None, reasons))
     return Finding(claim, check, verdict, ours, evidence, cells, said, interval=interval)
 
@@ -143,14 +145,13 @@ def _unsure(
     timed: Timing | None, interval: tuple[float, float] | None, claim: Claim, check: Check
 ) -> str | None:
     """Why a timed comparison decides nothing, if it does not."""
-    if timed is None:
+    if timed is None or interval is None:
         return None
     if not timed.enough:
         return (
-            f"Timed over fewer than {STEPS} steps in a cell: it is not told from noise, and "
+            f"Timed over fewer than {FEWEST} rounds in a cell: it is not told from noise, and "
             "decides nothing."
         )
-    assert interval is not None, "there are several steps"
     if check.tolerance.decides(interval, claim.number):
         return None
     return "Its interval is in part near enough, and in part not."
@@ -230,7 +231,7 @@ def rounded(value: float | None, unit: Unit | None) -> str:
 
 
 def between(interval: tuple[float, float] | None, unit: Unit | None) -> str:
-    """The ends of an interval, which has none of few steps."""
+    """The ends of an interval, if there is one."""
     if interval is None:
         return ""
     low, high = (rounded(end, unit) for end in interval)

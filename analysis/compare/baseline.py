@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 
 from analysis import strategies
+from analysis.load.table import frame
 from experiments.records import settings
 from experiments.records.cell import Cell
-from experiments.records.repeats import overlap
-from experiments.records.variants import reference as usual
+from experiments.records.comparison import Comparison, groups, reference
+from experiments.records.record import Record
 
 _CONDITIONS = settings.names(Cell, "condition")
 #: Cells are compared only where all of these agree; how many steps were timed may differ.
@@ -42,32 +44,24 @@ class Headline:
     bytes_of_baselines: tuple[float, ...]
 
 
-def compare(table: pd.DataFrame, baseline: str = strategies.BASELINE) -> pd.DataFrame:
-    """The table in display order with, beside each cell, how it compares; no row is lost.
+def compare(records: Sequence[Record], baseline: str = strategies.BASELINE) -> pd.DataFrame:
+    """A row per cell in display order with, beside each, how it compares; none is lost.
 
     Added columns: ``baseline`` (the strategy compared with: the one asked for or, where that has
-    no result, the usual one or the first that has), ``speed_up``, ``within_spread`` (1 where that
-    is no more than the spread of both cells' steps, else 0), ``fastest_other`` (the
-    fastest other strategy), ``speed_up_over_fastest_other``, ``bytes_of_baseline``,
-    ``bytes_of_baseline_closed_form``, ``bytes_of_closed_form`` (all ratios),
-    ``ledger_disagreement_percent``, ``loss_difference`` and ``loss_difference_max``.
+    no result, a usual one or the first that has), ``speed_up`` and the ends of its interval,
+    ``speed_up_low`` and ``speed_up_high``, ``decides`` (1 where its rounds are enough),
+    ``fastest_other`` (the fastest other strategy), ``speed_up_over_fastest_other``,
+    ``bytes_of_baseline``, ``bytes_of_baseline_closed_form``, ``bytes_of_closed_form`` (all ratios),
+    ``ledger_disagreement_percent``, ``loss_difference`` and ``loss_difference_max``; and
+    ``comparison``, a number that cells have in common which are compared.
     """
-    groups = [
-        group
-        for _, matrix in table.groupby("matrix", sort=False)
-        for _, group in matrix.groupby(must_agree(matrix), dropna=False, sort=False)
-    ]
-    return _in_display_order(pd.concat([_compare_group(group, baseline) for group in groups]))
-
-
-def must_agree(matrix: pd.DataFrame) -> list[str]:
-    """The columns in which cells of this matrix must agree to be compared."""
-    columns = [*SETTINGS, "strategy"]
-    ran = matrix.loc[matrix["state"] != "skipped", columns].astype(object)
-    # What is missing becomes None, which equals itself.
-    cells = ran.where(ran.notna(), None).itertuples(index=False)
-    rows = [dict(zip(columns, cell, strict=True)) for cell in cells]
-    return ["evidence", *settings.must_agree(Cell, rows)]
+    table = frame(records)
+    at = {id(record): place for place, record in enumerate(records)}
+    found = []
+    for number, group in enumerate(groups(records)):
+        rows = table.iloc[[at[id(record)] for record in group]]
+        found.append(_compare_group(rows, group, baseline).assign(comparison=number))
+    return _in_display_order(pd.concat(found))
 
 
 def headlines(compared: pd.DataFrame, subject: str = strategies.SUBJECT) -> list[Headline]:
@@ -117,42 +111,43 @@ def ratio(value: float, reference: float) -> float:
     return float(value / reference)
 
 
-def _compare_group(group: pd.DataFrame, wanted: str) -> pd.DataFrame:
+def _compare_group(rows: pd.DataFrame, group: Sequence[Record], wanted: str) -> pd.DataFrame:
     """Add the comparison columns to the cells of one setting."""
-    reference = _reference(group, wanted)
+    over = _reference(group, wanted)
+    at = next((place for place, record in enumerate(group) if record is over), None)
+    baseline = None if at is None else rows.iloc[at]
     columns = [
-        {**_compare_cell(cell, reference), **_compare_with_fastest(cell, group)}
-        for _, cell in group.iterrows()
+        {**_compare_cell(cell, baseline, Comparison(of, over)), **_compare_with_fastest(cell, rows)}
+        for (_, cell), of in zip(rows.iterrows(), group, strict=True)
     ]
-    beside: pd.DataFrame = pd.concat([group, pd.DataFrame(columns, index=group.index)], axis=1)
+    beside: pd.DataFrame = pd.concat([rows, pd.DataFrame(columns, index=rows.index)], axis=1)
     return beside
 
 
-def _reference(group: pd.DataFrame, wanted: str) -> pd.Series | None:
-    """The finished cell of the wanted baseline, else of the usual ones, else of the first."""
-    finished = group[group["state"] == "ok"]
-    names = strategies.ordered(finished["strategy"])
-    if not names:
-        return None
-    name = wanted if wanted in names else usual(names) or names[0]
-    reference: pd.Series = finished[finished["strategy"] == name].iloc[0]
-    return reference
+def _reference(group: Sequence[Record], wanted: str) -> Record | None:
+    """The finished cell of the wanted baseline, else of a usual one, else of the first."""
+    names = strategies.ordered(of.cell.subject for of in group if of.state == "ok")
+    return reference(group, wanted) or reference(group, names[0] if names else None)
 
 
-def _compare_cell(cell: pd.Series, reference: pd.Series | None) -> dict[str, object]:
+def _compare_cell(
+    cell: pd.Series, reference: pd.Series | None, speed: Comparison
+) -> dict[str, object]:
     """One cell's comparison columns; a cell without a result has only the baseline's name."""
     name = None if reference is None else reference["strategy"]
     values: dict[str, object] = dict.fromkeys(_RATIOS, math.nan)
     if reference is None or cell["state"] != "ok":
         return {"baseline": name, **values}
+    assert speed.interval is not None, "both ran"
+    known: dict[str, object] = {"speed_up": speed.ratio}
+    if speed.of is not speed.over:
+        known |= dict(zip(SPEED[1:], speed.interval, strict=True)) | {"decides": speed.decides}
     sent, closed_form = cell["inter_node_bytes_per_step"], cell["inter_node_bytes_closed_form"]
     ledger = cell["ledger_inter_node_bytes_per_step"]
     return {
         "baseline": name,
-        "speed_up": ratio(cell["tokens_per_s"], reference["tokens_per_s"]),
-        "within_spread": float(
-            cell["cell"] != reference["cell"] and overlap(_middle(cell), _middle(reference))
-        ),
+        **values,
+        **known,
         "bytes_of_baseline": ratio(sent, reference["inter_node_bytes_per_step"]),
         "bytes_of_baseline_closed_form": ratio(sent, reference["inter_node_bytes_closed_form"]),
         "bytes_of_closed_form": ratio(sent, closed_form),
@@ -173,13 +168,11 @@ def _compare_with_fastest(cell: pd.Series, group: pd.DataFrame) -> dict[str, obj
     }
 
 
-def _middle(cell: pd.Series) -> tuple[float, float]:
-    return cell["step_seconds_q1"], cell["step_seconds_q3"]
-
-
+#: Times as fast as the baseline, and the ends of its interval.
+SPEED = ("speed_up", "speed_up_low", "speed_up_high")
 _RATIOS = (
-    "speed_up",
-    "within_spread",
+    *SPEED,
+    "decides",
     "bytes_of_baseline",
     "bytes_of_baseline_closed_form",
     "bytes_of_closed_form",

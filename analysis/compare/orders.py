@@ -1,8 +1,8 @@
 """Whether the simulator orders what was run: pairs of cells, and what its choice would have cost.
 
 Cells are compared that differ in strategy and its settings alone; repetitions of one count as one.
-A pair are two whose times differ by more than ``_APART`` and whose steps do not overlap: of others
-the records do not say which is faster.
+A pair are two whose times differ by more than ``_APART`` and beyond their interval: of others the
+records do not say which is faster.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from statistics import median
 
 from analysis import text
 from baselines import registry
-from experiments.records import settings
 from experiments.records.cell import Cell
+from experiments.records.comparison import Comparison, groups
 from experiments.records.parity import quantised
 from experiments.records.record import Record
-from experiments.records.repeats import once, pooled, within_spread
+from experiments.records.repeats import once, pooled
 
 _APART = 0.15
 
@@ -63,24 +63,24 @@ def order(
     ``readable`` says whether its times may be read at all.
     """
     predicted = {once(record.cell).id: record.step_seconds_median for record in predictions}
-    groups: dict[tuple[str, ...], list[Timed]] = {}
-    quiet = readable
-    for record in pooled(record for record in records if record.evidence == "emulated"):
-        seconds, expected = record.step_seconds_median, predicted.get(record.cell_id)
-        if seconds is None or expected is None:
-            continue
-        quiet = quiet and (record.machine is None or record.machine.why_busy is None)
-        groups.setdefault(_conditions(record.cell), []).append(Timed(record, seconds, expected))
-    pairs = [pair for cells in groups.values() for pair in _pairs(cells)]
-    costs = [cost for cells in groups.values() if (cost := _cost(cells)) is not None]
+    emulated = pooled(record for record in records if record.evidence == "emulated")
+    timed = [
+        [
+            Timed(record, seconds, expected)
+            for record in group
+            if (seconds := record.step_seconds_median) is not None
+            and (expected := predicted.get(record.cell_id)) is not None
+        ]
+        for group in groups(emulated)
+    ]
+    machines = [cell.record.machine for cells in timed for cell in cells]
+    quiet = readable and not any(machine and machine.why_busy for machine in machines)
+    pairs = [pair for cells in timed for pair in _pairs(cells)]
+    costs = [cost for cells in timed if (cost := _cost(cells)) is not None]
     if not pairs and not costs:
         return None
     wrong = tuple(pair for pair in pairs if pair[0].predicted >= pair[1].predicted)
     return Order(matrix, quiet, len(pairs), wrong, tuple(costs))
-
-
-def _conditions(cell: Cell) -> tuple[str, ...]:
-    return tuple(map(str, settings.values(cell, settings.names(Cell, "condition")).values()))
 
 
 def _pairs(cells: Sequence[Timed]) -> Iterator[tuple[Timed, Timed]]:
@@ -88,7 +88,7 @@ def _pairs(cells: Sequence[Timed]) -> Iterator[tuple[Timed, Timed]]:
     for pair in combinations(sorted(cells, key=lambda cell: cell.seconds), 2):
         fast, slow = pair
         apart = slow.seconds > (1 + _APART) * fast.seconds
-        if apart and not within_spread(fast.record, slow.record):
+        if apart and Comparison(fast.record, slow.record).differs:
             yield fast, slow
 
 

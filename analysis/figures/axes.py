@@ -13,13 +13,13 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from analysis import strategies, text
-from analysis.compare.baseline import annotated
+from analysis.compare.baseline import SPEED, annotated
 
 #: Each strategy's style, in the order of drawing.
 Looks = dict[str, strategies.Style]
 #: Draws one panel's cells.
 Draw = Callable[[Axes, pd.DataFrame, Looks], None]
-#: A spread of the steps below this share of their median would hide behind the marker.
+#: A spread of the rounds below this share of their median would hide behind the marker.
 OUTGROWS_MARKER = 0.15
 #: Thickness of a bar; bars stand 1 apart.
 BAR = 0.62
@@ -128,7 +128,7 @@ def _marker_sizes(looks: Looks) -> dict[str, float]:
 def _draw_spread(
     ax: Axes, cell: pd.Series, look: strategies.Style, size: float, hollow: bool
 ) -> None:
-    """The middle half of the steps; on an unshaped link the marker too, which has no line."""
+    """The middle half of the rounds; on an unshaped link the marker too, which has no line."""
     if hollow:
         ax.plot(
             [cell["place"]],
@@ -164,11 +164,11 @@ def _mark_missing(ax: Axes, cells: pd.DataFrame, looks: Looks) -> None:
 def _annotate_speed_up(ax: Axes, finished: pd.DataFrame) -> None:
     """The subject's speed-up over the baseline, above the highest point of each link."""
     for place, cells in finished.groupby("place"):
-        speed_up = float(annotated(cells)["speed_up"].median())
-        if math.isnan(speed_up):
+        speed_up = [float(annotated(cells)[name].median()) for name in SPEED]
+        if math.isnan(speed_up[0]):
             continue
         ax.annotate(
-            text.times(speed_up),
+            text.gain(speed_up),
             (place, cells["tokens_per_s"].max()),
             # Left of the middle, so that a rising line passes by; the halo is for the grid.
             xytext=(-4, 6),
@@ -201,7 +201,7 @@ def draw_throughput_of_one_link(ax: Axes, panel: pd.DataFrame, looks: Looks) -> 
 
 
 def _rate(cell: pd.Series, quartile: str) -> float:
-    """Tokens per second of the quartile of the steps' times."""
+    """Tokens per second of the quartile of the rounds' times."""
     return float(cell["tokens_per_step"] / cell[f"step_seconds_{quartile}"])
 
 
@@ -215,8 +215,8 @@ def _gain(cells: pd.DataFrame) -> str:
     shown = compared[compared["speed_up"].notna()]
     if shown.empty:
         return ""
-    within = float(shown["within_spread"].min())
-    return f"  {text.gain(float(shown['speed_up'].median()), within, none='no difference')}"
+    speed_up = [float(shown[name].median()) for name in SPEED]
+    return f"  {text.gain(speed_up, none='no difference')}"
 
 
 def draw_bytes(ax: Axes, panel: pd.DataFrame, looks: Looks) -> None:

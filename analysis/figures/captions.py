@@ -81,18 +81,18 @@ def _throughput(cells: pd.DataFrame) -> str:
         gains = True
         over = (
             f"the speed-up over {strategies.styles(cells['strategy'])[references[0]].label}; "
-            "no difference: it is within the spread of the steps."
+            "no difference: its interval has 1 in it."
         )
     if links.nunique(dropna=False) == 1:
         return _joined(
             "tokens a second of the whole cluster, each node's egress limit being "
             f"{format_link(links.iloc[0])} (medians of {steps} steps; lines: the middle half of "
-            "the steps).",
+            "the rounds).",
             f"Beside the bar: {over}" if gains else "",
         )
     return _joined(
         "tokens a second of the whole cluster against each node's egress limit (medians of "
-        f"{steps} steps; whiskers, where they outgrow the marker: the middle half of the steps; "
+        f"{steps} steps; whiskers, where they outgrow the marker: the middle half of the rounds; "
         "both axes logarithmic).",
         "Hollow markers: the link was not shaped." if links.isna().any() else "",
         f"Above the points: {over}" if gains else "",

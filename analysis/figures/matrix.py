@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from analysis import strategies
-from analysis.compare.baseline import must_agree
+from analysis.compare.baseline import SETTINGS
 from analysis.compare.varying import AXES, PANEL, in_words, varying
 from analysis.figures import axes, captions, crowd, intervals, slots
 from analysis.figures.drawings import (
@@ -59,7 +59,10 @@ def parted(compared: pd.DataFrame) -> Iterator[tuple[pd.DataFrame, str]]:
     """The cells of each figure that ran, and what sets it apart from others of its matrix."""
     ran = compared[compared["state"] != "skipped"]
     for _, matrix in ran.groupby("matrix", sort=False):
-        apart = [name for name in must_agree(matrix) if name not in (*PANEL, *AXES)]
+        # Of simulations, each strategy may have its own.
+        mixed = matrix.groupby("comparison")["micro_batch"].nunique().max() > 1
+        left = {*PANEL, *AXES, *(["micro_batch"] if mixed else [])}
+        apart = [name for name in SETTINGS if name not in left]
         groups = matrix.groupby(apart, dropna=False, sort=False)
         if groups.ngroups > MOST_FIGURES:
             continue

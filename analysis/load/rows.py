@@ -62,8 +62,8 @@ class Row:
     quantities: Mapping[Quantity, float] = field(default_factory=dict)
     #: Of each step that it was to train, NaN where one is missing; none of a simulated cell.
     losses: Sequence[float] = ()
-    #: Of each step that was timed; none of a simulated cell.
-    step_seconds: Sequence[float] = ()
+    #: What it is of, if that is a cell's.
+    record: Record | None = None
 
 
 def row(record: Record) -> Row:
@@ -73,14 +73,13 @@ def row(record: Record) -> Row:
         return Row(chosen, record.state, record.evidence)
     columns = values(record)
     found = {name: of(columns) for name, of in _QUANTITIES.items()}
-    ran = record.evidence != "simulated"
     return Row(
         chosen,
         record.state,
         record.evidence,
         {name: value for name, value in found.items() if value is not None},
-        promised(record) if ran else (),
-        record.measurement.step_seconds if ran else (),
+        promised(record) if record.evidence != "simulated" else (),
+        record,
     )
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-import numpy as np
 import pandas as pd
 
 from experiments.records import settings
 from experiments.records.cell import Cell
+from experiments.records.comparison import spread
+from experiments.records.found import files
 from experiments.records.record import Cached, Measurement, Record, read
 from experiments.records.repeats import pooled
 
@@ -66,9 +68,6 @@ COLUMNS = {
     "seconds": "float64",
 }
 
-#: Parts of a run's directory that hold other JSON Lines, or records of runs since replaced.
-NO_RECORDS = {"cells", "earlier", "report", "wandb"}
-
 
 def load(path: Path) -> list[Record]:
     """All records of ``by_file``."""
@@ -78,16 +77,9 @@ def load(path: Path) -> list[Record]:
 def by_file(path: Path) -> dict[Path, list[Record]]:
     """Records of a file, or of each ``records.jsonl`` below a directory of runs.
 
-    Raises ``FileNotFoundError`` if there is no such file, ``ValueError`` for a malformed one.
+    Raises ``ValueError`` if there is none, and for a malformed one.
     """
-    if path.is_dir():
-        below = sorted(path.rglob("records.jsonl"))
-        files = [file for file in below if not NO_RECORDS & set(file.relative_to(path).parts)]
-    elif path.exists():
-        files = [path]
-    else:
-        raise FileNotFoundError(f"{path}: no such file or directory")
-    found = {file: read(file) for file in files}
+    found = {file: read(file) for file in files(path)}
     if not any(found.values()):
         raise ValueError(f"{path}: no records found")
     return found
@@ -157,7 +149,7 @@ def _measured(record: Record, measurement: Measurement) -> dict[str, Any]:
         **_phases(measurement.phase_seconds),
         **_links(measurement.link_bytes_per_step),
     }
-    low, high = np.quantile(measurement.round_seconds, [0.25, 0.75])
+    low, high = spread(record) or (math.nan, math.nan)
     return found | {
         "step_seconds_median": record.step_seconds_median,
         "step_seconds_q1": low,

@@ -177,7 +177,7 @@ def _memory_bar(ax: Axes, at: int, row: Row, colour: str) -> None:
 
 def losses(run: Run) -> Drawing:
     """The losses of all systems, one over another."""
-    cells, setting = next(iter(matrix.parted(compare(run.table))))
+    cells, setting = next(iter(matrix.parted(compare(run.records))))
     return matrix.draw_losses(cells, strategies.styles(cells["strategy"]), setting)
 
 
@@ -214,7 +214,7 @@ def bound(claims: Sequence[Claim], study: BoundStudy) -> Drawing:
 
 def of_kind(run: Run, kind: str) -> Drawing | None:
     """The first of a matrix's own figures of this kind; ``None`` where it has none."""
-    drawn = matrix.draw(compare(run.table))
+    drawn = matrix.draw(compare(run.records))
     return next((one for one in drawn if one.name.endswith(f"-{kind}")), None)
 
 

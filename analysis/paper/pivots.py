@@ -43,7 +43,7 @@ def table(pivot: Pivot, rows: Sequence[Row]) -> Table:
 
 def over_seeds(seeds: Seeds, run: Run) -> Table:
     """Mean ± standard deviation of held-out metrics, and of differences seed by seed."""
-    found = in_words(compare(run.table, seeds.over))
+    found = in_words(compare(run.records, seeds.over))
     rows = (tuple(map(str, row)) for row in found.itertuples(index=False))
     return Table(seeds.id, seeds.title, tuple(map(str, found.columns)), tuple(rows))
 

@@ -120,7 +120,7 @@ def _page(claims: Claims, of: Sequence[AnyRun], values: Mapping[str, Any]) -> st
 def _drawn(run: AnyRun) -> list[Drawing]:
     """A run's figures; none of the bound's, whose table is the claims'."""
     if isinstance(run, Run):
-        return matrix.draw(compare(run.table))
+        return matrix.draw(compare(run.records))
     if isinstance(run, MemoryStudy) and any(record.finding for record in run.records):
         return [memory.draw(run)]
     return []

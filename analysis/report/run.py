@@ -16,7 +16,7 @@ from analysis.compare.seeds import in_words
 from analysis.figures import drawings
 from analysis.figures.matrix import draw
 from analysis.load import provenance
-from analysis.load.table import frame, latest, write_parquet
+from analysis.load.table import latest, write_parquet
 from analysis.report import pages, tables
 from experiments.records.record import Record
 from simulation.quantities import format_link
@@ -46,7 +46,7 @@ def write(found: Mapping[Path, Sequence[Record]], directory: Path, baseline: str
     directory.mkdir(parents=True, exist_ok=True)
     records = [record for of in found.values() for record in of]
     kept = latest(records)
-    compared = compare(frame(kept), baseline)
+    compared = compare(kept, baseline)
     saved = [drawings.save(drawing, directory) for drawing in draw(compared)]
     written = Written(
         report=directory / "report.html",

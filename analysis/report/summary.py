@@ -48,7 +48,7 @@ def in_short(of: Sequence[AnyRun], chapter: Chapter) -> Summary:
 def _headlines(run: AnyRun) -> list[Headline]:
     if not isinstance(run, Run) or run.matrix != _REFERENCE:
         return []
-    return headlines(compare(run.table))
+    return headlines(compare(run.records))
 
 
 def _gain(item: Headline) -> str:

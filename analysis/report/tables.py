@@ -8,9 +8,10 @@ from functools import partial
 import pandas as pd
 
 from analysis import strategies, text
-from analysis.compare.baseline import SETTINGS
+from analysis.compare.baseline import SETTINGS, SPEED
 from analysis.compare.seeds import filled
 from analysis.compare.varying import OPTIONAL, varying
+from experiments.records.comparison import FEWEST
 from experiments.records.record import METRICS
 from simulation.quantities import format_link
 
@@ -46,7 +47,9 @@ def presentable(compared: pd.DataFrame) -> pd.DataFrame:
         "Strategy": compared["strategy"].map(strategies.label),
         "s/step": shown("step_seconds_median", text.number),
         "tokens/s": shown("tokens_per_s", text.number),
-        "speed-up": shown("speed_up", text.times).mask(compared["within_spread"].eq(1), "none"),
+        "speed-up": pd.Series(
+            map(text.speed_up, *(compared[name] for name in SPEED)), finished.index
+        ),
         "MB sent/step": shown("inter_node_bytes_per_step", text.megabytes),
         "of baseline": shown("bytes_of_baseline", text.percent),
         "closed form MB": shown("inter_node_bytes_closed_form", text.megabytes),
@@ -76,10 +79,16 @@ def notes(compared: pd.DataFrame) -> list[str]:
     found = [
         "speed-up and “of baseline” compare with the cell of the same settings that ran "
         + "; ".join(_baselines(compared))
-        + ".",
+        + ". In brackets, where clocks were read, the speed-up's interval by rounds; none: 1 is in "
+        "it.",
         "MB sent/step: 10⁶ bytes that leave the busiest node; closed form: the least that the "
         "strategy's schedule must send.",
     ]
+    if few := int(compared["decides"].eq(0).sum()):
+        found.append(
+            f"{few} of the speed-ups are of fewer than {FEWEST} rounds: the interval is all that "
+            "these span, and decides no claim."
+        )
     if compared["ledger_disagreement_percent"].notna().any():
         found.append(
             "ledger off by: the payload that the strategy counted itself against the kernel's "

@@ -1,66 +1,43 @@
-"""What two runs, or two cells, differ in: settings, figures, and whether beyond the spread."""
+"""Settings and figures of two runs, or of two cells, beside each other."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-from experiments.records import settings
+from experiments.records import settings as of_cells
 from experiments.records.cell import Cell
+from experiments.records.comparison import Comparison, paired
 from experiments.records.record import Record
-from experiments.records.repeats import within_spread
-from experiments.records.settings import described
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A cell of one run and the same cell of another, or any two cells."""
-
-    one: Record
-    other: Record
-
-    @property
-    def settings(self) -> Mapping[str, tuple[str, str]]:
-        """What they do not have in common, by label: both values in words."""
-        found = {}
-        for item in described(Cell).values():
-            mine, theirs = item.of(self.one.cell), item.of(self.other.cell)
-            if mine != theirs and not item.name.endswith("_in_full"):
-                found[item.setting.label] = item.written(mine), item.written(theirs)
-        if self.one.evidence != self.other.evidence:
-            found["Evidence"] = self.one.evidence, self.other.evidence
-        return found
-
-    @property
-    def figures(self) -> Mapping[str, tuple[float | None, float | None]]:
-        """Figures of both in basic units, by name."""
-        return {
-            name: (values, _figures(self.other)[name])
-            for name, values in _figures(self.one).items()
-        }
-
-    @property
-    def times_as_fast(self) -> float | None:
-        """The other's tokens per second over the one's."""
-        mine, theirs = self.one.tokens_per_s, self.other.tokens_per_s
-        return theirs / mine if mine and theirs else None
-
-    @property
-    def beyond_spread(self) -> bool:
-        """Whether their steps' times differ by more than the spread."""
-        return self.times_as_fast is not None and not within_spread(self.one, self.other)
+def settings(one: Record, other: Record) -> Mapping[str, tuple[str, str]]:
+    """What two cells do not have in common, by label: both values in words."""
+    found = {}
+    for item in of_cells.described(Cell).values():
+        mine, theirs = item.of(one.cell), item.of(other.cell)
+        if mine != theirs and not item.name.endswith("_in_full"):
+            found[item.setting.label] = item.written(mine), item.written(theirs)
+    if one.evidence != other.evidence:
+        found["Evidence"] = one.evidence, other.evidence
+    return found
 
 
-def pairs(one: Sequence[Record], other: Sequence[Record]) -> list[Pair]:
-    """Cells of two runs that are alike but for their matrix and what changes nothing of a step."""
-    theirs = {_key(record): record for record in reversed(other)}
-    return [Pair(record, theirs[key]) for record in one if (key := _key(record)) in theirs]
+def pairs(one: Sequence[Record], other: Sequence[Record]) -> list[Comparison]:
+    """The other run's cells over those that are alike but for matrix and what changes no step."""
+    return [Comparison(b, a) for a, b in paired(one, reversed(other), _key)]
 
 
 def _key(record: Record) -> tuple[object, ...]:
-    names = settings.names(Cell, "condition", "subject")
-    chosen = settings.values(record.cell, [name for name in names if name != "matrix"])
+    names = of_cells.names(Cell, "condition", "subject")
+    chosen = of_cells.values(record.cell, [name for name in names if name != "matrix"])
     return tuple(chosen.values())
+
+
+def figures(pair: Comparison) -> Mapping[str, tuple[float | None, float | None]]:
+    """Figures of what is compared with, and of the cell, in basic units by name."""
+    assert pair.over is not None
+    theirs = _figures(pair.of)
+    return {name: (value, theirs[name]) for name, value in _figures(pair.over).items()}
 
 
 def _figures(record: Record) -> dict[str, float | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -156,9 +157,14 @@ class Measurement(Strict):
         One step of a round waits for what the others do not, so that the median of steps is not
         their pace. Of less than a round it is the mean of what there is.
         """
-        size = min(self.steps_per_round, len(self.step_seconds))
-        rounds = len(self.step_seconds) // size
-        return [sum(self.step_seconds[i * size : (i + 1) * size]) / size for i in range(rounds)]
+        size, steps = min(self.steps_per_round, len(self.step_seconds)), self.in_whole_rounds
+        return [sum(steps[at : at + size]) / size for at in range(0, len(steps), size)]
+
+    @property
+    def in_whole_rounds(self) -> list[float]:
+        """The steps' seconds without those of a round that had not ended, if one had."""
+        over = len(self.step_seconds) % self.steps_per_round
+        return self.step_seconds[: len(self.step_seconds) - over] or self.step_seconds
 
 
 #: What readers see of a measurement beside what all tables have, by the names of its fields.
@@ -212,17 +218,13 @@ class Record(Strict):
     @property
     def step_seconds_median(self) -> float | None:
         """Median of the measured steps in seconds; see :attr:`Measurement.round_seconds`."""
-        if self.measurement is None:
-            return None
-        ordered = sorted(self.measurement.round_seconds)
-        middle = len(ordered) // 2
-        return (ordered[middle] + ordered[~middle]) / 2
+        return None if self.measurement is None else median(self.measurement.round_seconds)
 
     @property
     def tokens_per_s(self) -> float | None:
         """Tokens a second of the whole cluster, from the median step."""
-        median = self.step_seconds_median
-        return None if median is None else self.cell.tokens_per_step / median
+        seconds = self.step_seconds_median
+        return None if seconds is None else self.cell.tokens_per_step / seconds
 
 
 def read(path: Path) -> list[Record]:

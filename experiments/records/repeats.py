@@ -1,11 +1,11 @@
-"""Repeated cells: their records as one, and whether two cells differ by more than their spread."""
+"""Repeated cells: their records as one."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 from experiments.records.cell import Cell
+from experiments.records.comparison import grouped
 from experiments.records.record import Record
 
 
@@ -17,13 +17,11 @@ def once(cell: Cell) -> Cell:
 def pooled(records: Iterable[Record]) -> list[Record]:
     """One record for all repetitions of a cell, in the order of the first of each.
 
-    It has the steps of all that ran to their end, in turn, and the mean of their phases; of the
-    machine, the one whose host took most; all else is that of the first of them.
+    It has the whole rounds of all that ran to their end, in turn, and the mean of their phases;
+    of the machine, the one whose host took most; all else is that of the first of them.
     """
-    alike: dict[tuple[str, str], list[Record]] = {}
-    for record in records:
-        alike.setdefault((once(record.cell).id, record.evidence), []).append(record)
-    return [_as_one(group) for group in alike.values()]
+    alike = grouped(records, lambda record: (once(record.cell).id, record.evidence))
+    return [_as_one(group) for group in alike]
 
 
 def _as_one(group: list[Record]) -> Record:
@@ -31,7 +29,7 @@ def _as_one(group: list[Record]) -> Record:
         return group[0]
     ran = [record for record in group if record.measurement is not None] or group[:1]
     first, cell = ran[0], once(ran[0].cell)
-    steps = [seconds for r in ran if r.measurement for seconds in r.measurement.step_seconds]
+    steps = [seconds for r in ran if r.measurement for seconds in r.measurement.in_whole_rounds]
     phases = [r.measurement.phase_seconds for r in ran if r.measurement]
     measured = first.measurement and first.measurement.model_copy(
         update={"step_seconds": steps, "phase_seconds": _mean([each for each in phases if each])}
@@ -52,25 +50,3 @@ def _mean(phases: Sequence[Mapping[str, float]]) -> dict[str, float] | None:
     if not phases:
         return None
     return {name: sum(each[name] for each in phases) / len(phases) for name in phases[0]}
-
-
-def middle_half(record: Record) -> tuple[float, float] | None:
-    """The first and the third quartile of the steps' seconds; ``None`` without steps."""
-    if record.measurement is None:
-        return None
-    seconds = record.measurement.step_seconds
-    if len(seconds) == 1:
-        return seconds[0], seconds[0]
-    low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
-    return low, high
-
-
-def within_spread(one: Record, other: Record) -> bool:
-    """Whether the middle halves of both cells' steps overlap, so that neither is the faster."""
-    mine, theirs = middle_half(one), middle_half(other)
-    return mine is not None and theirs is not None and overlap(mine, theirs)
-
-
-def overlap(one: tuple[float, float], other: tuple[float, float]) -> bool:
-    """Whether two ranges, of cells that were timed at all, have a point in common."""
-    return one[0] <= other[1] and other[0] <= one[1]

@@ -11,10 +11,9 @@ from rich.text import Text
 
 from experiments.records import settings
 from experiments.records.cell import Cell
+from experiments.records.comparison import REFERENCES, Comparison, few, groups, reference
 from experiments.records.record import METRICS, Record, State
-from experiments.records.repeats import within_spread
 from experiments.records.settings import Described, described
-from experiments.records.variants import REFERENCES, reference
 from experiments.terminal import variants_table
 from simulation.quantities import format_link
 
@@ -39,37 +38,27 @@ def summary(records: Sequence[Record]) -> RenderableType:
     """Cells by model, tuning and link; below them what did not run to its end, and why."""
     ran = [record for record in records if record.state != "skipped"]
     if not ran:
-        return Group(*_notes(records))
+        return Group(*_notes(records, []))
     extra = varying_settings([record.cell for record in ran])
-    groups = _groups(ran)
     # The first column fits every strategy, so that the tables line up under one header.
     longest = max(len(record.cell.subject) for record in ran)
-    wanted = reference(record.cell.subject for record in ran)
+    usual = reference(ran)
+    wanted = None if usual is None else usual.cell.subject
     columns = _columns(ran, wanted)
+    compared: list[Comparison] = []
     parts: list[RenderableType] = [_header(longest, columns)]
-    for group in groups:
-        comparison = _Comparison.of(group, wanted)
+    for group in groups(ran):
+        comparison = _Group.of(group, wanted)
+        compared += [
+            comparison.speed(record) for record in group if record is not comparison.baseline
+        ]
         parts.append(_heading([record.cell for record in group], extra, comparison))
         parts.append(_rows(group, comparison, longest, columns))
         if (details := variants_table.table(group)) is not None:
             parts += [Text(), details]
     if any(map(_sends_less, ran)):
         parts.append(Text(_LESS, style="dim"))
-    return Group(*parts, *_notes(records))
-
-
-def _groups(ran: Sequence[Record]) -> list[list[Record]]:
-    """Cells that may be compared, in the order of the first of each."""
-    rows = [
-        settings.values(record.cell, settings.names(Cell, "condition"))
-        | {"strategy": record.cell.subject, "evidence": record.evidence}
-        for record in ran
-    ]
-    alike = settings.must_agree(Cell, rows)
-    groups: dict[tuple[object, ...], list[Record]] = {}
-    for record, row in zip(ran, rows, strict=True):
-        groups.setdefault(tuple(row[name] for name in alike), []).append(record)
-    return list(groups.values())
+    return Group(*parts, *_notes(records, compared))
 
 
 def varying_settings(cells: Sequence[Cell]) -> list[Described]:
@@ -83,7 +72,7 @@ def varying_settings(cells: Sequence[Cell]) -> list[Described]:
 
 
 @dataclass(frozen=True)
-class _Comparison:
+class _Group:
     """The baseline and the step that the figures of one group refer to."""
 
     #: What the others are compared with in the same settings, if it is there.
@@ -94,10 +83,15 @@ class _Comparison:
     is_cut: bool
 
     @classmethod
-    def of(cls, group: Sequence[Record], wanted: str | None) -> _Comparison:
-        baseline = next((record for record in group if record.cell.subject == wanted), None)
+    def of(cls, group: Sequence[Record], wanted: str | None) -> _Group:
+        found = reference(group, wanted)
+        baseline = found if found and found.cell.subject == wanted else None
         steps = {len(r.measurement.losses) for r in group if r.measurement} - {0}
         return cls(baseline, min(steps, default=0), len(steps) > 1)
+
+    def speed(self, record: Record) -> Comparison:
+        """The cell beside the baseline."""
+        return Comparison(record, self.baseline)
 
 
 @dataclass(frozen=True)
@@ -106,41 +100,40 @@ class _Column:
     measure: str
     width: int
     justify: JustifyMethod
-    show: Callable[[Record, _Comparison], Text]
+    show: Callable[[Record, _Group], Text]
 
 
 def _strategy(record: Record) -> Text:
     return Text(record.cell.subject, style="bold" if record.cell.strategy == "fcdp" else "")
 
 
-def _state(record: Record, _: _Comparison) -> Text:
+def _state(record: Record, _: _Group) -> Text:
     return Text(record.state, style=STATE_STYLES[record.state])
 
 
-def _tokens(record: Record, _: _Comparison) -> Text:
+def _tokens(record: Record, _: _Group) -> Text:
     speed = record.tokens_per_s
     if speed is None:
         return _ABSENT
     return Text(f"{speed:,.1f}" if speed < 100 else f"{speed:,.0f}")
 
 
-def _speed_up(record: Record, comparison: _Comparison) -> Text:
-    baseline = comparison.baseline
-    own, other = record.tokens_per_s, baseline and baseline.tokens_per_s
-    if baseline is None or not own or not other:
+def _speed_up(record: Record, comparison: _Group) -> Text:
+    speed = comparison.speed(record)
+    if speed.ratio is None:
         return _ABSENT
-    if record is not baseline and within_spread(record, baseline):
+    if record is not comparison.baseline and not speed.differs:
         return Text("none", style="dim")
-    ratio = own / other
-    return Text(f"{ratio:.2f}×", style="green" if ratio > 1 else "red" if ratio < 1 else "")
+    style = "green" if speed.ratio > 1 else "red" if speed.ratio < 1 else ""
+    return Text(f"{speed.ratio:.2f}×", style=style)
 
 
-def _sent(record: Record, _: _Comparison) -> Text:
+def _sent(record: Record, _: _Group) -> Text:
     measured = record.measurement
     return _megabytes(measured.inter_node_bytes_per_step if measured else None)
 
 
-def _sent_ratio(record: Record, comparison: _Comparison) -> Text:
+def _sent_ratio(record: Record, comparison: _Group) -> Text:
     baseline = comparison.baseline
     if record.measurement is None or baseline is None or baseline.measurement is None:
         return _ABSENT
@@ -150,7 +143,7 @@ def _sent_ratio(record: Record, comparison: _Comparison) -> Text:
     )
 
 
-def _least(record: Record, _: _Comparison) -> Text:
+def _least(record: Record, _: _Group) -> Text:
     measured = record.measurement
     least = _megabytes(measured.inter_node_bytes_closed_form if measured else None)
     return least + "*" if _sends_less(record) else least
@@ -166,18 +159,18 @@ def _sends_less(record: Record) -> bool:
     return measured.inter_node_bytes_per_step < 0.995 * measured.inter_node_bytes_closed_form
 
 
-def _loss(record: Record, comparison: _Comparison) -> Text:
+def _loss(record: Record, comparison: _Group) -> Text:
     if record.measurement is None or not record.measurement.losses:
         return _ABSENT
     return Text(f"{record.measurement.losses[comparison.step - 1]:.4f}")
 
 
-def _step(record: Record, _: _Comparison) -> Text:
+def _step(record: Record, _: _Group) -> Text:
     seconds = record.step_seconds_median
     return _ABSENT if seconds is None else Text(f"{seconds:.{2 if seconds >= 100 else 3}f}")
 
 
-def _evidence(record: Record, _: _Comparison) -> Text:
+def _evidence(record: Record, _: _Group) -> Text:
     return Text(f" {record.evidence}", style="dim")
 
 
@@ -230,7 +223,7 @@ def _metric(name: str) -> _Column | None:
     if metric.brief is None:
         return None
 
-    def show(record: Record, _: _Comparison) -> Text:
+    def show(record: Record, _: _Group) -> Text:
         value = _value(record, name)
         return _ABSENT if value is None else Text(metric.written(value).removesuffix(metric.unit))
 
@@ -254,7 +247,7 @@ def _header(longest_strategy: int, columns: Sequence[_Column]) -> Table:
 
 def _rows(
     group: Sequence[Record],
-    comparison: _Comparison,
+    comparison: _Group,
     longest_strategy: int,
     columns: Sequence[_Column],
 ) -> Table:
@@ -265,7 +258,7 @@ def _rows(
     return table
 
 
-def _heading(cells: Sequence[Cell], extra: Sequence[Described], comparison: _Comparison) -> Text:
+def _heading(cells: Sequence[Cell], extra: Sequence[Described], comparison: _Group) -> Text:
     first = cells[0]
     parts = [first.model.name, first.tuning, format_link(first.inter_bandwidth_bits_per_s)]
     for item in extra:
@@ -285,11 +278,11 @@ def _of_times(records: Sequence[Record]) -> list[RenderableType]:
     if not machines:
         return []
     worst = max(machines, key=lambda machine: machine.steal_share)
-    said = f"the machine was busy: {worst.why_busy}; none: a difference within the spread of steps"
+    said = f"the machine was busy: {worst.why_busy}"
     return [Text(f"\n{said}", style="yellow")]
 
 
-def _notes(records: Sequence[Record]) -> list[RenderableType]:
+def _notes(records: Sequence[Record], compared: Sequence[Comparison]) -> list[RenderableType]:
     """Notes on what did not run to its end, one for all cells that ended alike."""
     alike: dict[tuple[State, str], list[str]] = {}
     for record in records:
@@ -298,6 +291,8 @@ def _notes(records: Sequence[Record]) -> list[RenderableType]:
             # The last line of a traceback is the one that names the error.
             alike.setdefault((record.state, lines[-1]), []).append(record.cell_id)
     notes = _of_times(records)
+    if said := few(compared):
+        notes.append(Text(f"\n{said}", style="dim"))
     for (state, error), ids in alike.items():
         count = f" {len(ids)} cell{'s' if len(ids) > 1 else ''}: "
         notes.append(Text.assemble("\n", (state, STATE_STYLES[state]), count, error))

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.table import Table
 from rich.text import Text
 
+from experiments.records.comparison import REFERENCES, spread
 from experiments.records.record import Cached, Record
-from experiments.records.variants import PHASES, REFERENCES, TIERS, Variant, ranked
+from experiments.records.variants import PHASES, TIERS, Variant, ranked
 
 _ABSENT = "–"
 _PHASES = {"forward": "fwd.", "backward": "bwd.", "optimizer": "opt."}
@@ -38,10 +39,10 @@ def row(variant: Variant) -> Mapping[str, str]:
 
 def _figures(variant: Variant) -> Iterator[tuple[str, str]]:
     yield "variant", variant.name
-    steps = variant.step_seconds
-    yield "s/step", _number(steps[1] if steps else None, 3)
-    # Half of what the middle half of the steps spans, over the median.
-    yield "±", f"{(steps[2] - steps[0]) / 2 / steps[1]:.0%}" if steps else _ABSENT
+    seconds, middle = variant.of.step_seconds_median, spread(variant.of)
+    yield "s/step", _number(seconds, 3)
+    # Half of what the middle half of the rounds spans, over the median.
+    yield "±", f"{(middle[1] - middle[0]) / 2 / seconds:.0%}" if middle and seconds else _ABSENT
     yield f"vs\n{_reference(variant)}", _speed_up(variant)
     cache = variant.cache
     yield "hits", _number(cache.hits_per_step if cache else None, 4)
@@ -51,7 +52,7 @@ def _figures(variant: Variant) -> Iterator[tuple[str, str]]:
         yield f"{tier}\nn: MB", _held(cache, tier) if cache and held else _ABSENT
     # Of the host, page-locked on CUDA; of the device, its tier's.
     yield "host\narena MB", _megabytes(cache.host_bytes if cache else None)
-    measured = variant.record.measurement
+    measured = variant.of.measurement
     yield "sent\nMB", _megabytes(measured.inter_node_bytes_per_step if measured else None)
     for phase in PHASES:
         yield f"{_PHASES[phase]}\ns", _number(variant.phase_seconds(phase), 3)
@@ -66,15 +67,15 @@ def _held(cache: Cached, tier: str) -> str:
 
 
 def _reference(variant: Variant) -> str:
-    return _ABSENT if variant.reference is None else REFERENCES[variant.reference.cell.subject]
+    return _ABSENT if variant.over is None else REFERENCES[variant.over.cell.subject]
 
 
 def _speed_up(variant: Variant) -> str:
-    if variant.speed_up is None:
+    if variant.ratio is None:
         return _ABSENT
-    if variant.record is not variant.reference and not variant.differs:
+    if variant.of is not variant.over and not variant.differs:
         return "none"
-    return f"{variant.speed_up:.2f}×"
+    return f"{variant.ratio:.2f}×"
 
 
 def _megabytes(count: float | None) -> str:

@@ -7,7 +7,6 @@ import pandas as pd
 import pytest
 
 from analysis.compare.baseline import compare
-from analysis.load.table import frame
 from experiments.records.record import Record
 from tests.analysis import made_up
 
@@ -24,7 +23,7 @@ def records() -> list[Record]:
 
 @pytest.fixture(scope="session")
 def compared(records: list[Record]) -> pd.DataFrame:
-    return compare(frame(records))
+    return compare(records)
 
 
 @pytest.fixture

@@ -1,10 +1,13 @@
-"""A size is read and written alike wherever there is one."""
+"""A size is read alike wherever there is one, in the library and outside of it."""
 
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import fcdp
+import fcdp.sizes
 from baselines import sizes
 from fcdp.cache import named
 from simulation import quantities
@@ -17,21 +20,42 @@ TEXTS = {
     "1TB": 1e12,
     "100 B": 100,
     "2giB": 2**31,
+    "1e9B": 1e9,
+    ".5 GiB": 2**29,
+    "1_000MB": 1e9,
+    "1024": 1024,
+    "1.5 TiB": 1.5 * 2**40,
 }
+NO_SIZES = ["GB", "-1 GB", "1 Gbit", "one GB", "infGB", "512G", "1e999B", ""]
 
 
 @pytest.mark.parametrize(("text", "count"), TEXTS.items())
 def test_every_place_reads_the_same(text: str, count: float) -> None:
-    assert sizes.parse(text) == count
+    assert fcdp.sizes.parse(text) == sizes.parse(text) == count
     assert quantities.size_bytes("--host-memory", text) == count
     assert named.parse(f"budget(host={text})") == fcdp.Budget(host=int(count))
 
 
-@pytest.mark.parametrize("text", ["512", "GB", "-1 GB", "1 Gbit", "one GB", "infGB", ""])
+@given(
+    st.from_regex(r"[0-9_.]{0,4}([eE][+-]?[0-9]{0,2})? {0,2}[kmgtKMGT]?i?B?", fullmatch=True)
+    | st.sampled_from(["0 GiB", *TEXTS, *NO_SIZES]),
+    st.integers(0, 1),
+)
+def test_both_grammars_are_one(text: str, least: int) -> None:
+    def read(parse: object) -> object:
+        try:
+            return parse(text, least)  # type: ignore[operator]
+        except ValueError as error:
+            return str(error)
+
+    assert read(fcdp.sizes.parse) == read(sizes.parse)
+
+
+@pytest.mark.parametrize("text", [*NO_SIZES, "0 GiB"])
 def test_what_is_no_size_is_told_what_is(text: str) -> None:
-    with pytest.raises(ValueError, match="allowed: a number above 0 and a unit, such as 512GB"):
-        sizes.parse(text)
-    with pytest.raises(ValueError, match=f"--host-memory = '{text}': allowed: a number above 0"):
+    with pytest.raises(ValueError, match="is not a size: allowed are bytes, 1 or more, or such as"):
+        sizes.parse(text, least=1)
+    with pytest.raises(ValueError, match=f"--host-memory = '{text}': allowed: bytes, 1 or more"):
         quantities.size_bytes("--host-memory", text)
 
 

@@ -240,14 +240,14 @@ def cell(**changes: Any) -> Cell:
 
 
 def measurement(**changes: Any) -> Measurement:
-    """A made-up measurement: one warm-up step, three steps of a median of half a second."""
+    """A made-up measurement: one warm-up step, six steps of a median of half a second."""
     figures: dict[str, Any] = {
         "engine": "stand-in",
         "engine_version": "1",
         "policy": None,
         "parameters": 1000,
         "trainable_parameters": 1000,
-        "step_seconds": [0.4, 0.5, 0.6],
+        "step_seconds": [0.4, 0.5, 0.6] * 2,
         "losses": [5.6, 5.5, 5.4, 5.3],
         "inter_node_bytes_per_step": 6.3e6,
         "inter_node_bytes_closed_form": 6.0e6,

@@ -53,16 +53,6 @@ def test_what_there_is_no_record_of_is_left_out() -> None:
     assert "| 3 | – |" in co2.lag(alone)
     paired = [trained("ddp", 0, 2.0), *alone, trained("co2", 1, 9.0, penalty="none", clip=None)]
     assert co2.behind(paired).splitlines()[-1] == "| `none` | 10.0 % |"
-    assert co2.kept([[trained("ddp", 0, 2.0)]]).splitlines()[-1] == "| ddp | – |"
-
-
-def test_a_share_has_its_range_without_the_first_round() -> None:
-    def of(link: int | None, *seconds: float) -> Record:
-        own = cell(strategy="co2", interval=1, inter_bandwidth_bits_per_s=link)
-        return record(own, step_seconds=list(seconds))
-
-    row = co2.kept([[of(None, 1.0), of(10**7, 1.0, 2.0, 2.5)]]).splitlines()[-1]
-    assert row == "| co2, τ = 1 | 50 % (40–50) |"
 
 
 def test_each_keeps_a_share_of_its_own_speed_with_as_many_workers() -> None:
@@ -85,6 +75,7 @@ def test_each_keeps_a_share_of_its_own_speed_with_as_many_workers() -> None:
         ]
         for nodes, slow in ((2, 10.0), (4, 20.0))
     ]
-    head, _, *rows = co2.kept(matrices).splitlines()
+    head, _, *rows, _, note = co2.kept(matrices).splitlines()
+    assert note.startswith("4 speed-ups are of fewer than 6 rounds")
     assert head == "| Keeps, with workers | 2 | 4 |"
     assert rows == ["| ddp | 10 % | 5.0 % |", "| co2, τ = 3 | 80 % | 80 % |"]

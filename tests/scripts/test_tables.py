@@ -40,7 +40,7 @@ def test_the_result_has_the_rows_of_one_model_on_one_link_over_the_faster_zero3(
         for bits in (link, None)
         for name in seconds
     ]
-    rows = [record(of, step_seconds=[seconds[name]]) for name, of in cells]
+    rows = [record(of, step_seconds=6 * [seconds[name]]) for name, of in cells]
 
     _, _, *shown_rows = tables.result(rows).splitlines()
 

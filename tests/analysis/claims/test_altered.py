@@ -11,10 +11,10 @@ from analysis.__main__ import RESULTS
 from analysis.claims import papers
 from analysis.claims.computations import SCALES, Outcome, Outcomes, Ratio, Value, taken
 from analysis.claims.papers import Check, Claim, Claims
-from analysis.claims.timing import STEPS
 from analysis.claims.verdicts import judge
 from analysis.load import runs
 from analysis.load.rows import Row
+from experiments.records.record import Record
 
 #: A bound may hold by a margin; it falls at one of these powers of two.
 POWERS = range(1, 9)
@@ -47,6 +47,7 @@ def altered(check: Check, rows: Sequence[Row], factor: float) -> list[Row]:
             row = replace(
                 row,
                 quantities={**row.quantities, compute.quantity: value * factor or factor * 1e9},
+                record=_timed(row.record, factor=factor),
             )
         found.append(row)
     return found
@@ -65,6 +66,15 @@ def _away(claim: Claim, check: Check, rows: Sequence[Row]) -> float:
     return (1 - paper) / (1 - ours) if compute.kind == "reduction" else (1 + paper) / (1 + ours)
 
 
+def _timed(record: Record | None, times: int = 1, factor: float = 1.0) -> Record | None:
+    """The record with so many times its rounds, and each so many times as fast."""
+    if record is None or record.measurement is None:
+        return record
+    steps = [seconds / factor for seconds in record.measurement.in_whole_rounds]
+    measured = record.measurement.model_copy(update={"step_seconds": times * steps})
+    return record.model_copy(update={"measurement": measured})
+
+
 @pytest.mark.parametrize(
     ("claim", "check"), DECIDING, ids=[f"{claim.id}-{check.matrix}" for claim, check in DECIDING]
 )
@@ -74,8 +84,8 @@ def test_a_verdict_rests_on_its_records(
     rows = committed[check.matrix]
     before = verdict(claim, check, rows)
     if before == "undecided":
-        # With as many steps that are no noisier it would be decided.
-        rows = [replace(row, step_seconds=[*row.step_seconds] * STEPS) for row in rows]
+        # With as many rounds that are no noisier it would be decided.
+        rows = [replace(row, record=_timed(row.record, times=100)) for row in rows]
         before = verdict(claim, check, rows)
     if isinstance(check.compute, Outcome | Outcomes):
         sampled = {id(sample.row) for sample in check.compute.samples(rows)}

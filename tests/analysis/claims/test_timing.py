@@ -1,4 +1,4 @@
-"""A speed-up over few steps, or whose interval straddles what is asked, decides nothing."""
+"""A speed-up over few rounds, or whose interval straddles what is asked, decides nothing."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import pytest
 
 from analysis.claims.computations import Ratio, Sample, Selection
 from analysis.claims.papers import Claims, Tolerance
-from analysis.claims.timing import STEPS, timing
 from analysis.claims.verdicts import Finding, judge, summarise
-from analysis.load.rows import Row
+from analysis.load.rows import Row, row
+from experiments.records.comparison import FEWEST, Comparison
+from tests.experiments.stand_in import cell, record
 
 FASTER = Ratio(
     kind="ratio",
@@ -22,12 +23,10 @@ FASTER = Ratio(
 
 
 def timed(strategy: str, seconds: Sequence[float]) -> Row:
-    chosen = {"matrix": "parity", "strategy": strategy, "link": "unshaped", "model": "gpt2"}
-    speed = {"tokens_per_s": 100 / float(np.median(seconds))}
-    return Row(chosen, "ok", "emulated", speed, step_seconds=seconds)  # type: ignore[arg-type]
+    return row(record(cell(strategy=strategy, matrix="parity"), step_seconds=list(seconds)))
 
 
-def steps(median: float, noise: float, number: int = 2 * STEPS) -> list[float]:
+def rounds(median: float, noise: float, number: int = 2 * FEWEST) -> list[float]:
     return list(np.linspace(median - noise, median + noise, number))
 
 
@@ -54,59 +53,47 @@ def found(ours: Sequence[float], theirs: Sequence[float], **tolerance: float) ->
     return finding
 
 
-def test_the_interval_is_around_the_quotient_of_the_medians_and_the_same_each_time() -> None:
-    sample = Sample(2.0, timed("fcdp", steps(1, 0.2)), timed("fsdp2", steps(2, 0.4)))
-
-    one, again = (timing([sample], FASTER) for _ in range(2))
-
-    assert one == again
-    assert one is not None
-    assert one.interval is not None
-    low, high = one.interval
-    assert 1.5 < low < 2 < high < 2.6
-    assert (one.steps, one.enough) == (2 * STEPS, True)
-
-
-def test_noisier_steps_have_a_wider_interval() -> None:
-    widths = []
-    for noise in (0.05, 0.3):
-        sample = Sample(2.0, timed("fcdp", steps(1, noise)), timed("fsdp2", steps(2, noise)))
-        of = timing([sample], FASTER)
-        assert of is not None
-        assert of.interval is not None
-        widths.append(of.interval[1] - of.interval[0])
-
-    assert widths[0] < widths[1] / 3
+def test_the_interval_is_that_of_the_comparison_of_both_cells() -> None:
+    ours, theirs = timed("fcdp", rounds(1, 0.2)), timed("fsdp2", rounds(2, 0.4))
+    assert ours.record is not None
+    found = FASTER.timing([Sample(2.0, ours, theirs)])
+    assert found is not None
+    assert found.interval == Comparison(ours.record, theirs.record).interval
+    assert (found.rounds, found.enough) == (2 * FEWEST, True)
+    less = FASTER.model_copy(update={"kind": "reduction"}).timing([Sample(-1.0, ours, theirs)])
+    assert less is not None
+    assert less.interval == (1 - found.interval[1], 1 - found.interval[0])
 
 
 def test_bytes_and_what_was_simulated_have_no_timing() -> None:
     ran = timed("fcdp", [1.0])
-    simulated = Row(ran.settings, "ok", "simulated", ran.quantities)
+    assert ran.record is not None
+    simulated = row(ran.record.model_copy(update={"evidence": "simulated"}))
     by_bytes = FASTER.model_copy(update={"quantity": "inter_node_bytes"})
 
-    assert timing([Sample(1.0, ran, ran)], by_bytes) is None
-    assert timing([Sample(1.0, simulated, simulated)], FASTER) is None
+    assert by_bytes.timing([Sample(1.0, ran, ran)]) is None
+    assert FASTER.timing([Sample(1.0, simulated, simulated)]) is None
 
 
-def test_a_speed_up_over_few_steps_decides_nothing() -> None:
-    finding = found(steps(1, 0.01, STEPS - 1), steps(2, 0.01), relative=0.15)
+def test_a_speed_up_over_few_rounds_decides_nothing() -> None:
+    finding = found(rounds(1, 0.01, FEWEST - 1), rounds(2, 0.01), relative=0.15)
 
     assert finding.verdict == "undecided"
-    assert any("fewer than 15 steps" in reason for reason in finding.reasons)
+    assert any("fewer than 6 rounds" in reason for reason in finding.reasons)
     assert summarise([finding]) == {"faster": "undecided"}
 
 
 def test_an_interval_that_straddles_what_is_asked_decides_nothing() -> None:
-    assert found(steps(1, 0.3), steps(2.3, 0.6), relative=0.15).verdict == "undecided"
+    assert found(rounds(1, 0.3), rounds(2.3, 0.6), relative=0.15).verdict == "undecided"
 
 
 @pytest.mark.parametrize(("theirs", "verdict"), [(2, "reproduced"), (4, "not reproduced")])
-def test_many_steps_with_little_noise_decide(theirs: float, verdict: str) -> None:
-    finding = found(steps(1, 0.01), steps(theirs, 0.01), relative=0.15)
+def test_many_rounds_with_little_noise_decide(theirs: float, verdict: str) -> None:
+    finding = found(rounds(1, 0.01), rounds(theirs, 0.01), relative=0.15)
 
     assert finding.verdict == verdict
     assert finding.interval is not None
-    assert "95 % of draws" in finding.cells
+    assert "12 rounds: " in finding.cells
 
 
 @pytest.mark.parametrize(

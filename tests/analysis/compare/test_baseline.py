@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from analysis.compare.baseline import compare, headlines, ratio
-from analysis.load.table import frame
 from experiments.records.record import Record
 from tests.analysis import made_up
 
@@ -46,7 +45,7 @@ def test_arithmetic(seconds: float, sent: float, closed_form: float, ledger: flo
     assert baseline.step_seconds_median is not None
     assert of.inter_node_bytes_closed_form is not None
 
-    found = row(compare(frame([baseline, subject])), "fcdp")
+    found = row(compare([baseline, subject]), "fcdp")
 
     assert found["baseline"] == "deepspeed-zero3"
     assert found["speed_up"] == pytest.approx(baseline.step_seconds_median / seconds)
@@ -65,14 +64,14 @@ def test_losses_are_compared_at_steps_that_both_have() -> None:
     assert baseline.measurement is not None
     reference = baseline.measurement.losses
 
-    found = row(compare(frame([baseline, subject])), "fcdp")
+    found = row(compare([baseline, subject]), "fcdp")
 
     assert found["loss_difference"] == pytest.approx(5.39 - reference[2])
     assert found["loss_difference_max"] == pytest.approx(abs(5.3 - reference[1]))
 
 
 def test_a_diverged_loss_is_no_number_and_no_error() -> None:
-    found = row(compare(frame(pair(losses=[math.nan] * 3))), "fcdp")
+    found = row(compare(pair(losses=[math.nan] * 3)), "fcdp")
 
     assert math.isnan(found["loss_difference"])
 
@@ -125,7 +124,7 @@ def test_without_the_baseline_the_first_strategy_that_finished_stands_in(
 
 
 def test_another_baseline_can_be_asked_for(records: list[Record]) -> None:
-    asked = compare(frame(records), "fsdp2")
+    asked = compare(records, "fsdp2")
 
     failed = (asked["model"] == LLAMA.name) & (asked["tuning"] == "full")
     failed &= asked["inter_bandwidth_bits_per_s"] == SLOW
@@ -147,21 +146,21 @@ def test_cells_of_other_settings_are_not_compared(change: dict[str, object]) -> 
     baseline = made_up.record(made_up.cell("deepspeed-zero3", GPT2, "full", SLOW))
     subject = made_up.record(made_up.cell("fcdp", GPT2, "full", SLOW, **change))
 
-    assert row(compare(frame([baseline, subject])), "fcdp")["baseline"] == "fcdp"
+    assert row(compare([baseline, subject]), "fcdp")["baseline"] == "fcdp"
 
 
 def test_evidence_of_other_kinds_is_not_compared() -> None:
     baseline, subject = pair()
     simulated = subject.model_copy(update={"evidence": "simulated"})
 
-    assert row(compare(frame([baseline, simulated])), "fcdp")["baseline"] == "fcdp"
+    assert row(compare([baseline, simulated]), "fcdp")["baseline"] == "fcdp"
 
 
 def test_how_long_a_cell_ran_does_not_part_it_from_its_baseline() -> None:
     baseline = made_up.record(made_up.cell("deepspeed-zero3", GPT2, "full", SLOW, steps=3))
     subject = made_up.record(made_up.cell("fcdp", GPT2, "full", SLOW))
 
-    assert row(compare(frame([baseline, subject])), "fcdp")["baseline"] == "deepspeed-zero3"
+    assert row(compare([baseline, subject]), "fcdp")["baseline"] == "deepspeed-zero3"
 
 
 def test_headlines_are_the_largest_speed_ups_over_the_usual_baseline(
@@ -199,7 +198,7 @@ def test_simulations_may_compare_each_at_its_own_micro_batch() -> None:
         made_up.cell(name, GPT2, "full", SLOW, micro_batch=size)
         for name, size in (("deepspeed-zero3", 4), ("fcdp", 8))
     ]
-    found = row(compare(frame([made_up.record(c, evidence="simulated") for c in cells])), "fcdp")
+    found = row(compare([made_up.record(c, evidence="simulated") for c in cells]), "fcdp")
     assert found["baseline"] == "deepspeed-zero3"
     sizes = {cell.strategy: made_up.record(cell).tokens_per_s for cell in cells}
     assert found["speed_up"] == pytest.approx(sizes["fcdp"] / sizes["deepspeed-zero3"])
@@ -208,5 +207,5 @@ def test_simulations_may_compare_each_at_its_own_micro_batch() -> None:
 def test_policies_and_codecs_are_variants() -> None:
     choices: list[dict[str, object]] = [{}, {"policy": "auto"}, {"gather_codec": "int8"}]
     cells = [made_up.cell("fcdp", GPT2, "full", SLOW, **choice) for choice in choices]
-    compared = compare(frame([made_up.record(cell) for cell in cells]))
+    compared = compare([made_up.record(cell) for cell in cells])
     assert list(compared["strategy"]) == ["fcdp", "fcdp auto", "fcdp gather int8"]

@@ -59,8 +59,8 @@ def test_of_cells_that_are_predicted_alike_the_slowest_is_taken() -> None:
     assert [cost for cost, *_ in found.costs] == [pytest.approx(1.0)]
 
 
-def test_cells_within_each_others_spread_are_no_pair() -> None:
-    assert order(TIMED, spread=0.5).pairs == 1  # the fastest and the slowest alone
+def test_cells_within_each_others_interval_are_no_pair() -> None:
+    assert order(TIMED, spread=0.3).pairs == 1  # the fastest and the slowest alone
     close = {"deepspeed-zero3": 1.1, "fsdp2": 1.05, "fcdp": 1.0}
     found = orders.order("made-up", records(close), records(close, 0.0), readable=True)
     assert found is not None

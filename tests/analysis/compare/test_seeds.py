@@ -7,7 +7,6 @@ import pytest
 
 from analysis.compare.baseline import compare
 from analysis.compare.seeds import in_words, over_seeds
-from analysis.load.table import frame
 from analysis.report import run, tables
 from tests.analysis import made_up
 
@@ -23,7 +22,7 @@ def compared(accuracies: dict[str, tuple[float, ...]]) -> pd.DataFrame:
             told = {"held_out_loss": 1 - accuracy, "held_out_accuracy": accuracy}
             measured = made_up.measurement(of).model_copy(update=told)
             records.append(made_up.record(of, measurement=measured))
-    return compare(frame(records), "fsdp2")
+    return compare(records, "fsdp2")
 
 
 def test_means_and_paired_differences() -> None:

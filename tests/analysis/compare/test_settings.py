@@ -12,7 +12,6 @@ from analysis.figures import matrix
 from analysis.figures.drawings import panels_of
 from analysis.load.provenance import provenance
 from analysis.load.rows import row
-from analysis.load.table import frame
 from analysis.report import tables
 from baselines import registry
 from baselines.optimizers import SGD, AdamW
@@ -130,7 +129,7 @@ def test_each_setting_parts_cells_from_their_baseline_or_says_that_it_does_not(
     item: Described,
 ) -> None:
     baseline, subject = record(cell("deepspeed-zero3")), record(changed(item))
-    of = compare(frame([baseline, subject]), baseline.cell.subject)
+    of = compare([baseline, subject], baseline.cell.subject)
     found = of[of["strategy"] == subject.cell.subject].iloc[0]
     alike = found["baseline"] == baseline.cell.subject
     assert alike == (item.setting.role != "condition")
@@ -161,7 +160,7 @@ def test_a_claim_compares_cells_that_differ_in_nothing_else(item: Described) -> 
 @pytest.mark.parametrize("item", SETTINGS)
 def test_tables_and_figures_say_in_which_setting_cells_differ(item: Described) -> None:
     cells = [usual(item), changed(item)]
-    table = compare(frame([record(of) for of in cells]))
+    table = compare([record(of) for of in cells])
     shown = tables.presentable(table)
     parted = list(matrix.parted(table))
     panels = [title for part, _ in parted for title, _ in panels_of(part)]
@@ -195,7 +194,7 @@ def test_cells_that_recompute_another_share_are_not_compared() -> None:
     slow = slow.model_copy(
         update={"measurement": slow.measurement.model_copy(update={"step_seconds": twice})}
     )
-    compared = compare(frame([record(cell("fsdp2")), slow]), "fsdp2")
+    compared = compare([record(cell("fsdp2")), slow], "fsdp2")
     assert list(compared["speed_up"]) == [1.0, 1.0]
     assert list(tables.presentable(compared)["Recomputed"]) == ["0", "1"]
 

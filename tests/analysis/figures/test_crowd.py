@@ -16,7 +16,6 @@ from analysis import strategies
 from analysis.compare.baseline import compare
 from analysis.figures import matrix
 from analysis.figures.drawings import Drawing
-from analysis.load.table import frame
 from experiments.records.record import Record
 from tests.analysis import made_up
 
@@ -51,7 +50,7 @@ def drawn(*links: int | None) -> Drawn:
         for tuning in ("full", "lora")
         for at in range(len(NAMES))
     ]
-    drawings = matrix.draw(compare(frame(records)))
+    drawings = matrix.draw(compare(records))
     return records, {item.name.rpartition("-")[2]: item for item in drawings}
 
 
@@ -173,6 +172,6 @@ def test_a_line_of_losses_for_each_strategy_in_its_column(
 def test_up_to_six_strategies_share_one_pair_of_axes() -> None:
     records = [made(None, "full", at) for at in range(matrix.CROWD)]
 
-    drawings = matrix.draw(compare(frame(records)))
+    drawings = matrix.draw(compare(records))
 
     assert [item.name.rpartition("-")[2] for item in drawings] == ["traffic", "losses"]

@@ -48,7 +48,7 @@ def records() -> list[Record]:
 
 @pytest.fixture(scope="module")
 def compared(records: list[Record]) -> pd.DataFrame:
-    return compare(frame(records))
+    return compare(records)
 
 
 def lines(ax: Axes, strategy: str, among: list[str]) -> list[Any]:

@@ -23,7 +23,7 @@ def finished(strategy: str, **told: Any) -> Record:
 
 
 def slots_of(records: list[Record]) -> list[Drawing]:
-    drawn = matrix.draw(compare(frame(records)))
+    drawn = matrix.draw(compare(records))
     return [drawing for drawing in drawn if drawing.name.endswith("slots")]
 
 

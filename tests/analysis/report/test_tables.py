@@ -46,8 +46,8 @@ def test_a_setting_is_a_column_only_where_it_differs() -> None:
         made_up.cell("fcdp", made_up.MODELS[0], "full", None, accumulation=count)
         for count in (1, 4)
     ]
-    both = compare(frame([made_up.record(cell) for cell in cells]))
-    one = compare(frame([made_up.record(cells[0])]))
+    both = compare([made_up.record(cell) for cell in cells])
+    one = compare([made_up.record(cells[0])])
 
     assert list(tables.presentable(both)["Accumulation"]) == ["1", "4"]
     assert "Accumulation" not in tables.presentable(one)
@@ -61,9 +61,7 @@ def test_a_metric_is_a_column_where_there_is_one_and_a_quantity_of_claims(
     measured = made_up.measurement(of).model_copy(update={name: 0.25})
     record = made_up.record(of, measurement=measured)
     title = METRICS[name].title
-    assert list(tables.presentable(compare(frame([record])))[title]) == [
-        METRICS[name].written(0.25)
-    ]
+    assert list(tables.presentable(compare([record]))[title]) == [METRICS[name].written(0.25)]
     assert title not in tables.presentable(compared)
     asked = Value(kind="value", quantity=name, of=Selection(strategy="fcdp"))
     assert [sample.value for sample in asked.samples([row(record)])] == [0.25]
@@ -81,7 +79,7 @@ def test_cells_of_users_models_have_rows() -> None:
     table = frame([record])
     assert list(table["model"]) == ["mine"]
     assert table[["family", "layers", "width", "heads"]].isna().all(axis=None)
-    assert list(tables.presentable(compare(table))["Model"]) == ["mine"]
+    assert list(tables.presentable(compare([record]))["Model"]) == ["mine"]
 
 
 def test_notes_name_every_baseline_and_why_cells_were_skipped(compared: pd.DataFrame) -> None:
@@ -97,7 +95,7 @@ def test_notes_say_of_which_steps_losses_are_where_cells_differ_in_them() -> Non
         made_up.cell(strategy, made_up.MODELS[0], "full", None, steps=steps)
         for strategy, steps in (("deepspeed-zero3", 2), ("fcdp", 3))
     ]
-    both = compare(frame([made_up.record(cell) for cell in cells]))
+    both = compare([made_up.record(cell) for cell in cells])
     assert "that both cells trained" in "\n".join(tables.notes(both))
     assert "both cells" not in "\n".join(tables.notes(both[:1]))
 

@@ -44,7 +44,7 @@ def test_each_committed_run_is_shown_and_compared_with_itself(path: Path) -> Non
     assert all(each in shown.output for each in ids)
     compared = call("compare", str(path), str(path))
     assert compared.exit_code == 0, compared.output
-    assert f"0 of {len(ids)} cells differ beyond the spread" in flat(compared)
+    assert f"0 of {len(ids)} cells differ beyond their intervals" in flat(compared)
 
 
 def test_all_committed_runs_are_listed() -> None:
@@ -74,7 +74,7 @@ def test_a_difference_between_runs_counts_beyond_the_spread(run: Path) -> None:
     for policy, seconds in (("none", [1.05, 1.1]), ("host", [0.25, 0.25])):
         files.append(record(cell(policy=policy), step_seconds=seconds), again / "records.jsonl")
     said = flat(call("compare", str(run), str(again)))
-    assert "1 of 2 cells differ beyond the spread of their steps; 1 cells of the larger" in said
+    assert "1 of 2 cells differ beyond their intervals; 1 cells of the larger" in said
     assert "2.00×" in said
 
 

@@ -1,4 +1,4 @@
-"""Repetitions count as one cell; a difference within the spread is none."""
+"""Repetitions count as one cell."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from analysis.load.table import latest
 from experiments.records.record import Machine, Record
-from experiments.records.repeats import middle_half, pooled, within_spread
+from experiments.records.repeats import pooled
 from tests.experiments.stand_in import cell, record
 
 
@@ -50,26 +50,14 @@ def test_a_repetition_that_failed_does_not_take_the_others_along() -> None:
     assert (one.state, one.cell_id, one.machine) == ("ok", failed.cell_id, busy)
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "within"),
-    [
-        ([1.0, 1.2, 1.4], [1.1, 1.3, 1.5], True),
-        ([1.0, 1.1, 1.2], [1.3, 1.4, 1.5], False),
-        ([1.0], [1.0], True),
-        ([1.0], [1.1], False),
-    ],
-)
-def test_cells_differ_where_the_middle_halves_of_their_steps_do(
-    one: list[float], other: list[float], within: bool
-) -> None:
-    mine, theirs = record(cell(), step_seconds=one), record(cell(), step_seconds=other)
-    assert within_spread(mine, theirs) == within_spread(theirs, mine) == within
-
-
-def test_nothing_is_said_of_cells_without_steps() -> None:
-    failed = record(cell(), "failed", "an error")
-    assert middle_half(failed) is None
-    assert not within_spread(failed, record(cell()))
+def test_a_round_that_had_not_ended_is_left_out_between_repetitions() -> None:
+    ran = [
+        record(cell(repeat=number), step_seconds=[1.0, 3.0, 100.0], steps_per_round=2)
+        for number in range(2)
+    ]
+    (one,) = pooled(ran)
+    assert one.measurement is not None
+    assert one.measurement.round_seconds == [2.0, 2.0]
 
 
 @pytest.mark.parametrize(

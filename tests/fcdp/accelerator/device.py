@@ -493,9 +493,12 @@ torch.Tensor.tolist = _tolist_noted  # type: ignore[method-assign]
 def driving(device: Device) -> Iterator[None]:
     """Make this thread the one that drives ``device``."""
     _threads.device = device
+    # ``torch.tensor`` copies its data where the mode sees it, as for fake tensors.
+    torch._C._set_only_lift_cpu_tensors(True)
     try:
         # Whatever does not name a device is on the accelerator.
         with torch.autograd.set_multithreading_enabled(False), Noting(), torch.device(_device):
             yield
     finally:
+        torch._C._set_only_lift_cpu_tensors(False)
         del _threads.device

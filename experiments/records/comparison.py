@@ -1,0 +1,173 @@
+"""A cell's speed beside another's: what is compared with what, and as far as their rounds tell.
+
+Speed is the median of rounds, and so are its spread and its interval of rounds: one step of a round
+waits for what the others do not. Where all steps are alike, each is a round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from statistics import quantiles
+from typing import TypeVar
+
+from experiments.records import settings
+from experiments.records.cell import Cell
+from experiments.records.record import Record
+
+#: A cell's interval misses the median of such rounds in one of as many cases at most, whatever
+#: their distribution; a quotient's, from end to end, as rarely where one cell's noise is most of
+#: it, and else more rarely.
+ONE_IN = 20
+#: Fewer rounds are wholly on one side of the median more often than that: they decide nothing.
+FEWEST = 6
+
+#: Subjects of cells, the first that is there, and what columns call each: ZeRO-3 as it ships, then
+#: this library without its cache, then with its defaults.
+REFERENCES: Mapping[str, str] = {
+    "deepspeed-zero3": "ZeRO-3",
+    "fsdp2": "FSDP2",
+    "fcdp none": "none",
+    "fcdp": "FCDP",
+}
+
+_T = TypeVar("_T")
+_Range = tuple[float, float]
+
+
+@cache
+def left_out(rounds: int) -> int:
+    """The number of rounds at each end beyond a cell's interval: none, of few rounds.
+
+    The sign test's: of ``n`` rounds, as many are below their distribution's median as heads fall.
+    """
+    out, ways, beyond, every = 0, 1, 1, 2**rounds
+    while True:
+        ways = ways * (rounds - out) // (out + 1)
+        beyond += ways
+        if 2 * ONE_IN * beyond > every:
+            return out
+        out += 1
+
+
+def interval(seconds: Sequence[float]) -> _Range:
+    """The two rounds between which their median lies, as sure as ``ONE_IN`` says; of few, all."""
+    ordered, out = sorted(seconds), left_out(len(seconds))
+    return ordered[out], ordered[~out]
+
+
+def spread(record: Record) -> _Range | None:
+    """The first and the third quartile of the rounds' seconds; ``None`` without a measurement."""
+    if record.measurement is None:
+        return None
+    seconds = record.measurement.round_seconds
+    low, _, high = seconds * 3 if len(seconds) == 1 else quantiles(seconds, method="inclusive")
+    return low, high
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A cell, and the one that it is compared with, if there is one."""
+
+    of: Record
+    over: Record | None
+
+    @property
+    def ratio(self) -> float | None:
+        """Times as fast, in tokens per second; ``None`` where either has no speed."""
+        own, other = self.of.tokens_per_s, self.over and self.over.tokens_per_s
+        return own / other if own and other else None
+
+    @property
+    def interval(self) -> _Range | None:
+        """The ends of the ratio: each of one cell's over the other of the other's."""
+        if self.ratio is None:
+            return None
+        (low, high), (least, most) = map(interval, self._rounds)
+        assert self.over is not None
+        tokens = self.of.cell.tokens_per_step / self.over.cell.tokens_per_step
+        return tokens * least / high, tokens * most / low
+
+    @property
+    def timed(self) -> bool:
+        """Whether clocks were read: what is simulated is as it is."""
+        return "simulated" not in (self.of.evidence, self.over and self.over.evidence)
+
+    @property
+    def rounds(self) -> int:
+        """The fewest of both cells."""
+        return min(map(len, self._rounds), default=0)
+
+    @property
+    def decides(self) -> bool:
+        """Whether its interval is one, rather than all of too few rounds."""
+        return self.rounds >= FEWEST or not self.timed
+
+    @property
+    def differs(self) -> bool:
+        """Whether one is the faster: 1 is beyond the interval."""
+        return self.interval is not None and not self.interval[0] <= 1 <= self.interval[1]
+
+    @property
+    def _rounds(self) -> list[list[float]]:
+        both = (self.of.measurement, self.over and self.over.measurement)
+        return [measured.round_seconds for measured in both if measured]
+
+
+def few(comparisons: Iterable[Comparison]) -> str | None:
+    """What to know of comparisons of few rounds; ``None`` where there is none."""
+    count = sum(one.ratio is not None and not one.decides for one in comparisons)
+    if not count:
+        return None
+    return (
+        f"{count} speed-up{'s are' if count > 1 else ' is'} of fewer than {FEWEST} rounds: the "
+        "interval is all that these span, and decides no claim"
+    )
+
+
+def paired(
+    ours: Iterable[_T], theirs: Iterable[_T], alike: Callable[[_T], Hashable]
+) -> Iterator[tuple[_T, _T]]:
+    """Each of ours with the last of theirs that ``alike`` says the same of; no others."""
+    by = {alike(other): other for other in theirs}
+    return ((one, by[key]) for one in ours if (key := alike(one)) in by)
+
+
+def grouped(every: Iterable[_T], alike: Callable[[_T], Hashable]) -> list[list[_T]]:
+    """Those that ``alike`` says the same of, in the order of the first of each."""
+    found: dict[Hashable, list[_T]] = {}
+    for one in every:
+        found.setdefault(alike(one), []).append(one)
+    return list(found.values())
+
+
+def groups(records: Iterable[Record]) -> list[list[Record]]:
+    """Cells that may be compared, in the order of the first of each."""
+    of_matrices = grouped(records, lambda record: record.cell.matrix)
+    return [group for matrix in of_matrices for group in grouped(matrix, _condition(matrix))]
+
+
+def _condition(matrix: Sequence[Record]) -> Callable[[Record], Hashable]:
+    """What cells that are compared have in common, among these of one matrix."""
+    names = settings.names(Cell, "condition")
+    rows = [
+        settings.values(record.cell, names)
+        | {"strategy": record.cell.subject, "evidence": record.evidence}
+        for record in matrix
+        if record.state != "skipped"
+    ]
+    alike = settings.must_agree(Cell, rows)
+    return lambda record: (record.evidence, *settings.values(record.cell, alike).values())
+
+
+def reference(records: Iterable[Record], wanted: str | None = None) -> Record | None:
+    """The cell that others are compared with: the subject that is wanted, else a usual one.
+
+    ``None`` where none of these ran to its end.
+    """
+    ran: dict[str | None, Record] = {}
+    for record in records:
+        if record.state == "ok":
+            ran.setdefault(record.cell.subject, record)
+    return next((ran[name] for name in (wanted, *REFERENCES) if name in ran), None)
