@@ -44,9 +44,10 @@ except ImportError as error:
 
 
 def _of(kind: type, *names: str) -> attrgetter[Any]:
-    """What reads the names of an instance, whose class or ``__init__`` must have them."""
-    made = getattr(vars(kind).get("__init__"), "__code__", None)
-    there = {*dir(kind), *getattr(kind, "__annotations__", ()), *getattr(made, "co_names", ())}
+    """What reads the names of an instance, whose class or what sets it up must have them."""
+    there = {*dir(kind), *getattr(kind, "__annotations__", ())}
+    for made in (vars(kind).get("__init__"), vars(kind).get("init")):
+        there.update(getattr(getattr(made, "__code__", None), "co_names", ()))
     for name in names:
         if name not in there:
             raise _refusal(f"FSDP2's {kind.__name__} has no {name}")
@@ -54,7 +55,7 @@ def _of(kind: type, *names: str) -> attrgetter[Any]:
 
 
 _of(FSDPModule, "_get_fsdp_state")
-_of(FSDPState, "_state_ctx", "_fsdp_param_group", "_training_state")
+_of(FSDPState, "_state_ctx", "_fsdp_param_group", "_training_state", "_modules")
 _of(FSDPStateContext, "iter_forward_root")
 
 
@@ -86,6 +87,25 @@ def forget_outermost(state: Any) -> None:
     state._state_ctx.iter_forward_root = None
 
 
+#: What FSDP2 calls before and after a module's forward, or a registered method of it.
+around_forward = _of(FSDPState, "_pre_forward", "_post_forward")
+
+
+def replace_around_forward(state: Any, before: Any, after: Any) -> None:
+    state._pre_forward, state._post_forward = before, after
+
+
+def restore_around_forward(state: Any) -> None:
+    for name in ("_pre_forward", "_post_forward"):
+        vars(state).pop(name, None)
+
+
+def module_of(state: Any) -> torch.nn.Module:
+    """The module whose forward FSDP2 hooks first."""
+    module: torch.nn.Module = state._modules[0]
+    return module
+
+
 #: A group's parameters, in the order of its gather.
 _params = _of(FSDPParamGroup, "fsdp_params")
 #: The mesh of its gathers: ``mesh``, ``shard_mesh_dim``, ``replicate_mesh_dim`` and
@@ -108,12 +128,21 @@ _shard = _of(FSDPParam, "_sharded_param_data", "mp_policy")
 # A gradient is reduced from the second, in the reduce dtype, or from ``.grad`` of the first, which
 # is there once the parameter has been gathered. ``unsharded_param`` is the same, while it is.
 _of(FSDPParam, "_unsharded_param", "unsharded_accumulated_grad", "unsharded_param")
-# Called on the group when backward has its gradients; reduces them.
-_of(FSDPParamGroup, "post_backward")
+# Called on the group: to begin a gather, and when backward has its gradients, to reduce them.
+_of(FSDPParamGroup, "unshard", "post_backward")
 
 
 def sharded_params(group: Any) -> list[Any]:
     return [*map(_sharded, _params(group))]
+
+
+def writes(group: Any) -> int:
+    """Count the in-place writes to this rank's parts that autograd sees."""
+    count = 0
+    for of_group in group.fsdp_params:  # a gather asks: no list, no generator
+        param = of_group.sharded_param
+        count += param._version + param._local_tensor._version
+    return count
 
 
 def shards(group: Any) -> list[tuple[torch.Tensor, torch.dtype | None]]:
@@ -123,6 +152,17 @@ def shards(group: Any) -> list[tuple[torch.Tensor, torch.dtype | None]]:
 
 def is_default(collective: object) -> bool:
     return type(collective) in (DefaultAllGather, DefaultReduceScatter)
+
+
+def before_gathers(group: Any, before: Callable[[], None]) -> None:
+    """Have a function called when a gather is asked for; FSDP2 then turns gradients off."""
+    plain = group.unshard
+
+    def unshard(async_op: bool = False) -> None:
+        before()
+        plain(async_op)
+
+    group.unshard = unshard
 
 
 def forget_gather(group: Any) -> None:

@@ -67,17 +67,11 @@ class Passes:
         self._model.register_forward_pre_hook(before, prepend=True)
         self._model.register_forward_hook(after, always_call=True)
         for unit in units:
-            self._note_mode(unit.group)
+            fsdp2.before_gathers(unit.group, self._note_mode)
 
-    def _note_mode(self, group: Any) -> None:
-        """Note who asks for a gather: FSDP2 has turned gradients off when it begins."""
-        plain = group.unshard
-
-        def unshard(async_op: bool = False) -> None:
-            self._grad_enabled = torch.is_grad_enabled()
-            plain(async_op)
-
-        group.unshard = unshard
+    def _note_mode(self) -> None:
+        """Note the mode of who asks for a gather."""
+        self._grad_enabled = torch.is_grad_enabled()
 
     def begins_with(self, unit: Unit) -> bool:
         """Whether the gather of ``unit`` begins a pass that is not the whole model's."""
@@ -109,13 +103,12 @@ class Passes:
         ``_post_forward`` up when it ends. A method that raises does not get there: the next one
         that begins ends it.
         """
-        begin, plain = state._pre_forward, state._post_forward
+        begin, plain = fsdp2.around_forward(state)
 
         def close(*_: Any) -> None:
             self._outermost = None
             handle.remove()
-            for name in ("_pre_forward", "_post_forward"):
-                state.__dict__.pop(name, None)
+            fsdp2.restore_around_forward(state)
             gathered, self._gathered = self._gathered, []
             drop_prefetched(gathered)
             self._let_go()
@@ -132,8 +125,8 @@ class Passes:
             close()
             return result
 
-        handle = state._modules[0].register_forward_hook(close, always_call=True)
-        state._pre_forward, state._post_forward = pre_forward, post_forward
+        handle = fsdp2.module_of(state).register_forward_hook(close, always_call=True)
+        fsdp2.replace_around_forward(state, pre_forward, post_forward)
 
 
 def reshard(units: Iterable[Unit]) -> None:

@@ -73,11 +73,7 @@ class Unit:
         DTensors and by fused optimizer kernels do not count at all: see
         :mod:`fcdp.staleness`.
         """
-        stamp = 0
-        for fsdp_param in self.group.fsdp_params:  # a gather asks: no list, no generator
-            param = fsdp_param.sharded_param
-            stamp += param._version + param._local_tensor._version
-        return stamp
+        return fsdp2.writes(self.group)
 
 
 def find_units(model: nn.Module, topology: Topology) -> list[Unit]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +54,41 @@ def host_reads(waits: bool) -> list[float]:
     return landing.tolist()
 
 
+def host_adds(waits: bool) -> list[float]:
+    """The host changes in place what a copy has brought it."""
+    from tests.fcdp.accelerator.device import here
+
+    landing = torch.zeros(4, device="cpu")
+    landing.copy_(torch.ones(4), non_blocking=True)
+    if waits:
+        here().current.synchronize()
+    return landing.add_(1).tolist()
+
+
+def hosts_sum_up(waits: bool) -> list[float]:
+    """So does a collective of hosts."""
+    from tests.fcdp.accelerator.device import here
+
+    landing = torch.zeros(4, device="cpu")
+    landing.copy_(torch.ones(4), non_blocking=True)
+    if waits:
+        here().current.synchronize()
+    dist.all_reduce(landing)
+    return landing.tolist()
+
+
+def checksum_of_the_host(waits: bool) -> list[float]:
+    """Memory that is read by its address."""
+    from fcdp.checksum import checksum
+    from tests.fcdp.accelerator.device import here
+
+    landing = torch.zeros(1, device="cpu")
+    landing.copy_(torch.ones(1), non_blocking=True)
+    if waits:
+        here().current.synchronize()
+    return [float(checksum(landing))]
+
+
 def own_part_of_a_gather(waits: bool) -> list[float]:
     """A rank's part is written by one stream and sent by another, to a rank that waits."""
     from tests.fcdp.accelerator.device import Stream, here
@@ -88,6 +125,9 @@ CASES: dict[str, tuple[Callable[[bool], list[float]], list[float]]] = {
         (other_stream, [3.0] * 4),
         (memory_used_anew, [2.0] * 4),
         (host_reads, [1.0] * 4),
+        (host_adds, [2.0] * 4),
+        (hosts_sum_up, [2.0] * 4),
+        (checksum_of_the_host, [float(zlib.crc32(struct.pack("f", 1.0)))]),
         (own_part_of_a_gather, [1.0, 2.0]),
         (a_thread_of_the_host, [1.0] * 4),
     )

@@ -21,7 +21,8 @@ NAMES = (
     "fsdp_params|mesh_info|post_forward_mesh_info|_reshard_after_forward|gradient_divide_factor|"
     "_all_gather_comm|_reduce_scatter_comm|_all_gather_result|_all_reduce_hook|post_backward|"
     "reduce_scatter_max_input_buffers|_sharded_param_data|_sharded_local_tensor|_fully_shard|"
-    "_?unsharded_param|unsharded_accumulated_grad"
+    r"_?unsharded_param|unsharded_accumulated_grad|sharded_param|group\.unshard|_pre_forward|"
+    r"_post_forward|state\._modules"
 )
 
 

@@ -118,10 +118,10 @@ def on_an_accelerator() -> tuple[Guard, Queue]:
     units: list[Any] = [StandInUnit(name, 8) for name in "ab"]
     guard = Guard(units, CPU, streams)
     guard._differ = SimpleNamespace(  # type: ignore[assignment]
-        device=SimpleNamespace(type="accelerator"), flags=torch.tensor([False, True])
+        device=SimpleNamespace(type="accelerator"), clone=lambda: torch.tensor([False, True])
     )
     guard._landing = SimpleNamespace(  # type: ignore[assignment]
-        copy_=lambda source, non_blocking: setattr(guard, "_copied", source.flags.tolist()),
+        copy_=lambda source, non_blocking: setattr(guard, "_copied", source.tolist()),
         tolist=lambda: guard._copied,  # type: ignore[attr-defined]
     )
     return guard, copies

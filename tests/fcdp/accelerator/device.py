@@ -5,7 +5,8 @@ that order. What order a device could have run them in is the tape's to say: eac
 stream that was current, with the bytes that it read and wrote. Memory is given out as the caching
 allocator of CUDA does it: what is let go on the host is given out at once to the next who asks on
 the stream that it was allocated on, whether the device has caught up or not, and holds poison.
-Host memory that a copy has touched is followed too.
+Host memory that a copy has touched is followed too, but for what reads it by its address: of such
+only ``tolist``, the library's checksums and its files are seen, not ``numpy`` or ``torch.save``.
 """
 
 from __future__ import annotations
@@ -214,16 +215,17 @@ class Device:
         stream.wait_for(self.host.clock)
         self.tape.note(stream, what, reads, self.touches(writes))
 
+    def followed(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of the host that copies touch too."""
+        return [tensor for tensor in tensors if self.holds(tensor.untyped_storage())]
+
     def note_on_host(
-        self, what: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]
+        self, what: str, reads: list[Touch], writes: Iterable[torch.Tensor] = ()
     ) -> None:
-        """Note what the host's thread does to memory that copies touch too."""
-        theirs = [
-            [tensor for tensor in tensors if self.holds(tensor.untyped_storage())]
-            for tensors in (reads, writes)
-        ]
-        if any(theirs):
-            self.note(what, self.touches(theirs[0]), theirs[1], stream=self.host)
+        """Note what the host's thread has done to memory that copies touch too."""
+        written = self.followed(writes)
+        if reads or written:
+            self.note(what, reads, written, stream=self.host)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> np.ndarray:
@@ -312,10 +314,11 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     on_device = any(isinstance(each, DeviceTensor) for each in given)
     device = here()
     if not on_device and to != NAME:
-        result = func(*args, **kwargs)
         read, written = _split(func, args, kwargs)
+        reads = device.touches(device.followed(read))  # before they are changed in place
+        result = func(*args, **kwargs)
         if (written or not _is_view(result, given)) and func.overloadpacket is not aten.set_:
-            device.note_on_host(_name(func), read, written)
+            device.note_on_host(_name(func), reads, written)
         return result
     if func is aten._foreach_copy_.default and not all(isinstance(e, DeviceTensor) for e in given):
         for target, source in zip(*args[:2], strict=True):  # as CUDA has it between devices
@@ -499,6 +502,11 @@ _tolist = torch.Tensor.tolist
 _tensor = torch.tensor
 
 
+def read_by_address(what: str, tensor: torch.Tensor) -> None:
+    """Note that the host is about to read memory by other means than an operation."""
+    here().note_on_host(what, here().touches(here().followed([tensor])))
+
+
 def _resize_noted(storage: torch.UntypedStorage, size: int) -> None:
     ours = hasattr(_threads, "device") and here().holds(storage)
     _resize(storage, size)
@@ -510,7 +518,7 @@ def _tolist_noted(tensor: torch.Tensor) -> Any:
     if isinstance(tensor, DeviceTensor):
         return _tolist(tensor.cpu())
     if hasattr(_threads, "device") and type(tensor) is torch.Tensor:
-        here().note_on_host("tolist", [tensor], [])
+        read_by_address("tolist", tensor)
     return _tolist(tensor)
 
 

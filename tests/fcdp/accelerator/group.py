@@ -144,6 +144,7 @@ class Group(dist.ProcessGroup):
                 self._stream.wait_stream(device.current)
                 timeline = self._stream
             device.note(f"{what}'s send", device.touches(inputs), [], stream=timeline)
+        reads = device.touches(device.followed(inputs))
         with _unseen():
             sent = [plain(each).clone() for each in inputs]
         given = self.hub.gather(
@@ -160,7 +161,7 @@ class Group(dist.ProcessGroup):
             event = Event()
             event.record(timeline)
             return Done(lambda: here().current.wait_event(event))
-        device.note_on_host(what, inputs, outputs)
+        device.note_on_host(what, reads, outputs)
         return Done()
 
     # Collectives

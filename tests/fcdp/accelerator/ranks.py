@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWor
 
 import fcdp.checksum
 import fcdp.direct_io
-from tests.fcdp.accelerator.device import NAME, Device, Stream, driving, here
+from tests.fcdp.accelerator.device import NAME, Device, Stream, driving, here, read_by_address
 from tests.fcdp.accelerator.group import BACKEND, Abandoned, Group, Hub
 from tests.fcdp.accelerator.tape import Tape
 
@@ -72,8 +72,11 @@ def _noted(name: str, *, writes: bool) -> Any:
     plain = getattr(fcdp.direct_io, name)
 
     def move(descriptor: int, offset: int, memory: torch.Tensor) -> None:
+        if not writes:
+            read_by_address(name, memory)
         plain(descriptor, offset, memory)
-        here().note_on_host(name, [] if writes else [memory], [memory] if writes else [])
+        if writes:
+            here().note_on_host(name, [], [memory])
 
     return mock.patch(f"fcdp.direct_io.{name}", move)
 
@@ -89,6 +92,15 @@ def _reset_sharded_param(fsdp_param: Any) -> None:
 
 
 _plain_reset: Any = FSDPParam.reset_sharded_param
+
+
+def _bytes_of(values: torch.Tensor) -> memoryview:
+    """``fcdp.checksum.bytes_of``, noted: it is asked for what is about to be read."""
+    read_by_address("checksum", values)
+    return _plain_bytes_of(values)
+
+
+_plain_bytes_of: Any = fcdp.checksum.bytes_of
 
 
 def _current_stream(device: Any = None) -> Stream:
@@ -119,6 +131,7 @@ def _one_process() -> Iterator[None]:
         mock.patch.object(FSDPParam, "reset_sharded_param", _reset_sharded_param),
         mock.patch("torch.accelerator.current_stream", _current_stream),
         mock.patch("fcdp.checksum._keys", _keys),
+        mock.patch("fcdp.checksum.bytes_of", _bytes_of),
         mock.patch("fcdp.checksum._BLOCK", 64),  # as many keys would be most of the memory
         mock.patch("fcdp.topology.Failures", Unfailing),
         mock.patch("fcdp.cache.tiers.disk.ThreadPoolExecutor", Threads),
