@@ -32,13 +32,10 @@ try:
         DefaultAllGather,
         DefaultReduceScatter,
     )
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-    from torch.distributed.fsdp._fully_shard._fsdp_state import (
-        FSDPState,
-        FSDPStateContext,
-        TrainingState,
-    )
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
 except ImportError as error:
     raise _refusal(error.msg) from error
 
