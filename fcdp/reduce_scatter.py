@@ -166,6 +166,7 @@ class HierarchicalReduceScatter(ReduceScatter):
 
         def complete() -> None:
             nonlocal reduced
+            self.drop_abandoned()  # in this body, perhaps
             having = fsdp2.with_gradients(group)
             if not self.pending:
                 self._given.clear()

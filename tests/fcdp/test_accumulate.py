@@ -221,6 +221,32 @@ def test_a_unit_of_an_early_micro_batch_alone_is_reduced_with_the_last(ranks: Po
     assert ranks.run(2, some_layers_per_micro_batch, [["0", "1"]], True) == [0.0, 0.0]
 
 
+def given_up_within_a_micro_batch(own_units: bool) -> list[bool]:
+    """Whether each parameter has a gradient, where only a micro-batch before used the second."""
+    topology = topology_of(2, 1)
+    x, model = torch.full((1, 4), 1.0), Branches()
+    for module in [*(model.layers if own_units else []), model]:
+        fully_shard(module, mesh=topology.mesh)
+    fcdp.cache_parameters(model, topology)
+    with fcdp.accumulate(model, last=False):
+        model(x, "01").backward()
+    for last in (False, True):
+        with fcdp.accumulate(model, last=last):
+            if not last:
+                model.zero_grad()
+            model(x, "0").backward()
+    return [param.grad is not None for param in model.parameters()]
+
+
+@pytest.mark.parametrize("own_units", [True, False])
+def test_zero_grad_within_a_micro_batch_gives_up_what_it_does_before_one(
+    ranks: Pools, own_units: bool
+) -> None:
+    """As with FSDP2, what only the step before used has no gradient, which momentum would move."""
+    found = ranks.run(2, given_up_within_a_micro_batch, own_units)
+    assert found == [[True, True, False, False]] * 2
+
+
 def sum_of_large_gradients(micro_batches: int) -> tuple[float, float]:
     """The gradient of one weight in fp16 reduction, by FSDP2 and here."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
