@@ -13,6 +13,7 @@ from fcdp.in_flight import Arriving, InFlight
 from fcdp.ledger import Ledger
 from fcdp.partial_gradients import OnDevice
 from fcdp.reduce_scatter import HierarchicalReduceScatter
+from fcdp.waiting import Waiting, waiting_in
 from tests.fcdp.stand_ins import CPU, NoFailures, Place, StandInUnit
 from tests.fcdp.threads import on_threads
 
@@ -20,14 +21,26 @@ NUMEL = 3
 SUM: Any = dist.ReduceOp.SUM
 
 
+class Weight:
+    """A sharded parameter."""
+
+    def __init__(self) -> None:
+        self.grad: Any = None
+        self.requires_grad = True
+
+    def wait(self) -> None:
+        """Have a ``.grad`` as FSDP2 leaves it after a micro-batch that does not cross nodes."""
+        if waiting_in(self) is None:  # type: ignore[arg-type]
+            self.grad = SimpleNamespace(_local_tensor=Waiting((1,), (1,), torch.float32, CPU))
+
+
 class Reducer:
     """What reduces one unit on one rank, called as FSDP2 calls it."""
 
     def __init__(self, topology: Any, unit: StandInUnit | None = None) -> None:
         self.topology, self.ledger = topology, Ledger()
-        weight = torch.nn.Parameter(torch.ones(1))
-        weight.grad = torch.ones(1)  # as FSDP2 leaves it after each micro-batch
-        given: Any = unit or StandInUnit("unit", 4, params=(weight,))
+        given: Any = unit or StandInUnit("unit", 4, params=(Weight(),))
+        self.weights = given.params
         self.reduce = HierarchicalReduceScatter(
             given,
             topology,
@@ -40,10 +53,14 @@ class Reducer:
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return self.reduce.allocate((numel,), dtype=dtype, device=CPU)
 
-    def __call__(
-        self, gradients: torch.Tensor, *, last: bool = True, op: Any = SUM
-    ) -> torch.Tensor:
-        """This rank's part, once it has arrived."""
+    def wait(self, *weights: Weight) -> None:
+        """Let the gradients of ``weights`` wait, as after a micro-batch."""
+        for weight in weights:
+            weight.wait()
+        self.reduce._waiting = [weight.grad._local_tensor for weight in weights]
+
+    def __call__(self, gradients: torch.Tensor, *, last: bool = True, op: Any = SUM) -> Any:
+        """This rank's part, once it has arrived; ``None`` of a micro-batch that waits."""
         self.reduce.requires_sync = last
         buffer = self.allocate(gradients.numel(), gradients.dtype)
         buffer.copy_(gradients)
@@ -51,6 +68,9 @@ class Reducer:
         group: Any = None
         self.reduce(output, buffer, group, op)
         buffer.fill_(torch.nan)  # FSDP2 uses it again
+        if isinstance(output, Waiting):
+            self.wait(*self.weights)
+            return None
         return output.ended() if isinstance(output, Arriving) else output
 
 
@@ -61,13 +81,14 @@ def test_micro_batches_cross_nodes_once_as_their_sum(
 ) -> None:
     world = nodes * ranks_per_node
 
-    def step(topology: Any) -> tuple[list[list[float]], list[bool], dict[str, dict[str, int]]]:
+    def step(topology: Any) -> tuple[list[Any], list[bool], dict[str, dict[str, int]]]:
         topology.inter = topology.intra = None  # of gathers, and no reductions'
         reducer = Reducer(topology)
         gradients = torch.arange(1.0, world * NUMEL + 1) * (topology.rank + 1)
         outputs, pending = [], []
         for last in (False, False, True, True):
-            outputs.append(reducer(gradients, last=last, op=op).tolist())
+            output = reducer(gradients, last=last, op=op)
+            outputs.append(output if output is None else output.tolist())
             pending.append(reducer.reduce.pending)
         return outputs, pending, reducer.ledger.snapshot()
 
@@ -80,7 +101,7 @@ def test_micro_batches_cross_nodes_once_as_their_sum(
         if nodes == 1:  # nothing waits where nothing is to be saved
             assert outputs == [once.tolist()] * 4
         else:
-            assert outputs == [[0.0] * NUMEL] * 2 + [(3 * once).tolist(), once.tolist()]
+            assert outputs == [None] * 2 + [(3 * once).tolist(), once.tolist()]
         assert pending == [nodes > 1, nodes > 1, False, False]
         assert bytes_sent == sent
 
@@ -142,45 +163,48 @@ def test_backward_goes_on_where_gradients_cross_and_nobody_looks(
     assert not reducer.reduce._goes_on(torch.device("meta"))
 
 
-def waiting() -> tuple[Reducer, list[torch.nn.Parameter]]:
-    """Partial gradients of three parameters: two with a ``.grad``, the last frozen."""
-    params = [torch.nn.Parameter(torch.ones(1)) for _ in range(4)]
-    for param in params[:2]:
-        param.grad = torch.ones(1).add_(0)
-    params[3].requires_grad_(False)
+def waiting() -> tuple[Reducer, list[Weight]]:
+    """Partial gradients of three parameters: of two in this micro-batch; the last is frozen."""
+    weights = [Weight() for _ in range(4)]
+    weights[3].requires_grad = False
     place: Any = Place(2, 0)
-    reducer = Reducer(place, StandInUnit("unit", 4, params=tuple(params)))
+    reducer = Reducer(place, StandInUnit("unit", 4, params=tuple(weights)))
     reducer.reduce._keep(torch.ones(2))
-    return reducer, params
+    reducer.wait(*weights[:2])
+    return reducer, weights
 
 
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_a_gradient_written_in_place_between_micro_batches_is_an_error(place: int) -> None:
-    reducer, params = waiting()
-    params[2].grad = torch.ones(1)  # which FSDP2 has made since
-    params[3].grad = torch.ones(1).add_(1)  # of nobody's concern
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("zeroed", [True, False])
+def test_some_gradients_given_up_between_micro_batches_are_an_error(
+    place: int, zeroed: bool
+) -> None:
+    reducer, weights = waiting()
+    weights[3].grad = torch.ones(1)  # of nobody's concern
     reducer.reduce.drop_abandoned()
     assert reducer.reduce.pending
-    params[place].grad.zero_()  # type: ignore[union-attr]
-    with pytest.raises(RuntimeError, match=r"unit: \.grad was written while gradients"):
+    if zeroed:
+        weights[place].grad._local_tensor.zero_()
+    else:
+        weights[place].grad = None
+    with pytest.raises(RuntimeError, match=r"unit: \.grad of some of its parameters were zeroed"):
         reducer.reduce.drop_abandoned()
     reducer.reduce.discard()
     reducer.reduce.drop_abandoned()
     assert not reducer.reduce.pending
 
 
-def test_gradients_that_are_gone_were_given_up() -> None:
-    reducer, params = waiting()
-    params[0].grad = None
-    reducer.reduce.drop_abandoned()
-    assert reducer.reduce.pending
-    params[1].grad = None
-    params[3].grad = torch.ones(1)
+@pytest.mark.parametrize("zeroed", [True, False])
+def test_gradients_that_are_gone_or_zeroed_were_given_up(zeroed: bool) -> None:
+    reducer, weights = waiting()
+    for weight in weights[:2]:
+        if zeroed:
+            weight.grad._local_tensor.zero_()
+        else:
+            weight.grad = None
     reducer.reduce.drop_abandoned()
     assert not reducer.reduce.pending
     assert reducer.ledger.pending_bytes == 0
-    params[0].grad = torch.ones(1).add_(1)  # a new step's, written to as its owner likes
-    reducer.reduce.drop_abandoned()
 
 
 class Noting(NoFailures):
@@ -196,9 +220,9 @@ class Noting(NoFailures):
 def test_what_was_given_up_is_no_part_of_the_next_step() -> None:
     def step(topology: Any) -> tuple[list[float], int]:
         topology.failures = Noting()
-        weight = torch.nn.Parameter(torch.ones(1))
-        reducer = Reducer(topology, StandInUnit("unit", 4, params=(weight,)))
+        reducer = Reducer(topology)
         reducer(torch.ones(2), last=False)
+        reducer.weights[0].grad = None
         total = reducer(torch.full((2,), 10.0))  # nobody has a ``.grad`` of before
         return total.tolist(), topology.failures.seen
 
@@ -207,8 +231,7 @@ def test_what_was_given_up_is_no_part_of_the_next_step() -> None:
 
 @pytest.mark.parametrize("last", [True, False])
 def test_another_size_than_in_the_micro_batch_before_is_an_error(last: bool) -> None:
-    reducer, params = waiting()
-    params[2].grad = torch.ones(1)
+    reducer, _ = waiting()
     with pytest.raises(RuntimeError, match="unit: other parameters received gradients"):
         reducer(torch.ones(4), last=last)
 
