@@ -55,7 +55,7 @@ COMMANDS: Mapping[str, Command] = {
         "List the runs below a directory; of one run, its cells and how they compare.",
     ),
     "compare": Command(
-        "Compare two runs cell by cell, or two cells: settings, figures, beyond the spread or not.",
+        "Compare two runs cell by cell, or two cells: settings, figures, beyond intervals or not.",
         _SHOWS_HELP,
     ),
     "watch": Command(

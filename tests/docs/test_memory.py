@@ -17,7 +17,6 @@ from docs import memory
 from fcdp.engine import engine_of
 from fcdp.partial_gradients import PartialsPlace
 from tests.docs import DOCS
-from tests.fcdp.test_streams import NODES, Run
 from tests.fcdp.training import (
     Settings,
     batches,
@@ -97,34 +96,6 @@ def test_a_rank_takes_what_the_equations_say(
                 expected = replace(expected, device=allocated.device)
             assert allocated == expected
             assert (expected != memory.Memory(0, 0, 0, 0)) == (policy != "none")
-
-
-@pytest.mark.parametrize("ranks_per_node", [1, 2, 8])
-@pytest.mark.parametrize("policy", ["none", "device", "host"])
-def test_slices_of_an_accelerator(policy: str, ranks_per_node: int) -> None:
-    """What a stand-in for CUDA's allocator gives out while the host runs ahead of the device."""
-    depths = set()
-    for seed in range(8):
-        with Run(seed, POLICIES[policy], ranks_per_node) as run:
-            run.units[:] = run.units[::2]  # of one size
-            for _ in range(4):
-                run.cache.begin_pass()
-                for unit in run.units:
-                    run.entries[unit].generation += 1
-                    run.gather(unit, async_op=False)
-                for unit in run.units[::-1]:
-                    run.gather(unit, async_op=False)
-            cluster, depth = memory.Cluster(NODES, ranks_per_node), run.cache._look_ahead
-            expected = memory.cache(POLICIES[policy], run.units, cluster, depth)
-            # FSDP2's own: with one rank per node a gather's output stays while the next one runs.
-            outputs = 2 if ranks_per_node == 1 else 1
-            own = outputs * NODES * ranks_per_node * run.units[0].shard_bytes
-            taken = run.accelerator.allocated_bytes - own
-            if depth < len(run.units):
-                assert taken == expected.device + expected.slices
-            assert taken <= expected.device + expected.slices
-            depths.add(depth)
-    assert depths == {0, 1, 2}
 
 
 def waiting(settings: Settings, place: PartialsPlace) -> list[tuple[int, int]]:

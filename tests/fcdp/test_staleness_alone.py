@@ -60,6 +60,7 @@ class Rank:
             topology,
             self.guard,
             lambda unit: self._begins,
+            lambda: False,
             verify=verify,
             lacks_base=lacks,
         )

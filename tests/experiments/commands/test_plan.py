@@ -167,7 +167,10 @@ def test_nothing_fits() -> None:
         ({"nodes": None}, "--nodes is missing: give it, or what was measured (--preflight)"),
         ({"nodes": "0"}, "--nodes = '0': allowed: whole numbers, 1 or more"),
         ({"gpus": "eight"}, "--gpus = 'eight': allowed: whole numbers, 1 or more"),
-        ({"host_memory": "512"}, "--host-memory = '512': allowed: a number above 0 and a unit"),
+        (
+            {"host_memory": "0 GiB"},
+            "--host-memory = '0 GiB': allowed: bytes, 1 or more, or such as",
+        ),
         ({"peft": "dora:8"}, "--peft = 'dora:8': allowed: lora:RANK"),
         ({"strategies": "zero9"}, "strategy = 'zero9': allowed are deepspeed-zero3, "),
         ({"policies": "hosts", "strategies": "fcdp"}, "policy = 'hosts': allowed are "),

@@ -111,7 +111,8 @@ def test_what_a_run_holds(tmp_path: Path) -> None:
 
 def test_a_cells_run_is_read_back(tmp_path: Path) -> None:
     """Settings of its own alone, one counter of steps, tags to filter by, and a summary."""
-    export([record(cell(strategy="fcdp", policy="disk"))], tmp_path)
+    of = cell(strategy="fcdp", policy="disk")
+    export([record(of, step_seconds=[0.4, 0.5, 0.6])], tmp_path)
     (run,) = offline.runs(tmp_path)
     assert {"fcdp", "llama-4x128", "full", "100 Mbit/s", "emulated"} <= set(run.tags)
     assert run.config["policy"] == "disk"
@@ -152,7 +153,7 @@ def test_the_reports_run_has_a_table_and_charts(tmp_path: Path) -> None:
 
 
 def test_history_is_a_point_a_step_with_times_after_warm_up() -> None:
-    measured = record(cell()).measurement
+    measured = record(cell(), step_seconds=[0.4, 0.5, 0.6]).measurement
     assert measured is not None
     assert wandb_runs._history(measured) == [
         {"loss": 5.6},
