@@ -169,7 +169,7 @@ def test_nothing_fits() -> None:
         ({"gpus": "eight"}, "--gpus = 'eight': allowed: whole numbers, 1 or more"),
         (
             {"host_memory": "0 GiB"},
-            "--host-memory = '0 GiB': allowed: bytes, 1 or more, or such as",
+            "--host-memory = '0 GiB': allowed: bytes, 1 or more",
         ),
         ({"peft": "dora:8"}, "--peft = 'dora:8': allowed: lora:RANK"),
         ({"strategies": "zero9"}, "strategy = 'zero9': allowed are deepspeed-zero3, "),
