@@ -113,43 +113,37 @@ def landed_at_once(buffer: Any) -> list[Any]:
     return []
 
 
-def forgotten() -> dict[str, tuple[str, Any]]:
-    """What a guard would be without its wait, and a training that needs it."""
-    from tests.fcdp.accelerator.device import Stream
-
-    return {
-        "the last write, by readers": (
-            "host",
-            mock.patch.object(Access, "reading", reading_at_once),
-        ),
-        "reads and writes, by writers and by memory let go": (
-            "host",
-            mock.patch.object(Access, "freed_for"),
-        ),
-        "readers of a slice, before its memory is let go": (
-            "host",
-            mock.patch.object(Slices, "drain", lambda slices, kept=0: slices._released.clear()),
-        ),
-        "other streams, by whoever waits for all that they did": (
-            "host",
-            mock.patch.object(Stream, "wait_stream"),
-        ),
-        "the gather, by who waits for its work": (
-            "asked for early",
-            mock.patch.object(Queued, "wait"),
-        ),
-        "copies that fill a buffer, by the thread that writes it": (
-            "disk",
-            mock.patch("fcdp.cache.tiers.disk._landed", landed_at_once),
-        ),
-        "the device, by the host that poisons": (
-            "host, none ahead, poisoned",
-            mock.patch.object(Access, "settle"),
-        ),
-    }
-
-
-FORGOTTEN = 7
+#: Guards without their wait, and a training that needs it.
+FORGOTTEN: dict[str, tuple[str, Any]] = {
+    "the last write, by readers": (
+        "host",
+        mock.patch.object(Access, "reading", reading_at_once),
+    ),
+    "reads and writes, by writers and by memory let go": (
+        "host",
+        mock.patch.object(Access, "freed_for"),
+    ),
+    "readers of a slice, before its memory is let go": (
+        "host",
+        mock.patch.object(Slices, "drain", lambda slices, kept=0: slices._released.clear()),
+    ),
+    "other streams, by whoever waits for all that they did": (
+        "host",
+        mock.patch("tests.fcdp.accelerator.device.Stream.wait_stream"),
+    ),
+    "the gather, by who waits for its work": (
+        "asked for early",
+        mock.patch.object(Queued, "wait"),
+    ),
+    "copies that fill a buffer, by the thread that writes it": (
+        "disk",
+        mock.patch("fcdp.cache.tiers.disk._landed", landed_at_once),
+    ),
+    "the device, by the host that poisons": (
+        "host, none ahead, poisoned",
+        mock.patch.object(Access, "settle"),
+    ),
+}
 
 
 def unshard_early(nodes: int, ranks_per_node: int) -> list[float]:
@@ -174,11 +168,11 @@ def unshard_early(nodes: int, ranks_per_node: int) -> list[float]:
     return [loss.item() for loss in losses]
 
 
-def forget(number: int, directory: Path) -> tuple[str, str | None, str | None]:
-    """Train without one kind of wait; what the tape and what drawn schedules show of it."""
+def forget(name: str, directory: Path) -> tuple[str | None, str | None]:
+    """Train without one kind of wait; return what the tape and what drawn schedules show of it."""
     from tests.fcdp import accelerator
 
-    name, (training_name, patch) = [*forgotten().items()][number]
+    training_name, patch = FORGOTTEN[name]
     with patch:
         if training_name == "asked for early":
             _, tape = accelerator.run(unshard_early, 4, 2, 2)
@@ -188,18 +182,16 @@ def forget(number: int, directory: Path) -> tuple[str, str | None, str | None]:
                 train, settings.world_size, training_name, settings, directory, "fcdp"
             )
     drawn = next((wrong for seed in range(64) if (wrong := tape.replay(seed))), None)
-    return name, tape.races[0] if tape.races else None, drawn
+    return tape.races[0] if tape.races else None, drawn
 
 
-@pytest.mark.parametrize("number", range(FORGOTTEN))
-def test_a_forgotten_wait_shows_whatever_the_seed(
-    apart: Pools, number: int, tmp_path: Path
-) -> None:
-    ((name, race, drawn),) = apart.run(1, forget, number, tmp_path)
-    assert race is not None, name
+@pytest.mark.parametrize("name", FORGOTTEN)
+def test_a_forgotten_wait_shows_whatever_the_seed(apart: Pools, name: str, tmp_path: Path) -> None:
+    ((race, drawn),) = apart.run(1, forget, name, tmp_path)
+    assert race is not None
     assert "nothing orders them" in race
     assert "missing:" in race
-    assert drawn is not None, name
+    assert drawn is not None
 
 
 def test_blocks_that_are_asked_for_early_arrive_in_every_schedule(apart: Pools) -> None:

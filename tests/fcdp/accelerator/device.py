@@ -499,7 +499,6 @@ _setup_privateuseone_for_python_backend(NAME, _Module(NAME))
 _device = torch.device(NAME, 0)
 _resize = torch.UntypedStorage.resize_
 _tolist = torch.Tensor.tolist
-_tensor = torch.tensor
 
 
 def read_by_address(what: str, tensor: torch.Tensor) -> None:
@@ -522,20 +521,9 @@ def _tolist_noted(tensor: torch.Tensor) -> Any:
     return _tolist(tensor)
 
 
-def _tensor_noted(data: Any, *, device: Any = None, **options: Any) -> torch.Tensor:
-    if not hasattr(_threads, "device"):
-        return _tensor(data, device=device, **options)
-    gradients = options.pop("requires_grad", False)
-    made = _tensor(data, device="cpu", **options)
-    to = torch.get_default_device() if device is None else device
-    return made.to(to).requires_grad_(gradients)
-
-
 # What no operation tells of: FSDP2 frees gathered parameters by the one, hosts read by the next.
 torch.UntypedStorage.resize_ = _resize_noted  # type: ignore[method-assign, assignment]
 torch.Tensor.tolist = _tolist_noted  # type: ignore[method-assign]
-# PyTorch moves what it has read from lists to the device past all dispatch.
-torch.tensor = _tensor_noted
 
 
 @contextlib.contextmanager

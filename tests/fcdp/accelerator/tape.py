@@ -16,7 +16,7 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -165,7 +165,7 @@ class Tape:
     def replay(self, seed: int) -> str | None:
         """Run all operations in an order drawn from ``seed``; what one of them read wrongly."""
         chance = random.Random(seed)
-        memory = self._at_first()
+        memory = {block: held.copy() for block, held in self._at_first.items()}
         done = dict.fromkeys(self.timelines, 0)
         left = [timeline for timeline in self.timelines if timeline.operations]
         # Some are slow, as a link is beside a copy engine.
@@ -187,8 +187,12 @@ class Tape:
             left = [timeline for timeline in left if done[timeline] < len(timeline.operations)]
         return None
 
+    @cached_property
     def _at_first(self) -> dict[Block, np.ndarray]:
-        """What blocks held before the first operation: as it was read before it was written."""
+        """Contents of blocks before the first operation, as read before they were written.
+
+        Asked for once the run has ended.
+        """
         memory: dict[Block, np.ndarray] = {}
         written: dict[Block, np.ndarray] = {}
         for operation in self.operations:
