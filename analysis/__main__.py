@@ -82,8 +82,7 @@ def table(
     """Print every cell next to the baseline that ran under the same settings."""
     found = _load(records)
     _check_baseline(baseline, found)
-    from analysis.compare.baseline import compare
-    from analysis.compare.seeds import in_words
+    from analysis.compare.baseline import compare, seeds_in_words
     from analysis.load.table import latest
     from analysis.report import tables
     from analysis.report.run import markdown as as_markdown
@@ -94,7 +93,7 @@ def table(
         return
     typer.echo(tables.presentable(compared).to_string(index=False))
     typer.echo("\n" + "\n".join(tables.notes(compared)))
-    seeds = in_words(compared)
+    seeds = seeds_in_words(compared)
     if not seeds.empty:
         typer.echo(f"\n{tables.OVER_SEEDS}:\n{seeds.to_string(index=False)}")
 
@@ -133,13 +132,12 @@ def timeline(
     ] = Path("timeline.svg"),
 ) -> None:
     """Draw what a rank does when in one step: simulated, profiled, or both over the same time."""
-    from analysis.figures import timeline
-    from analysis.load import traces as files
+    from analysis import timeline
 
     if output.suffix not in _PICTURES:
         _fail(f"--output {output}: ends in none of {', '.join(_PICTURES)}")
     try:
-        drawing = timeline.draw([files.load(file) for file in traces])
+        drawing = timeline.draw([timeline.load(file) for file in traces])
         timeline.save(drawing, output)
     except (OSError, ValueError) as error:
         _fail(str(error))

@@ -16,10 +16,9 @@ from pathlib import Path
 from rich.console import Console
 
 from analysis.claims import papers
-from analysis.compare import orders
 from analysis.compare.audit import audit
 from analysis.load import runs
-from analysis.report import reproduction
+from analysis.report import simulator
 from experiments.records.record import Record, read
 from experiments.records.repeats import pooled
 from experiments.terminal.summary_table import summary
@@ -80,7 +79,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
 def _ordered() -> str:
     """How many pairs of cells the simulator has in the right order, and what its choice costs."""
     found = [run for run in runs.load(ROOT / "results") if isinstance(run, runs.Run)]
-    rows = orders.rows(reproduction.orders_of(papers.load(), found))
+    rows = simulator.choices(simulator.orders(papers.load(), found))
     names = {
         "together, if nothing ran beside": "beside which nothing is known to have run",
         "together": "all",

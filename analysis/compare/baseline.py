@@ -4,44 +4,43 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from analysis import strategies
-from analysis.load.table import frame
+from analysis import strategies, text
+from analysis.load.table import frame, ledger
 from experiments.records import settings
 from experiments.records.cell import Cell
 from experiments.records.comparison import Comparison, groups, reference
 from experiments.records.record import Record
+from simulation.quantities import format_link
 
 _CONDITIONS = settings.names(Cell, "condition")
 #: Cells are compared only where all of these agree; how many steps were timed may differ.
 SETTINGS = ["matrix", "evidence", *(name for name in _CONDITIONS if name != "matrix")]
+#: Times as fast as the baseline, and the ends of its interval.
+SPEED = ("speed_up", "speed_up_low", "speed_up_high")
+_BESIDE = (
+    *SPEED,
+    "decides",
+    "bytes_of_baseline",
+    "bytes_of_baseline_closed_form",
+    "bytes_of_closed_form",
+    "ledger_disagreement_percent",
+    "loss_difference",
+    "loss_difference_max",
+)
 
 
-@dataclass(frozen=True)
-class Headline:
-    """The subject next to the baseline under one way of tuning, and where the best case stands."""
+class Headline(NamedTuple):
+    """The subject next to the baseline under one way of tuning, as rows of the comparison."""
 
-    tuning: str
-    evidence: str
-    subject: str
-    baseline: str
     #: The cell with the largest speed-up.
-    cell: str
-    model: str
-    bandwidth: float
-    speed_up: float
-    #: The fastest other strategy that ran under the same settings, which may not be the baseline.
-    fastest_other: str
-    speed_up_over_fastest_other: float
-    bytes_of_baseline: float
-    bytes_of_baseline_closed_form: float
-    #: Of all cells that have this baseline, the one above included.
-    speed_ups: tuple[float, ...]
-    bytes_of_baselines: tuple[float, ...]
+    best: pd.Series
+    #: All that have this baseline, the best included.
+    cells: pd.DataFrame
 
 
 def compare(records: Sequence[Record], baseline: str = strategies.BASELINE) -> pd.DataFrame:
@@ -55,13 +54,23 @@ def compare(records: Sequence[Record], baseline: str = strategies.BASELINE) -> p
     ``ledger_disagreement_percent``, ``loss_difference`` and ``loss_difference_max``; and
     ``comparison``, a number that cells have in common which are compared.
     """
-    table = frame(records)
-    at = {id(record): place for place, record in enumerate(records)}
-    found = []
+    beside: dict[int, dict[str, object]] = {}
+    order: list[int] = []
+    place = {id(record): at for at, record in enumerate(records)}
     for number, group in enumerate(groups(records)):
-        rows = table.iloc[[at[id(record)] for record in group]]
-        found.append(_compare_group(rows, group, baseline).assign(comparison=number))
-    return _in_display_order(pd.concat(found))
+        over = _reference(group, baseline)
+        for record in group:
+            order.append(place[id(record)])
+            beside[order[-1]] = {
+                "baseline": None if over is None else over.cell.subject,
+                **dict.fromkeys(_BESIDE, math.nan),
+                **_compared(Comparison(record, over)),
+                **_with_fastest(record, group),
+                "comparison": number,
+            }
+    columns = pd.DataFrame([beside[at] for at in range(len(records))])
+    table: pd.DataFrame = pd.concat([frame(records), columns], axis=1).iloc[order]
+    return _in_display_order(table)
 
 
 def headlines(compared: pd.DataFrame, subject: str = strategies.SUBJECT) -> list[Headline]:
@@ -75,25 +84,7 @@ def headlines(compared: pd.DataFrame, subject: str = strategies.SUBJECT) -> list
     for _, cells in rows.groupby(["evidence", "tuning"], sort=True):
         baseline = cells["baseline"].value_counts().index[0]
         group = cells[cells["baseline"] == baseline].sort_values("speed_up", kind="stable")
-        best = group.iloc[-1]
-        found.append(
-            Headline(
-                tuning=best["tuning"],
-                evidence=best["evidence"],
-                subject=subject,
-                baseline=best["baseline"],
-                cell=best["cell"],
-                model=best["model"],
-                bandwidth=best["inter_bandwidth_bits_per_s"],
-                speed_up=best["speed_up"],
-                fastest_other=best["fastest_other"],
-                speed_up_over_fastest_other=best["speed_up_over_fastest_other"],
-                bytes_of_baseline=best["bytes_of_baseline"],
-                bytes_of_baseline_closed_form=best["bytes_of_baseline_closed_form"],
-                speed_ups=tuple(group["speed_up"]),
-                bytes_of_baselines=tuple(group["bytes_of_baseline"]),
-            )
-        )
+        found.append(Headline(group.iloc[-1], group))
     return found
 
 
@@ -104,24 +95,11 @@ def annotated(cells: pd.DataFrame) -> pd.DataFrame:
     return annotated
 
 
-def ratio(value: float, reference: float) -> float:
+def ratio(value: float | None, reference: float | None) -> float:
     """``value / reference``; not a number where either is missing or there is nothing to divide."""
-    if math.isnan(value) or math.isnan(reference) or reference == 0:
+    if value is None or not reference:
         return math.nan
-    return float(value / reference)
-
-
-def _compare_group(rows: pd.DataFrame, group: Sequence[Record], wanted: str) -> pd.DataFrame:
-    """Add the comparison columns to the cells of one setting."""
-    over = _reference(group, wanted)
-    at = next((place for place, record in enumerate(group) if record is over), None)
-    baseline = None if at is None else rows.iloc[at]
-    columns = [
-        {**_compare_cell(cell, baseline, Comparison(of, over)), **_compare_with_fastest(cell, rows)}
-        for (_, cell), of in zip(rows.iterrows(), group, strict=True)
-    ]
-    beside: pd.DataFrame = pd.concat([rows, pd.DataFrame(columns, index=rows.index)], axis=1)
-    return beside
+    return value / reference
 
 
 def _reference(group: Sequence[Record], wanted: str) -> Record | None:
@@ -130,63 +108,44 @@ def _reference(group: Sequence[Record], wanted: str) -> Record | None:
     return reference(group, wanted) or reference(group, names[0] if names else None)
 
 
-def _compare_cell(
-    cell: pd.Series, reference: pd.Series | None, speed: Comparison
-) -> dict[str, object]:
-    """One cell's comparison columns; a cell without a result has only the baseline's name."""
-    name = None if reference is None else reference["strategy"]
-    values: dict[str, object] = dict.fromkeys(_RATIOS, math.nan)
-    if reference is None or cell["state"] != "ok":
-        return {"baseline": name, **values}
+def _compared(speed: Comparison) -> dict[str, object]:
+    """One cell's columns next to the baseline; none where either has no result."""
+    mine, other = speed.of.measurement, None if speed.over is None else speed.over.measurement
+    if mine is None or other is None or speed.of.state != "ok":
+        return {}
     assert speed.interval is not None, "both ran"
     known: dict[str, object] = {"speed_up": speed.ratio}
     if speed.of is not speed.over:
         known |= dict(zip(SPEED[1:], speed.interval, strict=True)) | {"decides": speed.decides}
-    sent, closed_form = cell["inter_node_bytes_per_step"], cell["inter_node_bytes_closed_form"]
-    ledger = cell["ledger_inter_node_bytes_per_step"]
+    sent = mine.inter_node_bytes_per_step
+    counted = ledger(mine.ledger_bytes_per_step).get("ledger_inter_node_bytes_per_step")
     return {
-        "baseline": name,
-        **values,
         **known,
-        "bytes_of_baseline": ratio(sent, reference["inter_node_bytes_per_step"]),
-        "bytes_of_baseline_closed_form": ratio(sent, reference["inter_node_bytes_closed_form"]),
-        "bytes_of_closed_form": ratio(sent, closed_form),
-        "ledger_disagreement_percent": (ratio(ledger, sent) - 1) * 100,
-        **_loss_differences(cell["losses"], reference["losses"]),
+        "bytes_of_baseline": ratio(sent, other.inter_node_bytes_per_step),
+        "bytes_of_baseline_closed_form": ratio(sent, other.inter_node_bytes_closed_form),
+        "bytes_of_closed_form": ratio(sent, mine.inter_node_bytes_closed_form),
+        "ledger_disagreement_percent": (ratio(counted, sent) - 1) * 100,
+        **_loss_differences(mine.losses, other.losses),
     }
 
 
-def _compare_with_fastest(cell: pd.Series, group: pd.DataFrame) -> dict[str, object]:
+def _with_fastest(record: Record, group: Sequence[Record]) -> dict[str, object]:
     """The cell next to the fastest of the other strategies that finished."""
-    others = group[(group["state"] == "ok") & (group["strategy"] != cell["strategy"])]
-    if others.empty or cell["state"] != "ok":
+    others = [of for of in group if of.state == "ok" and of.cell.subject != record.cell.subject]
+    fastest = max(others, key=lambda of: of.tokens_per_s or 0.0, default=None)
+    if fastest is None or record.state != "ok":
         return {"fastest_other": None, "speed_up_over_fastest_other": math.nan}
-    fastest = others.sort_values("tokens_per_s", ascending=False, kind="stable").iloc[0]
     return {
-        "fastest_other": fastest["strategy"],
-        "speed_up_over_fastest_other": ratio(cell["tokens_per_s"], fastest["tokens_per_s"]),
+        "fastest_other": fastest.cell.subject,
+        "speed_up_over_fastest_other": ratio(record.tokens_per_s, fastest.tokens_per_s),
     }
-
-
-#: Times as fast as the baseline, and the ends of its interval.
-SPEED = ("speed_up", "speed_up_low", "speed_up_high")
-_RATIOS = (
-    *SPEED,
-    "decides",
-    "bytes_of_baseline",
-    "bytes_of_baseline_closed_form",
-    "bytes_of_closed_form",
-    "ledger_disagreement_percent",
-    "loss_difference",
-    "loss_difference_max",
-)
 
 
 def _loss_differences(losses: list[float], reference: list[float]) -> dict[str, float]:
     """At the last step that both have, and the largest at any step."""
     steps = min(len(losses), len(reference))
     if steps == 0:
-        return {"loss_difference": math.nan, "loss_difference_max": math.nan}
+        return {}
     apart = np.subtract(losses[:steps], reference[:steps])
     return {
         "loss_difference": float(apart[-1]),
@@ -201,3 +160,97 @@ def _in_display_order(table: pd.DataFrame) -> pd.DataFrame:
     placed = placed.sort_values([*SETTINGS, "_place"], na_position="last", kind="stable")
     ordered: pd.DataFrame = placed.drop(columns="_place").reset_index(drop=True)
     return ordered
+
+
+#: Settings that a table names only where they differ between its cells.
+OPTIONAL = {
+    name: item
+    for name in settings.names(Cell, "condition")
+    if not (item := settings.described(Cell)[name]).setting.always
+}
+#: A panel of a figure shows cells that agree in the first of these, over all strategies and all
+#: values of the second.
+PANEL = settings.names(Cell, "condition", place="model")
+AXES = settings.names(Cell, "condition", place="axis")
+
+
+def varying(table: pd.DataFrame) -> list[str]:
+    """The optional settings that differ between the cells of this table that ran."""
+    ran = table[table["state"] != "skipped"]
+    return [name for name in OPTIONAL if ran[name].nunique(dropna=False) > 1]
+
+
+def setting_in_words(name: str, value: object) -> str:
+    """An optional setting and its value, such as ``accumulation 4``."""
+    return f"{OPTIONAL[name].setting.label.lower()} {OPTIONAL[name].written(value)}"
+
+
+#: Metrics of held-out data that may have a value for each seed.
+METRICS = ("held_out_loss", "held_out_accuracy")
+_LIKE = [name for name in SETTINGS if name != "seed"]
+
+
+def over_seeds(compared: pd.DataFrame) -> pd.DataFrame:
+    """One row per strategy and setting of which several seeds have held-out data; may be empty.
+
+    Columns: the settings but the seed, ``strategy``, ``baseline``, ``seeds`` and, per metric,
+    its mean, ``…_sd``, and ``…_difference`` and ``…_difference_sd``, seed by seed, from the
+    baseline's cell of the same seed.
+    """
+    measured = compared[(compared["state"] == "ok") & compared["held_out_loss"].notna()]
+    rows = []
+    for keys, alike in measured.groupby(_LIKE, dropna=False, sort=False):
+        for strategy, cells in alike.groupby("strategy", sort=False):
+            if len(cells) > 1:
+                found = dict(zip(_LIKE, keys, strict=True))
+                rows.append(found | {"strategy": strategy} | _pooled(cells, alike))
+    return pd.DataFrame(rows)
+
+
+def _pooled(cells: pd.DataFrame, alike: pd.DataFrame) -> dict[str, object]:
+    baseline = cells["baseline"].iloc[0]
+    usual = alike[alike["strategy"] == baseline].set_index("seed")
+    found: dict[str, object] = {"baseline": baseline, "seeds": len(cells)}
+    for metric in METRICS:
+        values = cells.set_index("seed")[metric]
+        found |= {metric: values.mean(), f"{metric}_sd": values.std()}
+        apart = (values - usual[metric]).dropna()
+        found |= {f"{metric}_difference": apart.mean(), f"{metric}_difference_sd": apart.std()}
+    return found
+
+
+def seeds_in_words(compared: pd.DataFrame) -> pd.DataFrame:
+    """Held-out metrics over seeds as strings, mean ± standard deviation; empty without seeds."""
+    found = over_seeds(compared)
+    if found.empty:
+        return found
+
+    def spread(column: str, form: str, unit: str = "", scale: float = 1.0) -> pd.Series:
+        rows = zip(found[column] * scale, found[f"{column}_sd"] * scale, strict=True)
+        return pd.Series([text.spread(*row, form, unit) for row in rows], index=found.index)
+
+    own = found["strategy"] == found["baseline"]
+    columns = {
+        "Model": found["model"],
+        **{
+            OPTIONAL[name].setting.label: found[name].map(OPTIONAL[name].written)
+            for name in OPTIONAL
+            if name in found and found[name].nunique(dropna=False) > 1
+        },
+        "Link": found["inter_bandwidth_bits_per_s"].map(format_link),
+        "Strategy": found["strategy"].map(strategies.label),
+        "seeds": found["seeds"].map(str),
+        "held-out loss": spread("held_out_loss", ".4f"),
+        "loss difference": spread("held_out_loss_difference", "+.4f").mask(own, text.ABSENT),
+        "held-out accuracy": spread("held_out_accuracy", ".2f", " %", 100),
+        "accuracy difference": spread("held_out_accuracy_difference", "+.2f", " points", 100).mask(
+            own, text.ABSENT
+        ),
+    }
+    return filled(pd.DataFrame(columns))
+
+
+def filled(table: pd.DataFrame) -> pd.DataFrame:
+    """Leave out the columns for which no cell has a value, such as device memory on CPU."""
+    found: pd.DataFrame = table.loc[:, (table != text.ABSENT).any()]
+    return found

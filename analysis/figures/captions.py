@@ -7,8 +7,7 @@ import math
 import pandas as pd
 
 from analysis import strategies, text
-from analysis.compare.baseline import annotated
-from analysis.compare.varying import PANEL
+from analysis.compare.baseline import PANEL, annotated
 from analysis.figures import axes
 from analysis.load.provenance import provenance
 from simulation.quantities import format_link

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from analysis import strategies, text
-from analysis.compare.varying import PANEL, in_words, varying
+from analysis.compare.baseline import PANEL, setting_in_words, varying
 from analysis.figures import axes
 from analysis.load.provenance import provenance
 
@@ -114,7 +114,7 @@ def panels_of(cells: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     for _, panel in cells.groupby(PANEL, dropna=False, sort=False):
         first = panel.iloc[0]
         title = f"{first['model']}\n{text.TUNINGS[first['tuning']]}"
-        title += "".join(f", {in_words(name, first[name])}" for name in named)
+        title += "".join(f", {setting_in_words(name, first[name])}" for name in named)
         panels.append((title, panel))
     return panels
 

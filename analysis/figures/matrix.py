@@ -1,20 +1,24 @@
-"""Figures of the records: throughput and bytes by bandwidth, and losses by step.
+"""Figures of the records: throughput and bytes by bandwidth, losses, slots, intervals.
 
 Every number drawn is a value of the comparison table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
 from analysis import strategies
-from analysis.compare.baseline import SETTINGS
-from analysis.compare.varying import AXES, PANEL, in_words, varying
-from analysis.figures import axes, captions, crowd, intervals, slots
+from analysis.compare.baseline import AXES, PANEL, SETTINGS, setting_in_words, varying
+from analysis.figures import axes, captions
 from analysis.figures.drawings import (
     Drawing,
     drawing,
@@ -51,7 +55,7 @@ def draw(compared: pd.DataFrame) -> list[Drawing]:
             continue
         present = {name: look for name, look in looks.items() if name in set(cells["strategy"])}
         drawings += _draw(cells, present, setting)
-        drawings += slots.draw(cells, present, setting)
+        drawings += _draw_slots(cells, present, setting)
     return drawings
 
 
@@ -73,18 +77,18 @@ def parted(compared: pd.DataFrame) -> Iterator[tuple[pd.DataFrame, str]]:
 def _draw(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> list[Drawing]:
     if len(looks) > CROWD:
         drawn = [
-            crowd.draw_throughput(cells, looks, setting),
-            crowd.draw_bytes(cells, looks, setting),
+            _crowd_throughput(cells, looks, setting),
+            _crowd_bytes(cells, looks, setting),
         ]
-        draw_loss = crowd.draw_losses
+        draw_loss = _crowd_losses
     else:
         drawn, draw_loss = [draw_traffic(cells, looks, setting)], draw_losses
     # A simulation has no losses.
     finished = cells[cells["state"] == "ok"]
     if finished["losses"].str.len().any():
         drawn.append(draw_loss(cells, looks, setting))
-    if intervals.has_intervals(finished):
-        drawn.append(intervals.draw_intervals(finished, setting))
+    if has_intervals(finished):
+        drawn.append(_draw_intervals(finished, setting))
     return drawn
 
 
@@ -92,7 +96,7 @@ def _setting(cells: pd.DataFrame, matrix: pd.DataFrame, apart: list[str]) -> str
     """What sets this figure apart from the others of its matrix, such as ``accumulation 4``."""
     first = cells.iloc[0]
     differ = varying(matrix)
-    words = [in_words(name, first[name]) for name in differ if name in apart]
+    words = [setting_in_words(name, first[name]) for name in differ if name in apart]
     own = ["each at its own micro-batch"] if "micro_batch" in {*differ} - {*apart} else []
     return ", ".join(words + own)
 
@@ -159,3 +163,239 @@ def _name_outer_axes(pairs: list[tuple[Axes, Axes]], columns: bool, one_link: st
         if not one_link and (at == 0 or not columns):
             upper.set_ylabel("tokens/s")
             axes.tick_throughput(upper)
+
+
+#: Width of a column and height of a row of small multiples, in inches.
+WIDTH, HEIGHT = 2.7, 2.0
+#: From one bar to the next, in inches.
+PITCH = 0.19
+#: Up to this many panels of bars stand side by side.
+ABREAST = 3
+
+
+def _crowd_throughput(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> Drawing:
+    """Lines over the links, or bars where there is but one."""
+    links = cells["inter_bandwidth_bits_per_s"].unique()
+    if len(links) == 1:
+        name = f"tokens/s, {format_link(links[0])}"
+        figure = _bars(cells, looks, axes.draw_throughput_of_one_link, name, [])
+    else:
+        name = "link between nodes, Mbit/s"
+        legend = _legend(looks, line, missing_mark(cells))
+        figure = _multiples(cells, looks, axes.draw_throughput, name, legend)
+        for ax in _first_column(figure, looks):
+            ax.set_ylabel("tokens/s")
+            axes.tick_throughput(ax)
+    put_source(figure, cells, setting)
+    return drawing(figure, cells, "throughput", "Throughput", setting, captions.throughput(cells))
+
+
+def _crowd_bytes(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> Drawing:
+    """Bytes between nodes a step, a bar a strategy."""
+    name = "MB a step, busiest node"
+    figure = _bars(cells, looks, axes.draw_bytes, name, least_mark(cells))
+    put_source(figure, cells, setting)
+    title = "Traffic between nodes"
+    return drawing(figure, cells, "traffic", title, setting, captions.traffic(cells))
+
+
+def _crowd_losses(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> Drawing:
+    """Loss by step; lines grow thinner, so that strategies that coincide all stay visible."""
+    figure = _multiples(cells, looks, axes.draw_loss, "optimizer step", _legend(looks, stroke))
+    for ax in _first_column(figure, looks):
+        ax.set_ylabel("training loss")
+    return drawing(figure, cells, "losses", "Training loss", setting, captions.losses(cells))
+
+
+def _multiples(
+    cells: pd.DataFrame, looks: axes.Looks, draw_on: axes.Draw, name: str, legend: list[Line2D]
+) -> Figure:
+    """A row a panel, a column an engine, one scale a row."""
+    panels, engines = panels_of(cells), strategies.by_engine(looks)
+    rows, columns = len(panels), len(engines)
+    size = (WIDTH * columns, HEIGHT * rows + PITCH * len(legend) / columns + 0.7)
+    with style():
+        figure = Figure(figsize=size, layout="constrained")
+        grid = figure.subplots(rows, columns, sharey="row", squeeze=False)
+        for (title, panel), row in zip(panels, grid, strict=True):
+            for (engine, present), ax in zip(engines.items(), row, strict=True):
+                draw_on(ax, panel[panel["strategy"].isin(present)], present)
+                ax.set(title=f"{engine}\n{title.replace(chr(10), ', ')}", xlabel="")
+        for ax in grid[-1]:
+            ax.set_xlabel(name)
+        put_legend(figure, legend, columns)
+    return figure
+
+
+def _first_column(figure: Figure, looks: axes.Looks) -> list[Axes]:
+    return figure.axes[:: len(strategies.by_engine(looks))]
+
+
+def _legend(
+    looks: axes.Looks,
+    handle: Callable[[strategies.Style], Line2D],
+    more: Sequence[Line2D] = (),
+) -> list[Line2D]:
+    """A column an engine, headed by its name; blanks make the columns equally long."""
+    columns = []
+    for engine, present in strategies.by_engine(looks).items():
+        own = [look for name, look in present.items() if strategies.engine(name) == engine]
+        columns.append([_blank(_bold(engine)), *map(handle, own)])
+    columns[-1] += more
+    rows = list(zip_longest(*columns))
+    return [item or _blank(" ") for column in zip(*rows, strict=True) for item in column]
+
+
+def _bold(words: str) -> str:
+    return rf"$\bf{{{words}}}$".replace(" ", r"\ ")
+
+
+def _blank(label: str) -> Line2D:
+    """A line of the legend without a line."""
+    return Line2D([], [], linestyle="none", label=label)
+
+
+def _bars(
+    cells: pd.DataFrame, looks: axes.Looks, draw_on: axes.Draw, name: str, legend: list[Line2D]
+) -> Figure:
+    """Bars for each panel of the cells, tall enough for all strategies' names."""
+    panels = panels_of(cells)
+    columns = min(len(panels), ABREAST)
+    rows = -(-len(panels) // columns)
+    size = (WIDTH * columns + 1.6 + label_width(looks), rows * (PITCH * len(looks) + 0.8) + 0.7)
+    with style():
+        figure = Figure(figsize=size, layout="constrained")
+        grid = figure.subplots(rows, columns, sharey=True, squeeze=False).flatten()
+        for (title, panel), ax in zip(panels, grid, strict=False):
+            draw_on(ax, panel, looks)
+            ax.set(title=title, xlabel=name)
+        for ax in grid[len(panels) :]:
+            ax.set_axis_off()
+        put_legend(figure, legend)
+    return figure
+
+
+#: The interval in the name of what is compared, which these axes say.
+_INTERVAL = re.compile(r" τ = \d+")
+
+
+def has_intervals(cells: pd.DataFrame) -> bool:
+    """Whether held-out losses are known of workers that train apart for longer and for less."""
+    known = cells[cells["held_out_loss"].notna() & (cells["steps_per_round"] > 1)]
+    return known["steps_per_round"].nunique() > 1
+
+
+def _draw_intervals(cells: pd.DataFrame, setting: str) -> Drawing:
+    """A point per cell and a line through medians; a level line where each step exchanges."""
+    known = cells[cells["held_out_loss"].notna()]
+    known = known.assign(strategy=known["strategy"].str.replace(_INTERVAL, "", regex=True))
+    looks = strategies.styles(known["strategy"])
+    panels = panels_of(known)
+    with style():
+        size = (max(3.2 * len(panels), 5.0), 3.4)
+        figure = Figure(figsize=size, layout="constrained")
+        grid = figure.subplots(1, len(panels), squeeze=False)[0]
+        for (title, panel), ax in zip(panels, grid, strict=True):
+            ax.set_title(title)
+            _interval_lines(ax, panel, looks)
+        grid[0].set_ylabel("held-out loss")
+        put_legend(figure, [*map(line, looks.values())])
+    caption = captions.intervals(known)
+    return drawing(figure, cells, "intervals", "Held-out loss over the interval", setting, caption)
+
+
+def _interval_lines(ax: Axes, panel: pd.DataFrame, looks: axes.Looks) -> None:
+    for name, look in looks.items():
+        own = panel[panel["strategy"] == name]
+        losses = own.groupby("steps_per_round")["held_out_loss"].median()
+        if list(losses.index) == [1]:
+            ax.axhline(losses[1], color=look.colour, linestyle=look.dashes, linewidth=1.6)
+            continue
+        ax.plot(losses.index, losses, color=look.colour, linestyle=look.dashes, linewidth=1.6)
+        ax.plot(
+            own["steps_per_round"],
+            own["held_out_loss"],
+            color=look.colour,
+            marker=look.marker,
+            markersize=4.5,
+            linestyle="none",
+        )
+    ticks = sorted(panel.loc[panel["steps_per_round"] > 1, "steps_per_round"].unique())
+    ax.set(xscale="log", xlabel="steps between two exchanges, τ")
+    ax.xaxis.set_major_locator(FixedLocator(ticks))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.set_xticklabels([f"{tick:g}" for tick in ticks])
+
+
+BYTES, KEPT = "bytes_by_slot", "activation_bytes_by_slot"
+
+
+@dataclass(frozen=True)
+class _Panel:
+    column: str
+    title: str
+    slots: str
+    #: Of which cells a level is drawn, and the column that has it.
+    level_of: Callable[[pd.DataFrame], pd.DataFrame]
+    level: str
+
+
+_PANELS = (
+    _Panel(
+        BYTES,
+        "MB that a rank sends, at most",
+        "slot of the rank's step: forwards, then backwards",
+        lambda cells: cells[cells["strategy"] == "ddp"],
+        "inter_node_bytes_per_step",
+    ),
+    _Panel(
+        KEPT,
+        "MB kept for backward",
+        "slot of the step",
+        lambda cells: cells[cells[KEPT].notna()],
+        "activation_bytes_together",
+    ),
+)
+
+
+def _draw_slots(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> list[Drawing]:
+    """A pair of axes for what there is; no figure where no cell has slots."""
+    cells = cells[cells["state"] == "ok"]
+    panels = [panel for panel in _PANELS if cells[panel.column].notna().any()]
+    if not panels:
+        return []
+    with style():
+        figure = Figure(figsize=(max(3.4 * len(panels), 5.0), 3.4), layout="constrained")
+        grid = figure.subplots(1, len(panels), squeeze=False)[0]
+        drawn: dict[str, Line2D] = {}
+        for panel, ax in zip(panels, grid, strict=True):
+            _slot_lines(ax, panel, cells, looks)
+            having = [*cells.loc[cells[panel.column].notna(), "strategy"]]
+            drawn |= {name: line(looks[name]) for name in having}
+        put_legend(figure, [*drawn.values(), _level_mark()])
+        put_source(figure, cells, setting)
+    return [drawing(figure, cells, "slots", "Slots of a step", setting, captions.slots(cells))]
+
+
+def _slot_lines(ax: Axes, panel: _Panel, cells: pd.DataFrame, looks: axes.Looks) -> None:
+    for _, cell in cells[cells[panel.column].notna()].iterrows():
+        values = [value / 1e6 for value in cell[panel.column]]
+        look = looks[cell["strategy"]]
+        ax.plot(
+            range(1, len(values) + 1),
+            values,
+            color=look.colour,
+            linestyle=look.dashes,
+            marker=look.marker,
+            markersize=5,
+        )
+    for level in sorted({*panel.level_of(cells)[panel.level]}):
+        ax.axhline(level / 1e6, color=axes.SOFT, linestyle="--", linewidth=1)
+    ax.set_title(panel.title)
+    ax.set_xlabel(panel.slots)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.set_ylim(bottom=0)
+
+
+def _level_mark() -> Line2D:
+    return Line2D([], [], color=axes.SOFT, linestyle="--", linewidth=1, label="all at once")

@@ -1,35 +1,60 @@
-"""The committed runs: a folder of results for each matrix."""
+"""The committed runs: a folder of results for each matrix, and the studies beside them."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import pandas as pd
 
 from analysis import text
-from analysis.load import matrices, memory, provenance
-from analysis.load.bound import BoundStudy
-from analysis.load.memory import MemoryStudy
-from analysis.load.rows import Row, row
+from analysis.load import matrices, provenance
+from analysis.load.rows import Quantity, Row, row, settings_of
 from analysis.load.table import frame, latest
+from experiments.records.cell import Cell
 from experiments.records.record import Record, read
 from simulation.bound import study as bound
+from simulation.bound.study import BoundRecord
+from simulation.imitated import records as imitated
+from simulation.imitated.records import MemoryRecord
+from simulation.quantities import format_link
 
 #: Where the records that are not of cells are, relative to the folder of results.
 MEMORY = "memory/memory.jsonl"
 BOUND = "bound/bound.jsonl"
 
+_Any = TypeVar("_Any", Record, MemoryRecord, BoundRecord)
+
 
 @dataclass(frozen=True)
-class Run:
-    """The records of one matrix, one a cell."""
+class _Held(Generic[_Any]):
+    """What claims are compared with."""
 
     matrix: str
     #: Relative to the folder of results.
     file: str
-    records: list[Record]
+    #: One a cell, a case or a point.
+    records: list[_Any]
+
+    @property
+    def _commits(self) -> tuple[str, str]:
+        commits = sorted({record.commit for record in self.records if record.commit})
+        return "Commit", ", ".join(commits) or "unknown"
+
+    @property
+    def _days(self) -> str:
+        """The days between which the records were written."""
+        days = sorted(record.started_at[:10] for record in self.records)
+        return f"{days[0]} to {days[-1]}."
+
+
+@dataclass(frozen=True)
+class Run(_Held[Record]):
+    """The records of one matrix."""
+
     #: What the simulator says of the same cells; see ``python -m experiments validate``.
     predictions: list[Record]
 
@@ -55,8 +80,7 @@ class Run:
     @property
     def origin(self) -> list[tuple[str, str]]:
         """The same in full: what, and its value."""
-        commits = ", ".join(provenance.commits(self.table)) or "unknown"
-        found = [("Commit", commits)]
+        found = [self._commits]
         for column in ("versions", "hardware"):
             for item in provenance.distinct(self.table, column):
                 words = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in item.items())
@@ -67,6 +91,69 @@ class Run:
     def table(self) -> pd.DataFrame:
         """Its records, one row a cell."""
         return frame(self.records)
+
+
+@dataclass(frozen=True)
+class MemoryStudy(_Held[MemoryRecord]):
+    """The study of memory at paper scale."""
+
+    @property
+    def rows(self) -> list[Row]:
+        """One a case; what runs out of memory has a largest batch of none."""
+        return [_memory_row(record) for record in self.records]
+
+    @property
+    def resources(self) -> str:
+        """What the study took: cases, time of all processes."""
+        minutes = sum(record.seconds for record in self.records) / 60
+        return f"{len(self.records)} cases, {text.number(minutes, 2)} min"
+
+    @property
+    def summary(self) -> str:
+        """Where the records come from, in a sentence."""
+        case = self.records[0].case
+        models = ", ".join(sorted({record.case.model.name for record in self.records}))
+        how = ", ".join(sorted({f"{r.evidence} ({r.method})" for r in self.records}))
+        return (
+            f"One of {case.nodes} nodes × {case.ranks_per_node} ranks with "
+            f"{case.device_bytes / 1e9:g} GB, {how} · {models} · {self._days}"
+        )
+
+    @property
+    def origin(self) -> list[tuple[str, str]]:
+        """The same in full: what, and its value."""
+        versions = {json.dumps(record.versions, sort_keys=True) for record in self.records}
+        return [self._commits] + [
+            ("Versions", ", ".join(f"{key} {value}" for key, value in json.loads(item).items()))
+            for item in sorted(versions)
+        ]
+
+
+@dataclass(frozen=True)
+class BoundStudy(_Held[BoundRecord]):
+    """The bound of memory and bandwidth."""
+
+    @property
+    def rows(self) -> list[Row]:
+        """One a point."""
+        return [_bound_row(record) for record in self.records]
+
+    @property
+    def resources(self) -> str:
+        """What it took: its points."""
+        return f"{len(self.records)} points"
+
+    @property
+    def summary(self) -> str:
+        """Where the records come from, in a sentence."""
+        models = ", ".join(dict.fromkeys(record.point.model for record in self.records))
+        evidence = ", ".join(sorted({record.evidence for record in self.records}))
+        return f"A closed form, {evidence} · {models} · {self._days}"
+
+    @property
+    def origin(self) -> list[tuple[str, str]]:
+        """The same in full: what, and its value."""
+        return [self._commits]
 
 
 #: Whatever claims are compared with.
@@ -85,7 +172,7 @@ def load(results: Path) -> list[AnyRun]:
         if (results / file).exists()
     ]
     if (results / MEMORY).exists():
-        found.append(MemoryStudy("memory", MEMORY, memory.load(results / MEMORY)))
+        found.append(MemoryStudy("memory", MEMORY, of_memory(results / MEMORY)))
     if (results / BOUND).exists():
         found.append(BoundStudy("bound", BOUND, bound.read(results / BOUND)))
     if not found:
@@ -97,3 +184,44 @@ def load(results: Path) -> list[AnyRun]:
 def _predictions(folder: Path) -> list[Record]:
     file = folder / "predicted.jsonl"
     return read(file) if file.exists() else []
+
+
+def of_memory(file: Path) -> list[MemoryRecord]:
+    """One record a case, the latest; raises ``ValueError`` for a malformed one."""
+    by_age = sorted(imitated.read(file), key=lambda record: record.started_at)
+    return list({record.case: record for record in by_age}.values())
+
+
+def _memory_row(record: MemoryRecord) -> Row:
+    case, finding = record.case, record.finding
+    settings = settings_of(Cell.of_case(case)) | {"checkpointing": case.checkpointing}
+    quantities: dict[Quantity, float] = {}
+    if finding is not None:
+        quantities["largest_micro_batch"] = finding.largest_micro_batch
+        if finding.host_cache_bytes_per_node is not None:
+            # In bfloat16, which is what is gathered.
+            model = 2 * finding.parameters
+            quantities["host_cache_share"] = finding.host_cache_bytes_per_node / model
+    return Row(settings, record.state, record.evidence, quantities)
+
+
+def _bound_row(record: BoundRecord) -> Row:
+    point, gains = record.point, record.gains
+    return Row(
+        settings={
+            "model": point.model,
+            "link": format_link(point.bandwidth_bits_per_s),
+            "gpus": point.gpus,
+            "sequence_length": point.sequence_length,
+        },
+        state="ok",
+        evidence=record.evidence,
+        quantities={
+            "hfu_bound": record.hfu_bound,
+            "parameters_over_named": record.parameters / point.named_parameters,
+            "gain_of_bandwidth": gains.twice_bandwidth,
+            "gain_of_free_memory": gains.twice_free_memory,
+            "gain_of_length": gains.longer_sequences,
+            "gain_of_length_in_tokens": gains.longer_sequences_tokens_per_s,
+        },
+    )

@@ -144,7 +144,7 @@ def _measured(record: Record, measurement: Measurement) -> dict[str, Any]:
     found: dict[str, Any] = {
         **{name: getattr(measurement, name) for name in _MEASURED},
         "loss_final": measurement.losses[-1] if measurement.losses else None,
-        **_ledger(measurement.ledger_bytes_per_step),
+        **ledger(measurement.ledger_bytes_per_step),
         **_cache(measurement.cache),
         **_phases(measurement.phase_seconds),
         **_links(measurement.link_bytes_per_step),
@@ -159,10 +159,10 @@ def _measured(record: Record, measurement: Measurement) -> dict[str, Any]:
     }
 
 
-def _ledger(ledger: dict[str, dict[str, float]] | None) -> dict[str, float]:
+def ledger(counted: dict[str, dict[str, float]] | None) -> dict[str, float]:
     """``ledger_<link>_bytes_per_step`` and, by phase, ``ledger_<link>_<phase>_bytes_per_step``."""
     found: dict[str, float] = {}
-    for link, phases in (ledger or {}).items():
+    for link, phases in (counted or {}).items():
         name = f"ledger_{_identifier(link)}"
         found[f"{name}_bytes_per_step"] = sum(phases.values())
         for phase, amount in phases.items():

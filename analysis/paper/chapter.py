@@ -9,9 +9,8 @@ from analysis import text
 from analysis.claims.papers import Claim, Claims
 from analysis.claims.verdicts import Finding, Summary, between, quoted, rounded
 from analysis.figures.drawings import Drawing
-from analysis.load.bound import BoundStudy
-from analysis.load.runs import AnyRun, Run
-from analysis.paper import figures, fit, pivots, sweeps_drawn, words
+from analysis.load.runs import AnyRun, BoundStudy, Run
+from analysis.paper import figures, fit, tables, words
 from analysis.paper.contents import Contents, Fit, Section
 from analysis.paper.fit import Fitted
 from analysis.paper.sensitivity import Sweeps, sweeps
@@ -125,16 +124,16 @@ def chapter(
         words.best(found),
         words.setting(found.fit, found.assumed),
         f"{100 * found.fit.tolerance:g} %",
-        (sweeps_drawn.regions(found, swept),),
+        (figures.regions(found, swept),),
     )
 
 
 def _own_tables(section: Section, runs: Mapping[str, AnyRun]) -> tuple[Table, ...]:
     """What of a section's matrices is shown cell by cell."""
-    found = [pivots.table(of, runs[of.matrix].rows) for of in section.pivots if of.matrix in runs]
+    found = [tables.pivoted(of, runs[of.matrix].rows) for of in section.pivots if of.matrix in runs]
     for seeds in section.seeds:
         run = runs.get(seeds.matrix)
-        found += [pivots.over_seeds(seeds, run)] if isinstance(run, Run) else []
+        found += [tables.over_seeds(seeds, run)] if isinstance(run, Run) else []
     return tuple(found)
 
 
@@ -290,7 +289,7 @@ def _drawing(
             return None
         fitted_to = {target.claim for target in found.fit.targets}
         drawn = [name for name in section.claims if name in fitted_to]
-        return sweeps_drawn.curves(f"paper-{section.id}", drawn, found, swept)
+        return figures.curves(f"paper-{section.id}", drawn, found, swept)
     run = runs.get(section.matrices[0])
     if isinstance(run, BoundStudy):
         return figures.bound([shown.of(name) for name in section.claims], run)

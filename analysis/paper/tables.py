@@ -1,12 +1,21 @@
-"""A table of text, and how it is written: Markdown, CSV and LaTeX."""
+"""Tables of text, a matrix's own cells' among them; written as Markdown, CSV and LaTeX."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from analysis import strategies, text
+from analysis.compare.baseline import compare, seeds_in_words
+from analysis.load.rows import Quantity, Row
+from analysis.load.runs import Run
+from analysis.paper.contents import Pivot, Seeds
+from experiments.records import settings
+from experiments.records.cell import Cell
+from experiments.records.record import METRICS
 
 #: What LaTeX reads as commands, and signs that its fonts lack.
 _LATEX = {
@@ -31,7 +40,7 @@ class Table:
 def as_markdown(table: Table) -> str:
     """The table with escaped bars."""
     rule = ["---", *["--:"] * (len(table.columns) - 1)]
-    rows = [[_cell(value) for value in row] for row in table.rows]
+    rows = [[_escaped(value) for value in row] for row in table.rows]
     return "\n".join(f"| {' | '.join(row)} |" for row in [table.columns, rule, *rows])
 
 
@@ -58,9 +67,79 @@ def write(tables: Sequence[Table], directory: Path) -> None:
         (directory / f"{table.name}.tex").write_text(as_latex(table), encoding="utf-8")
 
 
-def _cell(value: str) -> str:
+def _escaped(value: str) -> str:
     return " ".join(value.split()).replace("|", "\\|")
 
 
 def _latex(value: str) -> str:
     return "".join(_LATEX.get(sign, sign) for sign in value)
+
+
+#: How a quantity is written.
+_WRITTEN: dict[Quantity, Callable[[float], str]] = {
+    "tokens_per_s": text.number,
+    "peak_device_bytes": lambda value: f"{value / 1e9:.1f}",
+    **{name: metric.written for name, metric in METRICS.items()},
+}
+
+
+def pivoted(pivot: Pivot, rows: Sequence[Row]) -> Table:
+    """The pivot of these cells; how one ended that left no figures, a dash where there is none."""
+    chosen = [row for row in rows if pivot.of is None or pivot.of.matches(row)]
+    cells = {(_of(row, pivot.rows), _of(row, pivot.columns)): row for row in chosen}
+    sides = list(dict.fromkeys(side for side, _ in cells))
+    if pivot.rows == "strategy":
+        sides = strategies.ordered(sides)
+    tops = list(dict.fromkeys(top for _, top in cells))
+    if all(top.isdigit() for top in tops):
+        tops.sort(key=int)
+    lines = [
+        (_word(pivot.rows, side), *(_cell(pivot, cells, side, top) for top in tops))
+        for side in sides
+    ]
+    heads = (_label(pivot.rows), *(_head(pivot.columns, top) for top in tops))
+    return Table(pivot.id, pivot.title, heads, tuple(lines))
+
+
+def over_seeds(seeds: Seeds, run: Run) -> Table:
+    """Mean ± standard deviation of held-out metrics, and of differences seed by seed."""
+    found = seeds_in_words(compare(run.records, seeds.over))
+    rows = (tuple(map(str, row)) for row in found.itertuples(index=False))
+    return Table(seeds.id, seeds.title, tuple(map(str, found.columns)), tuple(rows))
+
+
+_Cells = dict[tuple[str, str], Row]
+
+
+def _cell(pivot: Pivot, cells: _Cells, side: str, top: str) -> str:
+    row = cells.get((side, top))
+    if row is None:
+        return text.ABSENT
+    value = row.quantities.get(pivot.quantity)
+    if value is None:
+        return row.state
+    if pivot.share_of is None:
+        return _WRITTEN[pivot.quantity](value)
+    whole = cells[side, pivot.share_of].quantities[pivot.quantity]
+    return f"{text.number(100 * value / whole)} %"
+
+
+def _of(row: Row, setting: str) -> str:
+    return str(row.settings[setting])
+
+
+def _word(setting: str, value: str) -> str:
+    return strategies.label(value) if setting == "strategy" else value
+
+
+def _head(setting: str, value: str) -> str:
+    """A column's name, which says of a plain number what it is of."""
+    if not value.isdigit():
+        return _word(setting, value)
+    written = settings.described(Cell)[setting].written(int(value))
+    return f"{_label(setting)} {value}" if written == value else written
+
+
+def _label(setting: str) -> str:
+    """What readers call a setting."""
+    return "System" if setting == "strategy" else settings.described(Cell)[setting].setting.label

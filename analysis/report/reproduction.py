@@ -10,25 +10,22 @@ from typing import Any, get_args
 
 import pandas as pd
 
-from analysis import text
+from analysis import strategies, text
 from analysis.claims import papers
-from analysis.claims.papers import LABELS, Claims, MatrixUse
+from analysis.claims.papers import LABELS, Claims
 from analysis.claims.verdicts import Finding, Summary, asked, judge, quoted, rounded, summarise
-from analysis.compare import orders, predictions
-from analysis.compare.baseline import compare
-from analysis.figures import matrix, memory
-from analysis.figures import predictions as predicted
+from analysis.compare.baseline import compare, headlines
+from analysis.figures import matrix
 from analysis.figures.drawings import Drawing, svg
 from analysis.load import runs
-from analysis.load.memory import MemoryStudy
-from analysis.load.runs import AnyRun, Run
-from analysis.paper import contents
+from analysis.load.runs import AnyRun, MemoryStudy, Run
+from analysis.paper import contents, figures
 from analysis.paper import tables as papers_tables
 from analysis.paper.chapter import Chapter, chapter
-from analysis.report import pages
-from analysis.report.summary import in_short
+from analysis.report import pages, simulator
 from analysis.report.tables import escaped
 from simulation.emulated import FITTED_TO
+from simulation.quantities import format_link
 
 
 @dataclass(frozen=True)
@@ -54,10 +51,10 @@ def write(results: Path) -> Written:
         results / "paper" / "tables",
         results / "paper" / "figures",
     )
-    values = _values(claims, of)
-    chapters = _chapters(values)
-    where.document.write_text(_markdown(values), encoding="utf-8")
-    where.page.write_text(_page(claims, of, values), encoding="utf-8")
+    made = document(claims, of)
+    chapters = made.chapters
+    where.document.write_text(made.markdown, encoding="utf-8")
+    where.page.write_text(_page(claims, of, made.values), encoding="utf-8")
     papers_tables.write([table for one in chapters for table in one.written], where.tables)
     where.figures.mkdir(parents=True, exist_ok=True)
     for drawing in (drawing for one in chapters for drawing in one.drawn):
@@ -72,22 +69,17 @@ class Document:
     markdown: str
     #: That on the FCDP paper first.
     chapters: list[Chapter]
+    #: What it and its page show.
+    values: Mapping[str, Any]
 
 
 def document(claims: Claims, of: Sequence[AnyRun]) -> Document:
     """The document of these claims and records, which is not written anywhere."""
     values = _values(claims, of)
-    return Document(_markdown(values), _chapters(values))
-
-
-def _chapters(values: Mapping[str, Any]) -> list[Chapter]:
-    return [values["chapter"], *values["others"]]
-
-
-def _markdown(values: Mapping[str, Any]) -> str:
-    return pages.render(
+    written = pages.render(
         "reproduction.md.j2", **values, cell=escaped, table=papers_tables.as_markdown
     )
+    return Document(written, [values["chapter"], *values["others"]], values)
 
 
 def _page(claims: Claims, of: Sequence[AnyRun], values: Mapping[str, Any]) -> str:
@@ -96,21 +88,21 @@ def _page(claims: Claims, of: Sequence[AnyRun], values: Mapping[str, Any]) -> st
     fit = contents.load(claims).fit
     swept = {sweep.matrix for sweep in (fit.sweeps if fit else ()) if sweep.unknowns}
     figure, file = pages.Figures(), {run.matrix: run.file for run in of}
-    figures = {
+    drawn = {
         run.matrix: []
         if run.matrix in swept
-        else [figure(drawn, [run.file]) for drawn in _drawn(run)]
+        else [figure(drawing, [run.file]) for drawing in _drawn(run)]
         for run in of
     }
-    pairs = _predicted(claims, of)
+    pairs = values["pairs"]
     timed = [] if pairs.empty else [file[name] for name in pairs["matrix"].unique()]
     predictions = [name.replace("records.jsonl", "predicted.jsonl") for name in timed]
     return pages.render(
         "reproduction.html.j2",
         **values,
-        summary=in_short(of, values["chapter"]),
-        figures=figures,
-        validated=[figure(predicted.draw(pairs), timed + predictions)] if timed else [],
+        summary=_in_short(of, values["chapter"]),
+        figures=drawn,
+        validated=[figure(simulator.draw(pairs), timed + predictions)] if timed else [],
         figure=figure,
         files=lambda names: [file[name] for name in names if name in file],
         swept=sorted(swept),
@@ -122,7 +114,7 @@ def _drawn(run: AnyRun) -> list[Drawing]:
     if isinstance(run, Run):
         return matrix.draw(compare(run.records))
     if isinstance(run, MemoryStudy) and any(record.finding for record in run.records):
-        return [memory.draw(run)]
+        return [figures.memory_study(run)]
     return []
 
 
@@ -137,7 +129,7 @@ def _values(claims: Claims, of: Sequence[AnyRun]) -> dict[str, Any]:
     verdicts = Counter(summary.values())
     evidence = {finding.evidence for finding in findings}
     timed = [run for run in of if isinstance(run, Run)]
-    ordered = orders_of(claims, timed)
+    ordered, pairs = simulator.orders(claims, timed), simulator.predicted(claims, timed)
     return {
         "counts": [(verdict, verdicts[verdict]) for verdict in get_args(Summary)],
         "claims": len(claims.claims),
@@ -157,13 +149,14 @@ def _values(claims: Claims, of: Sequence[AnyRun]) -> dict[str, Any]:
         "labels": LABELS,
         "evidence": {name: text.EVIDENCE[name] for name in text.EVIDENCE if name in evidence},
         "runs": of,
-        "validation": predictions.rows(pairs) if len(pairs := _predicted(claims, of)) else [],
-        "orders": orders.rows(ordered) if ordered else [],
-        "wrong": orders.wrong_in_words(ordered),
-        "constants": predictions.constants({run.matrix: run.records for run in timed}),
+        "pairs": pairs,
+        "validation": simulator.agreements(pairs) if len(pairs) else [],
+        "orders": simulator.choices(ordered) if ordered else [],
+        "wrong": simulator.wrong_in_words(ordered),
+        "constants": simulator.constants({run.matrix: run.records for run in timed}),
         "fitted_to": ", ".join(FITTED_TO),
-        "framing": predictions.FRAMING,
-        "fitted": predictions.FITTED,
+        "framing": simulator.FRAMING,
+        "fitted": simulator.FITTED,
         "caveats": {
             name: caveat
             for name, use in claims.matrices.items()
@@ -182,31 +175,6 @@ def _written(
         written.append(chapter(holds, claims, of, findings, verdicts, notes, noted))
         noted |= written[-1].noted
     return written
-
-
-def _predicted(claims: Claims, of: Sequence[AnyRun]) -> pd.DataFrame:
-    """Cells that were predicted too, of matrices whose times may be read."""
-    read = [
-        run
-        for run in of
-        if isinstance(run, Run) and not claims.matrices.get(run.matrix, MatrixUse()).caveat
-    ]
-    pairs = [predictions.joined(run.matrix, run.records, run.predictions) for run in read]
-    return pd.DataFrame([pair for found in pairs for pair in found])
-
-
-def orders_of(claims: Claims, of: Sequence[Run]) -> list[orders.Order]:
-    """How well each matrix is ordered, those included whose times may not be read."""
-    found = (
-        orders.order(
-            run.matrix,
-            run.records,
-            run.predictions,
-            readable=not claims.matrices.get(run.matrix, MatrixUse()).caveat,
-        )
-        for run in of
-    )
-    return [each for each in found if each is not None]
 
 
 def _notes(claims: Claims, findings: Sequence[Finding]) -> dict[str, int]:
@@ -247,3 +215,36 @@ def _line(
         line["command"] = use.command or f"python -m experiments run {check.matrix}"
         line["resources"] = run.resources if run else claim.needs or use.resources or ""
     return line
+
+
+#: The committed run of all link speeds, from which the gains of our own clusters are quoted.
+_REFERENCE = "reference"
+
+
+def _in_short(of: Sequence[AnyRun], chapter: Chapter) -> dict[str, Any]:
+    """What the page opens with: cells by evidence, gains, the FCDP paper's results by verdict."""
+    timed = [run for run in of if isinstance(run, Run)]
+    ran: Counter[str] = Counter(
+        r.evidence for run in timed for r in run.records if r.state != "skipped"
+    )
+    reference = [run for run in timed if run.matrix == _REFERENCE]
+    return {
+        "evidence": [(name, ran[name]) for name in text.EVIDENCE],
+        "matrices": len(timed),
+        "gains": [_gain(one.best) for run in reference for one in headlines(compare(run.records))],
+        "verdicts": list(Counter(row[4] for row in chapter.opening).items()),
+    }
+
+
+def _gain(best: pd.Series) -> str:
+    """The largest speed-up of one way of tuning, with its bytes and the next best."""
+    other, baseline = best["fastest_other"], strategies.label(best["baseline"])
+    over = text.times(best["speed_up_over_fastest_other"])
+    beside = f" ({over} that of {strategies.label(other)}, the fastest other)"
+    return (
+        f"{text.TUNINGS[best['tuning']]}, {format_link(best['inter_bandwidth_bits_per_s'])} "
+        f"between nodes, {best['evidence']}: {strategies.label(best['strategy'])} reaches up to "
+        f"{text.times(best['speed_up'])} the throughput of {baseline}"
+        f"{'' if other == best['baseline'] else beside}, "
+        f"with {text.percent(best['bytes_of_baseline'])} of its bytes between nodes."
+    )

@@ -11,8 +11,7 @@ from typing import Any
 import pandas as pd
 
 from analysis import strategies, text
-from analysis.compare.baseline import Headline, compare, headlines
-from analysis.compare.seeds import in_words
+from analysis.compare.baseline import Headline, compare, headlines, seeds_in_words
 from analysis.figures import drawings
 from analysis.figures.matrix import draw
 from analysis.load import provenance
@@ -66,7 +65,7 @@ def markdown(compared: pd.DataFrame) -> str:
     """The comparison table with its notes, ready for a README."""
     table = tables.markdown(tables.presentable(compared))
     notes = "\n".join(f"- {note}" for note in tables.notes(compared))
-    seeds = in_words(compared)
+    seeds = seeds_in_words(compared)
     over = "" if seeds.empty else f"\n{tables.OVER_SEEDS}:\n\n{tables.markdown(seeds)}\n"
     return f"{table}\n\n{notes}\n{over}"
 
@@ -83,7 +82,7 @@ def render(
         "report.html.j2",
         matrices=sorted(compared["matrix"].unique()),
         summary=provenance.provenance(compared),
-        headlines=[_headline(item, compared) for item in headlines(compared)],
+        headlines=[_headline(item) for item in headlines(compared)],
         figures=[figure(item.drawing, _records(item.drawing, files)) for item in saved],
         sections=_sections(compared),
         words=tables.WORDS,
@@ -112,30 +111,27 @@ def _records(drawing: drawings.Drawing, files: Mapping[Path, Sequence[Record]]) 
     ]
 
 
-def _headline(item: Headline, compared: pd.DataFrame) -> dict[str, Any]:
+def _headline(item: Headline) -> dict[str, Any]:
     """A headline's figures as text."""
+    best, cells = item
     return {
-        "tuning": text.TUNINGS[item.tuning],
-        "evidence": item.evidence,
-        "subject": strategies.label(item.subject),
-        "baseline": strategies.label(item.baseline),
-        "speed_up": text.times(item.speed_up),
-        "bytes": text.percent(item.bytes_of_baseline),
-        "bytes_of_closed_form": text.percent(item.bytes_of_baseline_closed_form),
-        "fastest_other": strategies.label(item.fastest_other),
-        "speed_up_over_fastest_other": text.times(item.speed_up_over_fastest_other),
-        "model": item.model,
-        "link": format_link(item.bandwidth),
-        "cell": item.cell,
-        "cells": len(item.speed_ups),
-        "speed_ups": text.one_or_range(item.speed_ups),
-        "all_bytes": text.one_or_range(item.bytes_of_baselines, "percent"),
-        "loss": text.number(_loss_difference(item.cell, compared)),
+        "tuning": text.TUNINGS[best["tuning"]],
+        "evidence": best["evidence"],
+        "subject": strategies.label(best["strategy"]),
+        "baseline": strategies.label(best["baseline"]),
+        "speed_up": text.times(best["speed_up"]),
+        "bytes": text.percent(best["bytes_of_baseline"]),
+        "bytes_of_closed_form": text.percent(best["bytes_of_baseline_closed_form"]),
+        "fastest_other": strategies.label(best["fastest_other"]),
+        "speed_up_over_fastest_other": text.times(best["speed_up_over_fastest_other"]),
+        "model": best["model"],
+        "link": format_link(best["inter_bandwidth_bits_per_s"]),
+        "cell": best["cell"],
+        "cells": len(cells),
+        "speed_ups": text.one_or_range(cells["speed_up"]),
+        "all_bytes": text.one_or_range(cells["bytes_of_baseline"], "percent"),
+        "loss": text.number(best["loss_difference_max"]),
     }
-
-
-def _loss_difference(cell: str, compared: pd.DataFrame) -> float:
-    return float(compared.loc[compared["cell"] == cell, "loss_difference_max"].max())
 
 
 def _sections(compared: pd.DataFrame) -> list[Section]:
@@ -149,7 +145,7 @@ def _sections(compared: pd.DataFrame) -> list[Section]:
             words[-1] = f"accumulation {words[-1]}"
         columns = [name for name in shown.columns if name not in titles]
         sections.append(Section(" · ".join(words), columns, _as_text(rows[columns])))
-    seeds = in_words(compared)
+    seeds = seeds_in_words(compared)
     if not seeds.empty:
         finished = _as_text(seeds.assign(State="ok"))
         sections.append(Section(tables.OVER_SEEDS, list(seeds.columns), finished))

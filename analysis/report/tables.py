@@ -8,9 +8,7 @@ from functools import partial
 import pandas as pd
 
 from analysis import strategies, text
-from analysis.compare.baseline import SETTINGS, SPEED
-from analysis.compare.seeds import filled
-from analysis.compare.varying import OPTIONAL, varying
+from analysis.compare.baseline import OPTIONAL, SETTINGS, SPEED, filled, varying
 from experiments.records.comparison import FEWEST
 from experiments.records.record import METRICS
 from simulation.quantities import format_link

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
-from analysis.load.memory import MemoryStudy
+from analysis.load.runs import MemoryStudy
 from simulation.imitated.records import Case, MemoryRecord, MemoryUse, Peak
 from simulation.transformer import ModelSpec
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
-from analysis.compare.baseline import compare
-from analysis.compare.seeds import in_words, over_seeds
+from analysis.compare.baseline import compare, over_seeds, seeds_in_words
 from analysis.report import run, tables
 from tests.analysis import made_up
 
@@ -37,7 +36,7 @@ def test_means_and_paired_differences() -> None:
 
 
 def test_the_table_of_seeds() -> None:
-    shown = in_words(compared(ACCURACIES))
+    shown = seeds_in_words(compared(ACCURACIES))
     rows = {row["Strategy"]: row for _, row in shown.iterrows()}
     assert rows["FCDP"]["held-out accuracy"] == "95.00 ± 4.24 %"
     assert rows["FCDP"]["accuracy difference"] == "+3.00 ± 1.41 points"
@@ -56,6 +55,6 @@ def test_one_seed_has_no_spread() -> None:
 
 
 def test_one_seed_beside_the_baseline_has_a_difference_without_a_spread() -> None:
-    shown = in_words(compared({"fsdp2": ACCURACIES["fsdp2"][:1], "fcdp": ACCURACIES["fcdp"]}))
+    shown = seeds_in_words(compared({"fsdp2": ACCURACIES["fsdp2"][:1], "fcdp": ACCURACIES["fcdp"]}))
     (row,) = (row for _, row in shown.iterrows() if row["Strategy"] == "FCDP")
     assert row["accuracy difference"] == "+2.00 points"

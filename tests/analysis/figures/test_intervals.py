@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 
 from analysis import strategies
 from analysis.compare.baseline import compare
-from analysis.figures import intervals, matrix
+from analysis.figures import matrix
 from analysis.load.table import frame
 from experiments.records.record import Record
 from tests.analysis import made_up
@@ -77,4 +77,4 @@ def test_points_are_the_records_and_lines_their_medians(compared: pd.DataFrame) 
 
 def test_one_interval_is_no_curve(records: list[Record]) -> None:
     alike = [item for item in records if item.measurement and item.measurement.steps_per_round < 4]
-    assert not intervals.has_intervals(frame(alike))
+    assert not matrix.has_intervals(frame(alike))

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from analysis.claims import papers
 from analysis.claims.verdicts import judge
 from analysis.load import runs
-from analysis.load.bound import BoundStudy
+from analysis.load.runs import BoundStudy
 from experiments.__main__ import app
 
 

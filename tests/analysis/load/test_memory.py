@@ -9,13 +9,13 @@ import pytest
 
 from analysis.claims import papers
 from analysis.claims.computations import Outcome, Ratio, Selection, Value
-from analysis.load import memory, runs
+from analysis.load import runs
 from analysis.report import reproduction
 from tests.analysis import memory_study
 
 
 @pytest.fixture
-def study() -> memory.MemoryStudy:
+def study() -> runs.MemoryStudy:
     return memory_study.study()
 
 
@@ -24,7 +24,7 @@ def select(**settings: Any) -> Selection:
 
 
 def test_the_largest_batches_are_compared_at_equal_checkpointing(
-    study: memory.MemoryStudy,
+    study: runs.MemoryStudy,
 ) -> None:
     ratio = Ratio(
         kind="ratio",
@@ -37,7 +37,7 @@ def test_the_largest_batches_are_compared_at_equal_checkpointing(
 
 
 def test_what_runs_out_of_memory_is_an_outcome_and_a_batch_of_none(
-    study: memory.MemoryStudy,
+    study: runs.MemoryStudy,
 ) -> None:
     chosen = select(strategy="zeropp", model="gpt-30b", tuning="full")
     outcome = Outcome(kind="outcome", of=chosen, state="oom")
@@ -49,7 +49,7 @@ def test_what_runs_out_of_memory_is_an_outcome_and_a_batch_of_none(
 
 
 def test_the_host_cache_is_a_share_of_the_model_in_sixteen_bits(
-    study: memory.MemoryStudy,
+    study: runs.MemoryStudy,
 ) -> None:
     value = Value(
         kind="value", quantity="host_cache_share", of=select(strategy="fcdp", checkpointing=True)
@@ -58,7 +58,7 @@ def test_the_host_cache_is_a_share_of_the_model_in_sixteen_bits(
     assert {sample.value for sample in value.samples(study.rows)} == {0.75}
 
 
-def test_claims_are_compared_with_it(study: memory.MemoryStudy, tmp_path: Path) -> None:
+def test_claims_are_compared_with_it(study: runs.MemoryStudy, tmp_path: Path) -> None:
     (tmp_path / "memory").mkdir()
     path = tmp_path / "memory" / "memory.jsonl"
     path.write_text("".join(f"{item.model_dump_json()}\n" for item in study.records), "utf-8")
@@ -75,11 +75,11 @@ def test_claims_are_compared_with_it(study: memory.MemoryStudy, tmp_path: Path) 
 
 
 def test_of_a_case_that_was_settled_again_the_last_record_counts(
-    study: memory.MemoryStudy, tmp_path: Path
+    study: runs.MemoryStudy, tmp_path: Path
 ) -> None:
     first = study.records[0]
     later = first.model_copy(update={"started_at": "2026-01-03T00:00:00+00:00"})
     path = tmp_path / "memory.jsonl"
     path.write_text(f"{later.model_dump_json()}\n{first.model_dump_json()}\n", "utf-8")
 
-    assert memory.load(path) == [later]
+    assert runs.of_memory(path) == [later]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from analysis.load.rows import Row
-from analysis.paper import pivots
+from analysis.paper import tables
 from analysis.paper.contents import Pivot
 
 
@@ -29,26 +29,26 @@ ROWS = [
 
 
 def test_a_system_is_a_line_with_ours_last() -> None:
-    table = pivots.table(pivot(), ROWS)
+    table = tables.pivoted(pivot(), ROWS)
 
     assert table.columns == ("System", "1 Gbit/s", "100 Gbit/s")
     assert [line[1:] for line in table.rows] == [("oom", "100"), ("–", "80.0"), ("50.0", "200")]
 
 
 def test_shares_are_of_each_lines_own() -> None:
-    table = pivots.table(pivot(share_of="100 Gbit/s"), ROWS)
+    table = tables.pivoted(pivot(share_of="100 Gbit/s"), ROWS)
 
     assert [line[1] for line in table.rows] == ["oom", "–", "25.0 %"]
     assert {line[2] for line in table.rows} == {"100 %"}
 
 
 def test_cells_that_are_not_asked_for_are_left_out() -> None:
-    table = pivots.table(pivot(of={"strategy": "fcdp"}), ROWS)
+    table = tables.pivoted(pivot(of={"strategy": "fcdp"}), ROWS)
 
     assert [line[1:] for line in table.rows] == [("50.0", "200")]
 
 
 def test_a_column_says_what_its_number_is_of() -> None:
-    table = pivots.table(pivot(columns="nodes", of={"link": "1 Gbit/s"}), ROWS)
+    table = tables.pivoted(pivot(columns="nodes", of={"link": "1 Gbit/s"}), ROWS)
 
     assert table.columns == ("System", "Nodes 2")

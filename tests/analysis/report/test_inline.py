@@ -11,7 +11,7 @@ from matplotlib.patheffects import withStroke
 
 from analysis.figures import drawings
 from analysis.figures.drawings import Drawing
-from analysis.figures.inline import inline
+from analysis.report.pages import inline
 
 
 @pytest.fixture

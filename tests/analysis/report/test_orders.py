@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from analysis.compare import orders
+from analysis.report import simulator
 from experiments.records.record import Machine, Record
 from tests.analysis import made_up
 
@@ -33,8 +33,8 @@ def records(seconds: dict[str, float], spread: float = SPREAD, **changes: object
 
 def order(
     predicted: dict[str, float], spread: float = SPREAD, readable: bool = True
-) -> orders.Order:
-    found = orders.order("made-up", records(TIMED, spread), records(predicted, 0.0), readable)
+) -> simulator.Order:
+    found = simulator.order("made-up", records(TIMED, spread), records(predicted, 0.0), readable)
     assert found is not None
     return found
 
@@ -62,7 +62,7 @@ def test_of_cells_that_are_predicted_alike_the_slowest_is_taken() -> None:
 def test_cells_within_each_others_interval_are_no_pair() -> None:
     assert order(TIMED, spread=0.3).pairs == 1  # the fastest and the slowest alone
     close = {"deepspeed-zero3": 1.1, "fsdp2": 1.05, "fcdp": 1.0}
-    found = orders.order("made-up", records(close), records(close, 0.0), readable=True)
+    found = simulator.order("made-up", records(close), records(close, 0.0), readable=True)
     assert found is not None
     assert found.pairs == 0
 
@@ -73,7 +73,7 @@ def test_strategies_that_round_are_no_choice() -> None:
     for found, seconds in ((timed, 2.0), (predicted, 3.0)):
         (other,) = records({"fcdp": seconds})
         found.append(other.model_copy(update={"cell": cell, "cell_id": cell.id}))
-    only = orders.order("made-up", timed, predicted, readable=True)
+    only = simulator.order("made-up", timed, predicted, readable=True)
     assert only is not None
     assert (only.pairs, only.right, only.costs) == (1, 1, ())
 
@@ -84,14 +84,14 @@ def test_repetitions_are_one_cell() -> None:
     for record in records({name: 1.01 * seconds for name, seconds in TIMED.items()}):
         cell = record.cell.model_copy(update={"repeat": 1})
         again.append(record.model_copy(update={"cell": cell, "cell_id": cell.id}))
-    found = orders.order("made-up", [*once, *again], records(TIMED, 0.0), readable=True)
+    found = simulator.order("made-up", [*once, *again], records(TIMED, 0.0), readable=True)
     assert found is not None
     assert found.pairs == 3
 
 
 def test_the_report_has_bad_rows_and_says_which_times_may_be_read() -> None:
     busy = Machine(load=14.0, cores=2, steal_share=0.0)
-    loud = orders.order(
+    loud = simulator.order(
         "loud", records(TIMED, machine=busy), records({**TIMED, "fcdp": 9.0}, 0.0), readable=True
     )
     assert loud is not None
@@ -99,7 +99,7 @@ def test_the_report_has_bad_rows_and_says_which_times_may_be_read() -> None:
     quiet, unread = order(TIMED), order(TIMED, readable=False)
     assert quiet.quiet
     assert not unread.quiet
-    *each, readable, every = orders.rows([quiet, loud])
+    *each, readable, every = simulator.choices([quiet, loud])
     assert [row.right for row in each] == ["3 (100.0 %)", "1 (33.3 %)"]
     assert (readable.pairs, readable.right, readable.largest_cost) == (3, "3 (100.0 %)", "0 %")
     assert (every.pairs, every.right, every.largest_cost) == (6, "4 (66.7 %)", "50 %")
@@ -107,4 +107,4 @@ def test_the_report_has_bad_rows_and_says_which_times_may_be_read() -> None:
 
 def test_wrong_pairs_are_named_by_those_that_are_in_most() -> None:
     found = order({"deepspeed-zero3": 3.0, "fsdp2": 1.0, "fcdp": 2.0})
-    assert orders.wrong_in_words([found]) == ["fcdp (made-up, 1)", "fsdp2 (made-up, 1)"]
+    assert simulator.wrong_in_words([found]) == ["fcdp (made-up, 1)", "fsdp2 (made-up, 1)"]

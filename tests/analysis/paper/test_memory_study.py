@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from matplotlib.text import Annotation
 
-from analysis.figures import memory
+from analysis.paper import figures
 from tests.analysis.memory_study import study
 
 
 def test_values_drawn_are_the_records() -> None:
-    figure = memory.draw(study()).figure
+    figure = figures.memory_study(study()).figure
 
     assert len(figure.axes) == 2 * 4
     first, again, *_ = figure.axes[4:]

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from analysis.load.traces import load
+from analysis.timeline import load
 from simulation.trace import chrome_trace
 from tests.simulation.workloads import predicted
 
 COMMITTED = next(
-    (Path(__file__).parents[3] / "results" / "timeline").glob("*/profile/rank0.json.gz")
+    (Path(__file__).parents[2] / "results" / "timeline").glob("*/profile/rank0.json.gz")
 )
 
 

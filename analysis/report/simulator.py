@@ -1,0 +1,390 @@
+"""The simulator beside what was run, cell by cell: its errors, its order, what its choice costs.
+
+Cells are joined by their ids. Ordered are those that differ in strategy and its settings alone;
+repetitions of one count as one. A pair are two whose times differ by more than ``_APART`` and
+beyond their interval: of others the records do not say which is faster.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import median
+
+import numpy as np
+import pandas as pd
+import seaborn as sns
+from matplotlib.figure import Figure
+
+from analysis import strategies, text
+from analysis.claims.papers import Claims, MatrixUse
+from analysis.figures.drawings import Drawing, style
+from analysis.load.runs import Run
+from baselines import registry
+from baselines.schedule import DEEPSPEED
+from experiments.records import framing
+from experiments.records.cell import Cell
+from experiments.records.comparison import Comparison, groups
+from experiments.records.modelled import cluster_of, measured_step, why_not_simulated
+from experiments.records.parity import quantised
+from experiments.records.record import Record
+from experiments.records.repeats import once, pooled
+from simulation.calibration import intervals
+from simulation.emulated import FITTED_TO
+from simulation.framing import MESSAGE_BYTES, SHARE
+
+#: What the predictions know of the records that they are compared with.
+FITTED = (
+    "The simulator's constants of this host are fitted to cells whose links are unshaped. Of "
+    "limited links it knows the limit, and how far DeepSpeed gathers ahead, which is fitted to the "
+    "bytes of such cells too."
+)
+#: What counted bytes may be more than those predicted, in words.
+FRAMING = (
+    f"headers and acknowledgements: {100 * SHARE:g} % and {MESSAGE_BYTES} bytes a "
+    f"message; of DeepSpeed's, {100 * DEEPSPEED.estimated_share:g} % more"
+)
+_LINKS = {True: "limited", False: "unshaped"}
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How near the predictions of one matrix are, its links limited or not."""
+
+    matrix: str
+    link: str
+    cells: int
+    median_error: str
+    largest_error: str
+    #: Cells whose bytes between nodes are the predicted ones, within framing.
+    bytes_agree: int
+    #: Counted over predicted bytes by tuning: the median, and the cell that is farthest off.
+    counted_full: str
+    counted_lora: str
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A constant of the host that the records were measured on, and its interval, as text."""
+
+    name: str
+    unit: str
+    value: str
+    low: str
+    high: str
+
+
+def constants(records: Mapping[str, Sequence[Record]]) -> list[Fitted]:
+    """The simulator's constants by the records of each matrix; none where one of these is missing.
+
+    Intervals hold nine of ten draws of a bootstrap.
+    """
+    if not records.keys() >= {*FITTED_TO}:
+        return []
+    of = (r for name in FITTED_TO for r in records[name] if not why_not_simulated(r.cell))
+    steps = [step for r in of if (step := measured_step(r, cluster_of(r.cell))) is not None]
+    found = []
+    for constant in intervals(steps):
+        words, unit, scale = _named(constant.name)
+        numbers = (constant.value, constant.low, constant.high)
+        value, low, high = (
+            "no limit" if math.isinf(number) else text.number(scale * number) for number in numbers
+        )
+        found.append(Fitted(words, unit, value, low, high))
+    return found
+
+
+def _named(constant: str) -> tuple[str, str, float]:
+    """A constant in words, the unit that it is shown in, and how many of these its own unit is."""
+    if constant in _SHARED:
+        return _SHARED[constant]
+    engine, part = constant.split()
+    what = "calls per block and micro-batch" if part == "block" else "calls per block and step"
+    return f"{engine}: {what}", "ms", 1e3
+
+
+#: Constants that all engines have in common.
+_SHARED = {
+    "flops": ("matrix products", "GFLOP/s", 1e-9),
+    "message_seconds": ("messages", "µs", 1e6),
+    "byte_seconds": ("bytes that are sent", "ns", 1e9),
+    "gathered_byte_seconds": ("bytes that are gathered", "ns", 1e9),
+    "activation_byte_seconds": ("bytes that are kept for backward", "ns", 1e9),
+}
+
+
+def joined(
+    matrix: str, records: Sequence[Record], predictions: Sequence[Record]
+) -> list[dict[str, object]]:
+    """Each cell that ran and was predicted: its settings, seconds of both, bytes."""
+    by_id = {prediction.cell_id: prediction for prediction in predictions}
+    found: list[dict[str, object]] = []
+    for record in records:
+        prediction = by_id.get(record.cell_id)
+        if record.measurement is None or prediction is None or prediction.measurement is None:
+            continue
+        counted = record.measurement.inter_node_bytes_per_step
+        expected = prediction.measurement.inter_node_bytes_per_step
+        found.append(
+            {
+                "matrix": matrix,
+                "tuning": record.cell.tuning,
+                "engine": strategies.engine(record.cell.strategy),
+                "link": _LINKS[record.cell.inter_bandwidth_bits_per_s is not None],
+                "timed": record.step_seconds_median,
+                "predicted": prediction.step_seconds_median,
+                "bytes_agree": framing.agree(record.cell, expected, counted),
+                "counted_share": counted / expected if expected else math.nan,
+            }
+        )
+    return found
+
+
+def agreements(pairs: pd.DataFrame) -> list[Agreement]:
+    """One for each matrix and kind of link."""
+    found = []
+    for (matrix, link), cells in pairs.groupby(["matrix", "link"], sort=True):
+        errors = _errors(cells)
+        shares = {tuning: _shares(of["counted_share"]) for tuning, of in cells.groupby("tuning")}
+        largest = max(errors, key=abs)
+        found.append(
+            Agreement(
+                matrix=str(matrix),
+                link=str(link),
+                cells=len(cells),
+                median_error=text.percent(median_error(cells)),
+                largest_error=f"{100 * largest:+.0f} %",
+                bytes_agree=int(cells["bytes_agree"].sum()),
+                counted_full=shares.get("full", text.ABSENT),
+                counted_lora=shares.get("lora", text.ABSENT),
+            )
+        )
+    return found
+
+
+def median_error(cells: pd.DataFrame) -> float:
+    """Median of the absolute errors of the steps' times, as a share; there must be a cell."""
+    return median(abs(error) for error in _errors(cells))
+
+
+def _shares(counted: pd.Series[float]) -> str:
+    """The median, and the share that is farthest from 1."""
+    farthest = max(counted, key=lambda share: abs(share - 1))
+    return f"{counted.median():.3f}, {farthest:.2f}"
+
+
+def _errors(cells: pd.DataFrame) -> list[float]:
+    """Relative; above 0 where the prediction is too slow."""
+    return list(cells["predicted"] / cells["timed"] - 1)
+
+
+#: How many times as long the slower of a pair takes, less one, at the least.
+_APART = 0.15
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A cell's seconds per step, as they were and as they are predicted."""
+
+    record: Record
+    seconds: float
+    predicted: float
+
+    @property
+    def name(self) -> str:
+        return self.record.cell_id
+
+
+@dataclass(frozen=True)
+class Order:
+    """How well one matrix is ordered."""
+
+    matrix: str
+    #: Whether times of it may be read: nothing else ran beside its cells, as far as is known.
+    quiet: bool
+    pairs: int
+    wrong: tuple[tuple[Timed, Timed], ...]
+    #: Relative cost of taking the predicted fastest of strategies that train the same, each with
+    #: what was taken and the fastest.
+    costs: tuple[tuple[float, Timed, Timed], ...]
+
+    @property
+    def right(self) -> int:
+        return self.pairs - len(self.wrong)
+
+
+def order(
+    matrix: str, records: Sequence[Record], predictions: Sequence[Record], readable: bool
+) -> Order | None:
+    """The order of a matrix's emulated cells; ``None`` where none can be compared.
+
+    ``readable`` says whether its times may be read at all.
+    """
+    predicted = {once(record.cell).id: record.step_seconds_median for record in predictions}
+    emulated = pooled(record for record in records if record.evidence == "emulated")
+    timed = [
+        [
+            Timed(record, seconds, expected)
+            for record in group
+            if (seconds := record.step_seconds_median) is not None
+            and (expected := predicted.get(record.cell_id)) is not None
+        ]
+        for group in groups(emulated)
+    ]
+    machines = [cell.record.machine for cells in timed for cell in cells]
+    quiet = readable and not any(machine and machine.why_busy for machine in machines)
+    pairs = [pair for cells in timed for pair in _pairs(cells)]
+    costs = [cost for cells in timed if (cost := _cost(cells)) is not None]
+    if not pairs and not costs:
+        return None
+    wrong = tuple(pair for pair in pairs if pair[0].predicted >= pair[1].predicted)
+    return Order(matrix, quiet, len(pairs), wrong, tuple(costs))
+
+
+def _pairs(cells: Sequence[Timed]) -> Iterator[tuple[Timed, Timed]]:
+    """Pairs, the faster first."""
+    for pair in combinations(sorted(cells, key=lambda cell: cell.seconds), 2):
+        fast, slow = pair
+        apart = slow.seconds > (1 + _APART) * fast.seconds
+        if apart and Comparison(fast.record, slow.record).differs:
+            yield fast, slow
+
+
+def _cost(cells: Sequence[Timed]) -> tuple[float, Timed, Timed] | None:
+    """What the predicted fastest costs; of several that are predicted alike, the slowest."""
+    same = [cell for cell in cells if _trains_the_same(cell.record.cell)]
+    if len(same) < 2:
+        return None
+    fastest = min(same, key=lambda cell: cell.seconds)
+    taken = min(same, key=lambda cell: (cell.predicted, -cell.seconds))
+    return taken.seconds / fastest.seconds - 1, taken, fastest
+
+
+def _trains_the_same(cell: Cell) -> bool:
+    """Whether it loses nothing on its way, and steps with all others: a plan takes no other."""
+    return registry.find(cell.strategy).numerics == "exact" and not quantised(cell)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """A matrix, or several together, as the report shows it."""
+
+    matrix: str
+    quiet: bool
+    pairs: int
+    right: str
+    choices: int
+    median_cost: str
+    largest_cost: str
+
+
+def choices(orders: Sequence[Order]) -> list[Choices]:
+    """One per matrix, then of all whose times may be read, and of all: bad ones included."""
+    found = [_row(each.matrix, each.quiet, [each]) for each in orders]
+    found.append(_row("together, if nothing ran beside", True, [o for o in orders if o.quiet]))
+    return [*found, _row("together", False, orders)]
+
+
+def _row(name: str, quiet: bool, orders: Sequence[Order]) -> Choices:
+    pairs = sum(each.pairs for each in orders)
+    right = sum(each.right for each in orders)
+    costs = [cost for each in orders for cost, _, _ in each.costs]
+    return Choices(
+        name,
+        quiet,
+        pairs,
+        f"{right} ({100 * right / pairs:.1f} %)" if pairs else text.ABSENT,
+        len(costs),
+        f"{100 * median(costs):.0f} %" if costs else text.ABSENT,
+        f"{100 * max(costs):.0f} %" if costs else text.ABSENT,
+    )
+
+
+def wrong_in_words(orders: Sequence[Order]) -> list[str]:
+    """Why pairs of matrices whose times may be read are wrong: cells that are in most of them."""
+    counts = Counter(
+        (each.matrix, cell.record.cell.strategy)
+        for each in orders
+        if each.quiet
+        for pair in each.wrong
+        for cell in pair
+    )
+    return [
+        f"{strategy} ({matrix}, {count})" for (matrix, strategy), count in counts.most_common(6)
+    ]
+
+
+#: How near the figure's band is, as a share.
+_BAND = 0.1
+#: One each for what is predicted, and what the constants of the simulator were fitted to.
+_MARKERS = {"limited": "o", "unshaped": "s"}
+
+
+def draw(pairs: pd.DataFrame) -> Drawing:
+    """Predicted against timed seconds a step, both on logarithmic axes."""
+    looks = {
+        "DeepSpeed": strategies.BASELINE,
+        "PyTorch": "fsdp2",
+        "This engine": strategies.SUBJECT,
+    }
+    styles = strategies.styles(looks.values())
+    ends = [pairs[["timed", "predicted"]].min().min() / 1.5]
+    ends.append(pairs[["timed", "predicted"]].max().max() * 1.5)
+    with style():
+        figure = Figure(figsize=(4.6, 4.2), layout="constrained")
+        ax = figure.subplots()
+        line = np.array(ends)
+        ax.fill_between(line, line * (1 - _BAND), line * (1 + _BAND), color="#E6E6E6", linewidth=0)
+        ax.plot(line, line, color="#888888", linewidth=0.8)
+        sns.scatterplot(
+            pairs,
+            x="timed",
+            y="predicted",
+            hue="engine",
+            palette={engine: styles[name].colour for engine, name in looks.items()},
+            hue_order=[engine for engine in looks if engine in set(pairs["engine"])],
+            style="link",
+            markers=_MARKERS,
+            alpha=0.8,
+            s=26,
+            ax=ax,
+        )
+        ax.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+        ax.set(xlabel="s/step, emulated (timed)", ylabel="s/step, simulated (predicted)")
+        ax.legend(frameon=False)
+    return Drawing("validation", "Simulated against emulated steps", _caption(pairs), figure)
+
+
+def _caption(pairs: pd.DataFrame) -> str:
+    parts = [
+        f"{link} links: {text.percent(median_error(cells))} median absolute error of "
+        f"{len(cells)} cells"
+        for link, cells in pairs.groupby("link")
+    ]
+    return (
+        f"Seconds a step of each cell, predicted against timed; {'; '.join(parts)}. The band is "
+        f"±{100 * _BAND:g} %. {FITTED}"
+    )
+
+
+def predicted(claims: Claims, of: Sequence[Run]) -> pd.DataFrame:
+    """Cells that were predicted too, of matrices whose times may be read."""
+    read = [run for run in of if _is_readable(claims, run)]
+    pairs = [joined(run.matrix, run.records, run.predictions) for run in read]
+    return pd.DataFrame([pair for found in pairs for pair in found])
+
+
+def orders(claims: Claims, of: Sequence[Run]) -> list[Order]:
+    """How well each matrix is ordered, those included whose times may not be read."""
+    found = (
+        order(run.matrix, run.records, run.predictions, readable=_is_readable(claims, run))
+        for run in of
+    )
+    return [each for each in found if each is not None]
+
+
+def _is_readable(claims: Claims, run: Run) -> bool:
+    return not claims.matrices.get(run.matrix, MatrixUse()).caveat
