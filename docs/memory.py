@@ -131,8 +131,8 @@ def checksums(units: Sequence[Any], nodes: int) -> int:
 
 
 def guard(units: Sequence[Any], nodes: int) -> int:
-    """What ``detect_writes=True`` keeps on the device, in bytes: a checksum and a flag per unit."""
-    return (8 + 1) * len(units) if nodes > 1 else 0
+    """What ``detect_writes=True`` keeps on the device, in bytes: nine checksums and a flag per unit."""
+    return (9 * 8 + 1) * len(units) if nodes > 1 else 0
 
 
 def blocks(parameters: float, layers: int, itemsize: int, cluster: Cluster) -> list[Unit]:

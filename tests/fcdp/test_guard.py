@@ -113,13 +113,11 @@ def on_an_accelerator() -> tuple[Guard, Queue]:
     """A guard of two units, the second of which has a mismatch, and its stream of copies."""
     copies = Queue()
     streams: Any = SimpleNamespace(
-        copies_out=copies, current=lambda: None, on=STREAMS.on, on_host=False
+        copies_out=copies, inter_node=Queue(), current=lambda: None, on=STREAMS.on, on_host=False
     )
     units: list[Any] = [StandInUnit(name, 8) for name in "ab"]
     guard = Guard(units, CPU, streams)
-    guard._differ = SimpleNamespace(  # type: ignore[assignment]
-        device=SimpleNamespace(type="accelerator"), clone=lambda: torch.tensor([False, True])
-    )
+    guard._differ[1] = True
     guard._landing = SimpleNamespace(  # type: ignore[assignment]
         copy_=lambda source, non_blocking: setattr(guard, "_copied", source.tolist()),
         tolist=lambda: guard._copied,  # type: ignore[attr-defined]
