@@ -131,7 +131,7 @@ def checksums(units: Sequence[Any], nodes: int) -> int:
 
 
 def guard(units: Sequence[Any], nodes: int) -> int:
-    """What ``detect_writes=True`` keeps on the device, in bytes: nine checksums and a flag per unit."""
+    """Bytes that ``detect_writes=True`` keeps on the device: nine checksums and a flag per unit."""
     return (9 * 8 + 1) * len(units) if nodes > 1 else 0
 
 
