@@ -16,7 +16,7 @@ ARITHMETIC = ("partition", "exchange", "reduce_scatter", "staleness", "codec", "
 #: which they run. Of each list unit tests come first, whatever needs processes after them.
 TESTS: dict[str, tuple[str, ...]] = {
     "all_gather": ("test_streams.py", "test_gathering.py", "test_guard.py", "test_staleness.py"),
-    "api": ("test_staleness.py",),
+    "api": ("test_guard.py", "test_staleness.py"),
     "breaking": ("failures/test_breaking.py",),
     "cache": ("cache", "test_streams.py", "test_guard.py", "test_staleness.py"),
     "checkpoint": ("test_async_save.py", "test_checkpoint.py"),
