@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from baselines.sizes import written
 from fcdp import direct_io
 from fcdp.direct_io import File
 
@@ -95,52 +91,3 @@ class Disk:
                 self.nbytes[way] += nbytes
                 if not self._under_way[way]:
                     self.seconds[way] += time.perf_counter() - self._since[way]
-
-
-def opened(path: Path) -> File:
-    """The file at ``path``, made if it is not there, past the page cache; nobody else has it.
-
-    Raises ``ValueError`` for a folder that cannot be written, has no direct I/O or is in use.
-    """
-    try:
-        file = File(os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600))
-        fcntl.flock(file.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise ValueError(f"ssd = {str(path.parent)!r}: another process trains in it") from error
-    except OSError as error:
-        raise ValueError(
-            f"ssd = {str(path.parent)!r}: must be a folder that can be written with direct I/O "
-            f"({error.strerror})"
-        ) from error
-    return file
-
-
-def left_over(path: Path) -> bool:
-    """Whether there is a file that ``opened`` has made, and nobody has open any more."""
-    try:
-        descriptor = os.open(path, os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True
-
-
-def reserve(file: File, start: int, end: int, path: Path) -> None:
-    """Have the file system give the file these bytes now, that no write lacks them later.
-
-    Raises ``ValueError`` where it has no room.
-    """
-    if end <= start:
-        return
-    try:
-        os.posix_fallocate(file.descriptor, start, end - start)
-    except OSError as error:
-        raise ValueError(
-            f"ssd = {str(path)!r}: {written(end - start)} are needed ({error.strerror}); nothing "
-            "of what was there has been changed"
-        ) from error

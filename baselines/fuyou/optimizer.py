@@ -23,7 +23,7 @@ import torch
 import torch.nn as nn
 
 from baselines import optimizers
-from baselines.fuyou.layout import FLOAT, Group
+from baselines.fuyou.layout import FLOAT, Group, cast
 from baselines.fuyou.memory import Dram
 from baselines.fuyou.ring import Ring
 from baselines.fuyou.store import Store
@@ -77,14 +77,6 @@ class Adam:
         optimizer.state.clear()
         cast(group, buffer)
         self.seconds += time.perf_counter() - begin
-
-
-def cast(group: Group, buffer: torch.Tensor) -> None:
-    """Make what is computed with of the masters, if it is not the masters."""
-    if group.computed.name == "compute":
-        masters = group.part(buffer, "master").view(torch.float32)[: group.numel]
-        computed = group.part(buffer, "compute")
-        computed.view(torch.bfloat16)[: group.numel].copy_(masters)
 
 
 class Updates:

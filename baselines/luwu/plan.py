@@ -78,6 +78,11 @@ class Chunk:
     def numel(self) -> int:
         return self.end - self.begin
 
+    @property
+    def key(self) -> str:
+        """Its name among all of a plan's."""
+        return f"{self.unit} {self.index}"
+
 
 class Plan(BaseModel):
     """What the roles of a run agree on."""
