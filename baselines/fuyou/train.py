@@ -28,10 +28,9 @@ import torch.nn as nn
 from baselines.fuyou import memory
 from baselines.fuyou.blocks import Recomputed
 from baselines.fuyou.copies import Copies
-from baselines.fuyou.disk import Disk
+from baselines.fuyou.disk import Disk, Limited
 from baselines.fuyou.fifo import Fifo
 from baselines.fuyou.layout import FLOAT, Group, laid_out
-from baselines.fuyou.limit import Limited
 from baselines.fuyou.memory import Dram
 from baselines.fuyou.optimizer import BUFFERS, Adam, Updates
 from baselines.fuyou.plan import Choice, Observed, choose

@@ -17,8 +17,8 @@ from torch.optim.adamw import adamw
 
 from baselines.luwu import WINDOW
 from baselines.luwu.files import Buffer, Files
-from baselines.luwu.messages import tensor
 from baselines.luwu.plan import Chunk, Plan
+from baselines.luwu.wire import tensor
 
 _BETA1, _EPSILON = 0.9, 1e-8
 

@@ -21,11 +21,25 @@ import zmq
 from baselines.links import interface_bytes
 from baselines.luwu import WINDOW
 from baselines.luwu.files import Buffer, Files
-from baselines.luwu.life import BEAT_S, PATIENCE_S, Lives, Lost
-from baselines.luwu.messages import ALL, Kind, Malformed, Message, read, reason_of, tensor
 from baselines.luwu.pipeline import Item, LayerCentric, StepCentric, Steps
 from baselines.luwu.plan import Chunk, Frozen, Pass, Plan
-from baselines.luwu.wire import Inbox, Keys, Listener, send
+from baselines.luwu.wire import (
+    ALL,
+    BEAT_S,
+    PATIENCE_S,
+    Inbox,
+    Keys,
+    Kind,
+    Listener,
+    Lives,
+    Lost,
+    Malformed,
+    Message,
+    read,
+    reason_of,
+    send,
+    tensor,
+)
 
 SWITCH = "switch"
 

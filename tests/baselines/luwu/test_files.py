@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from baselines.luwu.files import Files, masters
-from baselines.luwu.life import Lost
 from baselines.luwu.plan import Plan
+from baselines.luwu.wire import Lost
 from fcdp.generations import STATE, step_of
 from tests.baselines.luwu.training import SMALL, reference, trained
 
