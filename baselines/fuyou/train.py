@@ -39,10 +39,10 @@ from baselines.fuyou.swap import Swapper
 from baselines.loop import Loop
 from baselines.optimizers import AdamW
 from baselines.settings import FuyouSettings
-from baselines.sizes import parse, written
 from baselines.strategy import Job
 from fcdp.direct_io import left_over
 from fcdp.generations import STATE
+from fcdp.sizes import parse, written
 
 #: The step that is profiled: the first is no measure, as nothing has its place in caches yet.
 _PROFILED = 2
