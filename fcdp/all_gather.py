@@ -13,6 +13,7 @@ from fcdp import ranges
 from fcdp.cache.cache import Cache
 from fcdp.cache.entry import Entry, Slice, Slices
 from fcdp.codec import Codec
+from fcdp.counts import Ledger, Phase, gather_phase
 from fcdp.delta import message
 from fcdp.delta.economy import Watch
 from fcdp.delta.sent import Sent
@@ -20,7 +21,6 @@ from fcdp.exchange import PARTS_MOST, Pending, all_gather, swap
 from fcdp.fsdp2 import AllGather, forget_gather
 from fcdp.gathering import Gathering, Parts, Queued, run
 from fcdp.guard import Guard
-from fcdp.ledger import Ledger, Phase, gather_phase
 from fcdp.staleness import Staleness
 from fcdp.streams import Streams
 from fcdp.topology import Topology

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from baselines import sizes
 from experiments import terminal
+from fcdp.sizes import written
 
 if TYPE_CHECKING:
     from experiments.matrix.matrix import Matrix, MatrixCell
@@ -37,10 +37,10 @@ class _Estimate:
 
     def __str__(self) -> str:
         if self.here_bytes is not None:
-            memory = f"{sizes.written(self.here_bytes)} of this machine"
+            memory = f"{written(self.here_bytes)} of this machine"
         else:
-            memory = f"{sizes.written(self.device_bytes)} per device"
-            memory += f", {sizes.written(self.host_bytes)} per host" if self.host_bytes else ""
+            memory = f"{written(self.device_bytes)} per device"
+            memory += f", {written(self.host_bytes)} per host" if self.host_bytes else ""
         return f"{self.step_seconds:.3g} s/step, {memory}"
 
 
@@ -88,8 +88,8 @@ def show(
     console.print(f"{matrix.name}: {counts}{times}{beside}", style="bold", highlight=False)
     if largest[0] > memory_bytes:
         terminal.stop(
-            f"{largest[1]} needs about {sizes.written(largest[0])}, and this machine has "
-            f"{sizes.written(memory_bytes)}: make it smaller (--set), or leave it out (--only)"
+            f"{largest[1]} needs about {written(largest[0])}, and this machine has "
+            f"{written(memory_bytes)}: make it smaller (--set), or leave it out (--only)"
         )
 
 

@@ -121,7 +121,7 @@ def _columns(link: Link | None) -> tuple[str, str, str]:
 
 
 def _bandwidth(bytes_per_s: float) -> str:
-    from baselines import sizes
+    from fcdp.sizes import written
     from simulation.quantities import format_rate
 
-    return f"{sizes.written(bytes_per_s)}/s ({format_rate(8 * bytes_per_s)})"
+    return f"{written(bytes_per_s)}/s ({format_rate(8 * bytes_per_s)})"

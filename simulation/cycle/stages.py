@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from baselines.cyclic.partition import chosen
 from baselines.cyclic.routes import Cycle, Kind
-from baselines.cyclic.rule import Rule, is_fresh
+from baselines.cyclic.rule import Rule, chosen, is_fresh
 from simulation.workload import Workload
 
 

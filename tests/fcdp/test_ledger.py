@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fcdp.counts import Ledger
 from fcdp.engine import engine_of
-from fcdp.ledger import Ledger
 from tests.fcdp.training import Result, Settings, make_model, shard_with_fcdp, topology_of, train
 from tests.ranks import Pools
 

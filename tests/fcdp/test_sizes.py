@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import fcdp
-import fcdp.sizes
-from baselines import sizes
 from fcdp.cache import named
+from fcdp.sizes import parse, written
 from simulation import quantities
 
 TEXTS = {
@@ -31,30 +28,15 @@ NO_SIZES = ["GB", "-1 GB", "1 Gbit", "one GB", "infGB", "512G", "1e999B", ""]
 
 @pytest.mark.parametrize(("text", "count"), TEXTS.items())
 def test_every_place_reads_the_same(text: str, count: float) -> None:
-    assert fcdp.sizes.parse(text) == sizes.parse(text) == count
+    assert parse(text) == count
     assert quantities.size_bytes("--host-memory", text) == count
     assert named.parse(f"budget(host={text})") == fcdp.Budget(host=int(count))
-
-
-@given(
-    st.from_regex(r"[0-9_.]{0,4}([eE][+-]?[0-9]{0,2})? {0,2}[kmgtKMGT]?i?B?", fullmatch=True)
-    | st.sampled_from(["0 GiB", *TEXTS, *NO_SIZES]),
-    st.integers(0, 1),
-)
-def test_both_grammars_are_one(text: str, least: int) -> None:
-    def read(parse: object) -> object:
-        try:
-            return parse(text, least)  # type: ignore[operator]
-        except ValueError as error:
-            return str(error)
-
-    assert read(fcdp.sizes.parse) == read(sizes.parse)
 
 
 @pytest.mark.parametrize("text", [*NO_SIZES, "0 GiB"])
 def test_what_is_no_size_is_told_what_is(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size: allowed are bytes, 1 or more, or such as"):
-        sizes.parse(text, least=1)
+        parse(text, least=1)
     with pytest.raises(ValueError, match=f"--host-memory = '{text}': allowed: bytes, 1 or more"):
         quantities.size_bytes("--host-memory", text)
 
@@ -64,7 +46,7 @@ def test_what_is_no_size_is_told_what_is(text: str) -> None:
     [(0, "0 B"), (999, "999 B"), (1.26e9, "1.26 GB"), (512e9, "512 GB"), (25.3e9, "25.3 GB")],
 )
 def test_sizes_are_written_in_one_way(count: float, text: str) -> None:
-    assert sizes.written(count) == text
+    assert written(count) == text
 
 
 @pytest.mark.parametrize(
@@ -72,3 +54,10 @@ def test_sizes_are_written_in_one_way(count: float, text: str) -> None:
 )
 def test_rates_are_written_in_one_way(bits: float, text: str) -> None:
     assert quantities.format_rate(bits) == text
+
+
+def test_no_module_of_the_library_hides_a_public_name() -> None:
+    """Names are looked up when they are used, and a module that was imported is found before."""
+    assert not fcdp._MODULES & set(fcdp.__all__)  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="module 'fcdp' has no attribute 'nothing'"):
+        fcdp.nothing  # type: ignore[attr-defined]  # noqa: B018
