@@ -14,12 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from baselines.description import ExtraProcess
-from experiments.clusters import causes, lifetimes, namespaces, preload, privileges, ranks
-from experiments.clusters.beside import BesideProcess, addresses
+from experiments.clusters import causes, lifetimes, namespaces, preload, privileges
 from experiments.clusters.causes import Board
 from experiments.clusters.counters import out_of_memory_kills
 from experiments.clusters.interface import ClusterError, Outcome
-from experiments.clusters.launch import ALWAYS_PRELOADED, NodeProcess
+from experiments.clusters.launch import (
+    ALWAYS_PRELOADED,
+    Launch,
+    Machine,
+    Node,
+    Started,
+    split,
+    start_agent,
+)
 from experiments.clusters.network import INTERFACE, TO_GROUPS, Network
 from experiments.records.abilities import ABILITIES
 from experiments.records.cell import ClusterSpec
@@ -104,7 +111,7 @@ class EmulatedCluster:
         secret of this launch in ``FCDP_RUN_SECRET``.
         """
         network, context = self._built()
-        ranks.split(entry)
+        split(entry)
         self._check_port(network)
         logs = logs.absolute()
         logs.mkdir(parents=True, exist_ok=True)
@@ -112,7 +119,7 @@ class EmulatedCluster:
             folder = stack.enter_context(lifetimes.folder())
             board = Board(folder, range(self.nodes * self.ranks_per_node))
             board.create()
-            launch = ranks.Launch(entry, tuple(arguments), logs, board)
+            launch = Launch(entry, tuple(arguments), logs, board)
             machines = _Machines(network, environment, folder, self._preload, bool(extra))
             beside = []
             if extra:
@@ -120,12 +127,13 @@ class EmulatedCluster:
                 machines.join(extra, self._port)
             for each in extra:
                 machine = machines.beside(each.name, self.nodes * self.ranks_per_node)
-                beside.append(BesideProcess(context, each, machine, logs))
+                told = (machine, each.entry, logs / f"{each.name}.log")
+                beside.append(Started(context, each.name, "serve_beside", *told))
                 stack.callback(beside[-1].end)
             agents = []
             for number in range(self.nodes):
                 node = machines.node(number, self.ranks_per_node, self._port, timeout_s)
-                agents.append(NodeProcess(context, node, launch))
+                agents.append(start_agent(context, node, launch))
                 stack.callback(agents[-1].end)
             return _watch(agents, beside, board, timeout_s)
 
@@ -183,11 +191,13 @@ class _Machines:
         """Join a machine for each of these to the network."""
         for each in extra:
             self._network.add(each.name, in_network=each.in_network)
-        self._variables |= addresses(self._network.beside, port)
+        # What ranks and these find in their environment: where each of these is.
+        for name, (_, address) in self._network.beside.items():
+            self._variables[f"FCDP_{name.upper()}"] = f"{address}:{port}"
 
-    def beside(self, name: str, ranks_in_all: int) -> ranks.Machine:
+    def beside(self, name: str, ranks_in_all: int) -> Machine:
         """The machine of a process beside the ranks."""
-        return ranks.Machine(
+        return Machine(
             namespace=self._network.beside[name][0],
             environment=self._variables | {"WORLD_SIZE": str(ranks_in_all)},
             secret=self._secret,
@@ -195,10 +205,10 @@ class _Machines:
             scratch=str(self._folder / name),
         )
 
-    def node(self, number: int, ranks_per_node: int, port: int, timeout_s: float) -> ranks.Node:
+    def node(self, number: int, ranks_per_node: int, port: int, timeout_s: float) -> Node:
         """A node."""
         network = self._network
-        return ranks.Node(
+        return Node(
             node=number,
             nodes=len(network.nodes),
             ranks_per_node=ranks_per_node,
@@ -215,7 +225,7 @@ class _Machines:
 
 
 def _watch(
-    agents: Sequence[NodeProcess], beside: Sequence[BesideProcess], board: Board, timeout_s: float
+    agents: Sequence[Started], beside: Sequence[Started], board: Board, timeout_s: float
 ) -> Outcome:
     """Wait until all nodes are done, one has failed, or the time is over; return the outcome."""
     broken: str | None = None
@@ -223,15 +233,16 @@ def _watch(
     kills_before = out_of_memory_kills()
     while running := [each for each in agents if each.result is None]:
         wait([each.connection for each in running], timeout=_WATCH_INTERVAL_S)
-        for each in running:
+        for each in (*running, *beside):
             each.collect()
         now = time.monotonic()
-        broken = next(filter(None, [each.why_failed() for each in beside]), None)
+        said = (each.result.error for each in beside if each.result)
+        broken = next(filter(None, said), None)
         if broken or board.reports() or any(each.result and not each.result.ok for each in agents):
             deadline = min(deadline, now + _GRACE_S)
         if now > deadline:
             break
-    results = {each.node.node: each.result for each in agents if each.result is not None}
+    results = {node: each.result for node, each in enumerate(agents) if each.result is not None}
     reports = board.reports()
     kills = out_of_memory_kills() - kills_before
     if broken and all(report.lost_peer for report in reports):

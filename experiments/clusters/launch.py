@@ -1,64 +1,142 @@
-"""An emulated node's process, which launches its ranks, as the one that starts it sees it."""
+"""A launch of ranks: what its processes are told, and those processes as their starter sees them.
+
+The agent of a node (``agent``) is one such process, on every kind of cluster: an emulated node's is
+forked from the fork server, a rented one's is started afresh by ``node``.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 
-from experiments.clusters import namespaces
-from experiments.clusters.causes import NodeResult
-from experiments.clusters.ranks import Launch, Node
+from experiments.clusters import lifetimes, namespaces
+from experiments.clusters.causes import Board, NodeResult, describe_exit
 
 #: What the fork server imports for every agent, beside what the launch needs.
 ALWAYS_PRELOADED = ("experiments.clusters.agent",)
+#: The variable that has the secret of a launch with processes beside its ranks.
+SECRET = "FCDP_RUN_SECRET"
 
 #: Seconds until an agent whose ranks were killed has ended.
 _AGENT_END_S = 2.0
 
 
-class NodeProcess:
-    """One node's agent in a process of its own, forked from the fork server."""
+@dataclass(frozen=True)
+class Launch:
+    """A function that every rank of a cluster calls once, in a process of its own."""
 
-    def __init__(self, context: ForkServerContext, node: Node, launch: Launch) -> None:
-        self.node = node
-        #: How the node's ranks ended, once the agent has said so.
+    #: "package.module:function".
+    entry: str
+    arguments: tuple[str, ...]
+    logs: Path
+    board: Board
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """One machine, as a process on it needs to know it."""
+
+    #: The network namespace that is the machine; ``None`` for one that is real.
+    namespace: str | None
+    #: The whole environment of its processes, but for what torchrun adds and for secrets.
+    environment: dict[str, str]
+    #: What all processes of the launch share, if it has processes beside its ranks.
+    secret: str | None = field(default=None, repr=False)
+    #: Modules that should be imported already.
+    preload: tuple[str, ...] = ()
+    #: A directory, not there yet, for temporary files: torchelastic's and the ranks'.
+    scratch: str
+
+    def end_processes(self, spare: frozenset[int] = frozenset()) -> None:
+        """Kill what this process has started on the machine, but for ``spare``."""
+        if self.namespace is None:
+            lifetimes.end_descendants(spare)
+        else:
+            namespaces.end_processes(self.namespace, spare)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node(Machine):
+    """One node, as its agent needs to know it."""
+
+    node: int
+    nodes: int
+    ranks_per_node: int
+    #: Addresses of this node and of node 0, where the ranks meet.
+    address: str
+    master_address: str
+    port: int
+    timeout_s: float
+
+
+class Started:
+    """A process on a machine, which says once how it, or the ranks that it launches, ended."""
+
+    def __init__(
+        self,
+        context: ForkServerContext | SpawnContext,
+        name: str,
+        serve: str,
+        machine: Machine,
+        *told: object,
+    ) -> None:
+        """``serve`` is the function of ``agent`` that it calls, with the machine and ``told``."""
+        self.name = name
+        #: What it has said; the reason why it ended where it has said nothing.
         self.result: NodeResult | None = None
         self.connection: Connection
         self.connection, other_end = context.Pipe()
-        self._process: ForkServerProcess = context.Process(
-            target=_serve, args=(node, launch, other_end), name=f"node{node.node}"
+        self._machine = machine
+        self._process: BaseProcess = context.Process(
+            target=_serve, args=(serve, machine, *told, other_end), name=name
         )
         with other_end:
             self._process.start()
 
     def collect(self) -> None:
-        """Take the agent's result, if it has sent one or has ended without."""
-        if not self.connection.poll():
+        """Take the result, if it has been sent or the process has ended without."""
+        if self.result is not None or not self.connection.poll():
             return
         try:
             self.result = self.connection.recv()
         except EOFError:
             self._process.join()
             self.result = NodeResult(
-                error=f"the agent of node {self.node.node} ended with exit code "
-                f"{self._process.exitcode} (negative: a signal)"
+                error=f"{self.name}: {describe_exit(self._process.exitcode or 0)}"
             )
 
     def end(self) -> None:
-        """Kill the node's processes and wait until they are gone."""
+        """Kill the machine's processes and wait until they are gone."""
         self.connection.close()
-        # The ranks first, so that their agent can reap them.
-        spare = frozenset() if self._process.pid is None else frozenset({self._process.pid})
-        namespaces.end_processes(self.node.namespace, spare=spare)
-        self._process.join(_AGENT_END_S)
+        # Ranks first, so that their agent can reap them; a process beside them has none.
+        if isinstance(self._machine, Node):
+            pid = self._process.pid
+            self._machine.end_processes(frozenset() if pid is None else frozenset({pid}))
+            self._process.join(_AGENT_END_S)
         self._process.kill()
-        namespaces.end_processes(self.node.namespace)
+        self._machine.end_processes()
         self._process.join()
         self._process.close()
 
 
-def _serve(node: Node, launch: Launch, parent: Connection) -> None:
+def start_agent(context: ForkServerContext | SpawnContext, node: Node, launch: Launch) -> Started:
+    """Start the agent of a node, which launches the node's ranks."""
+    return Started(context, f"the agent of node {node.node}", "serve", node, launch)
+
+
+def split(entry: str) -> tuple[str, str]:
+    """Module and name of "package.module:function"; ``ValueError`` if it is not of that form."""
+    module, _, name = entry.partition(":")
+    if not module or not name.isidentifier():
+        raise ValueError(f'entry = {entry!r}: allowed is "package.module:function"')
+    return module, name
+
+
+def _serve(function: str, *told: object) -> None:
     # Here rather than above: the process that starts this one needs no torch.
     from experiments.clusters import agent
 
-    agent.serve(node, launch, parent)
+    getattr(agent, function)(*told)

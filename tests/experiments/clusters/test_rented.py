@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from experiments.clusters import launched, messages
+from experiments.clusters import messages, rented
 from experiments.clusters.allocation import Allocation, Ssh
 from experiments.clusters.interface import ClusterError, LostNodeError, Outcome
 from experiments.clusters.rented import RentedCluster
@@ -165,7 +165,7 @@ def test_a_launch_that_does_not_end_is_ended(
     clock = SimpleNamespace(
         monotonic=lambda: time.monotonic() + passed_s[0], monotonic_ns=time.monotonic_ns
     )
-    monkeypatch.setattr(launched, "time", clock)
+    monkeypatch.setattr(rented, "time", clock)
 
     def look() -> None:
         for address in ("127.0.0.1", "127.0.0.2"):
@@ -230,8 +230,8 @@ def test_a_launcher_that_ends_is_a_lost_node(cluster: RentedCluster, tmp_path: P
 def test_a_node_that_falls_silent_is_lost(
     cluster: RentedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launched, "SILENCE_S", 2 * messages.BEAT_S)
-    monkeypatch.setattr(launched, "_ENDING_S", 1.0)
+    monkeypatch.setattr(rented, "SILENCE_S", 2 * messages.BEAT_S)
+    monkeypatch.setattr(rented, "_ENDING_S", 1.0)
     stopped: list[psutil.Process] = []
 
     def stop() -> None:
