@@ -18,16 +18,9 @@ from experiments.clusters import causes, lifetimes, namespaces, preload, privile
 from experiments.clusters.causes import Board
 from experiments.clusters.counters import out_of_memory_kills
 from experiments.clusters.interface import ClusterError, Outcome
-from experiments.clusters.launch import (
-    ALWAYS_PRELOADED,
-    Launch,
-    Machine,
-    Node,
-    Started,
-    split,
-    start_agent,
-)
+from experiments.clusters.launch import Launch, Machine, Node, split
 from experiments.clusters.network import INTERFACE, TO_GROUPS, Network
+from experiments.clusters.started import ALWAYS_PRELOADED, Started, start_agent
 from experiments.records.abilities import ABILITIES
 from experiments.records.cell import ClusterSpec
 
