@@ -321,8 +321,7 @@ def _measured(
     """The cluster as preflight found it, but for what is given."""
     from dataclasses import replace
 
-    from experiments.preflight.hardware import hardware_of
-    from experiments.preflight.schema import Preflight
+    from experiments.preflight.schema import Preflight, hardware_of
     from simulation import hardware
     from simulation import quantities as q
 

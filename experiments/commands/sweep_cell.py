@@ -9,6 +9,7 @@ import typer
 
 from experiments import terminal
 from experiments.commands import session
+from experiments.matrix import reader, sweep
 
 
 def sweep_cell(
@@ -21,8 +22,6 @@ def sweep_cell(
 
     Sweeps are in experiments/sweeps; W&B's agent calls this. Exit status: as for `run`.
     """
-    from experiments.matrix import reader, sweep
-
     try:
         expanded = reader.read(matrix)
         cell = sweep.pick(expanded, settings)

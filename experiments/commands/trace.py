@@ -9,7 +9,13 @@ from typing import Annotated
 import typer
 
 from experiments import terminal
+from experiments.clusters.interface import ClusterError
 from experiments.commands import kinds
+from experiments.matrix import reader
+from experiments.records.modelled import cluster_of, workload_of
+from experiments.runner import runner
+from simulation.prediction import predict
+from simulation.trace import chrome_trace
 
 
 def trace(
@@ -28,13 +34,6 @@ def trace(
     It has one row per stream; tasks that follow one another without a gap are of category
     `critical`. An emulated cell is simulated as `run MATRIX --cluster simulated` does.
     """
-    from experiments.clusters.interface import ClusterError
-    from experiments.matrix import reader
-    from experiments.records.modelled import cluster_of, workload_of
-    from experiments.runner import runner
-    from simulation.prediction import predict
-    from simulation.trace import chrome_trace
-
     try:
         expanded = reader.read(matrix, simulated=True)
         chosen = [entry.cell for entry in runner.select(expanded.cells, only)]

@@ -20,8 +20,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from baselines import registry
-from experiments.matrix.changes import applied
-from experiments.matrix.files import find
+from experiments.matrix.files import applied, find
 from experiments.matrix.matrix import Matrix, MatrixCell
 from experiments.matrix.sections import Sections, explain
 from experiments.matrix.workloads import Workloads

@@ -7,9 +7,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from experiments.preflight.block import Block
-from experiments.preflight.hardware import hardware_of
-from experiments.preflight.schema import BlockShape, BlockTime, Compute, Host
+from experiments.preflight.probe import Block
+from experiments.preflight.schema import BlockShape, BlockTime, Compute, Host, hardware_of
 from simulation.compute.constants import rates_of
 from simulation.hardware import gpu
 from simulation.planner.ranges import rests_on

@@ -13,7 +13,7 @@ import pytest
 import wandb
 
 from experiments.records.provenance import ROOT
-from experiments.tracking import sink, wandb_runs
+from experiments.tracking import sink
 from experiments.tracking.sink import export
 from tests.experiments.stand_in import cell, record
 from tests.experiments.tracking import offline
@@ -83,7 +83,7 @@ def test_a_run_that_was_cut_short_is_written_again(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(wandb_runs, "_summary", die)
+        patch.setattr(sink, "_summary", die)
         with pytest.raises(KeyboardInterrupt):
             export([record(cell(seed=5))], tmp_path)
     assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 1
@@ -155,7 +155,7 @@ def test_the_reports_run_has_a_table_and_charts(tmp_path: Path) -> None:
 def test_history_is_a_point_a_step_with_times_after_warm_up() -> None:
     measured = record(cell(), step_seconds=[0.4, 0.5, 0.6]).measurement
     assert measured is not None
-    assert wandb_runs._history(measured) == [
+    assert sink._history(measured) == [
         {"loss": 5.6},
         {"loss": 5.5, "step_seconds": 0.4},
         {"loss": 5.4, "step_seconds": 0.5},
