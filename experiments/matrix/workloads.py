@@ -59,7 +59,7 @@ class Workloads:
     def models(self) -> dict[str, AnyModel]:
         """The file's models by name."""
         specs: dict[str, AnyModel] = {}
-        for i in range(len(self._file.items(("models",)))):
+        for i in range(len(self._file.at(("models",)))):
             spec = self._model(("models", i))
             if spec.name in specs:
                 self._file.fail(

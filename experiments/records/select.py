@@ -83,7 +83,7 @@ def _has(item: Described, cell: Cell, value: str) -> bool:
     own = item.of(cell)
     if item.name not in _LINKS:
         return own is not None and value in (str(own), item.written(own), str(own).lower())
-    return bool(own == quantities.link(value))
+    return value == str(own) if value.isdigit() else own == quantities.link(value)
 
 
 def _written(item: Described, value: Any) -> str:
