@@ -239,13 +239,6 @@ def test_temporary_files_are_the_nodes_own_and_end_with_the_launch(
     assert not any(folder.exists() for folder in folders)
 
 
-def test_a_cluster_is_as_good_as_new_after_failures(
-    cluster: EmulatedCluster, tmp_path: Path
-) -> None:
-    run(cluster, tmp_path, "fail", "SIGKILL", "0")
-    assert run(cluster, tmp_path, "add_up") == Outcome("ok")
-
-
 def test_a_port_in_use_is_named(cluster: EmulatedCluster, tmp_path: Path) -> None:
     (node,) = (name for name in netns.listnetns() if f"-{os.getpid()}-" in name and "node0" in name)
     with namespaces.call_in(node, lambda: socket.create_server(("", 29500))):

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -181,17 +180,6 @@ def test_a_launch_that_does_not_end_is_ended(
     # What the ranks had started in sessions of their own has ended too.
     assert len(pids_below(tmp_path)) == 6
     assert not any(map(is_running, pids_below(tmp_path)))
-
-
-def test_temporary_files_are_the_nodes_own_and_end_with_the_launch(
-    cluster: RentedCluster, tmp_path: Path
-) -> None:
-    assert run(cluster, tmp_path, "leave_file", str(tmp_path)).state == "failed"
-    files = [Path((tmp_path / f"{rank}.path").read_text()) for rank in range(2)]
-    assert {Path(tempfile.gettempdir()) in file.parents for file in files} == {True}
-    folders = [file.parent for file in files]
-    assert folders[0] != folders[1]
-    assert not any(folder.exists() for folder in folders)
 
 
 def test_a_taken_port_is_the_launchs_error(cluster: RentedCluster, tmp_path: Path) -> None:
