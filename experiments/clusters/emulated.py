@@ -113,19 +113,38 @@ class EmulatedCluster:
             board = Board(folder, range(self.nodes * self.ranks_per_node))
             board.create()
             launch = Launch(entry, tuple(arguments), logs, board)
-            machines = _Machines(network, environment, folder, self._preload, bool(extra))
-            beside = []
             if extra:
                 stack.callback(network.withdraw)
-                machines.join(extra, self._port)
             for each in extra:
-                machine = machines.beside(each.name, self.nodes * self.ranks_per_node)
-                told = (machine, each.entry, logs / f"{each.name}.log")
-                beside.append(Started(context, each.name, "serve_beside", *told))
+                network.add(each.name, in_network=each.in_network)
+            told: dict[str, Any] = {
+                "environment": self._variables(network, environment),
+                "secret": secrets.token_hex() if extra else None,
+                "preload": self._preload,
+            }
+            beside = []
+            for each in extra:
+                place, scratch = network.beside[each.name][0], str(folder / each.name)
+                machine = Machine(namespace=place, scratch=scratch, **told)
+                log = logs / f"{each.name}.log"
+                beside.append(Started(context, each.name, "serve_beside", machine, each.entry, log))
                 stack.callback(beside[-1].end)
             agents = []
-            for number in range(self.nodes):
-                node = machines.node(number, self.ranks_per_node, self._port, timeout_s)
+            for number, (place, address) in enumerate(
+                zip(network.nodes, network.addresses, strict=True)
+            ):
+                node = Node(
+                    namespace=place,
+                    scratch=str(folder / f"node{number}"),
+                    node=number,
+                    nodes=self.nodes,
+                    ranks_per_node=self.ranks_per_node,
+                    address=address,
+                    master_address=network.addresses[0],
+                    port=self._port,
+                    timeout_s=timeout_s,
+                    **told,
+                )
                 agents.append(start_agent(context, node, launch))
                 stack.callback(agents[-1].end)
             return _watch(agents, beside, board, timeout_s)
@@ -134,6 +153,25 @@ class EmulatedCluster:
         if self._network is None or self._context is None:
             raise ClusterError("the cluster is not built: use it inside its `with` block")
         return self._network, self._context
+
+    def _variables(self, network: Network, environment: Mapping[str, str]) -> dict[str, str]:
+        """What processes of a launch find in their environment, beside what torchrun adds."""
+        return {
+            "OMP_NUM_THREADS": "1",
+            **os.environ,
+            "FCDP_INTERFACE": INTERFACE,
+            **({"FCDP_GROUP_INTERFACE": TO_GROUPS} if network.groups > 1 else {}),
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+            "TP_SOCKET_IFNAME": INTERFACE,
+            "NCCL_SOCKET_IFNAME": INTERFACE,
+            **environment,
+            "WORLD_SIZE": str(self.nodes * self.ranks_per_node),
+            # Where processes beside the ranks are.
+            **{
+                f"FCDP_{name.upper()}": f"{address}:{self._port}"
+                for name, (_, address) in network.beside.items()
+            },
+        }
 
     def _check_port(self, network: Network) -> None:
         address = network.addresses[0]
@@ -151,70 +189,6 @@ class EmulatedCluster:
                 f"the ranks cannot meet at {address} port {self._port}: {error.strerror}; "
                 "end what listens there, or choose another port in the cluster's settings"
             ) from error
-
-
-class _Machines:
-    """What the processes of one launch are told of the machines that they are on."""
-
-    def __init__(
-        self,
-        network: Network,
-        environment: Mapping[str, str],
-        folder: Path,
-        preload: tuple[str, ...],
-        beside: bool,
-    ) -> None:
-        """``beside``: whether there are machines beside the nodes."""
-        self._network = network
-        self._folder = folder
-        self._preload = preload
-        self._secret = secrets.token_hex() if beside else None
-        self._variables = {
-            "OMP_NUM_THREADS": "1",
-            **os.environ,
-            "FCDP_INTERFACE": INTERFACE,
-            **({"FCDP_GROUP_INTERFACE": TO_GROUPS} if network.groups > 1 else {}),
-            "GLOO_SOCKET_IFNAME": INTERFACE,
-            "TP_SOCKET_IFNAME": INTERFACE,
-            "NCCL_SOCKET_IFNAME": INTERFACE,
-            **environment,
-        }
-
-    def join(self, extra: Sequence[ExtraProcess], port: int) -> None:
-        """Join a machine for each of these to the network."""
-        for each in extra:
-            self._network.add(each.name, in_network=each.in_network)
-        # What ranks and these find in their environment: where each of these is.
-        for name, (_, address) in self._network.beside.items():
-            self._variables[f"FCDP_{name.upper()}"] = f"{address}:{port}"
-
-    def beside(self, name: str, ranks_in_all: int) -> Machine:
-        """The machine of a process beside the ranks."""
-        return Machine(
-            namespace=self._network.beside[name][0],
-            environment=self._variables | {"WORLD_SIZE": str(ranks_in_all)},
-            secret=self._secret,
-            preload=self._preload,
-            scratch=str(self._folder / name),
-        )
-
-    def node(self, number: int, ranks_per_node: int, port: int, timeout_s: float) -> Node:
-        """A node."""
-        network = self._network
-        return Node(
-            node=number,
-            nodes=len(network.nodes),
-            ranks_per_node=ranks_per_node,
-            namespace=network.nodes[number],
-            address=network.addresses[number],
-            master_address=network.addresses[0],
-            port=port,
-            environment=self._variables,
-            secret=self._secret,
-            preload=self._preload,
-            scratch=str(self._folder / f"node{number}"),
-            timeout_s=timeout_s,
-        )
 
 
 def _watch(

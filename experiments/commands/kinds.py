@@ -56,17 +56,12 @@ def preloaded(cells: Iterable[Cell]) -> tuple[str, ...]:
     return (*PRELOADED, "deepspeed") if pins == {"current"} else PRELOADED
 
 
-def simulated_cluster(spec: AnyCluster) -> Cluster:
-    """The cluster that ``spec`` describes, as the simulator sees it."""
-    from experiments.clusters.simulated import SimulatedCluster
-
-    return SimulatedCluster(spec)
-
-
 def cluster(spec: AnyCluster, preload: Sequence[str] = PRELOADED) -> Cluster:
     """The cluster that ``spec`` describes, not yet built, for launches that need these modules."""
     if spec.kind == "simulated":
-        return simulated_cluster(spec)
+        from experiments.clusters.simulated import SimulatedCluster
+
+        return SimulatedCluster(spec)
     if spec.kind == "rented":
         from experiments.clusters.allocation import Allocation
         from experiments.clusters.rented import RentedCluster

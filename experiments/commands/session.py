@@ -14,6 +14,7 @@ from rich.console import Console
 from experiments import terminal
 from experiments.clusters import lifetimes
 from experiments.clusters.interface import ClusterError
+from experiments.clusters.simulated import SimulatedCluster
 from experiments.commands import kinds
 from experiments.matrix.matrix import Matrix, MatrixCell
 from experiments.records import parity
@@ -81,11 +82,12 @@ def run_cells(
         terminal.say_as_it_is(terminal.console(), said, "yellow")
     try:
         with Progress(matrix, cells, finished, terminal.console()) as progress:
-            if matrix.simulated:
-                built = kinds.simulated_cluster(matrix.cluster)
-            else:
-                running = [entry.cell for entry in cells if entry.skip_reason is None]
-                built = kinds.cluster(matrix.cluster, kinds.preloaded(running))
+            running = [entry.cell for entry in cells if entry.skip_reason is None]
+            built = (
+                SimulatedCluster(matrix.cluster)
+                if matrix.simulated
+                else kinds.cluster(matrix.cluster, kinds.preloaded(running))
+            )
             return runner.run(cells, finished, built, directory, progress)
     except (ClusterError, runner.RunError) as error:
         terminal.stop(error)

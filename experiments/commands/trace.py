@@ -10,7 +10,7 @@ import typer
 
 from experiments import terminal
 from experiments.clusters.interface import ClusterError
-from experiments.commands import kinds
+from experiments.clusters.simulated import SimulatedCluster
 from experiments.matrix import reader
 from experiments.records.modelled import cluster_of, workload_of
 from experiments.runner import runner
@@ -40,7 +40,7 @@ def trace(
         if len(chosen) > 1:
             found = ", ".join(cell.id for cell in chosen[:3])
             raise ValueError(f"--only: {len(chosen)} cells match {only!r}, give one: {found}, …")
-        kinds.simulated_cluster(expanded.cluster)  # or an error that says why it cannot be
+        SimulatedCluster(expanded.cluster)  # or an error that says why it cannot be
         prediction = predict(workload_of(chosen[0]), cluster_of(chosen[0]))
         terminal.check_writable("--output", output)
         written = chrome_trace(prediction)
