@@ -326,7 +326,7 @@ def _measured(
     from simulation import quantities as q
 
     measured = Preflight.read(file)
-    found = hardware_of(measured, None if gpu is None else hardware.gpu(gpu))
+    found = hardware_of(measured, gpu)
     if nodes is not None:
         found = replace(found, nodes=q.whole("--nodes", nodes))
     if gpus is not None:

@@ -28,7 +28,7 @@ from experiments.records.cell import Cell
 from experiments.records.modelled import measured_step, why_not_simulated
 from experiments.records.provenance import Provenance
 from experiments.records.record import Record, read
-from simulation import files, hardware
+from simulation import files
 from simulation.calibration import calibrate
 from simulation.emulated import TWO_CORES, Constants, emulated
 from simulation.hardware import Hardware
@@ -166,7 +166,7 @@ def _known(calibrate: bool, preflight: Path | None, gpu: str | None) -> _Known:
     constants, host = TWO_CORES, "the host of the committed records"
     if calibrate:
         constants, host = _calibrated(), "this machine, from runs/calibration"
-    nodes = None if preflight is None else _nodes(preflight, gpu)
+    nodes = None if preflight is None else hardware_of(Preflight.read(preflight), gpu)
     return _Known(constants, host, nodes, by_default=not calibrate and nodes is None)
 
 
@@ -177,11 +177,6 @@ def _calibrated() -> Constants:
         records = session.run_cells(matrix, matrix.cells, finished, directory)
         steps = (modelled.measured_step(r, modelled.cluster_of(r.cell)) for r in records)
         return calibrate([step for step in steps if step is not None])
-
-
-def _nodes(preflight: Path, gpu: str | None) -> Hardware:
-
-    return hardware_of(Preflight.read(preflight), None if gpu is None else hardware.gpu(gpu))
 
 
 def _compare(records: Sequence[Record], known: _Known, folder: Path) -> Compared:

@@ -11,6 +11,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from experiments.records.abilities import Evidence
 from experiments.records.cell import DType
+from simulation import hardware
 from simulation.capacity import reserved
 from simulation.compute.constants import by_block, rates_of
 from simulation.emulated import emulated
@@ -185,21 +186,22 @@ class Preflight(Probed):
             raise ValueError(f"{path}: not a preflight of this version: {said}") from error
 
 
-def hardware_of(measured: Preflight, device: Gpu | None = None) -> Hardware:
-    """The measured cluster: links, copies, memory and computation; the rest is ``device``'s sheet.
+def hardware_of(measured: Preflight, gpu: str | None = None) -> Hardware:
+    """The measured cluster: links, copies, memory and computation; the rest is the GPU's sheet.
 
-    Computation is as much faster or slower than fitted for ``device`` as one block was.
+    Computation is as much faster or slower than fitted for the GPU as one block was.
 
     On CPUs, where there is no data sheet, the rest is what was fitted to this project's emulated
     clusters. A link between nodes that was not measured has no limit. Raises ``ValueError`` if GPUs
-    were measured and ``device`` is not given.
+    were measured and ``gpu`` does not say by which data sheet.
     """
     if measured.compute.memory_bytes is None:
         return _with_links(_of_host(measured), measured)
-    if device is None:
+    if gpu is None:
         raise ValueError(
             f"gpu: is missing; {measured.compute.device} was measured, say which data sheet it has"
         )
+    device = hardware.gpu(gpu)
     rates = measured.compute.matmul_flops_per_s
     host = measured.host
     assert host.to_device_bytes_per_s is not None, "checked when the preflight was read"
