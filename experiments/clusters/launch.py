@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from experiments.clusters import lifetimes, namespaces
+from experiments.clusters import lifetimes
 from experiments.clusters.causes import Board
 
 #: The variable that has the secret of a launch with processes beside its ranks.
@@ -43,6 +43,8 @@ class Machine:
         if self.namespace is None:
             lifetimes.end_descendants(spare)
         else:
+            from experiments.clusters import namespaces  # its pyroute2, which real nodes do without
+
             namespaces.end_processes(self.namespace, spare)
 
 
