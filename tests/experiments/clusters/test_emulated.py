@@ -157,8 +157,6 @@ CAUSES = [
     ("raise", "failed", "ValueError: the cause of it all"),
     ("raise and clean up", "failed", "ValueError: the cause of it all"),
     ("memory error", "oom", "MemoryError"),
-    ("device memory", "oom", "CUDA out of memory"),
-    ("host memory", "oom", "DefaultCPUAllocator"),
     ("exit", "failed", "SystemExit: 3"),
     ("vanish", "failed", "ended with exit code 0 before its function returned"),
     ("SIGKILL", "failed", "killed by signal SIGKILL"),
