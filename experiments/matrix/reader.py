@@ -25,18 +25,12 @@ from experiments.matrix.matrix import Matrix, MatrixCell
 from experiments.matrix.sections import Sections, explain
 from experiments.matrix.workloads import Workloads
 from experiments.records.abilities import ABILITIES
-from experiments.records.cell import AnyCluster, Cell, ClusterSpec, SimulatedSpec
+from experiments.records.cell import FILE_NAMES, AnyCluster, Cell, ClusterSpec, SimulatedSpec
 from experiments.records.workload import NEEDED, Images
 from simulation import quantities
 from simulation.files import Strict
 from simulation.yaml_lines import Document, KeyPath, load
 
-#: How the file names a field of a cell, where it is not by the field's own name.
-FILE_NAMES = {
-    "inter_bandwidth_bits_per_s": "inter_bandwidth",
-    "inter_group_bandwidth_bits_per_s": "inter_group_bandwidth",
-    "matrix": "name",
-}
 _FIELD_NAMES = {file: field for field, file in FILE_NAMES.items()}
 #: Of a simulated cluster, which is what a cell wants it to be.
 _OF_CLUSTER = ("nodes", "inter_efficiency")

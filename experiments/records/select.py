@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from experiments.records.cell import Cell
+from experiments.records.cell import FILE_NAMES, Cell
 from experiments.records.record import Record, read
 from experiments.records.repeats import pooled
 from experiments.records.settings import Described, described
@@ -18,10 +18,9 @@ from simulation import quantities
 #: Other names of settings than their own: as matrix files and ids have them.
 _ALIASES = {
     "k": "accumulation",
-    "inter_bandwidth": "inter_bandwidth_bits_per_s",
-    "inter_group_bandwidth": "inter_group_bandwidth_bits_per_s",
     "link": "inter_bandwidth_bits_per_s",
     "length": "sequence_length",
+    **{file: field for field, file in FILE_NAMES.items()},
 }
 #: Links, which matrix files write with their units.
 _LINKS = ("inter_bandwidth_bits_per_s", "inter_group_bandwidth_bits_per_s")
