@@ -42,7 +42,7 @@ def _figures(variant: Variant) -> Iterator[tuple[str, str]]:
     yield "s/step", _number(seconds, 3)
     # Half of what the middle half of the rounds spans, over the median.
     yield "±", f"{(middle[1] - middle[0]) / 2 / seconds:.0%}" if middle and seconds else _ABSENT
-    yield f"vs\n{_reference(variant)}", _speed_up(variant)
+    yield f"vs\n{_reference(variant)}", speed_up(variant)
     cache = variant.cache
     yield "hits", _number(cache.hits_per_step if cache else None, 4)
     yield "misses", _number(cache.misses_per_step if cache else None, 4)
@@ -69,12 +69,13 @@ def _reference(variant: Variant) -> str:
     return _ABSENT if variant.over is None else REFERENCES[variant.over.cell.subject]
 
 
-def _speed_up(variant: Variant) -> str:
-    if variant.ratio is None:
+def speed_up(speed: Comparison) -> str:
+    """How many times as fast a cell is; none where that is not told from noise."""
+    if speed.ratio is None:
         return _ABSENT
-    if variant.of is not variant.over and not variant.differs:
+    if speed.of is not speed.over and not speed.differs:
         return "none"
-    return f"{variant.ratio:.2f}×"
+    return f"{speed.ratio:.2f}×"
 
 
 def _megabytes(count: float | None) -> str:
