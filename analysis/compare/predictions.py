@@ -11,7 +11,7 @@ import pandas as pd
 
 from analysis import strategies, text
 from baselines.schedule import DEEPSPEED
-from experiments.records import framing
+from experiments.records import modelled
 from experiments.records.modelled import cluster_of, measured_step, why_not_simulated
 from experiments.records.record import Record
 from simulation.calibration import intervals
@@ -118,7 +118,7 @@ def joined(
                 "link": _LINKS[record.cell.inter_bandwidth_bits_per_s is not None],
                 "timed": record.step_seconds_median,
                 "predicted": prediction.step_seconds_median,
-                "bytes_agree": framing.agree(record.cell, expected, counted),
+                "bytes_agree": modelled.agree(record.cell, expected, counted),
                 "counted_share": counted / expected if expected else math.nan,
             }
         )

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.table import Table
 
 from experiments import terminal
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from rich.table import Table
-
-    from simulation.bound.study import BoundRecord
+from experiments.records import provenance
+from simulation import files
+from simulation.bound import study
+from simulation.bound.study import GPU, SEQUENCE_LENGTH, BoundRecord
 
 
 def bound(
@@ -26,10 +25,6 @@ def bound(
 
     The closed form of "Memory and Bandwidth are All You Need for FSDP"; nothing is run.
     """
-    from experiments.records import provenance
-    from simulation import files
-    from simulation.bound import study
-
     commit = provenance.gather().commit
     found = [study.settle(point, commit) for point in study.points()]
     file = output / "bound.jsonl"
@@ -46,7 +41,6 @@ def bound(
 
 
 def _table(found: Sequence[BoundRecord]) -> Table:
-    from simulation.bound.study import GPU, SEQUENCE_LENGTH
 
     columns = ("GPUs", "Gbit/s", "free GB", "tokens", "bound", "needs Gbit/s", "best MFU")
     table = terminal.table(["model"], columns)

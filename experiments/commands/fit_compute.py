@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.table import Table
 
 from experiments import terminal
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from rich.table import Table
-
-    from simulation.compute.study import Check, Constant
+from experiments.records import provenance
+from simulation.compute import measured, study
+from simulation.compute.study import Check, Constant
 
 
 def fit_compute(
@@ -35,9 +33,6 @@ def fit_compute(
     Matrix products, attention and bytes through memory have a share of the data sheet per GPU;
     what exchanges and scale cost is common to all. Rows that are not in bf16 are left out.
     """
-    from experiments.records import provenance
-    from simulation.compute import measured, study
-
     console = terminal.console()
     try:
         if check is not None:

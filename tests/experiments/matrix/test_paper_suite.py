@@ -95,29 +95,19 @@ def test_nodes_and_largest_micro_batches_are_settings_of_simulated_clusters(
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "message"),
+    ("text", "new", "message"),
     [
-        ("micro_batch: 1", "micro_batch: max", r"workload\.micro_batch: is for clusters of kind"),
-        ("micro_batch: 1", "micro_batch: 1\n  nodes: 4", r"nodes: is for clusters of kind sim"),
+        (FILE, "micro_batch: max", r"workload\.micro_batch: is for clusters of kind"),
+        (FILE, "micro_batch: 1\n  nodes: 4", r"nodes: is for clusters of kind sim"),
+        (SIMULATED, "micro_batch: most", r"workload\.micro_batch: 'most' is not allowed"),
+        (SIMULATED, "micro_batch: 1\n  nodes: 0", r"workload\.nodes: 0 is not allowed"),
     ],
 )
-def test_other_clusters_have_neither(tmp_path: Path, old: str, new: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        reader.read(written(tmp_path, FILE.replace(old, new)))
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("micro_batch: 1", "micro_batch: most", r"workload\.micro_batch: 'most' is not allowed"),
-        ("micro_batch: 1", "micro_batch: 1\n  nodes: 0", r"workload\.nodes: 0 is not allowed"),
-    ],
-)
-def test_impossible_settings_are_errors_of_their_lines(
-    tmp_path: Path, old: str, new: str, message: str
+def test_other_clusters_have_neither_and_impossible_ones_are_errors_of_their_lines(
+    tmp_path: Path, text: str, new: str, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        reader.read(written(tmp_path, SIMULATED.replace(old, new)))
+        reader.read(written(tmp_path, text.replace("micro_batch: 1", new)))
 
 
 @pytest.mark.parametrize("name", SUITE)

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from experiments.matrix import reader, sweep
+from experiments.commands.sweep_cell import pick
+from experiments.matrix import reader
 from experiments.records.provenance import ROOT
 from experiments.records.record import read
 from tests.experiments.stand_in import matrix_file
@@ -27,7 +28,7 @@ def test_the_sweep_and_its_matrix_have_the_same_cells() -> None:
     matrix = reader.read(definition["command"][definition["command"].index("sweep-cell") + 1])
     values = {name: given["values"] for name, given in definition["parameters"].items()}
     picked = [
-        sweep.pick(matrix, [f"--{n}={v}" for n, v in zip(values, chosen, strict=True)])
+        pick(matrix, [f"--{n}={v}" for n, v in zip(values, chosen, strict=True)])
         for chosen in itertools.product(*values.values())
     ]
     assert {each.cell.id for each in picked} == {entry.cell.id for entry in matrix.cells}
@@ -37,15 +38,15 @@ def test_the_sweep_and_its_matrix_have_the_same_cells() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["policy=host"], "'policy=host' is not a setting and its value; allowed: --matrix=, "),
-        (["--tau=1"], "'--tau=1' is not a setting"),
-        (["--micro_batch=3"], "micro_batch = '3': cells of tau-batch have 1, 2, 4, 8"),
+        (["policy=host"], "'policy=host' is not a setting and its value, as in --steps=10"),
+        (["--tau=1"], "--SETTING: there is no setting 'tau'; "),
+        (["--micro_batch=3"], "--SETTING: no cell has micro_batch '3'; there are 1, 2, 4, 8"),
         (["--micro_batch=2"], "5 cells of tau-batch are left, such as "),
     ],
 )
 def test_mistakes_are_named(arguments: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        sweep.pick(reader.read("tau-batch"), arguments)
+        pick(reader.read("tau-batch"), arguments)
 
 
 @pytest.mark.ranks
