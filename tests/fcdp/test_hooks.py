@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 import fcdp
 from tests.fcdp.training import topology_of
 from tests.fcdp.upstream.models import mlps
-from tests.fcdp.upstream.running import Run, check, on_both_shapes, variants
+from tests.fcdp.upstream.running import Run, cases
 from tests.ranks import Pools
 
 
@@ -28,7 +28,8 @@ def local(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
-def hooks_on_gradients(run: Run, when: str) -> None:
+@cases(("gathered",), ("sharded",), ("before",))
+def test_hooks_on_gradients(run: Run, when: str) -> None:
     """Hooks that double a gradient, on parameters before sharding, after it, or while gathered."""
     model = mlps(2, 4)
     seen: list[float] = []
@@ -60,12 +61,8 @@ def hooks_on_gradients(run: Run, when: str) -> None:
     run.see("gradients", torch.tensor(seen))
 
 
-@variants("when", ("gathered",), ("sharded",), ("before",))
-def test_hooks_on_gradients(ranks: Pools, shape: tuple[int, int], when: str) -> None:
-    check(ranks, shape, hooks_on_gradients, when)
-
-
-def hooks_after_accumulation(run: Run, synchronised: bool) -> None:
+@cases((True,), (False,))
+def test_hooks_after_accumulation(run: Run, synchronised: bool) -> None:
     """Called once per parameter whose gradient has been reduced, with what has been added up."""
     model = sharded(run)
     run.cache(model)
@@ -82,12 +79,8 @@ def hooks_after_accumulation(run: Run, synchronised: bool) -> None:
         model.zero_grad()
 
 
-@variants("synchronised", (True,), (False,))
-def test_hooks_after_accumulation(ranks: Pools, shape: tuple[int, int], synchronised: bool) -> None:
-    check(ranks, shape, hooks_after_accumulation, synchronised)
-
-
-def optimizer_in_backward(run: Run, reshard: bool) -> None:
+@cases((True,), (False,))
+def test_an_optimizer_in_backward(run: Run, reshard: bool) -> None:
     """Each parameter is stepped in backward, as soon as its gradient is there."""
     model = mlps(3, 4)
     run.shard([*model, model], reshard_after_forward=reshard)
@@ -109,12 +102,8 @@ def optimizer_in_backward(run: Run, reshard: bool) -> None:
         run.see_params(model)
 
 
-@variants("reshard", (True,), (False,))
-def test_an_optimizer_in_backward(ranks: Pools, shape: tuple[int, int], reshard: bool) -> None:
-    check(ranks, shape, optimizer_in_backward, reshard)
-
-
-def full_backward_hooks(run: Run) -> None:
+@cases()
+def test_hooks_of_modules(run: Run) -> None:
     """Hooks of modules, forward and backward, on sharded modules and inside them."""
     model = sharded(run)
     run.cache(model)
@@ -127,11 +116,6 @@ def full_backward_hooks(run: Run) -> None:
         )
     for step in range(2):
         model(run.input(4, 4, step=step).requires_grad_()).sum().backward()
-
-
-@on_both_shapes
-def test_hooks_of_modules(ranks: Pools, shape: tuple[int, int]) -> None:
-    check(ranks, shape, full_backward_hooks)
 
 
 def accumulated(register: str) -> tuple[list[float], list[float], str]:
