@@ -21,7 +21,7 @@ SECONDS: Mapping[str, float] = {
     "tests/fcdp/failures/test_processes.py": 30,
 }
 #: Seconds of a usual test.
-USUAL: Mapping[str, float] = {"cluster": 3.0, "ranks": 1.0, "unit": 0.1}
+USUAL: Mapping[str, float] = {"system": 3.0, "cluster": 3.0, "ranks": 1.0, "unit": 0.1}
 
 
 def longest_first(tests: Sequence[tuple[str, str]]) -> list[str]:
