@@ -94,8 +94,8 @@ def cases(
     def decorate(case: Case) -> Case:
         def test(ranks: Pools) -> None:
             for shape in shapes:
-                some = (variants or ((),))[: None if shape == shapes[0] else 1]
-                check(ranks, shape, case, some)
+                every = shape == shapes[0] and not ranks.samples
+                check(ranks, shape, case, (variants or ((),))[: None if every else 1])
 
         test.__name__, test.__doc__, test.__module__ = case.__name__, case.__doc__, case.__module__
         test.case = case  # type: ignore[attr-defined]

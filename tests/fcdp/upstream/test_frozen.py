@@ -97,21 +97,3 @@ def test_frozen_and_trained_layers_run_several_times(run: Run, reshard: bool) ->
     run.shard([model.first, model.frozen, model.trained, model], reshard_after_forward=reshard)
     run.cache(model)
     train(run, model, adam(model), lambda step: model(run.input(8, 5, step=step)).sum())
-
-
-@cases()
-def test_frozen_between_backward_and_step(run: Run) -> None:
-    """Optimizers step what has a gradient, whatever has been frozen since."""
-    model = mlps(2, 6)
-    run.shard([*model, model])
-    run.cache(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, fused=True)
-    for step in range(4):
-        loss = model(run.input(8, 6, step=step)).sum()
-        run.see(f"loss {step}", loss)
-        loss.backward()
-        if step == 1:
-            model[0].requires_grad_(False)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-    run.see_params(model)

@@ -101,25 +101,6 @@ def test_unshard_before_forward(run: Run, async_op: bool) -> None:
 
 
 @cases()
-def test_unshard_after_a_write(run: Run) -> None:
-    """Parameters are written in place between steps, then gathered by hand and read."""
-    model = mlps(2, 6)
-    run.shard([*model, model])
-    run.cache(model)
-    model(run.input(4, 6)).sum().backward()
-    for step in range(3):
-        with torch.no_grad():
-            for param in model.parameters():
-                param.mul_(1.5)
-        model[0].unshard()
-        run.see(f"gathered {step}", model[0].in_proj.weight)
-        model[0].reshard()
-        with torch.no_grad():
-            run.see(f"submodule {step}", model[1](run.input(4, 6)))
-    assert all_sharded(model)
-
-
-@cases()
 def test_unshard_before_the_first_forward(run: Run) -> None:
     """Before the root has ever run forward."""
     model = mlps(2, 6)

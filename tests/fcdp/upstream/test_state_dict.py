@@ -82,22 +82,6 @@ def test_a_state_dict_that_is_kept(run: Run) -> None:
     run.see("state", state["weight"])
 
 
-@cases()
-def test_writes_through_a_state_dict_that_was_kept(run: Run) -> None:
-    """What was handed out before training is written after it, as a late load does."""
-    model = mlps(2, 4)
-    run.shard([*model, model])
-    run.cache(model)
-    state = model.state_dict()
-    x = run.input(4, 4)
-    for step in range(3):
-        run.see(f"output {step}", model(x))
-        with torch.no_grad():
-            for value in state.values():
-                value.detach().to_local().mul_(1.5)
-    run.see_params(model)
-
-
 @cases((False,), (True,))
 def test_a_model_loaded_from_the_meta_device(run: Run, offload: bool) -> None:
     """Sharded on the meta device, loaded piece by piece with ``assign=True``."""

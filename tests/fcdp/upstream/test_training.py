@@ -135,22 +135,6 @@ def test_a_submodule_runs_forward_and_backward_by_itself(run: Run) -> None:
     run.see_params(model)
 
 
-@cases()
-def test_a_submodule_is_evaluated_between_steps(run: Run) -> None:
-    """Only a sub-module runs between two steps, as an encoder in evaluation does."""
-    model = mlps(3, 8)
-    run.shard([*model, model])
-    run.cache(model)
-    optimizer = adam(model)
-    for step in range(3):
-        model(run.input(2, 8, step=step)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            run.see(f"encoder {step}", model[1](run.input(2, 8, step=10 + step)))
-    run.see_params(model)
-
-
 class Repeated(nn.Module):
     """Calls its inner module several times per forward."""
 
