@@ -23,7 +23,7 @@ TIERS = {
     "unit": "one process, no process group",
     "ranks": "processes: rank pools, process groups, commands",
     "cluster": "network namespaces, emulated clusters, launchers",
-    "system": "documentation, packaging, sshd, Slurm, Docker, browsers: of `make ci`",
+    "system": "documentation, packaging, sshd, Slurm, Docker, browsers, the GPU's command",
 }
 #: Who uses one of these is in the tier beside it; the highest counts.
 FIXTURES = {"ranks": "ranks", "apart": "ranks", "privileged": "cluster"}
