@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from tests.fcdp.upstream.models import mlps
+from tests.fcdp.upstream.models import Branches, mlps
 from tests.fcdp.upstream.running import PAIR, Run, adam, cases
 
 
@@ -119,22 +118,10 @@ def test_evaluation_between_micro_batches(run: Run) -> None:
     run.see_params(model)
 
 
-class Alternating(nn.Module):
-    """Leaves out one of its two branches when told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(42)
-        self.left, self.right = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor, *, both: bool) -> torch.Tensor:
-        return self.left(x) + self.right(x) if both else self.left(x)
-
-
 @cases(("every",), ("no_sync",))
 def test_a_unit_that_the_last_micro_batch_leaves_out(run: Run, mode: str) -> None:
     """A unit that an early micro-batch uses and the last does not."""
-    model = Alternating()
+    model = Branches(6)
     run.shard([model.left, model.right, model])
     run.cache(model)
     optimizer = adam(model)
@@ -142,7 +129,8 @@ def test_a_unit_that_the_last_micro_batch_leaves_out(run: Run, mode: str) -> Non
         for micro in range(2):
             if mode == "no_sync":
                 model.set_requires_gradient_sync(micro == 1)
-            model(run.input(4, 6, step=10 * step + micro), both=micro == 0).sum().backward()
+            used = "left" if micro else "left right"
+            model(run.input(4, 6, step=10 * step + micro), used=used).sum().backward()
         run.see_gradients(model)
         optimizer.step()
         optimizer.zero_grad()

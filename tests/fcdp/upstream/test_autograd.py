@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from tests.fcdp.upstream.models import DoubleLinear
+from tests.fcdp.upstream.models import Branches, DoubleLinear
 from tests.fcdp.upstream.running import Run, adam, cases, train
 
 
@@ -35,41 +35,29 @@ def test_a_module_that_never_runs(run: Run, reshard: bool) -> None:
     train(run, model, adam(model), lambda step: model(run.input(2, 24, step=step)).sum())
 
 
-class Switched(nn.Module):
-    """Uses one of two layers of one group, as told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(42)
-        self.left, self.right = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor, *, left: bool) -> torch.Tensor:
-        return (self.left if left else self.right)(x)
-
-
 @cases()
 def test_other_parameters_receive_gradients_in_each_step(run: Run) -> None:
     """Parameters of one group receive gradients in turn, alike on all ranks."""
-    model = Switched()
+    model = Branches(6)
     run.shard([model])
     run.cache(model)
     train(
         run,
         model,
         adam(model),
-        lambda step: model(run.input(2, 6, step=step), left=step % 2 == 0).sum(),
+        lambda step: model(run.input(2, 6, step=step), used=("left", "right")[step % 2]).sum(),
     )
 
 
 @cases()
 def test_ranks_use_different_parameters_of_a_group(run: Run) -> None:
     """Ranks use different parameters of a group, which then sends zeros for the others."""
-    model = Switched()
+    model = Branches(6)
     run.shard([model])
     model.set_reduce_scatter_unused_params(True)
     run.cache(model)
-    left = run.topology.rank % 2 == 0
-    train(run, model, adam(model), lambda step: model(run.input(2, 6, step=step), left=left).sum())
+    used = ("left", "right")[run.topology.rank % 2]
+    train(run, model, adam(model), lambda step: model(run.input(2, 6, step=step), used=used).sum())
 
 
 Pair = namedtuple("Pair", "x y")
