@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 #: Bits per bf16 parameter by learning rate of AdamW, as the kernel's counters saw them in
-#: ``results/delta`` (emulated); ``tests/docs/test_differences.py`` holds them against it.
+#: ``results/delta`` (emulated); ``tests/docs/test_figures.py`` holds them against it.
 MEASURED: Sequence[tuple[float, float]] = (
     (1e-6, 0.42),
     (1e-5, 1.3),

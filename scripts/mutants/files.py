@@ -25,7 +25,6 @@ TESTS: dict[str, tuple[str, ...]] = {
     "direct_io": ("cache/tiers", "test_streams.py"),
     "engine": ("test_streams.py", "test_reduce_scatter.py", "test_staleness.py"),
     "exchange": (
-        "test_exchange_alone.py",
         "test_exchange.py",
         "test_streams.py",
         "test_replicas.py",
@@ -41,14 +40,13 @@ TESTS: dict[str, tuple[str, ...]] = {
             "test_partial_gradients.py",
             "test_in_flight.py",
         ),
-        *("test_streams.py", "test_accumulate.py", "test_precision.py"),
+        *("test_streams.py", "test_accumulate.py", "upstream/test_mixed_precision.py"),
     ),
     "replicas": ("test_replicas.py",),
     "staleness": (
         "test_staleness_alone.py",
         "test_staleness.py",
         "test_guard.py",
-        "test_passes.py",
         "test_unseen_writes.py",
     ),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -175,7 +174,6 @@ def test_what_the_last_pass_used_is_an_error_where_the_model_is_written(
     assert [*tmp_path.iterdir()] == []
 
 
-WHOLE = replace(FROZEN, ranks_per_node=2)
 NARROW = Settings(
     3, 1, param_dtype=torch.bfloat16, gather_codec=fcdp.BlockInt8(8), reshard_after_forward=True
 )
@@ -200,7 +198,7 @@ def evaluations(settings: Settings, how: str) -> tuple[list[tuple[float, float]]
     register_fsdp_forward_method(model.blocks[1], "part")
 
     def evaluate() -> float:
-        with torch.inference_mode() if how == "inference" else torch.no_grad():
+        with torch.no_grad():
             if how == "block":
                 return float(model.blocks[1](torch.ones(1, 5, WIDTH)).sum())
             if how == "method":
@@ -239,9 +237,7 @@ def evaluations(settings: Settings, how: str) -> tuple[list[tuple[float, float]]
     ("settings", "how"),
     [
         (FROZEN, "model"),
-        (WHOLE, "model"),
         (NARROW, "model"),
-        (FROZEN, "inference"),
         (FROZEN, "block"),
         (FROZEN, "method"),
         (FROZEN, "unshard"),

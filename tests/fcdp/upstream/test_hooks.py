@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 import fcdp
 from tests.fcdp.training import topology_of
 from tests.fcdp.upstream.models import mlps
-from tests.fcdp.upstream.running import Run, check, on_both_shapes, variants
+from tests.fcdp.upstream.running import Run, cases
 from tests.ranks import Pools
 
 
@@ -28,7 +28,8 @@ def local(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
-def hooks_on_gradients(run: Run, when: str) -> None:
+@cases(("gathered",), ("sharded",), ("before",))
+def test_hooks_on_gradients(run: Run, when: str) -> None:
     """Hooks that double a gradient, on parameters before sharding, after it, or while gathered."""
     model = mlps(2, 4)
     seen: list[float] = []
@@ -60,12 +61,8 @@ def hooks_on_gradients(run: Run, when: str) -> None:
     run.see("gradients", torch.tensor(seen))
 
 
-@variants("when", ("gathered",), ("sharded",), ("before",))
-def test_hooks_on_gradients(ranks: Pools, shape: tuple[int, int], when: str) -> None:
-    check(ranks, shape, hooks_on_gradients, when)
-
-
-def hooks_after_accumulation(run: Run, synchronised: bool) -> None:
+@cases((True,), (False,))
+def test_hooks_after_accumulation(run: Run, synchronised: bool) -> None:
     """Called once per parameter whose gradient has been reduced, with what has been added up."""
     model = sharded(run)
     run.cache(model)
@@ -82,12 +79,8 @@ def hooks_after_accumulation(run: Run, synchronised: bool) -> None:
         model.zero_grad()
 
 
-@variants("synchronised", (True,), (False,))
-def test_hooks_after_accumulation(ranks: Pools, shape: tuple[int, int], synchronised: bool) -> None:
-    check(ranks, shape, hooks_after_accumulation, synchronised)
-
-
-def optimizer_in_backward(run: Run, reshard: bool) -> None:
+@cases((True,), (False,))
+def test_an_optimizer_in_backward(run: Run, reshard: bool) -> None:
     """Each parameter is stepped in backward, as soon as its gradient is there."""
     model = mlps(3, 4)
     run.shard([*model, model], reshard_after_forward=reshard)
@@ -109,12 +102,8 @@ def optimizer_in_backward(run: Run, reshard: bool) -> None:
         run.see_params(model)
 
 
-@variants("reshard", (True,), (False,))
-def test_an_optimizer_in_backward(ranks: Pools, shape: tuple[int, int], reshard: bool) -> None:
-    check(ranks, shape, optimizer_in_backward, reshard)
-
-
-def full_backward_hooks(run: Run) -> None:
+@cases()
+def test_hooks_of_modules(run: Run) -> None:
     """Hooks of modules, forward and backward, on sharded modules and inside them."""
     model = sharded(run)
     run.cache(model)
@@ -127,11 +116,6 @@ def full_backward_hooks(run: Run) -> None:
         )
     for step in range(2):
         model(run.input(4, 4, step=step).requires_grad_()).sum().backward()
-
-
-@on_both_shapes
-def test_hooks_of_modules(ranks: Pools, shape: tuple[int, int]) -> None:
-    check(ranks, shape, full_backward_hooks)
 
 
 def accumulated(register: str) -> tuple[list[float], list[float], str]:
@@ -187,61 +171,3 @@ def test_hooks_under_accumulate_see_the_sum_or_are_refused(ranks: Pools, registe
             assert "fcdp.accumulate" in refusal
         else:
             assert seen == pytest.approx(expected, rel=1e-5)
-
-
-class Branches(nn.Module):
-    """Uses its second branch when told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(42)
-        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor, *, both: bool) -> torch.Tensor:
-        return self.left(x) + self.right(x) if both else self.left(x)
-
-
-def used_in(micro_batch: int) -> tuple[list[float], list[float], str, int]:
-    """Losses where the second branch is used in one micro-batch of three: with FCDP, with FSDP2;
-    the refusal, and how many micro-batches had ended by then."""
-    runs: dict[bool, list[float]] = {}
-    refusal, begun = "", 0
-    for cached in (False, True):
-        run = Run(topology_of(2, 1), cached=cached)
-        model = Branches()
-        run.shard([model.left, model.right, model])
-        run.cache(model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-3)
-        losses: list[float] = []
-        runs[cached] = losses
-        for step in range(3):
-            try:
-                for micro in range(3):
-                    begun = micro
-                    scope: Any = contextlib.nullcontext()
-                    if cached:
-                        scope = fcdp.accumulate(model, last=micro == 2)
-                    with scope:
-                        x = run.input(4, 4, step=10 * step + micro)
-                        loss = model(x, both=micro == micro_batch).square().sum()
-                        losses.append(loss.item())
-                        loss.backward()
-                begun = 3
-                optimizer.step()
-            except (RuntimeError, ValueError) as error:
-                refusal = str(error)
-                break
-            optimizer.zero_grad()
-    return runs[True], runs[False], refusal, begun
-
-
-@pytest.mark.parametrize("micro_batch", [0, 1, 2], ids=["first", "middle", "last"])
-def test_a_unit_used_in_one_micro_batch_alone(ranks: Pools, micro_batch: int) -> None:
-    """Its gradient counts as with FSDP2, or the micro-batch that leaves it out says so itself."""
-    for actual, expected, refusal, begun in ranks.run(2, used_in, micro_batch):
-        if refusal:
-            assert micro_batch < 2, "nothing waits before the last micro-batch"
-            assert begun == 2, f"too late: {refusal}"
-            assert "right" in refusal, "names the unit"
-        else:
-            assert actual == pytest.approx(expected, rel=1e-5)
