@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from baselines.schedule import Schedule
 from simulation import activations
-from simulation.cycle.held import Held
-from simulation.cycle.held import held as of_cycle
+from simulation.cycle import Held
+from simulation.cycle import held as of_cycle
 from simulation.hardware import Hardware
 from simulation.units import Layout, layout
 from simulation.workload import Workload

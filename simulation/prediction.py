@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from simulation import luwu
 from simulation import transformer as shapes
 from simulation.emulated import PAYLOAD_SHARE
 from simulation.hardware import Gpu, Hardware
-from simulation.luwu import memory as luwu_memory
-from simulation.luwu import step as luwu_step
-from simulation.luwu import traffic as luwu_traffic
-from simulation.luwu.server import Server, like
+from simulation.luwu import Server, like
 from simulation.memory import Footprint, footprint
 from simulation.step.events import Timeline
 from simulation.step.placement import place
@@ -67,7 +65,7 @@ class Prediction:
 def needed(workload: Workload, hardware: Hardware) -> Footprint:
     """The peak memory, with the cache where the policy puts it; raises as ``predict``."""
     if workload.served:
-        return luwu_memory.footprint(workload, hardware)
+        return luwu.footprint(workload, hardware)
     schedule = workload.schedule
     units = layout(workload, schedule, hardware.nodes, hardware.ranks_per_node)
     cache = place(workload, schedule, units, hardware).cache
@@ -144,8 +142,8 @@ def build(workload: Workload, hardware: Hardware) -> Built:
 
 def with_server(workload: Workload, hardware: Hardware, server: Server) -> Built:
     """LuWu's step with this server; raises as ``predict``."""
-    needs = luwu_memory.footprint(workload, hardware)
-    tasks, begin = luwu_step.steps(workload, hardware, server)
+    needs = luwu.footprint(workload, hardware)
+    tasks, begin = luwu.steps(workload, hardware, server)
     return Built(workload, hardware, needs, tasks, begin)
 
 
@@ -187,7 +185,7 @@ def simulate_built(built: Built) -> Prediction:
 def _links(workload: Workload, hardware: Hardware) -> dict[str, Any]:
     if not workload.served:
         return {}
-    found = luwu_traffic.traffic(workload, hardware.world_size, hardware.ranks_per_node)
+    found = luwu.traffic(workload, hardware.world_size, hardware.ranks_per_node)
     return {"link_bytes": found.links, "server_messages": found.server_messages}
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from simulation.bound.study import BoundRecord
+    from simulation.bound import BoundRecord
 
 
 def bound(
@@ -28,10 +28,10 @@ def bound(
     """
     from experiments.records import provenance
     from simulation import files
-    from simulation.bound import study
+    from simulation.bound import points, settle
 
     commit = provenance.gather().commit
-    found = [study.settle(point, commit) for point in study.points()]
+    found = [settle(point, commit) for point in points()]
     file = output / "bound.jsonl"
     try:
         terminal.check_writable("--output", file)
@@ -46,7 +46,7 @@ def bound(
 
 
 def _table(found: Sequence[BoundRecord]) -> Table:
-    from simulation.bound.study import GPU, SEQUENCE_LENGTH
+    from simulation.bound import GPU, SEQUENCE_LENGTH
 
     columns = ("GPUs", "Gbit/s", "free GB", "tokens", "bound", "needs Gbit/s", "best MFU")
     table = terminal.table(["model"], columns)

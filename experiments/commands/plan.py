@@ -18,7 +18,7 @@ from experiments import terminal
 if TYPE_CHECKING:
     from simulation.hardware import Hardware
     from simulation.instances import Instance
-    from simulation.luwu.server import Server
+    from simulation.luwu import Server
     from simulation.planner.request import Request
 
 _HOST_MEMORY = "512GB"
@@ -346,7 +346,7 @@ def _measured(
 def _server(text: str, hardware: Hardware) -> Server:
     """A machine by its bandwidth and its drives."""
     from simulation import quantities as q
-    from simulation.luwu.server import nominal
+    from simulation.luwu import nominal
 
     bandwidth, comma, drives = text.partition(",")
     if not comma:

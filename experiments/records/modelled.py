@@ -13,7 +13,7 @@ from simulation import hugging_face
 from simulation.calibration import MeasuredStep
 from simulation.emulated import emulated
 from simulation.hardware import GB, Hardware, cluster, gpu_of
-from simulation.luwu.traffic import LUWU
+from simulation.luwu import LUWU
 from simulation.prediction import model_utilisation
 from simulation.transformer import ATTENTION, Transformer
 from simulation.workload import FrozenDtype, Workload

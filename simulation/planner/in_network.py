@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from simulation.hardware import Hardware
-from simulation.luwu.server import Server
-from simulation.luwu.traffic import LUWU, files_bytes
+from simulation.luwu import LUWU, Server, files_bytes
 from simulation.memory import largest_micro_batch
 from simulation.planner.request import Request
 from simulation.prediction import Prediction, fits, simulate_built, with_server

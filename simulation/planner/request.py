@@ -13,7 +13,7 @@ from baselines.registry import find, schedule_of, simulated
 from simulation import checks
 from simulation.hardware import Hardware
 from simulation.hugging_face import from_config, read
-from simulation.luwu.server import Server
+from simulation.luwu import Server
 from simulation.paper_models import PAPER_MODELS, SEQUENCE_LENGTH
 from simulation.public_models import PUBLIC_MODELS
 from simulation.step.placement import check_policy

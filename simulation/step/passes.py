@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from simulation import activations
-from simulation.cycle.stages import Stages
+from simulation.cycle import Stages
 from simulation.hardware import Hardware
 from simulation.step.optimizer import adam_seconds
 from simulation.work import block_work, dequantised_bytes, head_work, recomputed_work

@@ -16,7 +16,7 @@ from typing import Literal
 
 from baselines.cyclic.routes import Kind, Message
 from baselines.cyclic.rule import backward_slot, forward_slot
-from simulation.cycle.stages import cycle_of, stages_of
+from simulation.cycle import cycle_of, stages_of
 from simulation.hardware import Hardware
 from simulation.step.events import Span, Task, Timeline, simulate
 from simulation.step.passes import StageSeconds

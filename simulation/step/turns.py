@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from baselines.cyclic.rule import slots_per_step
 from simulation import traffic
-from simulation.cycle.stages import stages_of
+from simulation.cycle import stages_of
 from simulation.hardware import Hardware
 from simulation.step.passes import StageSeconds
 from simulation.step.tasks import COMPUTE, Tasks

@@ -38,7 +38,7 @@ def test_the_bound_s_figure_is_the_committed_one(tmp_path: Path) -> None:
 
 def test_the_closed_form_is_more_hopeful_than_the_simulator() -> None:
     """1.3B: 382 thousand tokens by the closed form, a seventh of it by the simulator."""
-    _, layers, width, gpus = draw_bound.study.MODELS[0]
+    _, layers, width, gpus = draw_bound.bound.MODELS[0]
     shape = draw_bound.Shape(layers=layers, width=width)
     closed = draw_bound.token_capacity(shape, draw_bound.of_class("a100-40gb", 100, gpus))
     simulated = draw_bound.tokens_that_fit(layers, width, gpus, vocabulary=50_257)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from simulation.bound.closed_form import (
+from simulation.bound import (
     Cluster,
     Shape,
     estimate,

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from experiments.clusters.simulated import measured
 from experiments.records.modelled import cluster_of, workload_of
 from experiments.records.record import Record, read
-from simulation.cycle.by_slot import kept, sent
-from simulation.cycle.stages import stages_of
+from simulation.cycle import kept, sent, stages_of
 from simulation.prediction import predict
 from tests.simulation.workloads import workload
 

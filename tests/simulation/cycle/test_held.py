@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from simulation.cycle.held import held
+from simulation.cycle import held
 from simulation.memory import peak
 from tests.simulation.workloads import hardware, paper_cluster, workload
 

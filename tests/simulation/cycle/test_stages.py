@@ -13,7 +13,7 @@ from baselines.cyclic.stages import chosen_runs, parameters, split
 from baselines.strategy import numel
 from experiments.records.modelled import workload_of
 from experiments.worker import models
-from simulation.cycle.stages import stages_of
+from simulation.cycle import stages_of
 from simulation.hugging_face import from_config
 from simulation.workload import Workload
 from tests.experiments.cells import cell, model_spec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from simulation.luwu.memory import footprint
+from simulation.luwu import footprint
 from tests.simulation.workloads import hardware, workload
 
 

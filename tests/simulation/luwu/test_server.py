@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from simulation.luwu.server import like, nominal
+from simulation.luwu import like, nominal
 from tests.simulation.workloads import hardware
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from simulation.hardware import Hardware
-from simulation.luwu.server import Server, like
+from simulation.luwu import Server, like
 from simulation.prediction import Prediction, predict, simulate_built, with_server
 from simulation.workload import Workload
 from tests.simulation.luwu.records import compared

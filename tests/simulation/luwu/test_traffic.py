@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from simulation.luwu import traffic
-from simulation.luwu.traffic import Traffic
+from simulation import luwu
+from simulation.luwu import Traffic
 from simulation.workload import Workload
 from tests.simulation.luwu.records import BYTES, compared
 from tests.simulation.workloads import workload
@@ -18,7 +18,7 @@ SHARE, MESSAGE_BYTES = 0.025, 250
 
 
 def of(given: Workload, workers: int = 4, ranks: int = 1) -> Traffic:
-    return traffic.traffic(given, workers, ranks)
+    return luwu.traffic(given, workers, ranks)
 
 
 def test_a_worker_receives_each_parameter_twice_and_sends_each_gradient_once() -> None:
@@ -87,5 +87,5 @@ def test_all_links_are_within_a_fortieth_where_all_is_trained(name: str) -> None
 
 def test_files_are_two_generations_and_the_frozen_layers() -> None:
     full, lora = workload("luwu"), workload("luwu", lora=True)
-    assert traffic.files_bytes(full) == 28 * full.parameters
-    assert traffic.files_bytes(lora) == 28 * lora.trained + 2 * lora.frozen
+    assert luwu.files_bytes(full) == 28 * full.parameters
+    assert luwu.files_bytes(lora) == 28 * lora.trained + 2 * lora.frozen

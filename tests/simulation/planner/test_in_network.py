@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from simulation.luwu.server import nominal
+from simulation.luwu import nominal
 from simulation.planner import report
 from simulation.planner.in_network import in_network, lack
 from simulation.planner.plan import plan

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from baselines.cyclic import routes
 from experiments.records.modelled import cluster_of, measured_step, workload_of
 from experiments.records.record import Record, read
-from simulation.cycle.stages import cycle_of, stages_of
+from simulation.cycle import cycle_of, stages_of
 from simulation.emulated import emulated
 from simulation.hardware import Hardware
 from simulation.prediction import Prediction, predict
