@@ -15,9 +15,9 @@ from analysis.figures.drawings import style
 from docs import drawn
 from simulation import bound
 from simulation.bound import Cluster, Shape, grid_search, token_capacity
-from simulation.compute.constants import rates_of
+from simulation.compute.study import rates_of
 from simulation.hardware import cluster, gpu
-from simulation.memory import largest_micro_batch
+from simulation.prediction import largest_micro_batch
 from simulation.transformer import Transformer
 from simulation.workload import Workload
 

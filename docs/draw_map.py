@@ -18,7 +18,7 @@ from analysis.figures.drawings import style
 from baselines.registry import find
 from docs import drawn
 from simulation.capacity import reported
-from simulation.compute.constants import with_rates
+from simulation.compute.study import with_rates
 from simulation.hardware import Hardware, cluster
 from simulation.planner.plan import plan
 from simulation.planner.request import Request

@@ -1,17 +1,19 @@
-"""The constants of one host, fitted to steps that ran on it without a limit between nodes."""
+"""One host's constants, fitted to steps that ran on it; predicted steps beside measured ones."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
 
+from simulation import framing
 from simulation.emulated import Constants, emulated
 from simulation.hardware import Hardware
-from simulation.prediction import build
+from simulation.prediction import Prediction, build, predict
 from simulation.workload import Workload
 
 _NOTHING = Constants(float("inf"), {}, {}, 0.0, 0.0, 0.0, 0.0)
@@ -160,3 +162,50 @@ def not_negative(features: NDArray[np.float64], target: NDArray[np.float64]) -> 
     found = np.zeros(features.shape[1])
     found[kept] = solution / scale[kept]
     return [float(value) for value in found]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A step that was run, and its prediction."""
+
+    measured: MeasuredStep
+    prediction: Prediction
+
+    @property
+    def relative_error(self) -> float:
+        """Relative error of the predicted time; above 0 where the prediction is too slow."""
+        return self.prediction.step_seconds / self.measured.seconds - 1
+
+    @property
+    def bytes_agree(self) -> bool:
+        """Whether the bytes differ by no more than protocol overhead."""
+        step = self.measured
+        return framing.agree(
+            step.workload,
+            step.hardware.nodes,
+            step.hardware.ranks_per_node,
+            predicted=self.prediction.inter_node_bytes,
+            counted=step.inter_node_bytes,
+        )
+
+    @property
+    def counted_share(self) -> float:
+        """Ratio of counted to predicted bytes; 1 where nothing crosses, as on one node."""
+        if not self.prediction.inter_node_bytes:
+            return math.inf if self.measured.inter_node_bytes else 1.0
+        return self.measured.inter_node_bytes / self.prediction.inter_node_bytes
+
+
+def compare(step: MeasuredStep) -> Comparison:
+    """Simulate the step on the cluster that it ran on."""
+    return Comparison(step, predict(step.workload, step.hardware))
+
+
+def median_absolute_error(comparisons: Sequence[Comparison]) -> float:
+    """Median error of the steps' times, as a share.
+
+    Raises ``ValueError`` where nothing was compared.
+    """
+    if not comparisons:
+        raise ValueError("comparisons = []: must hold at least one cell that ran")
+    return median(abs(comparison.relative_error) for comparison in comparisons)

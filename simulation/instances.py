@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from simulation.capacity import reported
-from simulation.compute.constants import with_rates
+from simulation.compute.study import with_rates
 from simulation.files import Strict
 from simulation.hardware import Hardware, cluster, gpu
 from simulation.yaml_lines import load

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from simulation import luwu
@@ -11,19 +11,18 @@ from simulation import transformer as shapes
 from simulation.emulated import PAYLOAD_SHARE
 from simulation.hardware import Gpu, Hardware
 from simulation.luwu import Server, like
-from simulation.memory import Footprint, footprint
+from simulation.memory import Footprint, footprint, place
 from simulation.step.events import Timeline
-from simulation.step.placement import place
 from simulation.step.schedule import Step
-from simulation.step.slots import Slots
+from simulation.step.slots import Slots, turns
 from simulation.step.tasks import Tasks
-from simulation.step.turns import turns
 from simulation.units import layout
 from simulation.workload import Workload
 
 #: Bytes that one node moves by link (inter_node, intra_node, host_to_device, device_to_host, disk)
 #: and phase (forward, backward, reduce, optimizer), as a record's ledger has them.
 Moved = Mapping[str, Mapping[str, float]]
+_MICROSECONDS = 1e6
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,24 @@ def needed(workload: Workload, hardware: Hardware) -> Footprint:
 
 def fits(workload: Workload, hardware: Hardware) -> bool:
     """Whether the workload's device and host memory suffice; raises as ``predict``."""
-    return needed(workload, hardware).shortage(hardware) is None
+    return needed(workload, hardware).lacks(hardware).fits
+
+
+def largest_micro_batch(workload: Workload, hardware: Hardware) -> int:
+    """Most sequences per rank and micro-batch that fit; 0 if not even one does."""
+
+    def fitting(micro_batch: int) -> bool:
+        return fits(replace(workload, micro_batch=micro_batch), hardware)
+
+    if not fitting(1):
+        return 0
+    low, high = 1, 2
+    while fitting(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fitting(middle) else (low, middle)
+    return low
 
 
 def utilisations(
@@ -208,3 +224,28 @@ def link_bits_per_s(ratio: float, workload: Workload, unlimited: Hardware) -> fl
 
 def _computation_seconds(prediction: Prediction) -> float:
     return prediction.timeline.busy_seconds()["compute"]
+
+
+def chrome_trace(prediction: Prediction) -> dict[str, Any]:
+    """The step in the Trace Event Format: a row per stream, the critical path marked."""
+    timeline = prediction.timeline
+    streams = list(dict.fromkeys(task.stream for task in timeline.tasks))
+    critical = set(timeline.critical_path)
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": stream}}
+        for row, stream in enumerate(streams)
+    ]
+    for index, (task, span) in enumerate(zip(timeline.tasks, timeline.spans, strict=True)):
+        events.append(
+            {
+                "ph": "X",
+                "pid": 0,
+                "tid": streams.index(task.stream),
+                "name": task.name,
+                "cat": "critical" if index in critical else "other",
+                "ts": span.start * _MICROSECONDS,
+                "dur": (span.end - span.start) * _MICROSECONDS,
+                "args": {f"{name}_seconds": used for name, used in task.demands.items()},
+            }
+        )
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"evidence": "simulated"}}

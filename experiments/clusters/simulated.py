@@ -15,9 +15,9 @@ from experiments.records.abilities import ABILITIES
 from experiments.records.cell import AnyCluster, Cell
 from experiments.records.modelled import cluster_of, hardware_of, workload_of
 from experiments.records.record import Measurement, Simulation
-from simulation import cycle, memory
+from simulation import cycle, prediction
 from simulation.hardware import Hardware
-from simulation.prediction import Prediction, fits, predict
+from simulation.prediction import Prediction, predict
 from simulation.workload import Workload
 
 
@@ -80,8 +80,7 @@ class SimulatedCluster:
 
 def largest_micro_batch(cell: Cell) -> int:
     """Most sequences per rank and micro-batch with which the cell fits; 0 if not even one does."""
-    hardware, workload = cluster_of(cell), workload_of(cell)
-    return memory.largest_micro_batch(workload, hardware, lambda tried: fits(tried, hardware))
+    return prediction.largest_micro_batch(workload_of(cell), cluster_of(cell))
 
 
 def assumed(hardware: Hardware) -> dict[str, Any]:

@@ -15,9 +15,10 @@ from experiments import terminal
 from experiments.records import provenance
 from experiments.records.cell import Cell
 from experiments.terminal import interrupts
-from simulation import files, paper_models
+from simulation import files
 from simulation.imitated import study, table
-from simulation.imitated.records import Case, MemoryRecord, read
+from simulation.imitated.study import Case, MemoryRecord, read
+from simulation.models import PAPER_MODELS, find
 
 if TYPE_CHECKING:
     import torch.nn as nn
@@ -72,9 +73,9 @@ def settle(
     Raises ``ValueError`` for an unknown model, strategy or length, for a file that is not ours, and
     if ``output`` cannot be written.
     """
-    names = dict.fromkeys(models or paper_models.PAPER_MODELS)
+    names = dict.fromkeys(models or PAPER_MODELS)
     cases = study.cases(
-        [paper_models.find(name) for name in names],
+        [find(name) for name in names],
         list(dict.fromkeys(strategies)) or None,
         list(dict.fromkeys(lengths)) or study.SEQUENCE_LENGTHS,
     )

@@ -223,7 +223,7 @@ class _Answer:
 def _planned(request: Request) -> _Answer:
     from simulation.planner import report
     from simulation.planner.plan import plan as make
-    from simulation.planner.refusal import refusal
+    from simulation.planner.plan import refusal
 
     found = make(request)
     if found is None:
@@ -250,16 +250,15 @@ def _offered(source: str, gpu: str | None, said: Mapping[str, object]) -> list[I
 
 
 def _rented(request: Request, offered: Sequence[Instance], within_hours: float | None) -> _Answer:
-    from simulation.planner import rent_report
-    from simulation.planner.rent import refused, rent
+    from simulation.planner import rent
 
-    market = rent(request, offered, within_hours)
+    market = rent.rent(request, offered, within_hours)
     if not market.offers:
-        raise ValueError(refused(market, request, offered))
+        raise ValueError(rent.refused(market, request, offered))
     return _Answer(
-        rent_report.table(market, request, within_hours),
-        rent_report.document(market, request, within_hours),
-        [rent_report.row(offer) for offer in market.offers],
+        rent.table(market, request, within_hours),
+        rent.document(market, request, within_hours),
+        [rent.row(offer) for offer in market.offers],
     )
 
 
@@ -287,7 +286,7 @@ def _nominal(
     """The cluster by the data sheets, and by rates of computation that were fitted."""
     from simulation import quantities as q
     from simulation.capacity import reported
-    from simulation.compute.constants import with_rates
+    from simulation.compute.study import with_rates
     from simulation.hardware import cluster
 
     def given(option: str, text: str | None) -> str:

@@ -32,8 +32,7 @@ def trace(
     from experiments.matrix import reader
     from experiments.records.modelled import cluster_of, workload_of
     from experiments.runner import runner
-    from simulation.prediction import predict
-    from simulation.trace import chrome_trace
+    from simulation.prediction import chrome_trace, predict
 
     try:
         expanded = reader.read(matrix, simulated=True)

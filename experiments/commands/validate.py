@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from experiments.records.cell import Cell
     from experiments.records.provenance import Provenance
     from experiments.records.record import Record
+    from simulation.calibration import Comparison
     from simulation.emulated import Constants
     from simulation.hardware import Hardware
-    from simulation.validation import Comparison
 
     Compared = list[tuple[Record, Comparison]]
 
@@ -195,7 +195,7 @@ def _nodes(preflight: Path, gpu: str | None) -> Hardware:
 def _compare(records: Sequence[Record], known: _Known, folder: Path) -> Compared:
     """Compare what can be predicted; says what cannot, and why."""
     from experiments.records.modelled import measured_step, why_not_simulated
-    from simulation.validation import compare
+    from simulation.calibration import compare
 
     left_out = sum(r.evidence == "measured" and not known.knows(r) for r in records)
     if left_out:
@@ -248,7 +248,7 @@ def _predicted(of: Record, comparison: Comparison, known: _Known, origin: Proven
 
 def _table(compared: dict[str, Compared]) -> Table:
     """A row for each folder's cells with a link that was limited, and for those without."""
-    from simulation.validation import median_absolute_error
+    from simulation.calibration import median_absolute_error
 
     errors = ("median error of s/step", "largest")
     numbers = ("cells", *errors, "bytes agree", "counted/predicted")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from experiments.preflight.schema import Compute, Link, Preflight
 from simulation.capacity import reserved
-from simulation.compute.constants import by_block, rates_of
+from simulation.compute.study import by_block, rates_of
 from simulation.emulated import emulated
 from simulation.hardware import Gpu, Hardware, cluster
 from simulation.rates import Rates

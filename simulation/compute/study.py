@@ -1,21 +1,27 @@
-"""The fit's record: constants with intervals, errors on rows that were left out, predictions."""
+"""The fit's record, and the rates of any GPU by it.
+
+The record has constants with intervals, errors on rows that were left out, and predictions. A GPU
+has the rates of its own rows, or those of the GPU whose architecture is nearest.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
+from functools import cache
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
 
-from simulation.compute.fit import Fitted, Shares, fit
-from simulation.compute.measured import Row, Run, run_of
+from simulation.compute.fit import Fitted, Row, Run, Shares, fit, run_of
 from simulation.files import Strict
-from simulation.hardware import Hardware
+from simulation.hardware import Gpu, Hardware
 from simulation.prediction import predict
+from simulation.rates import Rates, Work
 
 RECORD = Path(__file__).parents[2] / "results" / "compute" / "fit.json"
 SOURCE = "mosaicml/llm-foundry, scripts/train/benchmarking"
@@ -26,6 +32,20 @@ _SIMULATED = 3
 #: Draws of the bootstrap, whose units are a GPU's rows of one size: they err alike.
 _DRAWS, _SEED = 200, 7
 _INTERVAL = (0.05, 0.95)
+#: The measured GPU whose architecture is nearest; others have an A100's.
+_NEAREST: Mapping[str, str] = MappingProxyType(
+    {
+        "a100-40gb": "a100-40gb",
+        "h100-sxm": "h100-sxm",
+        "h100-pcie": "h100-sxm",
+        "h200": "h100-sxm",
+        "b200": "h100-sxm",
+    }
+)
+_USUAL = "a100-80gb"
+#: Least share of the prediction that is thought possible of cards without a rack's power: they do
+#: not hold the clocks of their data sheets in matrix products. Ours.
+_LEAST_OF_CARDS = 0.55
 
 
 class Constant(Strict):
@@ -193,3 +213,38 @@ def _constants(runs: Sequence[Run], whole: Fitted) -> list[Constant]:
             )
         )
     return found
+
+
+@cache
+def record() -> ComputeRecord:
+    """The committed fit."""
+    return read()
+
+
+def rates_of(device: Gpu) -> Rates:
+    """The rates of the GPU, with their range and what they rest on."""
+    known = record()
+    rates = known.fitted().rates(device, _NEAREST.get(device.name, _USUAL))
+    if rates.basis == "fitted":
+        check = known.check("each size")
+        return replace(rates, lowest=check.lowest, highest=check.highest)
+    check = known.check("each architecture")
+    lowest = min(check.lowest, _LEAST_OF_CARDS) if device.link_is_pcie else check.lowest
+    return replace(rates, lowest=lowest, highest=check.highest)
+
+
+def by_block(device: Gpu, work: Work, seconds: float) -> Rates:
+    """The GPU's rates where one transformer block, of this work, was measured.
+
+    All parts are as much faster or slower than fitted; what is left to err is what runs of sizes
+    that the fit had not seen do.
+    """
+    check = record().check("each size")
+    return replace(
+        rates_of(device).with_block(work, seconds), lowest=check.lowest, highest=check.highest
+    )
+
+
+def with_rates(hardware: Hardware) -> Hardware:
+    """The cluster whose GPUs compute at fitted rates."""
+    return replace(hardware, rates=rates_of(hardware.device))

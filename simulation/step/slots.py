@@ -1,9 +1,15 @@
-"""A cycle of ranks two slots apart: the messages of ``baselines.cyclic.routes``, event by event.
+"""Cycles, slot by slot: ranks two slots apart, or a rank's micro-batches that take turns.
 
-Here ranks do not do the same at the same time. All of them are simulated, as
-``baselines.cyclic.ring`` runs them: each goes through its slots in order, sends without waiting,
-waits for what a slot needs, and is ready to receive one message ahead. From a start at once they
-come to be apart; one of the later steps is shown, of the last rank of the node that sends most.
+Of ranks the messages are those of ``baselines.cyclic.routes``, event by event. Ranks do not do the
+same at the same time. All of them are simulated, as ``baselines.cyclic.ring`` runs them: each goes
+through its slots in order, sends without waiting, waits for what a slot needs, and is ready to
+receive one message ahead. From a start at once they come to be apart; one of the later steps is
+shown, of the last rank of the node that sends most.
+
+Micro-batches take turns as in ``baselines.cyclic.interleaved``: in a slot each that is under way
+goes through one stage, forwards first. Steps overlap, so that a steady step has as many slots as
+there are from its first micro-batch's start to that of the next step's, and all that happens in
+these.
 """
 
 from __future__ import annotations
@@ -12,15 +18,17 @@ import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from graphlib import TopologicalSorter
 from typing import Literal
 
 from baselines.cyclic.routes import Kind, Message
-from baselines.cyclic.rule import backward_slot, forward_slot
+from baselines.cyclic.rule import backward_slot, forward_slot, slots_per_step
+from simulation import traffic
 from simulation.cycle import cycle_of, stages_of
 from simulation.hardware import Hardware
 from simulation.step.events import Span, Task, Timeline, simulate
 from simulation.step.passes import StageSeconds
-from simulation.step.tasks import COMPUTE, Tasks
+from simulation.step.tasks import COMPUTE, Tasks, used
 from simulation.workload import Workload
 
 #: Steps that are simulated; the first that is steady; the one that is shown, with what follows it
@@ -36,6 +44,8 @@ _PHASES: dict[Kind, str] = {
 }
 #: Something that a rank does in a step: in a slot of its own; for a stage; a message of a stage.
 Key = tuple[Literal["slot", "update", Kind], int, int, int]
+#: A stage's new version is a copy that is stepped: read and written once.
+_COPY_BYTES = 8
 
 
 @dataclass
@@ -128,9 +138,9 @@ class _Ranks:
         for name in ("compute", "host_to_device", "device_to_host"):
             mine[f"{name} {self.rank}"] = name
         taken = task.demands.items() if counted else ()
-        used = {mine[name]: took for name, took in taken if name in mine}
+        shown = {mine[name]: took for name, took in taken if name in mine}
         stream = COMPUTE if task.stream == f"rank {self.rank}" else task.stream
-        return replace(task, stream=stream, demands=used)
+        return replace(task, stream=stream, demands=shown)
 
     # What waits for what. A key whose step is not simulated waits for nothing.
 
@@ -206,10 +216,10 @@ class _Ranks:
                 stage = self._last - number
             seconds = (self._seconds.forward if forward else self._seconds.backward)[stage]
             name = f"{'forward' if forward else 'backward'} stage {stage}"
-            return Task(name, f"rank {rank}", _used({f"compute {rank}": seconds}))
+            return Task(name, f"rank {rank}", used({f"compute {rank}": seconds}))
         if what == "update":
-            used = _used({f"compute {rank}": self._seconds.update[number]})
-            return Task(f"optimizer stage {number}", f"rank {rank}", used)
+            taken = used({f"compute {rank}": self._seconds.update[number]})
+            return Task(f"optimizer stage {number}", f"rank {rank}", taken)
         return self._sending(self._sends[what, number, rank])
 
     def _sending(self, message: Message) -> Task:
@@ -217,21 +227,21 @@ class _Ranks:
         hardware, nbytes = self._hardware, self.nbytes(message)
         source, target, overheads = message.source, message.target, self._hardware.overheads
         sharing = hardware.ranks_sharing_device
-        used = {
+        taken = {
             f"compute {source}": overheads.message_seconds
             + sharing * overheads.byte_seconds * nbytes,
             f"compute {target}": sharing * overheads.gathered_byte_seconds * nbytes,
         }
         latency = hardware.intra_latency_seconds
         if self.crosses(message):
-            used[f"inter_node {self._node(source)}"] = nbytes / hardware.inter_bytes_per_s
+            taken[f"inter_node {self._node(source)}"] = nbytes / hardware.inter_bytes_per_s
             latency = hardware.inter_latency_seconds
         if hardware.backend == "nccl":  # gloo sends host memory
-            used[f"device_to_host {source}"] = nbytes / hardware.device_to_host_bytes_per_s
-            used[f"host_to_device {target}"] = nbytes / hardware.host_to_device_bytes_per_s
+            taken[f"device_to_host {source}"] = nbytes / hardware.device_to_host_bytes_per_s
+            taken[f"host_to_device {target}"] = nbytes / hardware.host_to_device_bytes_per_s
         name = f"{message.kind} stage {message.stage} from {source} to {target}"
         stream = f"{message.kind} {source} to {target}"
-        return Task(name, stream, _used(used), latency_seconds=latency)
+        return Task(name, stream, used(taken), latency_seconds=latency)
 
     # The simulation.
 
@@ -284,24 +294,16 @@ class _Ranks:
     def _ordered(self) -> list[Key]:
         """All keys, each behind those that it waits for, else by the schedule's clock."""
         every = {key: self._clock(key) for step in range(_STEPS) for key in self._keys(step)}
-        followers: dict[Key, list[Key]] = {key: [] for key in every}
-        missing: dict[Key, int] = {}
-        for key in every:
-            before = {k for k in self._after(key) if k in every}
-            missing[key] = len(before)
-            for earlier in before:
-                followers[earlier].append(key)
-        ready = [(every[key], key) for key, count in missing.items() if not count]
-        heapq.heapify(ready)
+        sorter = TopologicalSorter({k: set(self._after(k)) & every.keys() for k in every})
+        sorter.prepare()
+        ready: list[tuple[int, Key]] = []
         found: list[Key] = []
-        while ready:
+        while sorter.is_active():
+            for key in sorter.get_ready():
+                heapq.heappush(ready, (every[key], key))
             _, key = heapq.heappop(ready)
             found.append(key)
-            for follower in followers[key]:
-                missing[follower] -= 1
-                if not missing[follower]:
-                    heapq.heappush(ready, (every[follower], follower))
-        assert len(found) == len(every), "messages wait for one another in a circle"
+            sorter.done(key)
         return found
 
     def _keys(self, step: int) -> Iterable[Key]:
@@ -341,5 +343,44 @@ def _within(span: Span, begin: float, end: float) -> Span:
     return Span(start, stop)
 
 
-def _used(demands: dict[str, float]) -> dict[str, float]:
-    return {resource: seconds for resource, seconds in demands.items() if seconds > 0}
+def in_slot(slot: int, stages: int, micro_batches: int) -> list[tuple[int, int]]:
+    """The micro-batches that are under way in a steady step's slot, each with its phase.
+
+    A phase below ``stages`` is that stage's forward; of the others the first is the last stage's
+    backward.
+    """
+    period = slots_per_step(micro_batches)
+    phases = [(one, (slot - 2 * one) % period) for one in range(micro_batches)]
+    return [(one, phase) for one, phase in phases if phase < 2 * stages]
+
+
+def turns(workload: Workload, hardware: Hardware) -> Tasks:
+    """The tasks of one steady step. Raises ``ValueError`` as ``stages_of``."""
+    stages, tasks = stages_of(workload, hardware.world_size), Tasks(hardware)
+    seconds = StageSeconds.of(workload, stages, hardware)
+    count, micro_batches = len(stages), workload.accumulation
+    for slot in range(slots_per_step(micro_batches)):
+        there = in_slot(slot, count, micro_batches)
+        forward = sum(seconds.forward[phase] for _, phase in there if phase < count)
+        tasks.compute(f"forward slot {slot}", forward, ())
+        for one, phase in there:
+            if phase < count:
+                continue
+            stage = 2 * count - 1 - phase
+            title = f"backward slot {slot} micro-batch {one}"
+            tasks.compute(title, seconds.backward[stage], ())
+            if one == micro_batches - 1:
+                _update(tasks, stage, stages.trained[stage], seconds.update[stage])
+    return tasks
+
+
+def _update(tasks: Tasks, stage: int, trained: int, seconds: float) -> None:
+    """Append what follows a stage's last gradients: their sum over ranks, and a new version."""
+    hardware = tasks.hardware
+    if hardware.world_size > 1 and trained:
+        nbytes = float(_FP32 * trained)
+        ring = traffic.flat_all_reduce(nbytes, hardware.nodes, hardware.ranks_per_node)
+        name = f"reduce stage {stage}"
+        tasks.exchange(name, COMPUTE, ring, "reduce", (), reduced_bytes=nbytes)
+    copy = hardware.memory_seconds(_COPY_BYTES * trained)
+    tasks.compute(f"optimizer stage {stage}", seconds + copy, ())

@@ -8,7 +8,7 @@ import pytest
 
 from docs import draw_differences
 from docs.drawn import FIGURES
-from simulation.differences import MEASURED
+from simulation.step.exchanges import MEASURED
 
 #: Bits per parameter that a gather may take, of 16, at three learning rates of fine-tuning.
 MOST = {3e-5: 16 / 6, 1e-5: 16 / 8, 1e-6: 16 / 25}

@@ -24,7 +24,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import fcdp
 from fcdp.engine import engine_of
 from fcdp.reduce_scatter import HierarchicalReduceScatter
-from simulation.paper_models import PAPER_MODELS
+from simulation.models import PAPER_MODELS
 from tests.ranks import Pools
 
 pytestmark = pytest.mark.ranks

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from simulation.capacity import reported
-from simulation.compute.measured import Row, read, run_of
+from simulation.compute.fit import Row, read_rows, run_of
 from simulation.hardware import GPUS, cluster
-from simulation.imitated.records import MemoryRecord
-from simulation.imitated.records import read as read_study
-from simulation.memory import largest_micro_batch
-from simulation.prediction import fits, needed
+from simulation.imitated.study import MemoryRecord
+from simulation.imitated.study import read as read_study
+from simulation.prediction import largest_micro_batch, needed
 from tests.simulation.test_memory import trained_in, unaware
 from tests.simulation.workloads import paper_cluster
 
@@ -28,7 +27,7 @@ def label(row: Row) -> str:
     return f"{row.gpu}-{row.model}-{row.gpus}-{row.sequence_length}x{row.micro_batch}"
 
 
-@pytest.mark.parametrize("row", read(), ids=label)
+@pytest.mark.parametrize("row", read_rows(), ids=label)
 def test_every_run_that_ran_fits(row: Row) -> None:
     run = run_of(row)
     hardware = reported(run.hardware)
@@ -38,7 +37,7 @@ def test_every_run_that_ran_fits(row: Row) -> None:
 @pytest.mark.parametrize("record", STUDY, ids=lambda record: record.case.label)
 def test_no_batch_is_promised_that_the_study_refutes(record: MemoryRecord) -> None:
     hardware = reported(paper_cluster())
-    most = largest_micro_batch(trained_in(record.case), hardware, lambda w: fits(w, hardware))
+    most = largest_micro_batch(trained_in(record.case), hardware)
     assert record.finding is not None
     assert most <= record.finding.largest_micro_batch + unaware(record.case)
 
@@ -54,7 +53,7 @@ def test_cards_have_what_they_report_less_what_cuda_takes(name: str) -> None:
 
 
 def test_kernels_keep_less_the_more_they_fuse() -> None:
-    run = run_of(read()[0])
+    run = run_of(read_rows()[0])
     for checkpointing, recomputed in (("full", 0.0), ("selective", 1.0), ("full", 1.0)):
         given = replace(run.workload, checkpointing=checkpointing, recomputed=recomputed)
         eager, flash, fused = (
@@ -65,7 +64,7 @@ def test_kernels_keep_less_the_more_they_fuse() -> None:
 
 
 def test_selective_checkpointing_keeps_less_than_none_and_more_than_full() -> None:
-    run = run_of(read()[0])
+    run = run_of(read_rows()[0])
     none, selective, full = (
         needed(
             replace(run.workload, checkpointing=checkpointing, recomputed=recomputed), run.hardware

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from simulation.hugging_face import from_config
+from simulation.models import from_config
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

@@ -6,16 +6,13 @@ import pytest
 import torch
 
 from experiments.worker import models
-from simulation import paper_models
-from simulation.paper_models import PAPER_MODELS, SEQUENCE_LENGTH
+from simulation.models import PAPER_MODELS, SEQUENCE_LENGTH, find
 from tests.experiments.cells import cell
 
 
 def parameters(name: str) -> int:
     with torch.device("meta"):
-        model, _ = models.build(
-            cell("fcdp", model=paper_models.find(name), sequence_length=SEQUENCE_LENGTH)
-        )
+        model, _ = models.build(cell("fcdp", model=find(name), sequence_length=SEQUENCE_LENGTH))
     return sum(param.numel() for param in model.parameters())
 
 
@@ -32,4 +29,4 @@ def test_the_largest_gathers_what_the_paper_says() -> None:
 
 def test_another_name_is_an_error_that_lists_the_models() -> None:
     with pytest.raises(ValueError, match="model = '30B': allowed are gpt-10b, gpt-20b, gpt-30b"):
-        paper_models.find("30B")
+        find("30B")

@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 
 from simulation.counted import count
-from simulation.hugging_face import from_config
-from simulation.planner.request import shape, usual_length
-from simulation.public_models import PUBLIC_MODELS
+from simulation.models import PUBLIC_MODELS, from_config, shape, usual_length
 from simulation.transformer import Transformer, forward_flops
 
 SMALL: dict[str, Any] = {

@@ -10,9 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from experiments.preflight.block import Block
 from experiments.preflight.hardware import hardware_of
 from experiments.preflight.schema import BlockShape, BlockTime, Compute, Host
-from simulation.compute.constants import rates_of
+from simulation.compute.study import rates_of
 from simulation.hardware import gpu
-from simulation.planner.ranges import rests_on
+from simulation.planner.option import rests_on
 from tests.experiments.preflight import made_up
 
 GPU_COMPUTE = Compute(

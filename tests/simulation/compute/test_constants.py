@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from simulation.compute.constants import rates_of, with_rates
+from simulation.compute.study import rates_of, with_rates
 from simulation.hardware import GPUS, cluster
-from simulation.planner import ranges
-from simulation.planner.option import most_tokens_per_s, simulated
+from simulation.planner.option import most_tokens_per_s, simulated, tokens_range
 from simulation.prediction import build
 from simulation.rates import Rates, scale
 from tests.simulation.workloads import workload
@@ -56,7 +55,7 @@ def test_a_range_holds_the_prediction_and_the_steps_at_its_ends(gbit_s: float) -
     rates = hardware.rates
     assert rates is not None
     speed = simulated(workload("fsdp2"), hardware).speed
-    low, high = ranges.tokens_per_s(speed, hardware)
+    low, high = tokens_range(speed, hardware)
     assert low < speed.tokens_per_s < high
     for times in (rates.lowest, rates.highest):
         other = replace(

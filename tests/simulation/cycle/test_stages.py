@@ -14,7 +14,7 @@ from baselines.strategy import numel
 from experiments.records.modelled import workload_of
 from experiments.worker import models
 from simulation.cycle import stages_of
-from simulation.hugging_face import from_config
+from simulation.models import from_config
 from simulation.workload import Workload
 from tests.experiments.cells import cell, model_spec
 from tests.simulation.workloads import workload

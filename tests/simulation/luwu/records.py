@@ -7,7 +7,7 @@ from pathlib import Path
 
 from experiments.records.modelled import cluster_of, measured_step
 from experiments.records.record import Record, read
-from simulation.validation import Comparison, compare
+from simulation.calibration import Comparison, compare
 
 RESULTS = Path(__file__).parents[3] / "results/luwu"
 #: Matrices that compare bytes, and the one that compares times.

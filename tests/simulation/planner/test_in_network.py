@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from simulation.luwu import nominal
+from simulation.models import shape
 from simulation.planner import report
-from simulation.planner.in_network import in_network, lack
-from simulation.planner.plan import plan
-from simulation.planner.refusal import refusal
-from simulation.planner.request import Request, shape
+from simulation.planner.plan import plan, refusal
+from simulation.planner.request import Request
+from simulation.planner.siblings import in_network, lack
 from tests.simulation.planner.made_up import config_file, request
 
 KINDS = ("fsdp2", "fcdp")

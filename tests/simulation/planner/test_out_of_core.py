@@ -10,9 +10,9 @@ import pytest
 
 from simulation import fuyou
 from simulation.hardware import Hardware, cluster
-from simulation.planner.out_of_core import out_of_core
-from simulation.planner.refusal import refusal
-from simulation.planner.request import shape
+from simulation.models import shape
+from simulation.planner.plan import refusal
+from simulation.planner.siblings import out_of_core
 from tests.simulation.planner.made_up import request
 
 

@@ -10,10 +10,10 @@ import pytest
 from rich.console import Console
 
 from simulation.capacity import reported
-from simulation.compute.constants import with_rates
+from simulation.compute.study import with_rates
 from simulation.hardware import Hardware, cluster
+from simulation.planner.option import tie
 from simulation.planner.plan import Plan, differs, plan
-from simulation.planner.ranges import tie
 from simulation.planner.report import table, titles
 from simulation.planner.request import Request
 from tests.simulation.planner.made_up import config_file, request

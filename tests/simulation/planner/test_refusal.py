@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from simulation.hardware import cluster
-from simulation.planner.refusal import refusal
+from simulation.planner.plan import refusal
 from simulation.planner.search import shortfalls
 from tests.simulation.planner.made_up import config_file, request
 

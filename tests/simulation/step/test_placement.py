@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from simulation.step import placement
+from simulation import memory
 from simulation.units import layout
 from simulation.workload import Workload
 from tests.simulation.workloads import paper_cluster
@@ -16,14 +16,14 @@ def test_one_tier_is_what_the_library_decides(
 ) -> None:
     hardware = paper_cluster(4, 1e9)
     units = layout(workload, workload.schedule, hardware.nodes, hardware.ranks_per_node)
-    own = placement._by_policy(policy, workload, workload.schedule, units, hardware)
-    monkeypatch.setattr(placement, "_ONE_TIER", {})
-    assert own == placement._by_policy(policy, workload, workload.schedule, units, hardware)
+    own = memory._by_policy(policy, workload, workload.schedule, units, hardware)
+    monkeypatch.setattr(memory, "_ONE_TIER", {})
+    assert own == memory._by_policy(policy, workload, workload.schedule, units, hardware)
 
 
 @pytest.fixture
 def workload() -> Workload:
-    from simulation.planner.request import shape
+    from simulation.models import shape
 
     return Workload(
         strategy="fcdp", model=shape("gpt-10b", 512), sequence_length=512, micro_batch=1

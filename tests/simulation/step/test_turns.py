@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulation.step.turns import in_slot
+from simulation.step.slots import in_slot
 from tests.simulation.workloads import hardware, predicted
 
 COUNTS = st.integers(1, 12)
