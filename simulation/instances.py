@@ -9,10 +9,9 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from simulation.capacity import reported
 from simulation.compute.study import with_rates
 from simulation.files import Strict
-from simulation.hardware import Hardware, cluster, gpu
+from simulation.hardware import Hardware, cluster, gpu, reported
 from simulation.yaml_lines import load
 
 TABLE = Path(__file__).parents[1] / "results" / "instances" / "instances.csv"

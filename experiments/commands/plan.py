@@ -285,9 +285,8 @@ def _nominal(
 ) -> Hardware:
     """The cluster by the data sheets, and by rates of computation that were fitted."""
     from simulation import quantities as q
-    from simulation.capacity import reported
     from simulation.compute.study import with_rates
-    from simulation.hardware import cluster
+    from simulation.hardware import cluster, reported
 
     def given(option: str, text: str | None) -> str:
         if text is None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from experiments.preflight.schema import Compute, Link, Preflight
-from simulation.capacity import reserved
 from simulation.compute.study import by_block, rates_of
 from simulation.emulated import emulated
-from simulation.hardware import Gpu, Hardware, cluster
+from simulation.hardware import Gpu, Hardware, cluster, reserved
 from simulation.rates import Rates
 
 

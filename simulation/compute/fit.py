@@ -21,7 +21,7 @@ from pydantic import Field, ValidationError
 
 from simulation.calibration import not_negative
 from simulation.files import Strict
-from simulation.hardware import Gpu, Hardware, cluster
+from simulation.hardware import Gpu, Hardware, card, cluster
 from simulation.rates import Rates, scale
 from simulation.step.passes import ADAM_BYTES
 from simulation.transformer import Transformer
@@ -32,9 +32,6 @@ ROWS = Path(__file__).parents[2] / "results" / "compute" / "measured.csv"
 #: Words of the tokenizer that its models are made for.
 _VOCABULARY = 50_368
 _GPUS_PER_NODE = 8
-#: Nominal bandwidth of a node, by GPU: as such nodes usually have it, for the tables do not say.
-_INTER_BITS_PER_S = {"h100-sxm": 3.2e12}
-_USUAL_BITS_PER_S = 1.6e12
 #: Rounds in which weights are found, and the error below which all count alike.
 _ROUNDS, _SMALL = 20, 0.01
 #: Exchanges of all parameters per micro-batch: gathers of forward and backward, one reduction.
@@ -133,7 +130,7 @@ def run_of(row: Row) -> Run:
         row.gpu,
         nodes=nodes,
         ranks_per_node=min(row.gpus, _GPUS_PER_NODE),
-        inter_bits_per_s=_INTER_BITS_PER_S.get(row.gpu, _USUAL_BITS_PER_S),
+        inter_bits_per_s=card(row.gpu).node_bits_per_s,
     )
     return Run(row, workload, hardware)
 

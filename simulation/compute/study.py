@@ -12,14 +12,13 @@ from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
 from statistics import median
-from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
 
 from simulation.compute.fit import Fitted, Row, Run, Shares, fit, run_of
 from simulation.files import Strict
-from simulation.hardware import Gpu, Hardware
+from simulation.hardware import Gpu, Hardware, card
 from simulation.prediction import predict
 from simulation.rates import Rates, Work
 
@@ -32,17 +31,6 @@ _SIMULATED = 3
 #: Draws of the bootstrap, whose units are a GPU's rows of one size: they err alike.
 _DRAWS, _SEED = 200, 7
 _INTERVAL = (0.05, 0.95)
-#: The measured GPU whose architecture is nearest; others have an A100's.
-_NEAREST: Mapping[str, str] = MappingProxyType(
-    {
-        "a100-40gb": "a100-40gb",
-        "h100-sxm": "h100-sxm",
-        "h100-pcie": "h100-sxm",
-        "h200": "h100-sxm",
-        "b200": "h100-sxm",
-    }
-)
-_USUAL = "a100-80gb"
 #: Least share of the prediction that is thought possible of cards without a rack's power: they do
 #: not hold the clocks of their data sheets in matrix products. Ours.
 _LEAST_OF_CARDS = 0.55
@@ -222,9 +210,9 @@ def record() -> ComputeRecord:
 
 
 def rates_of(device: Gpu) -> Rates:
-    """The rates of the GPU, with their range and what they rest on."""
+    """The rates of the GPU, with their range and what they rest on; raises as ``card``."""
     known = record()
-    rates = known.fitted().rates(device, _NEAREST.get(device.name, _USUAL))
+    rates = known.fitted().rates(device, card(device.name).like)
     if rates.basis == "fitted":
         check = known.check("each size")
         return replace(rates, lowest=check.lowest, highest=check.highest)

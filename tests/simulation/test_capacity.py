@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from simulation.capacity import reported
 from simulation.compute.fit import Row, read_rows, run_of
-from simulation.hardware import GPUS, cluster
+from simulation.hardware import CARDS, cluster, reported
 from simulation.imitated.study import MemoryRecord
 from simulation.imitated.study import read as read_study
 from simulation.prediction import largest_micro_batch, needed
@@ -42,7 +41,7 @@ def test_no_batch_is_promised_that_the_study_refutes(record: MemoryRecord) -> No
     assert most <= record.finding.largest_micro_batch + unaware(record.case)
 
 
-@pytest.mark.parametrize("name", GPUS)
+@pytest.mark.parametrize("name", CARDS)
 def test_cards_have_what_they_report_less_what_cuda_takes(name: str) -> None:
     nominal = cluster(name, nodes=1, ranks_per_node=1, inter_bits_per_s=1e9)
     found = reported(nominal)

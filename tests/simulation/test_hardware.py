@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from simulation import hardware
-from simulation.hardware import GPUS, cluster, gpu, gpu_of
+from simulation.hardware import CARDS, cluster, gpu, gpu_of
 from tests.simulation.workloads import paper_cluster
 
 
-@pytest.mark.parametrize("name", GPUS)
+@pytest.mark.parametrize("name", CARDS)
 def test_every_gpu_is_found_by_its_name(name: str) -> None:
     assert gpu(name).name == name
     assert gpu(name).pcie_bytes_per_s <= gpu(name).link_bytes_per_s

@@ -9,7 +9,7 @@ import pytest
 
 from simulation.compute import study
 from simulation.compute.fit import ROWS, Fitted, Row, Run, Shares, fit, read_rows, run_of
-from simulation.hardware import GPUS
+from simulation.hardware import CARDS
 
 RUNS = [run_of(row) for row in read_rows() if row.bf16]
 RECORD = study.read()
@@ -102,4 +102,4 @@ def test_gpus_fill_nodes() -> None:
 
 
 def test_gpus_of_the_rows_are_known() -> None:
-    assert {run.row.gpu for run in RUNS} <= set(GPUS)
+    assert {run.row.gpu for run in RUNS} <= set(CARDS)

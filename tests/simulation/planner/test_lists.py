@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from simulation.capacity import reported
 from simulation.compute.study import with_rates
-from simulation.hardware import cluster
+from simulation.hardware import cluster, reported
 from simulation.planner.option import tokens_range
 from simulation.planner.plan import plan, refusal
 from simulation.planner.request import Request

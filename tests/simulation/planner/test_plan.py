@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from simulation.capacity import reported
 from simulation.compute.study import with_rates
-from simulation.hardware import Hardware, cluster
+from simulation.hardware import Hardware, cluster, reported
 from simulation.planner.option import tie
 from simulation.planner.plan import Plan, differs, plan
 from simulation.planner.report import table, titles
