@@ -64,8 +64,6 @@ class Cluster:
     memory_bytes: float
     bandwidth_bytes_per_s: float
     peak_flops: float
-    #: ε: seconds per layer and rank.
-    latency_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         checks.counts(gpus=self.gpus)
@@ -74,7 +72,6 @@ class Cluster:
             bandwidth_bytes_per_s=self.bandwidth_bytes_per_s,
             peak_flops=self.peak_flops,
         )
-        checks.not_negative(latency_seconds=self.latency_seconds)
 
 
 @dataclass(frozen=True)
@@ -82,8 +79,6 @@ class Estimate:
     """What the closed form says of one step of each GPU."""
 
     tokens: float
-    forward_seconds: float
-    backward_seconds: float
     #: TGS: tokens per GPU and second.
     tokens_per_gpu_s: float
     mfu: float
@@ -124,8 +119,7 @@ def forward_flops_per_token(shape: Shape, sequence_length: int) -> float:
 
 def transfer_seconds(shape: Shape, cluster: Cluster) -> float:
     """T_transfer: seconds of one gather of all parameters."""
-    moved = shape.parameters * shape.element_bytes / cluster.bandwidth_bytes_per_s
-    return moved + shape.layers * cluster.gpus * cluster.latency_seconds
+    return shape.parameters * shape.element_bytes / cluster.bandwidth_bytes_per_s
 
 
 def estimate(
@@ -136,15 +130,12 @@ def estimate(
     gamma: float = 0.0,
     efficiency: float = 1.0,
     stage: Stage = "zero-3",
-    backward_transfers: int = 1,
 ) -> Estimate | None:
     """The step that fills the memory; ``None`` if not even one sequence fits.
 
-    ``backward_transfers``: 2 where the gather and the reduce-scatter of backward share a link that
-    is half duplex, 1 where they overlap. Which of them the paper uses is not known. Raises
-    ``ValueError`` naming the argument that cannot be.
+    Raises ``ValueError`` naming the argument that cannot be.
     """
-    checks.counts(sequence_length=sequence_length, backward_transfers=backward_transfers)
+    checks.counts(sequence_length=sequence_length)
     checks.positive(efficiency=efficiency)
     checks.share(efficiency=efficiency)
     tokens = token_capacity(shape, cluster, gamma, stage)
@@ -153,7 +144,7 @@ def estimate(
     forward = forward_flops_per_token(shape, sequence_length)
     transfer = transfer_seconds(shape, cluster)
     rate = efficiency * cluster.peak_flops
-    return _step(cluster, tokens, gamma, forward, rate, transfer, backward_transfers)
+    return _step(cluster, tokens, gamma, forward, rate, transfer)
 
 
 def _step(
@@ -163,17 +154,14 @@ def _step(
     forward: float,
     rate: float,
     transfer: float,
-    backward_transfers: int = 1,
 ) -> Estimate:
     """The step of so many tokens at ``rate``, from one token's forward and one gather of all."""
     backward = (2 + (1 - gamma)) * forward
     forward_seconds = max(tokens * forward / rate, transfer)
-    backward_seconds = max(tokens * backward / rate, backward_transfers * transfer)
+    backward_seconds = max(tokens * backward / rate, transfer)
     speed = tokens / (forward_seconds + backward_seconds)
     return Estimate(
         tokens,
-        forward_seconds,
-        backward_seconds,
         speed,
         mfu=3 * forward * speed / cluster.peak_flops,
         hfu=(forward + backward) * speed / cluster.peak_flops,

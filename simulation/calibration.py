@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from simulation import framing
 from simulation.emulated import Constants, emulated
+from simulation.files import Strict
 from simulation.hardware import Hardware
 from simulation.prediction import Prediction, build, predict
 from simulation.workload import Workload
 
-_NOTHING = Constants(float("inf"), {}, {}, 0.0, 0.0, 0.0, 0.0)
+_NOTHING = Constants(flops=float("inf"))
 #: Constants that all engines have in common; times of operations are found in place of rates.
 _SHARED = ("message_seconds", "byte_seconds", "gathered_byte_seconds", "activation_byte_seconds")
-#: Draws of the bootstrap, whose units are a model's steps under one strategy: they err alike.
+#: Draws of the bootstrap. Its units err alike: a model's steps under one strategy, a GPU's rows of
+#: one size.
 _DRAWS, _SEED = 200, 7
-_INTERVAL = (0.05, 0.95)
+INTERVAL = (0.05, 0.95)
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -35,8 +40,7 @@ class MeasuredStep:
     inter_node_bytes: float
 
 
-@dataclass(frozen=True)
-class Constant:
+class Constant(Strict):
     """A constant, and where it lies in nine of ten draws of the bootstrap."""
 
     name: str
@@ -85,21 +89,37 @@ def intervals(steps: Sequence[MeasuredStep]) -> list[Constant]:
     groups: dict[tuple[str, str], list[int]] = {}
     for at, step in enumerate(free):
         groups.setdefault((step.workload.model.name, step.workload.strategy), []).append(at)
-    each, draw = list(groups.values()), np.random.default_rng(_SEED)
-    drawn = []
-    for _ in range(_DRAWS):
-        rows = [at for index in draw.integers(len(each), size=len(each)) for at in each[index]]
-        if _engines([free[at] for at in rows]) == _engines(free):
-            drawn.append(fit.solve(rows))
-    low, high = np.quantile(np.array(drawn), _INTERVAL, axis=0)
+
+    def solve(rows: list[int]) -> list[float] | None:
+        complete = _engines([free[at] for at in rows]) == _engines(free)
+        return fit.solve(rows) if complete else None
+
+    low, high = bootstrap(list(groups.values()), solve)
     found = []
     for name, value, least, most in zip(
         fit.names, fit.solve(range(len(free))), low, high, strict=True
     ):
         if name == "flops":
             value, least, most = (1 / one if one else math.inf for one in (value, most, least))
-        found.append(Constant(name, value, float(least), float(most)))
+        found.append(Constant(name=name, value=value, low=float(least), high=float(most)))
     return found
+
+
+def bootstrap(
+    groups: Sequence[Sequence[_T]], solve: Callable[[list[_T]], Sequence[float] | None]
+) -> NDArray[np.float64]:
+    """Where each number begins and ends in nine of ten draws, whose units are whole groups.
+
+    A draw that ``solve`` has no numbers for is left out.
+    """
+    draw = np.random.default_rng(_SEED)
+    drawn = []
+    for _ in range(_DRAWS):
+        chosen = draw.integers(len(groups), size=len(groups))
+        if (found := solve([one for index in chosen for one in groups[index]])) is not None:
+            drawn.append(found)
+    ends: NDArray[np.float64] = np.quantile(np.array(drawn), INTERVAL, axis=0)
+    return ends
 
 
 def _without_limit(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:

@@ -12,7 +12,7 @@ from analysis import strategies, text
 from analysis.figures import axes
 from analysis.figures.drawings import Drawing, style
 from analysis.load.memory import MemoryStudy
-from simulation.imitated.study import MemoryRecord
+from simulation.imitated.records import MemoryRecord
 from simulation.transformer import Tuning
 
 #: Width of a panel, and from one bar to the next, in inches.

@@ -9,7 +9,7 @@ from pathlib import Path
 from analysis import text
 from analysis.load.rows import Quantity, Row, settings_of
 from experiments.records.cell import Cell
-from simulation.imitated.study import MemoryRecord, read
+from simulation.imitated.records import MemoryRecord, read
 
 
 @dataclass(frozen=True)

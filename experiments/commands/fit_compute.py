@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from simulation.compute.study import Check, Constant
+    from simulation.calibration import Constant
+    from simulation.compute.study import Check
 
 
 def fit_compute(

@@ -17,7 +17,7 @@ from experiments.records.cell import Cell
 from experiments.terminal import interrupts
 from simulation import files
 from simulation.imitated import study, table
-from simulation.imitated.study import Case, MemoryRecord, read
+from simulation.imitated.records import Case, MemoryRecord, read
 from simulation.models import PAPER_MODELS, find
 
 if TYPE_CHECKING:

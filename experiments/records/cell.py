@@ -32,7 +32,7 @@ from simulation.quantities import format_link
 from simulation.transformer import ModelSpec, Tuning
 
 if TYPE_CHECKING:
-    from simulation.imitated.study import Case
+    from simulation.imitated.records import Case
 
 #: A matrix's: that of its suite, if it is in one, a slash, and its own.
 MatrixName = Annotated[

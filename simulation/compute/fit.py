@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -71,17 +71,8 @@ class Run:
 
     row: Row
     workload: Workload
-    #: The cluster by its data sheets; ``on`` has it with rates.
+    #: The cluster by its data sheets.
     hardware: Hardware
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Measured tokens per second of all GPUs."""
-        return self.row.tokens_per_s_per_gpu * self.row.gpus
-
-    def on(self, rates: Rates) -> Hardware:
-        """The cluster whose GPUs compute at these rates."""
-        return replace(self.hardware, rates=rates)
 
 
 def read_rows(path: Path = ROWS) -> list[Row]:

@@ -26,7 +26,7 @@ from baselines.pytorch import hybrid
 from baselines.strategy import Job, Trainable
 from fcdp.cache.arena import Arena
 from fcdp.engine import has_engine
-from simulation.imitated.study import Case
+from simulation.imitated.records import Case
 
 #: Makes the mesh that ``reshard_after_forward=int`` reshards to.
 _POST_FORWARD = "_get_post_forward_mesh_info"

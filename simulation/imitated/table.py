@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from simulation.imitated.study import PAPER_MICRO_BATCH, Case, MemoryRecord
+from simulation.imitated.records import Case, MemoryRecord
+from simulation.imitated.study import PAPER_MICRO_BATCH
 from simulation.models import SEQUENCE_LENGTH
 
 _HEAD = ("strategy", "full", "full, checkpointing", "LoRA", "LoRA, checkpointing", "host GB a node")

@@ -14,7 +14,7 @@ from simulation.memory import Shortfall
 from simulation.planner.option import Option, tie
 from simulation.planner.request import GATHERS_FOUR_BITS, Request
 from simulation.planner.search import Verdict, fits, search, shortfalls
-from simulation.planner.siblings import InNetwork, in_network, out_of_core
+from simulation.planner.siblings import InNetwork, OutOfCore, in_network, out_of_core
 
 #: Most strategies that are named as being as fast.
 _LISTED = 4
@@ -224,8 +224,8 @@ def refusal(request: Request) -> str:
         _adapters(request),
         _four_bits(request),
         _kernels(request),
-        _out_of_core(request),
-        _in_network(request),
+        _said(out_of_core(request)),
+        _said(in_network(request)),
     )
     found = ", or ".join(filter(None, remedies))
     return (
@@ -295,11 +295,5 @@ def _kernels(request: Request) -> str | None:
     return None
 
 
-def _in_network(request: Request) -> str | None:
-    made = in_network(request)
-    return None if made is None else str(made)
-
-
-def _out_of_core(request: Request) -> str | None:
-    made = out_of_core(request)
+def _said(made: InNetwork | OutOfCore | None) -> str | None:
     return None if made is None else str(made)

@@ -29,10 +29,6 @@ class Task:
     #: Seconds before, which no resource notices.
     latency_seconds: float = 0.0
 
-    @property
-    def alone_seconds(self) -> float:
-        return self.latency_seconds + max(self.demands.values(), default=0.0)
-
 
 @dataclass(frozen=True)
 class Span:

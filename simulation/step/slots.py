@@ -50,78 +50,58 @@ _COPY_BYTES = 8
 
 @dataclass
 class Slots(Tasks):
-    """One steady step of one rank, and what its node sends in it; ``timeline`` simulates all."""
+    """All ranks over several steps; its tasks are one rank's in one steady step."""
 
     workload: Workload = field(kw_only=True)
 
     def __post_init__(self) -> None:
-        self.tasks = [replace(task, after=()) for task in self._ranks.shown()]
-        for message in self._ranks.sent():
-            inter = self._ranks.crosses(message)
-            link = "inter_node" if inter else "intra_node"
-            self.count(link, _PHASES[message.kind], self._ranks.nbytes(message))
-
-    @cached_property
-    def _ranks(self) -> _Ranks:
-        return _Ranks(self.workload, self.hardware)
-
-    def timeline(self) -> Timeline:
-        """The rank that is shown, for as long as a step takes on average, and what it receives."""
-        return self._ranks.timeline()
-
-
-class _Ranks:
-    """All ranks over several steps: tasks by what they are."""
-
-    def __init__(self, workload: Workload, hardware: Hardware) -> None:
-        self._hardware = hardware
-        stages = stages_of(workload, hardware.world_size)
-        self._cycle = cycle = cycle_of(workload, stages, hardware.world_size)
-        self._seconds = StageSeconds.of(workload, stages, hardware)
-        self._sizes = stages.sizes(twice=cycle.twice)
-        self._messages = [m for m in cycle.messages() if m.source != m.target]
-        self._received = [cycle.received_by(rank) for rank in range(cycle.ranks)]
-        self._last = 2 * cycle.stages - 1
-        self._per_node = hardware.ranks_per_node
+        stages = stages_of(self.workload, self.hardware.world_size)
+        self._cycle = cycle_of(self.workload, stages, self.hardware.world_size)
+        self._seconds = StageSeconds.of(self.workload, stages, self.hardware)
+        self._sizes = stages.sizes(twice=self._cycle.twice)
+        self._messages = [m for m in self._cycle.messages() if m.source != m.target]
+        self._sends = {(m.kind, m.stage, m.source): m for m in self._messages}
+        self._received = [self._cycle.received_by(rank) for rank in range(self._cycle.ranks)]
+        self._last = 2 * self._cycle.stages - 1
+        self.tasks = [replace(self._own(self._task(key)), after=()) for key in self._keys_shown()]
+        for message in self._sent():
+            link = "inter_node" if self._crosses(message) else "intra_node"
+            self.count(link, _PHASES[message.kind], self._nbytes(message))
 
     # What is shown.
 
     @cached_property
-    def node(self) -> int:
+    def _shown_node(self) -> int:
         """The node that sends most."""
-        sent = [0.0] * self._hardware.nodes
+        sent = [0.0] * self.hardware.nodes
         for message in self._messages:
-            if self.crosses(message):
-                sent[self._node(message.source)] += self.nbytes(message)
+            if self._crosses(message):
+                sent[self._node(message.source)] += self._nbytes(message)
         return sent.index(max(sent))
 
     @property
-    def rank(self) -> int:
+    def _shown_rank(self) -> int:
         """The rank that is shown, whose neighbour is on another node."""
-        return (self.node + 1) * self._per_node - 1
+        return (self._shown_node + 1) * self.hardware.ranks_per_node - 1
 
-    def sent(self) -> list[Message]:
+    def _sent(self) -> list[Message]:
         """What the node sends in a step, inside of it too."""
-        return [m for m in self._messages if self._node(m.source) == self.node]
+        return [m for m in self._messages if self._node(m.source) == self._shown_node]
 
-    def crosses(self, message: Message) -> bool:
+    def _crosses(self, message: Message) -> bool:
         """Whether a message goes to another node."""
         return self._node(message.source) != self._node(message.target)
 
-    def nbytes(self, message: Message) -> float:
+    def _nbytes(self, message: Message) -> float:
         """Bytes of a message."""
         return float(_FP32 * self._sizes[message.kind][message.stage])
 
     def _node(self, rank: int) -> int:
-        return rank // self._per_node
-
-    def shown(self) -> list[Task]:
-        """The tasks of a step that are shown, by the names of one rank's resources."""
-        return [self._own(task) for task in map(self._task, self._keys_shown())]
+        return rank // self.hardware.ranks_per_node
 
     def _keys_shown(self) -> list[Key]:
-        step, rank = _SHOWN, self.rank
-        messages = [_key(message, step) for message in self.sent()]
+        step, rank = _SHOWN, self._shown_rank
+        messages = [_key(message, step) for message in self._sent()]
         updates = [("update", step, rank, stage) for stage in self._owned(rank)]
         slots = [("slot", step, rank, slot) for slot in range(self._last + 1)]
         return [*messages, *updates, *slots]  # type: ignore[list-item]
@@ -134,12 +114,12 @@ class _Ranks:
 
         Not ``counted`` is what other ranks do, or another step.
         """
-        mine = {f"inter_node {self.node}": "inter_node"}
+        mine = {f"inter_node {self._shown_node}": "inter_node"}
         for name in ("compute", "host_to_device", "device_to_host"):
-            mine[f"{name} {self.rank}"] = name
+            mine[f"{name} {self._shown_rank}"] = name
         taken = task.demands.items() if counted else ()
         shown = {mine[name]: took for name, took in taken if name in mine}
-        stream = COMPUTE if task.stream == f"rank {self.rank}" else task.stream
+        stream = COMPUTE if task.stream == f"rank {self._shown_rank}" else task.stream
         return replace(task, stream=stream, demands=shown)
 
     # What waits for what. A key whose step is not simulated waits for nothing.
@@ -202,10 +182,6 @@ class _Ranks:
             return [*self._past(step, rank, slot - 1), *again, *ready]
         return [*self._past(step, rank, slot), *ready]
 
-    @cached_property
-    def _sends(self) -> dict[tuple[Kind, int, int], Message]:
-        return {(m.kind, m.stage, m.source): m for m in self._messages}
-
     # What takes how long.
 
     def _task(self, key: Key) -> Task:
@@ -224,8 +200,8 @@ class _Ranks:
 
     def _sending(self, message: Message) -> Task:
         """A message on its way: through the kernel, or out of and into devices' memory."""
-        hardware, nbytes = self._hardware, self.nbytes(message)
-        source, target, overheads = message.source, message.target, self._hardware.overheads
+        hardware, nbytes = self.hardware, self._nbytes(message)
+        source, target, overheads = message.source, message.target, self.hardware.overheads
         sharing = hardware.ranks_sharing_device
         taken = {
             f"compute {source}": overheads.message_seconds
@@ -233,7 +209,7 @@ class _Ranks:
             f"compute {target}": sharing * overheads.gathered_byte_seconds * nbytes,
         }
         latency = hardware.intra_latency_seconds
-        if self.crosses(message):
+        if self._crosses(message):
             taken[f"inter_node {self._node(source)}"] = nbytes / hardware.inter_bytes_per_s
             latency = hardware.inter_latency_seconds
         if hardware.backend == "nccl":  # gloo sends host memory
@@ -246,19 +222,24 @@ class _Ranks:
     # The simulation.
 
     def timeline(self) -> Timeline:
-        """The end of the step that is shown, cut out of all, with what it waits for."""
+        """The rank that is shown, for as long as a step takes on average, and what it waits for.
+
+        Cut out of the simulation of all ranks, at the end of the step that is shown.
+        """
         tasks, at = self._tasks()
         every = simulate(tasks)
-        last = at["slot", _SHOWN, self.rank, self._last]
+        last = at["slot", _SHOWN, self._shown_rank, self._last]
         end = every.spans[last].end
         # The mean: where ranks wait for messages, a long step and a short one can alternate.
-        steady = every.spans[at["slot", _STEADY, self.rank, self._last]].end
+        steady = every.spans[at["slot", _STEADY, self._shown_rank, self._last]].end
         begin = end - (end - steady) / (_SHOWN - _STEADY)
         own = [at[key] for key in self._keys_shown()]
-        comes = [at[_key(m, _SHOWN - m.later)] for m in self._messages if m.target == self.rank]
+        comes = [
+            at[_key(m, _SHOWN - m.later)] for m in self._messages if m.target == self._shown_rank
+        ]
         waits = {*_path(every, last, begin), *comes, *own} - {last}
         # What comes from the same node may be of the step before: it is received once per step.
-        received = {at[_key(m, _SHOWN)] for m in self._messages if m.target == self.rank}
+        received = {at[_key(m, _SHOWN)] for m in self._messages if m.target == self._shown_rank}
         counted = {*own} - received | {*comes}
         # In the order of all: of two that end at once, the same is waited for. What ends last is to
         # be the rank's own slot.

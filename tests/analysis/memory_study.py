@@ -6,7 +6,7 @@ from itertools import product
 from typing import Any
 
 from analysis.load.memory import MemoryStudy
-from simulation.imitated.study import Case, MemoryRecord, MemoryUse, Peak
+from simulation.imitated.records import Case, MemoryRecord, MemoryUse, Peak
 from simulation.transformer import ModelSpec
 
 MODELS = [

@@ -16,10 +16,11 @@ from baselines.strategy import trainable_parameters
 from experiments.records.cell import Cell
 from experiments.records.modelled import workload_of
 from experiments.worker import models
-from simulation import activations
-from simulation.imitated.study import Case, MemoryRecord, read
+from simulation import activations, memory
+from simulation.imitated.records import Case, MemoryRecord, read
 from simulation.models import PAPER_MODELS
 from simulation.prediction import largest_micro_batch, needed
+from simulation.units import layout
 from simulation.workload import Workload
 from tests.experiments.cells import cell, model_spec
 from tests.simulation.workloads import paper_cluster
@@ -171,10 +172,10 @@ def test_what_never_fits() -> None:
 @given(st.floats(0, 1), st.floats(0, 1))
 def test_recomputing_more_never_takes_more_once_a_block_is(less: float, more: float) -> None:
     less, more = sorted((max(less, 1e-6), max(more, 1e-6)))
-    needed = [
+    peaks = [
         needed(workload("fsdp2", recomputed=share), HARDWARE).device_bytes for share in (less, more)
     ]
-    assert needed[1] <= needed[0] * (1 + 1e-9)
+    assert peaks[1] <= peaks[0] * (1 + 1e-9)
 
 
 def trained_in(case: Case, micro_batch: int = 1) -> Workload:
@@ -259,3 +260,12 @@ def test_replicated_adapters_are_whole_on_every_rank() -> None:
     more = workload("fcdp", lora=lora).trained * 31 / 32
     assert replicated["parameters"] - sharded["parameters"] == pytest.approx(4 * more)
     assert replicated["optimizer states"] - sharded["optimizer states"] == pytest.approx(8 * more)
+
+
+@pytest.mark.parametrize("policy", ["none", "device", "host", "disk"])
+def test_one_tier_is_what_the_library_decides(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = workload("fcdp")
+    units = layout(given, given.schedule, HARDWARE.nodes, HARDWARE.ranks_per_node)
+    own = memory._by_policy(policy, given, given.schedule, units, HARDWARE)
+    monkeypatch.setattr(memory, "_ONE_TIER", {})
+    assert own == memory._by_policy(policy, given, given.schedule, units, HARDWARE)

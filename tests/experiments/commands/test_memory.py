@@ -13,7 +13,7 @@ from experiments.__main__ import app
 from experiments.commands.memory import settle
 from experiments.terminal import UNUSABLE
 from simulation.imitated import study
-from simulation.imitated.study import read
+from simulation.imitated.records import read
 
 pytestmark = pytest.mark.ranks
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from experiments.commands.memory import build
 from simulation.imitated import study
-from simulation.imitated.study import Case, MemoryUse
+from simulation.imitated.records import Case, MemoryUse
 from simulation.transformer import ModelSpec
 
 #: GPT-2 of so wide blocks that parameters weigh, and so small a vocabulary that logits do not.

@@ -11,7 +11,8 @@ from experiments.records.cell import Cell
 from experiments.records.modelled import workload_of
 from simulation.imitated.accelerator import NAME, imitated
 from simulation.imitated.rank import Rank, imitated_host, world
-from simulation.imitated.study import SEQUENCE_LENGTHS, Case
+from simulation.imitated.records import Case
+from simulation.imitated.study import SEQUENCE_LENGTHS
 from simulation.prediction import needed
 from simulation.transformer import ModelSpec
 from tests.ranks import Pools

@@ -12,7 +12,7 @@ from experiments.commands.memory import build
 from simulation import models
 from simulation.imitated import study
 from simulation.imitated.rank import Rank, world
-from simulation.imitated.study import Case
+from simulation.imitated.records import Case
 from tests.ranks import Pools
 from tests.simulation.imitated.small import found, leave_group
 

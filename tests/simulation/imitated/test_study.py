@@ -8,7 +8,8 @@ import pytest
 
 from experiments.commands.memory import build
 from simulation.imitated import study
-from simulation.imitated.study import PAPER_MICRO_BATCH, Case, MemoryUse
+from simulation.imitated.records import Case, MemoryUse
+from simulation.imitated.study import PAPER_MICRO_BATCH
 from tests.ranks import Pools
 from tests.simulation.imitated.small import LAYERS, WIDTH, case, found
 

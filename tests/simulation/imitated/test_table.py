@@ -6,7 +6,7 @@ from pathlib import Path
 
 from simulation import files, models
 from simulation.imitated import study, table
-from simulation.imitated.study import MemoryRecord, MemoryUse, Peak, read
+from simulation.imitated.records import MemoryRecord, MemoryUse, Peak, read
 
 
 def record(

@@ -134,14 +134,6 @@ def test_a_steps_utilisation_stays_below_efficiency_and_bound(
     assert math.isclose(found.hfu / found.mfu, 4 / 3, rel_tol=1e-9)
 
 
-def test_more_gpus_help_until_latency_counts() -> None:
-    shape = Shape(layers=40, width=5120)
-    slow = replace(A100, latency_seconds=1e-5, bandwidth_bytes_per_s=1e9)
-    seconds = [transfer_seconds(shape, replace(slow, gpus=gpus)) for gpus in (8, 64, 512)]
-    assert seconds == sorted(seconds)
-    assert free_bytes(shape, replace(slow, gpus=64)) > free_bytes(shape, slow)
-
-
 def test_what_does_not_fit_has_no_estimate() -> None:
     shape = Shape(layers=96, width=12288)
     assert estimate(shape, A100, LENGTH) is None
