@@ -17,12 +17,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from baselines.luwu import LAYERS, WINDOW
-from simulation import activations, checks
+from simulation import checks
 from simulation.hardware import GB, LINK_EFFICIENCY, Hardware
 from simulation.memory import Footprint
 from simulation.step.passes import overhead_seconds
 from simulation.step.tasks import Tasks
-from simulation.work import block_work, head_work, recomputed_work
+from simulation.work import (
+    block_bytes,
+    block_work,
+    head_work,
+    kept_bytes,
+    loss_bytes,
+    recomputed_work,
+)
 from simulation.workload import Workload
 
 #: The strategy's name.
@@ -206,14 +213,14 @@ def footprint(workload: Workload, hardware: Hardware) -> Footprint:
     # Those of the layer are put together while they are there; the root's wait for backward's end.
     trained = max(unit.pushed(workload) for unit in (root, *blocks))
     gradients = root.pushed(workload) + LAYERS * trained
-    block = tokens * activations.block_bytes(workload)
-    left_by = tokens * activations.kept_bytes(workload)
+    block = tokens * block_bytes(workload)
+    left_by = tokens * kept_bytes(workload)
     kept = workload.recomputed * left_by + (1 - workload.recomputed) * block
     model, full = workload.model, workload.lora is None
     # As in ``simulation.memory``: a block that is computed again, and gradients inside its MLP; the
     # last norm's input and output, and what the loss writes.
     in_block = (block if workload.recomputed else 0.0) + 3 * tokens * element * model.inner
-    at_loss = tokens * activations.loss_bytes(workload) * model.vocabulary
+    at_loss = tokens * loss_bytes(workload) * model.vocabulary
     at_loss += (2 if full else 1) * tokens * element * model.width
     device = {
         "gathered": sum(sizes[:LAYERS]),

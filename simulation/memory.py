@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from baselines.schedule import Place, Schedule
-from simulation import activations
 from simulation.cycle import Held
 from simulation.cycle import held as of_cycle
 from simulation.hardware import Hardware
 from simulation.units import Layout, Unit
+from simulation.work import block_bytes, kept_bytes, loss_bytes
 from simulation.workload import Workload
 
 if TYPE_CHECKING:
@@ -238,17 +238,15 @@ def _moments(
     """
     model, tokens, element = workload.model, workload.tokens, workload.element_bytes
     full = workload.lora is None
-    block = tokens * activations.block_bytes(workload)
+    block = tokens * block_bytes(workload)
     entry = tokens * element * model.width
-    left_by = tokens * activations.kept_bytes(workload)
+    left_by = tokens * kept_bytes(workload)
     kept = model.layers * (workload.recomputed * left_by + (1 - workload.recomputed) * block)
     again = block if workload.recomputed else 0.0
     # Gradients inside the MLP; where it is trained, its last matrix's input has gone by then.
     inner = (2 if full else 3) * tokens * element * model.inner
     # The last norm's input and, for the gradient of the output matrix, what it gives.
-    output = (2 if full else 1) * entry + tokens * activations.loss_bytes(
-        workload
-    ) * model.vocabulary
+    output = (2 if full else 1) * entry + tokens * loss_bytes(workload) * model.vocabulary
 
     unit = float(element * units.largest)
     root = float(element * units.root.parameters)

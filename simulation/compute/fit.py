@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
 from simulation.calibration import not_negative
-from simulation.files import Strict
+from simulation.files import Strict, problem
 from simulation.hardware import Gpu, Hardware, card, cluster
 from simulation.rates import Rates, scale
 from simulation.step.passes import ADAM_BYTES
@@ -83,9 +83,7 @@ def read_rows(path: Path = ROWS) -> list[Row]:
             try:
                 rows.append(Row.model_validate(line))
             except ValidationError as error:
-                first = error.errors()[0]
-                where = ".".join(map(str, first["loc"]))
-                raise ValueError(f"{path}:{number}: {where}: {first['msg']}") from error
+                raise ValueError(f"{path}:{number}: {problem(error)}") from error
     return rows
 
 

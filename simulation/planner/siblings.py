@@ -14,12 +14,11 @@ from typing import Any
 from baselines.fuyou import cost
 from baselines.fuyou.cost import Item, Rates, Work
 from baselines.settings import FuyouSettings
-from simulation import activations
 from simulation.hardware import Hardware
 from simulation.luwu import LUWU, Server, files_bytes
 from simulation.planner.request import Request
 from simulation.prediction import Prediction, fits, largest_micro_batch, simulate_built, with_server
-from simulation.work import block_work, head_work
+from simulation.work import block_bytes, block_work, head_work, kept_bytes, loss_bytes
 from simulation.workload import Workload
 
 #: Bytes per trained parameter: AdamW's master and moments in fp32, and a gradient.
@@ -243,7 +242,7 @@ def _work(workload: Workload) -> Work:
         gradients=workload.element_bytes * workload.trained,
         state_read=_STATE * workload.trained,
         state_written=(_STATE + workload.element_bytes) * workload.trained,
-        between=model.layers * activations.kept_bytes(workload) * tokens,
+        between=model.layers * kept_bytes(workload) * tokens,
         items=tuple(items) * model.layers,
     )
 
@@ -282,8 +281,8 @@ def _device_bytes(workload: Workload) -> float:
     full = workload.lora is None
     parameters = element * (root + _slots() * block)
     gradients = element * (root + block if full else workload.block_adapters)
-    one_block = activations.block_bytes(workload)
-    loss = activations.loss_bytes(workload) * model.vocabulary
+    one_block = block_bytes(workload)
+    loss = loss_bytes(workload) * model.vocabulary
     return parameters + gradients + max(one_block, loss) * workload.tokens
 
 

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baselines.schedule import Schedule
-from simulation import activations
 from simulation import traffic as collectives
 from simulation.cycle import Stages
 from simulation.hardware import Hardware
 from simulation.step.tasks import COMPUTE, Tasks
 from simulation.traffic import Traffic
 from simulation.units import Layout
-from simulation.work import block_work, dequantised_bytes, head_work, recomputed_work
+from simulation.work import block_bytes, block_work, dequantised_bytes, head_work, recomputed_work
 from simulation.workload import Workload
 
 #: Bytes per element of AdamW in fp32: it reads parameter, gradient and two moments, and writes all
@@ -29,7 +28,7 @@ _ROUND_BYTES = 11 * 4
 def overhead_seconds(workload: Workload, hardware: Hardware) -> float:
     """Seconds beside matrix products, in one forward or one backward of a block."""
     overheads = hardware.overheads
-    kept = workload.tokens * activations.block_bytes(workload) * hardware.ranks_sharing_device
+    kept = workload.tokens * block_bytes(workload) * hardware.ranks_sharing_device
     each = overheads.block_seconds.get(workload.engine, 0.0)
     return (each + overheads.activation_byte_seconds * kept) / 2
 

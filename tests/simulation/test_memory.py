@@ -16,11 +16,12 @@ from baselines.strategy import trainable_parameters
 from experiments.records.cell import Cell
 from experiments.records.modelled import workload_of
 from experiments.worker import models
-from simulation import activations, memory
+from simulation import memory
 from simulation.imitated.records import Case, MemoryRecord, read
 from simulation.models import PAPER_MODELS
 from simulation.prediction import largest_micro_batch, needed
 from simulation.units import layout
+from simulation.work import block_bytes
 from simulation.workload import Workload
 from tests.experiments.cells import cell, model_spec
 from tests.simulation.workloads import paper_cluster
@@ -90,7 +91,7 @@ def test_activations_are_what_real_blocks_keep(
             output = output[0] if isinstance(output, tuple) else output
             held.append(output)
     expected = layers * given_cell.micro_batch * length
-    expected *= activations.block_bytes(workload_of(given_cell))
+    expected *= block_bytes(workload_of(given_cell))
     assert sum(kept.values()) == pytest.approx(expected, rel=0.01)
 
 
