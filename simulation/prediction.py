@@ -11,12 +11,12 @@ from simulation import transformer as shapes
 from simulation.emulated import PAYLOAD_SHARE
 from simulation.hardware import Gpu, Hardware
 from simulation.luwu import Server, like
-from simulation.memory import Footprint, footprint, place
-from simulation.step.events import Timeline
+from simulation.memory import Footprint, Placement, footprint, place
+from simulation.step.events import Timeline, busy_seconds
 from simulation.step.schedule import Step
 from simulation.step.slots import Slots, turns
 from simulation.step.tasks import Tasks
-from simulation.units import layout
+from simulation.units import Layout, layout
 from simulation.workload import Workload
 
 #: Bytes that one node moves by link (inter_node, intra_node, host_to_device, device_to_host, disk)
@@ -65,10 +65,15 @@ def needed(workload: Workload, hardware: Hardware) -> Footprint:
     """The peak memory, with the cache where the policy puts it; raises as ``predict``."""
     if workload.served:
         return luwu.footprint(workload, hardware)
+    return _placed(workload, hardware)[2]
+
+
+def _placed(workload: Workload, hardware: Hardware) -> tuple[Layout, Placement, Footprint]:
+    """The units, where their entries are kept, and the memory that all of it takes."""
     schedule = workload.schedule
     units = layout(workload, schedule, hardware.nodes, hardware.ranks_per_node)
-    cache = place(workload, schedule, units, hardware).cache
-    return footprint(workload, schedule, units, hardware, cache)
+    placement = place(workload, schedule, units, hardware)
+    return units, placement, footprint(workload, schedule, units, hardware, placement.cache)
 
 
 def fits(workload: Workload, hardware: Hardware) -> bool:
@@ -128,11 +133,7 @@ class Built:
     @property
     def least_seconds(self) -> float:
         """Seconds that no schedule of the tasks undercuts: those of the busiest resource."""
-        busy: dict[str, float] = {}
-        for task in self.tasks.tasks[self.begin :]:
-            for resource, seconds in task.demands.items():
-                busy[resource] = busy.get(resource, 0.0) + seconds
-        return max(busy.values())
+        return max(busy_seconds(self.tasks.tasks[self.begin :]).values())
 
 
 def build(workload: Workload, hardware: Hardware) -> Built:
@@ -144,9 +145,7 @@ def build(workload: Workload, hardware: Hardware) -> Built:
     if workload.served:
         return with_server(workload, hardware, like(hardware))
     schedule = workload.schedule
-    units = layout(workload, schedule, hardware.nodes, hardware.ranks_per_node)
-    placement = place(workload, schedule, units, hardware)
-    needs = footprint(workload, schedule, units, hardware, placement.cache)
+    units, placement, needs = _placed(workload, hardware)
     if schedule.passes_on:  # ranks go two slots apart,
         return Built(workload, hardware, needs, Slots(hardware, workload=workload))
     if schedule.cycle == "turns":  # or take turns,

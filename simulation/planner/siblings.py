@@ -8,7 +8,7 @@ simulated: a pass takes as long as the busiest of the device, its link, the SSDs
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from baselines.fuyou import cost
@@ -35,41 +35,47 @@ _CLOSE = 0.95
 class InNetwork:
     """A step of LuWu."""
 
-    sequences: int
-    length: int
-    recomputed: float
-    #: Whether frozen parameters are pulled once.
-    cached: bool
-    seconds: float
-    tokens_per_s: float
-    bottleneck: str
-    #: Bytes per step of a node's link, and of the server's, by direction.
-    node_received: float
-    node_sent: float
-    server_received: float
-    server_sent: float
-    device_bytes: float
-    host_bytes: float
-    #: Bytes of the server's files, and the server in words.
-    files_bytes: float
-    server: str
+    workload: Workload
+    prediction: Prediction
+    server: Server
 
     def __str__(self) -> str:
-        kept = f", {self.host_bytes / 1e9:,.1f} GB of host memory a node" if self.host_bytes else ""
+        told = self.document()
+        waits = _WAITS.get(self.prediction.bottleneck, self.prediction.bottleneck)
+        host = told["host_bytes"] / 1e9
+        kept = f", {host:,.1f} GB of host memory a node" if host else ""
         return (
-            f"{LUWU}, whose model lies on {self.server}: {self.seconds:.3g} s per step of "
-            f"{self.sequences} × {self.length} tokens a GPU ({self.tokens_per_s:,.0f} tokens/s, "
-            f"waits for {_WAITS.get(self.bottleneck, self.bottleneck)}); a node receives "
-            f"{self.node_received / 1e9:,.3g} GB and sends {self.node_sent / 1e9:,.3g}, the server "
-            f"receives {self.server_received / 1e9:,.3g} and sends {self.server_sent / 1e9:,.3g}; "
-            f"needs {self.device_bytes / 1e9:.1f} GB on each device{kept}, "
-            f"{self.files_bytes / 1e9:,.0f} GB of files on the server, and a switch that sums and "
-            "multicasts"
+            f"{LUWU}, whose model lies on {told['server']}: {told['seconds']:.3g} s per step of "
+            f"{told['sequences']} × {told['length']} tokens a GPU "
+            f"({told['tokens_per_s']:,.0f} tokens/s, waits for {waits}); a node receives "
+            f"{told['node_received'] / 1e9:,.3g} GB and sends {told['node_sent'] / 1e9:,.3g}, the "
+            f"server receives {told['server_received'] / 1e9:,.3g} and sends "
+            f"{told['server_sent'] / 1e9:,.3g}; needs {told['device_bytes'] / 1e9:.1f} GB on each "
+            f"device{kept}, {told['files_bytes'] / 1e9:,.0f} GB of files on the server, and a "
+            "switch that sums and multicasts"
         )
 
     def document(self) -> dict[str, Any]:
-        """For JSON; sizes in bytes, times in seconds."""
-        return asdict(self)
+        """For JSON; sizes in bytes, of links per step and by direction, times in seconds."""
+        workload, found = self.workload, self.prediction
+        links = found.link_bytes or {}
+        return {
+            "sequences": workload.micro_batch,
+            "length": workload.sequence_length,
+            "recomputed": workload.recomputed,
+            "cached": workload.cached,
+            "seconds": found.step_seconds,
+            "tokens_per_s": found.tokens_per_s,
+            "bottleneck": found.bottleneck,
+            "node_received": links["node received"],
+            "node_sent": links["node sent"],
+            "server_received": links["server received"],
+            "server_sent": links["server sent"],
+            "device_bytes": found.footprint.device_bytes,
+            "host_bytes": found.footprint.host_bytes,
+            "files_bytes": files_bytes(workload),
+            "server": self.server.description,
+        }
 
 
 _WAITS = {
@@ -93,8 +99,11 @@ def in_network(request: Request) -> InNetwork | None:
     server, hardware = request.server, request.hardware
     if server is None or _in_four_bits(request):
         return None
-    found = [_luwu(point, hardware, server) for point in _fitting(request)]
-    return max(found, key=lambda made: made.tokens_per_s, default=None)
+    found = [
+        InNetwork(point, simulate_built(with_server(point, hardware, server)), server)
+        for point in _fitting(request)
+    ]
+    return max(found, key=lambda made: made.prediction.tokens_per_s, default=None)
 
 
 def lack(request: Request) -> str:
@@ -131,28 +140,6 @@ def _fitting(request: Request) -> Iterator[Workload]:
             for size in _sizes(request) or (largest_micro_batch(tried, hardware),):
                 if size and fits(replace(tried, micro_batch=size), hardware):
                     yield replace(tried, micro_batch=size)
-
-
-def _luwu(workload: Workload, hardware: Hardware, server: Server) -> InNetwork:
-    found: Prediction = simulate_built(with_server(workload, hardware, server))
-    links = found.link_bytes or {}
-    return InNetwork(
-        sequences=workload.micro_batch,
-        length=workload.sequence_length,
-        recomputed=workload.recomputed,
-        cached=workload.cached,
-        seconds=found.step_seconds,
-        tokens_per_s=found.tokens_per_s,
-        bottleneck=found.bottleneck,
-        node_received=links["node received"],
-        node_sent=links["node sent"],
-        server_received=links["server received"],
-        server_sent=links["server sent"],
-        device_bytes=found.footprint.device_bytes,
-        host_bytes=found.footprint.host_bytes,
-        files_bytes=files_bytes(workload),
-        server=server.description,
-    )
 
 
 @dataclass(frozen=True)

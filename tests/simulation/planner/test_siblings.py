@@ -46,7 +46,7 @@ def test_with_one_the_rest_of_the_plan_stays(tmp_path: Path) -> None:
     document = report.document(found)
     offered = document.pop("luwu")
     assert document == report.document(without)
-    parameters = shape(asked.model, found.in_network.length).parameters
+    parameters = shape(asked.model, found.in_network.workload.sequence_length).parameters
     assert offered["server_sent"] == 4 * parameters
     assert offered["node_sent"] == 8 * 2 * parameters
     assert offered["files_bytes"] == 28 * parameters
@@ -57,7 +57,7 @@ def test_it_has_the_size_that_is_asked_for(tmp_path: Path) -> None:
     asked = with_server(replace(small(tmp_path), global_batch=64))
     found = in_network(asked)
     assert found is not None
-    assert found.sequences == 2
+    assert found.workload.micro_batch == 2
 
 
 def test_where_nothing_else_fits_it_is_named() -> None:
@@ -89,8 +89,8 @@ def test_adapters_keep_their_base_in_host_memory(tmp_path: Path) -> None:
     asked = request(str(config_file(tmp_path)), strategies=KINDS, lora_rank=8)
     found = in_network(with_server(asked))
     assert found is not None
-    assert found.cached
-    assert found.host_bytes > 0
+    assert found.workload.cached
+    assert found.prediction.footprint.host_bytes > 0
 
 
 def _one(gpu: str = "rtx4090", memory: float = 64e9, gpus: int = 1) -> Hardware:
