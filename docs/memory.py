@@ -16,7 +16,7 @@ from typing import Any
 import fcdp
 from fcdp.cache.arena import aligned
 from fcdp.cache.named import parse
-from simulation.paper_models import PAPER_MODELS, SEQUENCE_LENGTH
+from simulation.models import PAPER_MODELS, SEQUENCE_LENGTH
 from simulation.transformer import Transformer
 
 PAGE = Path(__file__).resolve().parent / "memory.md"

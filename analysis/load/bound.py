@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from analysis.load.rows import Row
-from simulation.bound.study import BoundRecord
+from simulation.bound import BoundRecord
 from simulation.quantities import format_link
 
 

@@ -15,7 +15,7 @@ from analysis.load.memory import MemoryStudy
 from analysis.load.rows import Row, row
 from analysis.load.table import frame, latest
 from experiments.records.record import Record, read
-from simulation.bound import study as bound
+from simulation import bound
 
 #: Where the records that are not of cells are, relative to the folder of results.
 MEMORY = "memory/memory.jsonl"

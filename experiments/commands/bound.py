@@ -12,8 +12,7 @@ from rich.table import Table
 from experiments import terminal
 from experiments.records import provenance
 from simulation import files
-from simulation.bound import study
-from simulation.bound.study import GPU, SEQUENCE_LENGTH, BoundRecord
+from simulation.bound import GPU, SEQUENCE_LENGTH, BoundRecord, points, settle
 
 
 def bound(
@@ -26,7 +25,7 @@ def bound(
     The closed form of "Memory and Bandwidth are All You Need for FSDP"; nothing is run.
     """
     commit = provenance.gather().commit
-    found = [study.settle(point, commit) for point in study.points()]
+    found = [settle(point, commit) for point in points()]
     file = output / "bound.jsonl"
     try:
         terminal.check_writable("--output", file)

@@ -11,8 +11,9 @@ from rich.table import Table
 
 from experiments import terminal
 from experiments.records import provenance
-from simulation.compute import measured, study
-from simulation.compute.study import Check, Constant
+from simulation.calibration import Constant
+from simulation.compute import fit, study
+from simulation.compute.study import Check
 
 
 def fit_compute(
@@ -36,13 +37,13 @@ def fit_compute(
     console = terminal.console()
     try:
         if check is not None:
-            found = study.errors(measured.read(check), study.read().fitted())
+            found = study.errors(fit.read_rows(check), study.read().fitted())
             console.print(_checks([found]))
             return
         file = output / "fit.json"
         terminal.check_writable("--output", file)
         commit = provenance.gather().commit
-        record = study.settle(measured.read(rows or measured.ROWS), commit)
+        record = study.settle(fit.read_rows(rows or fit.ROWS), commit)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")
     except (ValueError, OSError) as error:

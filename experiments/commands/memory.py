@@ -14,9 +14,10 @@ from rich.table import Table
 from experiments import terminal
 from experiments.records import provenance
 from experiments.records.cell import Cell
-from simulation import files, paper_models
+from simulation import files
 from simulation.imitated import study, table
 from simulation.imitated.records import Case, MemoryRecord, read
+from simulation.models import PAPER_MODELS, find
 
 if TYPE_CHECKING:
     import torch.nn as nn
@@ -71,9 +72,9 @@ def settle(
     Raises ``ValueError`` for an unknown model, strategy or length, for a file that is not ours, and
     if ``output`` cannot be written.
     """
-    names = dict.fromkeys(models or paper_models.PAPER_MODELS)
+    names = dict.fromkeys(models or PAPER_MODELS)
     cases = study.cases(
-        [paper_models.find(name) for name in names],
+        [find(name) for name in names],
         list(dict.fromkeys(strategies)) or None,
         list(dict.fromkeys(lengths)) or study.SEQUENCE_LENGTHS,
     )

@@ -17,15 +17,14 @@ from experiments import terminal
 from experiments.preflight.schema import Preflight, hardware_of
 from simulation import hardware
 from simulation import quantities as q
-from simulation.capacity import reported
-from simulation.compute.constants import with_rates
-from simulation.hardware import Hardware, cluster
+from simulation.compute.study import with_rates
+from simulation.hardware import Hardware, cluster, reported
 from simulation.instances import Instance, read
-from simulation.luwu.server import Server, nominal
+from simulation.luwu import Server, nominal
 from simulation.planner import plan as planner
-from simulation.planner import rent_report, report
-from simulation.planner.refusal import refusal
-from simulation.planner.rent import STRATEGIES, refused, rent
+from simulation.planner import rent, report
+from simulation.planner.plan import refusal
+from simulation.planner.rent import STRATEGIES
 from simulation.planner.request import Request
 
 _HOST_MEMORY = "512GB"
@@ -247,13 +246,13 @@ def _offered(source: str, gpu: str | None, said: Mapping[str, object]) -> list[I
 
 def _rented(request: Request, offered: Sequence[Instance], within_hours: float | None) -> _Answer:
 
-    market = rent(request, offered, within_hours)
+    market = rent.rent(request, offered, within_hours)
     if not market.offers:
-        raise ValueError(refused(market, request, offered))
+        raise ValueError(rent.refused(market, request, offered))
     return _Answer(
-        rent_report.table(market, request, within_hours),
-        rent_report.document(market, request, within_hours),
-        [rent_report.row(offer) for offer in market.offers],
+        rent.table(market, request, within_hours),
+        rent.document(market, request, within_hours),
+        [rent.row(offer) for offer in market.offers],
     )
 
 

@@ -14,8 +14,7 @@ from experiments.clusters.simulated import SimulatedCluster
 from experiments.matrix import reader
 from experiments.records.modelled import cluster_of, workload_of
 from experiments.runner import runner
-from simulation.prediction import predict
-from simulation.trace import chrome_trace
+from simulation.prediction import chrome_trace, predict
 
 
 def trace(

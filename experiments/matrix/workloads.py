@@ -29,7 +29,7 @@ from experiments.records.workload import (
     TextFile,
     is_path,
 )
-from simulation import hugging_face
+from simulation import models as shapes
 from simulation.transformer import ModelSpec
 from simulation.yaml_lines import KeyPath
 
@@ -136,7 +136,7 @@ class Workloads:
         source = self._path_or_name(config, place)
         given = self._path(config)
         try:
-            read = hugging_face.read(given if is_path(source) else source)
+            read = shapes.read(given if is_path(source) else source)
         except ValueError as error:
             self._file.fail(place, str(error))
         if not isinstance(read.get("model_type"), str):

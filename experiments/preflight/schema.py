@@ -12,11 +12,10 @@ from pydantic import Field, ValidationError, model_validator
 from experiments.records.abilities import Evidence
 from experiments.records.cell import DType
 from simulation import hardware
-from simulation.capacity import reserved
-from simulation.compute.constants import by_block, rates_of
+from simulation.compute.study import by_block, rates_of
 from simulation.emulated import emulated
 from simulation.files import Strict
-from simulation.hardware import Gpu, Hardware, cluster
+from simulation.hardware import Gpu, Hardware, cluster, reserved
 from simulation.rates import Rates, Work
 from simulation.transformer import Transformer
 from simulation.work import block_work

@@ -9,11 +9,11 @@ from baselines import registry
 from experiments.records.cell import AnyCluster, Cell, DType
 from experiments.records.record import Record
 from experiments.records.workload import ConfiguredModel, ImageModel, OwnModel
-from simulation import framing, hugging_face
+from simulation import framing, models
 from simulation.calibration import MeasuredStep
 from simulation.emulated import emulated
 from simulation.hardware import GB, Hardware, cluster, gpu_of
-from simulation.luwu.traffic import LUWU
+from simulation.luwu import LUWU
 from simulation.prediction import model_utilisation
 from simulation.transformer import ATTENTION, Transformer
 from simulation.workload import FrozenDtype, Workload
@@ -50,7 +50,7 @@ def _shape(cell: Cell) -> Transformer:
     if isinstance(model, ConfiguredModel):
         if cell.tuning == "lora" and model.model_type not in ATTENTION:
             raise ValueError(f"what peft adapts of {model.model_type} is not counted")
-        found = hugging_face.from_config(model.configuration, cell.sequence_length)
+        found = models.from_config(model.configuration, cell.sequence_length)
         return replace(found, name=model.name)
     return Transformer.of(model, cell.sequence_length)
 

@@ -11,7 +11,7 @@ import pytest
 
 from docs import draw_bound, draw_compute, draw_differences, draw_fuyou, draw_map
 from docs.drawn import FIGURES
-from simulation.differences import MEASURED
+from simulation.step.exchanges import MEASURED
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_cells_are_what_the_planner_says(request: pytest.FixtureRequest) -> None
 
 def test_the_closed_form_is_more_hopeful_than_the_simulator() -> None:
     """1.3B: 382 thousand tokens by the closed form, a seventh of it by the simulator."""
-    _, layers, width, gpus = draw_bound.study.MODELS[0]
+    _, layers, width, gpus = draw_bound.bound.MODELS[0]
     shape = draw_bound.Shape(layers=layers, width=width)
     closed = draw_bound.token_capacity(shape, draw_bound.of_class("a100-40gb", 100, gpus))
     simulated = draw_bound.tokens_that_fit(layers, width, gpus, vocabulary=50_257)

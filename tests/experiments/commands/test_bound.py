@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from experiments.__main__ import app
-from simulation.bound.study import BoundRecord, read
+from simulation.bound import BoundRecord, read
 
 
 @pytest.fixture(scope="module")

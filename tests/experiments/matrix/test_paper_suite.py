@@ -12,7 +12,7 @@ from experiments.matrix import files, reader
 from experiments.records.cell import Cell, SimulatedSpec
 from experiments.records.modelled import cluster_of, hardware_of, workload_of
 from experiments.records.record import read
-from simulation import paper_models
+from simulation import models
 from simulation.prediction import fits, predict
 from tests.experiments.matrix.test_reader import FILE, written
 from tests.simulation.workloads import paper_cluster
@@ -40,9 +40,9 @@ def test_a_suite_is_a_folder_and_a_matrix_is_itself() -> None:
 @pytest.mark.parametrize("name", SUITE)
 def test_models_and_clusters_are_the_papers(name: str) -> None:
     for cell in cells(name):
-        assert cell.model == paper_models.find(cell.model.name)
+        assert cell.model == models.find(cell.model.name)
         swept = name.startswith("paper/sensitivity")
-        assert swept or cell.sequence_length == paper_models.SEQUENCE_LENGTH
+        assert swept or cell.sequence_length == models.SEQUENCE_LENGTH
         assert isinstance(cell.cluster, SimulatedSpec)
         nodes, link = cell.cluster.nodes, cell.inter_bandwidth_bits_per_s
         assert link is not None

@@ -10,9 +10,15 @@ import pytest
 
 from experiments.records.modelled import cluster_of, measured_step, why_not_simulated
 from experiments.records.record import Record, read
-from simulation.calibration import MeasuredStep, calibrate, intervals
+from simulation.calibration import (
+    Comparison,
+    MeasuredStep,
+    calibrate,
+    compare,
+    intervals,
+    median_absolute_error,
+)
 from simulation.emulated import FITTED_TO, TWO_CORES
-from simulation.validation import Comparison, compare, median_absolute_error
 
 RESULTS = Path(__file__).parents[2] / "results"
 RUNS = [

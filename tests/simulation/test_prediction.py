@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from simulation.trace import chrome_trace
+from simulation.prediction import chrome_trace
 from tests.simulation.workloads import predicted
 
 
