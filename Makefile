@@ -16,7 +16,7 @@ EMULATED := quickstart reference unshaped unshaped-repeated slow-link parity vol
 TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: quickstart reproduce check test lint unit operators docs mutants gpu setup baselines pins clean help
+.PHONY: quickstart reproduce check test ci lint unit operators docs mutants gpu setup baselines pins clean help
 
 quickstart: setup ## FCDP next to ZeRO-3 on this machine: table, figure, report
 	$(VENV)/bin/python -m experiments run quickstart
@@ -40,7 +40,11 @@ unit: setup
 	$(VENV)/bin/python -m pytest -q -m unit $(TWO_PROCESSES)
 
 # DeepSpeed's operator compiles beside the linters: the tests would wait for it, most of a minute.
-test: setup ## linters and types, then the tests
+test: setup ## linters and types, then the tests of all tiers but system
+	@$(MAKE) --no-print-directory -j 2 lint operators
+	$(VENV)/bin/python -m pytest -q -m "not system" $(TWO_PROCESSES)
+
+ci: setup ## the same, and documentation, packaging, sshd, Slurm, Docker, browsers
 	@$(MAKE) --no-print-directory -j 2 lint operators
 	$(VENV)/bin/python -m pytest -q $(TWO_PROCESSES)
 

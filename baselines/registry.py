@@ -10,15 +10,133 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from baselines.description import Look, Strategy
-from baselines.schedule import DDP, DEEPSPEED, FCDP, FSDP2, Schedule, within_node
+from baselines.description import ExtraProcess, Look, Strategy
+from baselines.schedule import (
+    CO2,
+    CYCLIC,
+    CYCLIC_INTERLEAVED,
+    CYCLIC_RING,
+    CYCLIC_ZERO,
+    DDP,
+    DEEPSPEED,
+    FCDP,
+    FSDP2,
+    LOCAL_SGD,
+    Schedule,
+    within_node,
+)
 from baselines.settings import (
     CacheSettings,
+    CO2Settings,
+    CyclicSettings,
     DeepSpeedSettings,
     EncodedSettings,
+    FuyouSettings,
+    LocalSGDSettings,
+    LuWuSettings,
     Settings,
+    SlowMoSettings,
 )
-from baselines.siblings import SIBLINGS
+
+SIBLINGS: tuple[Strategy, ...] = (
+    Strategy(
+        "cyclic",
+        "ddp",
+        "Cyclic Data Parallelism's update rules, on ranks that step together",
+        CYCLIC,
+        Look("#1F1F1F", "*"),
+        numerics="own",
+        built_by="cyclic.synchronous",
+        settings=CyclicSettings,
+        title="Cyclic",
+    ),
+    Strategy(
+        "cyclic-ring",
+        "cyclic",
+        "Cyclic Data Parallelism by messages from rank to rank, two slots apart",
+        CYCLIC_RING,
+        Look("#3B3B3B", "o"),
+        numerics="own",
+        built_by="cyclic.ring:ring",
+        settings=CyclicSettings,
+    ),
+    Strategy(
+        "cyclic-zero",
+        "cyclic",
+        "the same, and a rank has its own stage and the one that it computes with",
+        CYCLIC_ZERO,
+        Look("#5A5A5A", "s"),
+        numerics="own",
+        built_by="cyclic.ring:zero",
+        settings=CyclicSettings,
+    ),
+    Strategy(
+        "cyclic-interleaved",
+        "cyclic",
+        "a step's micro-batches two slots apart on one device, as constant in memory",
+        CYCLIC_INTERLEAVED,
+        Look("#787878", "D"),
+        numerics="own",
+        built_by="cyclic.interleaved",
+        settings=CyclicSettings,
+    ),
+    Strategy(
+        "local-sgd",
+        "co2",
+        "Local SGD: steps apart, then the mean of all workers",
+        LOCAL_SGD,
+        Look("#C9A227", "s"),
+        numerics="own",
+        built_by="co2.train:local_sgd",
+        settings=LocalSGDSettings,
+    ),
+    Strategy(
+        "slowmo",
+        "co2",
+        "SlowMo: Local SGD with an outer momentum",
+        LOCAL_SGD,
+        Look("#997515", "D"),
+        numerics="own",
+        built_by="co2.train:local_sgd",
+        settings=SlowMoSettings,
+        title="SlowMo",
+    ),
+    Strategy(
+        "co2",
+        "co2",
+        "CO2: steps apart, whose mean arrives while the next ones are computed",
+        CO2,
+        Look("#6B4E00", "^"),
+        numerics="own",
+        built_by="co2.train:co2",
+        settings=CO2Settings,
+        title="CO2",
+    ),
+    Strategy(
+        "luwu",
+        "luwu",
+        "model in the network: a server steps, a switch sums and multicasts",
+        None,
+        Look("#D12E6A", "P"),
+        settings=LuWuSettings,
+        built_by="luwu.train",
+        title="LuWu",
+        extra=(
+            ExtraProcess("switch", "baselines.luwu.switch:main", in_network=True),
+            ExtraProcess("server", "baselines.luwu.server:main"),
+        ),
+    ),
+    Strategy(
+        "fuyou",
+        "fuyou",
+        "all state on SSD: one device, the optimizer inside backward",
+        None,
+        Look("#6C3D1E", "D"),
+        built_by="fuyou.train",
+        settings=FuyouSettings,
+        title="Fuyou",
+    ),
+)
 
 
 def has_cuda() -> bool:
@@ -157,7 +275,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         "resharded over the node after forward, as hpZ does",
         replace(FSDP2, cache="device", cached_for="micro-batch"),
         Look("#003F6B", "s"),
-        built_by="pytorch.reshard",
+        built_by="pytorch.fsdp2:reshard",
     ),
     Strategy(
         "fsdp2-offload",
@@ -235,7 +353,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         "FCDP without FCDP-Comm: frozen parameters cross each step",
         replace(FCDP, cached_for="step"),
         Look("#7B4173", "^"),
-        built_by="presets.sched",
+        built_by="presets.fcdp:sched",
         settings=CacheSettings,
     ),
     Strategy(

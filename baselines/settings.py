@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from baselines import sizes
 from baselines.pins import Pin
+from fcdp.sizes import parse
 
 #: ``condition``: cells are compared only where it is alike. ``subject``: it is what is compared.
 #: ``incidental``: it changes nothing of what a step is.
@@ -302,7 +302,7 @@ Update = Literal["after", "overlapped", "delayed"]
 
 
 def _is_a_size(value: str) -> str:
-    sizes.parse(value, least=1)
+    parse(value, least=1)
     return value
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -156,19 +157,32 @@ def load(name: str) -> Builder:
     found = registry.find(name)
     module, function = found.builder
     build: Builder = getattr(importlib.import_module(module), function)
-    return _completed(build, found) if found.settings in _LIBRARYS else build
 
-
-def _completed(build: Builder, found: Strategy) -> Builder:
-    """``build`` with all of FCDP's settings: those that are fixed, the job's, and defaults."""
-
+    @functools.wraps(build)
     def built(model: nn.Module, job: Job) -> Trainable:
-        given = job.settings.model_dump()
-        found.chosen(given)  # refuses what the strategy fixes to something else
-        every = CacheSettings(**(given | found.fixes))
-        return build(model, replace(job, settings=every))
+        _refuse_others(job.settings, found)
+        return build(model, _completed(job, found) if found.settings in _LIBRARYS else job)
 
     return built
+
+
+def _refuse_others(given: Settings, found: Strategy) -> None:
+    """Raises ``ValueError`` for a setting that is given, and that the strategy does not leave."""
+    own = found.settings.model_fields
+    for name in given.model_dump(exclude_unset=True):
+        if name not in own:
+            has = f"its own, {found.fixes[name]}" if name in found.fixes else "none"
+            raise ValueError(
+                f"{name} = {getattr(given, name)!r}: {found.name} has {has}; allowed are "
+                f"{', '.join(own) or 'no settings'}"
+            )
+
+
+def _completed(job: Job, found: Strategy) -> Job:
+    """The job with all of FCDP's settings: those that are fixed, its own, and defaults."""
+    given = job.settings.model_dump()
+    found.chosen(given)  # refuses what the strategy fixes to something else
+    return replace(job, settings=CacheSettings(**(given | found.fixes)))
 
 
 def crossing_bytes(elements: int, job: Job, size: float | None = None) -> float:

@@ -13,11 +13,11 @@ from matplotlib.figure import Figure
 
 from analysis.figures.drawings import style
 from docs import drawn
-from simulation.bound import study
-from simulation.bound.closed_form import Cluster, Shape, grid_search, token_capacity
-from simulation.compute.constants import rates_of
+from simulation import bound
+from simulation.bound import Cluster, Shape, grid_search, token_capacity
+from simulation.compute.study import rates_of
 from simulation.hardware import cluster, gpu
-from simulation.memory import largest_micro_batch
+from simulation.prediction import largest_micro_batch
 from simulation.transformer import Transformer
 from simulation.workload import Workload
 
@@ -32,7 +32,7 @@ GPUS = {
 #: Gbit/s per GPU, which is what the closed form means; and how each is drawn.
 BANDWIDTHS = {100.0: "--", 200.0: "-"}
 _STEPS = 25
-_LENGTH = study.SEQUENCE_LENGTH
+_LENGTH = bound.SEQUENCE_LENGTH
 _VOCABULARY = 50_257
 
 
@@ -70,7 +70,7 @@ def tokens_that_fit(layers: int, width: int, gpus: int, vocabulary: int) -> int:
         strategy="fsdp2", model=model, sequence_length=_LENGTH, micro_batch=1, recomputed=1.0
     )
     nodes = max(1, gpus // 8)
-    hardware = cluster(study.GPU, nodes=nodes, ranks_per_node=gpus // nodes, inter_bits_per_s=8e11)
+    hardware = cluster(bound.GPU, nodes=nodes, ranks_per_node=gpus // nodes, inter_bits_per_s=8e11)
     return _LENGTH * largest_micro_batch(workload, hardware)
 
 
@@ -85,7 +85,7 @@ def draw() -> Figure:
                 _maxima(mfu, speed, name, gbit_s, share, {"color": colour, "ls": line})
             sizes = [
                 (12 * layers * width**2, token_capacity(Shape(layers=layers, width=width), one))
-                for _, layers, width, gpus in study.MODELS
+                for _, layers, width, gpus in bound.MODELS
                 for one in [of_class(name, 100, gpus)]
             ]
             fits = [pair for pair in sizes if pair[1] >= 1]
@@ -94,7 +94,7 @@ def draw() -> Figure:
         mfu.set(title="most MFU, kernels' share as measured", ylabel="MFU", ylim=(0, 1))
         speed.set(title="most tokens per second and GPU", ylabel="tokens/s per GPU", yscale="log")
         context.set(title="longest context: one sequence per GPU", ylabel="tokens", yscale="log")
-        tokens.set(title=f"tokens that fit an {study.GPU}", ylabel="tokens per GPU", yscale="log")
+        tokens.set(title=f"tokens that fit an {bound.GPU}", ylabel="tokens per GPU", yscale="log")
         tokens.legend(fontsize=6)
         for ax in (mfu, speed, context, tokens):
             ax.set(xscale="log", xlabel="parameters")
@@ -113,7 +113,7 @@ def _maxima(
 ) -> None:
     """The best of the grid over stages, kept activations and kernels, by size; gaps do not fit."""
     found = []
-    for _, layers, width, gpus in study.MODELS:
+    for _, layers, width, gpus in bound.MODELS:
         shape, one = Shape(layers=layers, width=width), of_class(name, gbit_s, gpus)
         best = grid_search(shape, one, _LENGTH, steps=_STEPS, highest_efficiency=share)
         if best.mfu is not None and best.tokens_per_gpu_s is not None:
@@ -128,12 +128,12 @@ def _maxima(
 def _distance(ax: Any) -> None:
     """The closed form's tokens, the simulator's without an output layer, and the simulator's."""
     rows = []
-    for _, layers, width, gpus in study.MODELS:
+    for _, layers, width, gpus in bound.MODELS:
         shape = Shape(layers=layers, width=width)
         rows.append(
             (
                 shape.parameters,
-                token_capacity(shape, of_class(study.GPU, 100, gpus)),
+                token_capacity(shape, of_class(bound.GPU, 100, gpus)),
                 tokens_that_fit(layers, width, gpus, vocabulary=1),
                 tokens_that_fit(layers, width, gpus, vocabulary=_VOCABULARY),
             )

@@ -16,7 +16,7 @@ from typing import Any
 import fcdp
 from fcdp.cache.arena import aligned
 from fcdp.cache.named import parse
-from simulation.paper_models import PAPER_MODELS, SEQUENCE_LENGTH
+from simulation.models import PAPER_MODELS, SEQUENCE_LENGTH
 from simulation.transformer import Transformer
 
 PAGE = Path(__file__).resolve().parent / "memory.md"
@@ -131,8 +131,8 @@ def checksums(units: Sequence[Any], nodes: int) -> int:
 
 
 def guard(units: Sequence[Any], nodes: int) -> int:
-    """What ``detect_writes=True`` keeps on the device, in bytes: a checksum and a flag per unit."""
-    return (8 + 1) * len(units) if nodes > 1 else 0
+    """Bytes that ``detect_writes=True`` keeps on the device: nine checksums and a flag per unit."""
+    return (9 * 8 + 1) * len(units) if nodes > 1 else 0
 
 
 def blocks(parameters: float, layers: int, itemsize: int, cluster: Cluster) -> list[Unit]:

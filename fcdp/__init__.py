@@ -4,55 +4,23 @@ ZeRO-3 that keeps gathered parameters in the node's host memory: a layer crosses
 between nodes once a step and is rebuilt inside the node afterwards; frozen parameters cross once.
 """
 
-from fcdp.api import (
-    accumulate,
-    cache_parameters,
-    discard,
-    invalidate,
-    is_cached,
-    ledger,
-    shard,
-)
-from fcdp.cache.policy import (
-    Auto,
-    Budget,
-    CachePolicy,
-    DeviceCache,
-    DiskCache,
-    HostCache,
-    NoCache,
-    Threshold,
-)
-from fcdp.checkpoint import load, save
-from fcdp.codec import BlockInt4, BlockInt8, Codec, Delta
-from fcdp.export import export, save_adapters
-from fcdp.ledger import Ledger
-from fcdp.topology import Topology
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Auto",
-    "BlockInt4",
-    "BlockInt8",
-    "Budget",
-    "CachePolicy",
-    "Codec",
-    "Delta",
-    "DeviceCache",
-    "DiskCache",
-    "HostCache",
-    "Ledger",
-    "NoCache",
-    "Threshold",
-    "Topology",
-    "accumulate",
-    "cache_parameters",
-    "discard",
-    "export",
-    "invalidate",
-    "is_cached",
-    "ledger",
-    "load",
-    "save",
-    "save_adapters",
-    "shard",
-]
+if TYPE_CHECKING:
+    from fcdp.public import *  # noqa: F403
+else:
+    #: Modules here, which are imported by themselves: ``fcdp.sizes`` needs no torch.
+    _MODULES = {module.name for module in iter_modules(__path__)}  # noqa: F405
+
+    def __getattr__(name: str) -> object:
+        """Import the public names, and torch, with the first use of one."""
+        if name == "__all__" or not (name.startswith("_") or name in _MODULES):
+            public = import_module("fcdp.public")
+            if name in ("__all__", *public.__all__):
+                return getattr(public, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return [*globals(), *import_module("fcdp.public").__all__]

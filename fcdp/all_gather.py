@@ -13,14 +13,14 @@ from fcdp import ranges
 from fcdp.cache.cache import Cache
 from fcdp.cache.entry import Entry, Slice, Slices
 from fcdp.codec import Codec
+from fcdp.counts import Ledger, Phase, gather_phase
 from fcdp.delta import message
 from fcdp.delta.economy import Watch
 from fcdp.delta.sent import Sent
-from fcdp.exchange import PARTS_MOST, Pending, all_gather, swap, wait_all
+from fcdp.exchange import PARTS_MOST, Pending, all_gather, swap
 from fcdp.fsdp2 import AllGather, forget_gather
 from fcdp.gathering import Gathering, Parts, Queued, run
 from fcdp.guard import Guard
-from fcdp.ledger import Ledger, Phase, gather_phase
 from fcdp.staleness import Staleness
 from fcdp.streams import Streams
 from fcdp.topology import Topology
@@ -271,7 +271,7 @@ class CachedAllGather(AllGather):
                         self._topology.inter,
                     )
                 arriving, sent = self._table(received, sent)
-                wait_all(all_gather([arriving.view(-1)], self._topology.inter, [sent]))
+                all_gather([arriving.view(-1)], self._topology.inter, [sent])  # queued
             if self._codec is not None:
                 self._decode(arriving.unbind(), received)
             return (), []

@@ -24,8 +24,8 @@ from fcdp.cache.cache import Safety
 from fcdp.cache.policy import CachePolicy, HostCache
 from fcdp.cache.tiers import disk
 from fcdp.codec import Codec, Codecs, Delta
+from fcdp.counts import Ledger
 from fcdp.engine import Engine, engine_of, has_engine, is_set_up
-from fcdp.ledger import Ledger
 from fcdp.partial_gradients import PartialsPlace
 from fcdp.partition import (
     bucket,

@@ -38,8 +38,10 @@ def bytes_of(values: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_char * size).from_address(values.data_ptr())).cast("B")
 
 
-def sum_of_words(values: torch.Tensor) -> torch.Tensor:
+def sum_of_words(values: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Return a wrapping sum of the tensor's words, each times the key of its place, on its device.
+
+    ``out`` (int64, a scalar) takes the sum where it is given.
 
     A word has at most half the bits of its key and of the sum: whichever of them change, half of
     the key still counts, and no change falls out at the top. Were words as wide as sums, all signs
@@ -51,8 +53,8 @@ def sum_of_words(values: torch.Tensor) -> torch.Tensor:
     words = values.view(_WORDS.get(values.itemsize, torch.int32))
     count = words.numel()
     if count <= _BLOCK:
-        return (words * _keys(words.device, count)).sum()
-    return sum_of_words(torch.stack([sum_of_words(block) for block in words.split(_BLOCK)]))
+        return torch.sum(words * _keys(words.device, count), 0, out=out)
+    return sum_of_words(torch.stack([sum_of_words(block) for block in words.split(_BLOCK)]), out)
 
 
 @functools.cache

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import os
+import zlib
 from pathlib import Path
+
+_MARK = b"fcdp crc32 "
+_DIGITS = 8
+#: Bytes that a seal adds.
+SEAL_BYTES = len(_MARK) + _DIGITS
 
 
 def flush(path: Path) -> None:
@@ -15,16 +21,45 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def replace(path: Path, text: str) -> None:
+def replace(path: Path, data: bytes) -> None:
     """Have the file say this, or what it said before, whatever happens meanwhile.
 
     Raises:
         OSError: it cannot be written; it is as it was.
     """
     draft = path.with_name(f"{path.name}.new")
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)
+    try:
+        with draft.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
     flush(path.parent)
+
+
+def sealed(data: bytes) -> bytes:
+    """The data, and at its end the checksum of all before it."""
+    return data + _MARK + _digits(data + _MARK)
+
+
+def unsealed(data: bytes, path: Path) -> bytes:
+    """What was sealed. Raises ``ValueError`` if that is not what ``path`` has."""
+    body, digits = data[:-_DIGITS], data[-_DIGITS:]
+    if not body.endswith(_MARK):
+        raise ValueError(
+            f"{path}: damaged: has {len(data)} bytes and no checksum at its end; it was cut or "
+            "overwritten, or written by a version of FCDP without checksums, which must read it"
+        )
+    if (expected := _digits(body)) != digits:
+        raise ValueError(
+            f"{path}: damaged: its CRC-32 is {expected.decode()}; "
+            f"must be {digits.decode(errors='replace')}, as saved"
+        )
+    return body.removesuffix(_MARK)
+
+
+def _digits(body: bytes) -> bytes:
+    return b"%08x" % zlib.crc32(body)

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from fcdp.codec import Codec, Codecs
+from fcdp.counts import Ledger
 from fcdp.exchange import Pending, Then, all_to_all
-from fcdp.ledger import Ledger
 from fcdp.unit import Unit
 
 

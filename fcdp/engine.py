@@ -22,12 +22,12 @@ from fcdp.cache.cache import Cache
 from fcdp.cache.entry import Entry, Slices
 from fcdp.cache.memory_plan import MemoryPlan
 from fcdp.codec import Codecs
+from fcdp.counts import Ledger
 from fcdp.delta.economy import Economy
 from fcdp.delta.sent import Sent, check_differences
 from fcdp.encoded_reduce import EncodedReduce, check_encodable
 from fcdp.guard import Guard
 from fcdp.in_flight import InFlight
-from fcdp.ledger import Ledger
 from fcdp.optimizers import Strays, follow_optimizers
 from fcdp.partial_gradients import Partials
 from fcdp.passes import Passes, drop_prefetched, reshard

@@ -14,9 +14,9 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from fcdp import ranges
+from fcdp.counts import in_backward
 from fcdp.exchange import Pending, Then, wait_all
 from fcdp.failure import Failures
-from fcdp.ledger import in_backward
 from fcdp.unit import Unit
 
 #: Reductions across nodes that one engine has in flight. One travels while the next is computed;

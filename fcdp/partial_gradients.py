@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 import torch
 
 from fcdp.cache.arena import Arena, aligned
-from fcdp.ledger import Ledger
+from fcdp.counts import Ledger
 from fcdp.topology import Topology
 from fcdp.unit import Unit
 

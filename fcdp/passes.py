@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 
 from fcdp import fsdp2
-from fcdp.ledger import in_backward
+from fcdp.counts import in_backward
 from fcdp.unit import Unit
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from fcdp import fsdp2, ranges
+from fcdp.counts import Ledger
 from fcdp.encoded_reduce import EncodedReduce
 from fcdp.exchange import Op, Pending, Then, reduce_scatter, reduce_scatter_parts, wait_all
 from fcdp.fsdp2 import ReduceScatter
 from fcdp.in_flight import Arriving, InFlight
-from fcdp.ledger import Ledger
 from fcdp.partial_gradients import PartialGradients
 from fcdp.topology import Topology
 from fcdp.unit import Unit

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.experimental import implicit_replication
 
 from fcdp import fsdp2, ranges
+from fcdp.counts import Ledger
 from fcdp.exchange import all_reduce
-from fcdp.ledger import Ledger
 from fcdp.topology import Topology
 
 #: Outside of passes replicas meet DTensors, as where they are merged into sharded weights.

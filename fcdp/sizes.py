@@ -1,4 +1,4 @@
-"""Bytes as people write and read them."""
+"""Bytes as people write and read them, alike wherever there are any. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from decimal import Decimal
 
 _SIZE = re.compile(r"(\d[\d_]*(?:\.\d*)?|\.\d+)([eE][+-]?\d{1,2})?\s*(?:([kmgtKMGT]?)(i?)B)?")
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+_PREFIXES = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 
 
 def in_words(nbytes: int) -> str:
@@ -15,6 +16,14 @@ def in_words(nbytes: int) -> str:
         if nbytes >= 2**power:
             return f"{nbytes / 2**power:.4g} {unit}"
     return f"{nbytes} bytes"
+
+
+def written(count: float, digits: int = 3) -> str:
+    """Bytes in the largest unit that keeps them above one: ``1.26 GB``, a power of 1000."""
+    suffix, size = next(((s, n) for s, n in _PREFIXES if count >= n), ("B", 1))
+    value = count / size
+    number = f"{value:,.0f}" if value >= 10 ** (digits - 1) else f"{value:.{digits}g}"
+    return f"{number} {suffix}"
 
 
 def parse(text: str, least: int = 0) -> int:

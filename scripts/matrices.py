@@ -19,8 +19,8 @@ from pydantic import BaseModel
 from baselines import registry
 from baselines.optimizers import SGD, AdamW
 from baselines.settings import Setting
-from experiments.matrix.reader import FILE_NAMES, SETTINGS
-from experiments.records.cell import Cell, ClusterSpec, SimulatedSpec
+from experiments.matrix.reader import SETTINGS
+from experiments.records.cell import FILE_NAMES, Cell, ClusterSpec, SimulatedSpec
 from experiments.records.workload import (
     ConfiguredModel,
     Convolutional,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-_LIBRARY = Path(__file__).resolve().parent.parent / "fcdp" / "__init__.py"
+_LIBRARY = Path(__file__).resolve().parent.parent / "fcdp" / "public.py"
 
 #: What the examples in docstrings of the library start from.
 SETTING = """\

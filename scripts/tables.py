@@ -11,8 +11,8 @@ from analysis.compare.audit import Finding
 from experiments.records.cell import Cell
 from experiments.records.comparison import Comparison, few, grouped, groups, paired
 from experiments.records.record import Machine, Record
-from experiments.records.variants import ranked
 from experiments.terminal import variants_table
+from experiments.terminal.variants_table import ranked
 from simulation.quantities import format_link
 
 _RESULT_HEAD = (

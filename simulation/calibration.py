@@ -1,25 +1,32 @@
-"""The constants of one host, fitted to steps that ran on it without a limit between nodes."""
+"""One host's constants, fitted to steps that ran on it; predicted steps beside measured ones."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from simulation import framing
 from simulation.emulated import Constants, emulated
+from simulation.files import Strict
 from simulation.hardware import Hardware
-from simulation.prediction import build
+from simulation.prediction import Prediction, build, predict
 from simulation.workload import Workload
 
-_NOTHING = Constants(float("inf"), {}, {}, 0.0, 0.0, 0.0, 0.0)
+_NOTHING = Constants(flops=float("inf"))
 #: Constants that all engines have in common; times of operations are found in place of rates.
 _SHARED = ("message_seconds", "byte_seconds", "gathered_byte_seconds", "activation_byte_seconds")
-#: Draws of the bootstrap, whose units are a model's steps under one strategy: they err alike.
+#: Draws of the bootstrap. Its units err alike: a model's steps under one strategy, a GPU's rows of
+#: one size.
 _DRAWS, _SEED = 200, 7
-_INTERVAL = (0.05, 0.95)
+INTERVAL = (0.05, 0.95)
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -33,8 +40,7 @@ class MeasuredStep:
     inter_node_bytes: float
 
 
-@dataclass(frozen=True)
-class Constant:
+class Constant(Strict):
     """A constant, and where it lies in nine of ten draws of the bootstrap."""
 
     name: str
@@ -83,21 +89,37 @@ def intervals(steps: Sequence[MeasuredStep]) -> list[Constant]:
     groups: dict[tuple[str, str], list[int]] = {}
     for at, step in enumerate(free):
         groups.setdefault((step.workload.model.name, step.workload.strategy), []).append(at)
-    each, draw = list(groups.values()), np.random.default_rng(_SEED)
-    drawn = []
-    for _ in range(_DRAWS):
-        rows = [at for index in draw.integers(len(each), size=len(each)) for at in each[index]]
-        if _engines([free[at] for at in rows]) == _engines(free):
-            drawn.append(fit.solve(rows))
-    low, high = np.quantile(np.array(drawn), _INTERVAL, axis=0)
+
+    def solve(rows: list[int]) -> list[float] | None:
+        complete = _engines([free[at] for at in rows]) == _engines(free)
+        return fit.solve(rows) if complete else None
+
+    low, high = bootstrap(list(groups.values()), solve)
     found = []
     for name, value, least, most in zip(
         fit.names, fit.solve(range(len(free))), low, high, strict=True
     ):
         if name == "flops":
             value, least, most = (1 / one if one else math.inf for one in (value, most, least))
-        found.append(Constant(name, value, float(least), float(most)))
+        found.append(Constant(name=name, value=value, low=float(least), high=float(most)))
     return found
+
+
+def bootstrap(
+    groups: Sequence[Sequence[_T]], solve: Callable[[list[_T]], Sequence[float] | None]
+) -> NDArray[np.float64]:
+    """Where each number begins and ends in nine of ten draws, whose units are whole groups.
+
+    A draw that ``solve`` has no numbers for is left out.
+    """
+    draw = np.random.default_rng(_SEED)
+    drawn = []
+    for _ in range(_DRAWS):
+        chosen = draw.integers(len(groups), size=len(groups))
+        if (found := solve([one for index in chosen for one in groups[index]])) is not None:
+            drawn.append(found)
+    ends: NDArray[np.float64] = np.quantile(np.array(drawn), INTERVAL, axis=0)
+    return ends
 
 
 def _without_limit(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
@@ -160,3 +182,50 @@ def not_negative(features: NDArray[np.float64], target: NDArray[np.float64]) -> 
     found = np.zeros(features.shape[1])
     found[kept] = solution / scale[kept]
     return [float(value) for value in found]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A step that was run, and its prediction."""
+
+    measured: MeasuredStep
+    prediction: Prediction
+
+    @property
+    def relative_error(self) -> float:
+        """Relative error of the predicted time; above 0 where the prediction is too slow."""
+        return self.prediction.step_seconds / self.measured.seconds - 1
+
+    @property
+    def bytes_agree(self) -> bool:
+        """Whether the bytes differ by no more than protocol overhead."""
+        step = self.measured
+        return framing.agree(
+            step.workload,
+            step.hardware.nodes,
+            step.hardware.ranks_per_node,
+            predicted=self.prediction.inter_node_bytes,
+            counted=step.inter_node_bytes,
+        )
+
+    @property
+    def counted_share(self) -> float:
+        """Ratio of counted to predicted bytes; 1 where nothing crosses, as on one node."""
+        if not self.prediction.inter_node_bytes:
+            return math.inf if self.measured.inter_node_bytes else 1.0
+        return self.measured.inter_node_bytes / self.prediction.inter_node_bytes
+
+
+def compare(step: MeasuredStep) -> Comparison:
+    """Simulate the step on the cluster that it ran on."""
+    return Comparison(step, predict(step.workload, step.hardware))
+
+
+def median_absolute_error(comparisons: Sequence[Comparison]) -> float:
+    """Median error of the steps' times, as a share.
+
+    Raises ``ValueError`` where nothing was compared.
+    """
+    if not comparisons:
+        raise ValueError("comparisons = []: must hold at least one cell that ran")
+    return median(abs(comparison.relative_error) for comparison in comparisons)

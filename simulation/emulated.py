@@ -7,8 +7,7 @@ but these; links that are shaped are then predicted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from simulation.hardware import GB, Gpu, Hardware, Overheads
 
@@ -18,19 +17,12 @@ PAYLOAD_SHARE = 0.988
 _COPY_BYTES_PER_S = 10 * GB
 
 
-@dataclass(frozen=True)
-class Constants:
+@dataclass(frozen=True, kw_only=True)
+class Constants(Overheads):
     """What one host takes for computing and sending, all cores together."""
 
     #: Operations per second of matrix products in fp32.
     flops: float
-    #: Seconds, as in ``Overheads``.
-    block_seconds: Mapping[str, float]
-    step_seconds: Mapping[str, float]
-    message_seconds: float
-    byte_seconds: float
-    gathered_byte_seconds: float
-    activation_byte_seconds: float
 
 
 #: Matrices whose cells without a limit on their links the constants are fitted to.
@@ -86,12 +78,7 @@ def emulated(
         backend="gloo",
         ranks_sharing_device=nodes * ranks_per_node,
         overheads=Overheads(
-            constants.block_seconds,
-            constants.step_seconds,
-            constants.message_seconds,
-            constants.byte_seconds,
-            constants.gathered_byte_seconds,
-            constants.activation_byte_seconds,
+            **{one.name: getattr(constants, one.name) for one in fields(Overheads)}
         ),
     )
     if inter_bits_per_s is None:

@@ -71,7 +71,7 @@ def read_as(path: Path, kind: type[AnyStrict]) -> list[AnyStrict]:
             raise ValueError(f"{path}:{number}: not a record: nested too deeply") from error
         except ValueError as error:
             raise ValueError(
-                f"{path}:{number}: not a record of this version: {_problem(error)}"
+                f"{path}:{number}: not a record of this version: {problem(error)}"
             ) from error
     return records
 
@@ -85,7 +85,7 @@ def _check_depth(value: Any, left: int) -> None:
             _check_depth(each, left - 1)
 
 
-def _problem(error: ValueError) -> str:
+def problem(error: ValueError) -> str:
     """The error in one line, without the values, which may be a whole file."""
     if not isinstance(error, ValidationError):
         return str(error)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import Counter
 
 from baselines.schedule import Schedule
-from simulation.cycle.stages import cycle_of, stages_of
-from simulation.luwu.traffic import traffic
+from simulation.cycle import cycle_of, stages_of
+from simulation.luwu import traffic
 from simulation.units import Layout, layout
 from simulation.workload import Workload
 

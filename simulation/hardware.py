@@ -19,6 +19,11 @@ Backend = Literal["nccl", "gloo"]
 
 GB = 1e9
 _TERA = 1e12
+_MIB = 2**20
+#: What CUDA's context, its libraries and NCCL's buffers take, and the share that fragmentation
+#: does: ours. With them an A40 has no more than the study on imitated devices has tried.
+_LIBRARIES_BYTES = 1.9e9
+_FRAGMENTED = 0.05
 #: One direction of 16 lanes, by PCIe generation, after line coding.
 _PCIE_3, _PCIE_4, _PCIE_5 = 15.75 * GB, 31.5 * GB, 63.0 * GB
 
@@ -66,71 +71,104 @@ def _pcie_gpu(name: str, tera: float, memory_gb: float, memory_gb_s: float, pcie
     return Gpu(name, tera * _TERA, memory, rate, pcie, pcie, link_is_pcie=True)
 
 
+@dataclass(frozen=True)
+class Card:
+    """All that is known of a GPU: a row of the one table that there is of them."""
+
+    gpu: Gpu
+    #: Total memory as ``nvidia-smi`` reports it; data sheets round it.
+    reported_mib: int
+    #: The pattern of what the driver calls it.
+    driver: str
+    #: The GPU with published runs whose architecture is nearest: by it the rates of computation.
+    like: str
+    #: Nominal bandwidth of nodes with it, as they usually have it.
+    node_bits_per_s: float = 1.6e12
+
+
+_A100, _H100 = "a100-80gb", "h100-sxm"
 # NVIDIA's data sheets; figures "with sparsity" halved, NVLink's sum of both directions halved.
-GPUS: Mapping[str, Gpu] = MappingProxyType(
-    {
-        gpu.name: gpu
-        for gpu in (
-            # A40 data sheet. NVLink joins pairs only (56 GB/s): rings over 4 or 8 cross PCIe.
-            _pcie_gpu("a40", 149.7, 48, 696, _PCIE_4),
-            # A100 data sheet: SXM, NVLink 600 GB/s in both directions.
+CARDS: dict[str, Card] = {
+    card.gpu.name: card
+    for card in (
+        # A40 data sheet. NVLink joins pairs only (56 GB/s): rings over 4 or 8 cross PCIe.
+        Card(_pcie_gpu("a40", 149.7, 48, 696, _PCIE_4), 46_068, r"A40$", _A100),
+        # A100 data sheet: SXM, NVLink 600 GB/s in both directions.
+        Card(
             Gpu("a100-40gb", 312 * _TERA, 40 * GB, 1555 * GB, _PCIE_4, 300 * GB),
-            Gpu("a100-80gb", 312 * _TERA, 80 * GB, 2039 * GB, _PCIE_4, 300 * GB),
-            # H100 data sheet: NVLink 900 GB/s; PCIe 600 GB/s, but between pairs only.
-            Gpu("h100-sxm", 989.4 * _TERA, 80 * GB, 3350 * GB, _PCIE_5, 450 * GB),
-            _pcie_gpu("h100-pcie", 756, 80, 2000, _PCIE_5),
-            # H200 data sheet: the H100's processor.
+            40_960,
+            r"A100(?!.*80GB)",
+            "a100-40gb",
+        ),
+        Card(
+            Gpu(_A100, 312 * _TERA, 80 * GB, 2039 * GB, _PCIE_4, 300 * GB),
+            81_920,
+            r"A100.*80GB",
+            _A100,
+        ),
+        # H100 data sheet: NVLink 900 GB/s; PCIe 600 GB/s, but between pairs only.
+        Card(
+            Gpu(_H100, 989.4 * _TERA, 80 * GB, 3350 * GB, _PCIE_5, 450 * GB),
+            81_559,
+            r"H100(?! PCIe)",
+            _H100,
+            node_bits_per_s=3.2e12,
+        ),
+        Card(_pcie_gpu("h100-pcie", 756, 80, 2000, _PCIE_5), 81_559, r"H100 PCIe", _H100),
+        # H200 data sheet: the H100's processor.
+        Card(
             Gpu("h200", 989.4 * _TERA, 141 * GB, 4800 * GB, _PCIE_5, 450 * GB),
-            # HGX B200 data sheet: NVLink 1,800 GB/s in both directions.
+            143_771,
+            r"H200",
+            _H100,
+        ),
+        # HGX B200 data sheet: NVLink 1,800 GB/s in both directions.
+        Card(
             Gpu("b200", 2250 * _TERA, 180 * GB, 7700 * GB, _PCIE_5, 900 * GB),
-            # L40S, L4 and RTX 4090 (Ada white paper) have no NVLink.
-            _pcie_gpu("l40s", 362.05, 48, 864, _PCIE_4),
-            _pcie_gpu("l4", 121, 24, 300, _PCIE_4 / 2),  # 8 lanes
-            _pcie_gpu("rtx4090", 165.2, 24, 1008, _PCIE_4),
-            # A10 data sheet; A10G is AWS's variant with less of the tensor cores.
-            _pcie_gpu("a10", 125, 24, 600, _PCIE_4),
-            _pcie_gpu("a10g", 70, 24, 600, _PCIE_4),
-            # V100 SXM2 data sheet: fp16, there is no bf16; NVLink 300 GB/s.
+            183_359,
+            r"B200",
+            _H100,
+        ),
+        # L40S, L4 and RTX 4090 (Ada white paper) have no NVLink.
+        Card(_pcie_gpu("l40s", 362.05, 48, 864, _PCIE_4), 46_068, r"L40S", _A100),
+        Card(_pcie_gpu("l4", 121, 24, 300, _PCIE_4 / 2), 23_034, r"L4$", _A100),  # 8 lanes
+        Card(_pcie_gpu("rtx4090", 165.2, 24, 1008, _PCIE_4), 24_564, r"RTX 4090$", _A100),
+        # A10 data sheet; A10G is AWS's variant with less of the tensor cores.
+        Card(_pcie_gpu("a10", 125, 24, 600, _PCIE_4), 23_028, r"A10$", _A100),
+        Card(_pcie_gpu("a10g", 70, 24, 600, _PCIE_4), 23_028, r"A10G", _A100),
+        # V100 SXM2 data sheet: fp16, there is no bf16; NVLink 300 GB/s.
+        Card(
             Gpu("v100-16gb", 125 * _TERA, 16 * GB, 900 * GB, _PCIE_3, 150 * GB),
+            16_384,
+            r"V100.*16GB",
+            _A100,
+        ),
+        Card(
             Gpu("v100-32gb", 125 * _TERA, 32 * GB, 900 * GB, _PCIE_3, 150 * GB),
-        )
-    }
-)
-
-
-#: What the driver calls them; the first that is found counts.
-_DRIVERS_NAMES = {
-    "a100-80gb": r"A100.*80GB",
-    "a100-40gb": r"A100",
-    "h100-pcie": r"H100 PCIe",
-    "h100-sxm": r"H100",
-    "h200": r"H200",
-    "b200": r"B200",
-    "l40s": r"L40S",
-    "l4": r"L4$",
-    "rtx4090": r"RTX 4090$",
-    "a40": r"A40$",
-    "a10g": r"A10G",
-    "a10": r"A10$",
-    "v100-32gb": r"V100.*32GB",
-    "v100-16gb": r"V100.*16GB",
+            32_768,
+            r"V100.*32GB",
+            _A100,
+        ),
+    )
 }
 
 
 def gpu_of(model: str) -> Gpu | None:
     """The GPU that the driver calls ``model`` (``NVIDIA H200``); ``None`` for an unknown one."""
-    for name, pattern in _DRIVERS_NAMES.items():
-        if re.search(pattern, model):
-            return GPUS[name]
-    return None
+    return next((one.gpu for one in CARDS.values() if re.search(one.driver, model)), None)
+
+
+def card(name: str) -> Card:
+    """The GPU's row. Raises ``ValueError`` for an unknown one: none stands in for it."""
+    try:
+        return CARDS[name]
+    except KeyError:
+        raise ValueError(f"gpu = {name!r}: allowed are {', '.join(CARDS)}") from None
 
 
 def gpu(name: str) -> Gpu:
-    """The GPU of this name. Raises ``ValueError`` for an unknown one: none stands in for it."""
-    try:
-        return GPUS[name]
-    except KeyError:
-        raise ValueError(f"gpu = {name!r}: allowed are {', '.join(GPUS)}") from None
+    """The GPU of this name, by its data sheet; raises as ``card``."""
+    return card(name).gpu
 
 
 @dataclass(frozen=True)
@@ -313,3 +351,18 @@ def cluster(
         intra_shares_pcie=device.link_is_pcie,
         host_memory_bytes=host_memory_bytes,
     )
+
+
+def reported(hardware: Hardware) -> Hardware:
+    """The cluster whose devices have what such cards report, less what programs cannot use.
+
+    Raises ``ValueError`` for a GPU that is not in the table.
+    """
+    memory = float(card(hardware.device.name).reported_mib * _MIB)
+    return reserved(replace(hardware, device=replace(hardware.device, memory_bytes=memory)))
+
+
+def reserved(hardware: Hardware) -> Hardware:
+    """The cluster whose devices' memory was measured, less what programs cannot use."""
+    reserve = _LIBRARIES_BYTES + _FRAGMENTED * hardware.device.memory_bytes
+    return replace(hardware, device_reserve_bytes=reserve)

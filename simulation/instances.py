@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from simulation.capacity import reported
-from simulation.compute.constants import with_rates
-from simulation.files import Strict
-from simulation.hardware import Hardware, cluster, gpu
+from simulation.compute.study import with_rates
+from simulation.files import Strict, problem
+from simulation.hardware import Hardware, cluster, gpu, reported
 from simulation.yaml_lines import load
 
 TABLE = Path(__file__).parents[1] / "results" / "instances" / "instances.csv"
@@ -89,12 +88,8 @@ def _instance(where: str, values: Any) -> Instance:
     try:
         found = Instance.model_validate(values)
         gpu(found.gpu)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{where}: {field}: {first['msg']}") from error
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+        raise ValueError(f"{where}: {problem(error)}") from error
     return found
 
 

@@ -1,21 +1,26 @@
 """Peak memory of a rank's device, a node's host and its disks, for each strategy, in bytes.
 
 What each part takes follows the code: FSDP2 and DeepSpeed shard what they shard, the cache holds
-what docs/memory.md says. A test compares whole peaks with those of real steps, in results/memory.
+what docs/memory.md says, in the tiers that the library's own policies decide. A test compares whole
+peaks with those of real steps, in results/memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from baselines.schedule import Schedule
-from simulation import activations
-from simulation.cycle.held import Held
-from simulation.cycle.held import held as of_cycle
+from baselines.schedule import Place, Schedule
+from simulation.cycle import Held
+from simulation.cycle import held as of_cycle
 from simulation.hardware import Hardware
-from simulation.units import Layout, layout
+from simulation.units import Layout, Unit
+from simulation.work import block_bytes, kept_bytes, loss_bytes
 from simulation.workload import Workload
+
+if TYPE_CHECKING:
+    from fcdp.cache.memory import Usage
 
 _MASTER_BYTES = 4
 _MOMENTS_BYTES = 8
@@ -29,6 +34,15 @@ _SUB_GROUP = 1e9
 #: Gathered units beside the root: one in use, one on its way.
 _GATHERED_UNITS = 2
 _PREFETCH_DEPTH = 1
+#: Gathers after which every policy of the library has settled.
+_SETTLED = 6
+#: Policies that put every unit into one tier: what they decide is known without torch.
+_ONE_TIER: Mapping[str, Place | None] = {
+    "none": None,
+    "device": "device",
+    "host": "host",
+    "disk": "disk",
+}
 
 
 @dataclass(frozen=True)
@@ -38,6 +52,24 @@ class CacheBytes:
     device: float = 0.0
     host: float = 0.0
     disk: float = 0.0
+
+
+@dataclass(frozen=True)
+class Shortfall:
+    """Memory that a workload lacks; none: it fits."""
+
+    #: Bytes on each device.
+    device_bytes: float
+    #: Bytes on each node's host.
+    host_bytes: float
+
+    @property
+    def fits(self) -> bool:
+        return self.device_bytes == 0 == self.host_bytes
+
+    def of_node(self, ranks_per_node: int) -> float:
+        """Bytes that a node lacks, on its devices and its host together."""
+        return ranks_per_node * self.device_bytes + self.host_bytes
 
 
 @dataclass(frozen=True)
@@ -61,6 +93,13 @@ class Footprint:
     def host_bytes(self) -> float:
         return sum(self.host.values())
 
+    def lacks(self, hardware: Hardware) -> Shortfall:
+        """The memory that is missing on this hardware."""
+        return Shortfall(
+            max(0.0, self.device_bytes - hardware.usable_device_bytes),
+            max(0.0, self.host_bytes - hardware.host_memory_bytes),
+        )
+
     def shortage(self, hardware: Hardware) -> str | None:
         """A sentence about what does not fit, with needs and haves in GB; ``None`` if all fits."""
         if self.device_bytes > hardware.usable_device_bytes:
@@ -75,25 +114,6 @@ class Footprint:
                 f"{hardware.host_memory_bytes / 1e9:.1f}"
             )
         return None
-
-
-def peak(workload: Workload, hardware: Hardware) -> Footprint:
-    """The peak memory of a steady step.
-
-    The cache is sized as if every unit went to the first tier of its strategy; a policy that
-    looks at memory in use is applied by the simulator, which calls ``footprint``. Raises
-    ``ValueError`` for a strategy that is not simulated.
-    """
-    schedule = workload.schedule
-    units = layout(workload, schedule, hardware.nodes, hardware.ranks_per_node)
-    entries = entry_bytes(workload, schedule, hardware)
-    place = schedule.keeps_in(workload.policy)
-    cache = CacheBytes(
-        device=entries if place == "device" else 0.0,
-        host=entries if place in ("host", "auto") or str(place).startswith("threshold") else 0.0,
-        disk=entries if place == "disk" else 0.0,
-    )
-    return footprint(workload, schedule, units, hardware, cache)
 
 
 def entry_bytes(workload: Workload, schedule: Schedule, hardware: Hardware) -> float:
@@ -142,33 +162,6 @@ def footprint(
         _positive(host),
         _positive(disk),
     )
-
-
-def largest_micro_batch(
-    workload: Workload,
-    hardware: Hardware,
-    fits: Callable[[Workload], bool] | None = None,
-) -> int:
-    """Most sequences per rank and micro-batch that fit; 0 if not even one does.
-
-    ``fits`` is asked instead of ``peak`` where a policy decides by memory in use.
-    """
-
-    def _fits(micro_batch: int) -> bool:
-        tried = replace(workload, micro_batch=micro_batch)
-        if fits is not None:
-            return fits(tried)
-        return peak(tried, hardware).shortage(hardware) is None
-
-    if not _fits(1):
-        return 0
-    low, high = 1, 2
-    while _fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if _fits(middle) else (low, middle)
-    return low
 
 
 def _held(workload: Workload, schedule: Schedule, units: Layout, hardware: Hardware) -> Held:
@@ -245,17 +238,15 @@ def _moments(
     """
     model, tokens, element = workload.model, workload.tokens, workload.element_bytes
     full = workload.lora is None
-    block = tokens * activations.block_bytes(workload)
+    block = tokens * block_bytes(workload)
     entry = tokens * element * model.width
-    left_by = tokens * activations.kept_bytes(workload)
+    left_by = tokens * kept_bytes(workload)
     kept = model.layers * (workload.recomputed * left_by + (1 - workload.recomputed) * block)
     again = block if workload.recomputed else 0.0
     # Gradients inside the MLP; where it is trained, its last matrix's input has gone by then.
     inner = (2 if full else 3) * tokens * element * model.inner
     # The last norm's input and, for the gradient of the output matrix, what it gives.
-    output = (2 if full else 1) * entry + tokens * activations.loss_bytes(
-        workload
-    ) * model.vocabulary
+    output = (2 if full else 1) * entry + tokens * loss_bytes(workload) * model.vocabulary
 
     unit = float(element * units.largest)
     root = float(element * units.root.parameters)
@@ -315,3 +306,128 @@ def _cast(workload: Workload) -> int:
 
 def _positive(parts: Mapping[str, float]) -> dict[str, float]:
     return {name: nbytes for name, nbytes in parts.items() if nbytes}
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The tier of each unit's entry, and what the entries take of a rank's memory."""
+
+    tiers: Mapping[Unit, Place]
+    cache: CacheBytes
+
+
+@dataclass(frozen=True, eq=False)
+class _PolicyUnit:
+    """A unit as ``fcdp.cache.policy`` looks at it."""
+
+    name: str
+    shard_bytes: int
+    shard_numel: int
+    trainable: bool
+    reuses: int
+
+
+def place(workload: Workload, schedule: Schedule, units: Layout, hardware: Hardware) -> Placement:
+    """Place the units' entries as the strategy or its policy does.
+
+    Raises ``ValueError`` for a policy that ``fcdp.cache.named`` does not know.
+    """
+    if schedule.cache is None or hardware.nodes == 1:
+        return Placement({}, CacheBytes())
+    if schedule.cache != "policy":
+        whole = entry_bytes(workload, schedule, hardware)
+        cache = CacheBytes(**{schedule.cache: whole})
+        return Placement(dict.fromkeys(units.units, schedule.cache), cache)
+    return _by_policy(schedule.policy or workload.policy, workload, schedule, units, hardware)
+
+
+def check_policy(text: str) -> None:
+    """Raise ``ValueError`` for a policy that the library does not know."""
+    if text not in _ONE_TIER:
+        from fcdp.cache.named import parse  # needs torch
+
+        parse(text)
+
+
+def shard_numel(parameters: int, world_size: int) -> int:
+    """Elements of one rank's shard, padding included."""
+    return -(-parameters // world_size)
+
+
+def _by_policy(
+    text: str, workload: Workload, schedule: Schedule, units: Layout, hardware: Hardware
+) -> Placement:
+    if text in _ONE_TIER:
+        return _in_one_tier(_ONE_TIER[text], workload, units, hardware)
+    from fcdp.cache.named import parse  # needs torch
+
+    seen: dict[Unit, Any] = {}
+    for unit in units.units:
+        numel = shard_numel(unit.gathered, hardware.world_size)
+        frozen = unit.trained == 0
+        seen[unit] = _PolicyUnit(
+            unit.name, workload.element_bytes * numel, numel, not frozen, (not unit.kept) + frozen
+        )
+    decided: Any = parse(text).place(list(seen.values()), hardware)  # type: ignore[arg-type]
+    tiers: dict[Unit, Place] = {}
+    for unit, policy_unit in seen.items():
+        for tier in decided.preferences[policy_unit][:1]:
+            tiers[unit] = tier
+    if decided.guarded:
+        tiers = _by_usage(decided, seen, tiers, workload, schedule, units, hardware)
+    sizes: dict[str, float] = {"device": 0.0, "host": 0.0, "disk": 0.0}
+    for unit, policy_unit in seen.items():
+        size = (hardware.nodes - 1) * policy_unit.shard_bytes
+        if unit in tiers:
+            sizes[tiers[unit]] += size
+        if decided.guarded and tiers.get(unit) == "device":
+            sizes["host"] += size  # the arena has room for every unit
+    return Placement(tiers, CacheBytes(**sizes))
+
+
+def _in_one_tier(
+    tier: Place | None, workload: Workload, units: Layout, hardware: Hardware
+) -> Placement:
+    if tier is None:
+        return Placement({}, CacheBytes())
+    each = (shard_numel(unit.gathered, hardware.world_size) for unit in units.units)
+    size = float((hardware.nodes - 1) * workload.element_bytes * sum(each))
+    return Placement(dict.fromkeys(units.units, tier), CacheBytes(**{tier: size}))
+
+
+def _by_usage(
+    decided: Any,
+    seen: Mapping[Unit, _PolicyUnit],
+    tiers: Mapping[Unit, Place],
+    workload: Workload,
+    schedule: Schedule,
+    units: Layout,
+    hardware: Hardware,
+) -> dict[Unit, Place]:
+    """Ask the policy as each unit is stored in forward, when activations have piled up so far."""
+    most = footprint(workload, schedule, units, hardware, CacheBytes())
+    activations = most.forward["activations"]
+    rest = sum(most.forward.values()) - activations
+    found: dict[Unit, Place] = dict(tiers)
+    held: dict[Unit, float] = {}
+    for _ in range(_SETTLED):
+        for index, (unit, policy_unit) in enumerate(seen.items()):
+            used = rest + activations * index / len(seen) + sum(held.values())
+            usage = _usage(used, most.device_bytes + sum(held.values()), hardware)
+            on_device = decided.admits(policy_unit, usage)
+            found[unit] = "device" if on_device else "host"
+            held.pop(unit, None)
+            if on_device:
+                held[unit] = (hardware.nodes - 1) * policy_unit.shard_bytes
+        if not decided.moves:
+            break
+    return found
+
+
+def _usage(used: float, peak: float, hardware: Hardware) -> Usage:
+    from fcdp.cache.memory import Usage
+
+    # The reserve is used by others than tensors.
+    total = round(hardware.device.memory_bytes)
+    reserve = hardware.device_reserve_bytes
+    return Usage(min(round(used + reserve), total), min(round(peak + reserve), total), total)

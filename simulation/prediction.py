@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from simulation import luwu
 from simulation import transformer as shapes
 from simulation.emulated import PAYLOAD_SHARE
 from simulation.hardware import Gpu, Hardware
-from simulation.luwu import memory as luwu_memory
-from simulation.luwu import step as luwu_step
-from simulation.luwu import traffic as luwu_traffic
-from simulation.luwu.server import Server, like
-from simulation.memory import Footprint, footprint
-from simulation.step.events import Timeline
-from simulation.step.placement import place
+from simulation.luwu import Server, like
+from simulation.memory import Footprint, Placement, footprint, place
+from simulation.step.events import Timeline, busy_seconds
 from simulation.step.schedule import Step
-from simulation.step.slots import Slots
+from simulation.step.slots import Slots, turns
 from simulation.step.tasks import Tasks
-from simulation.step.turns import turns
-from simulation.units import layout
+from simulation.units import Layout, layout
 from simulation.workload import Workload
 
 #: Bytes that one node moves by link (inter_node, intra_node, host_to_device, device_to_host, disk)
 #: and phase (forward, backward, reduce, optimizer), as a record's ledger has them.
 Moved = Mapping[str, Mapping[str, float]]
+_MICROSECONDS = 1e6
 
 
 @dataclass(frozen=True)
@@ -67,16 +64,38 @@ class Prediction:
 def needed(workload: Workload, hardware: Hardware) -> Footprint:
     """The peak memory, with the cache where the policy puts it; raises as ``predict``."""
     if workload.served:
-        return luwu_memory.footprint(workload, hardware)
+        return luwu.footprint(workload, hardware)
+    return _placed(workload, hardware)[2]
+
+
+def _placed(workload: Workload, hardware: Hardware) -> tuple[Layout, Placement, Footprint]:
+    """The units, where their entries are kept, and the memory that all of it takes."""
     schedule = workload.schedule
     units = layout(workload, schedule, hardware.nodes, hardware.ranks_per_node)
-    cache = place(workload, schedule, units, hardware).cache
-    return footprint(workload, schedule, units, hardware, cache)
+    placement = place(workload, schedule, units, hardware)
+    return units, placement, footprint(workload, schedule, units, hardware, placement.cache)
 
 
 def fits(workload: Workload, hardware: Hardware) -> bool:
     """Whether the workload's device and host memory suffice; raises as ``predict``."""
-    return needed(workload, hardware).shortage(hardware) is None
+    return needed(workload, hardware).lacks(hardware).fits
+
+
+def largest_micro_batch(workload: Workload, hardware: Hardware) -> int:
+    """Most sequences per rank and micro-batch that fit; 0 if not even one does."""
+
+    def fitting(micro_batch: int) -> bool:
+        return fits(replace(workload, micro_batch=micro_batch), hardware)
+
+    if not fitting(1):
+        return 0
+    low, high = 1, 2
+    while fitting(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fitting(middle) else (low, middle)
+    return low
 
 
 def utilisations(
@@ -114,11 +133,7 @@ class Built:
     @property
     def least_seconds(self) -> float:
         """Seconds that no schedule of the tasks undercuts: those of the busiest resource."""
-        busy: dict[str, float] = {}
-        for task in self.tasks.tasks[self.begin :]:
-            for resource, seconds in task.demands.items():
-                busy[resource] = busy.get(resource, 0.0) + seconds
-        return max(busy.values())
+        return max(busy_seconds(self.tasks.tasks[self.begin :]).values())
 
 
 def build(workload: Workload, hardware: Hardware) -> Built:
@@ -130,9 +145,7 @@ def build(workload: Workload, hardware: Hardware) -> Built:
     if workload.served:
         return with_server(workload, hardware, like(hardware))
     schedule = workload.schedule
-    units = layout(workload, schedule, hardware.nodes, hardware.ranks_per_node)
-    placement = place(workload, schedule, units, hardware)
-    needs = footprint(workload, schedule, units, hardware, placement.cache)
+    units, placement, needs = _placed(workload, hardware)
     if schedule.passes_on:  # ranks go two slots apart,
         return Built(workload, hardware, needs, Slots(hardware, workload=workload))
     if schedule.cycle == "turns":  # or take turns,
@@ -144,8 +157,8 @@ def build(workload: Workload, hardware: Hardware) -> Built:
 
 def with_server(workload: Workload, hardware: Hardware, server: Server) -> Built:
     """LuWu's step with this server; raises as ``predict``."""
-    needs = luwu_memory.footprint(workload, hardware)
-    tasks, begin = luwu_step.steps(workload, hardware, server)
+    needs = luwu.footprint(workload, hardware)
+    tasks, begin = luwu.steps(workload, hardware, server)
     return Built(workload, hardware, needs, tasks, begin)
 
 
@@ -187,7 +200,7 @@ def simulate_built(built: Built) -> Prediction:
 def _links(workload: Workload, hardware: Hardware) -> dict[str, Any]:
     if not workload.served:
         return {}
-    found = luwu_traffic.traffic(workload, hardware.world_size, hardware.ranks_per_node)
+    found = luwu.traffic(workload, hardware.world_size, hardware.ranks_per_node)
     return {"link_bytes": found.links, "server_messages": found.server_messages}
 
 
@@ -210,3 +223,28 @@ def link_bits_per_s(ratio: float, workload: Workload, unlimited: Hardware) -> fl
 
 def _computation_seconds(prediction: Prediction) -> float:
     return prediction.timeline.busy_seconds()["compute"]
+
+
+def chrome_trace(prediction: Prediction) -> dict[str, Any]:
+    """The step in the Trace Event Format: a row per stream, the critical path marked."""
+    timeline = prediction.timeline
+    streams = list(dict.fromkeys(task.stream for task in timeline.tasks))
+    critical = set(timeline.critical_path)
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": stream}}
+        for row, stream in enumerate(streams)
+    ]
+    for index, (task, span) in enumerate(zip(timeline.tasks, timeline.spans, strict=True)):
+        events.append(
+            {
+                "ph": "X",
+                "pid": 0,
+                "tid": streams.index(task.stream),
+                "name": task.name,
+                "cat": "critical" if index in critical else "other",
+                "ts": span.start * _MICROSECONDS,
+                "dur": (span.end - span.start) * _MICROSECONDS,
+                "args": {f"{name}_seconds": used for name, used in task.demands.items()},
+            }
+        )
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"evidence": "simulated"}}

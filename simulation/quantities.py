@@ -8,7 +8,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Literal, TypeVar
 
-from baselines import sizes
+from fcdp.sizes import parse
 
 _NUMBER = re.compile(r"([+-]?[\d_]*\.?\d+(?:[eE][+-]?\d+)?)\s*(.*)", re.DOTALL)
 _DECIMAL = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -73,7 +73,7 @@ def format_link(bits: float | None) -> str:
 def size_bytes(option: str, text: str) -> int:
     """Bytes of a size of memory: ``512GB``, ``512 GiB``, ``1TB``."""
     try:
-        return sizes.parse(text, least=1)
+        return parse(text, least=1)
     except ValueError:
         raise _mistake(option, text, "bytes, 1 or more, or such as 512MB, 1 GiB") from None
 

@@ -52,13 +52,6 @@ class Traffic:
             + self.intra_messages * hardware.intra_latency_seconds
         )
 
-    def seconds(self, hardware: Hardware) -> float:
-        """Seconds of the exchange alone on its links, which carry its parts as a pipeline."""
-        return self.latency_seconds(hardware) + max(
-            self.inter_node_bytes / hardware.inter_bytes_per_s,
-            self.intra_rank_bytes / hardware.intra_bytes_per_s,
-        )
-
 
 def flat(nbytes: float, nodes: int, ranks_per_node: int) -> Traffic:
     """An all-gather or reduce-scatter as one ring over all ranks, as NCCL and gloo build it."""

@@ -1,7 +1,9 @@
-"""What a token's computation takes, block by block and phase by phase, by the kernels that do it.
+"""What a token takes, block by block, by the kernels that do it: operations, bytes, activations.
 
 Bytes are those that kernels read and write, with matrices' inputs and outputs but without weights;
-they were counted by hand, from the code of ``transformers`` and of fused kernels.
+they were counted by hand, from the code of ``transformers`` and of fused kernels. So were the
+activations, which a test compares with real modules. Fused kernels are those of published runs, all
+of which fit by these figures: a test holds that.
 """
 
 from __future__ import annotations
@@ -14,6 +16,10 @@ from simulation.workload import Workload
 _ATTENTION_BACKWARD = 2.5
 #: Bytes per head and earlier token where the scores are written out: scaled, masked, softmax.
 _SCORES_FORWARD, _SCORES_BACKWARD = 20.0, 30.0
+_FP32 = 4
+#: Bytes per token and word when the loss's backward begins, in fp32 whatever the logits are in:
+#: their log-softmax, its gradient and theirs.
+_LOSS_BYTES = 12
 
 
 def block_work(workload: Workload) -> tuple[Work, Work]:
@@ -22,7 +28,7 @@ def block_work(workload: Workload) -> tuple[Work, Work]:
     weights = float(sum(matrix.active_weights for matrix in model.matrices))
     adapters = float(workload.block_adapters)
     pairs = 4.0 * length * model.attention_width
-    forward_bytes, backward_bytes = _block_bytes(workload)
+    forward_bytes, backward_bytes = _moved_bytes(workload)
     products = 2.0 * (weights + adapters)
     again = 4.0 * weights if lora is None else 2.0 * weights + 4.0 * adapters
     attention = pairs / 2
@@ -79,7 +85,7 @@ def token_work(workload: Workload) -> Work:
     return blocks + head_forward + head_backward
 
 
-def _block_bytes(workload: Workload) -> tuple[float, float]:
+def _moved_bytes(workload: Workload) -> tuple[float, float]:
     """Bytes of one token's forward and backward in one block."""
     model, element, lora = workload.model, workload.element_bytes, workload.lora
     of_matrices = element * sum(
@@ -116,3 +122,69 @@ def _elementwise(workload: Workload) -> tuple[float, float]:
         float(element * forward + _SCORES_FORWARD * scores),
         float(element * backward + _SCORES_BACKWARD * scores),
     )
+
+
+def block_bytes(workload: Workload) -> float:
+    """Bytes of one token's activations in one block, kept for backward without recomputation.
+
+    GPT-2: norms' and matrices' inputs, Q, K, V, attention's output, and five tensors of the MLP's
+    width, as its approximate GELU is written out; two where it is fused. Llama: norms work in fp32.
+    What is frozen does not keep its input unless adapters need it; replicated ones need it in fp32,
+    each its own.
+    """
+    model, lora, element = workload.model, workload.lora, workload.element_bytes
+    width, inner = model.width, model.inner
+    queries, narrow = model.attention_width, model.narrow
+    fused = workload.kernels == "fused"
+    inputs = 0
+    if lora is not None and workload.adapters == "replicated" and element < _FP32:
+        adapted = [matrix for matrix in model.matrices if matrix.name in lora.targets]
+        inputs = _FP32 * sum(matrix.inputs for matrix in adapted) - element * width
+    inputs += _scores(workload)
+    if model.experts > 1:  # a token's copies on the way to its experts
+        inputs += element * model.active_experts * width
+    if lora is not None and len(lora.targets) > len(model.attention_lora(lora.rank).targets):
+        inputs += element * lora.rank * len(lora.targets)
+        lora = None  # adapters on all matrices need all inputs, as matrices that are trained do
+    if model.family == "gpt2":
+        if lora is None:
+            return inputs + element * (8 * width + (2 if fused else 5) * inner)
+        return inputs + element * (7 * width + (1 if fused else 4) * inner)
+    norms = 2 * (element if fused else _FP32) * width
+    attention = element * (width + 2 * queries + 2 * narrow)
+    if lora is None:
+        return inputs + norms + attention + element * (3 * width + (3 if fused else 4) * inner)
+    return inputs + norms + attention + element * (2 if fused else 3) * inner
+
+
+def kept_bytes(workload: Workload) -> float:
+    """Bytes that a block keeps of one token where its activations are recomputed.
+
+    Its input; and, if checkpointing is selective, what matrices and attention have given.
+    """
+    model = workload.model
+    width = model.width
+    if workload.checkpointing == "full":
+        return workload.element_bytes * width
+    given = sum(matrix.active * matrix.outputs for matrix in model.matrices) + width
+    return workload.element_bytes * (width + given) + _scores(workload)
+
+
+def loss_bytes(workload: Workload) -> int:
+    """Bytes per token and word of the vocabulary when the loss is differentiated."""
+    if workload.kernels == "fused":
+        return 2 * workload.element_bytes  # logits and their gradient
+    return _LOSS_BYTES
+
+
+def _scores(workload: Workload) -> int:
+    """Bytes of one token's attention to all others, where it is written out.
+
+    GPT-2 keeps the softmax; Llama computes it in fp32 and keeps what it is cast to as well.
+    """
+    if workload.kernels != "eager":
+        return 0
+    pairs = workload.model.heads * workload.sequence_length
+    element = workload.element_bytes
+    cast = element < _FP32 and workload.model.family == "llama"
+    return pairs * (element + (_FP32 if cast else 0))

@@ -118,6 +118,8 @@ class Workload:
     @property
     def engine(self) -> str:
         """Whose hooks and calls a step has: as few as DDP's without FSDP2's or DeepSpeed's."""
+        if self.served:  # nothing was fitted to LuWu
+            return "fsdp2"
         schedule = self.schedule
         if schedule.shards == "rank" or schedule.cycle is not None:
             return "ddp"

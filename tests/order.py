@@ -17,11 +17,9 @@ SECONDS: Mapping[str, float] = {
     "tests/experiments/clusters/test_ssh.py": 60,
     "tests/scripts/test_gpu.py": 50,
     "tests/experiments/test_pins.py": 45,
-    "tests/fcdp/test_parity.py": 45,
-    "tests/fcdp/failures/test_processes.py": 30,
 }
 #: Seconds of a usual test.
-USUAL: Mapping[str, float] = {"cluster": 3.0, "ranks": 1.0, "unit": 0.1}
+USUAL: Mapping[str, float] = {"system": 3.0, "cluster": 3.0, "ranks": 1.0, "unit": 0.1}
 
 
 def longest_first(tests: Sequence[tuple[str, str]]) -> list[str]:

@@ -175,6 +175,9 @@ def _share_loop() -> None:
 class Pools:
     """Hands out pools by world size, and replaces those that failed."""
 
+    #: Whether to run some of several variants alone.
+    samples = False
+
     def __init__(self) -> None:
         self._pools: dict[int, RankPool] = {}
 

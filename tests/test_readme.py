@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 import fcdp
@@ -23,7 +22,6 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.ranks
 def test_the_tables_are_those_of_the_records() -> None:
     """Those of the README, and of the pages that have some."""
     check = subprocess.run(

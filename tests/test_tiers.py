@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.order import SECONDS, longest_first
-from tests.tiers import FIXTURES, FOLDERS, tier_of
+from tests.tiers import FIXTURES, PLACES, tier_of
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -59,28 +60,30 @@ def privileged(): pass
 
 
 @pytest.mark.parametrize(
-    ("marks", "fixtures", "folder", "tier"),
+    ("marks", "fixtures", "file", "tier"),
     [
-        (set(), set(), "tests/fcdp", "unit"),
-        ({"gpu"}, {"tmp_path"}, "tests/fcdp", "unit"),
-        (set(), {"tmp_path", "ranks"}, "tests/fcdp", "ranks"),
-        ({"ranks"}, {"tmp_path"}, "tests/fcdp", "ranks"),
-        (set(), {"ranks", "privileged"}, "tests/fcdp", "cluster"),
-        ({"cluster"}, {"ranks"}, "tests/fcdp", "cluster"),
-        (set(), set(), "tests/launch/deeper", "cluster"),
-        (set(), {"ranks"}, "tests/launch", "cluster"),
-        ({"unit"}, set(), "tests/launch", "unit"),
+        (set(), set(), "tests/fcdp/test_a.py", "unit"),
+        ({"gpu"}, {"tmp_path"}, "tests/fcdp/test_a.py", "unit"),
+        (set(), {"tmp_path", "ranks"}, "tests/fcdp/test_a.py", "ranks"),
+        ({"ranks"}, {"tmp_path"}, "tests/fcdp/test_a.py", "ranks"),
+        (set(), {"ranks", "privileged"}, "tests/fcdp/test_a.py", "cluster"),
+        ({"cluster"}, {"ranks"}, "tests/fcdp/test_a.py", "cluster"),
+        (set(), set(), "tests/launch/deeper/test_a.py", "cluster"),
+        (set(), {"ranks"}, "tests/launch/test_a.py", "cluster"),
+        ({"unit"}, set(), "tests/launch/test_a.py", "unit"),
         (set(), set(), "tests/launcher", "unit"),
+        (set(), {"ranks"}, "tests/docs/test_a.py", "system"),
+        (set(), {"privileged"}, "tests/launch/test_docker.py", "system"),
     ],
 )
-def test_fixtures_marks_and_folders_say_the_tier(
-    marks: set[str], fixtures: set[str], folder: str, tier: str
+def test_fixtures_marks_and_places_say_the_tier(
+    marks: set[str], fixtures: set[str], file: str, tier: str
 ) -> None:
-    assert tier_of(marks, fixtures, folder) == tier
+    assert tier_of(marks, fixtures, file) == tier
 
 
-def test_the_folders_and_fixtures_are_there() -> None:
-    assert [folder for folder in FOLDERS if not (ROOT / folder).is_dir()] == []
+def test_the_places_and_fixtures_are_there() -> None:
+    assert [place for place in PLACES if not (ROOT / place).exists()] == []
     texts = [path.read_text() for path in (ROOT / "tests").rglob("conftest.py")]
     defined = {name for text in texts for name in re.findall(r"^def (\w+)\(", text, re.MULTILINE)}
     assert FIXTURES.keys() <= defined
@@ -98,6 +101,28 @@ def test_the_longest_file_comes_first() -> None:
     tests = [("a", "unit")] * 19 + [("b", "ranks")] * 2 + [("c", "cluster"), (longest, "unit")]
     assert longest_first(tests) == [longest, "c", "b", "a"]
     assert [file for file in SECONDS if not (ROOT / file).is_file()] == []
+
+
+@pytest.mark.ranks
+def test_ci_runs_every_tier_and_make_test_all_but_the_last() -> None:
+    """What no target runs, nobody would."""
+    runs = {
+        target: [line for line in shown(target) if "-m pytest" in line]
+        for target in ("test", "ci", "unit")
+    }
+    assert {target: len(lines) for target, lines in runs.items()} == {"test": 1, "ci": 1, "unit": 1}
+    assert ' -m "not system" ' in runs["test"][0]
+    assert runs["ci"][0] == runs["test"][0].replace(' -m "not system"', "")
+    assert " -m unit " in runs["unit"][0]
+    assert "\nmake ci " in (ROOT / ".ci/run").read_text(encoding="utf-8")
+
+
+def shown(target: str) -> list[str]:
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    done = subprocess.run(
+        ["make", "-n", target], cwd=ROOT, env=outside, capture_output=True, text=True, check=True
+    )
+    return done.stdout.splitlines()
 
 
 @pytest.mark.ranks

@@ -1,9 +1,9 @@
-"""Tiers of tests: ``unit``, ``ranks`` and ``cluster``, each test in one.
+"""Tiers of tests: ``unit``, ``ranks``, ``cluster`` and ``system``, each test in one.
 
-A test's tier follows from the fixtures that it uses (``FIXTURES``) and the folder that it is in
-(``FOLDERS``), or is marked where those do not show it: ``@pytest.mark.ranks``. All others are unit
+A test's tier follows from the fixtures that it uses (``FIXTURES``) and from where it is
+(``PLACES``), or is marked where those do not show it: ``@pytest.mark.ranks``. All others are unit
 tests, and are held to it: one that starts a process or a process group fails, so that none takes
-the quick tier's time unnoticed.
+the quick tier's time unnoticed. CI runs all tiers, ``make test`` all but the last.
 """
 
 from __future__ import annotations
@@ -23,15 +23,22 @@ TIERS = {
     "unit": "one process, no process group",
     "ranks": "processes: rank pools, process groups, commands",
     "cluster": "network namespaces, emulated clusters, launchers",
+    "system": "documentation, packaging, sshd, Slurm, Docker, browsers, the GPU's command",
 }
 #: Who uses one of these is in the tier beside it; the highest counts.
 FIXTURES = {"ranks": "ranks", "apart": "ranks", "privileged": "cluster"}
-#: What is in one of these, unless it is marked, is in the tier beside it: commands, launchers.
-FOLDERS = {
-    "tests/packaging": "ranks",
+#: What is in one of these, unless it is marked, is in the tier beside it; the highest counts.
+PLACES = {
     "tests/examples": "ranks",
     "tests/launch": "cluster",
     "tests/experiments/clusters": "cluster",
+    "tests/docs": "system",
+    "tests/packaging": "system",
+    "tests/test_readme.py": "system",
+    "tests/launch/test_docker.py": "system",
+    "tests/experiments/clusters/test_slurm.py": "system",
+    "tests/experiments/clusters/test_ssh.py": "system",
+    "tests/analysis/report/test_browser.py": "system",
 }
 #: Audit events of what starts a process, and where in their arguments the program is.
 _EVENTS = {"subprocess.Popen": 0, "os.posix_spawn": 0, "os.system": 0, "os.fork": None}
@@ -40,8 +47,8 @@ _EVENTS = {"subprocess.Popen": 0, "os.posix_spawn": 0, "os.system": 0, "os.fork"
 _QUICK = frozenset({"file", "gcc", "git", "ldconfig", "/sbin/ldconfig", "uname"})
 
 
-def tier_of(marks: set[str], fixtures: set[str], folder: str = "tests") -> str:
-    """The tier of a test with these markers and fixtures, in a folder of the repository.
+def tier_of(marks: set[str], fixtures: set[str], file: str = "tests") -> str:
+    """The tier of a test with these markers and fixtures, in a file of the repository.
 
     Raises ``ValueError`` for one that is marked with several tiers, or with a lower one than a
     fixture that it uses.
@@ -52,7 +59,7 @@ def tier_of(marks: set[str], fixtures: set[str], folder: str = "tests") -> str:
     used = _highest(FIXTURES.get(name) for name in fixtures)
     if marked and _highest([*marked, used]) != marked[0]:
         raise ValueError(f"marked as {marked[0]}, and uses a fixture of {used}")
-    placed = (tier for place, tier in FOLDERS.items() if f"{folder}/".startswith(f"{place}/"))
+    placed = (tier for place, tier in PLACES.items() if f"{file}/".startswith(f"{place}/"))
     return marked[0] if marked else _highest([used, *placed])
 
 
@@ -88,7 +95,7 @@ class _Tiers:
             fixtures = {*getattr(item, "fixturenames", ())}
             file = item.nodeid.partition("::")[0]
             try:
-                tier = tier_of(marks, fixtures, file.rpartition("/")[0])
+                tier = tier_of(marks, fixtures, file)
             except ValueError as error:
                 raise pytest.UsageError(f"{item.nodeid}: {error}") from error
             item.add_marker(tier)

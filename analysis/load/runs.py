@@ -16,8 +16,8 @@ from analysis.load.rows import Quantity, Row, row, settings_of
 from analysis.load.table import frame, latest
 from experiments.records.cell import Cell
 from experiments.records.record import Record, read
-from simulation.bound import study as bound
-from simulation.bound.study import BoundRecord
+from simulation import bound
+from simulation.bound import BoundRecord
 from simulation.imitated import records as imitated
 from simulation.imitated.records import MemoryRecord
 from simulation.quantities import format_link

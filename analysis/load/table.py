@@ -14,9 +14,9 @@ import pandas as pd
 from experiments.records import settings
 from experiments.records.cell import Cell
 from experiments.records.comparison import spread
-from experiments.records.found import files
 from experiments.records.record import Cached, Measurement, Record, read
 from experiments.records.repeats import pooled
+from experiments.records.select import files
 
 #: Settings of a cell that have a column; what it chooses for its strategy is in ``strategy``.
 _SETTINGS = settings.names(Cell, "condition", "incidental")

@@ -25,7 +25,7 @@ from analysis.figures.drawings import Drawing, style
 from analysis.load.runs import Run
 from baselines import registry
 from baselines.schedule import DEEPSPEED
-from experiments.records import framing
+from experiments.records import modelled
 from experiments.records.cell import Cell
 from experiments.records.comparison import Comparison, groups
 from experiments.records.modelled import cluster_of, measured_step, why_not_simulated
@@ -136,7 +136,7 @@ def joined(
                 "link": _LINKS[record.cell.inter_bandwidth_bits_per_s is not None],
                 "timed": record.step_seconds_median,
                 "predicted": prediction.step_seconds_median,
-                "bytes_agree": framing.agree(record.cell, expected, counted),
+                "bytes_agree": modelled.agree(record.cell, expected, counted),
                 "counted_share": counted / expected if expected else math.nan,
             }
         )

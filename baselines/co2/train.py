@@ -22,14 +22,133 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.tensor import DTensor
 
-from baselines.co2.average import Average
-from baselines.co2.flat import Flat
-from baselines.co2.memory import Memory
 from baselines.co2.outer import OuterState, Rule
 from baselines.co2.place import Place, place
 from baselines.settings import LocalSGDSettings, OuterPlace
 from baselines.strategy import CacheUse, Job, trainable_parameters, trained_numel
+from fcdp.cache.arena import Arena, aligned
+
+
+class Average:
+    """A buffer of its own, never what is trained, and the all-reduce of it.
+
+    Only this class touches the buffer while the all-reduce runs: the caller fills it before
+    ``start`` and reads it after ``wait``. On CUDA the all-reduce waits for what the current stream
+    has queued, and whoever waits orders the current stream after it; on the host gloo's threads
+    move it.
+    """
+
+    def __init__(self, buffer: torch.Tensor, group: dist.ProcessGroup) -> None:
+        self.buffer = buffer
+        self._group = group
+        self._work: dist.Work | None = None
+        #: Whether the buffer has a round's sum in it, or will have.
+        self.started = False
+
+    def start(self) -> None:
+        """Start to add up all workers' buffers."""
+        assert self._work is None, "the last all-reduce has not been waited for"
+        self._work = dist.all_reduce(self.buffer, group=self._group, async_op=True)
+        self.started = True
+
+    def settle(self) -> None:
+        """Wait for the sum, if one is under way."""
+        if self._work is not None:
+            work, self._work = self._work, None
+            work.wait()
+
+    def wait(self) -> None:
+        """Have the mean in the buffer, which may then be overwritten."""
+        self.settle()
+        self.started = False
+        self.buffer.div_(self._group.size())
+
+
+class Flat:
+    """Parameters in their order, end to end, in float32; of sharded ones this rank's shards."""
+
+    def __init__(self, params: Sequence[torch.Tensor]) -> None:
+        self._params = params
+        self.numel = sum(part.numel() for part in self._parts())
+
+    def copy_to(self, flat: torch.Tensor) -> torch.Tensor:
+        """Copy the parameters to ``flat`` (elements); to the host's memory a copy is queued."""
+        parts = self._parts()
+        torch._foreach_copy_(_views(flat, parts), parts, non_blocking=True)
+        return flat
+
+    def copy_from(self, flat: torch.Tensor) -> None:
+        """Copy ``flat`` (elements) to the parameters; from the host's memory a copy is queued."""
+        parts = self._parts()
+        torch._foreach_copy_(parts, _views(flat, parts), non_blocking=True)
+
+    def squared_distance(self, flat: torch.Tensor) -> torch.Tensor:
+        """Sum of squares of the differences from ``flat`` (elements), a scalar.
+
+        Where ``flat`` is on the host, one parameter of it at a time is copied to the device.
+        """
+        parts = self._parts()
+        squares = [
+            (part - view.to(part.device, non_blocking=True)).square().sum()
+            for part, view in zip(parts, _views(flat, parts), strict=True)
+        ]
+        return torch.stack(squares).sum()
+
+    def _parts(self) -> list[torch.Tensor]:
+        # Anew each time: FSDP2 puts other shards in place when a model is loaded or moved.
+        return [
+            (param.to_local() if isinstance(param, DTensor) else param).detach()
+            for param in self._params
+        ]
+
+
+def _views(flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """``flat`` cut as these parts are."""
+    cut = flat.split([part.numel() for part in parts])
+    return [view.view_as(part) for view, part in zip(cut, parts, strict=True)]
+
+
+_ITEM = torch.float32.itemsize
+
+
+class Memory:
+    """Three flat float32 tensors of one rank: ``start``, ``momentum`` and ``snapshot``.
+
+    Who may touch what when, where they lie on the host of an accelerator:
+
+    - copies to and from parameters are queued on the computing stream, so that they come after the
+      steps before them and before those after; nothing is queued on any other stream;
+    - the host reads or writes ``start`` and ``snapshot`` only once ``land`` has returned, with no
+      copy queued since: a round ends with a copy to ``snapshot``, ``land``, all of the host's work,
+      and a copy from ``start``, which the next round's ``land`` waits for;
+    - ``momentum`` is the host's alone, and ``snapshot`` the all-reduce's while one is under way.
+
+    On the device all of it is queued on the computing stream, and there is nothing to wait for.
+    """
+
+    def __init__(self, place: OuterPlace, numel: int, scalars: int, device: torch.device) -> None:
+        """``numel`` elements each, and so many more at the snapshot's end."""
+        #: What of the host's memory is taken, page-locked on CUDA; 0 on the device.
+        self.host_bytes = 0
+        self._device = device
+        sizes = [numel, numel, numel + scalars]
+        if place == "device":
+            tensors = [torch.zeros(size, device=device) for size in sizes]
+        else:
+            self.host_bytes = sum(aligned(size * _ITEM) for size in sizes)
+            # Its pages are zero at first, as the kernel gives them.
+            self._arena = Arena(self.host_bytes, device)
+            tensors = [self._arena.take(size * _ITEM).view(torch.float32) for size in sizes]
+        self.start, self.momentum, self.snapshot = tensors
+
+    def land(self) -> None:
+        """Wait until the copies that are queued have been made, if the host is to see them."""
+        if self.host_bytes and self._device.type != "cpu":
+            backend: Any = torch.get_device_module(self._device)
+            backend.current_stream().synchronize()
+
 
 #: Scalars that cross with a displacement: squares of its norm and of the first step's.
 _SCALARS = 2

@@ -13,27 +13,182 @@ updated: one stage at a time too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from baselines.cyclic.editions import Editions
-from baselines.cyclic.lane import Lane
 from baselines.cyclic.rule import Rule, backward_slot, forward_slot, is_fresh
-from baselines.cyclic.saved import SavedBytes
 from baselines.cyclic.segments import Segments
 from baselines.cyclic.stages import begin_stage, chosen_runs, parameters
 from baselines.loop import Loop
 from baselines.pytorch.ddp import autocast
 from baselines.settings import CyclicSettings
-from baselines.strategy import Job, crossing_bytes, trained_numel
+from baselines.strategy import Job, crossing_bytes, optimizer_of, trained_numel
+
+T = TypeVar("T")
+
+
+class _Closed(BaseException):
+    """Ends what will not be gone on with."""
+
+
+class Lane(Generic[T]):
+    """A call in a thread of its own, which runs while ``resume`` waits for it and no longer.
+
+    A thread because a model's forward is an ordinary function, which cannot yield.
+    """
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._function = function
+        self._go = threading.Semaphore(0)
+        self._back = threading.Semaphore(0)
+        # A paused one must not hold up the end of the program.
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._closed = False
+        self._results: list[T] = []
+        self._error: BaseException | None = None
+        self._thread.start()
+
+    def resume(self) -> None:
+        """Run until the function pauses or ends; raises what it raises."""
+        self._go.release()
+        self._back.acquire()
+        if self._error is not None:
+            raise self._error
+
+    def pause(self) -> None:
+        """Called within the function: have ``resume`` return, until the next one."""
+        self._back.release()
+        self._go.acquire()
+        if self._closed:
+            raise _Closed
+
+    def take(self) -> T:
+        """Return what the function has returned; it has ended."""
+        (result,) = self._results
+        self._thread.join()
+        return result
+
+    def close(self) -> None:
+        """Give the function up, wherever it is."""
+        self._closed = True
+        self._go.release()
+        self._thread.join()
+
+    def _run(self) -> None:
+        self._go.acquire()
+        try:
+            if not self._closed:
+                self._results.append(self._function())
+        except _Closed:
+            pass
+        except BaseException as error:
+            self._error = error
+        self._back.release()
+
+
+class SavedBytes:
+    """Memory that graphs hold, each piece counted once however many operations keep it."""
+
+    def __init__(self, others: Iterable[torch.Tensor]) -> None:
+        """``others``: what is there anyway, parameters and buffers, which are not counted."""
+        self._others = {tensor.untyped_storage().data_ptr() for tensor in others}
+        self._uses: Counter[int] = Counter()
+        self.now = 0
+        self.peak = 0
+
+    def counted(self) -> saved_tensors_hooks:
+        """A context in which what operations keep is counted, until it is let go."""
+        return saved_tensors_hooks(lambda tensor: _Kept(tensor, self), lambda kept: kept.tensor)
+
+    def begin(self) -> None:
+        """Count the peak from here on."""
+        self.peak = self.now
+
+    def keep(self, storage: torch.UntypedStorage) -> None:
+        where = storage.data_ptr()
+        if where not in self._others:
+            self._uses[where] += 1
+            if self._uses[where] == 1:
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+
+    def let_go(self, storage: torch.UntypedStorage) -> None:
+        where = storage.data_ptr()
+        if where not in self._others:
+            self._uses[where] -= 1
+            if not self._uses[where]:
+                del self._uses[where]
+                self.now -= storage.nbytes()
+
+
+class _Kept:
+    """A tensor that a graph holds; the graph's end is its own."""
+
+    def __init__(self, tensor: torch.Tensor, counts: SavedBytes) -> None:
+        self.tensor = tensor
+        self._counts = counts
+        counts.keep(tensor.untyped_storage())
+
+    def __del__(self) -> None:
+        self._counts.let_go(self.tensor.untyped_storage())
+
+
+class Editions:
+    """Versions of one stage's trained parameters, by their number; the optimizer of them.
+
+    A version may be written while graphs of the one before are alive: each has tensors of its own.
+    Two are enough: when a stage is updated, nothing needs the version before the one that it has.
+    """
+
+    def __init__(self, model: nn.Module, params: Sequence[nn.Parameter], job: Job) -> None:
+        self._params = (list(params), [nn.Parameter(param.detach().clone()) for param in params])
+        number = {id(param): index for index, param in enumerate(params)}
+        self._places = [
+            (module, name, number[id(param)])
+            for module in model.modules()
+            for name, param in module._parameters.items()
+            if id(param) in number
+        ]
+        self._optimizer = optimizer_of([*self._params[0], *self._params[1]], job)
+        # A parameter has one state, whichever tensor it is in.
+        for pair in zip(*self._params, strict=True):
+            state: dict[str, torch.Tensor] = {}
+            for param in pair:
+                self._optimizer.state[param] = state
+
+    def of(self, version: int) -> list[nn.Parameter]:
+        """The parameters of a version: the newest, or the one before."""
+        return self._params[version % 2]
+
+    def values(self, version: int) -> list[torch.Tensor]:
+        """The live elements of a version's parameters."""
+        return [param.detach() for param in self.of(version)]
+
+    def install(self, version: int) -> None:
+        """Have the model compute with this version."""
+        params = self.of(version)
+        for module, name, index in self._places:
+            module._parameters[name] = params[index]
+
+    @torch.no_grad()
+    def update(self, version: int, gradients: Sequence[torch.Tensor]) -> None:
+        """Make the version after this one, by gradients."""
+        torch._foreach_copy_(self.values(version + 1), self.values(version))
+        for param, grad in zip(self.of(version + 1), gradients, strict=True):
+            param.grad = grad
+        self._optimizer.step()
+        self._optimizer.zero_grad()
 
 
 def build(model: nn.Module, job: Job) -> Interleaved:

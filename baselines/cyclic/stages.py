@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.nn as nn
 
-from baselines.cyclic.partition import chosen
+from baselines.cyclic.rule import chosen
 from baselines.strategy import numel
 
 

@@ -1,11 +1,12 @@
-"""Transfers to and from SSD on threads of their own, counted."""
+"""Transfers to and from SSD on threads of their own, counted; and a limit to them."""
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import os
 import threading
 import time
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,9 +16,59 @@ from typing import Any, Literal
 
 import torch
 
-from baselines.sizes import written
 from fcdp import direct_io
 from fcdp.direct_io import File
+
+_GROUPS = Path("/sys/fs/cgroup")
+
+
+class Limited:
+    """This process in a control group of its own, until this object is gone.
+
+    It limits what is moved from and to a disk, by direct I/O too, and each way apart, so that reads
+    and writes go on side by side.
+    """
+
+    def __init__(self, folder: Path, bytes_per_s: int) -> None:
+        """Limit the disk that ``folder`` lies on.
+
+        Raises ``ValueError`` where that cannot be done.
+        """
+        number = os.stat(folder).st_dev
+        disk = f"{os.major(number)}:{os.minor(number)}"
+        try:
+            self._enter(disk, bytes_per_s)
+        except OSError as error:
+            raise ValueError(
+                f"ssd_limit = {bytes_per_s}: needs root, a control group for block devices and a "
+                f"folder on one, which {folder} on {disk} is not ({error.strerror})"
+            ) from error
+
+    def _enter(self, disk: str, bytes_per_s: int) -> None:
+        first = (_GROUPS / "blkio").is_dir()
+        parent = _GROUPS / "blkio" if first else _GROUPS
+        group = parent / f"fuyou-{os.getpid()}"
+        for old in parent.glob("fuyou-*"):
+            if not Path("/proc", old.name.removeprefix("fuyou-")).exists():
+                with contextlib.suppress(OSError):
+                    old.rmdir()  # of a process that was killed
+        group.mkdir()
+        self.leave = weakref.finalize(self, _leave, parent, group)
+        if first:
+            for way in ("read", "write"):
+                limit = group / f"blkio.throttle.{way}_bps_device"
+                limit.write_text(f"{disk} {bytes_per_s}", encoding="ascii")
+        else:
+            both = f"{disk} rbps={bytes_per_s} wbps={bytes_per_s}"
+            (group / "io.max").write_text(both, encoding="ascii")
+        (group / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
+
+
+def _leave(parent: Path, group: Path) -> None:
+    with contextlib.suppress(OSError):
+        (parent / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
+        group.rmdir()
+
 
 Way = Literal["read", "write"]
 WAYS: tuple[Way, ...] = ("read", "write")
@@ -95,52 +146,3 @@ class Disk:
                 self.nbytes[way] += nbytes
                 if not self._under_way[way]:
                     self.seconds[way] += time.perf_counter() - self._since[way]
-
-
-def opened(path: Path) -> File:
-    """The file at ``path``, made if it is not there, past the page cache; nobody else has it.
-
-    Raises ``ValueError`` for a folder that cannot be written, has no direct I/O or is in use.
-    """
-    try:
-        file = File(os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600))
-        fcntl.flock(file.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise ValueError(f"ssd = {str(path.parent)!r}: another process trains in it") from error
-    except OSError as error:
-        raise ValueError(
-            f"ssd = {str(path.parent)!r}: must be a folder that can be written with direct I/O "
-            f"({error.strerror})"
-        ) from error
-    return file
-
-
-def left_over(path: Path) -> bool:
-    """Whether there is a file that ``opened`` has made, and nobody has open any more."""
-    try:
-        descriptor = os.open(path, os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True
-
-
-def reserve(file: File, start: int, end: int, path: Path) -> None:
-    """Have the file system give the file these bytes now, that no write lacks them later.
-
-    Raises ``ValueError`` where it has no room.
-    """
-    if end <= start:
-        return
-    try:
-        os.posix_fallocate(file.descriptor, start, end - start)
-    except OSError as error:
-        raise ValueError(
-            f"ssd = {str(path)!r}: {written(end - start)} are needed ({error.strerror}); nothing "
-            "of what was there has been changed"
-        ) from error

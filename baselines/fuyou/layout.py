@@ -1,21 +1,20 @@
-"""Which parameters move together, and where their bytes lie in the file of the state.
+"""Which parameters move together, and in which segments their bytes are read and written.
 
 A *unit* is what the device holds at once: a block, or all that is in no block or in several (the
 root). Its trained parameters are one *group* or several, which the optimizer reads, steps and
 writes one at a time; its frozen ones have a group of their own.
 
 A trained group has three segments: float32 masters, moments, and what is computed with, which is
-the masters themselves where the model computes in float32. Each has two places in the file, for
-two generations of the state; what is never changed has one.
+the masters themselves where the model computes in float32.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import accumulate, chain, count
 
 import torch
 import torch.nn as nn
@@ -27,7 +26,7 @@ FLOAT = torch.float32.itemsize
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a group in the file: its place in a generation, in bytes."""
+    """A part of a group, which is read and written at once: its place in the group, in bytes."""
 
     name: str
     offset: int
@@ -55,10 +54,6 @@ class Group:
         return sum(segment.nbytes for segment in self.segments)
 
     @property
-    def start(self) -> int:
-        return self.segments[0].offset
-
-    @property
     def computed(self) -> Segment:
         """What the device computes with."""
         return self.segments[-1] if self.segments[-1].name == "compute" else self.segments[0]
@@ -70,7 +65,7 @@ class Group:
     def part(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
         """The bytes of a segment in a buffer that holds the whole group."""
         found = next(segment for segment in self.segments if segment.name == name)
-        return buffer[found.offset - self.start :][: found.nbytes]
+        return buffer[found.offset :][: found.nbytes]
 
     def views(self, part: torch.Tensor, dtype: torch.dtype, first: int = 0) -> list[torch.Tensor]:
         """Each parameter in bytes that begin with the first of them, ``first`` elements in."""
@@ -83,7 +78,6 @@ class Group:
 class Unit:
     """What the device holds at once."""
 
-    name: str
     groups: tuple[Group, ...]
 
     @property
@@ -97,15 +91,14 @@ class Unit:
 
 @dataclass
 class Layout:
-    """All units, the root first, and the file's regions."""
+    """All units, the root first, and room for gradients."""
 
     dtype: torch.dtype
     root: Unit
     blocks: list[Unit] = field(default_factory=list)
-    #: Bytes of one generation; gradients that are put aside lie after the second.
-    generation: int = 0
+    #: Where gradients lie that are put aside, one after the other, by group; and all their bytes.
     gradients: dict[int, int] = field(default_factory=dict)
-    total: int = 0
+    aside_bytes: int = 0
 
     @property
     def units(self) -> list[Unit]:
@@ -126,74 +119,73 @@ class Layout:
         return f"{zlib.crc32(repr((str(self.dtype), said)).encode()):08x}"
 
 
+def cast(group: Group, buffer: torch.Tensor) -> None:
+    """Make what is computed with of the masters, if it is not the masters."""
+    if group.computed.name == "compute":
+        masters = group.part(buffer, "master").view(torch.float32)[: group.numel]
+        computed = group.part(buffer, "compute")
+        computed.view(torch.bfloat16)[: group.numel].copy_(masters)
+
+
 def laid_out(
     model: nn.Module, blocks: Sequence[nn.Module], dtype: torch.dtype, *, aside: bool
 ) -> Layout:
     """The layout of a model; ``aside``: with room for gradients."""
     owners = Counter(id(param) for block in blocks for param in set(block.parameters()))
     names = {id(param): name for name, param in model.named_parameters()}
-    numels = [sum(param.numel() for param in block.parameters()) for block in blocks]
-    planner = _Planner(dtype, max(numels, default=1), names)
-    inside = {key for key, count in owners.items() if count == 1}
-    root = [param for param in model.parameters() if id(param) not in inside]
-    made = Layout(dtype, planner.unit("root", root))
-    for index, block in enumerate(blocks):
-        own = [param for param in block.parameters() if id(param) in inside]
-        made.blocks.append(planner.unit(f"block {index}", own))
-    made.generation = made.total = planner.end
-    made.total *= 2
+    most = max((sum(param.numel() for param in block.parameters()) for block in blocks), default=1)
+    indices = count()
+
+    def unit(params: Sequence[nn.Parameter]) -> Unit:
+        groups = []
+        for trained in (True, False):
+            for run in _runs([p for p in params if p.requires_grad == trained], most):
+                groups.append(_group(next(indices), run, names, dtype, trained=trained))
+        return Unit(tuple(groups))
+
+    inside = {key for key, times in owners.items() if times == 1}
+    made = Layout(dtype, unit([p for p in model.parameters() if id(p) not in inside]))
+    for block in blocks:
+        made.blocks.append(unit([p for p in block.parameters() if id(p) in inside]))
     for group in made.groups():
         if aside and group.trained:
-            made.gradients[group.index] = made.total
-            made.total += group.gradient_bytes
+            made.gradients[group.index] = made.aside_bytes
+            made.aside_bytes += group.gradient_bytes
     return made
 
 
-class _Planner:
-    """Hands out places in the file."""
+def _runs(params: Sequence[nn.Parameter], most: int) -> list[list[nn.Parameter]]:
+    """Parameters of a group each: no more elements than ``most``, unless one has them."""
+    runs: list[list[nn.Parameter]] = []
+    room = 0
+    for param in params:
+        if param.numel() > room or not runs:
+            runs.append([])
+            room = most
+        runs[-1].append(param)
+        room -= param.numel()
+    return runs
 
-    def __init__(self, dtype: torch.dtype, most: int, names: dict[int, str]) -> None:
-        """``most``: elements of a group, unless one parameter has more."""
-        self._dtype = dtype
-        self._most = most
-        self._names = names
-        self._count = 0
-        self.end = 0
 
-    def unit(self, name: str, params: Sequence[nn.Parameter]) -> Unit:
-        trained = [param for param in params if param.requires_grad]
-        frozen = [param for param in params if not param.requires_grad]
-        groups = [self._group(run, trained=True) for run in self._runs(trained)]
-        groups += [self._group(run, trained=False) for run in self._runs(frozen)]
-        return Unit(name, tuple(groups))
-
-    def _runs(self, params: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-        runs: list[list[nn.Parameter]] = []
-        room = 0
-        for param in params:
-            if param.numel() > room or not runs:
-                runs.append([])
-                room = self._most
-            runs[-1].append(param)
-            room -= param.numel()
-        return runs
-
-    def _group(self, params: Sequence[nn.Parameter], *, trained: bool) -> Group:
-        numel = sum(param.numel() for param in params)
-        wide, narrow = aligned(numel * FLOAT), aligned(numel * self._dtype.itemsize)
-        sizes = {"master": wide, "moments": aligned(2 * numel * FLOAT)} if trained else {}
-        if not trained or self._dtype != torch.float32:
-            sizes["compute"] = narrow
-        segments = []
-        for name, nbytes in sizes.items():
-            segments.append(Segment(name, self.end, nbytes))
-            self.end += nbytes
-        self._count += 1
-        return Group(
-            self._count - 1,
-            tuple(self._names[id(param)] for param in params),
-            tuple(params),
-            tuple(param.shape for param in params),
-            trained,
-            tuple(segments),
-        )
+def _group(
+    index: int,
+    params: Sequence[nn.Parameter],
+    names: Mapping[int, str],
+    dtype: torch.dtype,
+    *,
+    trained: bool,
+) -> Group:
+    numel = sum(param.numel() for param in params)
+    wide, narrow = aligned(numel * FLOAT), aligned(numel * dtype.itemsize)
+    sizes = {"master": wide, "moments": aligned(2 * numel * FLOAT)} if trained else {}
+    if not trained or dtype != torch.float32:
+        sizes["compute"] = narrow
+    ends = accumulate(sizes.values())
+    return Group(
+        index,
+        tuple(names[id(param)] for param in params),
+        tuple(params),
+        tuple(param.shape for param in params),
+        trained,
+        tuple(Segment(n, end - sizes[n], sizes[n]) for n, end in zip(sizes, ends, strict=True)),
+    )

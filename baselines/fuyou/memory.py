@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from baselines.sizes import written
 from fcdp.cache.arena import Arena, aligned
+from fcdp.sizes import written
 
 #: Of mallopt(3), and what counts as large.
 _MMAP_THRESHOLD, _LARGE = -3, 64 * 1024

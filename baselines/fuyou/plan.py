@@ -13,7 +13,7 @@ from baselines.fuyou.disk import WAYS, Disk, Way
 from baselines.fuyou.layout import Layout
 from baselines.fuyou.optimizer import Adam
 from baselines.settings import FuyouSettings
-from baselines.sizes import parse
+from fcdp.sizes import parse
 
 #: Of the operations of forward, those of forward, of backward, and of forward again.
 _PASSES = 4

@@ -13,9 +13,10 @@ import torch
 
 from baselines.fuyou.copies import Copies
 from baselines.fuyou.cost import Item
-from baselines.fuyou.disk import Disk, opened, reserve
+from baselines.fuyou.disk import Disk
 from baselines.fuyou.memory import Dram
 from fcdp.cache.arena import aligned
+from fcdp.direct_io import open_alone, reserve
 
 ACTIVATIONS = "activations.bin"
 #: Pieces of the largest size that host memory has room for while they pass to SSD and back.
@@ -48,10 +49,9 @@ class Swapper:
         self._dram = dram
         self._disk = disk
         self._copies = copies
-        self._folder = folder
-        path = folder / ACTIVATIONS
-        self._file = opened(path)
-        os.unlink(path)
+        self._path = folder / ACTIVATIONS
+        self._file = open_alone(self._path, "ssd")
+        os.unlink(self._path)
         self._end = 0
         #: Place on SSD and room there, by name: as the step before had it.
         self._places: dict[Name, tuple[int, int]] = {}
@@ -194,7 +194,7 @@ class Swapper:
     def _place(self, name: Name, nbytes: int) -> int:
         place, room = self._places.get(name, (0, 0))
         if room < nbytes:
-            reserve(self._file, self._end, self._end + nbytes, self._folder)
+            reserve(self._file, self._end, self._end + nbytes, self._path, "ssd")
             place, self._end = self._end, self._end + nbytes
             self._places[name] = (place, nbytes)
         return place

@@ -25,23 +25,24 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 
-from baselines.fuyou import memory, values
+from baselines.fuyou import memory
 from baselines.fuyou.blocks import Recomputed
 from baselines.fuyou.copies import Copies
-from baselines.fuyou.disk import Disk, left_over
+from baselines.fuyou.disk import Disk, Limited
 from baselines.fuyou.fifo import Fifo
 from baselines.fuyou.layout import FLOAT, Group, laid_out
-from baselines.fuyou.limit import Limited
 from baselines.fuyou.memory import Dram
 from baselines.fuyou.optimizer import BUFFERS, Adam, Updates
 from baselines.fuyou.plan import Choice, Observed, choose
-from baselines.fuyou.store import STATE, Store
+from baselines.fuyou.store import Store
 from baselines.fuyou.swap import Swapper
 from baselines.loop import Loop
 from baselines.optimizers import AdamW
 from baselines.settings import FuyouSettings
-from baselines.sizes import parse, written
 from baselines.strategy import Job
+from fcdp.direct_io import left_over
+from fcdp.generations import STATE
+from fcdp.sizes import parse, written
 
 #: The step that is profiled: the first is no measure, as nothing has its place in caches yet.
 _PROFILED = 2
@@ -202,7 +203,7 @@ class Fuyou(Loop):
         try:
             for group in self._layout.groups():
                 buffer = idle if taken is None else taken
-                yield from values.read_out(group, self._store, buffer, self._layout.dtype)
+                yield from self._store.take_out(group, buffer)
         finally:
             if taken is not None:
                 self._dram.give_back(taken)
@@ -299,8 +300,7 @@ class Fuyou(Loop):
         buffer = self._dram.take(largest, "the largest group of parameters")
         for group in self._layout.groups():
             if not resume:
-                values.fill(group, buffer, self._layout.dtype)
-                self._store.write(group, buffer, first=True)
+                self._store.put_in(group, buffer)
             for param in group.params:
                 param.data = torch.empty(0, dtype=self._layout.dtype)
         if not resume:

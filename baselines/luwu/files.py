@@ -1,24 +1,18 @@
-"""The server's files: masters, moments and parameters, in two generations of which one is whole.
-
-A step reads the generation of the step before and writes the other; when all of it is on the disk,
-one small file says so. Whatever ends the server, that file names a generation that nothing has
-written to since.
-"""
+"""The server's files: masters, moments and parameters, in two generations of which one is whole."""
 
 from __future__ import annotations
 
-import fcntl
-import json
-import os
 import threading
+import zlib
 from pathlib import Path
 
 import torch
 
 from baselines.luwu.plan import Chunk, Plan
-from fcdp import direct_io, durable
+from fcdp import direct_io
 from fcdp.cache.arena import Arena, aligned
 from fcdp.checksum import bytes_of
+from fcdp.generations import Generations, Region
 
 #: fp32 master, first and second moment.
 _STATES = 3
@@ -46,7 +40,10 @@ class Buffer:
 
 
 class Files:
-    """The state of all layers in one folder, opened by one server at a time."""
+    """The state of all layers in one folder, opened by one server at a time.
+
+    Who reads a chunk, or writes one, waits until it may.
+    """
 
     def __init__(self, folder: Path, plan: Plan) -> None:
         """Open or make the files.
@@ -54,23 +51,11 @@ class Files:
         Raises ``ValueError`` for a folder of other layers, or one that another server has.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
-        self._lock = (folder / "lock").open("w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ValueError(f"folder = {str(folder)!r}: another server has it") from error
         self._type = plan.type
-        _compare(folder / "layers.json", plan)
-        #: Where each chunk begins in its file, of trained ones or of frozen ones.
-        self._places: dict[tuple[int, int], int] = {}
-        ends = {True: 0, False: 0}
-        for chunk in plan.all_chunks():
-            self._places[chunk.unit, chunk.index] = ends[chunk.trained]
-            ends[chunk.trained] += self._size(chunk)
-        there = self.step is not None
-        self._generations = [_open(folder / f"generation-{i}", ends[True], there) for i in range(2)]
-        self._still = _open(folder / "frozen", ends[False], there)
+        regions = {c.key: Region(self._size(c), c.trained) for c in plan.all_chunks()}
+        layers = plan.model_dump_json(include={"units", "dtype", "chunk_bytes"})
+        about = f"{zlib.crc32(layers.encode()):08x}"
+        self._state = Generations(folder, "folder", regions, about, direct=False)
         #: Bytes read and written since the files were opened.
         self.read = self.written = 0
         self._counts = threading.Lock()
@@ -78,67 +63,54 @@ class Files:
     @property
     def step(self) -> int | None:
         """The last complete step; ``None``: there are not even initial parameters."""
-        return step_of(self._folder)
+        return self._state.step
 
     def read_states(self, chunk: Chunk, step: int, buffer: Buffer) -> None:
         """Fill master and moments of a trained chunk after ``step``."""
         nbytes = _STATES * aligned(chunk.numel * _FP32)
-        self._read(self._file(chunk, step), self._place(chunk), buffer.memory[:nbytes])
-
-    def write(self, chunk: Chunk, step: int, buffer: Buffer) -> None:
-        """Write all of a chunk as it is after ``step``: a frozen one from the buffer's start."""
-        memory = buffer.memory[: self._size(chunk)]
-        self._write(self._file(chunk, step), self._place(chunk), memory)
+        self._read(chunk, step, 0, buffer.memory[:nbytes])
 
     def parameters(self, chunk: Chunk, step: int, buffer: Buffer) -> memoryview:
         """What workers compute with after ``step``, read into the buffer."""
         nbytes = chunk.numel * self._type.itemsize
-        memory, place = buffer.memory[: aligned(nbytes)], self._place(chunk)
-        if chunk.trained:
-            place += _STATES * aligned(chunk.numel * _FP32)
-        self._read(self._file(chunk, step), place, memory)
+        memory = buffer.memory[: aligned(nbytes)]
+        self._read(chunk, step, self._size(chunk) - memory.nbytes, memory)
         return bytes_of(memory[:nbytes])
 
-    def commit(self, step: int) -> None:
-        """Have all that was written of ``step`` on the disk, then say so."""
-        if step == 0:
-            os.fsync(self._still)
-        os.fsync(self._generations[step % 2])
-        durable.replace(self._folder / "step.json", json.dumps({"step": step}))
+    def write(self, chunk: Chunk, step: int, buffer: Buffer) -> bool:
+        """Write all of a chunk as it is after ``step``: a frozen one from the buffer's start.
+
+        Whether that completes the step, all of which is on the disk then.
+        """
+        place = self._state.room(chunk.key, step)
+        self._write(place, buffer.memory[: self._size(chunk)])
+        complete = self._state.note(chunk.key)
+        if complete:
+            self._state.commit(step)
+        return complete
+
+    def end(self) -> None:
+        """Have nobody wait any longer."""
+        self._state.fail(RuntimeError("the run has ended"))
 
     def close(self) -> None:
-        """Close the files, and let another server have them."""
-        for descriptor in (*self._generations, self._still):
-            os.close(descriptor)
-        self._lock.close()
-
-    def _place(self, chunk: Chunk) -> int:
-        return self._places[chunk.unit, chunk.index]
-
-    def _file(self, chunk: Chunk, step: int) -> int:
-        return self._generations[step % 2] if chunk.trained else self._still
+        """Let another server have the files."""
+        self._state.close()
 
     def _size(self, chunk: Chunk) -> int:
         size = self._type.itemsize
         return _region(chunk.numel, size) if chunk.trained else aligned(chunk.numel * size)
 
-    def _read(self, file: int, offset: int, memory: torch.Tensor) -> None:
-        direct_io.read_all(file, offset, memory)
+    def _read(self, chunk: Chunk, step: int, begin: int, memory: torch.Tensor) -> None:
+        place, _ = self._state.find(chunk.key, step)
+        direct_io.read_all(self._state.file.descriptor, place + begin, memory)
         with self._counts:
             self.read += memory.nbytes
 
-    def _write(self, file: int, offset: int, memory: torch.Tensor) -> None:
-        direct_io.write_all(file, offset, memory)
+    def _write(self, place: int, memory: torch.Tensor) -> None:
+        direct_io.write_all(self._state.file.descriptor, place, memory)
         with self._counts:
             self.written += memory.nbytes
-
-
-def step_of(folder: Path) -> int | None:
-    """The last complete step in a server's folder; ``None`` without one."""
-    file = folder / "step.json"
-    if not file.exists():
-        return None
-    return int(json.loads(file.read_text(encoding="utf-8"))["step"])
 
 
 def masters(folder: Path, plan: Plan) -> dict[str, torch.Tensor]:
@@ -170,35 +142,3 @@ def masters(folder: Path, plan: Plan) -> dict[str, torch.Tensor]:
 def _region(numel: int, itemsize: int) -> int:
     """Bytes that a trained chunk takes in a generation."""
     return _STATES * aligned(numel * _FP32) + aligned(numel * itemsize)
-
-
-def _compare(file: Path, plan: Plan) -> None:
-    """Note what the files hold, or see that it is the same."""
-    mine = plan.model_dump_json(include={"units", "dtype", "chunk_bytes"})
-    if not file.exists():
-        durable.replace(file, mine)
-    elif file.read_text(encoding="utf-8") != mine:
-        raise ValueError(
-            f"folder = {str(file.parent)!r}: holds other layers, another type or chunk_bytes; "
-            "allowed is an empty folder, or one of the same run"
-        )
-
-
-def _open(path: Path, nbytes: int, there: bool) -> int:
-    """A file of this size, past the page cache where the file system has direct I/O.
-
-    Raises ``ValueError`` where it should be ``there`` and is not, or has another size.
-    """
-    found = path.stat().st_size if path.exists() else None
-    if there and found != nbytes:
-        raise ValueError(
-            f"{path}: {'is missing' if found is None else f'has {found} bytes'}, where a complete "
-            f"step is; must have {nbytes}"
-        )
-    flags = os.O_RDWR | os.O_CREAT
-    try:
-        descriptor = os.open(path, flags | os.O_DIRECT, 0o600)
-    except OSError:  # tmpfs has none
-        descriptor = os.open(path, flags, 0o600)
-    os.ftruncate(descriptor, nbytes)
-    return descriptor

@@ -17,8 +17,8 @@ from torch.optim.adamw import adamw
 
 from baselines.luwu import WINDOW
 from baselines.luwu.files import Buffer, Files
-from baselines.luwu.messages import tensor
 from baselines.luwu.plan import Chunk, Plan
+from baselines.luwu.wire import tensor
 
 _BETA1, _EPSILON = 0.9, 1e-8
 
@@ -34,54 +34,6 @@ class Item:
     buffer: Buffer | None = None
 
 
-class Progress:
-    """Which step each chunk has, and which one all have: who reads or writes a file waits here."""
-
-    def __init__(self, files: Files, plan: Plan, step: int) -> None:
-        self._files = files
-        self._trained = [chunk for chunk in plan.all_chunks() if chunk.trained]
-        self._changed = threading.Condition()
-        self._steps = {(c.unit, c.index): step for c in self._trained}
-        self._left = len(self._trained)
-        self._ended = False
-        #: The last complete step.
-        self.committed = step
-
-    def await_chunk(self, chunk: Chunk, step: int) -> bool:
-        """Wait until a chunk has this step; ``False`` if the server ends before."""
-        key = chunk.unit, chunk.index
-        with self._changed:
-            self._changed.wait_for(lambda: self._ended or self._steps[key] >= step)
-            return not self._ended
-
-    def await_commit(self, step: int) -> bool:
-        """Wait until all of a step is in the files, whose other generation may be written then."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._ended or self.committed >= step)
-            return not self._ended
-
-    def written(self, chunk: Chunk, step: int) -> bool:
-        """Note that a chunk is written as it is after ``step``; whether that completes the step."""
-        with self._changed:
-            self._steps[chunk.unit, chunk.index] = step
-            self._left -= 1
-            complete = not self._left
-            self._changed.notify_all()
-        if complete:
-            self._files.commit(step)
-            with self._changed:
-                self._left = len(self._trained)
-                self.committed = step
-                self._changed.notify_all()
-        return complete
-
-    def end(self) -> None:
-        """Have nobody wait any longer."""
-        with self._changed:
-            self._ended = True
-            self._changed.notify_all()
-
-
 class Steps:
     """What is done with a chunk, one method per step."""
 
@@ -89,14 +41,12 @@ class Steps:
         self,
         plan: Plan,
         files: Files,
-        progress: Progress,
         done: Callable[[Item, bool], None],
         failed: Callable[[BaseException], None],
     ) -> None:
         """``done``: called with each item, and whether it completes its step."""
         self._plan = plan
         self._files = files
-        self._progress = progress
         self._done = done
         self.failed = failed
         #: As many as may be under way: nobody waits for one for ever.
@@ -150,11 +100,9 @@ class Steps:
     def write(self, item: Item) -> None:
         """Write all of the chunk to the other generation, once nobody needs what is there."""
         assert item.buffer is not None
-        if self._progress.await_commit(item.step):
-            self._files.write(item.chunk, item.step + 1, item.buffer)
-            complete = self._progress.written(item.chunk, item.step + 1)
-            self._buffers.put(item.buffer)
-            self._done(item, complete)
+        complete = self._files.write(item.chunk, item.step + 1, item.buffer)
+        self._buffers.put(item.buffer)
+        self._done(item, complete)
 
 
 class StepCentric:

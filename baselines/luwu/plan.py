@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from baselines.luwu.messages import LARGEST_CHUNK
+from baselines.luwu.wire import LARGEST_CHUNK
 from baselines.optimizers import AdamW
 
 #: The unit of what is outside of the blocks: embeddings and head. Block i is unit i + 1.
@@ -77,6 +77,11 @@ class Chunk:
     @property
     def numel(self) -> int:
         return self.end - self.begin
+
+    @property
+    def key(self) -> str:
+        """Its name among all of a plan's."""
+        return f"{self.unit} {self.index}"
 
 
 class Plan(BaseModel):

@@ -17,12 +17,24 @@ import torch
 import zmq
 
 from baselines.luwu import LAYERS, WINDOW
-from baselines.luwu.life import BEAT_S, PATIENCE_S, Lives, Lost
-from baselines.luwu.messages import Kind, Malformed, Message, read, reason_of
 from baselines.luwu.plan import Chunk, Frozen, Pass, Plan
 from baselines.luwu.server import SWITCH
 from baselines.luwu.switch import worker_name
-from baselines.luwu.wire import Connection, Inbox, Keys, send
+from baselines.luwu.wire import (
+    BEAT_S,
+    PATIENCE_S,
+    Connection,
+    Inbox,
+    Keys,
+    Kind,
+    Lives,
+    Lost,
+    Malformed,
+    Message,
+    read,
+    reason_of,
+    send,
+)
 from fcdp.checksum import bytes_of
 
 #: Takes a chunk's bytes to where they belong.

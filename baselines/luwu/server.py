@@ -21,11 +21,25 @@ import zmq
 from baselines.links import interface_bytes
 from baselines.luwu import WINDOW
 from baselines.luwu.files import Buffer, Files
-from baselines.luwu.life import BEAT_S, PATIENCE_S, Lives, Lost
-from baselines.luwu.messages import ALL, Kind, Malformed, Message, read, reason_of, tensor
-from baselines.luwu.pipeline import Item, LayerCentric, Progress, StepCentric, Steps
+from baselines.luwu.pipeline import Item, LayerCentric, StepCentric, Steps
 from baselines.luwu.plan import Chunk, Frozen, Pass, Plan
-from baselines.luwu.wire import Inbox, Keys, Listener, send
+from baselines.luwu.wire import (
+    ALL,
+    BEAT_S,
+    PATIENCE_S,
+    Inbox,
+    Keys,
+    Kind,
+    Listener,
+    Lives,
+    Lost,
+    Malformed,
+    Message,
+    read,
+    reason_of,
+    send,
+    tensor,
+)
 
 SWITCH = "switch"
 
@@ -176,13 +190,8 @@ class _Run:
         self.files = files
         #: Chunks that have been read and not sent.
         self.ahead: deque[Message] = deque()
-        step = files.step
         self._chunks = {(c.unit, c.index): c for c in plan.all_chunks()}
-        self._missing = set(self._chunks) if step is None else set()
-        self._progress = Progress(files, plan, step or 0)
-        self._steps = Steps(
-            plan, files, self._progress, lambda *done: inbox.put(done), lambda e: inbox.put(e)
-        )
+        self._steps = Steps(plan, files, lambda *done: inbox.put(done), inbox.put)
         self._pipeline = (
             StepCentric(self._steps, plan.threads)
             if plan.pipeline == "step"
@@ -192,7 +201,7 @@ class _Run:
         self._sent = 0
         #: How much of the stream each worker has taken.
         self._taken = dict.fromkeys(range(plan.workers), 0)
-        self._reader = _Reader(plan, files, self._progress, inbox)
+        self._reader = _Reader(plan, files, inbox)
 
     def handle(self, message: Message) -> list[Message]:
         """Take a message of the workers'; return what is to be answered."""
@@ -224,7 +233,7 @@ class _Run:
 
     def close(self) -> None:
         """Have the threads end."""
-        self._progress.end()
+        self.files.end()
         self._steps.end()
         self._pipeline.end()
         self._reader.end()
@@ -241,13 +250,9 @@ class _Run:
         else:
             nbytes = chunk.numel * self.plan.type.itemsize
             self._buffer.memory[:nbytes].view(self.plan.type).copy_(values)
-        self.files.write(chunk, 0, self._buffer)
-        self._missing.discard((chunk.unit, chunk.index))
+        complete = self.files.write(chunk, 0, self._buffer)
         answers = [Message(Kind.APPLIED, unit=chunk.unit)]
-        if not self._missing:
-            self.files.commit(0)
-            answers.append(Message(Kind.COMMITTED))
-        return answers
+        return [*answers, Message(Kind.COMMITTED)] if complete else answers
 
     def _chunk(self, message: Message, itemsize: int) -> Chunk:
         """The chunk that a message brings. Raises ``Malformed`` for one that there is not."""
@@ -264,9 +269,8 @@ class _Run:
 class _Reader:
     """A thread that reads the passes' chunks ahead, each once it has the step that is asked for."""
 
-    def __init__(self, plan: Plan, files: Files, progress: Progress, inbox: Inbox) -> None:
+    def __init__(self, plan: Plan, files: Files, inbox: Inbox) -> None:
         self._files = files
-        self._progress = progress
         self._inbox = inbox
         self._buffer = Buffer(plan)
         self._wanted: deque[tuple[Chunk, int]] = deque()
@@ -299,8 +303,6 @@ class _Reader:
                 if self._ended:
                     return
                 chunk, step = self._wanted.popleft()
-                if chunk.trained and not self._progress.await_chunk(chunk, step):
-                    return
                 payload = bytes(self._files.parameters(chunk, step, self._buffer))
                 message = Message(
                     Kind.PARAMETERS, step, chunk.unit, chunk.index, self._count, payload

@@ -16,11 +16,25 @@ import torch
 import zmq
 
 from baselines.luwu import WINDOW
-from baselines.luwu.life import BEAT_S, PATIENCE_S, Lives, Lost
-from baselines.luwu.messages import ALL, Kind, Malformed, Message, read, reason_of, tensor
 from baselines.luwu.plan import Pass, Plan
 from baselines.luwu.server import SWITCH
-from baselines.luwu.wire import Connection, Keys, Listener, send
+from baselines.luwu.wire import (
+    ALL,
+    BEAT_S,
+    PATIENCE_S,
+    Connection,
+    Keys,
+    Kind,
+    Listener,
+    Lives,
+    Lost,
+    Malformed,
+    Message,
+    read,
+    reason_of,
+    send,
+    tensor,
+)
 
 #: What the server says that all workers hear.
 _MULTICAST = (Kind.WELCOME, Kind.PARAMETERS, Kind.APPLIED, Kind.COMMITTED)

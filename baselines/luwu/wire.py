@@ -1,20 +1,158 @@
-"""Sockets between roles: ZeroMQ's, encrypted and authenticated by CURVE with keys of the run."""
+"""Messages between roles, the sockets that they go through, and signs of life.
+
+A message is a fixed header and a payload, each one frame of ZeroMQ's. Sockets are encrypted and
+authenticated by CURVE with keys of the run. Who is silent for too long has ended, or hangs.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import struct
+import time
 from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any
 
+import torch
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
 from baselines.luwu import WINDOW
-from baselines.luwu.life import Lost
-from baselines.luwu.messages import LARGEST_FRAME, Message
+
+_HEADER = struct.Struct("<4sBIIII")
+_MAGIC = b"LuW1"
+#: Bytes of the largest chunk that may be chosen, and of the largest frame that is let in.
+LARGEST_CHUNK = 4 * 2**20
+LARGEST_FRAME = LARGEST_CHUNK + 64 * 1024
+#: In place of a worker's rank: all of them.
+ALL = 2**32 - 1
+
+
+class Kind(IntEnum):
+    """What a message is."""
+
+    #: A worker's plan, as JSON; all workers' are alike. Answered by WELCOME: the last complete
+    #: step, and whether initial parameters are wanted (``extra``).
+    HELLO = 1
+    WELCOME = 2
+    #: A chunk of the initial parameters, in float32, of worker 0.
+    INITIAL = 3
+    #: A pass over the layers begins: ``unit`` says which, ``extra`` what of the frozen ones.
+    BEGIN = 4
+    #: A chunk of parameters, the ``extra``-th of the stream; and how many of them a worker
+    #: (``unit``) has taken.
+    PARAMETERS = 5
+    TAKEN = 6
+    #: A chunk of gradients of a step; and that the server has it in its files.
+    GRADIENTS = 7
+    APPLIED = 8
+    #: All of a step is in the server's files.
+    COMMITTED = 9
+    #: What the server counts, asked for by worker 0 and answered as JSON.
+    COUNT = 10
+    COUNTS = 11
+    #: A sign of life; that a worker has no more to do, or all of them; what went wrong, which ends
+    #: the run.
+    BEAT = 12
+    LEAVE = 13
+    ABORT = 14
+
+
+class Malformed(ValueError):
+    """What came is no message."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message; what its numbers mean depends on its kind."""
+
+    kind: Kind
+    step: int = 0
+    unit: int = 0
+    chunk: int = 0
+    extra: int = 0
+    payload: Any = b""
+
+    def frames(self) -> list[Any]:
+        """What is sent."""
+        header = _HEADER.pack(_MAGIC, self.kind, self.step, self.unit, self.chunk, self.extra)
+        return [header, self.payload]
+
+
+def read(frames: Sequence[Any]) -> Message:
+    """The message in these frames. Raises ``Malformed``."""
+    if len(frames) != 2 or len(frames[0]) != _HEADER.size:
+        raise Malformed(f"{len(frames)} frames that are no message")
+    magic, kind, step, unit, chunk, extra = _HEADER.unpack(frames[0])
+    if magic != _MAGIC or kind not in Kind.__members__.values():
+        raise Malformed("a header that is no message's")
+    return Message(Kind(kind), step, unit, chunk, extra, frames[1])
+
+
+def tensor(payload: Any, dtype: torch.dtype) -> torch.Tensor:
+    """A payload as a flat tensor with memory of its own."""
+    return torch.frombuffer(bytearray(payload), dtype=dtype)
+
+
+def reason_of(message: Message) -> str:
+    """Why the run ends."""
+    return bytes(message.payload).decode(errors="replace")
+
+
+#: Seconds between two signs of life, ...
+BEAT_S = 1.0
+#: ... without any, until a role is given up, ...
+PATIENCE_S = 30.0
+#: ... and until all roles have met.
+MEETING_S = 300.0
+
+
+class Lost(ConnectionError):
+    """A role that the run cannot go on without is gone."""
+
+
+class Lives:
+    """When this role has last heard from its neighbours, and when it has to be heard itself."""
+
+    def __init__(self, names: Iterable[str], patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._begun = time.monotonic()
+        self._heard: dict[str, float | None] = dict.fromkeys(names)
+        self._beat = 0.0
+
+    def hear(self, name: str) -> None:
+        """Note a sign of life of a neighbour; of others nothing is expected."""
+        if name in self._heard:
+            self._heard[name] = time.monotonic()
+
+    def forget(self, name: str) -> None:
+        """Expect nothing more of a neighbour."""
+        self._heard.pop(name, None)
+
+    def is_due(self) -> bool:
+        """Whether it is time to be heard again."""
+        now = time.monotonic()
+        if now - self._beat < BEAT_S:
+            return False
+        self._beat = now
+        return True
+
+    def check(self) -> None:
+        """Raises ``Lost`` if a neighbour has been silent for too long."""
+        now = time.monotonic()
+        for name, heard in self._heard.items():
+            if heard is None and now - self._begun > MEETING_S:
+                raise Lost(f"{name} did not come within {MEETING_S:g} s")
+            if heard is not None and now - heard > self._patience_s:
+                raise Lost(
+                    f"{name} has not been heard of for {self._patience_s:g} s: it has ended, or "
+                    "hangs"
+                )
+
 
 #: The variable that has the run's secret, which all of its processes are given, as hexadecimals.
 SECRET = "FCDP_RUN_SECRET"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 import torch.nn as nn
@@ -156,3 +157,32 @@ class FCDP(FSDP2):
     @property
     def host_cache_bytes(self) -> int:
         return fcdp.ledger(self.model).host_cache_bytes
+
+
+def sched(model: nn.Module, job: Job) -> Sched:
+    """The paper's FCDP-Sched alone, which does not tell frozen from trained parameters.
+
+    Frozen ones cross nodes each step too.
+    """
+    return Sched(build(model, job).model, job, _sched_bytes(model, job))
+
+
+def _sched_bytes(model: nn.Module, job: Job) -> float:
+    """Least bytes per step of FCDP, and frozen units once more where a tier keeps them."""
+    engine = engine_of(model)
+    frozen = [
+        unit
+        for unit in engine.units
+        if not unit.trainable and engine.cache.placement.preferences[unit]
+    ]
+    again = sum(crossing_bytes(numel(unit.params), job) for unit in frozen)
+    return least_bytes(model, job) + again
+
+
+class Sched(FCDP):
+    """FCDP's loop; no entry outlives a step: every parameter counts as written by its optimizer."""
+
+    def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
+        total = super().step(micro_batches)
+        fcdp.invalidate(self.model)
+        return total

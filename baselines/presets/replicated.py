@@ -9,7 +9,7 @@ from baselines.presets.fcdp import node_bytes
 from baselines.pytorch.ddp import autocast
 from baselines.pytorch.fsdp2 import FSDP2
 from baselines.strategy import Job, replicated_bytes, trainable_parameters
-from fcdp.ledger import Ledger
+from fcdp.counts import Ledger
 from fcdp.replicas import Replicas
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn as nn
@@ -14,9 +16,17 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
 
 from baselines.loop import Loop
-from baselines.strategy import Job, make_optimizer, zero3_bytes
+from baselines.strategy import (
+    Job,
+    crossing_bytes,
+    make_optimizer,
+    numel,
+    trained_numel,
+    zero3_bytes,
+)
 
 
 def build(model: nn.Module, job: Job, offload_policy: OffloadPolicy = OffloadPolicy()) -> FSDP2:
@@ -32,6 +42,38 @@ def offload(model: nn.Module, job: Job) -> FSDP2:
     ZeRO-3's schedule; the optimizer steps where the shards are. On a CPU it is FSDP2 itself.
     """
     return build(model, job, CPUOffloadPolicy(pin_memory=torch.accelerator.is_available()))
+
+
+def reshard(model: nn.Module, job: Job) -> FSDP2:
+    """hpZ as PyTorch ships it: per micro-batch forward gathers across nodes and backward inside."""
+    topology = job.topology
+    moved = numel(model.parameters()) + trained_numel(model)
+    closed_form = crossing_bytes(moved, job) * job.accumulation
+    with _one_mesh_for_all():
+        shard_each(model, job, topology.mesh, reshard_after_forward=topology.ranks_per_node)
+    return FSDP2(model, job, closed_form)
+
+
+@contextmanager
+def _one_mesh_for_all() -> Iterator[None]:
+    """Have all modules share the mesh that they reshard to.
+
+    FSDP2 makes one per module, each with process groups of its own: a model of many layers runs
+    out of them.
+    """
+    make = _fsdp_init._get_post_forward_mesh_info
+    made: list[Any] = []
+
+    def once(*args: Any) -> Any:
+        if not made:
+            made.append(make(*args))
+        return made[0]
+
+    with ExitStack() as patches:
+        for module in (_fsdp_init, _fully_shard):
+            if hasattr(module, make.__name__):
+                patches.enter_context(mock.patch.object(module, make.__name__, once))
+        yield
 
 
 def shard_each(model: nn.Module, job: Job, mesh: DeviceMesh, **more: Any) -> None:

@@ -1,24 +1,29 @@
-"""The agent of one emulated node: enters its namespace and launches the ranks, as torchrun would.
+"""The agent of one node: launches the node's ranks, as torchrun would; and what each rank does.
 
-It is forked from a process that has imported everything, torchelastic included.
+An emulated node's is forked from a process that has imported everything, torchelastic included, and
+enters the node's namespace.
 """
 
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.machinery import PathFinder
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from pyroute2 import netns
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
@@ -29,12 +34,13 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.rendezvous import RendezvousInfo
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.multiprocessing.spawn import ProcessContext
 
-from experiments.clusters import _preloaded, lifetimes, namespaces, ranks
+from experiments.clusters import _preloaded, lifetimes
 from experiments.clusters.causes import Exit, NodeResult
-from experiments.clusters.ranks import SECRET, Launch, Machine, Node
-from experiments.clusters.torchrun import Meeting
+from experiments.clusters.launch import SECRET, Launch, Machine, Node, split
 from experiments.records import provenance
 
 #: Seconds between two looks at the ranks, ...
@@ -48,19 +54,42 @@ _END_TIMEOUT_S = 5
 
 def serve(node: Node, launch: Launch, parent: Connection) -> None:
     """Run the ranks of one node in this fresh process and send their ``NodeResult``."""
-    # A group of its own: the terminal's Ctrl-C reaches the parent only, which ends the ranks.
-    os.setsid()
-    lifetimes.die_with(_preloaded.SERVER)
-    lifetimes.die_with_launcher(
-        lambda: namespaces.end_processes(node.namespace, spare=frozenset({os.getpid()}))
-    )
-    ranks.write_to(launch.logs / f"node{node.node}.log")
+    me = frozenset({os.getpid()})
+    _begin(launch.logs / f"node{node.node}.log", lambda: node.end_processes(me))
     with suppress(BrokenPipeError):  # the parent has given up meanwhile
         try:
-            _serve(node, launch, parent)
+            _settle(node)
+            # The store where the nodes meet, which is node 0's, ends with its agent.
+            agent = _agent(node, launch)
+            parent.send(_result(agent))
+            # Other nodes may still use the store: until the parent, who closes its end, has heard
+            # from all of them.
+            parent.poll(None)
         except Exception:
             error = f"the agent of node {node.node} failed:\n{traceback.format_exc()}"
             parent.send(NodeResult(error=error))
+
+
+def serve_beside(machine: Machine, entry: str, log: Path, parent: Connection) -> None:
+    """Call the function of a process beside the ranks; send what it ends with."""
+    _begin(log, lambda: None)
+    error = None
+    try:
+        _settle(machine)
+        _function(entry)()
+    except BaseException:
+        error = f"{log.stem}: {traceback.format_exc()}"
+        traceback.print_exc()
+    with suppress(BrokenPipeError):
+        parent.send(NodeResult(error=error))
+
+
+def _begin(log: Path, end_others: Callable[[], None]) -> None:
+    # A group of its own: the terminal's Ctrl-C reaches the parent only, which ends the ranks.
+    os.setsid()
+    lifetimes.die_with(os.getppid())
+    lifetimes.die_with_launcher(end_others)
+    _write_to(log)
 
 
 def _settle(machine: Machine) -> None:
@@ -70,36 +99,10 @@ def _settle(machine: Machine) -> None:
     if machine.secret is not None:
         os.environ[SECRET] = machine.secret
     _put_temporary_files_in(machine.scratch)
-    netns.setns(machine.namespace, flags=0)
+    if machine.namespace is not None:
+        netns.setns(machine.namespace, flags=0)
     _search_first(machine.environment.get("PYTHONPATH", "").split(os.pathsep))
     _preloaded.import_modules(list(machine.preload))
-
-
-def serve_beside(machine: Machine, entry: str, log: str, parent: Connection) -> None:
-    """Call the function of a process beside the ranks; send the error that it ends with, if any."""
-    os.setsid()
-    lifetimes.die_with(_preloaded.SERVER)
-    lifetimes.die_with_launcher(lambda: None)
-    ranks.write_to(Path(log))
-    error = None
-    try:
-        _settle(machine)
-        module, name = ranks.split(entry)
-        getattr(importlib.import_module(module), name)()
-    except BaseException:
-        error = traceback.format_exc()
-        traceback.print_exc()
-    with suppress(BrokenPipeError):
-        parent.send(error)
-
-
-def _serve(node: Node, launch: Launch, parent: Connection) -> None:
-    _settle(node)
-    with _launched(node, launch) as result:
-        parent.send(result)
-        # Other nodes may still use the store: until the parent, who closes its end, has heard
-        # from all of them.
-        parent.poll(None)
 
 
 def _put_temporary_files_in(directory: str) -> None:
@@ -197,11 +200,34 @@ def _exit_code(pid: int) -> int | None:
     return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 
-@contextmanager
-def _launched(node: Node, launch: Launch) -> Iterator[NodeResult]:
-    """Launch the ranks of one node, as torchrun would, and wait for them; yield how they ended.
+class Meeting(StaticTCPRendezvous):
+    """Torchrun's static rendezvous, but it listens at node 0's address only.
 
-    The store where the nodes meet, which is node 0's, ends with the context.
+    Otherwise the store, which asks nobody who they are, is open on every interface of the node.
+    """
+
+    def get_backend(self) -> str:
+        return "fcdp"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        if self.rank == 0 and self._store is None:
+            listener = socket.create_server((self.master_addr, self.master_port))
+            self._store = dist.TCPStore(  # type: ignore[attr-defined]
+                self.master_addr,
+                self.master_port,
+                self.world_size,
+                is_master=True,
+                timeout=self.timeout,
+                multi_tenant=True,
+                master_listen_fd=listener.detach(),
+            )
+        info: RendezvousInfo = super().next_rendezvous()
+        return info
+
+
+def _agent(node: Node, launch: Launch) -> _Agent:
+    """The agent that launches the ranks of one node, as torchrun's would.
+
     Not through ``launch_agent``: it asks CUDA for its devices, after which no forked rank could
     use them, and it hides the agent.
     """
@@ -209,10 +235,15 @@ def _launched(node: Node, launch: Launch) -> Iterator[NodeResult]:
         role="rank",
         local_world_size=node.ranks_per_node,
         rdzv_handler=Meeting(
-            node.node, node.nodes, (node.master_address, node.port), _MEETING_TIMEOUT_S
+            node.master_address,
+            node.port,
+            rank=node.node,
+            world_size=node.nodes,
+            run_id="fcdp",
+            timeout=_MEETING_TIMEOUT_S,
         ),
         # As one object: torchelastic replaces "$" in arguments that are strings.
-        entrypoint=ranks.run,
+        entrypoint=_run,
         args=(launch, os.getpid()),
         max_restarts=0,
         monitor_interval=_MONITOR_INTERVAL_S,
@@ -220,13 +251,64 @@ def _launched(node: Node, launch: Launch) -> Iterator[NodeResult]:
         master_port=node.port,
         local_addr=node.address,
     )
-    agent = _Agent(
+    return _Agent(
         spec,
         logs_specs=DefaultLogsSpecs(log_dir=node.scratch),
         start_method="fork",
         exit_barrier_timeout=node.timeout_s,
     )
+
+
+def _result(agent: _Agent) -> NodeResult:
+    """Launch the ranks and wait for them; returns how they ended."""
     result = agent.run()
     for rank, failure in result.failures.items():
         agent.exits.setdefault(rank, Exit(failure.exitcode, time.monotonic_ns()))
-    yield NodeResult(exits=agent.exits)
+    return NodeResult(exits=agent.exits)
+
+
+def _run(launch: Launch, agent: int) -> None:
+    """Call the launch's function in the environment that torchelastic has set for this rank.
+
+    ``agent`` is the pid of the process that forked this one.
+    """
+    lifetimes.die_with(agent)
+    # Forked from torchelastic's agent, the rank would raise the agent's exception on SIGTERM, and
+    # only once the interpreter runs again: a rank that waits in a collective would go on.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    rank = int(os.environ["RANK"])
+    _write_to(launch.logs / f"rank{rank}.log")
+    with launch.board.alive(rank):
+        try:
+            # OpenMP has read the variable where torch was imported, in another process.
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+            _function(launch.entry)(*launch.arguments)
+        except BaseException as error:
+            if not (isinstance(error, SystemExit) and error.code in (None, 0)):
+                launch.board.report(rank, error)
+                traceback.print_exc()
+                sys.stdout.flush()
+                sys.stderr.flush()
+                # Without waiting for threads or destructors, in which a rank might hang.
+                os._exit(1)
+
+
+def _function(entry: str) -> Callable[..., object]:
+    module, name = split(entry)
+    function: Callable[..., object] = getattr(importlib.import_module(module), name)
+    return function
+
+
+def _write_to(path: Path) -> None:
+    """Send standard output and error, Python's and the libraries', to one file, line by line."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    # Whoever is killed has lost nothing but its last line.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from baselines.description import ExtraProcess
-from experiments.clusters import causes, lifetimes, namespaces, preload, privileges, ranks
-from experiments.clusters.beside import BesideProcess, addresses
+from experiments.clusters import causes, lifetimes, namespaces, preload, privileges
 from experiments.clusters.causes import Board
 from experiments.clusters.counters import out_of_memory_kills
 from experiments.clusters.interface import ClusterError, Outcome
-from experiments.clusters.launch import ALWAYS_PRELOADED, NodeProcess
+from experiments.clusters.launch import Launch, Machine, Node, split
 from experiments.clusters.network import INTERFACE, TO_GROUPS, Network
+from experiments.clusters.started import ALWAYS_PRELOADED, Started, start_agent
 from experiments.records.abilities import ABILITIES
 from experiments.records.cell import ClusterSpec
 
@@ -104,7 +104,7 @@ class EmulatedCluster:
         secret of this launch in ``FCDP_RUN_SECRET``.
         """
         network, context = self._built()
-        ranks.split(entry)
+        split(entry)
         self._check_port(network)
         logs = logs.absolute()
         logs.mkdir(parents=True, exist_ok=True)
@@ -112,20 +112,40 @@ class EmulatedCluster:
             folder = stack.enter_context(lifetimes.folder())
             board = Board(folder, range(self.nodes * self.ranks_per_node))
             board.create()
-            launch = ranks.Launch(entry, tuple(arguments), logs, board)
-            machines = _Machines(network, environment, folder, self._preload, bool(extra))
-            beside = []
+            launch = Launch(entry, tuple(arguments), logs, board)
             if extra:
                 stack.callback(network.withdraw)
-                machines.join(extra, self._port)
             for each in extra:
-                machine = machines.beside(each.name, self.nodes * self.ranks_per_node)
-                beside.append(BesideProcess(context, each, machine, logs))
+                network.add(each.name, in_network=each.in_network)
+            told: dict[str, Any] = {
+                "environment": self._variables(network, environment),
+                "secret": secrets.token_hex() if extra else None,
+                "preload": self._preload,
+            }
+            beside = []
+            for each in extra:
+                place, scratch = network.beside[each.name][0], str(folder / each.name)
+                machine = Machine(namespace=place, scratch=scratch, **told)
+                log = logs / f"{each.name}.log"
+                beside.append(Started(context, each.name, "serve_beside", machine, each.entry, log))
                 stack.callback(beside[-1].end)
             agents = []
-            for number in range(self.nodes):
-                node = machines.node(number, self.ranks_per_node, self._port, timeout_s)
-                agents.append(NodeProcess(context, node, launch))
+            for number, (place, address) in enumerate(
+                zip(network.nodes, network.addresses, strict=True)
+            ):
+                node = Node(
+                    namespace=place,
+                    scratch=str(folder / f"node{number}"),
+                    node=number,
+                    nodes=self.nodes,
+                    ranks_per_node=self.ranks_per_node,
+                    address=address,
+                    master_address=network.addresses[0],
+                    port=self._port,
+                    timeout_s=timeout_s,
+                    **told,
+                )
+                agents.append(start_agent(context, node, launch))
                 stack.callback(agents[-1].end)
             return _watch(agents, beside, board, timeout_s)
 
@@ -133,6 +153,25 @@ class EmulatedCluster:
         if self._network is None or self._context is None:
             raise ClusterError("the cluster is not built: use it inside its `with` block")
         return self._network, self._context
+
+    def _variables(self, network: Network, environment: Mapping[str, str]) -> dict[str, str]:
+        """What processes of a launch find in their environment, beside what torchrun adds."""
+        return {
+            "OMP_NUM_THREADS": "1",
+            **os.environ,
+            "FCDP_INTERFACE": INTERFACE,
+            **({"FCDP_GROUP_INTERFACE": TO_GROUPS} if network.groups > 1 else {}),
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+            "TP_SOCKET_IFNAME": INTERFACE,
+            "NCCL_SOCKET_IFNAME": INTERFACE,
+            **environment,
+            "WORLD_SIZE": str(self.nodes * self.ranks_per_node),
+            # Where processes beside the ranks are.
+            **{
+                f"FCDP_{name.upper()}": f"{address}:{self._port}"
+                for name, (_, address) in network.beside.items()
+            },
+        }
 
     def _check_port(self, network: Network) -> None:
         address = network.addresses[0]
@@ -152,70 +191,8 @@ class EmulatedCluster:
             ) from error
 
 
-class _Machines:
-    """What the processes of one launch are told of the machines that they are on."""
-
-    def __init__(
-        self,
-        network: Network,
-        environment: Mapping[str, str],
-        folder: Path,
-        preload: tuple[str, ...],
-        beside: bool,
-    ) -> None:
-        """``beside``: whether there are machines beside the nodes."""
-        self._network = network
-        self._folder = folder
-        self._preload = preload
-        self._secret = secrets.token_hex() if beside else None
-        self._variables = {
-            "OMP_NUM_THREADS": "1",
-            **os.environ,
-            "FCDP_INTERFACE": INTERFACE,
-            **({"FCDP_GROUP_INTERFACE": TO_GROUPS} if network.groups > 1 else {}),
-            "GLOO_SOCKET_IFNAME": INTERFACE,
-            "TP_SOCKET_IFNAME": INTERFACE,
-            "NCCL_SOCKET_IFNAME": INTERFACE,
-            **environment,
-        }
-
-    def join(self, extra: Sequence[ExtraProcess], port: int) -> None:
-        """Join a machine for each of these to the network."""
-        for each in extra:
-            self._network.add(each.name, in_network=each.in_network)
-        self._variables |= addresses(self._network.beside, port)
-
-    def beside(self, name: str, ranks_in_all: int) -> ranks.Machine:
-        """The machine of a process beside the ranks."""
-        return ranks.Machine(
-            namespace=self._network.beside[name][0],
-            environment=self._variables | {"WORLD_SIZE": str(ranks_in_all)},
-            secret=self._secret,
-            preload=self._preload,
-            scratch=str(self._folder / name),
-        )
-
-    def node(self, number: int, ranks_per_node: int, port: int, timeout_s: float) -> ranks.Node:
-        """A node."""
-        network = self._network
-        return ranks.Node(
-            node=number,
-            nodes=len(network.nodes),
-            ranks_per_node=ranks_per_node,
-            namespace=network.nodes[number],
-            address=network.addresses[number],
-            master_address=network.addresses[0],
-            port=port,
-            environment=self._variables,
-            secret=self._secret,
-            preload=self._preload,
-            scratch=str(self._folder / f"node{number}"),
-            timeout_s=timeout_s,
-        )
-
-
 def _watch(
-    agents: Sequence[NodeProcess], beside: Sequence[BesideProcess], board: Board, timeout_s: float
+    agents: Sequence[Started], beside: Sequence[Started], board: Board, timeout_s: float
 ) -> Outcome:
     """Wait until all nodes are done, one has failed, or the time is over; return the outcome."""
     broken: str | None = None
@@ -223,15 +200,16 @@ def _watch(
     kills_before = out_of_memory_kills()
     while running := [each for each in agents if each.result is None]:
         wait([each.connection for each in running], timeout=_WATCH_INTERVAL_S)
-        for each in running:
+        for each in (*running, *beside):
             each.collect()
         now = time.monotonic()
-        broken = next(filter(None, [each.why_failed() for each in beside]), None)
+        said = (each.result.error for each in beside if each.result)
+        broken = next(filter(None, said), None)
         if broken or board.reports() or any(each.result and not each.result.ok for each in agents):
             deadline = min(deadline, now + _GRACE_S)
         if now > deadline:
             break
-    results = {each.node.node: each.result for each in agents if each.result is not None}
+    results = {node: each.result for node, each in enumerate(agents) if each.result is not None}
     reports = board.reports()
     kills = out_of_memory_kills() - kills_before
     if broken and all(report.lost_peer for report in reports):

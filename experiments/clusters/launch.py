@@ -1,64 +1,70 @@
-"""An emulated node's process, which launches its ranks, as the one that starts it sees it."""
+"""A launch of ranks: what its processes are told of it and of the machine that they are on."""
 
 from __future__ import annotations
 
-from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from experiments.clusters import namespaces
-from experiments.clusters.causes import NodeResult
-from experiments.clusters.ranks import Launch, Node
+from experiments.clusters import lifetimes
+from experiments.clusters.causes import Board
 
-#: What the fork server imports for every agent, beside what the launch needs.
-ALWAYS_PRELOADED = ("experiments.clusters.agent",)
-
-#: Seconds until an agent whose ranks were killed has ended.
-_AGENT_END_S = 2.0
+#: The variable that has the secret of a launch with processes beside its ranks.
+SECRET = "FCDP_RUN_SECRET"
 
 
-class NodeProcess:
-    """One node's agent in a process of its own, forked from the fork server."""
+@dataclass(frozen=True)
+class Launch:
+    """A function that every rank of a cluster calls once, in a process of its own."""
 
-    def __init__(self, context: ForkServerContext, node: Node, launch: Launch) -> None:
-        self.node = node
-        #: How the node's ranks ended, once the agent has said so.
-        self.result: NodeResult | None = None
-        self.connection: Connection
-        self.connection, other_end = context.Pipe()
-        self._process: ForkServerProcess = context.Process(
-            target=_serve, args=(node, launch, other_end), name=f"node{node.node}"
-        )
-        with other_end:
-            self._process.start()
-
-    def collect(self) -> None:
-        """Take the agent's result, if it has sent one or has ended without."""
-        if not self.connection.poll():
-            return
-        try:
-            self.result = self.connection.recv()
-        except EOFError:
-            self._process.join()
-            self.result = NodeResult(
-                error=f"the agent of node {self.node.node} ended with exit code "
-                f"{self._process.exitcode} (negative: a signal)"
-            )
-
-    def end(self) -> None:
-        """Kill the node's processes and wait until they are gone."""
-        self.connection.close()
-        # The ranks first, so that their agent can reap them.
-        spare = frozenset() if self._process.pid is None else frozenset({self._process.pid})
-        namespaces.end_processes(self.node.namespace, spare=spare)
-        self._process.join(_AGENT_END_S)
-        self._process.kill()
-        namespaces.end_processes(self.node.namespace)
-        self._process.join()
-        self._process.close()
+    #: "package.module:function".
+    entry: str
+    arguments: tuple[str, ...]
+    logs: Path
+    board: Board
 
 
-def _serve(node: Node, launch: Launch, parent: Connection) -> None:
-    # Here rather than above: the process that starts this one needs no torch.
-    from experiments.clusters import agent
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """One machine, as a process on it needs to know it."""
 
-    agent.serve(node, launch, parent)
+    #: The network namespace that is the machine; ``None`` for one that is real.
+    namespace: str | None
+    #: The whole environment of its processes, but for what torchrun adds and for secrets.
+    environment: dict[str, str]
+    #: What all processes of the launch share, if it has processes beside its ranks.
+    secret: str | None = field(default=None, repr=False)
+    #: Modules that should be imported already.
+    preload: tuple[str, ...] = ()
+    #: A directory, not there yet, for temporary files: torchelastic's and the ranks'.
+    scratch: str
+
+    def end_processes(self, spare: frozenset[int] = frozenset()) -> None:
+        """Kill what this process has started on the machine, but for ``spare``."""
+        if self.namespace is None:
+            lifetimes.end_descendants(spare)
+        else:
+            from experiments.clusters import namespaces  # its pyroute2, which real nodes do without
+
+            namespaces.end_processes(self.namespace, spare)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node(Machine):
+    """One node, as its agent needs to know it."""
+
+    node: int
+    nodes: int
+    ranks_per_node: int
+    #: Addresses of this node and of node 0, where the ranks meet.
+    address: str
+    master_address: str
+    port: int
+    timeout_s: float
+
+
+def split(entry: str) -> tuple[str, str]:
+    """Module and name of "package.module:function"; ``ValueError`` if it is not of that form."""
+    module, _, name = entry.partition(":")
+    if not module or not name.isidentifier():
+        raise ValueError(f'entry = {entry!r}: allowed is "package.module:function"')
+    return module, name

@@ -16,12 +16,16 @@ import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing import connection, parent_process
 from pathlib import Path
 
+import psutil
+
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 _NAME = re.compile(r"fcdp-(?P<scope>\d+)-(?P<pid>\d+)-(?P<started>\d+)-\d+-.+")
 _things = itertools.count()
@@ -35,12 +39,45 @@ _LONGEST_FOR_SOCKETS = 27
 
 def die_with(parent: int) -> None:
     """Have the kernel kill this process when ``parent``, the process that forked it, ends."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # The parent may have ended before the request: then nobody sends the signal any more.
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent ends, to find and end them all."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
+
+
+def end_descendants(spare: Collection[int] = (), within_s: float = 10.0) -> None:
+    """Kill all that this process has started but ``spare``, however deep, and wait for their end.
+
+    What the kernel cannot end within ``within_s`` seconds (a device that hangs) stays.
+    """
+    deadline = time.monotonic() + within_s
+    while left := [each for each in _descendants() if each.pid not in spare]:
+        if time.monotonic() > deadline:
+            return
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _descendants() -> list[psutil.Process]:
+    alive = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                alive.append(process)
+    return alive
 
 
 def die_with_launcher(end_others: Callable[[], None]) -> None:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
+from experiments.clusters.causes import NodeResult, Report
 from simulation.files import Strict
 
 #: Seconds between two empty lines, and without any after which the other side is taken for lost.
@@ -62,33 +63,13 @@ class Order(Strict):
     at_most_s: float
 
 
-class RankExit(Strict):
-    """How a rank's process ended that had not finished and left no report."""
-
-    code: int
-    #: Age of the notice, not its time: nodes' clocks differ.
-    age_ns: int
-
-
-class RankReport(Strict):
-    """A rank's ``causes.Report``, with an age in place of its time."""
-
-    rank: int
-    age_ns: int
-    state: Literal["failed", "oom"]
-    error: str
-    lost_peer: bool
-    silent_before: list[int]
-
-
 class Ended(Strict):
     """The answer to an order, once nothing of it runs on the node any more."""
 
-    #: Ends of ranks, by global rank.
-    exits: dict[int, RankExit]
-    reports: list[RankReport]
-    #: What kept the ranks from being launched.
-    error: str | None
+    result: NodeResult
+    reports: list[Report]
+    #: The node's clock when it answered, by which both of these go: nodes' clocks differ.
+    now_ns: int
     #: Logs by name, if the node does not see the runner's directory for them.
     logs: dict[str, str]
     out_of_memory_kills: int

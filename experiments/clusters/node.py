@@ -6,28 +6,25 @@ When the input is closed, nothing that was started here goes on.
 
 from __future__ import annotations
 
-import ctypes
-import json
 import os
-import select
 import signal
 import socket
-import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from multiprocessing import get_context
+from multiprocessing.connection import wait
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
 import psutil
 
-from experiments.clusters import lifetimes, ranks
-from experiments.clusters.causes import Board
+from experiments.clusters import lifetimes
+from experiments.clusters.causes import Board, NodeResult
 from experiments.clusters.counters import out_of_memory_kills, transmitted_bytes
+from experiments.clusters.launch import Launch, Node
 from experiments.clusters.messages import (
     BEAT_S,
     SILENCE_S,
@@ -35,21 +32,16 @@ from experiments.clusters.messages import (
     Ended,
     Inquiry,
     Order,
-    RankExit,
-    RankReport,
     question,
 )
+from experiments.clusters.started import start_agent
 from experiments.records import provenance
 
 #: Bytes of each log that travel; the end says why a rank failed.
 _LONGEST_LOG = 1_000_000
-#: Bytes of a log that are quoted where torchrun itself fails.
-_LONGEST_QUOTE = 4000
 #: Settings of NCCL that name a machine, a file or an identity.
 _PRIVATE_SETTINGS = ("FILE", "HOST", "COMM_ID", "PATH", "PLUGIN")
-_PR_SET_CHILD_SUBREAPER = 36
-_TORCHRUN = (sys.executable, "-u", "-m", "experiments.clusters.torchrun")
-#: Seconds between two looks at the ranks.
+#: Seconds between two looks at the agent.
 _WATCH_INTERVAL_S = 0.1
 
 _APART = "the runner must be on the first node, or its directory (--output) one that both see"
@@ -124,7 +116,7 @@ def _interface_with(address: str) -> str:
 
 def run(order: Order) -> Ended:
     """Launch the ranks and wait until they have ended, the input is closed, or time is over."""
-    _adopt_orphans()
+    lifetimes.adopt_orphans()
     kills_before = out_of_memory_kills()
     with lifetimes.folder() as folder:
         logs = Path(order.logs)
@@ -134,128 +126,51 @@ def run(order: Order) -> Ended:
             logs.mkdir()
         board = Board(folder, range(order.node * order.ranks, (order.node + 1) * order.ranks))
         board.create()
-        exits: dict[int, RankExit] = {}
-        error = None
         if order.node == 0 and not shared:
-            error = f"node 0 does not see {order.logs}: {_APART}"
+            result = NodeResult(error=f"node 0 does not see {order.logs}: {_APART}")
         else:
-            try:
-                exits = _Ranks(order, folder, logs, board).run()
-            except Exception:
-                error = f"node {order.node} failed:\n{traceback.format_exc()}"
+            launch = Launch(order.entry, _arguments(order, folder), logs, board)
+            result = _launched(order, launch, str(folder / "temporary"))
         return Ended(
-            exits=exits,
-            reports=_reports(board),
-            error=error,
+            result=result,
+            reports=board.reports(),
+            now_ns=time.monotonic_ns(),
             logs={} if shared else _logs(logs),
             out_of_memory_kills=out_of_memory_kills() - kills_before,
         )
 
 
-class _Ranks:
-    """The ranks of one order on this node, below one ``torchrun``."""
-
-    def __init__(self, order: Order, folder: Path, logs: Path, board: Board) -> None:
-        self._order = order
-        self._folder = folder
-        self._board = board
-        self._log = logs / f"node{order.node}.log"
-        #: When ranks were first seen to have ended without a word.
-        self._silent_since: dict[int, int] = {}
-        (folder / "order.json").write_text(order.model_dump_json(), encoding="utf-8")
-        launch = ranks.Launch(order.entry, _arguments(order, folder), logs, board)
-        ranks.leave(launch, folder)
-
-    def run(self) -> dict[int, RankExit]:
-        """Run the ranks; returns those that ended by themselves, but not as they should.
-
-        Raises ``RuntimeError`` with the end of its log if torchrun itself failed.
-        """
-        temporary = self._folder / "temporary"
-        temporary.mkdir()
-        with self._log.open("ab") as log:
-            launched = subprocess.Popen(
-                [*_TORCHRUN, str(self._folder), str(os.getpid())],
-                cwd=provenance.ROOT,
-                env=_environment(self._order) | {"TMPDIR": str(temporary)},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
-        try:
-            # Torchrun still runs where its ranks have all left with code 0: it then waits for the
-            # other nodes' agents, and a rank that has left too early may be why they failed.
-            return self._exits(launched.wait() if self._wait(launched.pid) else 0)
-        finally:
-            _end_descendants()
-            launched.wait()
-
-    def _wait(self, torchrun: int) -> bool:
-        """Whether torchrun ends before the runner is done with it and the time is over."""
-        deadline = time.monotonic() + self._order.at_most_s
+def _launched(order: Order, launch: Launch, scratch: str) -> NodeResult:
+    """Run the ranks; returns how they ended, if that was before the runner was done with them."""
+    # Of what is started from here the kernel shows the environment that it was started with.
+    environment = _environment(order)
+    os.environ.clear()
+    os.environ.update(environment)
+    node = Node(
+        namespace=None,
+        environment=environment,
+        scratch=scratch,
+        node=order.node,
+        nodes=order.nodes,
+        ranks_per_node=order.ranks,
+        address=order.address,
+        master_address=order.master_address,
+        port=order.port,
+        timeout_s=order.at_most_s,
+    )
+    agent = start_agent(get_context("spawn"), node, launch)
+    try:
+        deadline = time.monotonic() + order.at_most_s
         heard = time.monotonic()
-        ended = os.pidfd_open(torchrun)
-        try:
-            while time.monotonic() < min(deadline, heard + SILENCE_S):
-                ready, _, _ = select.select([ended, 0], [], [], _WATCH_INTERVAL_S)
-                for rank in self._board.silent():
-                    self._silent_since.setdefault(rank, time.monotonic_ns())
-                if ended in ready:
-                    return True
-                if 0 in ready:
-                    if not os.read(0, 1024):
-                        return False
-                    heard = time.monotonic()
-            return False
-        finally:
-            os.close(ended)
-
-    def _exits(self, code: int) -> dict[int, RankExit]:
-        failures = self._folder / "failures.json"
-        if code == 0:
-            # Torchrun takes a rank that leaves with code 0 for one that has finished.
-            codes = dict.fromkeys(self._silent_since, 0)
-        elif failures.exists():
-            codes = {int(rank): end for rank, end in json.loads(failures.read_text()).items()}
-        else:
-            quoted = self._log.read_bytes()[-_LONGEST_QUOTE:].decode("utf-8", errors="replace")
-            raise RuntimeError(f"torchrun ended with exit code {code}:\n{quoted}")
-        now = time.monotonic_ns()
-        return {
-            rank: RankExit(code=end, age_ns=now - self._silent_since.get(rank, now))
-            for rank, end in codes.items()
-        }
-
-
-def _adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent ends, to find and end them all."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
-
-
-def _end_descendants(within_s: float = 10.0) -> None:
-    """Kill all that was started here, however deep, and wait until it is gone.
-
-    What the kernel cannot end within ``within_s`` seconds (a device that hangs) stays.
-    """
-    deadline = time.monotonic() + within_s
-    while left := _descendants():
-        if time.monotonic() > deadline:
-            return
-        for process in left:
-            with suppress(psutil.NoSuchProcess):
-                process.send_signal(signal.SIGKILL)
-        time.sleep(0.01)
-
-
-def _descendants() -> list[psutil.Process]:
-    alive = []
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            if process.status() != psutil.STATUS_ZOMBIE:
-                alive.append(process)
-    return alive
+        while agent.result is None and time.monotonic() < min(deadline, heard + SILENCE_S):
+            if 0 in wait([agent.connection, 0], _WATCH_INTERVAL_S):
+                if not os.read(0, 1024):
+                    break
+                heard = time.monotonic()
+            agent.collect()
+        return agent.result or NodeResult()
+    finally:
+        agent.end()
 
 
 def _environment(order: Order) -> dict[str, str]:
@@ -288,12 +203,6 @@ def _arguments(order: Order, folder: Path) -> tuple[str, ...]:
 
 def _says(file: Path, text: str) -> bool:
     return file.is_file() and file.read_bytes() == text.encode()
-
-
-def _reports(board: Board) -> list[RankReport]:
-    now = time.monotonic_ns()
-    said = [asdict(report) for report in board.reports()]
-    return [RankReport(age_ns=now - each.pop("moment_ns"), **each) for each in said]
 
 
 def _logs(directory: Path) -> dict[str, str]:

@@ -15,10 +15,9 @@ from experiments.records.abilities import ABILITIES
 from experiments.records.cell import AnyCluster, Cell
 from experiments.records.modelled import cluster_of, hardware_of, workload_of
 from experiments.records.record import Measurement, Simulation
-from simulation import memory
-from simulation.cycle import by_slot
+from simulation import cycle, prediction
 from simulation.hardware import Hardware
-from simulation.prediction import Prediction, fits, predict
+from simulation.prediction import Prediction, predict
 from simulation.workload import Workload
 
 
@@ -81,8 +80,7 @@ class SimulatedCluster:
 
 def largest_micro_batch(cell: Cell) -> int:
     """Most sequences per rank and micro-batch with which the cell fits; 0 if not even one does."""
-    hardware, workload = cluster_of(cell), workload_of(cell)
-    return memory.largest_micro_batch(workload, hardware, lambda tried: fits(tried, hardware))
+    return prediction.largest_micro_batch(workload_of(cell), cluster_of(cell))
 
 
 def assumed(hardware: Hardware) -> dict[str, Any]:
@@ -102,7 +100,7 @@ def measured(workload: Workload, hardware: Hardware, prediction: Prediction) -> 
         critical[stream] = critical.get(stream, 0.0) + span.end - span.start
     cached = entry.has_policy or "cache" in needs.host
     on_gpu = hardware.backend == "nccl"
-    kept = by_slot.kept(workload, hardware.world_size, needs.forward.get("activations", 0.0))
+    kept = cycle.kept(workload, hardware.world_size, needs.forward.get("activations", 0.0))
     return Measurement(
         engine=entry.engine,
         engine_version=entry.engine_version() or "not installed",
@@ -121,7 +119,7 @@ def measured(workload: Workload, hardware: Hardware, prediction: Prediction) -> 
         peak_host_bytes=round(needs.host_bytes / ranks),
         host_cache_bytes=round(needs.host.get("cache", 0.0) / ranks) if cached else None,
         peak_device_bytes=round(needs.device_bytes) if on_gpu else None,
-        bytes_by_slot=by_slot.sent(workload, hardware.world_size),
+        bytes_by_slot=cycle.sent(workload, hardware.world_size),
         activation_bytes_by_slot=None if kept is None else kept[0],
         activation_bytes_together=None if kept is None else kept[1],
         simulation=Simulation(

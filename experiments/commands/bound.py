@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.table import Table
 
 from experiments import terminal
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from rich.table import Table
-
-    from simulation.bound.study import BoundRecord
+from experiments.records import provenance
+from simulation import files
+from simulation.bound import GPU, SEQUENCE_LENGTH, BoundRecord, points, settle
 
 
 def bound(
@@ -26,12 +24,8 @@ def bound(
 
     The closed form of "Memory and Bandwidth are All You Need for FSDP"; nothing is run.
     """
-    from experiments.records import provenance
-    from simulation import files
-    from simulation.bound import study
-
     commit = provenance.gather().commit
-    found = [study.settle(point, commit) for point in study.points()]
+    found = [settle(point, commit) for point in points()]
     file = output / "bound.jsonl"
     try:
         terminal.check_writable("--output", file)
@@ -46,7 +40,6 @@ def bound(
 
 
 def _table(found: Sequence[BoundRecord]) -> Table:
-    from simulation.bound.study import GPU, SEQUENCE_LENGTH
 
     columns = ("GPUs", "Gbit/s", "free GB", "tokens", "bound", "needs Gbit/s", "best MFU")
     table = terminal.table(["model"], columns)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from experiments import terminal
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from experiments.records.comparison import Comparison
+from experiments.records import select
+from experiments.records import settings as of_cells
+from experiments.records.cell import Cell
+from experiments.records.comparison import Comparison, few, paired
+from experiments.records.record import Record
 
 _HELP = "A run (a directory or a file of records), or RUN:CELLS."
 _LOOK: Mapping[str, Any] = {"header_style": "dim", "padding": (0, 2, 0, 0)}
@@ -28,15 +29,12 @@ def compare(
     one cell, those two are compared, whatever they differ in. Exit status: 0; 2 if there is
     nothing to compare.
     """
-    from experiments.records import difference, found
-    from experiments.records.comparison import Comparison, few
-
     try:
-        one, other = found.records(a), found.records(b)
+        one, other = select.records(a), select.records(b)
         if len(one) == len(other) == 1:
             pairs = [Comparison(other[0], one[0])]
         else:
-            pairs = difference.pairs(one, other)
+            pairs = _pairs(one, other)
         if not pairs:
             raise ValueError(
                 f"{a} and {b} have no cell in common: give one cell of each, RUN:CELLS"
@@ -54,27 +52,26 @@ def compare(
 
 
 def _listed(pairs: Sequence[Comparison]) -> Table:
-    from experiments.records import difference
 
     numbers = ("A s/step", "B s/step", "B over A", "A MB/step", "B MB/step")
     shown = ("s/step", "MB/step sent")
     table = terminal.table(["cell"], numbers, **_LOOK)
     for pair in pairs:
-        seconds, sent = (map(_number, difference.figures(pair)[name]) for name in shown)
+        figures = _both(pair)
+        seconds, sent = (map(_number, figures[name]) for name in shown)
         table.add_row(pair.of.cell_id, *seconds, _speed(pair), *sent)
     return table
 
 
 def _in_full(pair: Comparison) -> Table:
-    from experiments.records import difference
 
     assert pair.over is not None
     table = terminal.table(["", "A", "B", "B / A"], **_LOOK)
     table.add_row("cell", pair.over.cell_id, pair.of.cell_id)
-    for label, values in difference.settings(pair.over, pair.of).items():
+    for label, values in _settings(pair.over, pair.of).items():
         table.add_row(label.lower(), *values)
     table.add_section()
-    for name, (mine, theirs) in difference.figures(pair).items():
+    for name, (mine, theirs) in _both(pair).items():
         if mine is None and theirs is None:
             continue
         same = name in ("s/step", "tokens/s") and not pair.differs
@@ -98,3 +95,52 @@ def _ratio(mine: float | None, theirs: float | None) -> str:
 
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+
+
+def _settings(one: Record, other: Record) -> Mapping[str, tuple[str, str]]:
+    """What two cells do not have in common, by label: both values in words."""
+    found = {}
+    for item in of_cells.described(Cell).values():
+        mine, theirs = item.of(one.cell), item.of(other.cell)
+        if mine != theirs and not item.name.endswith("_in_full"):
+            found[item.setting.label] = item.written(mine), item.written(theirs)
+    if one.evidence != other.evidence:
+        found["Evidence"] = one.evidence, other.evidence
+    return found
+
+
+def _pairs(one: Sequence[Record], other: Sequence[Record]) -> list[Comparison]:
+    """The other run's cells over those that are alike but for matrix and what changes no step."""
+    return [Comparison(b, a) for a, b in paired(one, reversed(other), _key)]
+
+
+def _key(record: Record) -> tuple[object, ...]:
+    names = of_cells.names(Cell, "condition", "subject")
+    chosen = of_cells.values(record.cell, [name for name in names if name != "matrix"])
+    return tuple(chosen.values())
+
+
+def _both(pair: Comparison) -> Mapping[str, tuple[float | None, float | None]]:
+    """Figures of what is compared with, and of the cell, in basic units by name."""
+    assert pair.over is not None
+    theirs = _figures(pair.of)
+    return {name: (value, theirs[name]) for name, value in _figures(pair.over).items()}
+
+
+def _figures(record: Record) -> dict[str, float | None]:
+    measured = record.measurement
+    cache = measured.cache if measured else None
+    return {
+        "s/step": record.step_seconds_median,
+        "tokens/s": record.tokens_per_s,
+        "MB/step sent": _mega(measured and measured.inter_node_bytes_per_step),
+        "peak host MB": _mega(measured and measured.peak_host_bytes),
+        "peak device MB": _mega(measured and measured.peak_device_bytes),
+        "hits/step": cache.hits_per_step if cache else None,
+        "misses/step": cache.misses_per_step if cache else None,
+        "last loss": measured.losses[-1] if measured and measured.losses else None,
+    }
+
+
+def _mega(count: float | object | None) -> float | None:
+    return count / 1e6 if isinstance(count, int | float) else None

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.table import Table
 
 from experiments import terminal
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from rich.table import Table
-
-    from simulation.compute.study import Check, Constant
+from experiments.records import provenance
+from simulation.calibration import Constant
+from simulation.compute import fit, study
+from simulation.compute.study import Check
 
 
 def fit_compute(
@@ -35,19 +34,16 @@ def fit_compute(
     Matrix products, attention and bytes through memory have a share of the data sheet per GPU;
     what exchanges and scale cost is common to all. Rows that are not in bf16 are left out.
     """
-    from experiments.records import provenance
-    from simulation.compute import measured, study
-
     console = terminal.console()
     try:
         if check is not None:
-            found = study.errors(measured.read(check), study.read().fitted())
+            found = study.errors(fit.read_rows(check), study.read().fitted())
             console.print(_checks([found]))
             return
         file = output / "fit.json"
         terminal.check_writable("--output", file)
         commit = provenance.gather().commit
-        record = study.settle(measured.read(rows or measured.ROWS), commit)
+        record = study.settle(fit.read_rows(rows or fit.ROWS), commit)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")
     except (ValueError, OSError) as error:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
+from baselines import registry
 from experiments import terminal
-
-if TYPE_CHECKING:
-    from experiments.clusters.interface import Cluster
-    from experiments.records.abilities import Kind
-    from experiments.records.cell import AnyCluster, Cell, ClusterSpec
+from experiments.clusters import privileges
+from experiments.clusters.allocation import Allocation
+from experiments.clusters.interface import Cluster, ClusterError
+from experiments.clusters.simulated import SimulatedCluster
+from experiments.records.abilities import Kind
+from experiments.records.cell import AnyCluster, Cell, ClusterSpec, SimulatedSpec
 
 #: Imported once by an emulated cluster, before the first cell; all ranks start from there.
 PRELOADED = (
@@ -25,8 +26,6 @@ def override(kind: Kind | None) -> ClusterSpec | None:
     """The cluster to run on in place of a matrix file's; ``None`` for that one itself."""
     if kind != "rented":
         return None
-    from experiments.clusters.allocation import Allocation
-
     return Allocation.from_env().spec
 
 
@@ -35,8 +34,6 @@ def emulated(own: AnyCluster) -> ClusterSpec:
 
     Raises ``ValueError`` for a simulated one, whose cells are for GPUs of their own.
     """
-    from experiments.records.cell import SimulatedSpec
-
     if isinstance(own, SimulatedSpec):
         raise ValueError(
             f"--cluster emulated: the matrix is for {own.nodes} × {own.ranks_per_node} simulated "
@@ -50,25 +47,16 @@ def preloaded(cells: Iterable[Cell]) -> tuple[str, ...]:
 
     A process has one DeepSpeed: where the cells want both pins, each cell's ranks import theirs.
     """
-    from baselines import registry
-
     pins = {cell.deepspeed for cell in cells if registry.find(cell.strategy).engine == "deepspeed"}
     return (*PRELOADED, "deepspeed") if pins == {"current"} else PRELOADED
-
-
-def simulated_cluster(spec: AnyCluster) -> Cluster:
-    """The cluster that ``spec`` describes, as the simulator sees it."""
-    from experiments.clusters.simulated import SimulatedCluster
-
-    return SimulatedCluster(spec)
 
 
 def cluster(spec: AnyCluster, preload: Sequence[str] = PRELOADED) -> Cluster:
     """The cluster that ``spec`` describes, not yet built, for launches that need these modules."""
     if spec.kind == "simulated":
-        return simulated_cluster(spec)
+        return SimulatedCluster(spec)
+    # Those that reach nodes, and pyroute2 with them, take their time.
     if spec.kind == "rented":
-        from experiments.clusters.allocation import Allocation
         from experiments.clusters.rented import RentedCluster
 
         return RentedCluster(Allocation.from_env(), spec)
@@ -79,9 +67,6 @@ def cluster(spec: AnyCluster, preload: Sequence[str] = PRELOADED) -> Cluster:
 
 def enter_namespace() -> None:
     """Become able to emulate a cluster; this starts the command anew where it is not yet."""
-    from experiments.clusters import privileges
-    from experiments.clusters.interface import ClusterError
-
     try:
         privileges.enter_user_namespace_if_needed()
     except ClusterError as error:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from experiments import terminal
+from experiments.matrix import reader
 
 _TEMPLATE = """\
 name: {name}
@@ -54,8 +55,6 @@ def matrix(
 
     Exit status: 0; 2 if it cannot be written, or if there is such a file already.
     """
-    from experiments.matrix import reader
-
     assert action == "new", "the one action"
     if file.suffix not in (".yaml", ".yml"):
         terminal.stop(f"FILE = {str(file)!r}: ends in neither .yaml nor .yml")

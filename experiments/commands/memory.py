@@ -14,10 +14,10 @@ from rich.table import Table
 from experiments import terminal
 from experiments.records import provenance
 from experiments.records.cell import Cell
-from experiments.terminal import interrupts
-from simulation import files, paper_models
+from simulation import files
 from simulation.imitated import study, table
 from simulation.imitated.records import Case, MemoryRecord, read
+from simulation.models import PAPER_MODELS, find
 
 if TYPE_CHECKING:
     import torch.nn as nn
@@ -44,7 +44,7 @@ def memory(
     The real training step of one of 32 ranks runs on tensors without contents. Cases that
     DIR/memory.jsonl has already are not run again. Exit status: 1 if a case failed.
     """
-    interrupts.raise_them()
+    terminal.raise_them()
     try:
         settled = settle(
             model or [], strategy or [], length or [], output, processes, terminal.console()
@@ -53,7 +53,7 @@ def memory(
         terminal.stop(error)
     except KeyboardInterrupt:
         terminal.say_error("interrupted: finished cases are kept; the same command goes on")
-        raise typer.Exit(interrupts.INTERRUPTED) from None
+        raise typer.Exit(terminal.INTERRUPTED) from None
     terminal.say(terminal.console(), "records", output / "memory.jsonl")
     if any(record.state == "failed" for record in settled):
         raise typer.Exit(terminal.FAILED)
@@ -72,9 +72,9 @@ def settle(
     Raises ``ValueError`` for an unknown model, strategy or length, for a file that is not ours, and
     if ``output`` cannot be written.
     """
-    names = dict.fromkeys(models or paper_models.PAPER_MODELS)
+    names = dict.fromkeys(models or PAPER_MODELS)
     cases = study.cases(
-        [paper_models.find(name) for name in names],
+        [find(name) for name in names],
         list(dict.fromkeys(strategies)) or None,
         list(dict.fromkeys(lengths)) or study.SEQUENCE_LENGTHS,
     )

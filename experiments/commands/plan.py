@@ -6,20 +6,26 @@ import csv
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
 
 import typer
 
 from experiments import terminal
-
-if TYPE_CHECKING:
-    from simulation.hardware import Hardware
-    from simulation.instances import Instance
-    from simulation.luwu.server import Server
-    from simulation.planner.request import Request
+from experiments.preflight.schema import Preflight, hardware_of
+from simulation import hardware
+from simulation import quantities as q
+from simulation.compute.study import with_rates
+from simulation.hardware import Hardware, cluster, reported
+from simulation.instances import Instance, read
+from simulation.luwu import Server, nominal
+from simulation.planner import plan as planner
+from simulation.planner import rent, report
+from simulation.planner.plan import refusal
+from simulation.planner.rent import STRATEGIES
+from simulation.planner.request import Request
 
 _HOST_MEMORY = "512GB"
 _T = TypeVar("_T")
@@ -137,12 +143,6 @@ def plan(
 
     All figures are simulated. Exit status: 0; 2 if nothing fits, or for a mistake.
     """
-    from dataclasses import replace
-
-    from simulation import quantities as q
-    from simulation.planner.rent import STRATEGIES
-    from simulation.planner.request import Request
-
     try:
         said = {
             "--nodes": nodes,
@@ -221,11 +221,8 @@ class _Answer:
 
 
 def _planned(request: Request) -> _Answer:
-    from simulation.planner import report
-    from simulation.planner.plan import plan as make
-    from simulation.planner.refusal import refusal
 
-    found = make(request)
+    found = planner.plan(request)
     if found is None:
         raise ValueError(refusal(request))
     return _Answer(report.table(found), report.document(found), report.rows(found))
@@ -236,8 +233,6 @@ def _offered(source: str, gpu: str | None, said: Mapping[str, object]) -> list[I
 
     Raises ``ValueError`` for whatever else is ``said`` of the nodes.
     """
-    from simulation.instances import read
-
     for name, value in said.items():
         if value is not None:
             raise ValueError(f"{name} = {value!r}: not allowed with --instances, which says it")
@@ -250,16 +245,14 @@ def _offered(source: str, gpu: str | None, said: Mapping[str, object]) -> list[I
 
 
 def _rented(request: Request, offered: Sequence[Instance], within_hours: float | None) -> _Answer:
-    from simulation.planner import rent_report
-    from simulation.planner.rent import refused, rent
 
-    market = rent(request, offered, within_hours)
+    market = rent.rent(request, offered, within_hours)
     if not market.offers:
-        raise ValueError(refused(market, request, offered))
+        raise ValueError(rent.refused(market, request, offered))
     return _Answer(
-        rent_report.table(market, request, within_hours),
-        rent_report.document(market, request, within_hours),
-        [rent_report.row(offer) for offer in market.offers],
+        rent.table(market, request, within_hours),
+        rent.document(market, request, within_hours),
+        [rent.row(offer) for offer in market.offers],
     )
 
 
@@ -285,10 +278,6 @@ def _nominal(
     gpu: str | None, nodes: str | None, gpus: str | None, inter_node: str | None, host_memory: str
 ) -> Hardware:
     """The cluster by the data sheets, and by rates of computation that were fitted."""
-    from simulation import quantities as q
-    from simulation.capacity import reported
-    from simulation.compute.constants import with_rates
-    from simulation.hardware import cluster
 
     def given(option: str, text: str | None) -> str:
         if text is None:
@@ -319,15 +308,8 @@ def _measured(
     host_memory: str | None,
 ) -> Hardware:
     """The cluster as preflight found it, but for what is given."""
-    from dataclasses import replace
-
-    from experiments.preflight.hardware import hardware_of
-    from experiments.preflight.schema import Preflight
-    from simulation import hardware
-    from simulation import quantities as q
-
     measured = Preflight.read(file)
-    found = hardware_of(measured, None if gpu is None else hardware.gpu(gpu))
+    found = hardware_of(measured, gpu)
     if nodes is not None:
         found = replace(found, nodes=q.whole("--nodes", nodes))
     if gpus is not None:
@@ -345,9 +327,6 @@ def _measured(
 
 def _server(text: str, hardware: Hardware) -> Server:
     """A machine by its bandwidth and its drives."""
-    from simulation import quantities as q
-    from simulation.luwu.server import nominal
-
     bandwidth, comma, drives = text.partition(",")
     if not comma:
         raise ValueError(
@@ -361,8 +340,6 @@ def _server(text: str, hardware: Hardware) -> Server:
 
 def _names(text: str | None, usual: tuple[str, ...] | None) -> dict[str, Any]:
     """The strategies that are named, else the usual ones, else all."""
-    from simulation import quantities as q
-
     if text is None:
         return {} if usual is None else {"strategies": usual}
     return {"strategies": q.each("--strategies", text, q.name)}

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import shutil
+import time
+from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.table import Table
 
 from experiments import terminal
+from experiments.clusters.interface import Cluster, ClusterError
+from experiments.clusters.start_barrier import StartBarrier
 from experiments.commands import kinds
+from experiments.preflight.schema import Link, Preflight, Probed
+from experiments.records import provenance
 from experiments.records.abilities import Kind
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from experiments.preflight.schema import Link, Preflight
-    from experiments.records.cell import ClusterSpec
+from experiments.records.cell import ClusterSpec
+from fcdp import sizes
+from simulation import quantities
 
 
 def preflight(
@@ -42,23 +47,18 @@ def preflight(
     `plan --preflight FILE` says whether FCDP will help there, and why. Exit status: 0;
     2 if nothing could be measured.
     """
-    from experiments.clusters.interface import ClusterError
-    from experiments.preflight import run
-    from experiments.records.cell import ClusterSpec
-    from simulation.quantities import link
-
     try:
         if cluster == "simulated":
             raise ValueError(
                 "--cluster simulated: has nothing to measure; allowed: emulated, rented"
             )
-        limit = link(bandwidth)
+        limit = quantities.link(bandwidth)
         spec = kinds.override(cluster) or ClusterSpec(nodes=nodes, ranks_per_node=ranks)
         terminal.check_writable("--output", output)
         if spec.can.make_nodes:
             kinds.enter_namespace()
         measured = _measured(spec, limit, output)
-    except (ValueError, OSError, ClusterError, run.PreflightError) as error:
+    except (ValueError, OSError, ClusterError, PreflightError) as error:
         terminal.stop(error)
     console = terminal.console()
     console.print(_table(measured))
@@ -70,10 +70,9 @@ def preflight(
 
 
 def _measured(spec: ClusterSpec, limit: int | None, output: Path) -> Preflight:
-    from experiments.preflight import run
 
     with kinds.cluster(spec, preload=["torch"]) as cluster:
-        measured = run.measure(cluster, limit, output.parent / "preflight-logs")
+        measured = measure(cluster, limit, output.parent / "preflight-logs")
     output.write_text(measured.model_dump_json(indent=1) + "\n", encoding="utf-8")
     return measured
 
@@ -121,7 +120,49 @@ def _columns(link: Link | None) -> tuple[str, str, str]:
 
 
 def _bandwidth(bytes_per_s: float) -> str:
-    from baselines import sizes
-    from simulation.quantities import format_rate
+    return f"{sizes.written(bytes_per_s)}/s ({quantities.format_rate(8 * bytes_per_s)})"
 
-    return f"{sizes.written(bytes_per_s)}/s ({format_rate(8 * bytes_per_s)})"
+
+PROBE = "experiments.preflight.probe:main"
+_TIMEOUT_S = 600.0
+
+
+class PreflightError(RuntimeError):
+    """The cluster could not be measured; the message says why."""
+
+
+def measure(cluster: Cluster, bits_per_s: int | None, directory: Path) -> Preflight:
+    """Measure a built cluster whose links are limited to ``bits_per_s``; logs go to ``directory``.
+
+    Raises ``PreflightError`` with the first rank's error.
+    """
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    started_at, started = datetime.now(timezone.utc), time.monotonic()
+    cluster.shape(None)
+    with StartBarrier(directory, lambda: cluster.shape(bits_per_s)) as barrier:
+        outcome = cluster.run(
+            PROBE,
+            [str(directory.absolute())],
+            logs=directory / "logs",
+            environment={},
+            timeout_s=_TIMEOUT_S,
+        )
+    if outcome.state != "ok":
+        where = "" if outcome.rank is None else f"rank {outcome.rank}: "
+        raise PreflightError(f"{outcome.state}: {where}{provenance.scrub(str(outcome.error))}")
+    probed = Probed.model_validate_json((directory / "probed.json").read_bytes())
+    origin = provenance.gather()
+    return Preflight(
+        **dict(probed),
+        evidence=cluster.can.evidence,
+        nodes=cluster.nodes,
+        ranks_per_node=cluster.ranks_per_node,
+        inter_bandwidth_bits_per_s=bits_per_s,
+        network=barrier.network,
+        versions=origin.versions,
+        hardware=origin.hardware,
+        commit=origin.commit,
+        started_at=started_at.isoformat(timespec="seconds"),
+        seconds=time.monotonic() - started,
+    )

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from experiments import terminal
+from experiments.clusters.interface import ClusterError
 from experiments.commands import kinds, session
+from experiments.matrix import files, reader
+from experiments.matrix.files import parse
+from experiments.matrix.matrix import Matrix, MatrixCell
+from experiments.records import provenance
 from experiments.records.abilities import Kind
-
-if TYPE_CHECKING:
-    from experiments.matrix.matrix import Matrix, MatrixCell
-    from experiments.records.record import Record
-    from simulation.instances import Instance
+from experiments.records.cell import Cell, ClusterSpec
+from experiments.records.modelled import cluster_of, why_not_simulated, workload_of
+from experiments.records.record import Record
+from experiments.runner import runner
+from experiments.runner.directory import RETRIED, RunDirectory
+from experiments.terminal.progress import clock
+from fcdp import sizes
+from simulation import instances
+from simulation.instances import Instance
+from simulation.prediction import predict
 
 
 def run(
@@ -84,10 +95,6 @@ def run(
     of the matrix's reference, or if the report could not be drawn; 2 if the run cannot start or go
     on; 130 if interrupted (go on with --resume).
     """
-    from experiments.clusters.interface import ClusterError
-    from experiments.matrix import files
-    from experiments.matrix.changes import parse
-
     try:
         given = parse(changes or ())
         rented = _instance(instance, cluster, dry_run=dry_run)
@@ -97,13 +104,10 @@ def run(
     except (ValueError, ClusterError) as error:
         terminal.stop(error)
     if dry_run:
-        from experiments.commands.dry_run import show
-        from experiments.records import provenance
-
         for each, cells in chosen:
             path = _path(each, output, suite=len(matrices) > 1)
             finished = _finished(each, path, resume=resume, retry_failed=retry_failed)
-            show(each, cells, finished, provenance.memory_bytes(), rented)
+            _show(each, cells, finished, provenance.memory_bytes(), rented)
         return
     well = True
     for each, cells in chosen:
@@ -121,8 +125,6 @@ def run(
 
 def _finished(matrix: Matrix, path: Path, *, resume: bool, retry_failed: bool) -> list[Record]:
     """The records that a run would keep, if it resumes."""
-    from experiments.runner.directory import RETRIED, RunDirectory
-
     if not (resume or retry_failed):
         return []
     try:
@@ -140,7 +142,6 @@ def _instance(name: str | None, cluster: Kind | None, *, dry_run: bool) -> Insta
         return None
     if not dry_run or cluster not in (None, "rented"):
         raise ValueError("--instance goes with --dry-run, of a matrix on rented nodes")
-    from simulation import instances
 
     return instances.named(name)
 
@@ -152,11 +153,7 @@ def _read(
     rented: Instance | None = None,
 ) -> Matrix:
     """The matrix, on the kind of cluster that is asked for, or on instances to be rented."""
-    from experiments.matrix import reader
-
     if rented is not None:
-        from experiments.records.cell import ClusterSpec
-
         nodes = reader.read(name, changes=changes).cluster.nodes
         spec = ClusterSpec(kind="rented", nodes=nodes, ranks_per_node=rented.gpus)
         return reader.read(name, spec, changes=changes)
@@ -179,8 +176,6 @@ def _check_names(matrices: Sequence[Matrix]) -> None:
 
 def _select(matrices: Sequence[Matrix], only: str | None) -> list[tuple[Matrix, list[MatrixCell]]]:
     """The matrices with the cells asked for; one without any is left out."""
-    from experiments.runner import runner
-
     every = [entry for matrix in matrices for entry in matrix.cells]
     wanted = {entry.cell.id for entry in runner.select(every, only)}
     found = [(matrix, [p for p in matrix.cells if p.cell.id in wanted]) for matrix in matrices]
@@ -194,3 +189,109 @@ def _path(matrix: Matrix, output: Path | None, *, suite: bool) -> Path:
     # One kind of evidence per directory: a cell has one id, whoever answers for it.
     apart = "-simulated" * (matrix.simulated and matrix.cluster.can.start_processes)
     return Path("runs") / f"{matrix.name}{apart}"
+
+
+#: Host memory of one rank's process beside what the simulator counts, in bytes: with modules that
+#: all ranks share it is about as much as it is without.
+_PROCESS = 200e6
+
+
+@dataclass(frozen=True)
+class _Estimate:
+    """The simulator's answer for one cell; ``None`` what it does not know."""
+
+    step_seconds: float
+    steps: int
+    #: One rank's device and one node's host; on an emulated cluster both are this machine's.
+    device_bytes: float
+    host_bytes: float
+    here_bytes: float | None
+
+    @property
+    def seconds(self) -> float:
+        return self.step_seconds * self.steps
+
+    def __str__(self) -> str:
+        if self.here_bytes is not None:
+            memory = f"{sizes.written(self.here_bytes)} of this machine"
+        else:
+            memory = f"{sizes.written(self.device_bytes)} per device"
+            memory += f", {sizes.written(self.host_bytes)} per host" if self.host_bytes else ""
+        return f"{self.step_seconds:.3g} s/step, {memory}"
+
+
+def _show(
+    matrix: Matrix,
+    cells: Sequence[MatrixCell],
+    finished: Sequence[Record],
+    memory_bytes: float,
+    instance: Instance | None = None,
+) -> None:
+    """List the cells: which would run, how long, and in how much memory, as the simulator has it.
+
+    With ``instance`` its nodes are such instances, and the total has the price of their steps.
+    Ends the command where a cell needs more than this machine's ``memory_bytes``.
+    """
+    console, done = terminal.console(), {record.cell_id: record.state for record in finished}
+    total, steps, running, unknown, largest = 0.0, 0, 0, 0, (0.0, "")
+    for entry in cells:
+        cell = entry.cell
+        if entry.skip_reason is not None:
+            said = f"{cell.id}  skipped: {entry.skip_reason}"
+            terminal.say_as_it_is(console, said, "dim")
+        elif cell.id in done:
+            said = f"{cell.id}  has a record: {done[cell.id]}"
+            terminal.say_as_it_is(console, said, "dim")
+        else:
+            found = _estimate(cell, instance)
+            running, steps = running + 1, steps + cell.warmup_steps + cell.steps
+            if isinstance(found, str):
+                unknown += 1
+            else:
+                total += found.seconds
+                largest = max(largest, (found.here_bytes or 0.0, cell.id))
+            terminal.say_as_it_is(console, f"{cell.id}  {found}")
+    skipped = sum(entry.skip_reason is not None for entry in cells)
+    counts = f"{running} cells to run, {steps} steps in all, {skipped} skipped"
+    times = (
+        "" if matrix.simulated or unknown == running else f"; simulated, {clock(total)} of steps"
+    )
+    if times and instance is not None:
+        times += _price(instance, matrix.cluster.nodes, total)
+    beside = f", {unknown} cells unknown" if unknown and times else ""
+    console.print(f"{matrix.name}: {counts}{times}{beside}", style="bold", highlight=False)
+    if largest[0] > memory_bytes:
+        terminal.stop(
+            f"{largest[1]} needs about {sizes.written(largest[0])}, and this machine has "
+            f"{sizes.written(memory_bytes)}: make it smaller (--set), or leave it out (--only)"
+        )
+
+
+def _price(instance: Instance, nodes: int, seconds: float) -> str:
+    price = instance.list_usd_per_hour
+    if price is None:
+        return f", whose price on {nodes} × {instance.instance} is not known"
+    cost = nodes * price * seconds / 3600
+    return f", {cost:,.2f} USD on {nodes} × {instance.instance} ({price:g} USD per hour)"
+
+
+def _estimate(cell: Cell, instance: Instance | None) -> _Estimate | str:
+    """The simulator's answer, or why it has none."""
+    if instance is None and not cell.cluster.can.describe_hardware:
+        return "on hardware that is not known: --instance says which"
+    if (why := why_not_simulated(cell)) is not None:
+        return why
+    hardware = cluster_of(cell) if instance is None else instance.cluster(cell.cluster.nodes)
+    try:
+        found = predict(workload_of(cell), hardware)
+    except ValueError as error:
+        return f"is not simulated: {error}"
+    needs, cluster = found.footprint, cell.cluster
+    each = cluster.ranks_per_node * (needs.device_bytes + _PROCESS) + needs.host_bytes
+    return _Estimate(
+        found.step_seconds,
+        cell.warmup_steps + cell.steps,
+        needs.device_bytes,
+        needs.host_bytes,
+        cluster.nodes * each if cluster.can.make_nodes else None,
+    )

@@ -6,22 +6,25 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import typer
+from rich.console import Console
 
 from experiments import terminal
+from experiments.clusters import lifetimes
+from experiments.clusters.interface import ClusterError
+from experiments.clusters.simulated import SimulatedCluster
 from experiments.commands import kinds
-from experiments.terminal import interrupts
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from rich.console import Console
-
-    from experiments.matrix.matrix import Matrix, MatrixCell
-    from experiments.records.record import Record
-    from experiments.runner.directory import RunDirectory
+from experiments.matrix.matrix import Matrix, MatrixCell
+from experiments.records import parity
+from experiments.records.record import Record, read
+from experiments.records.repeats import pooled
+from experiments.runner import runner
+from experiments.runner.directory import RunDirectory
+from experiments.terminal.progress import Progress
+from experiments.terminal.summary_table import summary
+from experiments.tracking import sink
 
 #: What the report consists of, by the endings of its files.
 _KINDS = {".html": "report", ".png": "figure", ".md": "table", ".csv": "table"}
@@ -35,14 +38,11 @@ def opened(
 
     Ends the command with what to do where it cannot run here, or is interrupted.
     """
-    from experiments.clusters import lifetimes
-    from experiments.runner.directory import RunDirectory
-
     directory = RunDirectory(path)
     if matrix.cluster.can.make_nodes and not matrix.simulated:
         kinds.enter_namespace()
     lifetimes.remove_stale()
-    interrupts.raise_them()
+    terminal.raise_them()
     with ExitStack() as stack:
         try:
             stack.enter_context(directory.locked())
@@ -64,7 +64,7 @@ def opened(
                 f"interrupted: the cluster is torn down, {terminal.shown(directory.records)} is "
                 "kept\ngo on with the same command and --resume"
             )
-            raise typer.Exit(interrupts.INTERRUPTED) from None
+            raise typer.Exit(terminal.INTERRUPTED) from None
 
 
 def run_cells(
@@ -74,11 +74,7 @@ def run_cells(
     directory: RunDirectory,
 ) -> list[Record]:
     """Run the cells that have no record yet, and show how far they are."""
-    from experiments.clusters.interface import ClusterError
-    from experiments.runner import machine, runner
-    from experiments.terminal.progress import Progress
-
-    if not matrix.simulated and (busy := machine.look().why_busy):
+    if not matrix.simulated and (busy := runner.look().why_busy):
         said = (
             f"this machine is busy: {busy}; times will vary, and a difference within the spread "
             "of the steps is shown as none"
@@ -86,11 +82,12 @@ def run_cells(
         terminal.say_as_it_is(terminal.console(), said, "yellow")
     try:
         with Progress(matrix, cells, finished, terminal.console()) as progress:
-            if matrix.simulated:
-                built = kinds.simulated_cluster(matrix.cluster)
-            else:
-                running = [entry.cell for entry in cells if entry.skip_reason is None]
-                built = kinds.cluster(matrix.cluster, kinds.preloaded(running))
+            running = [entry.cell for entry in cells if entry.skip_reason is None]
+            built = (
+                SimulatedCluster(matrix.cluster)
+                if matrix.simulated
+                else kinds.cluster(matrix.cluster, kinds.preloaded(running))
+            )
             return runner.run(cells, finished, built, directory, progress)
     except (ClusterError, runner.RunError) as error:
         terminal.stop(error)
@@ -98,9 +95,6 @@ def run_cells(
 
 def finish(records: Sequence[Record], directory: RunDirectory, *, wandb: bool) -> bool:
     """Show the table, write W&B's runs and the report; return whether the report was drawn."""
-    from experiments.records.repeats import pooled
-    from experiments.terminal.summary_table import summary
-
     console = terminal.console()
     console.print()
     console.print(summary(pooled(records)))
@@ -117,9 +111,6 @@ def reach_reference(matrix: Matrix, directory: RunDirectory) -> bool:
 
     All cells that the directory has records of are compared, whichever run has left them.
     """
-    from experiments.records import parity
-    from experiments.records.record import read
-
     if matrix.reference is None or matrix.simulated:
         return True
     found = parity.compare(read(directory.records), matrix.reference)
@@ -163,8 +154,6 @@ def export(
     sweep_run: str | None = None,
 ) -> None:
     """Write the W&B runs, and say where they are and what went wrong with them."""
-    from experiments.tracking import sink
-
     report = None if sweep_run else directory.report
     exported = sink.export(records, directory.path, report, sweep_run)
     for warning in exported.warnings:

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.table import Table
 
 from experiments import terminal
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from experiments.records.record import Record
+from experiments.records import select
+from experiments.records.record import Record, read
+from experiments.terminal.summary_table import STATE_STYLES, summary
 
 
 def show(
@@ -29,17 +28,14 @@ def show(
     CELLS are settings (`results/ablation:policy=disk`) or a part of ids. Exit status: 0; 2 if there
     is no such run.
     """
-    from experiments.records import found
-    from experiments.terminal.summary_table import summary
-
     console = terminal.console()
     try:
         path = Path(run)
-        files = found.files(path) if path.exists() else []
+        files = select.files(path) if path.exists() else []
         if len(files) > 1:
             console.print(_runs(files, path))
             return
-        records = found.records(run)
+        records = select.records(run)
     except (ValueError, OSError) as error:
         terminal.stop(error)
     # Ids are for copying: no width cuts them.
@@ -50,7 +46,6 @@ def show(
 
 
 def _runs(files: Sequence[Path], path: Path) -> Table:
-    from experiments.records.record import read
 
     columns = ("run", "evidence", "cells", "started", "commit")
     table = terminal.table(columns, header_style="dim")
@@ -79,7 +74,6 @@ _BESIDE_IDS = 50
 
 
 def _cells(records: Sequence[Record]) -> Table:
-    from experiments.terminal.summary_table import STATE_STYLES
 
     words, numbers = ("cell", "state"), ("s/step", "tokens/s", "took")
     table = terminal.table(words, numbers, header_style="dim", padding=(0, 2, 0, 0))

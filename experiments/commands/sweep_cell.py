@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +11,9 @@ import typer
 
 from experiments import terminal
 from experiments.commands import session
+from experiments.matrix import reader
+from experiments.matrix.matrix import Matrix, MatrixCell
+from experiments.runner import runner
 
 
 def sweep_cell(
@@ -21,11 +26,9 @@ def sweep_cell(
 
     Sweeps are in experiments/sweeps; W&B's agent calls this. Exit status: as for `run`.
     """
-    from experiments.matrix import reader, sweep
-
     try:
         expanded = reader.read(matrix)
-        cell = sweep.pick(expanded, settings)
+        cell = pick(expanded, settings)
     except ValueError as error:
         terminal.stop(error)
     with session.opened(expanded, Path("runs") / expanded.name, resume=True) as (
@@ -33,6 +36,27 @@ def sweep_cell(
         finished,
     ):
         records = session.run_cells(expanded, [cell], finished, directory)
-        session.export(terminal.console(), records, directory, sweep.run_id())
+        # The run that W&B's agent has made for this cell; outside a sweep there is none.
+        sweep_run = os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
+        session.export(terminal.console(), records, directory, sweep_run)
     if session.any_failed(records):
         raise typer.Exit(terminal.FAILED)
+
+
+def pick(matrix: Matrix, arguments: Sequence[str]) -> MatrixCell:
+    """The one cell of the matrix with the settings of ``--name=value`` arguments.
+
+    Raises ``ValueError`` for a setting that there is not, a value that no cell has, and settings
+    that leave more than one cell.
+    """
+    for argument in arguments:
+        if not argument.startswith("--") or "=" not in argument:
+            raise ValueError(f"{argument!r} is not a setting and its value, as in --steps=10")
+    pattern = ",".join(argument.removeprefix("--") for argument in arguments)
+    chosen = runner.select(matrix.cells, pattern, "--SETTING")
+    if len(chosen) > 1:
+        raise ValueError(
+            f"{len(chosen)} cells of {matrix.name} are left, such as {chosen[0].cell.id} and "
+            f"{chosen[1].cell.id}; give more settings"
+        )
+    return chosen[0]

@@ -9,7 +9,12 @@ from typing import Annotated
 import typer
 
 from experiments import terminal
-from experiments.commands import kinds
+from experiments.clusters.interface import ClusterError
+from experiments.clusters.simulated import SimulatedCluster
+from experiments.matrix import reader
+from experiments.records.modelled import cluster_of, workload_of
+from experiments.runner import runner
+from simulation.prediction import chrome_trace, predict
 
 
 def trace(
@@ -28,20 +33,13 @@ def trace(
     It has one row per stream; tasks that follow one another without a gap are of category
     `critical`. An emulated cell is simulated as `run MATRIX --cluster simulated` does.
     """
-    from experiments.clusters.interface import ClusterError
-    from experiments.matrix import reader
-    from experiments.records.modelled import cluster_of, workload_of
-    from experiments.runner import runner
-    from simulation.prediction import predict
-    from simulation.trace import chrome_trace
-
     try:
         expanded = reader.read(matrix, simulated=True)
         chosen = [entry.cell for entry in runner.select(expanded.cells, only)]
         if len(chosen) > 1:
             found = ", ".join(cell.id for cell in chosen[:3])
             raise ValueError(f"--only: {len(chosen)} cells match {only!r}, give one: {found}, …")
-        kinds.simulated_cluster(expanded.cluster)  # or an error that says why it cannot be
+        SimulatedCluster(expanded.cluster)  # or an error that says why it cannot be
         prediction = predict(workload_of(chosen[0]), cluster_of(chosen[0]))
         terminal.check_writable("--output", output)
         written = chrome_trace(prediction)

@@ -8,29 +8,33 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.table import Table
 
 from experiments import terminal
+from experiments.clusters.simulated import assumed, measured
+from experiments.commands import session
+from experiments.matrix import reader
+from experiments.preflight.schema import Preflight, hardware_of
+from experiments.records import modelled, provenance
+from experiments.records.cell import Cell
+from experiments.records.modelled import measured_step, why_not_simulated
+from experiments.records.provenance import Provenance
+from experiments.records.record import Record, read
+from simulation import files
+from simulation.calibration import Comparison, calibrate, compare, median_absolute_error
+from simulation.emulated import TWO_CORES, Constants, emulated
+from simulation.hardware import Hardware
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+Compared = list[tuple[Record, Comparison]]
 
-    from rich.table import Table
-
-    from experiments.records.cell import Cell
-    from experiments.records.provenance import Provenance
-    from experiments.records.record import Record
-    from simulation.emulated import Constants
-    from simulation.hardware import Hardware
-    from simulation.validation import Comparison
-
-    Compared = list[tuple[Record, Comparison]]
 
 #: File of the predictions, beside the records of the cells.
 PREDICTIONS = "predicted.jsonl"
@@ -59,7 +63,6 @@ class _Known:
 
     def hardware(self, cell: Cell) -> Hardware:
         """The cluster that the cell ran on; ``ValueError`` if preflight measured another one."""
-        from simulation.emulated import emulated
 
         shape = cell.cluster.nodes, cell.cluster.ranks_per_node
         if cell.cluster.kind != "rented":
@@ -122,9 +125,6 @@ def validate(
     Writes RESULTS/predicted.jsonl, from which `python -m analysis report` draws. Exit status: 0;
     2 if no cell was run on a cluster that the simulator knows.
     """
-    from experiments.records import provenance
-    from experiments.records.record import read
-
     origin = provenance.gather()
     compared: dict[str, Compared] = {}
     try:
@@ -161,22 +161,16 @@ def _records(folder: Path) -> Path:
 
 
 def _known(calibrate: bool, preflight: Path | None, gpu: str | None) -> _Known:
-    from simulation.emulated import TWO_CORES
 
     constants, host = TWO_CORES, "the host of the committed records"
     if calibrate:
         constants, host = _calibrated(), "this machine, from runs/calibration"
-    nodes = None if preflight is None else _nodes(preflight, gpu)
+    nodes = None if preflight is None else hardware_of(Preflight.read(preflight), gpu)
     return _Known(constants, host, nodes, by_default=not calibrate and nodes is None)
 
 
 def _calibrated() -> Constants:
     """This machine's constants, by the matrix ``calibration``, whose cells run if need be."""
-    from experiments.commands import session
-    from experiments.matrix import reader
-    from experiments.records import modelled
-    from simulation.calibration import calibrate
-
     matrix = reader.read(CALIBRATION)
     with session.opened(matrix, Path("runs") / matrix.name, resume=True) as (directory, finished):
         records = session.run_cells(matrix, matrix.cells, finished, directory)
@@ -184,19 +178,8 @@ def _calibrated() -> Constants:
         return calibrate([step for step in steps if step is not None])
 
 
-def _nodes(preflight: Path, gpu: str | None) -> Hardware:
-    from experiments.preflight.hardware import hardware_of
-    from experiments.preflight.schema import Preflight
-    from simulation import hardware
-
-    return hardware_of(Preflight.read(preflight), None if gpu is None else hardware.gpu(gpu))
-
-
 def _compare(records: Sequence[Record], known: _Known, folder: Path) -> Compared:
     """Compare what can be predicted; says what cannot, and why."""
-    from experiments.records.modelled import measured_step, why_not_simulated
-    from simulation.validation import compare
-
     left_out = sum(r.evidence == "measured" and not known.knows(r) for r in records)
     if left_out:
         terminal.say_error(
@@ -217,7 +200,6 @@ def _compare(records: Sequence[Record], known: _Known, folder: Path) -> Compared
 
 
 def _write(compared: Compared, known: _Known, file: Path, origin: Provenance) -> None:
-    from simulation import files
 
     file.unlink(missing_ok=True)
     for record, comparison in compared:
@@ -225,8 +207,6 @@ def _write(compared: Compared, known: _Known, file: Path, origin: Provenance) ->
 
 
 def _predicted(of: Record, comparison: Comparison, known: _Known, origin: Provenance) -> Record:
-    from experiments.clusters.simulated import assumed, measured
-    from experiments.records.record import Record
 
     step = comparison.measured
     return Record(
@@ -248,8 +228,6 @@ def _predicted(of: Record, comparison: Comparison, known: _Known, origin: Proven
 
 def _table(compared: dict[str, Compared]) -> Table:
     """A row for each folder's cells with a link that was limited, and for those without."""
-    from simulation.validation import median_absolute_error
-
     errors = ("median error of s/step", "largest")
     numbers = ("cells", *errors, "bytes agree", "counted/predicted")
     table = terminal.table(["records", "link"], numbers)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import fcntl
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from experiments import terminal
-
-if TYPE_CHECKING:
-    from experiments.records.record import Record
+from experiments.records.record import Record, read
+from experiments.records.repeats import pooled
+from experiments.terminal.progress import Tail
+from experiments.terminal.summary_table import summary
 
 #: Seconds between two looks.
 _INTERVAL = 1.0
@@ -25,10 +26,6 @@ def watch(
 
     It ends when the run does, and then shows the table. Exit status: 0; 2 if there is no run.
     """
-    from experiments.records.record import read
-    from experiments.records.repeats import pooled
-    from experiments.terminal.summary_table import summary
-
     console, file, seen = terminal.console(), run / "records.jsonl", 0
     if not (run / ".lock").is_file():
         terminal.stop(f"{run}: no run was started here; python -m experiments run writes to runs/")
@@ -69,8 +66,6 @@ def _line(record: Record) -> str:
 
 def _now(run: Path, finished: set[str]) -> str:
     """The cell that runs and its last step."""
-    from experiments.terminal.progress import Tail
-
     started = [each for each in run.glob("cells/*") if each.name not in finished]
     if not started:
         return "no cell runs"

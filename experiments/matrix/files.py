@@ -1,4 +1,4 @@
-"""The matrix files that come with the repository, and the suites that some of them make up.
+"""Matrix files: those of the repository, its suites, and changes that the command line makes.
 
 A suite is a folder of matrix files; the names of its matrices begin with its own, as in
 ``paper/volume``. A folder of the user's own runs as one.
@@ -6,8 +6,15 @@ A suite is a folder of matrix files; the names of its matrices begin with its ow
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
+
+import yaml
+
+from simulation.yaml_lines import Document, KeyPath
 
 MATRICES = Path(__file__).parents[1] / "matrices"
 _ENDINGS = (".yaml", ".yml")
@@ -63,3 +70,80 @@ def members(name_or_path: str) -> list[str]:
             raise ValueError(f"MATRIX: the folder {name_or_path} holds no file that ends in .yaml")
         return found
     return [name for name in available() if name.startswith(f"{name_or_path}/")]
+
+
+def parse(given: Sequence[str]) -> dict[str, Any]:
+    """Values by setting, of texts ``SETTING=VALUE``; values are YAML, a list makes an axis.
+
+    Raises ``ValueError`` naming the option.
+    """
+    found: dict[str, Any] = {}
+    for text in given:
+        name, separator, value = text.partition("=")
+        if not separator or not name.strip():
+            raise ValueError(f"--set: {text!r} is not a setting and its value, as in steps=10")
+        try:
+            found[name.strip()] = yaml.safe_load(_quoted(value))
+        except yaml.YAMLError as error:
+            raise ValueError(f"--set: {value!r} is not YAML, such as 10 or [host, disk]") from error
+    return found
+
+
+def applied(document: Document, changes: Mapping[str, Any]) -> Document:
+    """The document as if it said so; rules about values that are gone, or that they set, go too."""
+    if not changes or not isinstance(document.values, dict):
+        return document
+    values = dict(document.values)
+    axes, workload = dict(values.get("axes") or {}), dict(values.get("workload") or {})
+    given_by: dict[KeyPath, str] = {
+        (section, name): f"--set {name}" for section in ("axes", "workload") for name in changes
+    }
+    for name, value in changes.items():
+        if isinstance(value, list):
+            workload.pop(name, None)
+            axes[name] = value
+        elif name in axes:
+            axes[name] = [value]
+        else:
+            workload[name] = value
+    values |= {"axes": axes, "workload": workload}
+    for section in ("skip", "overrides"):
+        rules = [_changed(rule, changes) for rule in values.pop(section, ())]
+        if kept := [rule for rule in rules if rule]:
+            values[section] = kept
+    if not workload:
+        del values["workload"]
+    return replace(document, values=values, given_by=given_by)
+
+
+def _changed(rule: Any, changes: Mapping[str, Any]) -> Any:
+    """A rule that still says something; ``None`` if nothing of it is left."""
+    if not isinstance(rule, dict) or not isinstance(rule.get("when"), dict):
+        return rule  # the reader says what is wrong with it
+    when = dict(rule["when"])
+    for name in set(when) & set(changes):
+        new = changes[name] if isinstance(changes[name], list) else [changes[name]]
+        old = when[name] if isinstance(when[name], list) else [when[name]]
+        when[name] = [value for value in old if value in new]
+        if not when[name]:
+            return None
+    rule = {**rule, "when": when}
+    if isinstance(rule.get("set"), dict):
+        rule["set"] = {name: value for name, value in rule["set"].items() if name not in changes}
+        return rule if rule["set"] else None
+    return rule
+
+
+def _quoted(value: str) -> str:
+    """The text with calls such as ``budget(device=1 MiB, host=2 MiB)`` as one item of a list."""
+    inside, found = 0, []
+    for letter in value:
+        inside += (letter == "(") - (letter == ")")
+        found.append("\0" if letter == "," and inside else letter)
+    text = "".join(found)
+    if "\0" not in text:
+        return value
+    body = text.strip().removeprefix("[").removesuffix("]")
+    items = [item.strip().replace("\0", ",") for item in body.split(",")]
+    quoted = ", ".join(f'"{item}"' if "," in item else item for item in items)
+    return f"[{quoted}]" if text.strip().startswith("[") else quoted

@@ -11,35 +11,26 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import ValidationError
+from pydantic import Field, StringConstraints, ValidationError
 
 from baselines import registry
-from experiments.matrix.changes import applied
-from experiments.matrix.files import find
+from experiments.matrix.files import applied, find
 from experiments.matrix.matrix import Matrix, MatrixCell
 from experiments.matrix.sections import Sections, explain
 from experiments.matrix.workloads import Workloads
 from experiments.records.abilities import ABILITIES
-from experiments.records.cell import AnyCluster, Cell, ClusterSpec, SimulatedSpec
+from experiments.records.cell import FILE_NAMES, AnyCluster, Cell, ClusterSpec, SimulatedSpec
 from experiments.records.workload import NEEDED, Images
 from simulation import quantities
+from simulation.files import Strict
 from simulation.yaml_lines import Document, KeyPath, load
 
-#: Keys of the file.
-REQUIRED = ("name", "description", "cluster", "models", "axes")
-OPTIONAL = ("reference", "repeats", "workload", "skip", "overrides")
-#: How the file names a field of a cell, where it is not by the field's own name.
-FILE_NAMES = {
-    "inter_bandwidth_bits_per_s": "inter_bandwidth",
-    "inter_group_bandwidth_bits_per_s": "inter_group_bandwidth",
-    "matrix": "name",
-}
 _FIELD_NAMES = {file: field for field, file in FILE_NAMES.items()}
 #: Of a simulated cluster, which is what a cell wants it to be.
 _OF_CLUSTER = ("nodes", "inter_efficiency")
@@ -55,6 +46,38 @@ SETTINGS = (
 )
 #: A micro-batch: the largest that the simulator finds to fit, or 1 if none does.
 _LARGEST = "max"
+
+
+_AtLeastOne = Field(min_length=1)
+
+
+class _Skip(Strict):
+    """A rule of cells that are not run, and why."""
+
+    when: Annotated[dict[str, Any], _AtLeastOne]
+    reason: Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
+
+
+class _Override(Strict):
+    """A rule that changes constants for some of the cells."""
+
+    when: Annotated[dict[str, Any], _AtLeastOne]
+    set: Annotated[dict[str, Any], _AtLeastOne]
+
+
+class MatrixFile(Strict):
+    """The keys of a matrix file; what stands in them is read where it is known what it may be."""
+
+    name: str
+    description: str
+    cluster: Any
+    models: Annotated[list[Any], _AtLeastOne]
+    axes: Annotated[dict[str, Annotated[list[Any], _AtLeastOne]], _AtLeastOne]
+    reference: str | None = None
+    repeats: Annotated[int, Field(ge=1)] = 1
+    workload: Annotated[dict[str, Any], _AtLeastOne] | None = None
+    skip: Annotated[list[Any], _AtLeastOne] | None = None
+    overrides: Annotated[list[Any], _AtLeastOne] | None = None
 
 
 @dataclass(frozen=True)
@@ -105,14 +128,7 @@ class _Expansion:
     ) -> None:
         self._file = Sections(document)
         self._workloads = Workloads(self._file, folder)
-        self._top = self._file.section(
-            (),
-            required=REQUIRED,
-            optional=OPTIONAL,
-        )
-        for key in ("name", "description"):
-            if not isinstance(self._top[key], str):
-                self._file.fail((key,), f"{self._top[key]!r} is not text")
+        self._top = self._file.spec(MatrixFile, ())
         own_cluster = self._cluster_spec()
         self._cluster = cluster or own_cluster
         self._simulated = simulated or not self._cluster.can.start_processes
@@ -122,14 +138,9 @@ class _Expansion:
         self._require_all_settings()
         self._require_a_strategy_for_each()
         self._reference = self._reference_strategy()
-        self._repeats = self._how_often()
-        self._skips = [
-            _Rule(self._when(path), self._reason(path), {})
-            for path in self._rules("skip", "reason")
-        ]
+        self._skips = [self._skip(("skip", i)) for i in range(len(self._top.skip or ()))]
         self._overrides = [
-            _Rule(self._when(path), "", self._change(path))
-            for path in self._rules("overrides", "set")
+            self._override(("overrides", i)) for i in range(len(self._top.overrides or ()))
         ]
 
     def matrix(self) -> Matrix:
@@ -150,10 +161,9 @@ class _Expansion:
             # A setting that its strategy does not have gives the same cell again.
             if cell.id not in cells or cells[cell.id].skip_reason:
                 cells[cell.id] = MatrixCell(cell, skipped)
-        name, description = self._top["name"], self._top["description"]
         return Matrix(
-            name,
-            description,
+            self._top.name,
+            self._top.description,
             self._cluster,
             tuple(self._repeated(list(cells.values()))),
             self._simulated,
@@ -164,15 +174,9 @@ class _Expansion:
         """All cells, and again in reverse, in turn: a drift meets none more than others."""
         yield from cells
         running = [entry for entry in cells if entry.skip_reason is None]
-        for repeat in range(1, 1 if self._simulated else self._repeats):
+        for repeat in range(1, 1 if self._simulated else self._top.repeats):
             for entry in reversed(running) if repeat % 2 else running:
                 yield MatrixCell(entry.cell.model_copy(update={"repeat": repeat}), None)
-
-    def _how_often(self) -> int:
-        repeats = self._top.get("repeats", 1)
-        if not isinstance(repeats, int) or isinstance(repeats, bool) or repeats < 1:
-            self._file.fail(("repeats",), f"{repeats!r} is not a whole number, 1 or more")
-        return repeats
 
     def _cell(self, assignment: Mapping[str, _Value]) -> Cell:
         settings = dict(assignment)
@@ -189,7 +193,7 @@ class _Expansion:
             cell = Cell.of(
                 **{
                     **fields,
-                    "matrix": self._top["name"],
+                    "matrix": self._top.name,
                     "cluster": cluster,
                     "model": self._models[fields["model"]],
                     "origin": self._workloads.origin(
@@ -221,9 +225,10 @@ class _Expansion:
 
     def _axis_values(self) -> dict[str, list[_Value]]:
         axes = {}
-        for setting in self._file.section(("axes",), optional=SETTINGS):
+        for setting, items in self._top.axes.items():
             path = ("axes", setting)
-            axes[setting] = self._values(setting, self._file.items(path), path)
+            self._file.one_of(setting, SETTINGS, path, "unknown key")
+            axes[setting] = self._values(setting, items, path)
         return axes
 
     def _values(self, setting: str, items: list[Any], path: KeyPath) -> list[_Value]:
@@ -236,15 +241,20 @@ class _Expansion:
         return values
 
     def _constant_values(self) -> dict[str, _Value]:
-        if "workload" not in self._top:
-            return {}
-        constants = {}
-        for setting, item in self._file.section(("workload",), optional=SETTINGS).items():
-            path = ("workload", setting)
+        for setting in self._top.workload or ():
             if setting in self._axes:
-                self._file.fail(path, "is an axis already; keep one of the two")
-            constants[setting] = _Value(self._value(setting, item, path), path)
-        return constants
+                self._file.fail(("workload", setting), "is an axis already; keep one of the two")
+        return self._single_values(self._top.workload or {}, ("workload",), SETTINGS)
+
+    def _single_values(
+        self, given: Mapping[str, Any], path: KeyPath, allowed: Sequence[str]
+    ) -> dict[str, _Value]:
+        values = {}
+        for setting, item in given.items():
+            place = (*path, setting)
+            self._file.one_of(setting, allowed, place, "unknown key")
+            values[setting] = _Value(self._value(setting, item, place), place)
+        return values
 
     def _require_all_settings(self) -> None:
         for field, info in Cell.model_fields.items():
@@ -258,7 +268,8 @@ class _Expansion:
         strategies = [registry.find(given.value) for given in self._given("strategy")]
         have = {name for strategy in strategies for name in strategy.settings.model_fields}
         for section in ("axes", "workload"):
-            for name in set(self._top.get(section, ())) & {*registry.setting_names()} - have:
+            given = getattr(self._top, section) or ()
+            for name in set(given) & {*registry.setting_names()} - have:
                 others = [of.name for of in registry.STRATEGIES if name in of.settings.model_fields]
                 problem = f"no strategy of this matrix has it; those that do: {', '.join(others)}"
                 self._file.fail((section, name), problem)
@@ -268,11 +279,10 @@ class _Expansion:
         return self._axes.get(setting) or [self._constants[setting]]
 
     def _reference_strategy(self) -> str | None:
-        if "reference" not in self._top:
-            return None
-        found: str = self._top["reference"]
-        names = [given.value for given in self._given("strategy")]
-        self._file.one_of(found, names, ("reference",), "not in this matrix:")
+        found = self._top.reference
+        if found is not None:
+            names = [given.value for given in self._given("strategy")]
+            self._file.one_of(found, names, ("reference",), "not in this matrix:")
         return found
 
     def _value(self, setting: str, item: Any, path: KeyPath) -> Any:
@@ -303,45 +313,32 @@ class _Expansion:
             self._file.fail(path, str(error))
         return item
 
-    def _rules(self, section: str, says: str) -> list[KeyPath]:
-        if section not in self._top:
-            return []
-        paths: list[KeyPath] = [(section, i) for i in range(len(self._file.items((section,))))]
-        for path in paths:
-            self._file.section(path, required=("when", says))
-        return paths
+    def _skip(self, path: KeyPath) -> _Rule:
+        rule = self._file.spec(_Skip, path)
+        return _Rule(self._when(path, rule.when), rule.reason, {})
 
-    def _when(self, rule: KeyPath) -> dict[str, tuple[Any, ...]]:
-        path = (*rule, "when")
+    def _override(self, path: KeyPath) -> _Rule:
+        rule = self._file.spec(_Override, path)
+        allowed = [setting for setting in SETTINGS if setting not in self._axes]
+        change = self._single_values(rule.set, (*path, "set"), allowed)
+        return _Rule(self._when(path, rule.when), "", change)
+
+    def _when(self, rule: KeyPath, given: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
         known = {name: [v.value for v in values] for name, values in self._axes.items()}
         known |= {name: [given.value] for name, given in self._constants.items()}
         when = {}
-        for setting, given in self._file.section(path, optional=known).items():
-            place = (*path, setting)
-            items = self._file.items(place) if isinstance(given, list) else [given]
+        for setting, items in given.items():
+            place = (*rule, "when", setting)
+            self._file.one_of(setting, known, place, "unknown key")
+            several = isinstance(items, list)
             values = []
-            for i, item in enumerate(items):
-                at = (*place, i) if isinstance(given, list) else place
-                value = self._value(setting, item, at)
-                if value not in known[setting]:
+            for i, item in enumerate(items if several else [items]):
+                at = (*place, i) if several else place
+                values.append(self._value(setting, item, at))
+                if values[-1] not in known[setting]:
                     self._file.fail(at, f"{item!r} is not a value of {setting} in this matrix")
-                values.append(value)
             when[setting] = tuple(values)
         return when
-
-    def _reason(self, rule: KeyPath) -> str:
-        reason = self._file.at(rule)["reason"]
-        if not isinstance(reason, str) or not reason.strip():
-            self._file.fail((*rule, "reason"), f"{reason!r} is not text; say why")
-        return reason.strip()
-
-    def _change(self, rule: KeyPath) -> dict[str, _Value]:
-        path = (*rule, "set")
-        allowed = [setting for setting in SETTINGS if setting not in self._axes]
-        return {
-            setting: _Value(self._value(setting, item, (*path, setting)), (*path, setting))
-            for setting, item in self._file.section(path, optional=allowed).items()
-        }
 
 
 def _within(rates: tuple[int, int] | None, bits_per_s: int | None) -> int | None:

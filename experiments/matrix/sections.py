@@ -30,39 +30,22 @@ class Sections:
 
     def spec(self, kind: type[AnySpec], path: KeyPath, **added: Any) -> AnySpec:
         """The mapping at ``path`` as a ``kind``, of which ``added`` is not for the file to give."""
-        fields = [item for item in kind.model_fields.items() if item[0] not in added]
-        section = self.section(
-            path,
-            required=[name for name, info in fields if info.is_required()],
-            optional=[name for name, info in fields if not info.is_required()],
-        )
-        try:
-            return kind.model_validate({**section, **added}, strict=True)
-        except ValidationError as error:
-            first = error.errors()[0]
-            self.fail((*path, *first["loc"]), explain(first["input"], first["msg"]))
-
-    def section(
-        self, path: KeyPath, required: Iterable[str] = (), optional: Iterable[str] = ()
-    ) -> dict[str, Any]:
-        """The mapping at ``path``, with no keys but these, and not empty."""
         section = self.at(path)
         if not isinstance(section, dict) or not section:
             self.fail(path, f"{section!r} is not a mapping with at least one key")
-        allowed = [*required, *optional]
+        fields = sorted(kind.model_fields.items(), key=lambda item: not item[1].is_required())
+        allowed = [name for name, _ in fields if name not in added]
         for key in section:
             self.one_of(key, allowed, (*path, key), "unknown key")
-        for key in required:
-            if key not in section:
-                self.fail(path, f"{key} is missing")
-        return section
-
-    def items(self, path: KeyPath) -> list[Any]:
-        """The list at ``path``, not empty."""
-        items = self.at(path)
-        if not isinstance(items, list) or not items:
-            self.fail(path, f"{items!r} is not a list with at least one item")
-        return items
+        try:
+            return kind.model_validate({**section, **added}, strict=True)
+        except ValidationError as error:
+            # What is missing before what is wrong.
+            first = min(error.errors(), key=lambda each: each["type"] != "missing")
+            *where, last = first["loc"] or (None,)
+            if first["type"] == "missing":
+                self.fail((*path, *where), f"{last} is missing")
+            self.fail((*path, *first["loc"]), explain(first["input"], first["msg"]))
 
     def one_of(self, item: Any, allowed: Iterable[str], path: KeyPath, problem: str) -> None:
         """Fail unless ``item`` is one of ``allowed``."""

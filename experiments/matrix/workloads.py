@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from baselines.optimizers import SGD, AdamW, AnyOptimizer
 from experiments.matrix.sections import Sections
-from experiments.records import documents
+from experiments.records import workload
 from experiments.records.cell import Cell
 from experiments.records.provenance import ROOT
 from experiments.records.workload import (
@@ -29,7 +29,7 @@ from experiments.records.workload import (
     TextFile,
     is_path,
 )
-from simulation import hugging_face
+from simulation import models as shapes
 from simulation.transformer import ModelSpec
 from simulation.yaml_lines import KeyPath
 
@@ -59,7 +59,7 @@ class Workloads:
     def models(self) -> dict[str, AnyModel]:
         """The file's models by name."""
         specs: dict[str, AnyModel] = {}
-        for i in range(len(self._file.items(("models",)))):
+        for i in range(len(self._file.at(("models",)))):
             spec = self._model(("models", i))
             if spec.name in specs:
                 self._file.fail(
@@ -136,7 +136,7 @@ class Workloads:
         source = self._path_or_name(config, place)
         given = self._path(config)
         try:
-            read = hugging_face.read(given if is_path(source) else source)
+            read = shapes.read(given if is_path(source) else source)
         except ValueError as error:
             self._file.fail(place, str(error))
         if not isinstance(read.get("model_type"), str):
@@ -171,10 +171,10 @@ class Workloads:
             return loaded.model_copy(update={"dataset": name})
         file = self._existing_file((*path, source))
         if source == "text":
-            return self._file.spec(TextFile, path, digest=documents.digest(file))
-        lines = self._file.spec(JsonLines, path, digest=documents.digest(file))
+            return self._file.spec(TextFile, path, digest=workload.digest(file))
+        lines = self._file.spec(JsonLines, path, digest=workload.digest(file))
         try:
-            if sum(1 for _ in documents.json_lines(file, lines.field)) == 0:
+            if sum(1 for _ in workload.json_lines(file, lines.field)) == 0:
                 raise ValueError(f"{file.name} has empty lines alone")
         except ValueError as error:
             self._file.fail((*path, source), str(error))

@@ -125,6 +125,14 @@ class SimulatedSpec(Strict):
 AnyCluster = Annotated[ClusterSpec | SimulatedSpec, Field(discriminator="kind")]
 
 
+#: How matrix files name a field of a cell, where it is not by the field's own name.
+FILE_NAMES = {
+    "inter_bandwidth_bits_per_s": "inter_bandwidth",
+    "inter_group_bandwidth_bits_per_s": "inter_group_bandwidth",
+    "matrix": "name",
+}
+
+
 class Cell(Strict):
     """One point of a matrix: everything a worker needs to know."""
 

@@ -9,11 +9,11 @@ from baselines import registry
 from experiments.records.cell import AnyCluster, Cell, DType
 from experiments.records.record import Record
 from experiments.records.workload import ConfiguredModel, ImageModel, OwnModel
-from simulation import hugging_face
+from simulation import framing, models
 from simulation.calibration import MeasuredStep
 from simulation.emulated import emulated
 from simulation.hardware import GB, Hardware, cluster, gpu_of
-from simulation.luwu.traffic import LUWU
+from simulation.luwu import LUWU
 from simulation.prediction import model_utilisation
 from simulation.transformer import ATTENTION, Transformer
 from simulation.workload import FrozenDtype, Workload
@@ -50,7 +50,7 @@ def _shape(cell: Cell) -> Transformer:
     if isinstance(model, ConfiguredModel):
         if cell.tuning == "lora" and model.model_type not in ATTENTION:
             raise ValueError(f"what peft adapts of {model.model_type} is not counted")
-        found = hugging_face.from_config(model.configuration, cell.sequence_length)
+        found = models.from_config(model.configuration, cell.sequence_length)
         return replace(found, name=model.name)
     return Transformer.of(model, cell.sequence_length)
 
@@ -120,3 +120,29 @@ def measured_step(record: Record, hardware: Hardware) -> MeasuredStep | None:
         return None
     sent = measured.inter_node_bytes_per_step
     return MeasuredStep(workload_of(record.cell), hardware, seconds, sent)
+
+
+def framing_bytes(cell: Cell, payload: float) -> float:
+    """What a node may send in a step of the cell with so many bytes of payload, beside it."""
+    return framing.framing_bytes(workload_of(cell), *_nodes_and_ranks(cell), payload)
+
+
+def agree(cell: Cell, predicted: float, counted: float) -> bool:
+    """Whether the kernel has counted the bytes that were predicted, within framing."""
+    return framing.agree(
+        workload_of(cell), *_nodes_and_ranks(cell), predicted=predicted, counted=counted
+    )
+
+
+def messages(cell: Cell) -> int:
+    """Messages that a node of the cell sends to others in a step over gloo."""
+    return framing.messages(workload_of(cell), *_nodes_and_ranks(cell))
+
+
+def whole_bytes(cell: Cell) -> float:
+    """Least bytes that a node sends of what DeepSpeed keeps whole on every rank."""
+    return framing.whole_bytes(workload_of(cell), *_nodes_and_ranks(cell))
+
+
+def _nodes_and_ranks(cell: Cell) -> tuple[int, int]:
+    return cell.cluster.nodes, cell.cluster.ranks_per_node

@@ -1,4 +1,4 @@
-"""Cells picked by a part of their ids, or by their settings: ``policy=disk,k=4``."""
+"""Runs on the disk, and cells picked by a part of their ids or by settings: ``policy=disk,k=4``."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import re
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
-from experiments.records.cell import Cell
+from experiments.records.cell import FILE_NAMES, Cell
+from experiments.records.record import Record, read
+from experiments.records.repeats import pooled
 from experiments.records.settings import Described, described
 from simulation import quantities
 
 #: Other names of settings than their own: as matrix files and ids have them.
 _ALIASES = {
     "k": "accumulation",
-    "inter_bandwidth": "inter_bandwidth_bits_per_s",
-    "inter_group_bandwidth": "inter_group_bandwidth_bits_per_s",
     "link": "inter_bandwidth_bits_per_s",
     "length": "sequence_length",
+    **{file: field for field, file in FILE_NAMES.items()},
 }
 #: Links, which matrix files write with their units.
 _LINKS = ("inter_bandwidth_bits_per_s", "inter_group_bandwidth_bits_per_s")
@@ -80,10 +82,53 @@ def _has(item: Described, cell: Cell, value: str) -> bool:
     own = item.of(cell)
     if item.name not in _LINKS:
         return own is not None and value in (str(own), item.written(own), str(own).lower())
-    return bool(own == quantities.link(value))
+    return value == str(own) if value.isdigit() else own == quantities.link(value)
 
 
 def _written(item: Described, value: Any) -> str:
     if item.name in _LINKS:
         return quantities.format_link(value)
     return item.written(value)
+
+
+FILE = "records.jsonl"
+#: Parts of a run's directory that hold no records, or those of runs since replaced.
+_NO_RECORDS = {"cells", "earlier", "report", "wandb"}
+
+
+def files(path: Path) -> list[Path]:
+    """The file itself, the one of the run in a directory, or those of all runs below it.
+
+    Raises ``ValueError`` if there is none.
+    """
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise ValueError(f"{path}: no such file or directory")
+    if (path / FILE).is_file():
+        return [path / FILE]
+    found = sorted(path.rglob(FILE))
+    found = [file for file in found if not _NO_RECORDS & set(file.relative_to(path).parts)]
+    if not found:
+        raise ValueError(f"{path}: holds no {FILE}; python -m experiments run writes them")
+    return found
+
+
+def records(text: str) -> list[Record]:
+    """The records of ``RUN`` or ``RUN:CELLS``, repetitions pooled; a run's file or directory.
+
+    ``CELLS`` are settings (``policy=disk``) or a part of an id. Raises ``ValueError`` for what is
+    no single run, or has no such cells.
+    """
+    where, _, pattern = (text, "", "") if Path(text).exists() else text.partition(":")
+    found = files(Path(where))
+    if len(found) > 1:
+        some = ", ".join(str(file.parent) for file in found[:3])
+        raise ValueError(f"{where}: holds {len(found)} runs; give one: {some}, …")
+    every = pooled(read(found[0]))
+    if not every:
+        raise ValueError(f"{found[0]}: has no records yet")
+    if not pattern:
+        return every
+    wanted = {cell.id for cell in chosen([record.cell for record in every], pattern, where)}
+    return [record for record in every if record.cell_id in wanted]

@@ -18,14 +18,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from experiments.matrix.matrix import Matrix
 from experiments.records.record import Record
 from experiments.records.record import read as read_records
 from simulation import files
-
-if TYPE_CHECKING:
-    from experiments.matrix.matrix import Matrix
 
 #: States whose cells run again on request; an OOM and a skip would only repeat themselves.
 RETRIED = ("failed", "timeout")

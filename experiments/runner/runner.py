@@ -6,6 +6,7 @@ before the next cell starts, so that a killed run loses only the cell that it wa
 
 from __future__ import annotations
 
+import os
 import time
 import traceback
 from collections.abc import Sequence
@@ -25,7 +26,6 @@ from experiments.records.record import Machine, Measurement, Record, State
 from experiments.records.select import chosen
 from experiments.records.workload import Origin
 from experiments.runner.directory import RunDirectory
-from experiments.runner.machine import Watch
 from simulation import files
 
 WORKER = "experiments.worker.worker:main"
@@ -53,11 +53,13 @@ class Observer(Protocol):
         ...
 
 
-def select(cells: Sequence[MatrixCell], pattern: str | None) -> list[MatrixCell]:
+def select(
+    cells: Sequence[MatrixCell], pattern: str | None, option: str = "--only"
+) -> list[MatrixCell]:
     """The cells of a pattern, as ``experiments.records.select`` reads it; all without one."""
     if pattern is None:
         return list(cells)
-    wanted = {cell.id for cell in chosen([entry.cell for entry in cells], pattern)}
+    wanted = {cell.id for cell in chosen([entry.cell for entry in cells], pattern, option)}
     return [entry for entry in cells if entry.cell.id in wanted]
 
 
@@ -248,3 +250,43 @@ def _last_words(outcome: Outcome, logs: Path) -> str:
 
 def _now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+_STAT = Path("/proc/stat")
+#: Seconds over which a run looks before it starts.
+_LOOK_S = 0.5
+
+
+class Watch:
+    """Counts what the host takes from now on; its load is the one of now."""
+
+    def __init__(self) -> None:
+        self._load = os.getloadavg()[0]
+        self._cores = len(os.sched_getaffinity(0))
+        self._before = _jiffies()
+
+    def machine(self) -> Machine:
+        """What the machine was like since this watch, or the last call of this, began."""
+        now = _jiffies()
+        steal, passed = (after - before for after, before in zip(now, self._before, strict=True))
+        self._before = now
+        return Machine(
+            load=self._load, cores=self._cores, steal_share=steal / passed if passed else 0.0
+        )
+
+
+def look() -> Machine:
+    """Watch for a moment, before a run adds its own load."""
+    watch = Watch()
+    time.sleep(_LOOK_S)
+    return watch.machine()
+
+
+def _jiffies() -> tuple[int, int]:
+    """Time that the host has taken of all processors, and all time; zeros where nothing says so."""
+    try:
+        fields = _STAT.read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]
+    except OSError:
+        return 0, 0
+    counts = [int(field) for field in fields]
+    return counts[7], sum(counts)

@@ -1,10 +1,14 @@
-"""Output of all commands, and how they stop."""
+"""Output of all commands, how they stop, and how they are interrupted."""
 
 from __future__ import annotations
 
+import functools
+import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
@@ -85,3 +89,29 @@ def check_writable(option: str, file: Path) -> None:
     except OSError as error:
         why = why_unusable(file.parent, error)
         raise ValueError(f"{option} = {str(file)!r}: cannot be written: {why}") from error
+
+
+#: Exit status of a command that was interrupted.
+INTERRUPTED = 130
+
+
+def raise_them() -> None:
+    """Have the first interrupt raise ``KeyboardInterrupt``, and ignore what follows."""
+    _on_signals(_interrupt)
+    _spare_forks()
+
+
+@functools.cache
+def _spare_forks() -> None:
+    """Spare forked processes: a library's helper that SIGTERM ends must not end our cluster."""
+    os.register_at_fork(after_in_child=lambda: _on_signals(signal.SIG_DFL))
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    _on_signals(signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def _on_signals(action: Callable[[int, FrameType | None], NoReturn] | signal.Handlers) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, action)

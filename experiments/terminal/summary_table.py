@@ -120,12 +120,10 @@ def _tokens(record: Record, _: _Group) -> Text:
 
 def _speed_up(record: Record, comparison: _Group) -> Text:
     speed = comparison.speed(record)
-    if speed.ratio is None:
-        return _ABSENT
-    if record is not comparison.baseline and not speed.differs:
-        return Text("none", style="dim")
-    style = "green" if speed.ratio > 1 else "red" if speed.ratio < 1 else ""
-    return Text(f"{speed.ratio:.2f}×", style=style)
+    told, ratio = variants_table.speed_up(speed), speed.ratio or 1.0
+    if not told.endswith("×"):
+        return Text(told, style="dim")
+    return Text(told, style="green" if ratio > 1 else "red" if ratio < 1 else "")
 
 
 def _sent(record: Record, _: _Group) -> Text:

@@ -1,4 +1,4 @@
-"""The table of an ablation: what the cache of each variant did, and where its step's time went."""
+"""Variants of one strategy: what the cache of each did, and where its step's time went."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from experiments.records.comparison import REFERENCES, spread
+from experiments.records.comparison import REFERENCES, Comparison, reference, spread
 from experiments.records.record import Cached, Record
-from experiments.records.variants import PHASES, TIERS, Variant, ranked
 
 _ABSENT = "–"
 _PHASES = {"forward": "fwd.", "backward": "bwd.", "optimizer": "opt."}
@@ -43,7 +42,7 @@ def _figures(variant: Variant) -> Iterator[tuple[str, str]]:
     yield "s/step", _number(seconds, 3)
     # Half of what the middle half of the rounds spans, over the median.
     yield "±", f"{(middle[1] - middle[0]) / 2 / seconds:.0%}" if middle and seconds else _ABSENT
-    yield f"vs\n{_reference(variant)}", _speed_up(variant)
+    yield f"vs\n{_reference(variant)}", speed_up(variant)
     cache = variant.cache
     yield "hits", _number(cache.hits_per_step if cache else None, 4)
     yield "misses", _number(cache.misses_per_step if cache else None, 4)
@@ -70,12 +69,13 @@ def _reference(variant: Variant) -> str:
     return _ABSENT if variant.over is None else REFERENCES[variant.over.cell.subject]
 
 
-def _speed_up(variant: Variant) -> str:
-    if variant.ratio is None:
+def speed_up(speed: Comparison) -> str:
+    """How many times as fast a cell is; none where that is not told from noise."""
+    if speed.ratio is None:
         return _ABSENT
-    if variant.of is not variant.over and not variant.differs:
+    if speed.of is not speed.over and not speed.differs:
         return "none"
-    return f"{variant.ratio:.2f}×"
+    return f"{speed.ratio:.2f}×"
 
 
 def _megabytes(count: float | None) -> str:
@@ -88,3 +88,61 @@ def _number(value: float | None, digits: int) -> str:
     if value == round(value) or value >= 10 ** (digits - 1):
         return f"{value:,.0f}"
     return f"{value:#.{digits}g}"
+
+
+TIERS = ("device", "host", "disk")
+PHASES = ("forward", "backward", "optimizer")
+
+
+class Variant(Comparison):
+    """One cell that ran, beside the reference of its comparison."""
+
+    @property
+    def name(self) -> str:
+        """What it chooses for its strategy; the strategy where that is the default alone."""
+        cell = self.of.cell
+        policy = getattr(cell.settings, "policy", None)
+        words = [*([policy] if policy is not None else [cell.variant])]
+        words += [choice for choice in cell.choices if choice != policy]
+        return " ".join(words)
+
+    @property
+    def cache(self) -> Cached | None:
+        measured = self.of.measurement
+        return None if measured is None else measured.cache
+
+    def phase_seconds(self, phase: str) -> float | None:
+        """Seconds a step, the mean over steps; ``None`` where the record does not say."""
+        measured = self.of.measurement
+        return ((measured and measured.phase_seconds) or {}).get(phase)
+
+    def sent_bytes(self, *phases: str) -> float | None:
+        """What a node sends to others in these phases of a step; ``None`` without a ledger."""
+        measured = self.of.measurement
+        if measured is None or measured.ledger_bytes_per_step is None:
+            return None
+        link = measured.ledger_bytes_per_step.get("inter_node", {})
+        return sum(link.get(phase, 0.0) for phase in phases)
+
+    def reached_bits_per_s(self, phase: str) -> float | None:
+        """What a node sends to others in the phase over its time; reductions are in backward."""
+        seconds = self.phase_seconds(phase)
+        sent = self.sent_bytes(*(("backward", "reduce") if phase == "backward" else (phase,)))
+        return 8 * sent / seconds if seconds and sent is not None else None
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPS utilisation, where a peak is known: in simulations, and on known GPUs."""
+        measured = self.of.measurement
+        if measured and measured.simulation:
+            return measured.simulation.mfu
+        from experiments.records.modelled import measured_mfu  # its numpy takes a while
+
+        return measured_mfu(self.of)
+
+
+def ranked(comparison: Sequence[Record]) -> list[Variant]:
+    """The cells of one comparison that ran to their end, the fastest first."""
+    ran = [record for record in comparison if record.measurement is not None]
+    ran.sort(key=lambda record: -(record.tokens_per_s or 0.0))
+    return [Variant(record, reference(comparison)) for record in ran]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 
 from experiments.records.cell import Cell
@@ -18,6 +19,8 @@ from experiments.records.workload import (
     OwnModel,
 )
 from experiments.worker import configured
+from fcdp import Topology
+from fcdp.checksum import checksum
 from simulation.transformer import ATTENTION, ModelSpec, Transformer
 
 
@@ -151,3 +154,28 @@ def _linear_layers(model: nn.Module, blocks: Sequence[nn.Module]) -> list[str]:
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and id(module) in inside
     ]
+
+
+def check(model: nn.Module, cell: Cell, topology: Topology) -> None:
+    """Raise ``ValueError`` on all ranks where pretrained weights or a user's own model differ.
+
+    Each rank keeps a part of its own: parts of unequal models would make up another one.
+    """
+    spec = cell.model
+    if isinstance(spec, OwnModel):
+        key, what = "function", f"{spec.function} makes"
+    elif isinstance(spec, ConfiguredModel) and spec.weights == "pretrained":
+        key, what = "weights", f"{spec.config} has"
+    else:
+        return
+    sums = [checksum(param.detach()) for param in model.parameters()]
+    mine = checksum(torch.stack(sums)).item()
+    every: list[int | None] = [None] * topology.world_size
+    dist.all_gather_object(every, mine)
+    others = [rank for rank, theirs in enumerate(every) if theirs != every[0]]
+    if others:
+        raise ValueError(
+            f"{cell.origin.key('model', key)}: {what} other weights on rank {others[0]} than on "
+            "rank 0; give all nodes the same files, and draw random numbers from torch alone, "
+            "which is seeded alike on all ranks"
+        )

@@ -6,15 +6,25 @@ A batch is one tensor. Strategies hand it on to the workload's loss, which alone
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 import torch.nn as nn
 
 from baselines.strategy import Loss, causal_loss
+from experiments.records import workload
 from experiments.records.cell import Cell
-from experiments.records.workload import Images
-from experiments.worker import configured, data, text
+from experiments.records.workload import (
+    AnyText,
+    Dataset,
+    Images,
+    JsonLines,
+    Library,
+    Origin,
+    TextFile,
+)
+from experiments.worker import configured, data
 from fcdp import Topology
 
 
@@ -59,8 +69,8 @@ class TextWorkload:
     metrics: Sequence[str] = ("held_out_loss",)
 
     def __init__(self, cell: Cell, model: nn.Module, rank: int) -> None:
-        found = text.tokens(cell, configured.vocabulary(model))
-        self._training, self._held_out = text.split(found, cell)
+        found = tokens(cell, configured.vocabulary(model))
+        self._training, self._held_out = split(found, cell)
         self._cell, self._rank = cell, rank
         self.loss = self.measure = _loss(cell)
 
@@ -82,3 +92,124 @@ def _loss(cell: Cell) -> Loss:
     if cell.loss == Cell.model_fields["loss"].default:
         return causal_loss
     return configured.find_function(cell.loss, cell.origin.key("loss"))
+
+
+#: Of the tokens, the last: where sequences are held out, nothing of it is trained on.
+HELD_OUT_SHARE = 0.1
+
+
+def tokens(cell: Cell, vocabulary: int | None) -> torch.Tensor:
+    """All of the cell's tokens in their order: bytes, or what its tokenizer makes of the text.
+
+    Raises ``ValueError`` naming line and key where the data are not on this node or are others than
+    the runner's, are too short for one sequence, or have tokens outside of the model's vocabulary.
+    """
+    given = cell.data
+    assert not isinstance(given, Images), "cells see to it"
+    found = _bytes(given, cell) if given.tokenizer is None else _tokenised(given, cell)
+    where = cell.origin.key("data")
+    least = cell.sequence_length + 2
+    if len(found) < least:
+        raise ValueError(
+            f"{where}: {cell.data.name} has {len(found)} tokens, of which sequence_length = "
+            f"{cell.sequence_length} needs {least}"
+        )
+    largest = int(found.max())
+    if vocabulary is not None and largest >= vocabulary:
+        raise ValueError(
+            f"{where}: {cell.data.name} has token {largest}, and the vocabulary of model "
+            f"{cell.model.name} has {vocabulary}: tokens must be below that"
+        )
+    return found
+
+
+def split(found: torch.Tensor, cell: Cell) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens to train on, and the cell's held-out sequences, int64 (sequences, tokens + 1).
+
+    The sequences are spread evenly over the last ``HELD_OUT_SHARE`` and do not overlap. Raises
+    ``ValueError`` where so many do not fit in there.
+    """
+    window = cell.sequence_length + 1
+    if cell.held_out == 0:
+        return found, torch.empty(0, window, dtype=torch.int64)
+    kept = len(found) - int(len(found) * HELD_OUT_SHARE)
+    training, last = found[:kept], found[kept:]
+    most = len(last) // window
+    if cell.held_out > most or len(training) <= window:
+        raise ValueError(
+            f"held_out = {cell.held_out}: the last {HELD_OUT_SHARE:.0%} of {cell.data.name} have "
+            f"{len(last)} tokens, which are at most {most} sequences of {window}"
+        )
+    starts = [index * len(last) // cell.held_out for index in range(cell.held_out)]
+    return training, torch.stack([last[start : start + window] for start in starts]).long()
+
+
+def _bytes(given: AnyText, cell: Cell) -> torch.Tensor:
+    if isinstance(given, Library):
+        return data.corpus()
+    if isinstance(given, TextFile):
+        file = _file(given.text, given.digest, cell.origin.key("data", "text"), cell.origin)
+        # Mapped, so that the ranks of a node share it; not shared, so that none can write to it.
+        return torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
+    joined = bytearray(b"\n".join(text.encode() for text in _texts(given, cell.origin)))
+    return torch.frombuffer(joined, dtype=torch.uint8)
+
+
+def _tokenised(given: AnyText, cell: Cell) -> torch.Tensor:
+    """Tokens of each document, and between documents the tokenizer's end of text, if it has one."""
+    assert given.tokenizer is not None
+    tokenizer = _tokenizer(given.tokenizer, cell.origin)
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    found: list[int] = []
+    for text in _texts(given, cell.origin):
+        found += end if found else []
+        found += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return torch.tensor(found, dtype=torch.int64)
+
+
+def _tokenizer(given: str, origin: Origin) -> Any:
+    from transformers import AutoTokenizer
+
+    where = origin.key("data", "tokenizer")
+    source = origin.source(given, where)
+    try:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except Exception as error:  # of files, of the network, of a format
+        raise ValueError(f"{where}: no tokenizer {given} on this node: {error}") from error
+
+
+def _texts(given: AnyText, origin: Origin) -> Iterator[str]:
+    """The documents of the data."""
+    if isinstance(given, Library):
+        yield bytes(data.corpus().tolist()).decode(errors="replace")
+    elif isinstance(given, TextFile):
+        file = _file(given.text, given.digest, origin.key("data", "text"), origin)
+        yield file.read_text(encoding="utf-8", errors="replace")
+    elif isinstance(given, JsonLines):
+        file = _file(given.jsonl, given.digest, origin.key("data", "jsonl"), origin)
+        yield from workload.json_lines(file, given.field)
+    else:
+        yield from _of_dataset(given, origin)
+
+
+def _file(given: str, digest: str, where: str, origin: Origin) -> Path:
+    """A file of the matrix's folder that is the one that the runner has read."""
+    file = Path(origin.source(str(origin.path(given)), where))
+    if workload.digest(file) != digest:
+        raise ValueError(f"{where}: {file} is another file on this node than it was for the runner")
+    return file
+
+
+def _of_dataset(given: Dataset, origin: Origin) -> Iterator[str]:
+    where = origin.key("data", "dataset")
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ValueError(f"{where}: needs the package datasets on each node: {error}") from error
+    source = origin.source(given.dataset, where)
+    try:
+        rows = load_dataset(source, given.subset, split=given.split)
+    except Exception as error:  # of files, of the network, of names
+        raise ValueError(f"{where}: {given.source} cannot be had on this node: {error}") from error
+    for number, row in enumerate(rows):
+        yield workload.text_of(row, given.field, f"{where}: row {number}")

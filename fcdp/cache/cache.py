@@ -19,8 +19,8 @@ from fcdp.cache.tiers.disk import DiskTier
 from fcdp.cache.tiers.host import HostTier
 from fcdp.cache.tiers.tier import Tier, TierUnavailable
 from fcdp.checksum import checksum
+from fcdp.counts import Ledger, Phase
 from fcdp.exchange import any_rank
-from fcdp.ledger import Ledger, Phase
 from fcdp.streams import Streams
 from fcdp.topology import Topology
 from fcdp.unit import Unit

@@ -7,8 +7,6 @@ format has for a comment.
 from __future__ import annotations
 
 import io
-import os
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +15,12 @@ from typing import Any
 
 import torch
 
+from fcdp import durable
 from fcdp.checkpoint.files import naming
 from fcdp.checkpoint.layout import Layout, inside
 
 COMMIT = "state.pt"
 _FORMAT = 2
-_MARK = b"fcdp crc32 "
-_CRC_DIGITS = 8
 
 
 @dataclass(frozen=True)
@@ -50,17 +47,13 @@ class Commit:
         }
         archive = io.BytesIO()
         torch.save(state, archive)
-        unfinished = directory / self.shards / COMMIT
-        with naming(unfinished), unfinished.open("wb") as file:
-            file.write(_sealed(archive.getvalue()))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, directory / COMMIT)
+        with naming(directory / COMMIT):
+            durable.replace(directory / COMMIT, _sealed(archive.getvalue()))
 
     @classmethod
     def parse(cls, data: bytes, path: Path) -> Commit:
         """Raises ``ValueError`` for bytes of ``path`` that :meth:`write` did not write."""
-        _check_seal(data, path)
+        durable.unsealed(data, path)
         try:
             # Whoever writes files can write checksums too: nothing but tensors and plain
             # containers is unpickled.
@@ -130,26 +123,6 @@ def copied(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sealed(archive: bytes) -> bytes:
-    """``archive`` with the checksum of all bytes before it as the zip file's comment."""
+    """``archive`` with a seal as the zip file's comment."""
     assert archive[-2:] == b"\0\0", "torch.save writes archives without a comment"
-    length = (len(_MARK) + _CRC_DIGITS).to_bytes(2, "little")
-    body = archive[:-2] + length + _MARK
-    return body + _digits(body)
-
-
-def _check_seal(data: bytes, path: Path) -> None:
-    body, digits = data[:-_CRC_DIGITS], data[-_CRC_DIGITS:]
-    if not body.endswith(_MARK):
-        raise ValueError(
-            f"{path}: damaged: has {len(data)} bytes and no checksum at its end; it was cut or "
-            "overwritten, or written by a version of FCDP without checksums, which must read it"
-        )
-    if (expected := _digits(body)) != digits:
-        raise ValueError(
-            f"{path}: damaged: its CRC-32 is {expected.decode()}; "
-            f"must be {digits.decode(errors='replace')}, as saved"
-        )
-
-
-def _digits(body: bytes) -> bytes:
-    return b"%08x" % zlib.crc32(body)
+    return durable.sealed(archive[:-2] + durable.SEAL_BYTES.to_bytes(2, "little"))

@@ -16,7 +16,7 @@ ARITHMETIC = ("partition", "exchange", "reduce_scatter", "staleness", "codec", "
 #: which they run. Of each list unit tests come first, whatever needs processes after them.
 TESTS: dict[str, tuple[str, ...]] = {
     "all_gather": ("test_streams.py", "test_gathering.py", "test_guard.py", "test_staleness.py"),
-    "api": ("test_staleness.py",),
+    "api": ("test_guard.py", "test_staleness.py"),
     "breaking": ("failures/test_breaking.py",),
     "cache": ("cache", "test_streams.py", "test_guard.py", "test_staleness.py"),
     "checkpoint": ("test_async_save.py", "test_checkpoint.py"),
@@ -25,7 +25,6 @@ TESTS: dict[str, tuple[str, ...]] = {
     "direct_io": ("cache/tiers", "test_streams.py"),
     "engine": ("test_streams.py", "test_reduce_scatter.py", "test_staleness.py"),
     "exchange": (
-        "test_exchange_alone.py",
         "test_exchange.py",
         "test_streams.py",
         "test_replicas.py",
@@ -41,14 +40,13 @@ TESTS: dict[str, tuple[str, ...]] = {
             "test_partial_gradients.py",
             "test_in_flight.py",
         ),
-        *("test_streams.py", "test_accumulate.py", "test_precision.py"),
+        *("test_streams.py", "test_accumulate.py", "upstream/test_mixed_precision.py"),
     ),
     "replicas": ("test_replicas.py",),
     "staleness": (
         "test_staleness_alone.py",
         "test_staleness.py",
         "test_guard.py",
-        "test_passes.py",
         "test_unseen_writes.py",
     ),
 }

@@ -1,4 +1,7 @@
-"""Rates of GPUs from measured runs: three shares of each GPU's data sheet, and two numbers of all.
+"""Rates of GPUs from published runs: three shares of each GPU's data sheet, and two numbers of all.
+
+``results/compute/measured.csv`` has rows of the tables of mosaicml/llm-foundry,
+scripts/train/benchmarking: GPU, shape, length, batch, checkpointing, tokens per second and GPU.
 
 The time of a token is linear in the inverse shares, in the passes of exchanged bytes and in what is
 lost with scale. Relative errors are minimised, large ones counted less: some published runs are
@@ -7,24 +10,118 @@ slower than their neighbours by a quarter, without a reason that the tables give
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, ValidationError
 
 from simulation.calibration import not_negative
-from simulation.compute.measured import Run
-from simulation.hardware import Gpu
+from simulation.files import Strict, problem
+from simulation.hardware import Gpu, Hardware, card, cluster
 from simulation.rates import Rates, scale
-from simulation.step.optimizer import ADAM_BYTES
+from simulation.step.passes import ADAM_BYTES
+from simulation.transformer import Transformer
 from simulation.work import token_work
+from simulation.workload import Workload
 
+ROWS = Path(__file__).parents[2] / "results" / "compute" / "measured.csv"
+#: Words of the tokenizer that its models are made for.
+_VOCABULARY = 50_368
+_GPUS_PER_NODE = 8
 #: Rounds in which weights are found, and the error below which all count alike.
 _ROUNDS, _SMALL = 20, 0.01
 #: Exchanges of all parameters per micro-batch: gathers of forward and backward, one reduction.
 _EXCHANGES = 3
 PARTS = ("products", "attention", "bytes")
+
+
+class Row(Strict):
+    """A line of the file."""
+
+    gpu: str
+    model: str
+    layers: int = Field(ge=1)
+    width: int = Field(ge=1)
+    heads: int = Field(ge=1)
+    gpus: int = Field(ge=1)
+    sequence_length: int = Field(ge=1)
+    micro_batch: int = Field(ge=1)
+    global_batch: int = Field(ge=1)
+    precision: str
+    sharding: str
+    activation_checkpointing: bool
+    activation_cpu_offload: bool
+    mfu_percent: float
+    hfu_percent: float
+    tokens_per_s_per_gpu: float = Field(gt=0)
+
+    @property
+    def bf16(self) -> bool:
+        """Whether its matrix products are in bf16, as all that is predicted here."""
+        return "bf16" in self.precision
+
+
+@dataclass(frozen=True)
+class Run:
+    """A row as the simulator sees it."""
+
+    row: Row
+    workload: Workload
+    #: The cluster by its data sheets.
+    hardware: Hardware
+
+
+def read_rows(path: Path = ROWS) -> list[Row]:
+    """Read a file of rows. Raises ``ValueError`` with the file and the line."""
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = []
+        for number, line in enumerate(csv.DictReader(file), start=2):
+            try:
+                rows.append(Row.model_validate(line))
+            except ValidationError as error:
+                raise ValueError(f"{path}:{number}: {problem(error)}") from error
+    return rows
+
+
+def run_of(row: Row) -> Run:
+    """The row's workload and cluster; fused kernels, FSDP over all GPUs.
+
+    Raises ``ValueError`` for a GPU that is not known, and for GPUs that fill no nodes of eight.
+    """
+    nodes, rest = divmod(row.gpus, min(row.gpus, _GPUS_PER_NODE))
+    if rest:
+        raise ValueError(f"gpus = {row.gpus}: must be a multiple of {_GPUS_PER_NODE} above it")
+    model = Transformer(
+        name=row.model,
+        family="gpt2",
+        layers=row.layers,
+        width=row.width,
+        heads=row.heads,
+        vocabulary=_VOCABULARY,
+        mlp_width=4 * row.width,
+        key_value_heads=row.heads,
+        tied=True,
+    )
+    workload = Workload(
+        strategy="fsdp2",
+        model=model,
+        sequence_length=row.sequence_length,
+        micro_batch=row.micro_batch,
+        accumulation=max(1, row.global_batch // (row.gpus * row.micro_batch)),
+        recomputed=float(row.activation_checkpointing),
+        kernels="fused",
+    )
+    hardware = cluster(
+        row.gpu,
+        nodes=nodes,
+        ranks_per_node=min(row.gpus, _GPUS_PER_NODE),
+        inter_bits_per_s=card(row.gpu).node_bits_per_s,
+    )
+    return Run(row, workload, hardware)
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,27 @@
-"""The fit's record: constants with intervals, errors on rows that were left out, predictions."""
+"""The fit's record, and the rates of any GPU by it.
+
+The record has constants with intervals, errors on rows that were left out, and predictions. A GPU
+has the rates of its own rows, or those of the GPU whose architecture is nearest.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Literal
 
 import numpy as np
 
-from simulation.compute.fit import Fitted, Shares, fit
-from simulation.compute.measured import Row, Run, run_of
+from simulation.calibration import INTERVAL, Constant, bootstrap
+from simulation.compute.fit import Fitted, Row, Run, Shares, fit, run_of
 from simulation.files import Strict
-from simulation.hardware import Hardware
+from simulation.hardware import Gpu, Hardware, card
 from simulation.prediction import predict
+from simulation.rates import Rates, Work
 
 RECORD = Path(__file__).parents[2] / "results" / "compute" / "fit.json"
 SOURCE = "mosaicml/llm-foundry, scripts/train/benchmarking"
@@ -23,18 +29,9 @@ SOURCE = "mosaicml/llm-foundry, scripts/train/benchmarking"
 HALF = frozenset({"70b", "3b", "760m", "125m"})
 #: Micro-batches of a step that are simulated; those of a row's step are alike.
 _SIMULATED = 3
-#: Draws of the bootstrap, whose units are a GPU's rows of one size: they err alike.
-_DRAWS, _SEED = 200, 7
-_INTERVAL = (0.05, 0.95)
-
-
-class Constant(Strict):
-    """A constant, and where it lies in nine of ten draws of the bootstrap."""
-
-    name: str
-    value: float
-    low: float
-    high: float
+#: Least share of the prediction that is thought possible of cards without a rack's power: they do
+#: not hold the clocks of their data sheets in matrix products. Ours.
+_LEAST_OF_CARDS = 0.55
 
 
 class Check(Strict):
@@ -128,14 +125,10 @@ def errors(rows: Iterable[Row], found: Fitted) -> Check:
 def tokens_per_gpu_s(run: Run, found: Fitted) -> float:
     """Tokens per second and GPU as the simulator predicts them."""
     measured_on = run.row.gpu if run.row.gpu in found.shares else min(found.shares)
-    hardware = run.on(found.rates(run.hardware.device, measured_on))
-    return simulated_tokens_per_s(run, hardware) / run.row.gpus
-
-
-def simulated_tokens_per_s(run: Run, hardware: Hardware) -> float:
-    """Tokens per second of all GPUs of the run's cluster."""
+    rates = found.rates(run.hardware.device, measured_on)
+    hardware = replace(run.hardware, rates=rates)
     count = min(_SIMULATED, run.workload.accumulation)
-    return predict(replace(run.workload, accumulation=count), hardware).tokens_per_s
+    return predict(replace(run.workload, accumulation=count), hardware).tokens_per_s / run.row.gpus
 
 
 def _left_out(runs: Sequence[Run], group: Callable[[Run], str]) -> dict[int, float]:
@@ -153,7 +146,7 @@ def _check(what: str, runs: Sequence[Run], predicted: Mapping[int, float]) -> Ch
     measured = {id(run): run.row.tokens_per_s_per_gpu for run in runs}
     ratios = [measured[key] / predicted[key] for key in measured]
     absolute = [abs(1 / ratio - 1) for ratio in ratios]
-    lowest, highest = np.quantile(ratios, _INTERVAL)
+    lowest, highest = np.quantile(ratios, INTERVAL)
     return Check(
         what=what,
         rows=len(runs),
@@ -170,26 +163,53 @@ def _constants(runs: Sequence[Run], whole: Fitted) -> list[Constant]:
     groups: dict[tuple[str, str], list[Run]] = {}
     for run in runs:
         groups.setdefault((run.row.gpu, run.row.model), []).append(run)
-    names = list(groups)
-    draw = np.random.default_rng(_SEED)
-    drawn: list[dict[str, float]] = []
-    for _ in range(_DRAWS):
-        chosen = draw.integers(len(names), size=len(names))
+    names = list(whole.numbers())
+
+    def solve(drawn: list[Run]) -> list[float] | None:
         try:
-            numbers = fit([run for index in chosen for run in groups[names[index]]]).numbers()
+            numbers = fit(drawn).numbers()
         except ValueError:
-            continue
-        if numbers.keys() == whole.numbers().keys():
-            drawn.append(numbers)
+            return None
+        return [numbers[name] for name in names] if {*numbers} == {*names} else None
+
+    lows, highs = bootstrap(list(groups.values()), solve)
     found = []
-    for name, value in whole.numbers().items():
-        low, high = np.quantile([numbers[name] for numbers in drawn], _INTERVAL)
-        found.append(
-            Constant(
-                name=name,
-                value=float(f"{value:.4g}"),
-                low=float(f"{low:.4g}"),
-                high=float(f"{high:.4g}"),
-            )
-        )
+    for name, *numbers in zip(names, whole.numbers().values(), lows, highs, strict=True):
+        value, low, high = (float(f"{number:.4g}") for number in numbers)
+        found.append(Constant(name=name, value=value, low=low, high=high))
     return found
+
+
+@cache
+def record() -> ComputeRecord:
+    """The committed fit."""
+    return read()
+
+
+def rates_of(device: Gpu) -> Rates:
+    """The rates of the GPU, with their range and what they rest on; raises as ``card``."""
+    known = record()
+    rates = known.fitted().rates(device, card(device.name).like)
+    if rates.basis == "fitted":
+        check = known.check("each size")
+        return replace(rates, lowest=check.lowest, highest=check.highest)
+    check = known.check("each architecture")
+    lowest = min(check.lowest, _LEAST_OF_CARDS) if device.link_is_pcie else check.lowest
+    return replace(rates, lowest=lowest, highest=check.highest)
+
+
+def by_block(device: Gpu, work: Work, seconds: float) -> Rates:
+    """The GPU's rates where one transformer block, of this work, was measured.
+
+    All parts are as much faster or slower than fitted; what is left to err is what runs of sizes
+    that the fit had not seen do.
+    """
+    check = record().check("each size")
+    return replace(
+        rates_of(device).with_block(work, seconds), lowest=check.lowest, highest=check.highest
+    )
+
+
+def with_rates(hardware: Hardware) -> Hardware:
+    """The cluster whose GPUs compute at fitted rates."""
+    return replace(hardware, rates=rates_of(hardware.device))

@@ -99,33 +99,27 @@ def _blocks(storage: torch.UntypedStorage) -> int:
     return -(-storage.size() // _BLOCK) * _BLOCK
 
 
-class _Stream:
-    """A stream on which everything runs at once and in order: there is nothing to wait for."""
-
-    def __init__(self, priority: int = 0) -> None:
-        self.stream_id = 0
-
-    def wait_stream(self, stream: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def record_event(self, event: Any = None) -> _Event:
-        return _Event()
-
-    def synchronize(self) -> None: ...
+def _nothing(*_: Any, **__: Any) -> None:
+    """Everything runs at once and in order: there is nothing to do, and nothing to wait for."""
 
 
 class _Event:
     def __init__(self, **options: Any) -> None: ...
 
-    def record(self, stream: Any = None) -> None: ...
-
-    def wait(self, stream: Any = None) -> None: ...
+    record = wait = synchronize = _nothing
 
     def query(self) -> bool:
         return True
 
-    def synchronize(self) -> None: ...
+
+class _Stream:
+    def __init__(self, priority: int = 0) -> None:
+        self.stream_id = 0
+
+    wait_stream = wait_event = synchronize = _nothing
+
+    def record_event(self, event: Any = None) -> _Event:
+        return _Event()
 
 
 class _Device(ModuleType):
@@ -133,6 +127,7 @@ class _Device(ModuleType):
 
     Stream = _Stream
     Event = _Event
+    manual_seed_all = set_device = synchronize = _nothing
 
     def __init__(self) -> None:
         super().__init__(NAME)
@@ -149,23 +144,17 @@ class _Device(ModuleType):
     def _is_in_bad_fork(self) -> bool:
         return False
 
-    def manual_seed_all(self, seed: int) -> None: ...
-
     def device_count(self) -> int:
         return 1
 
     def current_device(self) -> int:
         return 0
 
-    def set_device(self, device: Any) -> None: ...
-
     def current_stream(self, device: Any = None) -> _Stream:
         return self._stream
 
     def stream(self, stream: Any) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
-
-    def synchronize(self, device: Any = None) -> None: ...
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from datetime import datetime, timezone
 from itertools import product
@@ -13,13 +13,16 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from baselines import registry
 from simulation.imitated.records import Case, MemoryRecord, MemoryUse, Peak, State
-from simulation.imitated.search import largest_fitting
-from simulation.paper_models import PAPER_MODELS, SEQUENCE_LENGTH
+from simulation.models import PAPER_MODELS, SEQUENCE_LENGTH
 from simulation.transformer import ModelSpec, Tuning
 
 if TYPE_CHECKING:
     from simulation.imitated.rank import Build
 
+#: The micro-batch of the paper's first protocol: always run.
+PAPER_MICRO_BATCH = 8
+#: Points up to which lines are tried: where they bend often, halving is sooner there.
+_LINES = 7
 #: The paper's cluster: 4 nodes of 8 A40 with 48 GB.
 NODES, RANKS_PER_NODE, DEVICE_BYTES = 4, 8, 48 * 10**9
 #: Our choice, for what PyTorch's allocator does not see (CUDA's context, NCCL's buffers: 1 to 2 GB)
@@ -55,6 +58,37 @@ _REASONS = {
     "there by assigning param.data, which PyTorch refuses between these tensors (incompatible "
     "tensor type)",
 }
+
+
+def largest_fitting(peak: Callable[[int], int], usable: int, about_one: int) -> int:
+    """The largest micro-batch m with ``peak(m) <= usable`` bytes; 0 if there is none.
+
+    ``peak`` must not fall. It is called for m, m + 1 and few others: it grows piece by piece on
+    straight lines, so the next guess is where the line through two points meets the limit.
+    ``about_one`` is roughly ``peak(1)``: it decides where to look first, and nothing else.
+    """
+    known: dict[int, int] = {1: about_one}
+    fits, exceeds = 0, None
+    guess = PAPER_MICRO_BATCH
+    while exceeds != fits + 1:
+        known[guess] = peak(guess)
+        if known[guess] <= usable:
+            fits = guess
+        else:
+            exceeds = guess
+        guess = _guess(known, usable, fits, exceeds)
+    return fits
+
+
+def _guess(known: Mapping[int, int], usable: int, fits: int, exceeds: int | None) -> int:
+    """Between what fits and what does not; with no end known, up to sixteen times what fits."""
+    if exceeds is not None and len(known) > _LINES:
+        return (fits + exceeds) // 2
+    most = 16 * fits if exceeds is None else exceeds - 1
+    x, x_next = sorted(known)[-2:] if exceeds is None else (fits or 1, exceeds)
+    y, y_next = known[x], known[x_next]
+    meets = most if y_next <= y else x + (usable - y) * (x_next - x) // (y_next - y)
+    return max(fits + 1, min(meets, most))
 
 
 def cases(

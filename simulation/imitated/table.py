@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import product
 
 from simulation.imitated.records import Case, MemoryRecord
-from simulation.imitated.search import PAPER_MICRO_BATCH
-from simulation.paper_models import SEQUENCE_LENGTH
+from simulation.imitated.study import PAPER_MICRO_BATCH
+from simulation.models import SEQUENCE_LENGTH
 
 _HEAD = ("strategy", "full", "full, checkpointing", "LoRA", "LoRA, checkpointing", "host GB a node")
 _KINDS = (("full", False), ("full", True), ("lora", False), ("lora", True))

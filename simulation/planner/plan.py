@@ -1,4 +1,7 @@
-"""The recommendation: which strategy, and why in one sentence; or that nothing fits."""
+"""The recommendation: which strategy, and why in one sentence; or why nothing fits.
+
+Each remedy of what does not fit is tried in the memory model.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,11 @@ from dataclasses import dataclass, replace
 
 from baselines.description import ENGINES, Strategy
 from baselines.registry import find, schedule_of
-from simulation.planner import ranges
-from simulation.planner.in_network import InNetwork, in_network
-from simulation.planner.option import Option
-from simulation.planner.refusal import lacking
-from simulation.planner.request import Request
-from simulation.planner.search import Verdict, fits, search
+from simulation.memory import Shortfall
+from simulation.planner.option import Option, tie
+from simulation.planner.request import GATHERS_FOUR_BITS, Request
+from simulation.planner.search import Verdict, fits, search, shortfalls
+from simulation.planner.siblings import InNetwork, OutOfCore, in_network, out_of_core
 
 #: Most strategies that are named as being as fast.
 _LISTED = 4
@@ -26,6 +28,9 @@ _WAITS = {
     "cpu": "the optimizer on the CPU",
     "latency": "latencies",
 }
+#: Factors by which more nodes are tried, and shorter sequences.
+_TIMES = (2, 4, 8, 16)
+_LORA_RANK = 8
 
 
 @dataclass(frozen=True)
@@ -117,12 +122,11 @@ def _order(verdict: Verdict, request: Request) -> tuple[float, float]:
 
 def _tied(options: dict[str, Option]) -> dict[str, Option]:
     """The fastest option and those as fast: closer than the simulator's own error."""
-    tie = ranges.tie()
     fastest = max(option.tokens_per_s for option in options.values())
     return {
         name: option
         for name, option in options.items()
-        if option.tokens_per_s >= (1 - tie) * fastest
+        if option.tokens_per_s >= (1 - tie()) * fastest
     }
 
 
@@ -161,7 +165,7 @@ def _reason(
         parts.insert(0 if first else len(parts), clause)
     others = [name for name in ties if name not in (strategy, "fcdp")]
     if others:
-        parts.append(f"as fast, within {ranges.tie():.0%}: {_listed(others)}")
+        parts.append(f"as fast, within {tie():.0%}: {_listed(others)}")
     return "; ".join(parts)
 
 
@@ -206,3 +210,90 @@ def _about_fcdp(
 def _listed(names: list[str]) -> str:
     more = len(names) - _LISTED
     return ", ".join(names[:_LISTED]) + (f" and {more} more" if more > 0 else "")
+
+
+def refusal(request: Request) -> str:
+    """The smallest shortfall, and what would help, for a request of which nothing fits."""
+    lacks = shortfalls(request)
+    ranks = request.hardware.ranks_per_node
+    strategy, least = min(lacks, key=lambda pair: pair[1].of_node(ranks))
+    remedies = (
+        _nodes(request),
+        _host_memory(request, [lack for _, lack in lacks]),
+        _length(request),
+        _adapters(request),
+        _four_bits(request),
+        _kernels(request),
+        _said(out_of_core(request)),
+        _said(in_network(request)),
+    )
+    found = ", or ".join(filter(None, remedies))
+    return (
+        f"nothing fits {request.hardware.name}: the closest, {strategy}, lacks {lacking(least)}; "
+        + (f"what would help: {found}" if found else "what would help: GPUs with more memory")
+    )
+
+
+def lacking(lack: Shortfall) -> str:
+    """A shortfall in words, in GB."""
+    parts = (
+        (lack.device_bytes, "GB on each device"),
+        (lack.host_bytes, "GB of host memory on each node"),
+    )
+    return " and ".join(f"{nbytes / 1e9:.1f} {what}" for nbytes, what in parts if nbytes)
+
+
+def _nodes(request: Request) -> str | None:
+    hardware, batch = request.hardware, request.global_batch
+    for times in _TIMES:
+        nodes = times * hardware.nodes
+        more = replace(
+            request,
+            hardware=replace(hardware, nodes=nodes),
+            global_batch=None if batch is None else times * batch,
+        )
+        if fits(more):
+            return f"{nodes} nodes"
+    return None
+
+
+def _host_memory(request: Request, lacks: list[Shortfall]) -> str | None:
+    hosts = [lack.host_bytes for lack in lacks if lack.device_bytes == 0]
+    if not hosts:
+        return None
+    needed = request.hardware.host_memory_bytes + min(hosts)
+    return f"{needed / 1e9:.1f} GB of host memory a node"
+
+
+def _length(request: Request) -> str | None:
+    shortest = min(request.sequence_lengths)
+    for times in _TIMES:
+        length = shortest // times
+        if length and fits(replace(request, sequence_lengths=(length,))):
+            return f"sequences of {length} tokens"
+    return None
+
+
+def _adapters(request: Request) -> str | None:
+    if request.lora_rank is None and fits(replace(request, lora_rank=_LORA_RANK)):
+        return f"adapters in place of all parameters (--peft lora:{_LORA_RANK})"
+    return None
+
+
+def _four_bits(request: Request) -> str | None:
+    if request.lora_rank is None or request.frozen_dtype == "nf4":
+        return None
+    if all(find(name).engine not in GATHERS_FOUR_BITS for name in request.strategies):
+        return None
+    found = fits(replace(request, frozen_dtype="nf4"))
+    return "a base in four bits (--frozen-dtype nf4)" if found else None
+
+
+def _kernels(request: Request) -> str | None:
+    if request.kernels != "fused" and fits(replace(request, kernels="fused")):
+        return "fused norms, activation functions and loss (--kernels fused)"
+    return None
+
+
+def _said(made: InNetwork | OutOfCore | None) -> str | None:
+    return None if made is None else str(made)

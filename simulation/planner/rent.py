@@ -1,19 +1,25 @@
-"""What to rent: for each kind of instance the fewest nodes that train so many tokens in time."""
+"""What to rent: for each kind of instance the fewest nodes that train so many tokens in time.
+
+The offers are a table, JSON, and rows of a CSV file.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from simulation import goodput
 from simulation.hardware import Hardware
 from simulation.instances import Instance
-from simulation.planner import ranges
-from simulation.planner.plan import Plan, plan
-from simulation.planner.refusal import refusal
+from simulation.planner.option import tokens_range
+from simulation.planner.plan import Plan, differs, plan, refusal
+from simulation.planner.report import EVIDENCE
 from simulation.planner.request import Request
 from simulation.work import token_work
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 #: Strategies that are tried where none are named: what people use, and FCDP.
 STRATEGIES = ("ddp", "fsdp2", "fsdp2-hsdp", "fcdp", "deepspeed-hpz", "fsdp2-offload")
@@ -39,6 +45,10 @@ class Offer:
         return self.plan.request.hardware
 
     @property
+    def name(self) -> str:
+        return f"{self.hardware.nodes} × {_name(self.instance)}"
+
+    @property
     def price(self) -> float:
         """Dollars per hour of all nodes."""
         one = self.instance.spot_usd_per_hour if self.spot else self.instance.list_usd_per_hour
@@ -56,7 +66,7 @@ class Offer:
     @property
     def cost_range(self) -> tuple[float, float]:
         """Costs between which nine of ten such runs are expected, failures aside."""
-        slowest, fastest = ranges.tokens_per_s(self.plan.option.speed, self.hardware)
+        slowest, fastest = tokens_range(self.plan.option.speed, self.hardware)
         return self.price * self._hours(fastest), self.price * self._hours(slowest)
 
     def _hours(self, tokens_per_s: float) -> float:
@@ -115,10 +125,7 @@ def refused(market: Market, request: Request, instances: Sequence[Instance]) -> 
         late = [one for one in instances if _name(one) in market.late]
         parts.append(f"{len(late)} of {len(instances)} kinds of instances are late: ")
         if (offer := market.soonest) is not None:
-            parts[-1] += (
-                f"the soonest, {offer.hardware.nodes} × {_name(offer.instance)}, takes "
-                f"{offer.hours:,.3g} hours"
-            )
+            parts[-1] += f"the soonest, {offer.name}, takes {offer.hours:,.3g} hours"
         else:
             hours, name = min(
                 (_least_hours(request, one) / one.most_nodes, f"{one.most_nodes} × {_name(one)}")
@@ -223,3 +230,95 @@ def _prices(instance: Instance) -> list[float]:
 
 def _name(instance: Instance) -> str:
     return f"{instance.provider} {instance.instance}"
+
+
+def table(market: Market, request: Request, within_hours: float | None) -> RenderableType:
+    """Offers for a terminal, cheapest first, and what was left out."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    for name in ("rent\n", "price\n", "strategy\n"):
+        grid.add_column(name, no_wrap=True)
+    for name in ("tokens/s\n", "hours\n", "cost\n$", "range\n$", "lost to\nfailures"):
+        grid.add_column(name, justify="right", no_wrap=True)
+    grid.add_column("prices\nas of", no_wrap=True)
+    for offer in market.offers:
+        low, high = offer.cost_range
+        grid.add_row(
+            offer.name,
+            "spot" if offer.spot else "list",
+            offer.plan.strategy,
+            f"{offer.plan.option.tokens_per_s:,.0f}",
+            f"{offer.hours:,.1f}",
+            f"{offer.cost:,.0f}",
+            f"{low:,.0f}–{high:,.0f}",
+            f"{1 - offer.goodput:.1%}",
+            offer.instance.as_of,
+        )
+    lengths = ", ".join(map(str, request.sequence_lengths))
+    deadline = "" if within_hours is None else f" within {within_hours:g} hours"
+    head = Text(
+        f"{request.model} · {request.tokens:.3g} tokens{deadline} · {lengths} tokens a sequence · "
+        f"{EVIDENCE}",
+        style="bold cyan",
+    )
+    notes = [
+        (f"not one of the {MOST} cheapest, and not simulated", market.dearer),
+        ("without a price in the table", market.unpriced),
+        ("nothing fits", market.unfit),
+        ("nothing is in time", market.late),
+        ("whose GPUs the global batch cannot be shared out to", market.uneven),
+    ]
+    lines = [Text(f"{what}: {', '.join(names)}", style="dim") for what, names in notes if names]
+    risk = Text(
+        f"failures: one in {goodput.GPU_HOURS_PER_FAILURE:,.0f} GPU-hours; a spot instance is "
+        f"taken back after {goodput.SPOT_HOURS:g} hours in the mean (ours); "
+        "checkpoints as often as is best",
+        style="dim",
+    )
+    return Group(head, Text(), grid, Text(), *lines, risk)
+
+
+def document(market: Market, request: Request, within_hours: float | None) -> dict[str, Any]:
+    """The offers for JSON."""
+    return {
+        "evidence": EVIDENCE,
+        "model": request.model,
+        "tokens": request.tokens,
+        "within_hours": within_hours,
+        "offers": [row(offer) for offer in market.offers],
+        "dearer": list(market.dearer),
+        "unpriced": list(market.unpriced),
+        "unfit": list(market.unfit),
+        "late": list(market.late),
+        "uneven": list(market.uneven),
+    }
+
+
+def row(offer: Offer) -> dict[str, Any]:
+    """One offer, flat."""
+    low, high = offer.cost_range
+    instance, option = offer.instance, offer.plan.option
+    return {
+        "provider": instance.provider,
+        "instance": instance.instance,
+        "nodes": offer.hardware.nodes,
+        "gpus": offer.hardware.world_size,
+        "gpu": instance.gpu,
+        "price": "spot" if offer.spot else "list",
+        "usd_per_hour": offer.price,
+        "strategy": offer.plan.strategy,
+        "exact": not differs(offer.plan.strategy),
+        "sequence_length": option.workload.sequence_length,
+        "micro_batch": option.workload.micro_batch,
+        "tokens_per_s": option.tokens_per_s,
+        "hours": offer.hours,
+        "cost_usd": offer.cost,
+        "least_cost_usd": low,
+        "most_cost_usd": high,
+        "goodput": offer.goodput,
+        "as_of": instance.as_of,
+        "source": instance.source,
+    }

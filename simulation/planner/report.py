@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from baselines.registry import find
 from simulation import goodput
-from simulation.planner import in_network, ranges
-from simulation.planner.option import Option
-from simulation.planner.plan import Plan, differs, replicates
-from simulation.planner.refusal import lacking
+from simulation.planner.option import Option, rests_on, tokens_range
+from simulation.planner.plan import Plan, differs, lacking, replicates
 from simulation.planner.request import Request
 from simulation.planner.search import Verdict, fits
+from simulation.planner.siblings import lack
 from simulation.quantities import format_rate
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ def titles(request: Request) -> tuple[str, ...]:
         f"{nodes} × {hardware.ranks_per_node} {hardware.device.name} · "
         + (f"{link} · " if hardware.nodes > 1 else "")
         + f"{hardware.host_memory_bytes / 1e9:.4g} GB host memory a node · {EVIDENCE}",
-        f"computation, {request.kernels} kernels: {ranges.rests_on(hardware)}",
+        f"computation, {request.kernels} kernels: {rests_on(hardware)}",
     )
 
 
@@ -61,9 +60,9 @@ def table(plan: Plan) -> RenderableType:
         grid.add_row(first + more, *row, style="bold" if first == _name(plan.option) else "")
         if others:
             notes.append(Text(f"{first}{more}: the same to the digit: {', '.join(others)}"))
-    for lack, names in _lacks(plan):
+    for what, names in _lacks(plan):
         verb = "does not fit: it lacks" if len(names) == 1 else "do not fit: each lacks"
-        notes.append(Text(f"{', '.join(names)} {verb} {lack}", style="dim"))
+        notes.append(Text(f"{', '.join(names)} {verb} {what}", style="dim"))
     left_out = [name for name in plan.request.strategies if name not in plan.request.answered]
     if left_out:
         why = f"not known to hold {plan.request.frozen_dtype}, left out: {', '.join(left_out)}"
@@ -72,7 +71,7 @@ def table(plan: Plan) -> RenderableType:
         ("take ", "bold"), (_name(plan.option), "bold green"), f": {plan.reason}"
     )
     if plan.request.server is not None:
-        notes.append(Text(f"{plan.in_network or in_network.lack(plan.request)} ({EVIDENCE})"))
+        notes.append(Text(f"{plan.in_network or lack(plan.request)} ({EVIDENCE})"))
     share = goodput.of(plan.option.workload, plan.request.hardware, spot=False)
     failures = f"failures, one in {goodput.GPU_HOURS_PER_FAILURE:,.0f} GPU-hours, leave {share:.1%}"
     notes.append(Text(f"{failures} of the time, which hours and cost do not count", style="dim"))
@@ -95,8 +94,8 @@ def _lacks(plan: Plan) -> list[tuple[str, list[str]]]:
     found: dict[str, list[str]] = {}
     for verdict in plan.verdicts:
         if verdict.best is None:
-            lack = lacking(verdict.shortfall) + _shorter(plan.request, verdict.strategy)
-            found.setdefault(lack, []).append(verdict.strategy)
+            what = lacking(verdict.shortfall) + _shorter(plan.request, verdict.strategy)
+            found.setdefault(what, []).append(verdict.strategy)
     return list(found.items())
 
 
@@ -126,7 +125,7 @@ def document(plan: Plan) -> dict[str, Any]:
         "intra_bytes_per_s": _finite(hardware.intra_bytes_per_s),
         "host_memory_bytes": hardware.host_memory_bytes,
         "matmul_efficiency": hardware.matmul_efficiency,
-        "computation": ranges.rests_on(hardware),
+        "computation": rests_on(hardware),
         "kernels": request.kernels,
         "reduce_dtype": request.reduce_dtype,
         "inter_latency_seconds": hardware.inter_latency_seconds,
@@ -146,7 +145,7 @@ def _luwu(plan: Plan) -> dict[str, Any]:
     if plan.request.server is None:
         return {}
     if plan.in_network is None:
-        return {"luwu": None, "luwu_lacks": in_network.lack(plan.request)}
+        return {"luwu": None, "luwu_lacks": lack(plan.request)}
     return {"luwu": plan.in_network.document()}
 
 
@@ -233,7 +232,7 @@ def _columns(plan: Plan, verdict: Verdict, option: Option) -> list[str]:
 
 
 def _range(plan: Plan, option: Option) -> str:
-    low, high = ranges.tokens_per_s(option.speed, plan.request.hardware)
+    low, high = tokens_range(option.speed, plan.request.hardware)
     scale, unit = next(pair for pair in ((1e6, "M"), (1e3, "k"), (1.0, "")) if high >= pair[0])
     return f"{low / scale:.3g}–{high / scale:.3g}{unit}"
 
@@ -268,7 +267,7 @@ def _option(plan: Plan, option: Option) -> dict[str, Any]:
         "disk_bytes": dict(option.footprint.disk),
         "step_seconds": speed.step_seconds,
         "tokens_per_s": speed.tokens_per_s,
-        "tokens_per_s_range": list(ranges.tokens_per_s(speed, plan.request.hardware)),
+        "tokens_per_s_range": list(tokens_range(speed, plan.request.hardware)),
         "mfu": speed.mfu,
         "hfu": speed.hfu,
         "bottleneck": speed.bottleneck,

@@ -6,17 +6,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from baselines.registry import find, schedule_of, simulated
 from simulation import checks
 from simulation.hardware import Hardware
-from simulation.hugging_face import from_config, read
-from simulation.luwu.server import Server
-from simulation.paper_models import PAPER_MODELS, SEQUENCE_LENGTH
-from simulation.public_models import PUBLIC_MODELS
-from simulation.step.placement import check_policy
+from simulation.luwu import Server
+from simulation.memory import check_policy
+from simulation.models import shape, usual_length
 from simulation.transformer import Lora, Transformer
 from simulation.workload import FrozenDtype, Kernels, ReduceDtype, Workload
 
@@ -24,8 +21,6 @@ from simulation.workload import FrozenDtype, Kernels, ReduceDtype, Workload
 Recomputed = float | Literal["selective"]
 #: Matrices that adapters are on.
 Targets = Literal["attention", "all"]
-#: Most tokens per sequence of a configuration that nobody named a length for: ours.
-_LONGEST = 8192
 #: Fewest that are tried where nothing longer fits: ours.
 _SHORTEST = 512
 #: All that a grid needs to be close.
@@ -191,57 +186,3 @@ def _checkpointed(recomputed: Recomputed) -> dict[str, Any]:
 def _effort(recomputed: Recomputed) -> float:
     """Sort key, least for what computes least again."""
     return sys.float_info.min if recomputed == "selective" else recomputed
-
-
-def shape(model: str, sequence_length: int) -> Transformer:
-    """The model of this name. Nothing is fetched: a plan must not wait for a network.
-
-    Raises ``ValueError`` naming what is allowed.
-    """
-    if model in PAPER_MODELS:
-        return Transformer.of(PAPER_MODELS[model], sequence_length)
-    if model in PUBLIC_MODELS:
-        return replace(from_config(PUBLIC_MODELS[model].config, sequence_length), name=model)
-    return from_config(_path(model), sequence_length)
-
-
-def usual_length(model: str) -> int:
-    """Tokens per sequence that the model is usually trained on.
-
-    The paper's, or what its makers say; of a configuration what it allows, at most
-    ``_LONGEST``: longer ones were mostly trained on less. Raises as ``shape``.
-    """
-    if model in PAPER_MODELS:
-        return SEQUENCE_LENGTH
-    if model in PUBLIC_MODELS:
-        return PUBLIC_MODELS[model].training_length
-    config = read(_path(model))
-    scaled = config.get("rope_scaling") or config.get("rope_parameters")
-    first = scaled.get("original_max_position_embeddings") if isinstance(scaled, dict) else None
-    allowed = (first, config.get("max_position_embeddings"), config.get("n_positions"))
-    lengths = [length for length in allowed if isinstance(length, int) and length > 0]
-    return min(_LONGEST, *lengths) if lengths else SEQUENCE_LENGTH
-
-
-def _path(model: str) -> Path:
-    path = Path(model)
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise ValueError(f"model = {model!r}: the folder has no config.json")
-    return path if path.exists() else _cached(model)
-
-
-def _cached(name: str) -> Path:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:
-        found = None
-    if not isinstance(found, str):
-        raise ValueError(
-            f"model = {name!r}: allowed are {', '.join((*PAPER_MODELS, *PUBLIC_MODELS))}, the path "
-            "of a Hugging Face config.json or of its folder, or a name on the hub whose "
-            f"configuration is in the local cache (hf download {name} config.json)"
-        )
-    return Path(found)

@@ -8,18 +8,17 @@ from heapq import heapify, heappop, heappush
 from itertools import groupby
 from math import isqrt
 
+from simulation import prediction
 from simulation.hardware import Hardware
-from simulation.memory import largest_micro_batch
+from simulation.memory import Shortfall
 from simulation.planner.option import (
     Option,
-    Shortfall,
     most_computed_per_s,
     most_tokens_per_s,
-    shortfall,
     simulated,
 )
 from simulation.planner.request import Request
-from simulation.prediction import Built, build
+from simulation.prediction import Built, build, largest_micro_batch, needed
 from simulation.workload import Workload
 
 #: Options of one strategy this close are the same; the simplest, which comes first, is taken.
@@ -58,7 +57,7 @@ def search(request: Request) -> tuple[Verdict, ...]:
 def shortfalls(request: Request) -> list[tuple[str, Shortfall]]:
     """What each point of the grid lacks, by strategy; nothing is simulated."""
     return [
-        (point.strategy, shortfall(tried, request.hardware))
+        (point.strategy, needed(tried, request.hardware).lacks(request.hardware))
         for point in request.workloads()
         for tried in _tried(point, request)
     ]
@@ -67,7 +66,7 @@ def shortfalls(request: Request) -> list[tuple[str, Shortfall]]:
 def fits(request: Request) -> bool:
     """Whether any point of the grid does; nothing is simulated."""
     return any(
-        _fits(tried, request.hardware)
+        prediction.fits(tried, request.hardware)
         for point in request.workloads()
         for tried in _tried(point, request)
     )
@@ -79,7 +78,7 @@ def _verdict(strategy: str, points: list[Workload], request: Request) -> Verdict
     fitting: list[Workload] = []
     for point in points:
         fitting += _fitting(point, request)
-        lacking += [shortfall(tried, hardware) for tried in _tried(point, request)]
+        lacking += [needed(tried, hardware).lacks(hardware) for tried in _tried(point, request)]
     largest = max((workload.micro_batch for workload in fitting), default=0)
     if request.micro_batches:  # all that is named is shown
         options = tuple(simulated(workload, hardware) for workload in fitting)
@@ -128,9 +127,9 @@ def _fitting(point: Workload, request: Request) -> list[Workload]:
     """
     hardware = request.hardware
     if not request.micro_batches and request.sequences_per_rank is None:
-        most = largest_micro_batch(point, hardware, lambda tried: _fits(tried, hardware))
+        most = largest_micro_batch(point, hardware)
         return [replace(point, micro_batch=most)] if most else []
-    fitting = [tried for tried in _tried(point, request) if _fits(tried, hardware)]
+    fitting = [tried for tried in _tried(point, request) if prediction.fits(tried, hardware)]
     return fitting if request.micro_batches else fitting[:1]
 
 
@@ -151,7 +150,3 @@ def _tried(point: Workload, request: Request) -> list[Workload]:
 def _divisors(whole: int) -> tuple[int, ...]:
     small = [n for n in range(1, isqrt(whole) + 1) if whole % n == 0]
     return (*small, *(whole // n for n in small if n * n != whole))
-
-
-def _fits(workload: Workload, hardware: Hardware) -> bool:
-    return shortfall(workload, hardware).fits

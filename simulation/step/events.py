@@ -8,7 +8,7 @@ used for one second per second; tasks that want more than there is share it max-
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -28,10 +28,6 @@ class Task:
     after: tuple[int, ...] = ()
     #: Seconds before, which no resource notices.
     latency_seconds: float = 0.0
-
-    @property
-    def alone_seconds(self) -> float:
-        return self.latency_seconds + max(self.demands.values(), default=0.0)
 
 
 @dataclass(frozen=True)
@@ -57,11 +53,7 @@ class Timeline:
 
     def busy_seconds(self) -> dict[str, float]:
         """Seconds of full use of each resource that any task uses."""
-        busy: dict[str, float] = {}
-        for task in self.tasks:
-            for resource, seconds in task.demands.items():
-                busy[resource] = busy.get(resource, 0.0) + seconds
-        return busy
+        return busy_seconds(self.tasks)
 
     def since(self, begin: int) -> Timeline:
         """The tasks from this one on, and time from when all before it have ended."""
@@ -138,6 +130,15 @@ class _State:
     running: list[_Active] = field(default_factory=list)
     #: Ends of latencies, with the tasks.
     waiting: list[tuple[float, int]] = field(default_factory=list)
+
+
+def busy_seconds(tasks: Iterable[Task]) -> dict[str, float]:
+    """Seconds of full use of each resource that any of the tasks uses."""
+    busy: dict[str, float] = {}
+    for task in tasks:
+        for resource, seconds in task.demands.items():
+            busy[resource] = busy.get(resource, 0.0) + seconds
+    return busy
 
 
 def simulate(tasks: Sequence[Task]) -> Timeline:

@@ -3,20 +3,48 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baselines import registry
 from baselines.encoding import DIFFERENCES, encoded_bytes
 from baselines.schedule import Schedule
-from simulation import differences
 from simulation import traffic as collectives
 from simulation.hardware import Hardware
-from simulation.step.placement import shard_numel
+from simulation.memory import shard_numel
 from simulation.traffic import Traffic
 from simulation.units import Unit
 from simulation.workload import Workload
 
+#: Bits per bf16 parameter by learning rate of AdamW, as the kernel's counters saw them in
+#: ``results/delta`` (emulated); ``tests/docs/test_figures.py`` holds them against it.
+MEASURED: Sequence[tuple[float, float]] = (
+    (1e-6, 0.42),
+    (1e-5, 1.3),
+    (3e-5, 2.1),
+    (1e-4, 2.9),
+    (1e-3, 5.1),
+)
+#: Bits of a bf16 parameter; of wider ones all others are sent as they are.
+_TOLD = 16
 _FSDP2_BYTES = 4
+
+
+def difference_bits(learning_rate: float, element_bytes: int) -> float:
+    """Bits per parameter that a gather sends after a step of this learning rate.
+
+    On the logarithms' line between what was measured, and never more than the parameter itself.
+    Raises ``ValueError`` for a learning rate that is not positive.
+    """
+    if not learning_rate > 0:
+        raise ValueError(f"learning_rate = {learning_rate!r}: must be more than 0")
+    points = [(math.log(rate), math.log(told)) for rate, told in MEASURED]
+    at = math.log(learning_rate)
+    # Beyond the ends the line of the last two goes on.
+    index = sum(at >= place for place, _ in points[1:-1])
+    (x0, y0), (x1, y1) = points[index : index + 2]
+    told = math.exp(y0 + (at - x0) / (x1 - x0) * (y1 - y0))
+    return min(told, _TOLD) + 8 * element_bytes - _TOLD
 
 
 @dataclass(frozen=True)
@@ -157,6 +185,6 @@ class Exchanges:
             return float(parameters * self.workload.element_bytes)
         if codec in DIFFERENCES:
             rate = self.workload.learning_rate
-            return parameters * differences.bits(rate, self.workload.element_bytes) / 8
+            return parameters * difference_bits(rate, self.workload.element_bytes) / 8
         world = self.hardware.world_size
         return float(world * encoded_bytes(codec, shard_numel(parameters, world)))

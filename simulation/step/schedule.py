@@ -11,11 +11,10 @@ from collections.abc import Sequence
 
 from baselines.schedule import Schedule
 from simulation.hardware import Hardware
+from simulation.memory import Placement
 from simulation.rates import Work
 from simulation.step.exchanges import Exchanges
-from simulation.step.optimizer import optimizer_tasks, round_tasks
-from simulation.step.passes import call_seconds, overhead_seconds
-from simulation.step.placement import Placement
+from simulation.step.passes import call_seconds, optimizer_tasks, overhead_seconds, round_tasks
 from simulation.step.tasks import COMPUTE, Tasks
 from simulation.traffic import Traffic
 from simulation.units import Layout, Segment, Unit

@@ -1,9 +1,15 @@
-"""A cycle of ranks two slots apart: the messages of ``baselines.cyclic.routes``, event by event.
+"""Cycles, slot by slot: ranks two slots apart, or a rank's micro-batches that take turns.
 
-Here ranks do not do the same at the same time. All of them are simulated, as
-``baselines.cyclic.ring`` runs them: each goes through its slots in order, sends without waiting,
-waits for what a slot needs, and is ready to receive one message ahead. From a start at once they
-come to be apart; one of the later steps is shown, of the last rank of the node that sends most.
+Of ranks the messages are those of ``baselines.cyclic.routes``, event by event. Ranks do not do the
+same at the same time. All of them are simulated, as ``baselines.cyclic.ring`` runs them: each goes
+through its slots in order, sends without waiting, waits for what a slot needs, and is ready to
+receive one message ahead. From a start at once they come to be apart; one of the later steps is
+shown, of the last rank of the node that sends most.
+
+Micro-batches take turns as in ``baselines.cyclic.interleaved``: in a slot each that is under way
+goes through one stage, forwards first. Steps overlap, so that a steady step has as many slots as
+there are from its first micro-batch's start to that of the next step's, and all that happens in
+these.
 """
 
 from __future__ import annotations
@@ -12,15 +18,17 @@ import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from graphlib import TopologicalSorter
 from typing import Literal
 
 from baselines.cyclic.routes import Kind, Message
-from baselines.cyclic.rule import backward_slot, forward_slot
-from simulation.cycle.stages import cycle_of, stages_of
+from baselines.cyclic.rule import backward_slot, forward_slot, slots_per_step
+from simulation import traffic
+from simulation.cycle import cycle_of, stages_of
 from simulation.hardware import Hardware
 from simulation.step.events import Span, Task, Timeline, simulate
 from simulation.step.passes import StageSeconds
-from simulation.step.tasks import COMPUTE, Tasks
+from simulation.step.tasks import COMPUTE, Tasks, used
 from simulation.workload import Workload
 
 #: Steps that are simulated; the first that is steady; the one that is shown, with what follows it
@@ -36,82 +44,64 @@ _PHASES: dict[Kind, str] = {
 }
 #: Something that a rank does in a step: in a slot of its own; for a stage; a message of a stage.
 Key = tuple[Literal["slot", "update", Kind], int, int, int]
+#: A stage's new version is a copy that is stepped: read and written once.
+_COPY_BYTES = 8
 
 
 @dataclass
 class Slots(Tasks):
-    """One steady step of one rank, and what its node sends in it; ``timeline`` simulates all."""
+    """All ranks over several steps; its tasks are one rank's in one steady step."""
 
     workload: Workload = field(kw_only=True)
 
     def __post_init__(self) -> None:
-        self.tasks = [replace(task, after=()) for task in self._ranks.shown()]
-        for message in self._ranks.sent():
-            inter = self._ranks.crosses(message)
-            link = "inter_node" if inter else "intra_node"
-            self.count(link, _PHASES[message.kind], self._ranks.nbytes(message))
-
-    @cached_property
-    def _ranks(self) -> _Ranks:
-        return _Ranks(self.workload, self.hardware)
-
-    def timeline(self) -> Timeline:
-        """The rank that is shown, for as long as a step takes on average, and what it receives."""
-        return self._ranks.timeline()
-
-
-class _Ranks:
-    """All ranks over several steps: tasks by what they are."""
-
-    def __init__(self, workload: Workload, hardware: Hardware) -> None:
-        self._hardware = hardware
-        stages = stages_of(workload, hardware.world_size)
-        self._cycle = cycle = cycle_of(workload, stages, hardware.world_size)
-        self._seconds = StageSeconds.of(workload, stages, hardware)
-        self._sizes = stages.sizes(twice=cycle.twice)
-        self._messages = [m for m in cycle.messages() if m.source != m.target]
-        self._received = [cycle.received_by(rank) for rank in range(cycle.ranks)]
-        self._last = 2 * cycle.stages - 1
-        self._per_node = hardware.ranks_per_node
+        stages = stages_of(self.workload, self.hardware.world_size)
+        self._cycle = cycle_of(self.workload, stages, self.hardware.world_size)
+        self._seconds = StageSeconds.of(self.workload, stages, self.hardware)
+        self._sizes = stages.sizes(twice=self._cycle.twice)
+        self._messages = [m for m in self._cycle.messages() if m.source != m.target]
+        self._sends = {(m.kind, m.stage, m.source): m for m in self._messages}
+        self._received = [self._cycle.received_by(rank) for rank in range(self._cycle.ranks)]
+        self._last = 2 * self._cycle.stages - 1
+        self.tasks = [replace(self._own(self._task(key)), after=()) for key in self._keys_shown()]
+        for message in self._sent():
+            link = "inter_node" if self._crosses(message) else "intra_node"
+            self.count(link, _PHASES[message.kind], self._nbytes(message))
 
     # What is shown.
 
     @cached_property
-    def node(self) -> int:
+    def _shown_node(self) -> int:
         """The node that sends most."""
-        sent = [0.0] * self._hardware.nodes
+        sent = [0.0] * self.hardware.nodes
         for message in self._messages:
-            if self.crosses(message):
-                sent[self._node(message.source)] += self.nbytes(message)
+            if self._crosses(message):
+                sent[self._node(message.source)] += self._nbytes(message)
         return sent.index(max(sent))
 
     @property
-    def rank(self) -> int:
+    def _shown_rank(self) -> int:
         """The rank that is shown, whose neighbour is on another node."""
-        return (self.node + 1) * self._per_node - 1
+        return (self._shown_node + 1) * self.hardware.ranks_per_node - 1
 
-    def sent(self) -> list[Message]:
+    def _sent(self) -> list[Message]:
         """What the node sends in a step, inside of it too."""
-        return [m for m in self._messages if self._node(m.source) == self.node]
+        return [m for m in self._messages if self._node(m.source) == self._shown_node]
 
-    def crosses(self, message: Message) -> bool:
+    def _crosses(self, message: Message) -> bool:
         """Whether a message goes to another node."""
         return self._node(message.source) != self._node(message.target)
 
-    def nbytes(self, message: Message) -> float:
+    def _nbytes(self, message: Message) -> float:
         """Bytes of a message."""
         return float(_FP32 * self._sizes[message.kind][message.stage])
 
     def _node(self, rank: int) -> int:
-        return rank // self._per_node
-
-    def shown(self) -> list[Task]:
-        """The tasks of a step that are shown, by the names of one rank's resources."""
-        return [self._own(task) for task in map(self._task, self._keys_shown())]
+        return rank // self.hardware.ranks_per_node
 
     def _keys_shown(self) -> list[Key]:
-        step, rank = _SHOWN, self.rank
-        messages = [_key(message, step) for message in self.sent()]
+        step, rank = _SHOWN, self._shown_rank
+        messages = [_key(message, step) for message in self._sent()]
         updates = [("update", step, rank, stage) for stage in self._owned(rank)]
         slots = [("slot", step, rank, slot) for slot in range(self._last + 1)]
         return [*messages, *updates, *slots]  # type: ignore[list-item]
@@ -124,13 +114,13 @@ class _Ranks:
 
         Not ``counted`` is what other ranks do, or another step.
         """
-        mine = {f"inter_node {self.node}": "inter_node"}
+        mine = {f"inter_node {self._shown_node}": "inter_node"}
         for name in ("compute", "host_to_device", "device_to_host"):
-            mine[f"{name} {self.rank}"] = name
+            mine[f"{name} {self._shown_rank}"] = name
         taken = task.demands.items() if counted else ()
-        used = {mine[name]: took for name, took in taken if name in mine}
-        stream = COMPUTE if task.stream == f"rank {self.rank}" else task.stream
-        return replace(task, stream=stream, demands=used)
+        shown = {mine[name]: took for name, took in taken if name in mine}
+        stream = COMPUTE if task.stream == f"rank {self._shown_rank}" else task.stream
+        return replace(task, stream=stream, demands=shown)
 
     # What waits for what. A key whose step is not simulated waits for nothing.
 
@@ -192,10 +182,6 @@ class _Ranks:
             return [*self._past(step, rank, slot - 1), *again, *ready]
         return [*self._past(step, rank, slot), *ready]
 
-    @cached_property
-    def _sends(self) -> dict[tuple[Kind, int, int], Message]:
-        return {(m.kind, m.stage, m.source): m for m in self._messages}
-
     # What takes how long.
 
     def _task(self, key: Key) -> Task:
@@ -206,49 +192,54 @@ class _Ranks:
                 stage = self._last - number
             seconds = (self._seconds.forward if forward else self._seconds.backward)[stage]
             name = f"{'forward' if forward else 'backward'} stage {stage}"
-            return Task(name, f"rank {rank}", _used({f"compute {rank}": seconds}))
+            return Task(name, f"rank {rank}", used({f"compute {rank}": seconds}))
         if what == "update":
-            used = _used({f"compute {rank}": self._seconds.update[number]})
-            return Task(f"optimizer stage {number}", f"rank {rank}", used)
+            taken = used({f"compute {rank}": self._seconds.update[number]})
+            return Task(f"optimizer stage {number}", f"rank {rank}", taken)
         return self._sending(self._sends[what, number, rank])
 
     def _sending(self, message: Message) -> Task:
         """A message on its way: through the kernel, or out of and into devices' memory."""
-        hardware, nbytes = self._hardware, self.nbytes(message)
-        source, target, overheads = message.source, message.target, self._hardware.overheads
+        hardware, nbytes = self.hardware, self._nbytes(message)
+        source, target, overheads = message.source, message.target, self.hardware.overheads
         sharing = hardware.ranks_sharing_device
-        used = {
+        taken = {
             f"compute {source}": overheads.message_seconds
             + sharing * overheads.byte_seconds * nbytes,
             f"compute {target}": sharing * overheads.gathered_byte_seconds * nbytes,
         }
         latency = hardware.intra_latency_seconds
-        if self.crosses(message):
-            used[f"inter_node {self._node(source)}"] = nbytes / hardware.inter_bytes_per_s
+        if self._crosses(message):
+            taken[f"inter_node {self._node(source)}"] = nbytes / hardware.inter_bytes_per_s
             latency = hardware.inter_latency_seconds
         if hardware.backend == "nccl":  # gloo sends host memory
-            used[f"device_to_host {source}"] = nbytes / hardware.device_to_host_bytes_per_s
-            used[f"host_to_device {target}"] = nbytes / hardware.host_to_device_bytes_per_s
+            taken[f"device_to_host {source}"] = nbytes / hardware.device_to_host_bytes_per_s
+            taken[f"host_to_device {target}"] = nbytes / hardware.host_to_device_bytes_per_s
         name = f"{message.kind} stage {message.stage} from {source} to {target}"
         stream = f"{message.kind} {source} to {target}"
-        return Task(name, stream, _used(used), latency_seconds=latency)
+        return Task(name, stream, used(taken), latency_seconds=latency)
 
     # The simulation.
 
     def timeline(self) -> Timeline:
-        """The end of the step that is shown, cut out of all, with what it waits for."""
+        """The rank that is shown, for as long as a step takes on average, and what it waits for.
+
+        Cut out of the simulation of all ranks, at the end of the step that is shown.
+        """
         tasks, at = self._tasks()
         every = simulate(tasks)
-        last = at["slot", _SHOWN, self.rank, self._last]
+        last = at["slot", _SHOWN, self._shown_rank, self._last]
         end = every.spans[last].end
         # The mean: where ranks wait for messages, a long step and a short one can alternate.
-        steady = every.spans[at["slot", _STEADY, self.rank, self._last]].end
+        steady = every.spans[at["slot", _STEADY, self._shown_rank, self._last]].end
         begin = end - (end - steady) / (_SHOWN - _STEADY)
         own = [at[key] for key in self._keys_shown()]
-        comes = [at[_key(m, _SHOWN - m.later)] for m in self._messages if m.target == self.rank]
+        comes = [
+            at[_key(m, _SHOWN - m.later)] for m in self._messages if m.target == self._shown_rank
+        ]
         waits = {*_path(every, last, begin), *comes, *own} - {last}
         # What comes from the same node may be of the step before: it is received once per step.
-        received = {at[_key(m, _SHOWN)] for m in self._messages if m.target == self.rank}
+        received = {at[_key(m, _SHOWN)] for m in self._messages if m.target == self._shown_rank}
         counted = {*own} - received | {*comes}
         # In the order of all: of two that end at once, the same is waited for. What ends last is to
         # be the rank's own slot.
@@ -284,24 +275,16 @@ class _Ranks:
     def _ordered(self) -> list[Key]:
         """All keys, each behind those that it waits for, else by the schedule's clock."""
         every = {key: self._clock(key) for step in range(_STEPS) for key in self._keys(step)}
-        followers: dict[Key, list[Key]] = {key: [] for key in every}
-        missing: dict[Key, int] = {}
-        for key in every:
-            before = {k for k in self._after(key) if k in every}
-            missing[key] = len(before)
-            for earlier in before:
-                followers[earlier].append(key)
-        ready = [(every[key], key) for key, count in missing.items() if not count]
-        heapq.heapify(ready)
+        sorter = TopologicalSorter({k: set(self._after(k)) & every.keys() for k in every})
+        sorter.prepare()
+        ready: list[tuple[int, Key]] = []
         found: list[Key] = []
-        while ready:
+        while sorter.is_active():
+            for key in sorter.get_ready():
+                heapq.heappush(ready, (every[key], key))
             _, key = heapq.heappop(ready)
             found.append(key)
-            for follower in followers[key]:
-                missing[follower] -= 1
-                if not missing[follower]:
-                    heapq.heappush(ready, (every[follower], follower))
-        assert len(found) == len(every), "messages wait for one another in a circle"
+            sorter.done(key)
         return found
 
     def _keys(self, step: int) -> Iterable[Key]:
@@ -341,5 +324,44 @@ def _within(span: Span, begin: float, end: float) -> Span:
     return Span(start, stop)
 
 
-def _used(demands: dict[str, float]) -> dict[str, float]:
-    return {resource: seconds for resource, seconds in demands.items() if seconds > 0}
+def in_slot(slot: int, stages: int, micro_batches: int) -> list[tuple[int, int]]:
+    """The micro-batches that are under way in a steady step's slot, each with its phase.
+
+    A phase below ``stages`` is that stage's forward; of the others the first is the last stage's
+    backward.
+    """
+    period = slots_per_step(micro_batches)
+    phases = [(one, (slot - 2 * one) % period) for one in range(micro_batches)]
+    return [(one, phase) for one, phase in phases if phase < 2 * stages]
+
+
+def turns(workload: Workload, hardware: Hardware) -> Tasks:
+    """The tasks of one steady step. Raises ``ValueError`` as ``stages_of``."""
+    stages, tasks = stages_of(workload, hardware.world_size), Tasks(hardware)
+    seconds = StageSeconds.of(workload, stages, hardware)
+    count, micro_batches = len(stages), workload.accumulation
+    for slot in range(slots_per_step(micro_batches)):
+        there = in_slot(slot, count, micro_batches)
+        forward = sum(seconds.forward[phase] for _, phase in there if phase < count)
+        tasks.compute(f"forward slot {slot}", forward, ())
+        for one, phase in there:
+            if phase < count:
+                continue
+            stage = 2 * count - 1 - phase
+            title = f"backward slot {slot} micro-batch {one}"
+            tasks.compute(title, seconds.backward[stage], ())
+            if one == micro_batches - 1:
+                _update(tasks, stage, stages.trained[stage], seconds.update[stage])
+    return tasks
+
+
+def _update(tasks: Tasks, stage: int, trained: int, seconds: float) -> None:
+    """Append what follows a stage's last gradients: their sum over ranks, and a new version."""
+    hardware = tasks.hardware
+    if hardware.world_size > 1 and trained:
+        nbytes = float(_FP32 * trained)
+        ring = traffic.flat_all_reduce(nbytes, hardware.nodes, hardware.ranks_per_node)
+        name = f"reduce stage {stage}"
+        tasks.exchange(name, COMPUTE, ring, "reduce", (), reduced_bytes=nbytes)
+    copy = hardware.memory_seconds(_COPY_BYTES * trained)
+    tasks.compute(f"optimizer stage {stage}", seconds + copy, ())

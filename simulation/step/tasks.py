@@ -53,9 +53,9 @@ class Tasks:
         known = (traffic, gathered_bytes, reduced_bytes)
         if known not in self._exchanges:
             demands = self._demands(traffic, gathered_bytes, reduced_bytes)
-            self._exchanges[known] = _used(demands), traffic.latency_seconds(self.hardware)
-        used, latency = self._exchanges[known]
-        return self._append(name, stream, used, after, latency)
+            self._exchanges[known] = used(demands), traffic.latency_seconds(self.hardware)
+        demands, latency = self._exchanges[known]
+        return self._append(name, stream, demands, after, latency)
 
     def _demands(
         self, traffic: Traffic, gathered_bytes: float, reduced_bytes: float
@@ -115,7 +115,7 @@ class Tasks:
         after: Sequence[int],
         latency_seconds: float = 0.0,
     ) -> int:
-        return self._append(name, stream, _used(demands), after, latency_seconds)
+        return self._append(name, stream, used(demands), after, latency_seconds)
 
     def _append(
         self,
@@ -134,5 +134,6 @@ class Tasks:
             phases[phase] = phases.get(phase, 0.0) + nbytes
 
 
-def _used(demands: Mapping[str, float]) -> dict[str, float]:
+def used(demands: Mapping[str, float]) -> dict[str, float]:
+    """The resources that a task does use, with their seconds."""
     return {resource: seconds for resource, seconds in demands.items() if seconds > 0}

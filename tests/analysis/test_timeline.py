@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from analysis.timeline import load
-from simulation.trace import chrome_trace
+from simulation.prediction import chrome_trace
 from tests.simulation.workloads import predicted
 
 COMMITTED = next(

@@ -46,9 +46,7 @@ def test_every_strategy_loads(name: str) -> None:
     build = strategy.load(name)
     parameters = inspect.signature(build).parameters.values()
     assert [p.name for p in parameters if p.default is p.empty] == ["model", "job"]
-    found = registry.find(name)
-    completed = found.settings in (CacheSettings, EncodedSettings)
-    assert build.__module__ == (strategy.__name__ if completed else found.builder[0])
+    assert build.__module__ == registry.find(name).builder[0]
 
 
 @pytest.mark.parametrize("name", ["deepspeed_zero3", "", "FCDP", "strategy", "names"])
@@ -63,6 +61,22 @@ def test_what_builds_a_strategy_refuses_a_codec_beside_its_own() -> None:
     given = replace(job(model.all_blocks), settings=EncodedSettings(gather_codec="int8(128)"))
     with pytest.raises(ValueError, match=r"gather_codec\n.*allowed is none.*int8, in any case"):
         strategy.load("zeropp")(model, given)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("zero3", "zero3 has its own, none; allowed are gather_codec, reduce_codec"),
+        ("fsdp2", "fsdp2 has none; allowed are no settings"),
+    ],
+)
+def test_what_builds_a_strategy_refuses_a_setting_that_it_does_not_leave(
+    name: str, said: str
+) -> None:
+    model = Model()
+    given = replace(job(model.all_blocks), settings=CacheSettings(policy="device"))
+    with pytest.raises(ValueError, match=f"policy = 'device': {said}"):
+        strategy.load(name)(model, given)
 
 
 @pytest.mark.ranks

@@ -26,8 +26,6 @@ import experiments.__main__
 from tests.docs import ROOT
 from tests.docs.commands import LANGUAGES, PAGES, Shown, fences, shown
 
-pytestmark = pytest.mark.ranks
-
 _GROUPS = {
     "experiments": get_group(experiments.__main__.app),
     "analysis": get_group(analysis.__main__.app),

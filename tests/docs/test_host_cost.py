@@ -50,7 +50,6 @@ def counted(nodes: int, detect_writes: bool) -> dict[str, host_cost.Counts]:
     return found
 
 
-@pytest.mark.ranks
 def test_a_gather_and_a_reduction_are_one_collective_per_direction_on_any_nodes() -> None:
     pools = Pools()  # a process of its own: the fake group takes the place of the real one
     try:

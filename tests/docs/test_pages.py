@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
+import fcdp
 from tests.docs import DOCS, ROOT, code_blocks
 
-PAGES = sorted(path.name for path in DOCS.glob("*.md"))
+PAGES = {path.name: path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
 
 
 def anchors(page: Path) -> set[str]:
@@ -18,43 +17,38 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page: str) -> None:
-    targets = re.findall(r"\]\(([^)#]+)", (DOCS / page).read_text(encoding="utf-8"))
-    inside = [target for target in targets if "://" not in target]
-    assert inside
-    assert [target for target in inside if not (DOCS / target).exists()] == []
+def test_links_lead_somewhere() -> None:
+    for page, text in PAGES.items():
+        targets = re.findall(r"\]\(([^)#]+)", text)
+        inside = [target for target in targets if "://" not in target]
+        assert inside, page
+        assert [target for target in inside if not (DOCS / target).exists()] == [], page
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_code_compiles_and_names_only_what_there_is(page: str) -> None:
-    import fcdp
-
-    text = (DOCS / page).read_text(encoding="utf-8")
-    for block in code_blocks(page):
-        compile(block, page, "exec")
-        if "from baselines.presets import fcdp" in block:  # the strategy of that name
-            text = text.replace(block, "")
-    names = re.findall(r"\bfcdp\.([A-Za-z]\w*)", re.sub(r"from fcdp\S*", "", text))
-    assert [name for name in names if not hasattr(fcdp, name)] == []
+def test_code_compiles_and_names_only_what_there_is() -> None:
+    for page, text in PAGES.items():
+        for block in code_blocks(page):
+            compile(block, page, "exec")
+            if "from baselines.presets import fcdp" in block:  # the strategy of that name
+                text = text.replace(block, "")
+        names = re.findall(r"\bfcdp\.([A-Za-z]\w*)", re.sub(r"from fcdp\S*", "", text))
+        assert [name for name in names if not hasattr(fcdp, name)] == [], page
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_the_readme_links_it(page: str) -> None:
-    assert f"(docs/{page})" in (ROOT / "README.md").read_text(encoding="utf-8")
+def test_readme_and_index_link_every_page() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [page for page in PAGES if f"(docs/{page})" not in readme] == []
+    others = [page for page in PAGES if page != "README.md"]
+    assert [page for page in others if f"]({page})" not in PAGES["README.md"]] == []
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page != "README.md"])
-def test_the_index_says_what_it_answers(page: str) -> None:
-    assert f"]({page})" in (DOCS / "README.md").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("page", [ROOT / "README.md", *(DOCS / name for name in PAGES)], ids=str)
-def test_links_to_headings_have_one(page: Path) -> None:
-    links = re.findall(r"\]\(([^)#]*)#([^)]+)\)", page.read_text(encoding="utf-8"))
-    for target, heading in links:
-        if "://" not in target:
-            assert heading in anchors(page.parent / target if target else page), (target, heading)
+def test_links_to_headings_have_one() -> None:
+    for page in (ROOT / "README.md", *(DOCS / name for name in PAGES)):
+        links = re.findall(r"\]\(([^)#]*)#([^)]+)\)", page.read_text(encoding="utf-8"))
+        for target, heading in links:
+            if "://" not in target:
+                found = anchors(page.parent / target if target else page)
+                assert heading in found, (page.name, target, heading)
 
 
 TERMS = """
@@ -67,7 +61,7 @@ TERMS = """
 
 
 def test_the_glossary_has_each_term_once_on_one_page() -> None:
-    text = (DOCS / "glossary.md").read_text(encoding="utf-8")
+    text = PAGES["glossary.md"]
     terms = re.findall(r"^- \*\*(.+?)\*\*: ", text, re.MULTILINE)
     assert sorted(set(terms)) == sorted(terms)
     assert {" ".join(term.split()) for term in TERMS.split(",")} <= set(terms)

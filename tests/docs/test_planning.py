@@ -6,7 +6,7 @@ import re
 
 from simulation.compute import study
 from simulation.hardware import LINK_EFFICIENCY
-from simulation.planner.ranges import tie
+from simulation.planner.option import tie
 from simulation.planner.search import SAME
 from tests.docs import DOCS
 

@@ -71,7 +71,6 @@ def test_the_class_caches_frozen_units_alone_and_no_policy_changes_a_loss(ranks:
     assert 0 < own["host bytes"] < default["host bytes"]
 
 
-@pytest.mark.ranks
 def test_the_example_is_a_policy_to_a_type_checker(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 
 import fcdp
@@ -55,37 +54,34 @@ def described(found: Any) -> list[str]:
     return re.findall(r"^    (\w+): ", sections(found).get("Args", ""), re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", [*CALLED, *MADE])
-def test_every_argument_is_described_in_order(name: str) -> None:
-    wanted = [key for key in inspect.signature(PUBLIC[name]).parameters if key != "self"]
-    assert described(PUBLIC[name]) == wanted
+def test_every_argument_is_described_in_order() -> None:
+    for name in (*CALLED, *MADE):
+        wanted = [key for key in inspect.signature(PUBLIC[name]).parameters if key != "self"]
+        assert described(PUBLIC[name]) == wanted, name
 
 
-@pytest.mark.parametrize("name", CALLED)
-def test_what_is_returned_is_described(name: str) -> None:
-    returned = inspect.signature(CALLED[name]).return_annotation
-    assert ("Returns" in sections(CALLED[name])) == (returned != "None")
+def test_what_is_returned_is_described() -> None:
+    for name, found in CALLED.items():
+        returned = inspect.signature(found).return_annotation
+        assert ("Returns" in sections(found)) == (returned != "None"), name
 
 
-@pytest.mark.parametrize("name", [*CALLED, *MADE])
-def test_what_the_function_itself_raises_is_described(name: str) -> None:
-    raised = {
-        ast.unparse(node.exc.func)
-        for node in ast.walk(ast.parse(inspect.cleandoc(_source(PUBLIC[name]))))
-        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)
-    }
-    told = re.findall(r"^    (\w+): ", sections(PUBLIC[name]).get("Raises", ""), re.MULTILINE)
-    assert raised <= set(told)
-    assert [error for error in told if not error.endswith("Error")] == []
+def test_what_the_function_itself_raises_is_described() -> None:
+    for name in (*CALLED, *MADE):
+        source = "\n" + inspect.getsource(PUBLIC[name])
+        raised = {
+            ast.unparse(node.exc.func)
+            for node in ast.walk(ast.parse(inspect.cleandoc(source)))
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)
+        }
+        told = re.findall(r"^    (\w+): ", sections(PUBLIC[name]).get("Raises", ""), re.MULTILINE)
+        assert raised <= set(told), name
+        assert [error for error in told if not error.endswith("Error")] == [], name
 
 
-def _source(found: Any) -> str:
-    return "\n" + inspect.getsource(found)
-
-
-@pytest.mark.parametrize("name", [name for name in PUBLIC if name not in _DECLARED])
-def test_each_has_an_example(name: str) -> None:
-    assert ">>> " in sections(PUBLIC[name]).get("Example", ""), name
+def test_each_has_an_example() -> None:
+    named = [name for name in PUBLIC if name not in _DECLARED]
+    assert [name for name in named if ">>> " not in sections(PUBLIC[name]).get("Example", "")] == []
 
 
 def run_examples() -> dict[str, str]:

@@ -17,7 +17,6 @@ from tests.docs import DOCS, ROOT
 
 pytest.importorskip("mkdocs", reason="no mkdocs here: make setup installs it (group docs)")
 pytest.importorskip("mkdocstrings_handlers.python", reason="no mkdocstrings here: make setup")
-pytestmark = pytest.mark.ranks
 
 #: Of the theme, for pages that a server makes.
 _NOT_PAGES = {"404.html"}

@@ -140,13 +140,6 @@ def test_simulated_records_are_not_resumed_as_emulated_ones(tmp_path: Path) -> N
     assert "holds records that are 'simulated', not 'emulated'; give another" in result.stderr
 
 
-def test_a_mistake_in_a_matrix_names_its_line(tmp_path: Path) -> None:
-    file = matrix_file(tmp_path, extra="extra: 1\n")
-    result = command("run", str(file))
-    assert result.returncode == 2
-    assert result.stderr.startswith("error: small.yaml:21: extra: unknown key 'extra'; allowed: ")
-
-
 def test_a_run_from_start_to_report(tmp_path: Path) -> None:
     file, output = matrix_file(tmp_path), tmp_path / "run"
     result = stand_in(str(file), "--output", str(output), cluster={"report": True})

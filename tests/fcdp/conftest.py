@@ -20,11 +20,7 @@ ALSO = (
     "upstream.",
     "test_accumulate",
     "test_api",
-    "test_hooks",
-    "test_parity",
-    "test_passes",
     "test_peft",
-    "test_precision",
     "test_replicas",
     "test_staleness",
 )
@@ -64,7 +60,9 @@ def ranks(request: pytest.FixtureRequest, ranks: Pools) -> Pools:
     """Processes with CPUs, or threads with accelerators."""
     if getattr(request, "param", "cpu") == "cpu":
         return ranks
-    return OnStreams(request.getfixturevalue("apart"))
+    return OnStreams(
+        request.getfixturevalue("apart"), samples=not request.config.getoption("--exhaustive")
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

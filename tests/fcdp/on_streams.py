@@ -11,8 +11,9 @@ from tests.ranks import Pools
 class OnStreams(Pools):
     """Ranks are threads of one process, on streams; what nothing orders is a failure."""
 
-    def __init__(self, apart: Pools) -> None:
+    def __init__(self, apart: Pools, *, samples: bool) -> None:
         self._apart = apart
+        self.samples = samples
 
     def run(
         self, world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 400

@@ -114,20 +114,6 @@ def test_a_mistake_in_the_arguments_leaves_the_model_as_it_was(
         assert message.startswith(words)
 
 
-def cache_a_model_of_somebody_else() -> bool:
-    topology = topology_of(2, 1)
-    model = shard_with_fsdp2(make_model(PLAIN), topology, PLAIN)
-    fcdp.cache_parameters(model, topology)
-    data = batches(PLAIN, topology.rank)
-    loss_of(model, next(data)).backward()
-    loss_of(model, next(data)).backward()
-    return fcdp.ledger(model).hits > fcdp.ledger(model).misses > 0
-
-
-def test_cache_parameters_takes_a_model_that_fsdp2_has_sharded(ranks: Pools) -> None:
-    assert all(ranks.run(2, cache_a_model_of_somebody_else))
-
-
 def step_too_early() -> str:
     topology = topology_of(2, 1)
     model = shard_with_fcdp(make_model(PLAIN), topology, PLAIN)

@@ -5,20 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 from types import CodeType
 
-import pytest
 import torch
 import torch.nn as nn
 from torch._dynamo.convert_frame import register_bytecode_hook
 
 import fcdp
 from tests.fcdp.upstream.models import VOCABULARY, Transformer
-from tests.fcdp.upstream.running import Run, adam, check, train
-from tests.ranks import Pools
+from tests.fcdp.upstream.running import PAIR, Run, adam, cases, train
 
 PACKAGE = str(Path(fcdp.__file__).parent)
 
 
-def compiled(run: Run, what: str, backend: str) -> None:
+@cases(
+    ("blocks before", "aot_eager"),
+    ("blocks after", "aot_eager"),
+    ("whole", "eager"),
+    ("whole in place", "aot_eager"),
+    shapes=[PAIR],
+)
+def test_compiled_models_train_as_without_fcdp(run: Run, what: str, backend: str) -> None:
     """Three steps with an evaluation between them; afterwards, which of our code was traced."""
     torch._dynamo.reset()
     traced: list[str] = []
@@ -60,20 +65,8 @@ def compile_blocks(model: Transformer, backend: str) -> None:
         layer.compile(backend=backend)
 
 
-@pytest.mark.parametrize(
-    ("what", "backend"),
-    [
-        ("blocks before", "aot_eager"),
-        ("blocks after", "aot_eager"),
-        ("whole", "eager"),
-        ("whole in place", "aot_eager"),
-    ],
-)
-def test_compiled_models_train_as_without_fcdp(ranks: Pools, what: str, backend: str) -> None:
-    check(ranks, (2, 1), compiled, what, backend)
-
-
-def compiled_accumulation(run: Run) -> None:
+@cases(shapes=[PAIR])
+def test_micro_batches_of_a_compiled_model(run: Run) -> None:
     """Micro-batches of a whole compiled model, of which the last is reduced."""
     torch._dynamo.reset()
     model = Transformer(2)
@@ -93,10 +86,6 @@ def compiled_accumulation(run: Run) -> None:
     run.see_params(model)
 
 
-def test_micro_batches_of_a_compiled_model(ranks: Pools) -> None:
-    check(ranks, (2, 1), compiled_accumulation)
-
-
 class Checkpointed(nn.Module):
     """The first layer is frozen, and recomputed in backward."""
 
@@ -109,7 +98,8 @@ class Checkpointed(nn.Module):
         return self.body(tokens)
 
 
-def compiled_checkpointing(run: Run) -> None:
+@cases(shapes=[PAIR])
+def test_compiled_blocks_with_checkpointing(run: Run) -> None:
     torch._dynamo.reset()
     model = Checkpointed()
     run.shard([*model.body.layers, model])
@@ -122,7 +112,3 @@ def compiled_checkpointing(run: Run) -> None:
         lambda step: model(run.tokens(VOCABULARY, 2, 8, step=step)).square().mean(),
         steps=3,
     )
-
-
-def test_compiled_blocks_with_checkpointing(ranks: Pools) -> None:
-    check(ranks, (2, 1), compiled_checkpointing)

@@ -13,9 +13,9 @@ from fcdp import durable
 
 def test_a_file_says_the_new_text_and_no_draft_stays(tmp_path: Path) -> None:
     file = tmp_path / "step.json"
-    for text in ("first", "second"):
-        durable.replace(file, text)
-        assert file.read_text(encoding="utf-8") == text
+    for data in (b"first", b"second"):
+        durable.replace(file, data)
+        assert file.read_bytes() == data
     assert [path.name for path in tmp_path.iterdir()] == ["step.json"]
 
 
@@ -23,12 +23,13 @@ def test_a_file_that_cannot_be_written_is_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "step.json"
-    durable.replace(file, "first")
+    durable.replace(file, b"first")
 
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left on device"):
-        durable.replace(file, "second")
-    assert file.read_text(encoding="utf-8") == "first"
+        durable.replace(file, b"second")
+    assert file.read_bytes() == b"first"
+    assert [path.name for path in tmp_path.iterdir()] == ["step.json"]

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 import fcdp
+from fcdp.counts import Ledger
 from fcdp.encoded_reduce import EncodedReduce
 from fcdp.exchange import wait_all
-from fcdp.ledger import Ledger
 from tests.fcdp.training import topology_of
 from tests.ranks import Pools
 

@@ -1,7 +1,9 @@
-"""The exchanges give what the collectives of torch.distributed give."""
+"""The exchanges: what each rank sends, to whom, and what arrives; ranks are threads."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -9,52 +11,242 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fcdp.exchange import all_gather, any_rank, reduce_scatter, reduce_scatter_parts, swap
-from tests.fcdp.training import topology_of
-from tests.ranks import Pools
+from fcdp import exchange
+from fcdp.exchange import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    any_rank,
+    on_every_rank,
+    swap,
+    wait_all,
+)
+from tests.fcdp.stand_ins import NoFailures
+from tests.fcdp.threads import on_threads
+
+SHAPES = pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (3, 1), (1, 2)])
 
 
-def gather_and_reduce(numel: int, dtype: torch.dtype) -> None:
-    topology = topology_of(1, dist.get_world_size())
-    group, world = topology.intra, topology.world_size
-    generator = torch.Generator().manual_seed(topology.rank)
-    shard = torch.randn(numel, generator=generator).to(dtype)
-    expected = torch.empty(world * numel, dtype=dtype)
-    dist.all_gather(list(expected.view(world, -1).unbind()), shard, group=group)
+@SHAPES
+def test_a_flag_of_any_rank_reaches_all(nodes: int, ranks_per_node: int) -> None:
+    def own(topology: Any) -> list[bool]:
+        return any_rank([topology.rank == place for place in range(5)], topology)
 
-    output = torch.full_like(expected, torch.nan)
-    output.view(world, -1)[topology.rank] = shard
-    for work in all_gather([output], group):
-        work.wait()
-    assert torch.equal(output, expected)
-
-    buffer = torch.randn(world * numel, generator=generator).to(dtype)
-    total = buffer.float().clone()
-    dist.all_reduce(total, group=group)
-    reduced = torch.empty(numel, dtype=dtype)
-    for work in reduce_scatter([reduced], [buffer], dist.ReduceOp.SUM, group):
-        work.wait()
-    torch.testing.assert_close(
-        reduced, total.view(world, -1)[topology.rank].to(dtype), rtol=2e-2, atol=2e-2
-    )
+    world = nodes * ranks_per_node
+    expected = [place < world for place in range(5)]
+    assert on_threads(nodes, ranks_per_node, own) == [expected] * world
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("world_size", "numel"), [(2, 5), (3, 7), (4, 100_000)])
-def test_gather_and_reduce_scatter_equal_the_library(
-    ranks: Pools, world_size: int, numel: int, dtype: torch.dtype
+@pytest.mark.parametrize("call", [any_rank, on_every_rank], ids=["flags", "values"])
+def test_what_ranks_agree_on_has_groups_of_its_own(call: Any) -> None:
+    """Others carry what FSDP2's streams and another thread exchange at the same time."""
+
+    def agree(topology: Any) -> None:
+        topology.inter = topology.intra = topology.reduce_inter = topology.reduce_intra = None
+        call(torch.tensor([1]), topology)
+
+    on_threads(2, 2, agree)
+
+
+def test_flags_are_exchanged_on_the_host_whatever_the_default_device() -> None:
+    def own(topology: Any) -> list[bool]:
+        with torch.device("meta"):
+            return any_rank([topology.rank == 1, False], topology)
+
+    assert on_threads(2, 1, own) == [[True, False]] * 2
+
+
+class At(NoFailures):
+    """Of a rank that is at another exchange than it should be, perhaps."""
+
+    def __init__(self, place: int | None) -> None:
+        self.place = place  # type: ignore[assignment]
+
+    def raise_out_of_step(self) -> None:
+        raise LookupError("out of step")
+
+
+@pytest.mark.parametrize("places", [(5, 5), (5, 4), (0, 2**15), (2**16, 0), (None, 7)])
+def test_ranks_at_different_exchanges_are_told(places: tuple[int | None, int | None]) -> None:
+    """Of a place 16 bits are compared; a rank that has none goes along with the others."""
+
+    def agree(topology: Any) -> list[bool] | None:
+        topology.failures = At(places[topology.rank])
+        try:
+            return any_rank([topology.rank == 1, False], topology)
+        except LookupError:
+            return None
+
+    same = None in places or places[0] % 2**16 == places[1] % 2**16  # type: ignore[operator]
+    assert on_threads(2, 1, agree) == [[True, False] if same else None] * 2
+
+
+@SHAPES
+def test_values_of_all_ranks_are_in_rank_order(nodes: int, ranks_per_node: int) -> None:
+    def own(topology: Any) -> list[list[int]]:
+        values = torch.tensor([topology.rank, 10 * topology.rank])
+        return on_every_rank(values, topology).tolist()
+
+    world = nodes * ranks_per_node
+    assert on_threads(nodes, ranks_per_node, own) == [[[r, 10 * r] for r in range(world)]] * world
+
+
+@SHAPES
+@pytest.mark.filterwarnings("error")  # of an output of another size, which torch would make fit
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_all_reduce_sums_and_counts_what_it_sends(
+    nodes: int, ranks_per_node: int, dtype: torch.dtype
 ) -> None:
-    ranks.run(world_size, gather_and_reduce, numel, dtype)
+    def own(topology: Any) -> tuple[list[int], tuple[int, int]]:
+        topology.inter = topology.intra = None  # of gathers, and no reductions'
+        buffer = torch.arange(12, dtype=dtype) * (topology.rank + 1)
+        sent = all_reduce(buffer, topology)
+        return buffer.tolist(), sent
+
+    world = nodes * ranks_per_node
+    total = world * (world + 1) // 2
+    size = 12 // world * dtype.itemsize
+    expected = (
+        [total * each for each in range(12)],
+        (
+            2 * (nodes - 1) * size,
+            2 * (ranks_per_node - 1) * nodes * size,
+        ),
+    )
+    assert on_threads(nodes, ranks_per_node, own) == [expected] * world
 
 
-def flags_beside_another_default_device() -> list[bool]:
-    topology = topology_of(2, 1)
-    with torch.device("meta"):
-        return any_rank([topology.rank == 1, False], topology)
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_reduction_adds_in_rank_order_and_divides_an_average(world: int) -> None:
+    values = torch.tensor([1e8, -1e8, 3.0])  # 0 in another order
+    if world == 2:
+        values = torch.tensor([1.0, 3.0])
+
+    def own(topology: Any) -> list[float]:
+        results = []
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            output = torch.empty(1)
+            buffer = values[topology.rank].repeat(world)
+            wait_all(exchange.reduce_scatter([output], [buffer], op, topology.inter))
+            results.append(output.item())
+        return results
+
+    total = {2: 4.0, 3: 3.0}[world]
+    assert on_threads(world, 1, own) == [[total, total / world]] * world
+    for op in (dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT):
+        with pytest.raises(ValueError, match="must be a sum or an average"):
+            exchange.reduce_scatter([], [values], op, mock.Mock())
 
 
-def test_flags_are_exchanged_on_the_host_whatever_the_default_device(ranks: Pools) -> None:
-    assert ranks.run(2, flags_beside_another_default_device) == [[True, False]] * 2
+def test_parts_are_gathered_and_reduced_each_in_its_place() -> None:
+    def own(topology: Any) -> tuple[list[float], list[float], list[list[float]]]:
+        mine = torch.full((2,), float(topology.rank))
+        given, placed = torch.empty(4), torch.empty(4)
+        placed.view(2, -1)[topology.rank] = mine
+        wait_all(all_gather([given], topology.inter, [mine]))
+        wait_all(all_gather([placed], topology.inter))
+        output = torch.empty(3, 2)
+        buffer = torch.arange(12.0).view(3, 2, 2)
+        wait_all(exchange.reduce_scatter_parts(output, buffer, dist.ReduceOp.SUM, topology.inter))
+        return given.tolist(), placed.tolist(), output.tolist()
+
+    gathered = [0.0, 0.0, 1.0, 1.0]
+    for rank, found in enumerate(on_threads(2, 1, own)):
+        reduced = 2 * torch.arange(12.0).view(3, 2, 2)[:, rank]
+        assert found == (gathered, gathered, reduced.tolist())
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_each_part_goes_to_its_rank_and_the_own_stays(world: int) -> None:
+    def own(topology: Any) -> list[float]:
+        sent = [torch.tensor([10.0 * topology.rank + to]) for to in range(world)]
+        received = [torch.tensor([-1.0]) for _ in range(world)]
+        wait_all(all_to_all(received, sent, topology.inter))
+        return [part.item() for part in received]
+
+    expected = [[-1.0 if a == b else 10.0 * a + b for a in range(world)] for b in range(world)]
+    assert on_threads(world, 1, own) == expected
+
+
+class Recording:
+    """A group of an accelerator: what is asked of it, call by call."""
+
+    def __init__(self, size: int, rank: int = 0) -> None:
+        self._size, self._rank = size, rank
+        self.calls: list[str] = []
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, options: Any) -> Any:
+        self.calls.append(f"all-gather of {len(outputs)}, asynchronous {options.asyncOp}")
+        return mock.Mock(wait=lambda: self.calls.append("waited for"))
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, options: Any) -> Any:
+        self.calls.append(f"reduce-scatter of {len(outputs)}, asynchronous {options.asyncOp}")
+        return mock.Mock(wait=lambda: self.calls.append("waited for"))
+
+
+@contextmanager
+def on_an_accelerator(name: str) -> Iterator[mock.Mock]:
+    with (
+        mock.patch("fcdp.exchange._on_host", return_value=False),
+        mock.patch(name) as called,
+    ):
+        yield called
+
+
+def test_an_accelerator_gathers_one_output_by_one_plain_collective() -> None:
+    group: Any = Recording(2, rank=1)
+    output = torch.arange(6.0)
+    with on_an_accelerator("fcdp.exchange._all_gather") as called:
+        assert all_gather([output], group) == []
+    assert called.call_args.args[1].tolist() == [3.0, 4.0, 5.0]  # in its place already
+
+
+def test_an_accelerator_is_told_how_to_reduce_parts() -> None:
+    group: Any = mock.Mock()
+    parts, op = [torch.empty(2)] * 2, dist.ReduceOp.AVG
+    with mock.patch("fcdp.exchange._on_host", return_value=False):
+        assert exchange.reduce_scatter(parts, [torch.empty(4)] * 2, op, group) == []
+    _, _, options = group.reduce_scatter_tensor_coalesced.call_args.args
+    assert options.reduceOp == op
+
+
+def test_an_accelerator_exchanges_parts_by_one_collective_without_its_own() -> None:
+    group: Any = Recording(3, rank=1)
+    sent, received = [torch.arange(2.0) + rank for rank in range(3)], [torch.empty(2)] * 3
+    with on_an_accelerator("torch.distributed.all_to_all") as called:
+        assert all_to_all(received, sent, group) == []
+    outputs, inputs = called.call_args.args
+    assert [part.numel() for part in outputs] == [part.numel() for part in inputs] == [2, 0, 2]
+    assert [part.tolist() for part in inputs] == [[0.0, 1.0], [], [2.0, 3.0]]
+
+
+def test_a_rank_may_send_alone_and_another_receive_alone() -> None:
+    def own(topology: Any) -> list[float]:
+        part = torch.full((2,), float(topology.rank))
+        parts = [(1 - topology.rank, part)]
+        received, sent = ([], parts) if topology.rank == 0 else (parts, [])
+        wait_all(swap(received, sent, topology.inter))
+        return part.tolist()
+
+    assert on_threads(2, 1, own) == [[0.0, 0.0]] * 2
+    assert on_threads(1, 1, lambda topology: swap([], [], topology.inter)) == [[]]
+
+
+def test_what_follows_an_exchange_runs_once_it_is_waited_for() -> None:
+    done: list[str] = []
+    first, then = (
+        exchange.Then(lambda: done.append("first")),
+        exchange.Then(lambda: done.append("then")),
+    )
+    assert done == []
+    wait_all([first, then])
+    assert done == ["first", "then"]
 
 
 class CombinedGroup:
@@ -77,34 +269,12 @@ def test_what_is_not_on_the_cpu_goes_in_one_batch_whatever_the_group_is_called()
     batch.assert_called_once_with(["irecv", "isend"])
 
 
-class Recording:
-    """A group of an accelerator: what is asked of it, call by call."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self.calls: list[str] = []
-
-    def size(self) -> int:
-        return self._size
-
-    def rank(self) -> int:
-        return 0
-
-    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, options: Any) -> Any:
-        self.calls.append(f"all-gather of {len(outputs)}, asynchronous {options.asyncOp}")
-        return mock.Mock(wait=lambda: self.calls.append("waited for"))
-
-    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, options: Any) -> Any:
-        self.calls.append(f"reduce-scatter of {len(outputs)}, asynchronous {options.asyncOp}")
-        return mock.Mock(wait=lambda: self.calls.append("waited for"))
-
-
 def test_an_accelerator_is_asked_for_one_collective_however_many_parts() -> None:
     group: Any = Recording(8)
     whole = [torch.empty(8 * 4, device="meta") for _ in range(64)]
     parts = [torch.empty(4, device="meta") for _ in range(64)]
     assert all_gather(whole, group, parts) == []
-    assert reduce_scatter(parts, whole, dist.ReduceOp.SUM, group) == []
+    assert exchange.reduce_scatter(parts, whole, dist.ReduceOp.SUM, group) == []
     assert group.calls == [
         "all-gather of 64, asynchronous False",
         "waited for",
@@ -122,7 +292,9 @@ def test_what_an_accelerator_is_given_does_not_grow_with_the_nodes(nodes: int, p
         mock.patch("fcdp.exchange._on_host", return_value=False),
         mock.patch("fcdp.exchange._reduce_scatter", single),
     ):
-        assert reduce_scatter_parts(output, buffer.view(-1), dist.ReduceOp.SUM, group) == []
+        assert (
+            exchange.reduce_scatter_parts(output, buffer.view(-1), dist.ReduceOp.SUM, group) == []
+        )
     if parts > 1:
         assert group.calls == [f"reduce-scatter of {parts}, asynchronous False", "waited for"]
         return

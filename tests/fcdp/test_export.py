@@ -20,6 +20,7 @@ from transformers import (
 )
 
 import fcdp
+from tests.fcdp.checkpoints import assert_equal
 from tests.fcdp.training import (
     Settings,
     TinyLM,
@@ -65,12 +66,6 @@ def sharded(model: Any) -> Any:
     blocks = [module for module in model.modules() if type(module).__name__ in kinds]
     assert len(blocks) == 2
     return fcdp.shard(model, topology_of(2, 2), units=blocks)
-
-
-def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(actual[name], value), name
 
 
 def export_after_a_forward(config: PretrainedConfig, lora: bool, directory: Path) -> None:

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fcdp.counts import Ledger
 from fcdp.exchange import Pending, Then
 from fcdp.failure import RankFailed
 from fcdp.in_flight import MOST_IN_FLIGHT, Arriving, InFlight
-from fcdp.ledger import Ledger
 from fcdp.partial_gradients import OnDevice
 from fcdp.reduce_scatter import HierarchicalReduceScatter
 from fcdp.waiting import Waiting

@@ -25,7 +25,7 @@ from tests.fcdp.training import (
     whole,
 )
 from tests.fcdp.upstream.models import mlps
-from tests.fcdp.upstream.running import Run, check, on_both_shapes, variants
+from tests.fcdp.upstream.running import Run, cases
 from tests.ranks import Pools
 
 
@@ -74,8 +74,12 @@ def test_nothing_is_in_flight_on_one_node(ranks: Pools) -> None:
     assert ranks.run(2, on_one_node) == [[[]] * 6] * 2
 
 
-def readers(run: Run, who: str, only_rank_0: bool) -> None:
-    """Every gradient that is there is read each time that a block's backward begins or ends."""
+@cases(("outputs", False), ("modules", False), ("outputs", True), ("callbacks", False))
+def test_hooks_may_read_gradients_in_backward(run: Run, who: str, only_rank_0: bool) -> None:
+    """Every gradient that is there, when a block's backward begins or ends, or at the very end.
+
+    As with FSDP2 on the CPU, which waits; on one rank alone too.
+    """
     model = mlps(5, 6)
     run.shard([*model, model])
     run.cache(model)
@@ -101,22 +105,8 @@ def readers(run: Run, who: str, only_rank_0: bool) -> None:
         model.zero_grad()
 
 
-@variants("who, only_rank_0", ("outputs", False), ("modules", False), ("outputs", True))
-def test_hooks_may_read_gradients_in_backward(
-    ranks: Pools, shape: tuple[int, int], who: str, only_rank_0: bool
-) -> None:
-    """As with FSDP2 on the CPU, which waits; on one rank alone too."""
-    check(ranks, shape, readers, who, only_rank_0)
-
-
-@on_both_shapes
-def test_callbacks_at_the_end_of_backward_may_read_gradients(
-    ranks: Pools, shape: tuple[int, int]
-) -> None:
-    check(ranks, shape, readers, "callbacks", False)
-
-
-def optimizer_in_module_hooks(run: Run) -> None:
+@cases()
+def test_an_optimizer_in_hooks_of_modules(run: Run) -> None:
     """Each block is stepped in a hook of its own: gradients are read, written and dropped."""
     model = mlps(4, 6)
     run.shard([*model, model])
@@ -143,11 +133,6 @@ def optimizer_in_module_hooks(run: Run) -> None:
     run.see_params(model)
 
 
-@on_both_shapes
-def test_an_optimizer_in_hooks_of_modules(ranks: Pools, shape: tuple[int, int]) -> None:
-    check(ranks, shape, optimizer_in_module_hooks)
-
-
 def types_in_hooks() -> set[type]:
     """What a hook after accumulation finds inside of the gradient that it is called for."""
     model = mlps(3, 6)
@@ -168,7 +153,8 @@ def test_hooks_after_accumulation_find_plain_tensors(ranks: Pools) -> None:
     assert ranks.run(2, types_in_hooks) == [{torch.Tensor}] * 2
 
 
-def second_backward(run: Run, checkpointed: bool) -> None:
+@cases((False,), (True,))
+def test_gradients_that_are_there_already_are_added_to(run: Run, checkpointed: bool) -> None:
     """A backward adds to gradients of the one before, and one unit is reduced twice in each."""
     model = mlps(3, 6)
     run.shard([*model, model])
@@ -182,13 +168,6 @@ def second_backward(run: Run, checkpointed: bool) -> None:
             x = model[0](model(x))
         x.sum().backward()
         run.see_gradients(model)
-
-
-@variants("checkpointed", (False,), (True,))
-def test_gradients_that_are_there_already_are_added_to(
-    ranks: Pools, shape: tuple[int, int], checkpointed: bool
-) -> None:
-    check(ranks, shape, second_backward, checkpointed)
 
 
 def raise_in_backward(model: TinyLM) -> Callable[[], None]:

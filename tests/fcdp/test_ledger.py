@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fcdp.counts import Ledger
 from fcdp.engine import engine_of
-from fcdp.ledger import Ledger
 from tests.fcdp.training import Result, Settings, make_model, shard_with_fcdp, topology_of, train
 from tests.ranks import Pools
 
@@ -33,7 +33,7 @@ def gathered_bytes(settings: Settings) -> tuple[int, int]:
     return sum(size for size, _ in sizes), sum(size for size, trainable in sizes if trainable)
 
 
-@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 1), (3, 1), (2, 2), (2, 3)])
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(3, 1), (2, 2)])
 def test_a_full_step_sends_each_parameter_across_once_and_each_gradient_once(
     ranks: Pools, nodes: int, ranks_per_node: int
 ) -> None:
@@ -50,9 +50,8 @@ def test_a_full_step_sends_each_parameter_across_once_and_each_gradient_once(
     assert node_bytes(result, settings, "host_to_device", "backward") == stored
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
-def test_micro_batches_add_nothing_between_nodes(ranks: Pools, accumulation: int) -> None:
-    settings = Settings(2, 2, accumulation=accumulation)
+def test_micro_batches_add_nothing_between_nodes(ranks: Pools) -> None:
+    settings = Settings(2, 2, accumulation=4)
     result = ranks.run(4, train, settings, "fcdp")[0]
     total, _ = ranks.run(4, gathered_bytes, settings)[0]
     assert result.ledger is not None
@@ -86,6 +85,15 @@ def test_without_a_cache_every_gather_crosses(ranks: Pools) -> None:
     assert cached.ledger["inter_node"].get("backward", 0) == 0
     assert uncached.ledger["inter_node"]["backward"] > 0
     assert uncached.hits == 0
+
+
+def test_reductions_travel_in_the_reduce_dtype(ranks: Pools) -> None:
+    sent = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        settings = Settings(2, 1, param_dtype=torch.bfloat16, reduce_dtype=dtype)
+        sent[dtype] = ranks.run(2, train, settings, "fcdp")[0].ledger["inter_node"]
+    assert sent[torch.float32]["reduce"] == 2 * sent[torch.bfloat16]["reduce"]
+    assert sent[torch.float32]["forward"] == sent[torch.bfloat16]["forward"]
 
 
 def test_a_single_node_crosses_nothing_and_stores_nothing(ranks: Pools) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fcdp.cache.arena import Arena
-from fcdp.ledger import Ledger
+from fcdp.counts import Ledger
 from fcdp.partial_gradients import OnDevice, OnHost
 
 

@@ -110,32 +110,6 @@ def test_what_is_frozen_crosses_once_and_the_losses_are_fsdp2s(
         assert len(crossed) == crossing, crossed
 
 
-def freeze_and_unfreeze(engine: str) -> list[float]:
-    """Everything trained, then the first block frozen, then trained again."""
-    topology = topology_of(2, 1)
-    model, blocks = make_model("full")
-    if engine == "fcdp":
-        fcdp.shard(model, topology, units=blocks)
-    else:
-        for module in [*blocks, model]:
-            fully_shard(module, mesh=topology.mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    generator = torch.Generator().manual_seed(topology.rank)
-    losses = []
-    for step in range(6):
-        if step in (2, 4):
-            blocks[0].requires_grad_(step == 4)
-        tokens = torch.randint(64, (2, 9), generator=generator)
-        losses.append(
-            take_step(model(input_ids=tokens, labels=tokens, use_cache=False).loss, optimizer)
-        )
-    return losses
-
-
-def test_freezing_and_unfreezing_in_mid_training(ranks: Pools) -> None:
-    assert ranks.run(2, freeze_and_unfreeze, "fcdp") == ranks.run(2, freeze_and_unfreeze, "fsdp2")
-
-
 def evaluated(engine: str, compares: bool, merge: str) -> list[float]:
     """Losses of an evaluation before and after adapters were merged, and of two after that.
 

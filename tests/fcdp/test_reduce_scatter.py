@@ -13,8 +13,8 @@ import torch.nn as nn
 
 import fcdp
 from fcdp.codec import Codecs
+from fcdp.counts import Ledger
 from fcdp.engine import Engine
-from fcdp.ledger import Ledger
 from fcdp.partial_gradients import OnDevice
 from fcdp.reduce_scatter import HierarchicalReduceScatter
 from tests.fcdp.stand_ins import Place, StandInUnit

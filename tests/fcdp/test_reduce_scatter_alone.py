@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fcdp.counts import Ledger
 from fcdp.in_flight import Arriving, InFlight
-from fcdp.ledger import Ledger
 from fcdp.partial_gradients import OnDevice
 from fcdp.reduce_scatter import HierarchicalReduceScatter
 from fcdp.waiting import Waiting, waiting_in

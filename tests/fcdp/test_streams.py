@@ -102,6 +102,35 @@ def test_training_equals_fsdp2_in_every_schedule(
     assert not wrong, "\n".join(wrong)
 
 
+def exchanges_of(directory: Path) -> set[tuple[str, str]]:
+    """List the exchanges on the device with their groups and streams; three nodes of two."""
+    from tests.fcdp import accelerator
+
+    settings = replace(SMALL, nodes=3, ranks_per_node=2, steps=1)
+    arguments = (train, settings.world_size, "host", settings, directory, "fcdp")
+    tapes = [accelerator.run(unshard_early, 6, 3, 2)[1], accelerator.run(*arguments)[1]]
+    with mock.patch("fcdp.all_gather.PARTS_MOST", 1):  # as with many nodes
+        tapes.append(accelerator.run(*arguments)[1])
+    return {
+        (operation.what, operation.timeline.name.split("'")[1])
+        for tape in tapes
+        for operation in tape.operations
+        if " in fcdp_" in operation.what and not operation.what.endswith("send")
+    }
+
+
+def test_each_exchange_has_its_group_and_its_stream(apart: Pools, tmp_path: Path) -> None:
+    """Another of either would compute the same, and wait for what it need not wait for."""
+    (found,) = apart.run(1, exchanges_of, tmp_path)
+    assert found == {
+        ("all-gather of 3 in fcdp_gather", "inter_node"),
+        ("all-gather of 2 in fcdp_gather", "all_gather_stream"),
+        ("all-gather of 2 in fcdp_gather", "intra_node"),  # what is asked for early
+        ("reduce-scatter of 2 in fcdp_reduce", "reduce_scatter_stream"),
+        ("reduce-scatter of 3 in fcdp_reduce", "reduce_scatter_stream"),
+    }
+
+
 @contextlib.contextmanager
 def reading_at_once(access: Access, stream: Any) -> Any:
     """A reader that does not wait for the last write."""

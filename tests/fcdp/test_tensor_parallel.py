@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 
 import fcdp
 from fcdp.engine import engine_of
-from fcdp.export import _put_in_place
+from fcdp.exporting import _put_in_place
 from tests.fcdp.test_topology import launched
 from tests.fcdp.training import whole
 from tests.ranks import Pools
@@ -261,7 +261,7 @@ def test_a_checkpoint_holds_all_tensor_parallel_shards(ranks: Pools, tmp_path: P
 def export(layout: Layout, directory: str) -> tuple[bool, dict[str, torch.Tensor]]:
     """Whether this rank wrote, and what is to be written."""
     model = shard(layout, "fcdp")
-    with mock.patch("fcdp.export._put_in_place", wraps=_put_in_place) as put:
+    with mock.patch("fcdp.exporting._put_in_place", wraps=_put_in_place) as put:
         fcdp.export(model, directory)
     return put.called, params_of(model)
 

@@ -70,9 +70,8 @@ def expected(pool: RankPool) -> list[list[float]]:
     return pool.run(train, fcdp.HostCache(), None, 0)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_workers_change_nothing(pool: RankPool, expected: list[list[float]], method: str) -> None:
-    assert pool.run(train, fcdp.HostCache(), method, 1) == expected
+def test_workers_change_nothing(pool: RankPool, expected: list[list[float]]) -> None:
+    assert pool.run(train, fcdp.HostCache(), "fork", 1) == expected
     assert len(set(expected[0])) == 8
 
 

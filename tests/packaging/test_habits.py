@@ -17,8 +17,6 @@ from tests import tiers
 from tests.packaging import ROOT
 from tests.packaging.test_project import TARGETS, make
 
-pytestmark = pytest.mark.ranks  # make, and commands of this repository
-
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 #: A file or folder of this repository, in code or as a link.

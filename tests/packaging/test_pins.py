@@ -24,8 +24,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-pytestmark = pytest.mark.unit
-
 PINS = [
     Requirement(line)
     for line in (ROOT / "constraints.txt").read_text().splitlines()

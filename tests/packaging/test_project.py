@@ -17,6 +17,7 @@ TARGETS = (
     "reproduce",
     "check",
     "test",
+    "ci",
     "lint",
     "docs",
     "mutants",
@@ -43,7 +44,7 @@ def test_every_target_can_be_shown_without_running_it(target: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("target", ["quickstart", "check", "test", "lint", "docs"])
+@pytest.mark.parametrize("target", ["quickstart", "check", "test", "ci", "lint", "docs"])
 def test_targets_that_need_the_environment_make_it_first(target: str) -> None:
     done = make("-n", target)
     assert "scripts/setup.sh" in done.stdout.splitlines()[0]
@@ -87,11 +88,11 @@ def test_ci_fails_without_the_documentation_and_runs_the_tests_all_the_same(tmp_
 
 
 def ci(root: Path, tests: str, docs: str) -> subprocess.CompletedProcess[str]:
-    """Run .ci/run where these are the recipes of ``make test`` and ``make docs``."""
+    """Run .ci/run where these are the recipes of ``make ci`` and ``make docs``."""
     (root / ".ci").mkdir()
     shutil.copy(ROOT / ".ci/run", root / ".ci/run")
     mutants = "" if "mutants:" in tests else "mutants:\n\t@echo survived: none\n"
-    (root / "Makefile").write_text(f"test:\n\t{tests}\n\ndocs:\n\t{docs}\n{mutants}")
+    (root / "Makefile").write_text(f"ci:\n\t{tests}\n\ndocs:\n\t{docs}\n{mutants}")
     return subprocess.run([root / ".ci/run"], capture_output=True, text=True, cwd="/", check=False)
 
 

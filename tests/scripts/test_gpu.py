@@ -43,7 +43,7 @@ def read(file: Path) -> dict[str, Any]:
     return content
 
 
-@pytest.mark.ranks
+@pytest.mark.system
 def test_on_the_cpu_every_part_runs(out: Path) -> None:
     summary = read(out / command.SUMMARY)
     assert summary["evidence"] == "measured"
@@ -54,14 +54,14 @@ def test_on_the_cpu_every_part_runs(out: Path) -> None:
     assert "torch" in summary["versions"]
 
 
-@pytest.mark.ranks
+@pytest.mark.system
 def test_the_records_are_few_and_small(out: Path) -> None:
     files = list(out.iterdir())
     assert len(files) <= MOST_FILES
     assert sum(file.stat().st_size for file in files) < MOST_BYTES
 
 
-@pytest.mark.ranks
+@pytest.mark.system
 def test_parity_holds_in_both_worlds(out: Path) -> None:
     details = read(out / "correctness.json")["details"]
     for world in ("parity, imitated 2 × 8", "parity, 2 × 1, gloo"):
@@ -70,7 +70,7 @@ def test_parity_holds_in_both_worlds(out: Path) -> None:
         assert all(line["equal"] for line in details[world].values())
 
 
-@pytest.mark.ranks
+@pytest.mark.system
 def test_what_a_cpu_cannot_tell_is_said_and_no_figure(out: Path) -> None:
     found = read(out / "memory.json")
     assert found["figures"] == {}
@@ -82,7 +82,7 @@ def test_what_a_cpu_cannot_tell_is_said_and_no_figure(out: Path) -> None:
     assert ratio["host cache over none"] == "not measured"
 
 
-@pytest.mark.ranks
+@pytest.mark.system
 def test_ranks_of_three_topologies_neither_hang_nor_differ(out: Path) -> None:
     details = read(out / "nccl.json")["details"]
     for name in ("2 × 1", "2 × 2", "4 × 1"):
@@ -91,7 +91,7 @@ def test_ranks_of_three_topologies_neither_hang_nor_differ(out: Path) -> None:
             assert run["losses"] == pytest.approx(run["fsdp2_losses"], rel=1e-4)
 
 
-@pytest.mark.ranks
+@pytest.mark.system
 def test_the_planner_can_read_the_constants(out: Path) -> None:
     measured = Preflight.read(out / constants.FILE)
     assert measured.compute.matmul_flops_per_s["float32"] > 0
@@ -99,7 +99,7 @@ def test_the_planner_can_read_the_constants(out: Path) -> None:
     assert measured.host.free_bytes > 0
 
 
-@pytest.mark.ranks
+@pytest.mark.system
 def test_the_trace_names_what_fcdp_does(out: Path) -> None:
     events = json.loads(gzip.decompress((out / overlap.TRACE).read_bytes()))["traceEvents"]
     assert any(event["name"].startswith("fcdp::cache_load") for event in events)
@@ -138,7 +138,7 @@ def faulty(fault: str, limit_s: float) -> groups.Outcome:
     return groups.run("fault", brief, world_size=2, device="cpu", limit_s=limit_s, apart=True)
 
 
-@pytest.mark.ranks
+@pytest.mark.system
 @pytest.mark.parametrize(("fault", "said"), [("raise", "made to fail"), ("crash", "Segmentation")])
 def test_a_rank_that_dies_ends_its_group_with_its_words(fault: str, said: str) -> None:
     found = faulty(fault, 120)
@@ -149,7 +149,7 @@ def test_a_rank_that_dies_ends_its_group_with_its_words(fault: str, said: str) -
     assert [lines[0]["host"] for lines in found.lines] == ["fcdp-0", "fcdp-1"]
 
 
-@pytest.mark.ranks
+@pytest.mark.system
 def test_a_hang_ends_with_the_limit_and_the_stacks() -> None:
     found = faulty("hang", 15)
     assert found.state == "hung"

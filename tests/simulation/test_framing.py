@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from baselines.registry import simulated
-from experiments.records import framing
+from experiments.records import modelled
 from experiments.records.cell import ClusterSpec
 from experiments.records.modelled import why_not_simulated
 from experiments.records.record import Record, read
@@ -48,39 +48,39 @@ def test_messages_are_those_of_the_exchanges(
 ) -> None:
     settings = {"stages": 2} if strategy.startswith("cyclic") else {}
     given = cell(strategy, tuning=tuning, accumulation=accumulation, **settings)
-    assert framing.messages(given) == messages
+    assert modelled.messages(given) == messages
 
 
 @pytest.mark.parametrize("strategy", simulated())
 def test_nothing_crosses_nodes_where_there_is_one(strategy: str) -> None:
-    assert framing.messages(cell(strategy, cluster=ClusterSpec(nodes=1, ranks_per_node=4))) == 0
+    assert modelled.messages(cell(strategy, cluster=ClusterSpec(nodes=1, ranks_per_node=4))) == 0
 
 
 def test_a_policy_that_may_keep_less_than_all_is_taken_to_keep_nothing() -> None:
     none, some = (cell("fcdp", policy=policy) for policy in ("none", "threshold(0.8)"))
-    assert framing.messages(some) == framing.messages(none) > framing.messages(cell("fcdp"))
+    assert modelled.messages(some) == modelled.messages(none) > modelled.messages(cell("fcdp"))
 
 
 def test_a_disk_is_asked_before_each_gather() -> None:
     host, disk = (cell("fcdp", policy=policy, accumulation=2) for policy in ("host", "disk"))
     # Three units, gathered in forward and in backward of two micro-batches, by two ranks.
-    assert framing.messages(disk) - framing.messages(host) == 2 * 2 * 2 * 3
+    assert modelled.messages(disk) - modelled.messages(host) == 2 * 2 * 2 * 3
 
 
 def test_framing_is_far_below_what_a_wrong_count_would_be() -> None:
     of = cell("fcdp", tuning="lora")
     payload = 49_152.0
-    assert framing.framing_bytes(of, payload) < 0.12 * payload
-    assert framing.agree(of, payload, 1.1 * payload)
-    assert not framing.agree(of, payload, 1.2 * payload)
-    assert not framing.agree(of, payload, 0.8 * payload)
+    assert modelled.framing_bytes(of, payload) < 0.12 * payload
+    assert modelled.agree(of, payload, 1.1 * payload)
+    assert not modelled.agree(of, payload, 1.2 * payload)
+    assert not modelled.agree(of, payload, 0.8 * payload)
 
 
 def test_deepspeed_keeps_vectors_and_adapters_whole() -> None:
     # gpt2-2x128: 1664 elements of vectors and 6144 of adapters a block, 256 of the last norm;
     # of each node's half one copy leaves it, 4 bytes an element.
-    assert framing.whole_bytes(cell("deepspeed-hpz", tuning="lora")) == 2 * (2 * 7808)
-    assert framing.whole_bytes(cell("fcdp", tuning="lora")) == 0
+    assert modelled.whole_bytes(cell("deepspeed-hpz", tuning="lora")) == 2 * (2 * 7808)
+    assert modelled.whole_bytes(cell("fcdp", tuning="lora")) == 0
 
 
 def ran() -> list[Record]:
@@ -110,7 +110,7 @@ def test_counted_bytes_are_the_ledgers_and_framing_and_none_is_needless() -> Non
         assert record.measurement is not None
         payload = _ledger(record)
         beside = record.measurement.inter_node_bytes_per_step - payload
-        assert 0 < beside < framing.framing_bytes(record.cell, payload), record.cell_id
-        messages = framing.messages(record.cell)
+        assert 0 < beside < modelled.framing_bytes(record.cell, payload), record.cell_id
+        messages = modelled.messages(record.cell)
         used.append((beside - SHARE * payload) / messages)
     assert max(used) > 0.8 * MESSAGE_BYTES

@@ -1,18 +1,40 @@
-"""GPUs and clusters: the table, and what is refused."""
+"""GPUs and clusters: the one table, what is refused, and the memory that cards really have."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from simulation import hardware
-from simulation.hardware import GPUS, cluster, gpu, gpu_of
+from simulation.compute.fit import Row, read_rows, run_of
+from simulation.compute.study import rates_of, with_rates
+from simulation.hardware import CARDS, cluster, gpu, gpu_of, reported
+from simulation.imitated.records import MemoryRecord
+from simulation.imitated.records import read as read_study
+from simulation.instances import Instance
+from simulation.planner.plan import plan
+from simulation.planner.request import Request
+from simulation.prediction import largest_micro_batch, needed
+from tests.simulation.test_memory import trained_in, unaware
 from tests.simulation.workloads import paper_cluster
 
+NEW = replace(
+    CARDS["h100-sxm"],
+    gpu=replace(CARDS["h100-sxm"].gpu, name="x100", peak_flops=2e15),
+    reported_mib=90_000,
+    driver=r"X100$",
+)
+STUDY = [
+    record
+    for record in read_study(Path(__file__).parents[2] / "results" / "memory" / "memory.jsonl")
+    if record.finding is not None
+]
 
-@pytest.mark.parametrize("name", GPUS)
+
+@pytest.mark.parametrize("name", CARDS)
 def test_every_gpu_is_found_by_its_name(name: str) -> None:
     assert gpu(name).name == name
     assert gpu(name).pcie_bytes_per_s <= gpu(name).link_bytes_per_s
@@ -91,3 +113,73 @@ def test_gpus_are_known_by_what_the_driver_calls_them(model: str, name: str) -> 
 @pytest.mark.parametrize("model", ["", "NVIDIA L40", "NVIDIA GeForce RTX 4090 Laptop GPU"])
 def test_no_other_gpu_stands_in_for_one_that_is_not_known(model: str) -> None:
     assert gpu_of(model) is None
+
+
+def test_a_row_is_all_that_a_new_gpu_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(hardware.CARDS, "x100", NEW)
+    assert gpu_of("NVIDIA X100") is NEW.gpu
+    rates = rates_of(NEW.gpu)
+    assert (rates.basis, rates.measured_on) == ("nearest architecture", "h100-sxm")
+    rented = Instance(provider="p", instance="x", gpu="x100", gpus=8, nic_gbit_s=400).cluster(2)
+    assert rented.device.memory_bytes == 90_000 * 2**20
+    made = plan(Request(model="gpt-10b", hardware=rented, strategies=("fsdp2",)))
+    assert made is not None
+
+
+def test_without_a_row_nothing_stands_in_for_it() -> None:
+    known = cluster("a40", nodes=1, ranks_per_node=1, inter_bits_per_s=1e9)
+    unknown = replace(known, device=NEW.gpu)
+    for ask in (reported, with_rates):
+        with pytest.raises(ValueError, match="gpu = 'x100': allowed are a40, a100-40gb"):
+            ask(unknown)
+
+
+def label(row: Row) -> str:
+    return f"{row.gpu}-{row.model}-{row.gpus}-{row.sequence_length}x{row.micro_batch}"
+
+
+@pytest.mark.parametrize("row", read_rows(), ids=label)
+def test_every_run_that_ran_fits(row: Row) -> None:
+    run = run_of(row)
+    hardware = reported(run.hardware)
+    assert needed(run.workload, hardware).shortage(hardware) is None
+
+
+@pytest.mark.parametrize("record", STUDY, ids=lambda record: record.case.label)
+def test_no_batch_is_promised_that_the_study_refutes(record: MemoryRecord) -> None:
+    hardware = reported(paper_cluster())
+    most = largest_micro_batch(trained_in(record.case), hardware)
+    assert record.finding is not None
+    assert most <= record.finding.largest_micro_batch + unaware(record.case)
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_cards_have_what_they_report_less_what_cuda_takes(name: str) -> None:
+    nominal = cluster(name, nodes=1, ranks_per_node=1, inter_bits_per_s=1e9)
+    found = reported(nominal)
+    assert 0.95 < found.device.memory_bytes / nominal.device.memory_bytes < 1.08
+    assert 0.82 < found.usable_device_bytes / found.device.memory_bytes < 0.95
+    if name == "h100-sxm":
+        assert found.device.memory_bytes == pytest.approx(85.5e9, rel=1e-3)
+
+
+def test_kernels_keep_less_the_more_they_fuse() -> None:
+    run = run_of(read_rows()[0])
+    for checkpointing, recomputed in (("full", 0.0), ("selective", 1.0), ("full", 1.0)):
+        given = replace(run.workload, checkpointing=checkpointing, recomputed=recomputed)
+        eager, flash, fused = (
+            needed(replace(given, kernels=kernels), run.hardware).device_bytes
+            for kernels in ("eager", "flash", "fused")
+        )
+        assert eager > flash > fused
+
+
+def test_selective_checkpointing_keeps_less_than_none_and_more_than_full() -> None:
+    run = run_of(read_rows()[0])
+    none, selective, full = (
+        needed(
+            replace(run.workload, checkpointing=checkpointing, recomputed=recomputed), run.hardware
+        ).device_bytes
+        for checkpointing, recomputed in (("full", 0.0), ("selective", 1.0), ("full", 1.0))
+    )
+    assert none > selective > full

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from simulation.hardware import cluster
-from simulation.planner.request import shape
+from simulation.models import shape
 from simulation.prediction import predict
 from simulation.workload import Workload
 

@@ -1,4 +1,4 @@
-"""The FCDP paper's table of volumes (papers.md 0.4), with the models of ``paper_models``.
+"""The FCDP paper's table of volumes (papers.md 0.4), with the models of ``simulation.models``.
 
 GPT-30B here is 48 blocks of width 7040, which is our choice. The table's GB are read as what both
 nodes of 8 send in a step; NCCL's flat rings are those of the vendors' schemes.
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from simulation.paper_models import PAPER_MODELS, SEQUENCE_LENGTH
+from simulation.models import PAPER_MODELS, SEQUENCE_LENGTH
 from simulation.prediction import predict
 from simulation.transformer import Transformer
 from simulation.workload import Workload
@@ -70,7 +70,7 @@ def test_what_fcdp_sends_is_below_the_tables() -> None:
 
 @pytest.mark.parametrize(("strategy", "forward"), [("fcdp-sched", 108.18), ("fcdp", 0.06)])
 def test_flat_exchanges_send_what_the_table_says(strategy: str, forward: float) -> None:
-    """To the table's digits, and FCDP-Sched's width was chosen so: see ``paper_models``."""
+    """To the table's digits, and FCDP-Sched's width was chosen so: see ``simulation.models``."""
     found = volumes_gb(strategy, exchanges="flat")
     assert found["forward"] == pytest.approx(forward, rel=0.005, abs=0.005)
     assert found["backward"] == pytest.approx(0.1, abs=0.05)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 
 from baselines import strategy
 from simulation import traffic as collectives
-from simulation.traffic import Traffic
-from tests.simulation.workloads import paper_cluster
 
 nodes = st.integers(1, 64)
 ranks = st.integers(1, 16)
@@ -72,14 +70,6 @@ def test_an_all_reduce_is_two_halves(nbytes: int, nodes: int, ranks: int) -> Non
     assert collectives.flat_all_reduce(nbytes, nodes, ranks) == collectives.flat(
         nbytes, nodes, ranks
     ) + collectives.flat(nbytes, nodes, ranks)
-
-
-@given(sizes, st.floats(1e-9, 1e-3))
-def test_time_is_latency_and_the_slower_link(nbytes: int, latency: float) -> None:
-    hardware = replace(paper_cluster(), inter_latency_seconds=latency)
-    traffic = Traffic(nbytes, intra_rank_bytes=nbytes, inter_messages=3)
-    slower = min(hardware.inter_bytes_per_s, hardware.intra_bytes_per_s)
-    assert traffic.seconds(hardware) == pytest.approx(3 * latency + nbytes / slower)
 
 
 def test_the_gloo_ring_over_two_by_two_ranks_sends_three_quarters() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from baselines.registry import find
 from experiments.records.modelled import workload_of
 from simulation.hardware import Hardware, cluster
-from simulation.paper_models import PAPER_MODELS
+from simulation.models import PAPER_MODELS
 from simulation.prediction import Prediction, predict
 from simulation.workload import Workload
 from tests.experiments.cells import cell, model_spec

@@ -21,7 +21,6 @@ CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
 pytestmark = [
-    pytest.mark.ranks,
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: sudo apt-get install chromium"),
 ]
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from baselines.co2.memory import Memory
+from baselines.co2.train import Memory
 from tests.baselines.co2.workers import ALL, Training, batches, flat, made
 from tests.ranks import Pools
 

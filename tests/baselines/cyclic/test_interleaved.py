@@ -8,10 +8,8 @@ import pytest
 import torch
 import torch.nn as nn
 
-from baselines.cyclic.interleaved import build
-from baselines.cyclic.lane import Lane
+from baselines.cyclic.interleaved import Lane, SavedBytes, build
 from baselines.cyclic.rule import Rule
-from baselines.cyclic.saved import SavedBytes
 from baselines.settings import CyclicSettings
 from baselines.strategy import load
 from tests.baselines.cyclic.training import (

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baselines.cyclic.partition import partition
+from baselines.cyclic.rule import partition
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.data())

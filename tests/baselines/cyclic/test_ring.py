@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from baselines.cyclic.post import Post
+from baselines.cyclic.ring import Post
 from baselines.cyclic.routes import KINDS, Cycle, Kind
 from baselines.cyclic.rule import Rule
 from baselines.settings import CyclicSettings

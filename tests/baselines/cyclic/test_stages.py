@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.nn as nn
 
-from baselines.cyclic.partition import partition
+from baselines.cyclic.rule import partition
 from baselines.cyclic.stages import parameters
 
 

@@ -7,8 +7,7 @@ import torch
 import torch.nn as nn
 
 from baselines import optimizers
-from baselines.cyclic.partition import partition
-from baselines.cyclic.rule import Rule, is_fresh
+from baselines.cyclic.rule import Rule, is_fresh, partition
 from baselines.cyclic.synchronous import Cyclic, build
 from baselines.settings import CyclicSettings
 from baselines.strategy import Job, load

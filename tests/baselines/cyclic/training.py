@@ -10,8 +10,7 @@ import torch
 import torch.nn as nn
 
 from baselines.cyclic.interleaved import build as build_interleaved
-from baselines.cyclic.parts import Owned
-from baselines.cyclic.ring import Executor
+from baselines.cyclic.ring import Executor, Owned
 from baselines.cyclic.synchronous import Cyclic
 from baselines.settings import CyclicSettings
 from baselines.strategy import Job, Loss, load

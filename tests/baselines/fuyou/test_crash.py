@@ -19,8 +19,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from baselines.fuyou.store import RECORD
 from baselines.fuyou.train import Fuyou
+from fcdp.generations import RECORD
 from tests.baselines.fuyou.training import (
     batches,
     in_memory,

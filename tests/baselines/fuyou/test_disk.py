@@ -13,6 +13,7 @@ import torch
 from baselines.fuyou import disk
 from baselines.fuyou.disk import Disk
 from fcdp.cache.arena import Arena
+from fcdp.direct_io import open_alone
 
 pytestmark = pytest.mark.unit
 
@@ -39,7 +40,7 @@ def test_seconds_of_transfers_that_go_on_count(tmp_path: Path) -> None:
 
     made = Disk()
     memory = Arena(2**13, torch.device("cpu")).memory
-    file = disk.opened(tmp_path / "file")
+    file = open_alone(tmp_path / "file", "ssd")
     with mock.patch.object(disk, "time", clock), mock.patch("os.pwritev", held):
         writing = made.write(file, 0, memory)
         assert begun.wait(60)
@@ -56,7 +57,7 @@ def test_seconds_of_transfers_that_go_on_count(tmp_path: Path) -> None:
 def test_nothing_is_written_after_close(tmp_path: Path) -> None:
     """Another process may have opened the folder since."""
     made = Disk()
-    file = disk.opened(tmp_path / "file")
+    file = open_alone(tmp_path / "file", "ssd")
     memory = Arena(2**13, torch.device("cpu")).memory
     made.close()
     with pytest.raises(RuntimeError, match="shutdown"):

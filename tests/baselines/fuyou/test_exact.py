@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from baselines.fuyou import disk
 from baselines.fuyou.optimizer import BUFFERS
-from baselines.fuyou.store import STATE
 from baselines.fuyou.train import Fuyou, build
 from baselines.strategy import load
+from fcdp.direct_io import open_alone
+from fcdp.generations import STATE
 from tests.baselines.fuyou.training import (
     batches,
     in_memory,
@@ -75,7 +75,7 @@ def _resumed(folder: Path) -> None:
     given = batches()
     trainer = Fuyou(*made(settings()), folder)
     losses = steps(trainer, 2, given)
-    with pytest.raises(ValueError, match="another process trains in it"):
+    with pytest.raises(ValueError, match="another process has it"):
         Fuyou(*made(settings()), folder)
     trainer.close()
     again = Fuyou(*made(settings(update="after")), folder)
@@ -85,7 +85,7 @@ def _resumed(folder: Path) -> None:
     same(state(again), expected)
     again.close()
     size = (folder / STATE).stat().st_size
-    with pytest.raises(ValueError, match=r"step.json: layout = '\w{8}': must be '\w{8}', that of"):
+    with pytest.raises(ValueError, match=r"step.json: about = '\w{8}': must be '\w{8}', that of"):
         Fuyou(*made(settings(), layers=9), folder)
     assert (folder / STATE).stat().st_size == size
 
@@ -101,7 +101,7 @@ def _swept(parent: Path) -> None:
     for name in names:
         (parent / name).mkdir()
         (parent / name / STATE).touch()
-    going_on = disk.opened(parent / "fuyou-run-going-on" / STATE)
+    going_on = open_alone(parent / "fuyou-run-going-on" / STATE, "ssd")
     trainer = build(*made(settings(ssd=str(parent))))
     there = {folder.name for folder in parent.iterdir()}
     assert not (parent / "fuyou-run-killed").exists()

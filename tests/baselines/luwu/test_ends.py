@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from baselines.luwu import server, switch
-from baselines.luwu.files import masters, step_of
-from baselines.luwu.life import Lost
+from baselines.luwu.files import masters
 from baselines.luwu.train import LuWu
-from baselines.luwu.wire import Connection, Listener
+from baselines.luwu.wire import Connection, Listener, Lost
+from fcdp.generations import step_of
 from tests.baselines.cyclic.training import batch
 from tests.baselines.luwu.training import KEYS, SMALL, connect, job_of, model_of, reference, trained
 

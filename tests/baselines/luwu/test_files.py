@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from baselines.luwu.files import Files, masters, step_of
-from baselines.luwu.life import Lost
+from baselines.luwu.files import Files, masters
 from baselines.luwu.plan import Plan
+from baselines.luwu.wire import Lost
+from fcdp.generations import STATE, step_of
 from tests.baselines.luwu.training import SMALL, reference, trained
 
 
@@ -21,10 +22,10 @@ def _plan(folder: Path, steps: int = 1) -> Plan:
 
 def test_files_of_other_layers_and_of_a_server_that_runs_are_refused(tmp_path: Path) -> None:
     plan = _plan(tmp_path)
-    with pytest.raises(ValueError, match="holds other layers, another type or chunk_bytes"):
+    with pytest.raises(ValueError, match=r"about = '\w{8}': must be '\w{8}', that of this model"):
         Files(tmp_path, plan.model_copy(update={"chunk_bytes": 8192}))
     files = Files(tmp_path, plan)
-    with pytest.raises(ValueError, match="another server has it"):
+    with pytest.raises(ValueError, match="another process has it"):
         Files(tmp_path, plan)
     files.close()
     with pytest.raises(ValueError, match="has no complete step"):
@@ -37,8 +38,8 @@ def test_files_of_other_layers_and_of_a_server_that_runs_are_refused(tmp_path: P
 )
 def test_files_that_were_lost_or_cut_are_refused(harm: Any, said: str, tmp_path: Path) -> None:
     plan = _plan(tmp_path)
-    harm(tmp_path / "generation-0")
-    with pytest.raises(ValueError, match=rf"generation-0: {said}, where a complete step is; must"):
+    harm(tmp_path / STATE)
+    with pytest.raises(ValueError, match=rf"{STATE}: {said}, where a complete step is; must"):
         Files(tmp_path, plan)
 
 
@@ -49,11 +50,11 @@ def test_a_full_disk_ends_the_run_and_leaves_the_last_step(
     plan = _plan(tmp_path, 2)
     write, left = Files._write, [5]
 
-    def full(self: Files, file: int, offset: int, memory: torch.Tensor) -> None:
+    def full(self: Files, offset: int, memory: torch.Tensor) -> None:
         left[0] -= 1
         if left[0] < 0:
             raise OSError(errno.ENOSPC, "No space left on device")
-        write(self, file, offset, memory)
+        write(self, offset, memory)
 
     monkeypatch.setattr(Files, "_write", full)
     settings = SMALL.model_copy(update={"pipeline": pipeline})

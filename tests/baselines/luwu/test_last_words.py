@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from baselines.luwu.life import Lost
-from baselines.luwu.messages import Kind, Message
 from baselines.luwu.server import SWITCH, Server
 from baselines.luwu.switch import Switch, worker_name
-from baselines.luwu.wire import Connection, Listener, send
+from baselines.luwu.wire import Connection, Kind, Listener, Lost, Message, send
 from tests.baselines.luwu.training import KEYS
 
 pytestmark = pytest.mark.unit

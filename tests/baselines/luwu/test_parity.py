@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from baselines.luwu.files import masters, step_of
+from baselines.luwu.files import masters
 from baselines.luwu.port import Port
 from baselines.luwu.train import LuWu
 from baselines.settings import LuWuSettings
+from fcdp.generations import step_of
 from tests.baselines.cyclic.training import batch, loss
 from tests.baselines.luwu.training import SMALL, model_of, reference, trained
 

@@ -11,10 +11,19 @@ import pytest
 import torch
 
 from baselines.luwu import WINDOW
-from baselines.luwu.life import Lost
-from baselines.luwu.messages import LARGEST_FRAME, Kind, Malformed, Message, read
 from baselines.luwu.plan import Chunk, Frozen, Parameter, Pass, Plan, Unit
-from baselines.luwu.wire import Connection, Keys, Listener, send
+from baselines.luwu.wire import (
+    LARGEST_FRAME,
+    Connection,
+    Keys,
+    Kind,
+    Listener,
+    Lost,
+    Malformed,
+    Message,
+    read,
+    send,
+)
 from baselines.optimizers import AdamW
 from tests.baselines.luwu.training import KEYS, connect, roles
 

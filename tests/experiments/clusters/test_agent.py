@@ -1,4 +1,4 @@
-"""What the agent of an emulated node makes of torch's."""
+"""What the agent of a node makes of torch's."""
 
 from __future__ import annotations
 

@@ -84,6 +84,15 @@ def test_a_rank_that_died_with_its_agent_is_named_with_the_agent() -> None:
 )
 def test_out_of_memory_is_recognised(error: BaseException) -> None:
     assert is_out_of_memory(error)
+    effect = RuntimeError("step failed")
+    effect.__cause__ = error
+    assert is_out_of_memory(effect)
+
+
+def test_out_of_host_memory_is_recognised() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(2**60)
+    assert is_out_of_memory(raised.value)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory?"), OSError(errno.ENOENT, "")])

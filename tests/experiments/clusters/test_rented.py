@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from experiments.clusters import launched, messages
+from experiments.clusters import messages, rented
 from experiments.clusters.allocation import Allocation, Ssh
 from experiments.clusters.interface import ClusterError, LostNodeError, Outcome
 from experiments.clusters.rented import RentedCluster
@@ -165,7 +164,7 @@ def test_a_launch_that_does_not_end_is_ended(
     clock = SimpleNamespace(
         monotonic=lambda: time.monotonic() + passed_s[0], monotonic_ns=time.monotonic_ns
     )
-    monkeypatch.setattr(launched, "time", clock)
+    monkeypatch.setattr(rented, "time", clock)
 
     def look() -> None:
         for address in ("127.0.0.1", "127.0.0.2"):
@@ -181,17 +180,6 @@ def test_a_launch_that_does_not_end_is_ended(
     # What the ranks had started in sessions of their own has ended too.
     assert len(pids_below(tmp_path)) == 6
     assert not any(map(is_running, pids_below(tmp_path)))
-
-
-def test_temporary_files_are_the_nodes_own_and_end_with_the_launch(
-    cluster: RentedCluster, tmp_path: Path
-) -> None:
-    assert run(cluster, tmp_path, "leave_file", str(tmp_path)).state == "failed"
-    files = [Path((tmp_path / f"{rank}.path").read_text()) for rank in range(2)]
-    assert {Path(tempfile.gettempdir()) in file.parents for file in files} == {True}
-    folders = [file.parent for file in files]
-    assert folders[0] != folders[1]
-    assert not any(folder.exists() for folder in folders)
 
 
 def test_a_taken_port_is_the_launchs_error(cluster: RentedCluster, tmp_path: Path) -> None:
@@ -230,8 +218,8 @@ def test_a_launcher_that_ends_is_a_lost_node(cluster: RentedCluster, tmp_path: P
 def test_a_node_that_falls_silent_is_lost(
     cluster: RentedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launched, "SILENCE_S", 2 * messages.BEAT_S)
-    monkeypatch.setattr(launched, "_ENDING_S", 1.0)
+    monkeypatch.setattr(rented, "SILENCE_S", 2 * messages.BEAT_S)
+    monkeypatch.setattr(rented, "_ENDING_S", 1.0)
     stopped: list[psutil.Process] = []
 
     def stop() -> None:

@@ -139,13 +139,13 @@ def test_the_command_simulates_a_matrix_of_another_cluster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No privileges, no namespaces; records apart from those of the cells that really ran."""
+    from experiments import terminal
     from experiments.__main__ import app
     from experiments.commands import kinds, session
-    from experiments.terminal import interrupts
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(kinds, "enter_namespace", lambda: pytest.fail("is not needed"))
-    monkeypatch.setattr(interrupts, "raise_them", lambda: None)
+    monkeypatch.setattr(terminal, "raise_them", lambda: None)
     monkeypatch.setattr(session, "finish", lambda *arguments, **options: True)
     result = CliRunner().invoke(
         app, ["run", "parity", "--cluster", "simulated", "--only", "mics-full"]

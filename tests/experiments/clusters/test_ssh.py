@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from experiments.clusters.network import Network
-from tests.experiments.clusters.engines import enter, program, require, sshd
+from tests.experiments.clusters.engines import enter, require, sshd
 from tests.experiments.clusters.two_nodes import (
     Run,
     check_lost,
@@ -18,7 +18,7 @@ from tests.experiments.clusters.two_nodes import (
     finish,
     programs_of_ranks,
 )
-from tests.experiments.waiting import wait_until, wait_until_ended
+from tests.experiments.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("privileged")
 
@@ -58,24 +58,3 @@ def test_a_killed_ssh_is_a_lost_node(run: Run, network: Network) -> None:
     check_lost(started, run, time.monotonic())
     wait_until(lambda: programs_of_ranks(network) == [])
     check_that_it_goes_on(run)
-
-
-def test_nothing_outlives_a_killed_runner(run: Run, network: Network) -> None:
-    started = run.start(steps=10**6)
-    run.wait_until_it_trains()
-    pids = programs_of_ranks(network)
-    started.kill()
-    finish(started)
-    # The program, torchrun and a rank on each node.
-    assert len(pids) >= 6
-    wait_until_ended(pids)
-
-
-def test_a_missing_engine_is_the_reason_to_skip(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program(tmp_path / "there", "true")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    require("package", "there")
-    with pytest.raises(pytest.skip.Exception, match="no not-there: apt-get install package"):
-        require("package", "there", "not-there")

@@ -122,14 +122,6 @@ def test_a_launch_that_ends_before_it_is_ready_does_not_hang(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_ends_the_launch_passes_through(tmp_path: Path) -> None:
-    with (
-        pytest.raises(KeyboardInterrupt, match="Ctrl-C"),
-        StartBarrier(tmp_path, lambda: SHAPED),
-    ):
-        raise KeyboardInterrupt("Ctrl-C")
-
-
 def test_a_launch_that_ends_while_the_link_is_limited_leaves_no_limit_under_way(
     tmp_path: Path,
 ) -> None:
@@ -146,17 +138,3 @@ def test_a_launch_that_ends_while_the_link_is_limited_leaves_no_limit_under_way(
         rank_at_the_gate(tmp_path)
         assert limiting.wait(ENDS_WITHIN_S)
     assert finished.is_set()
-
-
-def test_gates_of_different_directories_do_not_meet(tmp_path: Path) -> None:
-    first, second = tmp_path / "first", tmp_path / "second"
-    for directory in (first, second):
-        directory.mkdir()
-    with (
-        StartBarrier(first, lambda: {"launch": 1}) as one,
-        StartBarrier(second, lambda: {"launch": 2}) as two,
-    ):
-        rank_at_the_gate(second).result(ENDS_WITHIN_S)
-        assert (one.network, two.network) == ({}, {"launch": 2})
-        rank_at_the_gate(first).result(ENDS_WITHIN_S)
-    assert (one.network, two.network) == ({"launch": 1}, {"launch": 2})

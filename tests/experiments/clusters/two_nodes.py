@@ -121,11 +121,11 @@ def check_that_it_goes_on(run: Run) -> None:
 
 
 def programs_of_ranks(network: Network) -> list[int]:
-    """Pids of ranks, of torchrun and of what started it, on any node."""
+    """Pids of ranks, of their agents and of what started these, on any node."""
     found = []
     for name in network.nodes:
         for pid in namespaces.processes(name):
             words = Path(f"/proc/{pid}/cmdline").read_bytes() if is_running(pid) else b""
-            if b"experiments.clusters." in words:
+            if b"experiments.clusters." in words or b"multiprocessing" in words:
                 found.append(pid)
     return found

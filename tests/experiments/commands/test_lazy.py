@@ -21,13 +21,6 @@ def test_a_summary_is_the_first_line_of_its_command(name: str) -> None:
     assert command.help.splitlines()[0] == COMMANDS[name].summary
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_each_command_has_help_of_its_own(name: str) -> None:
-    result = CliRunner().invoke(app, [name, "--help"])
-    assert result.exit_code == 0, result.output
-    assert " ".join(result.output.split()).startswith(f"Usage: root {name} ")
-
-
 def test_an_unknown_command_is_a_mistake() -> None:
     result = CliRunner().invoke(app, ["plam"])
     assert result.exit_code == 2

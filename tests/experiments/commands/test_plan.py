@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from experiments.__main__ import app
 from experiments.preflight.schema import Compute
-from simulation.planner.request import shape
+from simulation.models import shape
 from tests.experiments.preflight.made_up import preflight
 from tests.simulation.planner.made_up import config_file
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from experiments.__main__ import app
 from experiments.clusters.interface import Outcome
-from experiments.preflight import run
+from experiments.commands import preflight
 from experiments.preflight.schema import Preflight
 from experiments.records.provenance import ROOT
 from tests.experiments.stand_in import StandInCluster
@@ -79,5 +79,5 @@ def test_a_rank_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     failed = Outcome("failed", 3, "ValueError: the cause of it all")
     monkeypatch.setattr(StandInCluster, "run", lambda *_, **__: failed)
     message = "failed: rank 3: ValueError: the cause"
-    with StandInCluster() as cluster, pytest.raises(run.PreflightError, match=message):
-        run.measure(cluster, None, tmp_path / "logs")
+    with StandInCluster() as cluster, pytest.raises(preflight.PreflightError, match=message):
+        preflight.measure(cluster, None, tmp_path / "logs")

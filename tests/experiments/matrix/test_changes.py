@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from experiments.matrix import reader
-from experiments.matrix.changes import parse
-from experiments.matrix.files import available
+from experiments.matrix.files import available, parse
 from experiments.records.cell import Cell
 from experiments.records.settings import described
 from tests.experiments.stand_in import matrix_file

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baselines.registry import STRATEGIES
-from baselines.siblings import SIBLINGS
+from baselines.registry import SIBLINGS, STRATEGIES
 from experiments.matrix import files, reader
 from experiments.records.workload import NEEDED
 

@@ -12,7 +12,7 @@ from experiments.matrix import files, reader
 from experiments.records.cell import Cell, SimulatedSpec
 from experiments.records.modelled import cluster_of, hardware_of, workload_of
 from experiments.records.record import read
-from simulation import paper_models
+from simulation import models
 from simulation.prediction import fits, predict
 from tests.experiments.matrix.test_reader import FILE, written
 from tests.simulation.workloads import paper_cluster
@@ -40,9 +40,9 @@ def test_a_suite_is_a_folder_and_a_matrix_is_itself() -> None:
 @pytest.mark.parametrize("name", SUITE)
 def test_models_and_clusters_are_the_papers(name: str) -> None:
     for cell in cells(name):
-        assert cell.model == paper_models.find(cell.model.name)
+        assert cell.model == models.find(cell.model.name)
         swept = name.startswith("paper/sensitivity")
-        assert swept or cell.sequence_length == paper_models.SEQUENCE_LENGTH
+        assert swept or cell.sequence_length == models.SEQUENCE_LENGTH
         assert isinstance(cell.cluster, SimulatedSpec)
         nodes, link = cell.cluster.nodes, cell.inter_bandwidth_bits_per_s
         assert link is not None
@@ -95,29 +95,19 @@ def test_nodes_and_largest_micro_batches_are_settings_of_simulated_clusters(
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "message"),
+    ("text", "new", "message"),
     [
-        ("micro_batch: 1", "micro_batch: max", r"workload\.micro_batch: is for clusters of kind"),
-        ("micro_batch: 1", "micro_batch: 1\n  nodes: 4", r"nodes: is for clusters of kind sim"),
+        (FILE, "micro_batch: max", r"workload\.micro_batch: is for clusters of kind"),
+        (FILE, "micro_batch: 1\n  nodes: 4", r"nodes: is for clusters of kind sim"),
+        (SIMULATED, "micro_batch: most", r"workload\.micro_batch: 'most' is not allowed"),
+        (SIMULATED, "micro_batch: 1\n  nodes: 0", r"workload\.nodes: 0 is not allowed"),
     ],
 )
-def test_other_clusters_have_neither(tmp_path: Path, old: str, new: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        reader.read(written(tmp_path, FILE.replace(old, new)))
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("micro_batch: 1", "micro_batch: most", r"workload\.micro_batch: 'most' is not allowed"),
-        ("micro_batch: 1", "micro_batch: 1\n  nodes: 0", r"workload\.nodes: 0 is not allowed"),
-    ],
-)
-def test_impossible_settings_are_errors_of_their_lines(
-    tmp_path: Path, old: str, new: str, message: str
+def test_other_clusters_have_neither_and_impossible_ones_are_errors_of_their_lines(
+    tmp_path: Path, text: str, new: str, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        reader.read(written(tmp_path, SIMULATED.replace(old, new)))
+        reader.read(written(tmp_path, text.replace("micro_batch: 1", new)))
 
 
 @pytest.mark.parametrize("name", SUITE)

@@ -223,7 +223,9 @@ def test_simulations_are_not_repeated(tmp_path: Path) -> None:
 
 def test_repeats_are_a_whole_number(tmp_path: Path) -> None:
     file = matrix_file(tmp_path, extra="\n        repeats: twice\n")
-    with pytest.raises(ValueError, match="repeats: 'twice' is not a whole number, 1 or more"):
+    with pytest.raises(
+        ValueError, match="repeats: 'twice' is not allowed: input should be a valid integer"
+    ):
         reader.read(str(file))
 
 
@@ -255,8 +257,8 @@ MISTAKES = [
      "bandwidth; allowed: a number above 0 and a unit, such as '10 Mbit/s', or 'unshaped'"),
     ("10 Mbit/s]\n  acc", "10 MiB/s]\n  acc", 13, "axes.inter_bandwidth[1]: '10 MiB/s' is not a "
      "bandwidth; allowed: a number above 0 and a unit, such as '10 Mbit/s', or 'unshaped'"),
-    ("accumulation: [1, 4]", "accumulation: []", 14, "axes.accumulation: [] is not a list with "
-     "at least one item"),
+    ("accumulation: [1, 4]", "accumulation: []", 14, "axes.accumulation: [] is not allowed: "
+     "list should have at least 1 item"),
     ("accumulation: [1, 4]", "accumulation: [1, 1]", 14, "axes.accumulation[1]: 1 is already in "
      "this list"),
     ("accumulation: [1, 4]", "accumulation: [1, 4, 2.5]", 14, "axes.accumulation[2]: 2.5 is not "
@@ -322,7 +324,8 @@ MISTAKES = [
     ("nodes: 2", "node: 2", 3, "cluster.node: unknown key 'node'; allowed: nodes, "),
     ("accumulation: 4, inter", "accumulation: 3, inter", 26, "skip[0].when.accumulation: 3 is "
      "not a value of accumulation in this matrix"),
-    ("    reason: not interesting\n", "    reason:\n", 27, "skip[0].reason: None is not text"),
+    ("    reason: not interesting\n", "    reason:\n", 27, "skip[0].reason: None is not "
+     "allowed: input should be a valid string"),
     ("[fcdp, fsdp2]", "[fcdp, zero]", 29, "overrides[0].when.strategy[1]: unknown strategy "),
     ("{steps: 2}", "{accumulation: 2}", 30, "overrides[0].set.accumulation: unknown key "),
     ("name: example", "nam: example", 1, "nam: unknown key 'nam'; allowed: name, description, "

@@ -7,12 +7,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from experiments.preflight.block import Block
-from experiments.preflight.hardware import hardware_of
-from experiments.preflight.schema import BlockShape, BlockTime, Compute, Host
-from simulation.compute.constants import rates_of
+from experiments.preflight.probe import Block
+from experiments.preflight.schema import BlockShape, BlockTime, Compute, Host, hardware_of
+from simulation.compute.study import rates_of
 from simulation.hardware import gpu
-from simulation.planner.ranges import rests_on
+from simulation.planner.option import rests_on
 from tests.experiments.preflight import made_up
 
 GPU_COMPUTE = Compute(
@@ -31,7 +30,7 @@ GPU_HOST = Host(
 
 def test_gpus_have_their_measured_rates_and_their_data_sheet() -> None:
     measured = made_up.preflight(compute=GPU_COMPUTE, host=GPU_HOST)
-    found = hardware_of(measured, gpu("a40"))
+    found = hardware_of(measured, "a40")
     assert found.flops == pytest.approx(110e12)
     assert found.device.peak_flops == gpu("a40").peak_flops
     assert found.device.memory_bytes == 47e9
@@ -47,7 +46,7 @@ def test_gpus_have_their_measured_rates_and_their_data_sheet() -> None:
 
 
 def test_a_link_that_was_not_measured_has_no_limit() -> None:
-    assert hardware_of(made_up.preflight(nodes=1), gpu("a40")).inter_bytes_per_s == float("inf")
+    assert hardware_of(made_up.preflight(nodes=1), "a40").inter_bytes_per_s == float("inf")
 
 
 @pytest.mark.parametrize(("evidence", "nodes_on_host"), [("emulated", 2), ("measured", 1)])
@@ -76,7 +75,7 @@ def test_a_block_that_was_timed_says_how_fast_all_computation_is() -> None:
     seconds = 2 * fitted.seconds(shape.work())
     block = BlockTime(width=4096, heads=32, sequence_length=2048, sequences=2, seconds=seconds)
     compute = GPU_COMPUTE.model_copy(update={"block": block, "memory_bytes_per_s": 600e9})
-    found = hardware_of(made_up.preflight(compute=compute, host=GPU_HOST), gpu("a40"))
+    found = hardware_of(made_up.preflight(compute=compute, host=GPU_HOST), "a40")
     assert found.rates is not None
     assert found.rates.products_per_s == pytest.approx(fitted.products_per_s / 2)
     assert found.rates.attention_per_s == pytest.approx(fitted.attention_per_s / 2)

@@ -9,9 +9,9 @@ import pytest
 from experiments.records.comparison import reference
 from experiments.records.modelled import workload_of
 from experiments.records.record import Cached, Machine, Record
-from experiments.records.variants import ranked
 from experiments.terminal import variants_table
 from experiments.terminal.summary_table import summary
+from experiments.terminal.variants_table import ranked
 from simulation.hardware import gpu
 from simulation.transformer import model_flops
 from tests.experiments.stand_in import cell, record

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.runner import machine
+from experiments.runner import runner
 
 
 def counters(file: Path, idle: int, steal: int) -> None:
@@ -18,9 +18,9 @@ def test_steal_is_a_share_of_the_time_that_has_passed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stat = tmp_path / "stat"
-    monkeypatch.setattr(machine, "_STAT", stat)
+    monkeypatch.setattr(runner, "_STAT", stat)
     counters(stat, idle=1000, steal=10)
-    watch = machine.Watch()
+    watch = runner.Watch()
     counters(stat, idle=1060, steal=50)
     assert watch.machine().steal_share == 0.4
     # Each call begins anew.
@@ -31,11 +31,11 @@ def test_steal_is_a_share_of_the_time_that_has_passed(
 def test_a_kernel_without_counters_takes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "_STAT", tmp_path / "none")
-    assert machine.look().steal_share == 0.0
+    monkeypatch.setattr(runner, "_STAT", tmp_path / "none")
+    assert runner.look().steal_share == 0.0
 
 
 def test_this_machine_can_be_watched() -> None:
-    found = machine.look()
+    found = runner.look()
     assert found.cores >= 1
     assert 0 <= found.steal_share <= 1

@@ -23,6 +23,8 @@ class Run:
 
     folder: Path
     id: str = ""
+    name: str = ""
+    group: str = ""
     job_type: str = ""
     sweep: str = ""
     tags: list[str] = field(default_factory=list)
@@ -43,6 +45,7 @@ def _read(file: Path) -> Run:
         match each.WhichOneof("record_type"):
             case "run":
                 run.id, run.job_type = each.run.run_id, each.run.job_type
+                run.name, run.group = each.run.display_name, each.run.run_group
                 run.sweep, run.tags = each.run.sweep_id, [*each.run.tags]
                 _update(run.config, each.run.config.update)
             case "config":

@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 
 from experiments.records.workload import Origin, OwnModel
-from experiments.worker import equality
+from experiments.worker import models
 from tests.experiments.cells import cell
 from tests.fcdp.training import topology_of
 from tests.ranks import Pools
@@ -20,7 +20,7 @@ def compared(of_a_user: bool, differ: bool) -> str | None:
     own = {"model": OwnModel(name="mine", function="mine:build")} if of_a_user else {}
     wanted = cell("fcdp", origin=Origin(model="mine.yaml:5: models[0]"), **own)
     try:
-        equality.check(nn.Linear(3, 3), wanted, topology)
+        models.check(nn.Linear(3, 3), wanted, topology)
     except ValueError as error:
         return str(error)
     return None

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import fcdp
-from experiments.worker.profiling import FOLDER, SUMMARY, profile_step
+from experiments.worker.worker import FOLDER, SUMMARY, profile_step
 from tests.fcdp.training import Settings, batches, loss_of, make_model, take_step, topology_of
 from tests.ranks import Pools
 

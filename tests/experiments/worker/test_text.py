@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.records import documents
+from experiments.records import workload
 from experiments.records.cell import Cell
 from experiments.records.workload import Dataset, JsonLines, Library, Origin, TextFile
-from experiments.worker import data, text
+from experiments.worker import data, workloads
 from tests.experiments.cells import cell
 
 WHERE = "mine.yaml:7: workload.data"
@@ -48,37 +48,37 @@ def of(folder: Path, given: Any, sequence_length: int = 4, **settings: Any) -> C
 
 
 def prose(folder: Path, **more: Any) -> TextFile:
-    return TextFile(text="prose.txt", digest=documents.digest(folder / "prose.txt"), **more)
+    return TextFile(text="prose.txt", digest=workload.digest(folder / "prose.txt"), **more)
 
 
 def chat(folder: Path, **more: Any) -> JsonLines:
-    digest = documents.digest(folder / "chat.jsonl")
+    digest = workload.digest(folder / "chat.jsonl")
     return JsonLines(jsonl="chat.jsonl", field="said", digest=digest, **more)
 
 
 def test_the_default_is_the_standard_library() -> None:
-    assert torch.equal(text.tokens(cell("fcdp"), 256), data.corpus())
+    assert torch.equal(workloads.tokens(cell("fcdp"), 256), data.corpus())
 
 
 def test_a_text_file_byte_by_byte(folder: Path) -> None:
-    found = text.tokens(of(folder, prose(folder)), 256)
+    found = workloads.tokens(of(folder, prose(folder)), 256)
     assert bytes(found.tolist()) == PROSE.encode()
     found.zero_()  # its own pages: the file stays as it is
     assert (folder / "prose.txt").read_text(encoding="utf-8") == PROSE
 
 
 def test_json_lines_byte_by_byte(folder: Path) -> None:
-    found = text.tokens(of(folder, chat(folder)), None)
+    found = workloads.tokens(of(folder, chat(folder)), None)
     assert bytes(found.tolist()).decode() == "the word\nwörd"
 
 
 def test_tokens_of_a_tokenizer(folder: Path) -> None:
-    words = text.tokens(of(folder, prose(folder, tokenizer="./words")), 5)
+    words = workloads.tokens(of(folder, prose(folder, tokenizer="./words")), 5)
     assert words.tolist() == [0, 1, 0, 0, 1, 2, 0, 0, 1, 0, 0, 3, 0]
     # The end of text stands between documents.
-    lines = text.tokens(of(folder, chat(folder, tokenizer="./words"), sequence_length=2), 5)
+    lines = workloads.tokens(of(folder, chat(folder, tokenizer="./words"), sequence_length=2), 5)
     assert lines.tolist() == [1, 2, 4, 0]
-    library = text.tokens(of(folder, Library(tokenizer="./words")), 5)
+    library = workloads.tokens(of(folder, Library(tokenizer="./words")), 5)
     assert set(library.tolist()) == {0, 1, 2, 3}
 
 
@@ -93,17 +93,17 @@ def test_a_data_set(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module.load_dataset = load_dataset
     monkeypatch.setitem(sys.modules, "datasets", module)
     named = Dataset(dataset="names", subset="en", split="test", field="said")
-    assert bytes(text.tokens(of(folder, named), 256).tolist()) == b"a word\nor two"
+    assert bytes(workloads.tokens(of(folder, named), 256).tolist()) == b"a word\nor two"
     local = Dataset(dataset="./words", field="said")
-    text.tokens(of(folder, local), 256)
+    workloads.tokens(of(folder, local), 256)
     assert asked == [("names", "en", "test"), (str(folder / "words"), None, "train")]
     with pytest.raises(ValueError, match=r"dataset: row 0: has no field 'text', only 'said'"):
-        text.tokens(of(folder, Dataset(dataset="names")), 256)
+        workloads.tokens(of(folder, Dataset(dataset="names")), 256)
 
 
 def problem(wanted: Cell, vocabulary: int = 256) -> str:
     with pytest.raises(ValueError, match=re.escape(WHERE)) as raised:
-        text.tokens(wanted, vocabulary)
+        workloads.tokens(wanted, vocabulary)
     return str(raised.value).removeprefix(WHERE)
 
 
@@ -143,7 +143,7 @@ def test_tokens_are_below_the_vocabulary(folder: Path) -> None:
 
 def test_a_text_has_a_sequence(folder: Path) -> None:
     size = len(PROSE.encode())
-    assert len(text.tokens(of(folder, prose(folder), sequence_length=size - 2), 256)) == size
+    assert len(workloads.tokens(of(folder, prose(folder), sequence_length=size - 2), 256)) == size
     said = problem(of(folder, prose(folder), sequence_length=size - 1))
     assert said == (
         f": prose.txt has {size} tokens, of which sequence_length = {size - 1} needs {size + 1}"
@@ -152,7 +152,7 @@ def test_a_text_has_a_sequence(folder: Path) -> None:
 
 def test_held_out_sequences_are_the_end_and_not_trained_on() -> None:
     found = torch.arange(200, dtype=torch.uint8)
-    training, last = text.split(found, cell("fcdp", held_out=3, sequence_length=4))
+    training, last = workloads.split(found, cell("fcdp", held_out=3, sequence_length=4))
     assert training.tolist() == list(range(180))
     assert last.tolist() == [[*range(first, first + 5)] for first in (180, 186, 193)]
     assert last.dtype == torch.int64
@@ -160,15 +160,15 @@ def test_held_out_sequences_are_the_end_and_not_trained_on() -> None:
 
 def test_nothing_is_held_out_unless_asked_for() -> None:
     found = torch.arange(200, dtype=torch.uint8)
-    training, last = text.split(found, cell("fcdp", sequence_length=4))
+    training, last = workloads.split(found, cell("fcdp", sequence_length=4))
     assert training is found
     assert len(last) == 0
 
 
 def test_more_held_out_sequences_than_there_are_is_an_error() -> None:
     found = torch.arange(200, dtype=torch.uint8)
-    assert len(text.split(found, cell("fcdp", held_out=4, sequence_length=4))[1]) == 4
+    assert len(workloads.split(found, cell("fcdp", held_out=4, sequence_length=4))[1]) == 4
     with pytest.raises(
         ValueError, match=r"held_out = 5: the last 10% of standard library have 20 "
     ):
-        text.split(found, cell("fcdp", held_out=5, sequence_length=4))
+        workloads.split(found, cell("fcdp", held_out=5, sequence_length=4))

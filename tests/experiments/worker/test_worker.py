@@ -79,17 +79,20 @@ def payload(run: CellResult, itemsize: int = 4) -> float:
     return 2 * (NODES - 1) / NODES * run.measurement.trainable_parameters * itemsize
 
 
-@pytest.mark.parametrize("model", [{}, LLAMA], ids=["gpt2", "llama"])
-def test_fcdp_sends_one_gather_and_one_reduction_a_step(run: Runner, model: dict[str, Any]) -> None:
-    fcdp = run("fcdp", model)
+@pytest.mark.parametrize(
+    ("settings", "itemsize"),
+    [({}, 4), (LLAMA, 4), (ACCUMULATION_4, 4), (BFLOAT16, 2)],
+    ids=["gpt2", "llama", "k4", "bfloat16"],
+)
+def test_fcdp_sends_one_gather_and_one_reduction_a_step(
+    run: Runner, settings: dict[str, Any], itemsize: int
+) -> None:
+    """Of however many micro-batches; FSDP2 sends more than twice as much."""
+    fcdp, least = run("fcdp", settings), payload(run("fcdp", settings), itemsize)
     assert fcdp.measurement.trainable_parameters == fcdp.measurement.parameters
-    assert payload(fcdp) <= fcdp.sent <= 1.05 * payload(fcdp)
-    assert fcdp.measurement.inter_node_bytes_closed_form == payload(fcdp)
-
-
-@pytest.mark.parametrize("model", [{}, LLAMA], ids=["gpt2", "llama"])
-def test_fsdp2_sends_more_than_twice_as_much(run: Runner, model: dict[str, Any]) -> None:
-    assert run("fsdp2", model).sent >= 2.5 * run("fcdp", model).sent
+    assert least <= fcdp.sent <= 1.05 * least
+    assert fcdp.measurement.inter_node_bytes_closed_form == least
+    assert run("fsdp2", settings).sent >= 2.5 * fcdp.sent
 
 
 @pytest.mark.parametrize("model", [{}, LLAMA], ids=["gpt2", "llama"])
@@ -165,10 +168,6 @@ def test_codecs_and_replicas_send_what_their_closed_form_says(
     assert finished.measurement.losses == pytest.approx(plain.measurement.losses, rel=0.05)
 
 
-def test_accumulation_costs_fcdp_no_bytes(run: Runner) -> None:
-    assert run("fcdp", ACCUMULATION_4).sent == pytest.approx(run("fcdp").sent, rel=0.01)
-
-
 @pytest.mark.parametrize("strategy", ["fsdp2", "deepspeed-zero3"])
 def test_accumulation_multiplies_the_bytes_of_zero3(run: Runner, strategy: str) -> None:
     assert run(strategy, ACCUMULATION_4).sent > 2 * run(strategy).sent
@@ -205,12 +204,6 @@ def test_all_strategies_learn_the_same(
 def test_llama_learns_the_same_with_fsdp2(run: Runner, tuning: dict[str, Any]) -> None:
     fcdp, fsdp2 = (run(strategy, {**LLAMA, **tuning}) for strategy in ("fcdp", "fsdp2"))
     assert fcdp.measurement.losses == pytest.approx(fsdp2.measurement.losses, rel=1e-5)
-
-
-def test_bfloat16_halves_what_fcdp_sends(run: Runner) -> None:
-    half, whole = run("fcdp", BFLOAT16), run("fcdp")
-    assert payload(half, itemsize=2) <= half.sent <= 1.05 * payload(half, itemsize=2)
-    assert half.sent == pytest.approx(whole.sent / 2, rel=0.02)
 
 
 @pytest.mark.parametrize("strategy", ["fcdp", "fsdp2"])

@@ -134,6 +134,7 @@ class Group(dist.ProcessGroup):
     ) -> Done:
         """Exchange ``inputs``; ``results`` makes of all ranks' what goes to ``outputs``."""
         self._count += 1
+        what = f"{what} of {self._size} in {self.group_desc}"
         key, device = (self.group_name, self._count), here()
         on_device = any(isinstance(each, DeviceTensor) for each in (*inputs, *outputs))
         timeline: Any = device.host

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 from fcdp.cache.arena import ALIGNMENT, POISON, Arena
 from fcdp.cache.tiers.disk import DiskTier
 from fcdp.cache.tiers.host import HostTier
-from fcdp.ledger import Ledger
+from fcdp.counts import Ledger
 from fcdp.partial_gradients import Partials
 from tests.fcdp.stand_ins import CPU, STREAMS, Place, StandInUnit
 

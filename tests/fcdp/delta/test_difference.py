@@ -38,10 +38,10 @@ def _round_trip(new: torch.Tensor, base: torch.Tensor) -> int:
     return encoded.numel()
 
 
-@pytest.mark.parametrize("count", LENGTHS)
 @pytest.mark.parametrize("scale", [0.0, 1e-6, 1e-5, 3e-5, 1e-4, 1e-3, 1.0])
-def test_updates_of_every_size_arrive(count: int, scale: float) -> None:
-    _round_trip(*_updated(count, scale))
+def test_updates_of_every_size_arrive(scale: float) -> None:
+    for count in LENGTHS:
+        _round_trip(*_updated(count, scale))
 
 
 @given(st.lists(st.tuples(st.integers(-(2**15), 2**15 - 1), st.integers(-4, 4)), max_size=300))

@@ -6,7 +6,6 @@ import time
 
 import pytest
 
-import fcdp
 from fcdp.delta.economy import Economy, Mean, Watch
 
 SHARD = 2**20
@@ -91,11 +90,6 @@ def test_a_mean_forgets() -> None:
         mean.add(1.0)
     assert mean.value is not None
     assert mean.value == pytest.approx(1.0, abs=1e-3)
-
-
-def test_another_word_is_refused() -> None:
-    with pytest.raises(ValueError, match="when = 'often': must be 'pays' or 'always'"):
-        fcdp.Delta("often")  # type: ignore[arg-type]
 
 
 def test_a_quarter_of_the_last_observation_counts() -> None:

@@ -6,45 +6,48 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests.fcdp.failures.failing_job import JOBS
 from tests.fcdp.failures.made_up import SOON_S
 
 pytestmark = pytest.mark.ranks
 
 
-def _run_job(failing: int, how: str, folder: Path) -> list[tuple[int, str]]:
-    """Exit status and error output of three ranks."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    job = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "tests.fcdp.failures.failing_job"),
-            *(str(port), str(failing), how, str(folder)),
-        ],
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[int, str]]]:
+    """Exit status and error output of three ranks, by job."""
+    folder = tmp_path_factory.mktemp("jobs")
+    jobs = subprocess.Popen(
+        [sys.executable, "-m", "tests.fcdp.failures.failing_job", folder],
         stdout=subprocess.PIPE,
         env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
         text=True,
         start_new_session=True,
     )
     try:
-        output, _ = job.communicate(timeout=4 * SOON_S)
+        output, _ = jobs.communicate(timeout=4 * SOON_S)
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(job.pid, signal.SIGKILL)  # the ranks are of its session
-    statuses = json.loads(output.splitlines()[-1])
-    return [(status, (folder / f"{rank}.err").read_text()) for rank, status in enumerate(statuses)]
+            os.killpg(jobs.pid, signal.SIGKILL)  # the ranks are of its session
+    return {
+        job: [
+            (status, (folder / f"{job}, rank {rank}").read_text())
+            for rank, status in enumerate(statuses)
+        ]
+        for job, statuses in json.loads(output.splitlines()[-1]).items()
+    }
 
 
-@pytest.mark.parametrize("failing", [0, 2], ids=["serves-the-store", "another"])
-def test_an_uncaught_error_is_in_the_messages_of_all_ranks(failing: int, tmp_path: Path) -> None:
-    for rank, (status, output) in enumerate(_run_job(failing, "raises", tmp_path)):
+@pytest.mark.parametrize("job", [job for job, (_, how) in JOBS.items() if how == "raises"])
+def test_an_uncaught_error_is_in_the_messages_of_all_ranks(
+    job: str, ended: dict[str, list[tuple[int, str]]]
+) -> None:
+    failing, _ = JOBS[job]
+    for rank, (status, output) in enumerate(ended[job]):
         assert status == 1, output
         last = output.strip().splitlines()[-1].removeprefix(f"[rank{rank}]: ")
         if rank == failing:
@@ -56,9 +59,10 @@ def test_an_uncaught_error_is_in_the_messages_of_all_ranks(failing: int, tmp_pat
             assert "was the direct cause of the following exception" in output
 
 
-@pytest.mark.parametrize("failing", [0, 2], ids=["serves-the-store", "another"])
-def test_a_killed_rank_ends_the_others(failing: int, tmp_path: Path) -> None:
-    for rank, (status, output) in enumerate(_run_job(failing, "is-killed", tmp_path)):
+@pytest.mark.parametrize("job", [job for job, (_, how) in JOBS.items() if how == "is killed"])
+def test_a_killed_rank_ends_the_others(job: str, ended: dict[str, list[tuple[int, str]]]) -> None:
+    failing, _ = JOBS[job]
+    for rank, (status, output) in enumerate(ended[job]):
         if rank == failing:
             assert status == -signal.SIGKILL
         else:

@@ -9,6 +9,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -19,25 +20,39 @@ from tests.fcdp.failures.made_up import SOON_S
 from tests.ranks import Pools
 
 
+class Exchanges:
+    """Of all ranks, over a group of their own that a failure may break."""
+
+    def __init__(self, name: str) -> None:
+        self.group: Any = dist.new_group(timeout=timedelta(seconds=150))
+        self.failures = Failures(name, [self.group])
+
+    def issue(self) -> dist.Work:
+        """Start one, which is waited for later."""
+        with self.failures.waiting():
+            work: dist.Work = self.group.allreduce([torch.ones(3)])
+        return work
+
+    def complete(self, work: dist.Work) -> None:
+        with self.failures.completing():
+            work.wait()
+
+    def run(self) -> None:
+        with self.failures.waiting():
+            self.group.allreduce([torch.ones(3)]).wait()
+
+
 @contextlib.contextmanager
-def _failures(name: str) -> Iterator[tuple[Failures, Callable[[], None]]]:
-    """Failures over a group of their own, and an exchange of all ranks over it."""
-    group = dist.new_group(timeout=timedelta(seconds=150))
-    failures = Failures(name, [group])
+def exchanges(name: str) -> Iterator[Exchanges]:
     poll, watcher.POLL_S = watcher.POLL_S, 0.1
-
-    def exchange() -> None:
-        with failures.waiting():
-            group.allreduce([torch.ones(3)]).wait()
-
     try:
-        yield failures, exchange
+        yield Exchanges(name)
     finally:
         watcher.POLL_S = poll
         dist.barrier()  # of the pool's own group: all have seen what they had to see
 
 
-def _ended(work: Callable[[], None]) -> str:
+def ended(work: Callable[[], None]) -> str:
     """What ends ``work`` in another's stead, if it ends soon."""
     began = time.monotonic()
     try:
@@ -49,7 +64,8 @@ def _ended(work: Callable[[], None]) -> str:
 
 
 def _one_raises_and_is_caught() -> list[str]:
-    with _failures("caught") as (failures, exchange):
+    with exchanges("caught") as every:
+        failures, exchange = every.failures, every.run
 
         def one_pass(fails: bool) -> None:
             failures.begins()
@@ -64,7 +80,7 @@ def _one_raises_and_is_caught() -> list[str]:
             one_pass(fails=dist.get_rank() == 3)
 
         # The failed rank goes on, in a pass that nobody else begins.
-        return [_ended(passes), _ended(lambda: one_pass(fails=False))]
+        return [ended(passes), ended(lambda: one_pass(fails=False))]
 
 
 def test_a_rank_that_raises_and_goes_on_ends_the_waits_of_the_others(ranks: Pools) -> None:
@@ -75,22 +91,23 @@ def test_a_rank_that_raises_and_goes_on_ends_the_waits_of_the_others(ranks: Pool
 
 
 def _all_raise_alike() -> list[str]:
-    with _failures("alike") as (failures, exchange):
+    with exchanges("alike") as every:
+        failures, exchange = every.failures, every.run
 
         def passes() -> None:
-            for _ in range(3):
+            for _ in range(2):
                 failures.begins()
                 exchange()
                 failures.announce(MemoryError("too long a batch"))
                 # The others wait for rank 1 in the same pass, for longer than a few polls ...
-                time.sleep(dist.get_rank() == 1)
+                time.sleep(0.5 * (dist.get_rank() == 1))
                 exchange()
                 failures.begins()
                 # ... and in the next.
-                time.sleep(dist.get_rank() == 2)
+                time.sleep(0.5 * (dist.get_rank() == 2))
                 exchange()
 
-        return [_ended(passes)]
+        return [ended(passes)]
 
 
 def test_ranks_that_all_raise_alike_go_on(ranks: Pools) -> None:
@@ -98,7 +115,8 @@ def test_ranks_that_all_raise_alike_go_on(ranks: Pools) -> None:
 
 
 def _one_is_late_to_raise_alike() -> list[str]:
-    with _failures("late") as (failures, exchange):
+    with exchanges("late") as every:
+        failures, exchange = every.failures, every.run
 
         def passes() -> None:
             failures.begins()
@@ -114,7 +132,7 @@ def _one_is_late_to_raise_alike() -> list[str]:
             failures.begins()
             exchange()
 
-        return [_ended(passes)]
+        return [ended(passes)]
 
 
 def test_a_rank_that_is_about_to_raise_alike_is_left_alone(ranks: Pools) -> None:
@@ -122,7 +140,8 @@ def test_a_rank_that_is_about_to_raise_alike_is_left_alone(ranks: Pools) -> None
 
 
 def _one_raises_after_the_last_exchange() -> list[str]:
-    with _failures("after") as (failures, exchange):
+    with exchanges("after") as every:
+        failures, exchange = every.failures, every.run
 
         def passes() -> None:
             for _ in range(2):
@@ -133,7 +152,7 @@ def _one_raises_after_the_last_exchange() -> list[str]:
             failures.begins()
             exchange()
 
-        return [_ended(passes)]
+        return [ended(passes)]
 
 
 def test_a_rank_that_has_left_nothing_out_may_go_on(ranks: Pools) -> None:
@@ -141,7 +160,8 @@ def test_a_rank_that_has_left_nothing_out_may_go_on(ranks: Pools) -> None:
 
 
 def _two_raise_differently() -> list[str]:
-    with _failures("two") as (failures, exchange):
+    with exchanges("two") as every:
+        failures, exchange = every.failures, every.run
         rank = dist.get_rank()
 
         def passes() -> None:
@@ -155,7 +175,7 @@ def _two_raise_differently() -> list[str]:
             if rank in (0, 3):
                 exchange()
 
-        return [_ended(passes)]
+        return [ended(passes)]
 
 
 def test_the_first_error_of_two_is_in_all_messages(ranks: Pools) -> None:
@@ -165,16 +185,17 @@ def test_the_first_error_of_two_is_in_all_messages(ranks: Pools) -> None:
 
 
 def _one_is_slow() -> list[str]:
-    with _failures("slow") as (failures, exchange):
+    with exchanges("slow") as every:
+        failures, exchange = every.failures, every.run
 
         def passes() -> None:
             for _ in range(2):
                 failures.begins()
                 exchange()
-                time.sleep(1.5 * (dist.get_rank() == 2))
+                time.sleep(0.6 * (dist.get_rank() == 2))
                 exchange()
 
-        return [_ended(passes)]
+        return [ended(passes)]
 
 
 def test_a_slow_rank_is_no_failure(ranks: Pools) -> None:
@@ -195,7 +216,8 @@ def _backward(failures: Failures, raises: bool) -> None:
 
 
 def _one_backward_raises() -> list[str]:
-    with _failures("backward") as (failures, exchange):
+    with exchanges("backward") as every:
+        failures, exchange = every.failures, every.run
 
         def passes() -> None:
             for step in range(2):
@@ -206,7 +228,7 @@ def _one_backward_raises() -> list[str]:
                 failures.begins()
             exchange()
 
-        return [_ended(passes)]
+        return [ended(passes)]
 
 
 def test_a_backward_that_raised_is_announced_by_the_next_forward(ranks: Pools) -> None:
@@ -216,7 +238,8 @@ def test_a_backward_that_raised_is_announced_by_the_next_forward(ranks: Pools) -
 
 def _reset_after_a_backward_that_raised() -> list[str]:
     """As by FSDP2's ``reset_iter_state``, which waits for what was prefetched."""
-    with _failures("reset") as (failures, exchange):
+    with exchanges("reset") as every:
+        failures, exchange = every.failures, every.run
 
         def passes() -> None:
             failures.begins()
@@ -229,7 +252,7 @@ def _reset_after_a_backward_that_raised() -> list[str]:
             exchange()
             exchange()
 
-        return [_ended(passes)]
+        return [ended(passes)]
 
 
 def test_a_backward_that_raised_is_announced_before_what_it_left_is_waited_for(
@@ -241,7 +264,8 @@ def test_a_backward_that_raised_is_announced_before_what_it_left_is_waited_for(
 
 def _one_leaves_an_exchange_out() -> list[str]:
     """On a device nobody waits on the host, and the ranks meet again in the flags of a pass."""
-    with _failures("left out") as (failures, _):
+    with exchanges("left out") as every:
+        failures = every.failures
         group = dist.new_group(timeout=timedelta(seconds=150))
         topology: Any = SimpleNamespace(
             control_intra=dist.new_group([dist.get_rank()], use_local_synchronization=True),
@@ -258,9 +282,103 @@ def _one_leaves_an_exchange_out() -> list[str]:
                 with failures.waiting():
                     pass  # queued
 
-        return [_ended(passes)]
+        return [ended(passes)]
 
 
 def test_ranks_that_are_not_at_the_same_exchange_all_say_so(ranks: Pools) -> None:
     for (seen,) in ranks.run(4, _one_leaves_an_exchange_out):
         assert "ranks are not at the same exchange" in seen
+
+
+# What a failed pass has left in flight ends, or ends in an error, soon
+
+
+def left_in_flight(late: float) -> str:
+    """All ranks fail with an exchange in flight, which rank 1 issues ``late`` seconds late."""
+    with exchanges(f"left {late}") as every:
+
+        def passes() -> None:
+            every.failures.begins()
+            every.run()
+            if dist.get_rank() == 1:
+                time.sleep(late)
+            work = every.issue()
+            every.failures.announce(ValueError("no label"))
+            every.complete(work)
+            every.failures.begins()
+            every.run()
+
+        return ended(passes)
+
+
+@pytest.mark.parametrize("late", [0.0, 1.0])
+def test_ranks_that_fail_alike_go_on_with_what_they_left_in_flight(
+    ranks: Pools, late: float
+) -> None:
+    """Also where the others have looked many times whether it can end."""
+    assert ranks.run(4, left_in_flight, late) == ["done"] * 4
+
+
+def never_issued() -> str:
+    """All ranks fail, but rank 3 before the exchange that the others leave in flight."""
+    with exchanges("never issued") as every:
+
+        def passes() -> None:
+            every.failures.begins()
+            every.run()
+            if dist.get_rank() == 3:
+                every.failures.announce(KeyError("batch"))
+            dist.barrier()  # rank 3 is the first
+            if dist.get_rank() != 3:
+                work = every.issue()
+                every.failures.announce(ValueError("no label"))
+                every.complete(work)
+            every.failures.begins()
+            every.run()
+
+        return ended(passes)
+
+
+def test_what_a_failed_rank_never_issued_ends_on_all_with_its_error(ranks: Pools) -> None:
+    assert ranks.run(4, never_issued) == ["rank 3 failed: KeyError: 'batch'"] * 4
+
+
+def places() -> list[int | None]:
+    """Before and after a rank has waited, once, or not at all, for what it issued."""
+    with exchanges("places") as every:
+        every.failures.begins()
+        work = every.issue()
+        before = every.failures.place
+        if dist.get_rank() == 0:
+            every.complete(work)
+        return [before, every.failures.place]
+
+
+def test_ranks_may_wait_at_different_times_and_are_at_the_same_place(ranks: Pools) -> None:
+    answers = ranks.run(2, places)
+    assert len({place for found in answers for place in found}) == 1
+
+
+def broken_while_completing() -> list[str]:
+    """What each rank's next exchanges say after rank 0's connection has broken in a wait."""
+    with exchanges("broken") as every:
+
+        def completes(error: Exception) -> None:
+            with every.failures.completing():
+                raise error
+
+        every.failures.begins()
+        with pytest.raises(ValueError, match="no label"):
+            completes(ValueError("no label"))
+        every.run()  # which is nobody's failure
+        if dist.get_rank() == 0:
+            with pytest.raises(RankFailed):
+                completes(RuntimeError("Connection closed by peer"))
+        return [ended(every.run), ended(lambda: completes(ValueError("is not reached")))]
+
+
+def test_a_connection_that_breaks_is_told_to_all(ranks: Pools) -> None:
+    for seen in ranks.run(2, broken_while_completing):
+        for message in seen:
+            assert "rank 0 could not exchange with another rank" in message
+            assert "Connection closed by peer" in message

@@ -83,8 +83,7 @@ def _train(settings: Settings, where: str, failing: tuple[int, ...]) -> tuple[li
     return seen, took
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("shape", [(2, 2), (4, 1)])
+@pytest.mark.parametrize(("where", "shape"), [("forward", (2, 2)), ("backward", (4, 1))])
 def test_one_rank_fails(where: str, shape: tuple[int, int], own_ranks: RankPool) -> None:
     settings = replace(Settings(), nodes=shape[0], ranks_per_node=shape[1])
     for rank, (seen, took) in enumerate(own_ranks.run(_train, settings, where, (3,))):

@@ -43,6 +43,19 @@ class DoubleLinear(nn.Module):
         return (first, F.relu(self.lin2(x))) if self.use_second else first
 
 
+class Branches(nn.Module):
+    """Two layers beside each other, of which some are used, as told."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        torch.manual_seed(42)
+        self.left, self.right = nn.Linear(dim, dim), nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor, *, used: str) -> torch.Tensor:
+        branches = [branch(x) for name, branch in self.named_children() if name in used]
+        return torch.stack(branches).sum(0)
+
+
 class Block(nn.Module):
     """Attention with one head, and an MLP."""
 

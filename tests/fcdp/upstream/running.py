@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
-import pytest
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import fully_shard
@@ -19,8 +18,8 @@ from tests.fcdp.training import topology_of
 from tests.ranks import Pools
 
 #: Nodes × ranks per node. Two summands have one order; the second shape has a hierarchy.
-SHAPES = [(2, 1), (2, 2)]
-on_both_shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+PAIR = (2, 1)
+SHAPES = [PAIR, (2, 2)]
 EXACT = {"rtol": 0.0, "atol": 0.0}
 #: Between sums in another order: in float64, so that what is stale or misplaced stands out.
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}
@@ -84,18 +83,60 @@ class Run:
 Case = Callable[..., None]
 
 
-def both(nodes: int, ranks_per_node: int, case: Case, args: Sequence[Any]) -> list[str]:
+def cases(
+    *variants: tuple[Any, ...], shapes: Sequence[tuple[int, int]] = SHAPES
+) -> Callable[[Case], Case]:
+    """Make a test of ``case(run, *variant)``: it must see the same with FCDP as without.
+
+    All variants run on the first shape, and the first of them on the others, in one call each.
+    """
+
+    def decorate(case: Case) -> Case:
+        def test(ranks: Pools) -> None:
+            for shape in shapes:
+                every = shape == shapes[0] and not ranks.samples
+                check(ranks, shape, case, (variants or ((),))[: None if every else 1])
+
+        test.__name__, test.__doc__, test.__module__ = case.__name__, case.__doc__, case.__module__
+        test.case = case  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def check(
+    ranks: Pools, shape: tuple[int, int], case: Case, variants: Sequence[tuple[Any, ...]]
+) -> None:
+    """Fail where the case sees something else with FCDP than without."""
+    nodes, ranks_per_node = shape
+    found = ranks.run(
+        nodes * ranks_per_node, differing, *shape, case.__module__, case.__name__, variants
+    )
+    assert not any(found), "\n".join(
+        f"rank {rank}: {text}" for rank, texts in enumerate(found) for text in texts
+    )
+
+
+def differing(
+    nodes: int, ranks_per_node: int, module: str, name: str, variants: Sequence[tuple[Any, ...]]
+) -> list[str]:
+    """Where a case, found by its test's name, sees something else on this rank."""
+    case, topology = getattr(import_module(module), name).case, topology_of(nodes, ranks_per_node)
+    return [
+        f"{nodes} × {ranks_per_node}, {variant}: {text}"
+        for variant in variants
+        for text in both(topology, case, variant)
+    ]
+
+
+def both(topology: fcdp.Topology, case: Case, args: Sequence[Any]) -> list[str]:
     """Run ``case`` without and with FCDP; return where the two differ."""
-    topology = topology_of(nodes, ranks_per_node)
     plain, cached = Run(topology, cached=False), Run(topology, cached=True)
     with default_dtype(torch.float32 if sums_alike(topology) else torch.float64):
         case(plain, *args)
         assert plain.seen, "the case looked at nothing"
-        try:
-            case(cached, *args)
-            cached.check_gathers()
-        except Exception:
-            return [traceback.format_exc()]
+        case(cached, *args)
+        cached.check_gathers()
     return differences(plain.seen, cached.seen, EXACT if sums_alike(topology) else CLOSE)
 
 
@@ -131,20 +172,6 @@ def differences(
         except AssertionError as error:
             found.append(f"{label}: {error}")
     return found
-
-
-def variants(names: str, *values: tuple[Any, ...]) -> pytest.MarkDecorator:
-    """Parametrize a case: the first variant on both shapes, the others on two ranks."""
-    pair, hierarchy = SHAPES
-    cases = [(pair, *variant) for variant in values] + [(hierarchy, *values[0])]
-    return pytest.mark.parametrize(f"shape, {names}", cases, ids=str)
-
-
-def check(ranks: Pools, shape: tuple[int, int], case: Case, *args: Any) -> None:
-    """Fail where ``case(run, *args)`` sees something else with FCDP than without."""
-    nodes, ranks_per_node = shape
-    for rank, found in enumerate(ranks.run(nodes * ranks_per_node, both, *shape, case, args)):
-        assert not found, f"rank {rank}: " + "\n".join(found)
 
 
 def train(

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from tests.fcdp.upstream.models import mlps
-from tests.fcdp.upstream.running import Run, adam, check, on_both_shapes, variants
-from tests.ranks import Pools
+from tests.fcdp.upstream.models import Branches, mlps
+from tests.fcdp.upstream.running import PAIR, Run, adam, cases
 
 
-def accumulated(run: Run, mode: str, reshard: bool, reshard_backward: bool) -> None:
+@cases(
+    ("no_sync", True, True),
+    ("no_sync", False, True),
+    ("no_sync", True, False),
+    ("every", True, True),
+    ("every", False, False),
+    ("some_modules", True, True),
+    ("root_alone", True, True),
+)
+def test_gradients_of_several_micro_batches(
+    run: Run, mode: str, reshard: bool, reshard_backward: bool
+) -> None:
     """Three micro-batches per step, of which ``mode`` says which are reduced."""
     model = mlps(3, 5)
     run.shard([*model, model], reshard_after_forward=reshard)
@@ -40,23 +48,10 @@ def accumulated(run: Run, mode: str, reshard: bool, reshard_backward: bool) -> N
     run.see_params(model)
 
 
-@variants(
-    "mode, reshard, reshard_backward",
-    ("no_sync", True, True),
-    ("no_sync", False, True),
-    ("no_sync", True, False),
-    ("every", True, True),
-    ("every", False, False),
-    ("some_modules", True, True),
-    ("root_alone", True, True),
-)
-def test_gradients_of_several_micro_batches(
-    ranks: Pools, shape: tuple[int, int], mode: str, reshard: bool, reshard_backward: bool
+@cases((False, True), (True, True), (False, False))
+def test_forwards_of_all_micro_batches_before_their_backwards(
+    run: Run, async_op: bool, keep: bool
 ) -> None:
-    check(ranks, shape, accumulated, mode, reshard, reshard_backward)
-
-
-def all_forwards_first(run: Run, async_op: bool, keep: bool) -> None:
     """Pipelines run forwards of micro-batches ahead of their backwards."""
     model = mlps(3, 5)
     run.shard([*model, model], reshard_after_forward=False)
@@ -79,14 +74,8 @@ def all_forwards_first(run: Run, async_op: bool, keep: bool) -> None:
     run.see_params(model)
 
 
-@variants("async_op, keep", (False, True), (True, True), (False, False))
-def test_forwards_of_all_micro_batches_before_their_backwards(
-    ranks: Pools, shape: tuple[int, int], async_op: bool, keep: bool
-) -> None:
-    check(ranks, shape, all_forwards_first, async_op, keep)
-
-
-def in_reduce_dtype(run: Run, reshard: bool) -> None:
+@cases((True,), (False,), shapes=[PAIR])
+def test_accumulation_in_the_reduce_dtype(run: Run, reshard: bool) -> None:
     """Compute in bf16, accumulation and reduction in fp32."""
     model = mlps(3, 8).to(torch.float32)
     run.shard(
@@ -111,12 +100,8 @@ def in_reduce_dtype(run: Run, reshard: bool) -> None:
     run.see_params(model)
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-def test_accumulation_in_the_reduce_dtype(ranks: Pools, reshard: bool) -> None:
-    check(ranks, (2, 1), in_reduce_dtype, reshard)
-
-
-def evaluated_between_micro_batches(run: Run) -> None:
+@cases()
+def test_evaluation_between_micro_batches(run: Run) -> None:
     """A forward without gradients, between micro-batches that are not reduced."""
     model = mlps(2, 5)
     run.shard([*model, model])
@@ -133,26 +118,10 @@ def evaluated_between_micro_batches(run: Run) -> None:
     run.see_params(model)
 
 
-@on_both_shapes
-def test_evaluation_between_micro_batches(ranks: Pools, shape: tuple[int, int]) -> None:
-    check(ranks, shape, evaluated_between_micro_batches)
-
-
-class Alternating(nn.Module):
-    """Leaves out one of its two branches when told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(42)
-        self.left, self.right = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor, *, both: bool) -> torch.Tensor:
-        return self.left(x) + self.right(x) if both else self.left(x)
-
-
-def unused_in_the_last(run: Run, mode: str) -> None:
+@cases(("every",), ("no_sync",))
+def test_a_unit_that_the_last_micro_batch_leaves_out(run: Run, mode: str) -> None:
     """A unit that an early micro-batch uses and the last does not."""
-    model = Alternating()
+    model = Branches(6)
     run.shard([model.left, model.right, model])
     run.cache(model)
     optimizer = adam(model)
@@ -160,15 +129,9 @@ def unused_in_the_last(run: Run, mode: str) -> None:
         for micro in range(2):
             if mode == "no_sync":
                 model.set_requires_gradient_sync(micro == 1)
-            model(run.input(4, 6, step=10 * step + micro), both=micro == 0).sum().backward()
+            used = "left" if micro else "left right"
+            model(run.input(4, 6, step=10 * step + micro), used=used).sum().backward()
         run.see_gradients(model)
         optimizer.step()
         optimizer.zero_grad()
     run.see_params(model)
-
-
-@variants("mode", ("every",), ("no_sync",))
-def test_a_unit_that_the_last_micro_batch_leaves_out(
-    ranks: Pools, shape: tuple[int, int], mode: str
-) -> None:
-    check(ranks, shape, unused_in_the_last, mode)

@@ -15,11 +15,12 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 import fcdp
 from tests.fcdp.training import topology_of
 from tests.fcdp.upstream.models import mlps
-from tests.fcdp.upstream.running import Run, adam, check, on_both_shapes, train
+from tests.fcdp.upstream.running import Run, adam, cases, train
 from tests.ranks import Pools
 
 
-def parent(run: Run) -> None:
+@cases()
+def test_a_parent_is_sharded_after_fcdp(run: Run) -> None:
     """A head is put on a cached body, and sharded with it."""
     body = mlps(2, 6)
     run.shard([*body, body])
@@ -30,22 +31,13 @@ def parent(run: Run) -> None:
     train(run, model, adam(model), lambda step: model(run.input(4, 6, step=step)).sum())
 
 
-@on_both_shapes
-def test_a_parent_is_sharded_after_fcdp(ranks: Pools, shape: tuple[int, int]) -> None:
-    check(ranks, shape, parent)
-
-
-def unsharded_root(run: Run) -> None:
+@cases()
+def test_the_root_is_not_sharded(run: Run) -> None:
     """The root itself is not sharded: each layer is a root for FSDP2."""
     model = mlps(3, 6)
     run.shard([*model])
     run.cache(model)
     train(run, model, adam(model), lambda step: model(run.input(4, 6, step=step)).sum())
-
-
-@on_both_shapes
-def test_the_root_is_not_sharded(ranks: Pools, shape: tuple[int, int]) -> None:
-    check(ranks, shape, unsharded_root)
 
 
 @functools.cache
@@ -54,7 +46,11 @@ def named_mesh(world_size: int) -> DeviceMesh:
     return init_device_mesh("cpu", (world_size,), mesh_dim_names=("data",))
 
 
-def named_dimension(run: Run) -> None:
+@pytest.mark.skipif(
+    not hasattr(fsdp, "DataParallelMeshDims"), reason="this torch has no DataParallelMeshDims"
+)
+@cases()
+def test_a_mesh_whose_dimensions_are_named(run: Run) -> None:
     """Parameters that are DTensors already, on a mesh whose one dimension is named."""
     model = mlps(2, 6)
     mesh = named_mesh(run.topology.world_size)
@@ -74,13 +70,6 @@ def named_dimension(run: Run) -> None:
         return model(x).sum()
 
     train(run, model, adam(model), loss)
-
-
-@on_both_shapes
-def test_a_mesh_whose_dimensions_are_named(ranks: Pools, shape: tuple[int, int]) -> None:
-    if not hasattr(fsdp, "DataParallelMeshDims"):
-        pytest.skip("this torch has no DataParallelMeshDims")
-    check(ranks, shape, named_dimension)
 
 
 def sharded_again() -> tuple[str, str]:

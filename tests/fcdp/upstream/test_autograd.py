@@ -9,12 +9,12 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from tests.fcdp.upstream.models import DoubleLinear
-from tests.fcdp.upstream.running import Run, adam, check, on_both_shapes, train, variants
-from tests.ranks import Pools
+from tests.fcdp.upstream.models import Branches, DoubleLinear
+from tests.fcdp.upstream.running import Run, adam, cases, train
 
 
-def unused_output(run: Run, reshard: bool) -> None:
+@cases((True,), (False,))
+def test_an_output_that_the_loss_leaves_out(run: Run, reshard: bool) -> None:
     """The second of two outputs falls out of the loss in mid-run."""
     model = DoubleLinear(24, use_second=True)
     run.shard([model.lin1, model], reshard_after_forward=reshard)
@@ -27,78 +27,37 @@ def unused_output(run: Run, reshard: bool) -> None:
     train(run, model, adam(model), loss)
 
 
-@variants(
-    "reshard",
-    (True,),
-    (False,),
-)
-def test_an_output_that_the_loss_leaves_out(
-    ranks: Pools, shape: tuple[int, int], reshard: bool
-) -> None:
-    check(ranks, shape, unused_output, reshard)
-
-
-def unused_module(run: Run, reshard: bool) -> None:
+@cases((True,), (False,))
+def test_a_module_that_never_runs(run: Run, reshard: bool) -> None:
     model = DoubleLinear(24, use_second=False)
     run.shard([model.lin1, model.lin2, model], reshard_after_forward=reshard)
     run.cache(model)
     train(run, model, adam(model), lambda step: model(run.input(2, 24, step=step)).sum())
 
 
-@variants(
-    "reshard",
-    (True,),
-    (False,),
-)
-def test_a_module_that_never_runs(ranks: Pools, shape: tuple[int, int], reshard: bool) -> None:
-    check(ranks, shape, unused_module, reshard)
-
-
-class Switched(nn.Module):
-    """Uses one of two layers of one group, as told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(42)
-        self.left, self.right = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor, *, left: bool) -> torch.Tensor:
-        return (self.left if left else self.right)(x)
-
-
-def other_parameters_every_step(run: Run) -> None:
+@cases()
+def test_other_parameters_receive_gradients_in_each_step(run: Run) -> None:
     """Parameters of one group receive gradients in turn, alike on all ranks."""
-    model = Switched()
+    model = Branches(6)
     run.shard([model])
     run.cache(model)
     train(
         run,
         model,
         adam(model),
-        lambda step: model(run.input(2, 6, step=step), left=step % 2 == 0).sum(),
+        lambda step: model(run.input(2, 6, step=step), used=("left", "right")[step % 2]).sum(),
     )
 
 
-@on_both_shapes
-def test_other_parameters_receive_gradients_in_each_step(
-    ranks: Pools, shape: tuple[int, int]
-) -> None:
-    check(ranks, shape, other_parameters_every_step)
-
-
-def other_parameters_on_every_rank(run: Run) -> None:
+@cases()
+def test_ranks_use_different_parameters_of_a_group(run: Run) -> None:
     """Ranks use different parameters of a group, which then sends zeros for the others."""
-    model = Switched()
+    model = Branches(6)
     run.shard([model])
     model.set_reduce_scatter_unused_params(True)
     run.cache(model)
-    left = run.topology.rank % 2 == 0
-    train(run, model, adam(model), lambda step: model(run.input(2, 6, step=step), left=left).sum())
-
-
-@on_both_shapes
-def test_ranks_use_different_parameters_of_a_group(ranks: Pools, shape: tuple[int, int]) -> None:
-    check(ranks, shape, other_parameters_on_every_rank)
+    used = ("left", "right")[run.topology.rank % 2]
+    train(run, model, adam(model), lambda step: model(run.input(2, 6, step=step), used=used).sum())
 
 
 Pair = namedtuple("Pair", "x y")
@@ -143,19 +102,9 @@ class Chain(nn.Module):
         return y
 
 
-def contained(run: Run, kind: str) -> None:
+@cases(("list",), ("tuple",), ("dict",), ("namedtuple",))
+def test_activations_in_containers(run: Run, kind: str) -> None:
     model = Chain(kind)
     run.shard([*model.parts, model])
     run.cache(model)
     train(run, model, adam(model), lambda step: model(run.input(2, 24, step=step)).sum(), steps=2)
-
-
-@variants(
-    "kind",
-    ("list",),
-    ("tuple",),
-    ("dict",),
-    ("namedtuple",),
-)
-def test_activations_in_containers(ranks: Pools, shape: tuple[int, int], kind: str) -> None:
-    check(ranks, shape, contained, kind)

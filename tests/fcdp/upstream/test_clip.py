@@ -8,8 +8,7 @@ import torch
 import torch.nn as nn
 
 from tests.fcdp.upstream.models import VOCABULARY, Transformer, mlps
-from tests.fcdp.upstream.running import Run, adam, check, on_both_shapes, variants
-from tests.ranks import Pools
+from tests.fcdp.upstream.running import Run, adam, cases
 
 
 def local_norms(model: nn.Module, order: float) -> list[float]:
@@ -20,7 +19,8 @@ def local_norms(model: nn.Module, order: float) -> list[float]:
     ]
 
 
-def clipped(run: Run, order: float, frozen: bool) -> None:
+@cases((2.0, False), (1.0, False), (float("inf"), False), (2.0, True))
+def test_clip_grad_norm(run: Run, order: float, frozen: bool) -> None:
     model = Transformer(2)
     if frozen:
         model.embedding.requires_grad_(False)
@@ -43,12 +43,8 @@ def clipped(run: Run, order: float, frozen: bool) -> None:
     run.see_params(model)
 
 
-@variants("order, frozen", (2.0, False), (1.0, False), (float("inf"), False), (2.0, True))
-def test_clip_grad_norm(ranks: Pools, shape: tuple[int, int], order: float, frozen: bool) -> None:
-    check(ranks, shape, clipped, order, frozen)
-
-
-def infinite_on_one_rank(run: Run, bad: bool) -> None:
+@cases((True,), (False,))
+def test_a_gradient_scaler(run: Run, bad: bool) -> None:
     """What the scaler finds in one rank's shard, it finds on all."""
     model = mlps(2, 6)
     run.shard([*model, model])
@@ -72,12 +68,8 @@ def infinite_on_one_rank(run: Run, bad: bool) -> None:
     run.see_params(model)
 
 
-@variants("bad", (True,), (False,))
-def test_a_gradient_scaler(ranks: Pools, shape: tuple[int, int], bad: bool) -> None:
-    check(ranks, shape, infinite_on_one_rank, bad)
-
-
-def scaled_by_hand(run: Run) -> None:
+@cases()
+def test_gradients_written_before_the_step(run: Run) -> None:
     """Gradients are written in place and replaced before the step."""
     model = mlps(2, 6)
     run.shard([*model, model])
@@ -94,8 +86,3 @@ def scaled_by_hand(run: Run) -> None:
         optimizer.step()
         optimizer.zero_grad()
     run.see_params(model)
-
-
-@on_both_shapes
-def test_gradients_written_before_the_step(ranks: Pools, shape: tuple[int, int]) -> None:
-    check(ranks, shape, scaled_by_hand)

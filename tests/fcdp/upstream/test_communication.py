@@ -15,7 +15,7 @@ import fcdp
 from fcdp.engine import engine_of
 from tests.fcdp.training import topology_of
 from tests.fcdp.upstream.models import VOCABULARY, Transformer, mlps
-from tests.fcdp.upstream.running import Run, adam, check, on_both_shapes, train, variants
+from tests.fcdp.upstream.running import Run, adam, cases, train
 from tests.ranks import Pools
 
 LAYERS = 3
@@ -44,7 +44,8 @@ def collectives(calls: Callable[[], Any]) -> tuple[int, int]:
     return gathers.call_count, reductions.call_count
 
 
-def counted(run: Run, reshard: bool | None) -> None:
+@cases((True,), (False,), (None,))
+def test_units_are_gathered_and_reduced_as_often(run: Run, reshard: bool | None) -> None:
     """Forward and backward, as built with ``reshard_after_forward``."""
     model = transformer(run, reshard_after_forward=reshard)
     run.cache(model)
@@ -55,13 +56,6 @@ def counted(run: Run, reshard: bool | None) -> None:
     assert backward == ({True: LAYERS + 1, False: 0, None: LAYERS}[reshard], LAYERS + 1)
     run.see("counts", (forward, backward))
     run.see_gradients(model)
-
-
-@variants("reshard", (True,), (False,), (None,))
-def test_units_are_gathered_and_reduced_as_often(
-    ranks: Pools, shape: tuple[int, int], reshard: bool | None
-) -> None:
-    check(ranks, shape, counted, reshard)
 
 
 def gathers_across_nodes(reshard: bool | None) -> tuple[int, int, int]:
@@ -85,7 +79,8 @@ def test_backward_gathers_nothing_across_nodes(
     assert ranks.run(2, gathers_across_nodes, reshard) == [(LAYERS + 1, 0, hits)] * 2
 
 
-def resharded_by_hand(run: Run) -> None:
+@cases()
+def test_resharding_by_hand(run: Run) -> None:
     """Built to stay gathered, resharded by hand between forward and backward."""
     model = transformer(run, reshard_after_forward=False)
     run.cache(model)
@@ -102,11 +97,6 @@ def resharded_by_hand(run: Run) -> None:
     run.see_params(model)
 
 
-@on_both_shapes
-def test_resharding_by_hand(ranks: Pools, shape: tuple[int, int]) -> None:
-    check(ranks, shape, resharded_by_hand)
-
-
 def see_collectives(run: Run, model: nn.Module, step: int) -> None:
     """One forward and backward: how often FSDP2 gathers in each, and the gradients."""
     losses: list[torch.Tensor] = []
@@ -115,7 +105,17 @@ def see_collectives(run: Run, model: nn.Module, step: int) -> None:
     run.see_gradients(model)
 
 
-def set_reshard_after_forward(run: Run, reshard: bool, recurse: bool, cached_first: bool) -> None:
+@cases(
+    (True, True, True),
+    (True, False, True),
+    (False, True, True),
+    (False, False, True),
+    (True, True, False),
+    (False, True, False),
+)
+def test_set_reshard_after_forward(
+    run: Run, reshard: bool, recurse: bool, cached_first: bool
+) -> None:
     model = transformer(run, reshard_after_forward=not reshard)
     if cached_first:
         run.cache(model)
@@ -132,22 +132,8 @@ def set_reshard_after_forward(run: Run, reshard: bool, recurse: bool, cached_fir
     run.see_params(model)
 
 
-@variants(
-    "reshard, recurse, cached_first",
-    (True, True, True),
-    (True, False, True),
-    (False, True, True),
-    (False, False, True),
-    (True, True, False),
-    (False, True, False),
-)
-def test_set_reshard_after_forward(
-    ranks: Pools, shape: tuple[int, int], reshard: bool, recurse: bool, cached_first: bool
-) -> None:
-    check(ranks, shape, set_reshard_after_forward, reshard, recurse, cached_first)
-
-
-def set_reshard_after_backward(run: Run) -> None:
+@cases()
+def test_set_reshard_after_backward(run: Run) -> None:
     """Gathered across micro-batches: the second gathers nothing."""
     model = transformer(run)
     run.cache(model)
@@ -163,11 +149,6 @@ def set_reshard_after_backward(run: Run) -> None:
     run.see_params(model)
 
 
-@on_both_shapes
-def test_set_reshard_after_backward(ranks: Pools, shape: tuple[int, int]) -> None:
-    check(ranks, shape, set_reshard_after_backward)
-
-
 def force_sums(model: nn.Module) -> None:
     """Gloo knows no factor that comes before the sum."""
     for module in model.modules():
@@ -175,7 +156,10 @@ def force_sums(model: nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def divided(run: Run, factor: float, half: bool, cached_first: bool) -> None:
+@cases((8.0, False, True), (2.0, False, True), (3.0, False, False), (4.0, True, True))
+def test_set_gradient_divide_factor(
+    run: Run, factor: float, half: bool, cached_first: bool
+) -> None:
     """Gradients of the root's own group are divided by ``factor`` instead of the ranks."""
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
     model = transformer(run, mp_policy=policy)
@@ -188,20 +172,8 @@ def divided(run: Run, factor: float, half: bool, cached_first: bool) -> None:
     train(run, model, adam(model), lambda step: loss_of(run, model, step), steps=3)
 
 
-@variants(
-    "factor, half, cached_first",
-    (8.0, False, True),
-    (2.0, False, True),
-    (3.0, False, False),
-    (4.0, True, True),
-)
-def test_set_gradient_divide_factor(
-    ranks: Pools, shape: tuple[int, int], factor: float, half: bool, cached_first: bool
-) -> None:
-    check(ranks, shape, divided, factor, half, cached_first)
-
-
-def deprecated_divide_factor(run: Run) -> None:
+@cases()
+def test_set_reduce_scatter_divide_factor(run: Run) -> None:
     model = mlps(2, 5)
     run.shard([*model, model])
     force_sums(model)
@@ -211,12 +183,17 @@ def deprecated_divide_factor(run: Run) -> None:
     train(run, model, adam(model), lambda step: model(run.input(4, 5, step=step)).sum(), steps=2)
 
 
-@on_both_shapes
-def test_set_reduce_scatter_divide_factor(ranks: Pools, shape: tuple[int, int]) -> None:
-    check(ranks, shape, deprecated_divide_factor)
+SETTINGS = [
+    ("set_separate_reduce_scatter_group", True),
+    ("set_reduce_scatter_max_input_buffers", 3),
+    ("set_reduce_scatter_unused_params", True),
+    ("set_force_sum_reduction_for_comms", True),
+    ("set_requires_all_reduce", False),
+]
 
 
-def set_by(run: Run, method: str, argument: Any) -> None:
+@cases(*(setting for setting in SETTINGS if hasattr(FSDPModule, setting[0])))
+def test_settings_that_change_no_number(run: Run, method: str, argument: Any) -> None:
     """A setting of FSDP2's communication that must change no number."""
     model = transformer(run)
     run.cache(model)
@@ -226,23 +203,8 @@ def set_by(run: Run, method: str, argument: Any) -> None:
     train(run, model, adam(model), lambda step: loss_of(run, model, step), steps=3)
 
 
-@variants(
-    "method, argument",
-    ("set_separate_reduce_scatter_group", True),
-    ("set_reduce_scatter_max_input_buffers", 3),
-    ("set_reduce_scatter_unused_params", True),
-    ("set_force_sum_reduction_for_comms", True),
-    ("set_requires_all_reduce", False),
-)
-def test_settings_that_change_no_number(
-    ranks: Pools, shape: tuple[int, int], method: str, argument: Any
-) -> None:
-    if not hasattr(FSDPModule, method):
-        pytest.skip(f"this torch has no {method}")
-    check(ranks, shape, set_by, method, argument)
-
-
-def unforced_sums(run: Run) -> None:
+@cases()
+def test_sums_are_no_longer_forced(run: Run) -> None:
     """FCDP asks for sums on the CPU; taking that back must be harmless or an error."""
     model = transformer(run)
     run.cache(model)
@@ -252,12 +214,8 @@ def unforced_sums(run: Run) -> None:
     train(run, model, adam(model), lambda step: loss_of(run, model, step), steps=2)
 
 
-@on_both_shapes
-def test_sums_are_no_longer_forced(ranks: Pools, shape: tuple[int, int]) -> None:
-    check(ranks, shape, unforced_sums)
-
-
-def hooked(run: Run) -> None:
+@cases()
+def test_set_all_reduce_hook(run: Run) -> None:
     """A hook on what is reduced, once per unit and backward."""
     model = transformer(run)
     run.cache(model)
@@ -272,11 +230,6 @@ def hooked(run: Run) -> None:
     train(run, model, adam(model), lambda step: loss_of(run, model, step), steps=3)
     run.see("hook", seen)
     assert len(seen) == 3 * (LAYERS + 1)
-
-
-@on_both_shapes
-def test_set_all_reduce_hook(ranks: Pools, shape: tuple[int, int]) -> None:
-    check(ranks, shape, hooked)
 
 
 def planned_reuses(reshard: bool) -> list[int]:

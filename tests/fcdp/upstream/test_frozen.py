@@ -8,11 +8,20 @@ import torch.nn.functional as F
 from torch.distributed._composable import checkpoint
 
 from tests.fcdp.upstream.models import mlps
-from tests.fcdp.upstream.running import Run, adam, check, on_both_shapes, train, variants
-from tests.ranks import Pools
+from tests.fcdp.upstream.running import Run, adam, cases, train
 
 
-def biases_only(run: Run, reshard: bool, checkpointing: bool, when: str) -> None:
+@cases(
+    (True, False, "before"),
+    (True, True, "before"),
+    (True, False, "sharded"),
+    (False, True, "sharded"),
+    (True, True, "cached"),
+    (False, False, "cached"),
+)
+def test_frozen_and_trained_in_one_group(
+    run: Run, reshard: bool, checkpointing: bool, when: str
+) -> None:
     """Weights are frozen before ``fully_shard``, after it, or after FCDP is set up."""
     model = mlps(3, 8)
 
@@ -35,22 +44,8 @@ def biases_only(run: Run, reshard: bool, checkpointing: bool, when: str) -> None
     train(run, model, optimizer, lambda step: model(run.input(8, 8, step=step)).sum())
 
 
-@variants(
-    "reshard, checkpointing, when",
-    (True, False, "before"),
-    (True, True, "before"),
-    (True, False, "sharded"),
-    (False, True, "sharded"),
-    (True, True, "cached"),
-    (False, False, "cached"),
-)
-def test_frozen_and_trained_in_one_group(
-    ranks: Pools, shape: tuple[int, int], reshard: bool, checkpointing: bool, when: str
-) -> None:
-    check(ranks, shape, biases_only, reshard, checkpointing, when)
-
-
-def alternating(run: Run, reshard: bool, unfreeze: bool) -> None:
+@cases((True, True), (True, False), (False, True), (False, False))
+def test_frozen_and_trained_groups_in_turn(run: Run, reshard: bool, unfreeze: bool) -> None:
     """Every other layer is frozen; between a forward without gradients, and a late thaw."""
     torch.manual_seed(42)
     layers = [nn.Linear(8, 8) for _ in range(6)]
@@ -78,19 +73,6 @@ def alternating(run: Run, reshard: bool, unfreeze: bool) -> None:
     run.see_params(model)
 
 
-@variants(
-    "reshard, unfreeze",
-    (True, True),
-    (True, False),
-    (False, True),
-    (False, False),
-)
-def test_frozen_and_trained_groups_in_turn(
-    ranks: Pools, shape: tuple[int, int], reshard: bool, unfreeze: bool
-) -> None:
-    check(ranks, shape, alternating, reshard, unfreeze)
-
-
 class Looped(nn.Module):
     """Frozen and trained layers that run several times, with gradients and without."""
 
@@ -109,41 +91,9 @@ class Looped(nn.Module):
         return x
 
 
-def looped(run: Run, reshard: bool) -> None:
+@cases((True,), (False,))
+def test_frozen_and_trained_layers_run_several_times(run: Run, reshard: bool) -> None:
     model = Looped()
     run.shard([model.first, model.frozen, model.trained, model], reshard_after_forward=reshard)
     run.cache(model)
     train(run, model, adam(model), lambda step: model(run.input(8, 5, step=step)).sum())
-
-
-@variants(
-    "reshard",
-    (True,),
-    (False,),
-)
-def test_frozen_and_trained_layers_run_several_times(
-    ranks: Pools, shape: tuple[int, int], reshard: bool
-) -> None:
-    check(ranks, shape, looped, reshard)
-
-
-def frozen_between_backward_and_step(run: Run) -> None:
-    """Optimizers step what has a gradient, whatever has been frozen since."""
-    model = mlps(2, 6)
-    run.shard([*model, model])
-    run.cache(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, fused=True)
-    for step in range(4):
-        loss = model(run.input(8, 6, step=step)).sum()
-        run.see(f"loss {step}", loss)
-        loss.backward()
-        if step == 1:
-            model[0].requires_grad_(False)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-    run.see_params(model)
-
-
-@on_both_shapes
-def test_frozen_between_backward_and_step(ranks: Pools, shape: tuple[int, int]) -> None:
-    check(ranks, shape, frozen_between_backward_and_step)

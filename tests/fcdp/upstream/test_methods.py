@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental import implicit_replication
 
 from tests.fcdp.upstream.models import MLP, mlps
-from tests.fcdp.upstream.running import Run, adam, check, on_both_shapes, train, variants
-from tests.ranks import Pools
+from tests.fcdp.upstream.running import Run, adam, cases, train
 
 
 class Inner(nn.Module):
@@ -36,7 +35,8 @@ class Outer(nn.Module):
         return (self.inner(x) * self.scale).sum()
 
 
-def ignored(run: Run, whole_module: bool) -> None:
+@cases((True,), (False,))
+def test_ignored_parameters(run: Run, whole_module: bool) -> None:
     """Some parameters stay whole on each rank; their gradients are the caller's business."""
     model = Outer()
     kept = set(model.inner.ignored.parameters()) if whole_module else {model.scale}
@@ -57,11 +57,6 @@ def ignored(run: Run, whole_module: bool) -> None:
             optimizer.step()
         optimizer.zero_grad()
     run.see_params(model)
-
-
-@variants("whole_module", (True,), (False,))
-def test_ignored_parameters(ranks: Pools, shape: tuple[int, int], whole_module: bool) -> None:
-    check(ranks, shape, ignored, whole_module)
 
 
 class Vision(nn.Module):
@@ -91,7 +86,8 @@ class Captioner(nn.Module):
         return self.forward(images).square().mean()
 
 
-def registered_inside(run: Run, cached_first: bool) -> None:
+@cases((False,), (True,))
+def test_a_forward_method_inside_the_model(run: Run, cached_first: bool) -> None:
     model = Captioner()
     run.shard([model.vision, model.projector, model])
     if cached_first:
@@ -102,14 +98,8 @@ def registered_inside(run: Run, cached_first: bool) -> None:
     train(run, model, adam(model), lambda step: model(run.input(2, 3, 8, 8, step=step)).sum())
 
 
-@variants("cached_first", (False,), (True,))
-def test_a_forward_method_inside_the_model(
-    ranks: Pools, shape: tuple[int, int], cached_first: bool
-) -> None:
-    check(ranks, shape, registered_inside, cached_first)
-
-
-def registered_on_the_root(run: Run, writes: bool) -> None:
+@cases((False,), (True,))
+def test_a_forward_method_of_the_root(run: Run, writes: bool) -> None:
     """Training goes through the method alone, and evaluation through ``forward``."""
     model = Captioner()
     run.shard([model.vision, model.projector, model])
@@ -132,12 +122,9 @@ def registered_on_the_root(run: Run, writes: bool) -> None:
     run.see_params(model)
 
 
-@variants("writes", (False,), (True,))
-def test_a_forward_method_of_the_root(ranks: Pools, shape: tuple[int, int], writes: bool) -> None:
-    check(ranks, shape, registered_on_the_root, writes)
-
-
-def shared_streams(run: Run) -> None:
+@pytest.mark.skipif(not hasattr(fsdp, "share_comm_ctx"), reason="this torch has no share_comm_ctx")
+@cases()
+def test_share_comm_ctx(run: Run) -> None:
     """Roots beside each other, as stages of a pipeline are, each with its own cache."""
     model = mlps(3, 6)
     for stage in model:
@@ -148,14 +135,8 @@ def shared_streams(run: Run) -> None:
     train(run, model, adam(model), lambda step: model(run.input(4, 6, step=step)).sum())
 
 
-@on_both_shapes
-def test_share_comm_ctx(ranks: Pools, shape: tuple[int, int]) -> None:
-    if not hasattr(fsdp, "share_comm_ctx"):
-        pytest.skip("this torch has no share_comm_ctx")
-    check(ranks, shape, shared_streams)
-
-
-def placed(run: Run) -> None:
+@cases()
+def test_shard_placement_fn(run: Run) -> None:
     """Shards along the second dimension are contiguous, gathered or not."""
     torch.manual_seed(42)
     model = MLP(4)
@@ -174,11 +155,6 @@ def placed(run: Run) -> None:
     train(run, model, adam(model), lambda step: model(run.input(2, 4, step=step)).sum())
     for param in model.parameters():
         assert param.to_local().is_contiguous()  # type: ignore[attr-defined]
-
-
-@on_both_shapes
-def test_shard_placement_fn(ranks: Pools, shape: tuple[int, int]) -> None:
-    check(ranks, shape, placed)
 
 
 class Parameterless(nn.Module):
@@ -208,19 +184,16 @@ class Inputless(nn.Module):
         return self.weight @ self.weight
 
 
-def without_inputs(run: Run) -> None:
+@cases()
+def test_a_forward_without_inputs(run: Run) -> None:
     model = Inputless()
     run.shard([model])
     run.cache(model)
     train(run, model, adam(model), lambda step: model().square().sum())
 
 
-@on_both_shapes
-def test_a_forward_without_inputs(ranks: Pools, shape: tuple[int, int]) -> None:
-    check(ranks, shape, without_inputs)
-
-
-def around_parameterless(run: Run) -> None:
+@cases()
+def test_a_sharded_module_without_parameters(run: Run) -> None:
     """A sharded module without parameters, inside one that has some."""
     model = Summing()
     run.shard([model.sum, model.linear, model])
@@ -228,12 +201,8 @@ def around_parameterless(run: Run) -> None:
     train(run, model, adam(model), lambda step: model(run.input(2, 3, step=step)).sum())
 
 
-@on_both_shapes
-def test_a_sharded_module_without_parameters(ranks: Pools, shape: tuple[int, int]) -> None:
-    check(ranks, shape, around_parameterless)
-
-
-def copied_and_indexed(run: Run) -> None:
+@cases()
+def test_slices_of_a_sharded_container(run: Run) -> None:
     """What FSDP2 gives a module's class and indexing stays as it is."""
     model = mlps(3, 4)
     run.shard([*model, model])
@@ -243,8 +212,3 @@ def copied_and_indexed(run: Run) -> None:
     run.see("part", part(run.input(2, 4)))
     state = fully_shard.state(model)  # type: ignore[attr-defined]
     assert state is model._get_fsdp_state()  # type: ignore[operator]
-
-
-@on_both_shapes
-def test_slices_of_a_sharded_container(ranks: Pools, shape: tuple[int, int]) -> None:
-    check(ranks, shape, copied_and_indexed)

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.fcdp.upstream.models import MLP, mlps
-from tests.fcdp.upstream.running import Run, adam, check, train
-from tests.ranks import Pools
+from tests.fcdp.upstream.running import PAIR, Run, adam, cases, train
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 #: Sums in bf16 depend on their order: on two ranks there is one.
-PAIR = (2, 1)
+ON_TWO = [PAIR]
 
 
-def trained(run: Run, param: Any, reduce: Any, reshard: bool) -> None:
+@cases(
+    *(
+        (*dtypes, reshard)
+        for dtypes in [(BF16, None), (FP16, None), (BF16, FP32), (None, BF16), (FP32, BF16)]
+        for reshard in (True, False)
+    ),
+    shapes=ON_TWO,
+)
+def test_compute_and_reduce_dtypes(run: Run, param: Any, reduce: Any, reshard: bool) -> None:
     model = mlps(3, 16)
     run.shard(
         [*model, model],
@@ -27,16 +33,6 @@ def trained(run: Run, param: Any, reduce: Any, reshard: bool) -> None:
     )
     run.cache(model)
     train(run, model, adam(model), lambda step: model(run.input(4, 16, step=step)).sum())
-
-
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize(
-    ("param", "reduce"), [(BF16, None), (FP16, None), (BF16, FP32), (None, BF16), (FP32, BF16)]
-)
-def test_compute_and_reduce_dtypes(
-    ranks: Pools, param: torch.dtype | None, reduce: torch.dtype | None, reshard: bool
-) -> None:
-    check(ranks, PAIR, trained, param, reduce, reshard)
 
 
 class Saving(nn.Module):
@@ -55,7 +51,14 @@ class Saving(nn.Module):
         return self.second(x)
 
 
-def casts(run: Run, root_casts: bool, second: Any, output: Any) -> None:
+@cases(
+    (True, FP16, None),
+    (False, FP32, None),
+    (True, FP32, BF16),
+    (True, FP16, FP32),
+    shapes=ON_TWO,
+)
+def test_each_module_casts_for_itself(run: Run, root_casts: bool, second: Any, output: Any) -> None:
     """Each module casts its inputs to its own dtype, unless told not to."""
     model = Saving()
     run.shard([model.first], mp_policy=MixedPrecisionPolicy(BF16))
@@ -70,17 +73,8 @@ def casts(run: Run, root_casts: bool, second: Any, output: Any) -> None:
     run.see_gradients(model)
 
 
-@pytest.mark.parametrize(
-    ("root_casts", "second", "output"),
-    [(True, FP16, None), (False, FP32, None), (True, FP32, BF16), (True, FP16, FP32)],
-)
-def test_each_module_casts_for_itself(
-    ranks: Pools, root_casts: bool, second: torch.dtype, output: torch.dtype | None
-) -> None:
-    check(ranks, PAIR, casts, root_casts, second, output)
-
-
-def norm_in_another_dtype(run: Run, kind: str) -> None:
+@cases(("layer",), ("batch",), shapes=ON_TWO)
+def test_a_norm_in_another_dtype(run: Run, kind: str) -> None:
     """A norm keeps fp32 between layers that compute in bf16."""
     torch.manual_seed(42)
     norm: nn.Module = nn.LayerNorm(8) if kind == "layer" else nn.BatchNorm1d(8)
@@ -92,11 +86,6 @@ def norm_in_another_dtype(run: Run, kind: str) -> None:
     train(run, model, adam(model), lambda step: model(run.input(4, 8, step=step)).sum())
     for name, buffer in model.named_buffers():
         run.see(name, buffer)
-
-
-@pytest.mark.parametrize("kind", ["layer", "batch"])
-def test_a_norm_in_another_dtype(ranks: Pools, kind: str) -> None:
-    check(ranks, PAIR, norm_in_another_dtype, kind)
 
 
 class Mixed(nn.Module):
@@ -112,7 +101,8 @@ class Mixed(nn.Module):
         return self.layers(x) * self.table.to(x.dtype).mean()
 
 
-def frozen_first(run: Run) -> None:
+@cases(shapes=ON_TWO)
+def test_an_integer_parameter_and_a_late_thaw(run: Run) -> None:
     """One layer is frozen in the first forward, and thaws afterwards."""
     model = Mixed()
     run.shard([model], mp_policy=MixedPrecisionPolicy(BF16, FP32))
@@ -126,11 +116,8 @@ def frozen_first(run: Run) -> None:
         run.see_gradients(model)
 
 
-def test_an_integer_parameter_and_a_late_thaw(ranks: Pools) -> None:
-    check(ranks, PAIR, frozen_first)
-
-
-def two_param_dtypes(run: Run) -> None:
+@cases(shapes=ON_TWO)
+def test_frozen_parameters_of_another_dtype_in_one_group(run: Run) -> None:
     """bf16 weights that are frozen beside fp32 ones that are trained, gathered as they are."""
     torch.manual_seed(42)
     model = nn.Sequential(MLP(8), MLP(8))
@@ -147,7 +134,3 @@ def two_param_dtypes(run: Run) -> None:
         optimizer.step()
         optimizer.zero_grad()
     run.see_params(model)
-
-
-def test_frozen_parameters_of_another_dtype_in_one_group(ranks: Pools) -> None:
-    check(ranks, PAIR, two_param_dtypes)

@@ -11,19 +11,11 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
 from tests.fcdp.upstream.models import VOCABULARY, Transformer, mlps
-from tests.fcdp.upstream.running import (
-    Run,
-    adam,
-    all_sharded,
-    check,
-    on_both_shapes,
-    train,
-    variants,
-)
-from tests.ranks import Pools
+from tests.fcdp.upstream.running import Run, adam, all_sharded, cases, train
 
 
-def prefetching(run: Run, ahead: int, reshard: bool, checkpointing: bool) -> None:
+@cases((2, True, False), (1, True, False), (4, True, False), (2, True, True), (2, False, False))
+def test_modules_to_prefetch(run: Run, ahead: int, reshard: bool, checkpointing: bool) -> None:
     """Each layer prefetches the next ones in forward and the former ones in backward."""
     model = Transformer(4, checkpointing=checkpointing)
     run.shard(model.units(), reshard_after_forward=reshard)
@@ -40,21 +32,8 @@ def prefetching(run: Run, ahead: int, reshard: bool, checkpointing: bool) -> Non
     )
 
 
-@variants(
-    "ahead, reshard, checkpointing",
-    (2, True, False),
-    (1, True, False),
-    (4, True, False),
-    (2, True, True),
-    (2, False, False),
-)
-def test_modules_to_prefetch(
-    ranks: Pools, shape: tuple[int, int], ahead: int, reshard: bool, checkpointing: bool
-) -> None:
-    check(ranks, shape, prefetching, ahead, reshard, checkpointing)
-
-
-def prefetched_after_fcdp(run: Run) -> None:
+@cases()
+def test_prefetching_is_changed_in_mid_run(run: Run) -> None:
     """Set after FCDP, and changed in mid-run."""
     model = mlps(4, 6)
     run.shard([*model, model])
@@ -70,11 +49,6 @@ def prefetched_after_fcdp(run: Run) -> None:
         optimizer.step()
         optimizer.zero_grad()
     run.see_params(model)
-
-
-@on_both_shapes
-def test_prefetching_is_changed_in_mid_run(ranks: Pools, shape: tuple[int, int]) -> None:
-    check(ranks, shape, prefetched_after_fcdp)
 
 
 class Branches(nn.Module):
@@ -99,7 +73,8 @@ class Branches(nn.Module):
         return torch.stack([part(x) for part in self.parts]).sum(0)
 
 
-def unsharded_in_forward(run: Run, async_op: bool, reshard: bool) -> None:
+@cases((True, True), (False, True), (True, False))
+def test_unshard_within_forward(run: Run, async_op: bool, reshard: bool) -> None:
     model = Branches(async_op=async_op)
     run.shard([*model.parts, model], reshard_after_forward=reshard)
     run.cache(model)
@@ -107,14 +82,8 @@ def unsharded_in_forward(run: Run, async_op: bool, reshard: bool) -> None:
     assert all(isinstance(handle, UnshardHandle) == async_op for handle in model.handles)
 
 
-@variants("async_op, reshard", (True, True), (False, True), (True, False))
-def test_unshard_within_forward(
-    ranks: Pools, shape: tuple[int, int], async_op: bool, reshard: bool
-) -> None:
-    check(ranks, shape, unsharded_in_forward, async_op, reshard)
-
-
-def unsharded_between_steps(run: Run, async_op: bool) -> None:
+@cases((True,), (False,))
+def test_unshard_before_forward(run: Run, async_op: bool) -> None:
     """The first layers are gathered while the batch is fetched, before the model's forward."""
     model = mlps(3, 6)
     run.shard([*model, model])
@@ -131,35 +100,8 @@ def unsharded_between_steps(run: Run, async_op: bool) -> None:
     run.see_params(model)
 
 
-@variants("async_op", (True,), (False,))
-def test_unshard_before_forward(ranks: Pools, shape: tuple[int, int], async_op: bool) -> None:
-    check(ranks, shape, unsharded_between_steps, async_op)
-
-
-def unsharded_after_a_write(run: Run) -> None:
-    """Parameters are written in place between steps, then gathered by hand and read."""
-    model = mlps(2, 6)
-    run.shard([*model, model])
-    run.cache(model)
-    model(run.input(4, 6)).sum().backward()
-    for step in range(3):
-        with torch.no_grad():
-            for param in model.parameters():
-                param.mul_(1.5)
-        model[0].unshard()
-        run.see(f"gathered {step}", model[0].in_proj.weight)
-        model[0].reshard()
-        with torch.no_grad():
-            run.see(f"submodule {step}", model[1](run.input(4, 6)))
-    assert all_sharded(model)
-
-
-@on_both_shapes
-def test_unshard_after_a_write(ranks: Pools, shape: tuple[int, int]) -> None:
-    check(ranks, shape, unsharded_after_a_write)
-
-
-def unsharded_first(run: Run) -> None:
+@cases()
+def test_unshard_before_the_first_forward(run: Run) -> None:
     """Before the root has ever run forward."""
     model = mlps(2, 6)
     reference = copy.deepcopy(model)
@@ -174,12 +116,8 @@ def unsharded_first(run: Run) -> None:
     assert all_sharded(model)
 
 
-@on_both_shapes
-def test_unshard_before_the_first_forward(ranks: Pools, shape: tuple[int, int]) -> None:
-    check(ranks, shape, unsharded_first)
-
-
-def without_parameters(run: Run) -> None:
+@cases()
+def test_unshard_of_a_module_without_parameters(run: Run) -> None:
     """A module that owns no parameters can be unsharded and does nothing."""
     torch.manual_seed(42)
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
@@ -191,12 +129,8 @@ def without_parameters(run: Run) -> None:
     run.see("output", model(run.input(2, 4)))
 
 
-@on_both_shapes
-def test_unshard_of_a_module_without_parameters(ranks: Pools, shape: tuple[int, int]) -> None:
-    check(ranks, shape, without_parameters)
-
-
-def mistargeted(run: Run) -> None:
+@cases()
+def test_a_prefetch_of_the_wrong_module(run: Run) -> None:
     """A layer is prefetched in backward, and again, where nothing needs it."""
     model = mlps(3, 6)
     run.shard([*model, model])
@@ -206,12 +140,8 @@ def mistargeted(run: Run) -> None:
     train(run, model, adam(model), lambda step: model(run.input(4, 6, step=step)).sum())
 
 
-@on_both_shapes
-def test_a_prefetch_of_the_wrong_module(ranks: Pools, shape: tuple[int, int]) -> None:
-    check(ranks, shape, mistargeted)
-
-
-def post_optim_event(run: Run) -> None:
+@cases()
+def test_set_post_optim_event(run: Run) -> None:
     """The gathers wait for an event of the caller's; on the CPU a stand-in."""
     model = mlps(3, 6)
     run.shard([*model, model])
@@ -225,12 +155,8 @@ def post_optim_event(run: Run) -> None:
     train(run, model, optimizer, lambda step: model(run.input(4, 6, step=step)).sum())
 
 
-@on_both_shapes
-def test_set_post_optim_event(ranks: Pools, shape: tuple[int, int]) -> None:
-    check(ranks, shape, post_optim_event)
-
-
-def not_gathered_in_backward(run: Run) -> None:
+@cases()
+def test_set_unshard_in_backward(run: Run) -> None:
     """An embedding needs no weight in backward."""
     model = Transformer(2)
     run.shard([model.embedding, *model.units()])
@@ -244,12 +170,11 @@ def not_gathered_in_backward(run: Run) -> None:
     )
 
 
-@on_both_shapes
-def test_set_unshard_in_backward(ranks: Pools, shape: tuple[int, int]) -> None:
-    check(ranks, shape, not_gathered_in_backward)
-
-
-def forward_that_raises(run: Run) -> None:
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "reset_iter_state"), reason="this torch has no reset_iter_state"
+)
+@cases()
+def test_reset_iter_state_after_an_exception(run: Run) -> None:
     """After ``reset_iter_state`` training goes on where a forward raised."""
     model = mlps(3, 6)
     run.shard([*model, model])
@@ -275,10 +200,3 @@ def forward_that_raises(run: Run) -> None:
         optimizer.step()
         optimizer.zero_grad()
     run.see_params(model)
-
-
-@on_both_shapes
-def test_reset_iter_state_after_an_exception(ranks: Pools, shape: tuple[int, int]) -> None:
-    if not hasattr(FSDPModule, "reset_iter_state"):
-        pytest.skip("this torch has no reset_iter_state")
-    check(ranks, shape, forward_that_raises)

@@ -6,11 +6,11 @@ import torch
 import torch.nn as nn
 
 from tests.fcdp.upstream.models import VOCABULARY, Transformer
-from tests.fcdp.upstream.running import Run, adam, check, on_both_shapes, train, variants
-from tests.ranks import Pools
+from tests.fcdp.upstream.running import Run, adam, cases, train
 
 
-def tied(run: Run, reshard: bool, checkpointing: bool) -> None:
+@cases((True, True), (True, False), (False, True), (False, False))
+def test_tied_weights(run: Run, reshard: bool, checkpointing: bool) -> None:
     model = Transformer(tied=True, checkpointing=checkpointing)
     run.shard(model.units(), reshard_after_forward=reshard)
     run.cache(model)
@@ -20,19 +20,6 @@ def tied(run: Run, reshard: bool, checkpointing: bool) -> None:
         adam(model),
         lambda step: model(run.tokens(VOCABULARY, 2, 8, step=step)).square().mean(),
     )
-
-
-@variants(
-    "reshard, checkpointing",
-    (True, True),
-    (True, False),
-    (False, True),
-    (False, False),
-)
-def test_tied_weights(
-    ranks: Pools, shape: tuple[int, int], reshard: bool, checkpointing: bool
-) -> None:
-    check(ranks, shape, tied, reshard, checkpointing)
 
 
 class Chunked(nn.Module):
@@ -56,7 +43,8 @@ class Chunked(nn.Module):
         return [self.embed, self.body, [self.norm, self.head], self]
 
 
-def grouped(run: Run, tie: bool, reshard: bool | None) -> None:
+@cases((True, True), (True, None), (False, True), (False, None))
+def test_modules_in_one_group(run: Run, tie: bool, reshard: bool | None) -> None:
     """``fully_shard([a, b])``: several modules gather at once."""
     model = Chunked(tie=tie)
     run.shard(model.groups(tie=tie), reshard_after_forward=reshard)
@@ -69,19 +57,6 @@ def grouped(run: Run, tie: bool, reshard: bool | None) -> None:
     )
 
 
-@variants(
-    "tie, reshard",
-    (True, True),
-    (True, None),
-    (False, True),
-    (False, None),
-)
-def test_modules_in_one_group(
-    ranks: Pools, shape: tuple[int, int], tie: bool, reshard: bool | None
-) -> None:
-    check(ranks, shape, grouped, tie, reshard)
-
-
 def backward_by_chunks(model: Chunked, hidden: torch.Tensor, chunks: int) -> None:
     """The head's forward and backward on each chunk, then the body's backward."""
     gradients = []
@@ -92,7 +67,8 @@ def backward_by_chunks(model: Chunked, hidden: torch.Tensor, chunks: int) -> Non
     hidden.backward(torch.cat(gradients, dim=1))  # type: ignore[arg-type]
 
 
-def chunked(run: Run, tie: bool, micro_batches: int) -> None:
+@cases((True, 1), (True, 2), (False, 1), (False, 2))
+def test_a_loss_in_chunks(run: Run, tie: bool, micro_batches: int) -> None:
     """A loss in chunks, through the head of a group that the forward ran in part."""
     model = Chunked(tie=tie)
     run.shard(model.groups(tie=tie))
@@ -112,20 +88,8 @@ def chunked(run: Run, tie: bool, micro_batches: int) -> None:
     run.see_params(model)
 
 
-@variants(
-    "tie, micro_batches",
-    (True, 1),
-    (True, 2),
-    (False, 1),
-    (False, 2),
-)
-def test_a_loss_in_chunks(
-    ranks: Pools, shape: tuple[int, int], tie: bool, micro_batches: int
-) -> None:
-    check(ranks, shape, chunked, tie, micro_batches)
-
-
-def kept_for_chunks(run: Run) -> None:
+@cases()
+def test_a_head_that_stays_gathered_for_its_chunks(run: Run) -> None:
     """The head stays gathered while its chunks run, and is resharded by hand afterwards."""
     model = Chunked(tie=False)
     run.shard(model.groups(tie=False))
@@ -145,12 +109,8 @@ def kept_for_chunks(run: Run) -> None:
     run.see_params(model)
 
 
-@on_both_shapes
-def test_a_head_that_stays_gathered_for_its_chunks(ranks: Pools, shape: tuple[int, int]) -> None:
-    check(ranks, shape, kept_for_chunks)
-
-
-def two_partial_forwards(run: Run) -> None:
+@cases()
+def test_two_forwards_of_part_of_a_group(run: Run) -> None:
     model = Chunked(tie=False)
     run.shard([[model.norm, model.head], model])
     run.cache(model)
@@ -162,8 +122,3 @@ def two_partial_forwards(run: Run) -> None:
         return first.square().sum() + second.sum()
 
     train(run, model, adam(model), loss)
-
-
-@on_both_shapes
-def test_two_forwards_of_part_of_a_group(ranks: Pools, shape: tuple[int, int]) -> None:
-    check(ranks, shape, two_partial_forwards)

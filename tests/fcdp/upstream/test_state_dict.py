@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.fcdp.training import whole
 from tests.fcdp.upstream.models import MLP, mlps
-from tests.fcdp.upstream.running import Run, adam, all_sharded, check, on_both_shapes, variants
-from tests.ranks import Pools
+from tests.fcdp.upstream.running import Run, adam, all_sharded, cases
 
 
 def stacked(dim: int) -> nn.Sequential:
@@ -28,7 +27,8 @@ def stacked(dim: int) -> nn.Sequential:
     return nn.Sequential(MLP(dim), nn.Sequential(MLP(dim), nn.Linear(dim, dim)), MLP(dim))
 
 
-def saved_and_loaded(run: Run, dim: int, largest: bool, reshard: bool) -> None:
+@cases((3, False, True), (2, False, True), (5, False, False), (16, True, True))
+def test_saved_and_loaded_state(run: Run, dim: int, largest: bool, reshard: bool) -> None:
     """Values of a state dict are the parameters' memory, and loading writes into it."""
     model = stacked(dim)
 
@@ -63,20 +63,8 @@ def saved_and_loaded(run: Run, dim: int, largest: bool, reshard: bool) -> None:
     run.see_params(model)
 
 
-@variants(
-    "dim, largest, reshard",
-    (3, False, True),
-    (2, False, True),
-    (5, False, False),
-    (16, True, True),
-)
-def test_saved_and_loaded_state(
-    ranks: Pools, shape: tuple[int, int], dim: int, largest: bool, reshard: bool
-) -> None:
-    check(ranks, shape, saved_and_loaded, dim, largest, reshard)
-
-
-def kept(run: Run) -> None:
+@cases()
+def test_a_state_dict_that_is_kept(run: Run) -> None:
     """One state dict, taken before training, follows the parameters."""
     torch.manual_seed(42)
     model = nn.Linear(4, 4, bias=False)
@@ -94,32 +82,8 @@ def kept(run: Run) -> None:
     run.see("state", state["weight"])
 
 
-@on_both_shapes
-def test_a_state_dict_that_is_kept(ranks: Pools, shape: tuple[int, int]) -> None:
-    check(ranks, shape, kept)
-
-
-def written_through_a_kept_state(run: Run) -> None:
-    """What was handed out before training is written after it, as a late load does."""
-    model = mlps(2, 4)
-    run.shard([*model, model])
-    run.cache(model)
-    state = model.state_dict()
-    x = run.input(4, 4)
-    for step in range(3):
-        run.see(f"output {step}", model(x))
-        with torch.no_grad():
-            for value in state.values():
-                value.detach().to_local().mul_(1.5)
-    run.see_params(model)
-
-
-@on_both_shapes
-def test_writes_through_a_state_dict_that_was_kept(ranks: Pools, shape: tuple[int, int]) -> None:
-    check(ranks, shape, written_through_a_kept_state)
-
-
-def from_meta(run: Run, offload: bool) -> None:
+@cases((False,), (True,))
+def test_a_model_loaded_from_the_meta_device(run: Run, offload: bool) -> None:
     """Sharded on the meta device, loaded piece by piece with ``assign=True``."""
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2)))
@@ -139,14 +103,8 @@ def from_meta(run: Run, offload: bool) -> None:
     run.see_params(model)
 
 
-@variants("offload", (False,), (True,))
-def test_a_model_loaded_from_the_meta_device(
-    ranks: Pools, shape: tuple[int, int], offload: bool
-) -> None:
-    check(ranks, shape, from_meta, offload)
-
-
-def initialised_from_meta(run: Run, cached_first: bool) -> None:
+@cases((False,), (True,))
+def test_a_model_initialised_from_the_meta_device(run: Run, cached_first: bool) -> None:
     """``to_empty`` and an initialisation on the device, before FCDP or after it."""
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(2)))
@@ -167,14 +125,8 @@ def initialised_from_meta(run: Run, cached_first: bool) -> None:
     run.see_gradients(model)
 
 
-@variants("cached_first", (False,), (True,))
-def test_a_model_initialised_from_the_meta_device(
-    ranks: Pools, shape: tuple[int, int], cached_first: bool
-) -> None:
-    check(ranks, shape, initialised_from_meta, cached_first)
-
-
-def full_on_rank_0(run: Run) -> None:
+@cases()
+def test_a_full_state_dict_from_rank_0(run: Run) -> None:
     """A full state dict on rank 0, broadcast into a model that has changed since."""
     model = mlps(2, 6)
     run.shard([*model, model])
@@ -208,12 +160,8 @@ def full_on_rank_0(run: Run) -> None:
     run.see_params(model)
 
 
-@on_both_shapes
-def test_a_full_state_dict_from_rank_0(ranks: Pools, shape: tuple[int, int]) -> None:
-    check(ranks, shape, full_on_rank_0)
-
-
-def partial(run: Run, assign: bool) -> None:
+@cases((False,), (True,))
+def test_parts_of_a_state_dict(run: Run, assign: bool) -> None:
     """``strict=False`` with some of the keys, into a sub-module too."""
     model = mlps(2, 6)
     run.shard([*model, model])
@@ -234,17 +182,13 @@ def partial(run: Run, assign: bool) -> None:
     run.see_params(model)
 
 
-@variants("assign", (False,), (True,))
-def test_parts_of_a_state_dict(ranks: Pools, shape: tuple[int, int], assign: bool) -> None:
-    check(ranks, shape, partial, assign)
-
-
 def load_nothing(model: nn.Module) -> None:
     with pytest.raises(RuntimeError, match="Missing key"):
         model.load_state_dict({})
 
 
-def failed_load(run: Run) -> None:
+@cases()
+def test_a_load_that_is_refused(run: Run) -> None:
     """A load that is refused leaves the model and its cache usable."""
     model = mlps(2, 6)
     run.shard([*model, model])
@@ -256,8 +200,3 @@ def failed_load(run: Run) -> None:
         load_nothing(model)
         output.sum().backward()
     run.see_gradients(model)
-
-
-@on_both_shapes
-def test_a_load_that_is_refused(ranks: Pools, shape: tuple[int, int]) -> None:
-    check(ranks, shape, failed_load)

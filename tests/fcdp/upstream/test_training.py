@@ -11,19 +11,18 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tests.fcdp.training import whole
 from tests.fcdp.upstream.models import MLP, VOCABULARY, Transformer, mlps
-from tests.fcdp.upstream.running import (
-    Run,
-    adam,
-    all_sharded,
-    check,
-    on_both_shapes,
-    train,
-    variants,
+from tests.fcdp.upstream.running import Run, adam, all_sharded, cases, train
+
+
+@cases(
+    ([(16, 15), (15, 8)], False),
+    ([(7, 15), (15, 3)], False),
+    ([(16, 17), (17, 8)], False),
+    ([(32, 16), (16, 8)], True),
 )
-from tests.ranks import Pools
-
-
-def single_group(run: Run, sizes: list[tuple[int, int]], largest: bool) -> None:
+def test_a_single_group_of_even_and_uneven_shards(
+    run: Run, sizes: list[tuple[int, int]], largest: bool
+) -> None:
     torch.manual_seed(42)
     model = nn.Sequential(nn.Linear(*sizes[0]), nn.ReLU(), nn.Linear(*sizes[1]))
 
@@ -36,20 +35,14 @@ def single_group(run: Run, sizes: list[tuple[int, int]], largest: bool) -> None:
     train(run, model, adam(model), lambda step: model(x).sum())
 
 
-@variants(
-    "sizes, largest",
-    ([(16, 15), (15, 8)], False),
-    ([(7, 15), (15, 3)], False),
-    ([(16, 17), (17, 8)], False),
-    ([(32, 16), (16, 8)], True),
+@cases(
+    (True, False, False),
+    (False, False, False),
+    (True, True, False),
+    (True, False, True),
+    (False, True, True),
 )
-def test_a_single_group_of_even_and_uneven_shards(
-    ranks: Pools, shape: tuple[int, int], sizes: list[tuple[int, int]], largest: bool
-) -> None:
-    check(ranks, shape, single_group, sizes, largest)
-
-
-def multi_group(run: Run, reshard: bool, async_op: bool, offload: bool) -> None:
+def test_many_groups(run: Run, reshard: bool, async_op: bool, offload: bool) -> None:
     model = mlps(3, 5)
     options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offload else {}
     run.shard([*model, model], reshard_after_forward=reshard, **options)
@@ -59,21 +52,8 @@ def multi_group(run: Run, reshard: bool, async_op: bool, offload: bool) -> None:
     train(run, model, adam(model), lambda step: model(run.input(8, 5, step=step)).sum())
 
 
-@variants(
-    "reshard, async_op, offload",
-    (True, False, False),
-    (False, False, False),
-    (True, True, False),
-    (True, False, True),
-    (False, True, True),
-)
-def test_many_groups(
-    ranks: Pools, shape: tuple[int, int], reshard: bool, async_op: bool, offload: bool
-) -> None:
-    check(ranks, shape, multi_group, reshard, async_op, offload)
-
-
-def nested(run: Run, reshard: bool) -> None:
+@cases((True,), (False,))
+def test_groups_inside_groups(run: Run, reshard: bool) -> None:
     """Each linear layer, each MLP around it, and the root have a group or none."""
     model = mlps(2, 5)
     inner = [layer for mlp in model for layer in (mlp.in_proj, mlp.out_proj)]
@@ -82,16 +62,8 @@ def nested(run: Run, reshard: bool) -> None:
     train(run, model, adam(model), lambda step: model(run.input(8, 5, step=step)).sum())
 
 
-@variants(
-    "reshard",
-    (True,),
-    (False,),
-)
-def test_groups_inside_groups(ranks: Pools, shape: tuple[int, int], reshard: bool) -> None:
-    check(ranks, shape, nested, reshard)
-
-
-def cast_to_float64(run: Run) -> None:
+@cases()
+def test_a_cast_after_sharding(run: Run) -> None:
     torch.manual_seed(42)
     model = MLP(4).to(torch.float32)
     run.shard([model.in_proj, model.out_proj, model])
@@ -105,12 +77,8 @@ def cast_to_float64(run: Run) -> None:
         assert param.grad.dtype == torch.float64
 
 
-@on_both_shapes
-def test_a_cast_after_sharding(ranks: Pools, shape: tuple[int, int]) -> None:
-    check(ranks, shape, cast_to_float64)
-
-
-def cast_before_fcdp(run: Run) -> None:
+@cases()
+def test_a_cast_before_fcdp(run: Run) -> None:
     """The same, but FCDP comes after the cast."""
     torch.manual_seed(42)
     model = MLP(4).to(torch.float32)
@@ -121,12 +89,8 @@ def cast_before_fcdp(run: Run) -> None:
     train(run, model, adam(model), lambda step: model(x).sum())
 
 
-@on_both_shapes
-def test_a_cast_before_fcdp(ranks: Pools, shape: tuple[int, int]) -> None:
-    check(ranks, shape, cast_before_fcdp)
-
-
-def registered_after_forward(run: Run, reshard: bool | None) -> None:
+@cases((True,), (False,), (None,))
+def test_what_is_registered_after_forward_and_backward(run: Run, reshard: bool | None) -> None:
     torch.manual_seed(42)
     model = nn.Sequential(MLP(3), MLP(3))
     reference = copy.deepcopy(model)
@@ -149,19 +113,8 @@ def registered_after_forward(run: Run, reshard: bool | None) -> None:
     run.see_gradients(model)
 
 
-@variants(
-    "reshard",
-    (True,),
-    (False,),
-    (None,),
-)
-def test_what_is_registered_after_forward_and_backward(
-    ranks: Pools, shape: tuple[int, int], reshard: bool | None
-) -> None:
-    check(ranks, shape, registered_after_forward, reshard)
-
-
-def non_root(run: Run) -> None:
+@cases()
+def test_a_submodule_runs_forward_and_backward_by_itself(run: Run) -> None:
     """Forwards and backwards of sub-modules, beside those of the root."""
     model = mlps(3, 8)
     run.shard([*model, model])
@@ -182,33 +135,6 @@ def non_root(run: Run) -> None:
     run.see_params(model)
 
 
-@on_both_shapes
-def test_a_submodule_runs_forward_and_backward_by_itself(
-    ranks: Pools, shape: tuple[int, int]
-) -> None:
-    check(ranks, shape, non_root)
-
-
-def submodule_after_step(run: Run) -> None:
-    """Only a sub-module runs between two steps, as an encoder in evaluation does."""
-    model = mlps(3, 8)
-    run.shard([*model, model])
-    run.cache(model)
-    optimizer = adam(model)
-    for step in range(3):
-        model(run.input(2, 8, step=step)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            run.see(f"encoder {step}", model[1](run.input(2, 8, step=10 + step)))
-    run.see_params(model)
-
-
-@on_both_shapes
-def test_a_submodule_is_evaluated_between_steps(ranks: Pools, shape: tuple[int, int]) -> None:
-    check(ranks, shape, submodule_after_step)
-
-
 class Repeated(nn.Module):
     """Calls its inner module several times per forward."""
 
@@ -221,25 +147,16 @@ class Repeated(nn.Module):
         return self.outer(self.inner(self.inner(x) + self.inner(x)))
 
 
-def multi_forward(run: Run, reshard: bool) -> None:
+@cases((True,), (False,))
+def test_a_module_is_called_several_times(run: Run, reshard: bool) -> None:
     model = Repeated()
     run.shard([model.inner, model], reshard_after_forward=reshard)
     run.cache(model)
     train(run, model, adam(model), lambda step: model(run.input(8, 4, step=step)).sum())
 
 
-@variants(
-    "reshard",
-    (True,),
-    (False,),
-)
-def test_a_module_is_called_several_times(
-    ranks: Pools, shape: tuple[int, int], reshard: bool
-) -> None:
-    check(ranks, shape, multi_forward, reshard)
-
-
-def two_forwards_one_backward(run: Run, checkpointing: bool, reshard: bool) -> None:
+@cases((True, True), (True, False), (False, True), (False, False))
+def test_two_forwards_before_one_backward(run: Run, checkpointing: bool, reshard: bool) -> None:
     """As preference training has it: one loss of two forwards."""
     model = Transformer(checkpointing=checkpointing)
     inner = [part for layer in model.layers for part in (layer.mlp, layer)]
@@ -251,16 +168,3 @@ def two_forwards_one_backward(run: Run, checkpointing: bool, reshard: bool) -> N
         return (first.mean() - second.mean()).pow(2) + first.square().mean()
 
     train(run, model, adam(model), loss, steps=3)
-
-
-@variants(
-    "checkpointing, reshard",
-    (True, True),
-    (True, False),
-    (False, True),
-    (False, False),
-)
-def test_two_forwards_before_one_backward(
-    ranks: Pools, shape: tuple[int, int], checkpointing: bool, reshard: bool
-) -> None:
-    check(ranks, shape, two_forwards_one_backward, checkpointing, reshard)

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from simulation.compute.constants import rates_of, with_rates
-from simulation.hardware import GPUS, cluster
-from simulation.planner import ranges
-from simulation.planner.option import most_tokens_per_s, simulated
+from simulation.compute.study import rates_of, with_rates
+from simulation.hardware import CARDS, cluster, gpu
+from simulation.planner.option import most_tokens_per_s, simulated, tokens_range
 from simulation.prediction import build
 from simulation.rates import Rates, scale
 from tests.simulation.workloads import workload
@@ -17,22 +16,22 @@ from tests.simulation.workloads import workload
 MEASURED = ("a100-40gb", "a100-80gb", "h100-sxm")
 
 
-@pytest.mark.parametrize("name", GPUS)
+@pytest.mark.parametrize("name", CARDS)
 def test_rates_say_what_they_rest_on(name: str) -> None:
-    rates = rates_of(GPUS[name])
+    rates = rates_of(gpu(name))
     assert rates.lowest < 1 < rates.highest
     if name in MEASURED:
         assert (rates.basis, rates.measured_on) == ("fitted", name)
         return
     assert rates.basis == "nearest architecture"
     assert rates.measured_on in MEASURED
-    narrow = rates_of(GPUS[rates.measured_on])
+    narrow = rates_of(gpu(rates.measured_on))
     assert rates.lowest < narrow.lowest
     assert rates.highest > narrow.highest
 
 
 def test_measured_products_take_the_place_of_the_share() -> None:
-    rates = rates_of(GPUS["a100-80gb"])
+    rates = rates_of(gpu("a100-80gb"))
     faster = rates.with_products(1.2 * rates.products_per_s)
     assert faster.basis == "preflight"
     assert faster.attention_per_s == pytest.approx(1.2 * rates.attention_per_s)
@@ -56,7 +55,7 @@ def test_a_range_holds_the_prediction_and_the_steps_at_its_ends(gbit_s: float) -
     rates = hardware.rates
     assert rates is not None
     speed = simulated(workload("fsdp2"), hardware).speed
-    low, high = ranges.tokens_per_s(speed, hardware)
+    low, high = tokens_range(speed, hardware)
     assert low < speed.tokens_per_s < high
     for times in (rates.lowest, rates.highest):
         other = replace(

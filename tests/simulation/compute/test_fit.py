@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from simulation.compute import measured, study
-from simulation.compute.fit import Fitted, Shares, fit
-from simulation.compute.measured import ROWS, Row, Run, run_of
-from simulation.hardware import GPUS
+from simulation.compute import study
+from simulation.compute.fit import ROWS, Fitted, Row, Run, Shares, fit, read_rows, run_of
+from simulation.hardware import CARDS
 
-RUNS = [run_of(row) for row in measured.read() if row.bf16]
+RUNS = [run_of(row) for row in read_rows() if row.bf16]
 RECORD = study.read()
 TRUE = Fitted(
     {gpu: Shares(0.8, 0.3, 0.5) for gpu in {run.row.gpu for run in RUNS}},
@@ -35,7 +34,7 @@ def test_constants_are_found_again() -> None:
 
 
 def test_the_record_is_of_the_committed_rows_and_of_this_code() -> None:
-    rows = [row for row in measured.read() if row.bf16]
+    rows = [row for row in read_rows() if row.bf16]
     assert [one.row for one in RECORD.predictions] == rows
     again = fit(RUNS).numbers()
     for constant in RECORD.constants:
@@ -68,7 +67,7 @@ def test_both_halves_are_held_out() -> None:
 )
 def test_other_halves_hold_too(half: set[str]) -> None:
     """The first has H100s of one size alone, which do not tell their bytes from their products."""
-    runs = [run_of(row) for row in measured.read() if row.bf16]
+    runs = [run_of(row) for row in read_rows() if row.bf16]
     found = fit([run for run in runs if run.row.model in half])
     unseen = [run.row for run in runs if run.row.model not in half]
     check = study.errors(unseen, found)
@@ -77,10 +76,10 @@ def test_other_halves_hold_too(half: set[str]) -> None:
 
 
 def test_given_rows_are_checked_by_committed_constants() -> None:
-    found = study.errors(measured.read(), RECORD.fitted())
+    found = study.errors(read_rows(), RECORD.fitted())
     assert found.median == pytest.approx(RECORD.check("all rows, fitted").median, abs=1e-3)
     with pytest.raises(ValueError, match="rows: hold none in bf16"):
-        study.errors([row for row in measured.read() if not row.bf16], RECORD.fitted())
+        study.errors([row for row in read_rows() if not row.bf16], RECORD.fitted())
 
 
 def test_a_mistake_in_a_row_names_its_line(tmp_path: Path) -> None:
@@ -88,7 +87,7 @@ def test_a_mistake_in_a_row_names_its_line(tmp_path: Path) -> None:
     file = tmp_path / "rows.csv"
     file.write_text("\n".join([*lines[:2], lines[2].replace("256,2048", "0,2048")]) + "\n")
     with pytest.raises(ValueError, match=r"rows\.csv:3: gpus: "):
-        measured.read(file)
+        read_rows(file)
 
 
 def test_too_few_rows_are_refused() -> None:
@@ -103,4 +102,4 @@ def test_gpus_fill_nodes() -> None:
 
 
 def test_gpus_of_the_rows_are_known() -> None:
-    assert {run.row.gpu for run in RUNS} <= set(GPUS)
+    assert {run.row.gpu for run in RUNS} <= set(CARDS)

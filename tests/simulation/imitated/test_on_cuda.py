@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from experiments.commands.memory import build
-from simulation import paper_models
+from simulation import models
 from simulation.imitated import study
 from simulation.imitated.rank import Rank, world
 from simulation.imitated.records import Case
@@ -29,7 +29,7 @@ MICRO_BATCH = 8
 def wide_case(strategy: str, tuning: str, *, checkpointing: bool) -> Case:
     (case,) = (
         each
-        for each in study.cases([paper_models.find("gpt-10b")], [strategy])
+        for each in study.cases([models.find("gpt-10b")], [strategy])
         if each.policy == "host" and each.tuning == tuning and each.checkpointing == checkpointing
     )
     model = case.model.model_copy(update={"layers": LAYERS})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulation.imitated.search import PAPER_MICRO_BATCH, largest_fitting
+from simulation.imitated.study import PAPER_MICRO_BATCH, largest_fitting
 
 LINES = st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 10**5)), min_size=1, max_size=3)
 

@@ -9,7 +9,7 @@ import pytest
 from experiments.commands.memory import build
 from simulation.imitated import study
 from simulation.imitated.records import Case, MemoryUse
-from simulation.imitated.search import PAPER_MICRO_BATCH
+from simulation.imitated.study import PAPER_MICRO_BATCH
 from tests.ranks import Pools
 from tests.simulation.imitated.small import LAYERS, WIDTH, case, found
 

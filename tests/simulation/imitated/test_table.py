@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from simulation import files, paper_models
+from simulation import files, models
 from simulation.imitated import study, table
 from simulation.imitated.records import MemoryRecord, MemoryUse, Peak, read
 
@@ -20,7 +20,7 @@ def record(
     """Of the 30B model without checkpointing; the peak at 8 is 10 GB a sequence that fits."""
     (case,) = (
         each
-        for each in study.cases([paper_models.find("gpt-30b")], [strategy], [length])
+        for each in study.cases([models.find("gpt-30b")], [strategy], [length])
         if each.policy == "host" and each.tuning == tuning and not each.checkpointing
     )
     finding = None

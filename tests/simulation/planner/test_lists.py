@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 
-from simulation.capacity import reported
-from simulation.compute.constants import with_rates
-from simulation.hardware import cluster
-from simulation.planner import ranges
-from simulation.planner.plan import plan
-from simulation.planner.refusal import refusal
+from simulation.compute.study import with_rates
+from simulation.hardware import cluster, reported
+from simulation.planner.option import tokens_range
+from simulation.planner.plan import plan, refusal
 from simulation.planner.request import Request
 
 MODELS = ("llama-3-8b", "llama-3-70b", "qwen2-7b", "mistral-7b", "mixtral-8x7b", "gpt-30b")
@@ -51,7 +49,7 @@ def test_it_is_answered(
         assert answer.startswith("nothing fits")
         return
     for option in (option for verdict in made.verdicts for option in verdict.options):
-        speed, low_high = option.speed, ranges.tokens_per_s(option.speed, hardware)
+        speed, low_high = option.speed, tokens_range(option.speed, hardware)
         assert option.footprint.device_bytes <= hardware.usable_device_bytes
         assert option.footprint.host_bytes <= hardware.host_memory_bytes
         assert 0 < speed.mfu <= speed.hfu + 1e-9 <= 1

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from baselines.registry import simulated
-from simulation.paper_models import PAPER_MODELS
-from simulation.planner.request import Request, planned, shape
+from simulation.models import PAPER_MODELS, shape
+from simulation.planner.request import Request, planned
 from tests.simulation.planner.made_up import config_file, request
 from tests.simulation.workloads import paper_cluster
 

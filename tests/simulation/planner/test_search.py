@@ -9,10 +9,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from simulation.planner.option import most_tokens_per_s, shortfall, simulated
+from simulation.planner.option import most_tokens_per_s, simulated
 from simulation.planner.request import planned
 from simulation.planner.search import _divisors, search, shortfalls
-from simulation.prediction import build, predict
+from simulation.prediction import build, fits, needed, predict
 from simulation.workload import Workload
 from tests.simulation.planner.made_up import KINDS, config_file, request
 from tests.simulation.workloads import paper_cluster
@@ -87,7 +87,7 @@ def test_more_host_memory_never_makes_a_fit_unfit(
     )
     small = replace(paper_cluster(), host_memory_bytes=gigabytes * 1e9)
     large = replace(small, host_memory_bytes=times * small.host_memory_bytes)
-    less, more = shortfall(point, small), shortfall(point, large)
+    less, more = (needed(point, on).lacks(on) for on in (small, large))
     assert more.host_bytes <= less.host_bytes
     assert more.device_bytes == less.device_bytes
     if less.fits:
@@ -116,8 +116,8 @@ def test_the_largest_batch_is_the_last_that_fits() -> None:
         assert verdict.largest_micro_batch == most
         for option in verdict.options:
             more = replace(option.workload, micro_batch=option.workload.micro_batch + 1)
-            assert shortfall(option.workload, asked.hardware).fits
-            assert not shortfall(more, asked.hardware).fits
+            assert fits(option.workload, asked.hardware)
+            assert not fits(more, asked.hardware)
     assert ddp.best is None
     assert ddp.options == ()
     assert ddp.largest_micro_batch == 0

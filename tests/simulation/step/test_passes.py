@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulation.cycle.stages import stages_of
+from simulation.cycle import stages_of
 from simulation.emulated import emulated
 from simulation.hardware import Hardware
 from simulation.prediction import predict

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from simulation.memory import peak
+from simulation.prediction import needed
 from tests.simulation.workloads import hardware, predicted, workload
 
 #: All ranks of two nodes.
@@ -43,8 +43,8 @@ def test_a_late_mean_that_takes_longer_than_a_round_is_what_binds() -> None:
 
 
 def test_the_outer_state_takes_three_copies_of_what_is_trained_where_it_lies() -> None:
-    device = peak(workload("co2"), hardware())
-    host = peak(workload("co2", outer_on="host"), hardware())
+    device = needed(workload("co2"), hardware())
+    host = needed(workload("co2", outer_on="host"), hardware())
     held = 12 * workload("co2").trained
     assert device.device_bytes - host.device_bytes == pytest.approx(held)
     assert host.host_bytes - device.host_bytes == pytest.approx(8 * held)

@@ -1,0 +1,54 @@
+"""The names that ``fcdp`` has: no module below it has one of them, which would hide it there."""
+
+from fcdp.api import (
+    accumulate,
+    cache_parameters,
+    discard,
+    invalidate,
+    is_cached,
+    ledger,
+    shard,
+)
+from fcdp.cache.policy import (
+    Auto,
+    Budget,
+    CachePolicy,
+    DeviceCache,
+    DiskCache,
+    HostCache,
+    NoCache,
+    Threshold,
+)
+from fcdp.checkpoint import load, save
+from fcdp.codec import BlockInt4, BlockInt8, Codec, Delta
+from fcdp.counts import Ledger
+from fcdp.exporting import export, save_adapters
+from fcdp.topology import Topology
+
+__all__ = [
+    "Auto",
+    "BlockInt4",
+    "BlockInt8",
+    "Budget",
+    "CachePolicy",
+    "Codec",
+    "Delta",
+    "DeviceCache",
+    "DiskCache",
+    "HostCache",
+    "Ledger",
+    "NoCache",
+    "Threshold",
+    "Topology",
+    "accumulate",
+    "cache_parameters",
+    "discard",
+    "export",
+    "invalidate",
+    "is_cached",
+    "ledger",
+    "load",
+    "save",
+    "save_adapters",
+    "shard",
+]

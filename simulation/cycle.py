@@ -1,0 +1,183 @@
+"""A model cut into a cycle's stages, as ``baselines.cyclic`` cuts it: what each has and keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from baselines.cyclic.routes import Cycle, Kind
+from baselines.cyclic.rule import Rule, chosen, is_fresh, slots_per_step
+from simulation.workload import Workload
+
+_FP32 = 4
+_MOMENTS = 8
+#: Messages that a rank has in hand: two that come, two that go.
+_MESSAGES = 4
+#: A stage's gradients, and the same end to end.
+_GRADIENTS = 2 * _FP32
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stages, input side first, each by its blocks and its numbers of parameters."""
+
+    blocks: tuple[int, ...]
+    #: All parameters of a stage, trained ones of these, and those that are in no block.
+    parameters: tuple[int, ...]
+    trained: tuple[int, ...]
+    outside: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def sizes(self, *, twice: bool) -> Mapping[Kind, Sequence[int]]:
+        """Elements of each stage's messages.
+
+        ``twice``: ranks let parameters go between forward and backward, frozen ones too; what is
+        outside of the blocks stays.
+        """
+        passed = [whole - out for whole, out in zip(self.parameters, self.outside, strict=True)]
+        return {
+            "forward": self.parameters if twice else self.trained,
+            "backward": passed,
+            "gradient": self.trained,
+            "sum": self.trained,
+        }
+
+    def late(self, rule: Rule, micro_batch: int) -> int:
+        """Trained parameters that are a step old where this micro-batch, from 0, computes."""
+        return sum(
+            numel
+            for stage, numel in enumerate(self.trained)
+            if not is_fresh(rule, micro_batch, stage, len(self))
+        )
+
+
+def stages_of(workload: Workload, ranks: int) -> Stages:
+    """The stages of a cycle: as many as micro-batches go through it, unless fewer are chosen.
+
+    Raises ``ValueError`` for more stages than blocks or micro-batches, and for several
+    micro-batches per rank where each rank is one.
+    """
+    model, cycle = workload.model, workload.schedule.cycle
+    if workload.schedule.passes_on and workload.accumulation != 1:
+        raise ValueError(
+            f"accumulation = {workload.accumulation}: allowed is 1, as each rank is one micro-batch"
+        )
+    most, called = ranks, "ranks"
+    if cycle == "turns":
+        most, called = workload.accumulation, "micro-batches per step (accumulation)"
+    size = model.block_parameters + workload.block_adapters
+    runs = chosen(workload.stages, [size] * model.layers, most, called)
+    blocks = tuple(len(run) for run in runs)
+    outside = [0] * len(runs)
+    outside[0] += model.embedded_parameters
+    outside[-1] += model.root_parameters - model.embedded_parameters
+    full = workload.lora is None
+    trained = size if full else workload.block_adapters
+    return Stages(
+        blocks,
+        tuple(count * size + out for count, out in zip(blocks, outside, strict=True)),
+        tuple(
+            count * trained + (out if full else 0)
+            for count, out in zip(blocks, outside, strict=True)
+        ),
+        tuple(outside),
+    )
+
+
+def cycle_of(workload: Workload, stages: Stages, ranks: int) -> Cycle:
+    """Who sends what to whom, where ranks pass stages on."""
+    twice = workload.schedule.cycle == "zero"
+    return Cycle(workload.rule, ranks, len(stages), twice)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of one rank, by what they are."""
+
+    parameters: float
+    gradients: float
+    states: float
+    #: What the optimizer takes beside them while it steps.
+    step: float
+    #: Of workers that step apart.
+    outer: float = 0.0
+    #: Gradients that are applied a step late; a second version of parameters, or of a stage's.
+    versions: float = 0.0
+    #: Messages, which are in host memory.
+    messages: float = 0.0
+    #: Micro-batches whose activations are there at once.
+    in_flight: float = 1.0
+
+
+def held(workload: Workload, ranks: int) -> Held:
+    """What the busiest rank keeps. Raises ``ValueError`` as ``stages_of``."""
+    stages = stages_of(workload, ranks)
+    frozen = 0.0 if workload.lora is None else min(_FP32, workload.frozen_bytes)
+    trained, largest = workload.trained, max(stages.trained)
+    every = _FP32 * trained + frozen * workload.frozen
+    cycle = workload.schedule.cycle
+    if cycle == "together":
+        late = _FP32 * stages.late(workload.rule, 0)  # the first rank's are most
+        step = _FP32 * trained + late
+        return Held(every, _FP32 * trained, _MOMENTS * trained, step, versions=late)
+    if cycle == "turns":
+        # Sums of a step's gradients begin when three stages of the last one's are left, or fewer.
+        two_steps = 1 + max(0, len(stages) - 3) / len(stages)
+        gradients = _FP32 * (two_steps * trained + largest)
+        return Held(
+            every,
+            gradients,
+            _MOMENTS * trained,
+            _FP32 * largest,
+            versions=_FP32 * trained,
+            in_flight=(len(stages) + 1) / 2,
+        )
+    own = max(stages.parameters if cycle == "zero" else stages.trained)
+    sent = max(max(numels) for numels in stages.sizes(twice=cycle == "zero").values())
+    parameters, versions = every, float(_FP32 * own)
+    if cycle == "zero":  # its own stage, what is outside of the blocks, and the stage in use
+        share = every / workload.parameters
+        parameters = share * (own + sum(stages.outside))
+        versions += share * own
+    return Held(
+        parameters,
+        _GRADIENTS * largest,
+        _MOMENTS * largest,
+        _FP32 * largest,
+        versions=versions,
+        messages=float(_MESSAGES * _FP32 * sent),
+    )
+
+
+def sent(workload: Workload, ranks: int) -> list[float] | None:
+    """Bytes that a rank sends in each slot, at most, forwards before backwards.
+
+    ``None`` where ranks do not pass stages on. Raises ``ValueError`` as ``stages_of``.
+    """
+    if workload.served or not workload.schedule.passes_on:
+        return None
+    stages = stages_of(workload, ranks)
+    cycle = cycle_of(workload, stages, ranks)
+    sizes, slots = stages.sizes(twice=cycle.twice), 2 * cycle.stages
+    by_rank = [[0.0] * slots for _ in range(ranks)]
+    for message in cycle.messages():
+        if message.source != message.target:
+            forward = message.kind == "forward"
+            slot = message.stage if forward else slots - 1 - message.stage
+            by_rank[message.source][slot] += _FP32 * sizes[message.kind][message.stage]
+    return [max(of_slot) for of_slot in zip(*by_rank, strict=True)]
+
+
+def kept(workload: Workload, ranks: int, nbytes: float) -> tuple[list[float], float] | None:
+    """Bytes of activations in each slot, and what all micro-batches of a step at once would keep.
+
+    ``nbytes`` are those of a step's fullest moment, which all slots have. ``None`` where
+    micro-batches do not take turns.
+    """
+    if workload.served or workload.schedule.cycle != "turns":
+        return None
+    one = nbytes / held(workload, ranks).in_flight
+    count = workload.accumulation
+    return [nbytes] * slots_per_step(count), count * one

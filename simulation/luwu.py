@@ -1,0 +1,388 @@
+"""LuWu's step: its bytes by link and direction, its server, its memory, its seconds.
+
+As ``baselines.luwu.plan`` has it: unit 0 is what is outside of the blocks. A worker is a rank;
+those of one node share its link, so that the node receives as often as it has ranks. The server's
+bytes do not depend on the number of workers. No state of the model stays on a device.
+
+The order of a step's tasks is that of ``baselines.luwu.train``. A layer's bytes cross the server's
+link and a node's as a pipeline of chunks, each of which the switch passes on when it is whole. The
+server reads, steps and writes a layer while its gradients arrive. What this leaves out: messages
+that are not whole chunks, bursts that a limited link lets through, and files that share the disk's
+time unevenly between reading ahead and stepping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from baselines.luwu import LAYERS, WINDOW
+from simulation import checks
+from simulation.hardware import GB, LINK_EFFICIENCY, Hardware
+from simulation.memory import Footprint
+from simulation.step.passes import overhead_seconds
+from simulation.step.tasks import Tasks
+from simulation.work import (
+    block_bytes,
+    block_work,
+    head_work,
+    kept_bytes,
+    loss_bytes,
+    recomputed_work,
+)
+from simulation.workload import Workload
+
+#: The strategy's name.
+LUWU = "luwu"
+#: Forward and backward are each asked for by a message.
+_PASSES = 2
+#: AdamW's master and moments, in fp32.
+STATE_BYTES = 12
+#: A step reads one generation of the files and writes the other.
+GENERATIONS = 2
+#: Of one NVMe drive, sequential, by the data sheet of the D7-P5510 (3.84 TB), of which the server
+#: of LuWu's paper has twelve.
+DRIVE_READ, DRIVE_WRITE = 6.5 * GB, 3.4 * GB
+#: Steps before the one that counts, until each begins as the one before it did.
+_BEFORE = 2
+#: Seconds per byte that one end of CURVE takes of the emulated host: 14 ms of a core per megabyte
+#: (docs/luwu.md), of two cores.
+_CURVE_BYTE_SECONDS = 14e-9 / 2
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A layer by its parameters."""
+
+    name: str
+    trained: int
+    frozen: int
+
+    def pulled(self, workload: Workload) -> float:
+        """Bytes that a worker pulls of it; frozen ones have been kept from an earlier step."""
+        frozen = 0 if workload.cached else self.frozen
+        return float(workload.element_bytes * (self.trained + frozen))
+
+    def pushed(self, workload: Workload) -> float:
+        """Bytes of its gradients."""
+        return float(workload.element_bytes * self.trained)
+
+    def held(self, workload: Workload) -> float:
+        """Bytes of its parameters while a worker has it."""
+        return float(workload.element_bytes * (self.trained + self.frozen))
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes per step, and messages that the server receives."""
+
+    received: float
+    sent: float
+    file_read: float
+    file_written: float
+    server_messages: int
+    #: Messages that a worker sends, its acknowledgements among them.
+    worker_messages: int
+    #: Ranks that share a node's link.
+    ranks: int
+
+    @property
+    def links(self) -> dict[str, float]:
+        """As a record's ``link_bytes_per_step``."""
+        return {
+            "node received": self.received * self.ranks,
+            "node sent": self.sent * self.ranks,
+            "server received": self.sent,
+            "server sent": self.received,
+            "server file_read": self.file_read,
+            "server file_written": self.file_written,
+        }
+
+
+def units(workload: Workload) -> list[Unit]:
+    """What is outside of the blocks, then the blocks."""
+    model, adapters = workload.model, workload.block_adapters
+    sizes = [("root", model.root_parameters, 0)]
+    sizes += [(f"block {i}", model.block_parameters, adapters) for i in range(model.layers)]
+    if workload.lora is None:
+        return [Unit(name, base, 0) for name, base, _ in sizes]
+    return [Unit(name, more, base) for name, base, more in sizes]
+
+
+def passes(layers: Sequence[Unit]) -> tuple[list[Unit], list[Unit]]:
+    """Units in the order in which forward and backward pull them."""
+    root, *blocks = layers
+    return [root, *blocks, root], blocks[::-1]
+
+
+def traffic(workload: Workload, workers: int, ranks_per_node: int) -> Traffic:
+    """A steady step's."""
+    layers = units(workload)
+    forward, backward = passes(layers)
+    pulled = [*forward, *backward]
+    taken = _chunks(workload, pulled, gradients=False)
+    pushed = _chunks(workload, layers, gradients=True)
+    received = sum(unit.pulled(workload) for unit in pulled)
+    state = STATE_BYTES * workload.trained
+    return Traffic(
+        received=received,
+        sent=sum(unit.pushed(workload) for unit in layers),
+        file_read=state + received,
+        file_written=float(state + workload.element_bytes * workload.trained),
+        server_messages=pushed + taken * (1 if workload.merged else workers) + _PASSES,
+        worker_messages=pushed + taken + _PASSES,
+        ranks=ranks_per_node,
+    )
+
+
+def _chunks(workload: Workload, pulled: Iterable[Unit], *, gradients: bool) -> int:
+    """Messages that have these units; trained and frozen parameters do not share one."""
+    size = workload.chunk_bytes // workload.element_bytes
+    count = 0
+    for unit in pulled:
+        count += -(-unit.trained // size)
+        if not gradients and not workload.cached:
+            count += -(-unit.frozen // size)
+    return count
+
+
+def files_bytes(workload: Workload) -> float:
+    """Bytes of the server's files: two generations of what is trained, and the frozen ones."""
+    trained = GENERATIONS * (STATE_BYTES + workload.element_bytes) * workload.trained
+    return float(trained + workload.element_bytes * workload.frozen)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """A machine beside the workers: rates that are reached. Its link is full duplex."""
+
+    link_bytes_per_s: float
+    disk_read_bytes_per_s: float
+    disk_write_bytes_per_s: float
+    #: Of AdamW on its CPUs.
+    adam_elements_per_s: float
+    #: What it is, in words.
+    description: str
+
+    def __post_init__(self) -> None:
+        checks.positive(
+            link_bytes_per_s=self.link_bytes_per_s,
+            disk_read_bytes_per_s=self.disk_read_bytes_per_s,
+            disk_write_bytes_per_s=self.disk_write_bytes_per_s,
+            adam_elements_per_s=self.adam_elements_per_s,
+        )
+
+
+def like(hardware: Hardware) -> Server:
+    """A server that has what a node has, as on an emulated cluster."""
+    return Server(
+        link_bytes_per_s=hardware.inter_bytes_per_s,
+        disk_read_bytes_per_s=hardware.disk_read_bytes_per_s,
+        disk_write_bytes_per_s=hardware.disk_write_bytes_per_s,
+        adam_elements_per_s=hardware.cpu_adam_elements_per_s,
+        description="a server like a node",
+    )
+
+
+def nominal(bits_per_s: float, drives: int, hardware: Hardware) -> Server:
+    """A server by its nominal bandwidth and number of drives; it steps as a node's CPUs do."""
+    return Server(
+        link_bytes_per_s=LINK_EFFICIENCY * bits_per_s / 8,
+        disk_read_bytes_per_s=drives * DRIVE_READ,
+        disk_write_bytes_per_s=drives * DRIVE_WRITE,
+        adam_elements_per_s=hardware.cpu_adam_elements_per_s,
+        description=f"a server with {drives} NVMe drives",
+    )
+
+
+def footprint(workload: Workload, hardware: Hardware) -> Footprint:
+    """The most that a step takes, in backward: no state of the model stays on a device.
+
+    Raises ``ValueError`` for what LuWu does not train: several micro-batches, four bits.
+    """
+    if workload.accumulation != 1:
+        raise ValueError(
+            f"accumulation = {workload.accumulation}: allowed with luwu is 1, as each pass's "
+            "gradients are pushed and applied"
+        )
+    if workload.lora is not None and workload.frozen_dtype == "nf4":
+        raise ValueError("frozen_dtype = 'nf4': luwu sends and computes in one type")
+    root, *blocks = units(workload)
+    element, tokens = workload.element_bytes, workload.tokens
+    sizes = sorted((unit.held(workload) for unit in (root, *blocks)), reverse=True)
+    # Those of the layer are put together while they are there; the root's wait for backward's end.
+    trained = max(unit.pushed(workload) for unit in (root, *blocks))
+    gradients = root.pushed(workload) + LAYERS * trained
+    block = tokens * block_bytes(workload)
+    left_by = tokens * kept_bytes(workload)
+    kept = workload.recomputed * left_by + (1 - workload.recomputed) * block
+    model, full = workload.model, workload.lora is None
+    # As in ``simulation.memory``: a block that is computed again, and gradients inside its MLP; the
+    # last norm's input and output, and what the loss writes.
+    in_block = (block if workload.recomputed else 0.0) + 3 * tokens * element * model.inner
+    at_loss = tokens * loss_bytes(workload) * model.vocabulary
+    at_loss += (2 if full else 1) * tokens * element * model.width
+    device = {
+        "gathered": sum(sizes[:LAYERS]),
+        "gradients": gradients,
+        "activations": model.layers * kept + max(in_block, at_loss),
+    }
+    host = {}
+    if workload.cached and workload.frozen:
+        host["cache"] = float(element * workload.frozen * hardware.ranks_per_node)
+    forward = {name: device[name] for name in ("gathered", "activations")}
+    return Footprint(device, forward, host, {})
+
+
+def steps(workload: Workload, hardware: Hardware, server: Server) -> tuple[Tasks, int]:
+    """Tasks of some steps, and the first of those of the last, which is a steady one."""
+    made = _Steps(workload, hardware, server)
+    for _ in range(_BEFORE):
+        made.step()
+    begin = len(made.tasks.tasks)
+    made.tasks.moved_bytes.clear()
+    made.step()
+    return made.tasks, begin
+
+
+class _Steps:
+    """Builds the tasks of one step after another."""
+
+    def __init__(self, workload: Workload, hardware: Hardware, server: Server) -> None:
+        self.tasks = Tasks(hardware)
+        self._workload = workload
+        self._hardware = hardware
+        self._server = server
+        self._units = units(workload)
+        fastest = max(server.link_bytes_per_s, hardware.inter_bytes_per_s)
+        #: Seconds by which a chunk is later as the switch passes it on when it is whole: those on
+        #: the faster link, as the slower one is what all chunks wait for.
+        self._hop = workload.chunk_bytes / fastest
+        window = WINDOW * workload.chunk_bytes
+        largest = max(unit.held(workload) for unit in self._units)
+        #: Layers that come ahead of the one that computes, by memory and as chunks on their way.
+        self._ahead = LAYERS + int(window // largest)
+        self._window = float(window)
+        #: Computation by the layers that are pulled one after another.
+        self._computed: list[int] = []
+        #: Per unit: the task after which the server has applied its last gradients.
+        self._applied: dict[Unit, int] = {}
+        #: When the last gradients have arrived, whose sender then asks for the next forward.
+        self._asked: tuple[int, ...] = ()
+        #: This step's pushes and their bytes, and when the last of them has arrived.
+        self._pushes: list[tuple[int, float]] = []
+        self._arrived = 0
+
+    def step(self) -> None:
+        """Append one step's tasks."""
+        workload, tokens = self._workload, self._workload.tokens
+        root, *blocks = self._units
+        forward, backward = passes(self._units)
+        block, back = block_work(workload)
+        head_forward, head_backward = head_work(workload)
+        back += recomputed_work(workload) * workload.recomputed
+        committed = tuple(self._applied.values())
+        begin, turn = self._asked, self._asked
+        self._pushes = []
+        beside = overhead_seconds(workload, self._hardware)
+        seconds = self._hardware.seconds(block * tokens) + beside
+        for place, unit in enumerate(forward):
+            if unit is blocks[-1]:  # as it comes to the last block it asks for backward
+                turn = tuple(self._computed[-1:])
+            arrived = self._pull(unit, "forward", begin)
+            if place == len(forward) - 1:
+                work = (head_forward + head_backward) * tokens
+                self._compute("head", self._hardware.seconds(work), arrived)
+            else:
+                self._compute(f"forward {unit.name}", seconds if place else 0.0, arrived)
+        seconds = self._hardware.seconds(back * tokens) + beside
+        for unit in backward:
+            arrived = self._pull(unit, "backward", turn)
+            self._compute(f"backward {unit.name}", seconds, (*arrived, *self._waited()))
+            self._push(unit, committed)
+        self._push(root, committed)
+        self._asked = (self._landed,)
+
+    @property
+    def _landed(self) -> int:
+        """The last gradients' arrival at the server; without any, the last computation."""
+        return self._arrived if self._pushes else self._computed[-1]
+
+    def _compute(self, name: str, seconds: float, after: Sequence[int]) -> None:
+        self._computed.append(self.tasks.compute(name, seconds, after))
+
+    def _pull(self, unit: Unit, phase: str, asked: tuple[int, ...]) -> tuple[int, ...]:
+        """Have a layer sent: when it is asked for, applied, and two layers' memory has room."""
+        nbytes = unit.pulled(self._workload)
+        room = self._computed[-self._ahead :][:1] if len(self._computed) >= self._ahead else []
+        after = dict.fromkeys([*asked, *room, *self._applied_of(unit)])
+        ranks = self._hardware.ranks_per_node
+        demands = {
+            "server_out": nbytes / self._server.link_bytes_per_s,
+            "inter_node_in": ranks * nbytes / self._hardware.inter_bytes_per_s,
+            "server_disk": nbytes / self._server.disk_read_bytes_per_s,
+            "host_to_device": unit.held(self._workload) / self._hardware.host_to_device_bytes_per_s,
+            "compute": self._encrypted(nbytes),
+        }
+        self.tasks.count("inter_node_in", phase, ranks * nbytes)
+        self.tasks.count("server_out", phase, nbytes)
+        title = f"{phase} pull {unit.name}"
+        sent = self.tasks.add(title, "pull", demands, tuple(after))
+        # What is pulled in pieces as large as a chunk arrives one piece later.
+        return (self.tasks.add(f"{title} arrives", "arrive", {}, (sent,), self._hop_of(nbytes)),)
+
+    def _applied_of(self, unit: Unit) -> list[int]:
+        return [self._applied[unit]] if unit in self._applied else []
+
+    def _push(self, unit: Unit, committed: tuple[int, ...]) -> None:
+        """Have a layer's gradients sent and applied."""
+        workload, server = self._workload, self._server
+        nbytes = unit.pushed(workload)
+        if not nbytes:
+            return
+        ranks, after = self._hardware.ranks_per_node, tuple(self._computed[-1:])
+        demands = {
+            "inter_node": ranks * nbytes / self._hardware.inter_bytes_per_s,
+            "server_in": nbytes / server.link_bytes_per_s,
+            "device_to_host": nbytes / self._hardware.device_to_host_bytes_per_s,
+            "compute": self._encrypted(nbytes),
+        }
+        self.tasks.count("inter_node", "reduce", ranks * nbytes)
+        self.tasks.count("server_in", "reduce", nbytes)
+        sent = self.tasks.add(f"push {unit.name}", "push", demands, after)
+        self._pushes.append((sent, nbytes))
+        title = f"push {unit.name} arrives"
+        self._arrived = self.tasks.add(title, "land", {}, (sent,), self._hop_of(nbytes))
+        read = STATE_BYTES * unit.trained
+        written = read + nbytes
+        self.tasks.count("server_disk", "optimizer", read + written)
+        demands = {
+            "server_disk": read / server.disk_read_bytes_per_s
+            + written / server.disk_write_bytes_per_s,
+            "server_cpu": unit.trained / server.adam_elements_per_s,
+        }
+        stepped = self.tasks.add(f"step {unit.name}", "optimizer", demands, (*after, *committed))
+        self._applied[unit] = self.tasks.add(
+            f"{unit.name} applied", "applied", {}, (self._arrived, stepped)
+        )
+
+    def _waited(self) -> list[int]:
+        """Pushes that computation waits for: all but those within the window."""
+        left = self._window
+        for sent, nbytes in reversed(self._pushes):
+            left -= nbytes
+            if left < 0:
+                return [sent]
+        return []
+
+    def _hop_of(self, nbytes: float) -> float:
+        return self._hop * min(1.0, nbytes / self._workload.chunk_bytes)
+
+    def _encrypted(self, nbytes: float) -> float:
+        """Seconds of the emulated host's cores for a message to or from all workers.
+
+        Each crosses one link to the server and one to each worker, of two ends.
+        """
+        if self._hardware.backend != "gloo":
+            return 0.0
+        return 2 * (self._hardware.world_size + 1) * _CURVE_BYTE_SECONDS * nbytes

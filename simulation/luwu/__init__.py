@@ -1,1 +1,0 @@
-"""LuWu's step: its bytes by link, its seconds, its memory."""

@@ -1,0 +1,364 @@
+"""The shape of a model by name, by its Hugging Face configuration, or as the paper has it.
+
+The paper derives GPT models of 10B, 20B and 30B parameters from GPT-2 XL and does not give their
+depth and width. Our choice: GPT-2 XL's 48 layers, heads of 64 and vocabulary, and a width that
+gives the size. For 30B the width is such that one forward gather of ZeRO-3 on two nodes of eight
+ranks sends what the paper's table says FCDP-Sched's sends (108.18 GB: 2 nodes × 15/16 × 2 bytes per
+parameter, so 28.8 billion).
+
+Well-known models have their public configurations, from their own repositories on the Hugging Face
+hub (the names beside them), and the length of the sequences that most of their training saw, by
+their makers' reports. Numbers of parameters are what their makers publish; a test compares them
+with what is counted from these.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from simulation import checks
+from simulation.transformer import Family, ModelSpec, Transformer
+
+#: Tokens per sequence: our choice; questions with their paragraphs in SQuAD mostly fit in it.
+SEQUENCE_LENGTH = 512
+#: GPT-2's.
+_VOCABULARY = 50_257
+_LAYERS = 48
+_HEAD_WIDTH = 64
+_WIDTHS = {"gpt-10b": 4096, "gpt-20b": 5888, "gpt-30b": 7040}
+
+#: The models by name: 9.9, 20.3 and 28.9 billion parameters.
+PAPER_MODELS: dict[str, ModelSpec] = {
+    name: ModelSpec(
+        name=name,
+        family="gpt2",
+        layers=_LAYERS,
+        width=width,
+        heads=width // _HEAD_WIDTH,
+        vocabulary=_VOCABULARY,
+    )
+    for name, width in _WIDTHS.items()
+}
+_LLAMA = {
+    "layers": "num_hidden_layers",
+    "width": "hidden_size",
+    "heads": "num_attention_heads",
+    "key_value_heads": "num_key_value_heads",
+    "mlp_width": "intermediate_size",
+    "vocabulary": "vocab_size",
+    "head_width": "head_dim",
+}
+#: The keys of a Hugging Face configuration, by ``model_type``, of models with a closed form.
+_KEYS: Mapping[str, Mapping[str, str]] = {
+    "gpt2": {
+        "layers": "n_layer",
+        "width": "n_embd",
+        "heads": "n_head",
+        "mlp_width": "n_inner",
+        "vocabulary": "vocab_size",
+        "positions": "n_positions",
+    },
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3"), _LLAMA),
+    "mixtral": {
+        **_LLAMA,
+        "experts": "num_local_experts",
+        "active_experts": "num_experts_per_tok",
+    },
+}
+#: Keys that a configuration need not have.
+_OPTIONAL = ("mlp_width", "key_value_heads", "head_width")
+#: What is not counted here; a model that is counted has none of it, or false.
+_NOT_COUNTED: Mapping[str, tuple[str, ...]] = {"gpt2": ("add_cross_attention",)}
+#: What other families have beside what a Llama has.
+_MORE: Mapping[str, Mapping[str, Any]] = {
+    "qwen2": {"biased": ("q_proj", "k_proj", "v_proj")},
+    "gemma2": {"norms": 4},
+    "phi3": {"joined": True},
+}
+#: Matrices with a bias where the key says so.
+_BIASES = {
+    "attention_bias": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "mlp_bias": ("gate_proj", "up_proj", "down_proj"),
+}
+#: Families whose output layer is the embedding, unless the configuration says otherwise; and those
+#: whose heads have this width, whatever the width of the model.
+_TIED = ("gpt2", "gemma", "gemma2")
+_HEAD_WIDTHS = {"qwen3": 128, "gemma": 256, "gemma2": 256}
+#: Most tokens per sequence of a configuration that nobody named a length for: ours.
+_LONGEST = 8192
+
+
+def find(name: str) -> ModelSpec:
+    """The model of this name. Raises ``ValueError`` for one that is not among ``PAPER_MODELS``."""
+    try:
+        return PAPER_MODELS[name]
+    except KeyError:
+        raise ValueError(f"model = {name!r}: allowed are {', '.join(PAPER_MODELS)}") from None
+
+
+@dataclass(frozen=True)
+class PublicModel:
+    """A configuration, where it is from, and how the model was trained."""
+
+    hub: str
+    parameters: int
+    #: Tokens per sequence in most of its training, at most 8,192: ours where it was more.
+    training_length: int
+    config: Mapping[str, Any]
+
+
+def _llama(
+    kind: str,
+    layers: int,
+    width: int,
+    heads: int,
+    key_value_heads: int,
+    mlp_width: int,
+    vocabulary: int,
+    limit: int,
+    **more: Any,
+) -> dict[str, Any]:
+    return {
+        "model_type": kind,
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_value_heads,
+        "intermediate_size": mlp_width,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": limit,
+        **more,
+    }
+
+
+_EIGHT_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
+PUBLIC_MODELS: Mapping[str, PublicModel] = {
+    "llama-2-7b": PublicModel(
+        "meta-llama/Llama-2-7b-hf",
+        6_738_415_616,
+        4096,
+        _llama("llama", 32, 4096, 32, 32, 11008, 32_000, 4096),
+    ),
+    "llama-2-70b": PublicModel(
+        "meta-llama/Llama-2-70b-hf",
+        68_976_648_192,
+        4096,
+        _llama("llama", 80, 8192, 64, 8, 28672, 32_000, 4096),
+    ),
+    "llama-3-8b": PublicModel(
+        "meta-llama/Meta-Llama-3-8B",
+        8_030_261_248,
+        8192,
+        _llama("llama", 32, 4096, 32, 8, 14336, 128_256, 8192),
+    ),
+    "llama-3-70b": PublicModel(
+        "meta-llama/Meta-Llama-3-70B",
+        70_553_706_496,
+        8192,
+        _llama("llama", 80, 8192, 64, 8, 28672, 128_256, 8192),
+    ),
+    "qwen2-7b": PublicModel(
+        "Qwen/Qwen2-7B",
+        7_615_616_512,
+        4096,
+        _llama("qwen2", 28, 3584, 28, 4, 18944, 152_064, 131_072),
+    ),
+    "qwen2.5-32b": PublicModel(
+        "Qwen/Qwen2.5-32B",
+        32_763_876_352,
+        4096,
+        _llama("qwen2", 64, 5120, 40, 8, 27648, 152_064, 131_072),
+    ),
+    "mistral-7b": PublicModel(
+        "mistralai/Mistral-7B-v0.1",
+        7_241_732_096,
+        8192,
+        _llama("mistral", 32, 4096, 32, 8, 14336, 32_000, 32_768),
+    ),
+    "mixtral-8x7b": PublicModel(
+        "mistralai/Mixtral-8x7B-v0.1",
+        46_702_792_704,
+        8192,
+        _llama("mixtral", 32, 4096, 32, 8, 14336, 32_000, 32_768, **_EIGHT_EXPERTS),
+    ),
+    "gemma-2b": PublicModel(
+        "google/gemma-2b",
+        2_506_172_416,
+        8192,
+        _llama("gemma", 18, 2048, 8, 1, 16384, 256_000, 8192, head_dim=256),
+    ),
+    "gemma-7b": PublicModel(
+        "google/gemma-7b",
+        8_537_680_896,
+        8192,
+        _llama("gemma", 28, 3072, 16, 16, 24576, 256_000, 8192, head_dim=256),
+    ),
+    "phi-3-mini": PublicModel(
+        "microsoft/Phi-3-mini-4k-instruct",
+        3_821_079_552,
+        4096,
+        _llama("phi3", 32, 3072, 32, 32, 8192, 32_064, 4096),
+    ),
+    "phi-4": PublicModel(
+        "microsoft/phi-4",
+        14_659_507_200,
+        4096,
+        _llama("phi3", 40, 5120, 40, 10, 17920, 100_352, 16_384),
+    ),
+}
+
+
+def from_config(source: Mapping[str, Any] | str | Path, sequence_length: int) -> Transformer:
+    """The shape that a Hugging Face configuration describes.
+
+    ``source`` is a mapping (``LlamaConfig(...).to_dict()``), the path of a ``config.json`` or of
+    the directory that has it, or a name on the hub whose configuration is cached or can be
+    fetched. What has no closed form here is built by ``transformers`` without its weights, and
+    counted. Raises ``ValueError`` for a value that cannot be, and for what is not counted.
+    """
+    name, config = _named(source)
+    kind: Any = config.get("model_type")
+    if kind not in tuple(_KEYS):  # which a list may be compared with, too
+        from simulation.counted import count  # needs torch
+
+        return count(name, config, sequence_length)
+    keys = _KEYS[kind]
+    missing = [
+        key for field, key in keys.items() if config.get(key) is None and field not in _OPTIONAL
+    ]
+    if missing:
+        raise ValueError(f"{missing[0]} of {name}: is missing from the configuration")
+    limit = keys.get("positions", "max_position_embeddings")
+    given = {key: config[key] for key in (*keys.values(), limit) if config.get(key) is not None}
+    checks.counts(**{f"{key} of {name}": value for key, value in given.items()})
+    for key in _NOT_COUNTED.get(kind, ()):
+        if config.get(key):
+            raise ValueError(
+                f"{key} = {config[key]!r} of {name}: is not modelled; allowed is false"
+            )
+    shape: dict[str, Any] = {field: given.get(key) for field, key in keys.items()}
+    if kind == "gpt2":
+        shape["mlp_width"] = shape["mlp_width"] or 4 * shape["width"]
+    elif shape["mlp_width"] is None:
+        raise ValueError(f"{keys['mlp_width']} of {name}: is missing from the configuration")
+    else:
+        shape |= _of_llama_s_kind(kind, config, shape)
+    shape["key_value_heads"] = shape.get("key_value_heads") or shape["heads"]
+    tied = bool(config.get("tie_word_embeddings", kind in _TIED))
+    if sequence_length > given.get(limit, sequence_length):
+        raise ValueError(f"sequence_length = {sequence_length}: {name} allows up to {given[limit]}")
+    family: Family = "gpt2" if kind == "gpt2" else "llama"
+    return Transformer(name=name, family=family, tied=tied, **shape)
+
+
+def _of_llama_s_kind(
+    kind: str, config: Mapping[str, Any], shape: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What a family of Llama's kind has of its own."""
+    more = dict(_MORE.get(kind, {}))
+    biased = [name for key, names in _BIASES.items() if config.get(key) for name in names]
+    more["biased"] = (*more.get("biased", ()), *biased)
+    more["head_width"] = shape["head_width"] or _HEAD_WIDTHS.get(kind)
+    if kind == "qwen3":
+        more["vectors"] = (more["head_width"],) * 2
+    return more
+
+
+def _named(source: Mapping[str, Any] | str | Path) -> tuple[str, Mapping[str, Any]]:
+    if isinstance(source, Mapping):
+        return str(source.get("_name_or_path") or source.get("model_type") or "model"), source
+    path = Path(source)
+    return path.stem if path.exists() else str(source), read(source)
+
+
+def read(source: str | Path) -> dict[str, Any]:
+    """What the configuration says; ``source`` is as of ``from_config``.
+
+    Raises ``ValueError`` where there is none.
+    """
+    path = Path(source)
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        file = _from_hub(str(source))
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"model = {str(source)!r}: {file} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"model = {str(source)!r}: {file} holds no configuration")
+    return config
+
+
+def _from_hub(name: str) -> Path:
+    """The configuration of a model on the hub, from the local cache if it is there."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(hf_hub_download(name, "config.json", etag_timeout=10))
+    except HFValidationError:
+        reason = "is no path that exists and no name on the hub"
+    except Exception as error:
+        reason = f"is no path, and could not be had from the hub ({type(error).__name__})"
+    raise ValueError(
+        f"model = {name!r}: {reason}; give the path of its config.json, or a name whose "
+        "configuration is cached or can be fetched"
+    )
+
+
+def shape(model: str, sequence_length: int) -> Transformer:
+    """The model of this name. Nothing is fetched: a plan must not wait for a network.
+
+    Raises ``ValueError`` naming what is allowed.
+    """
+    if model in PAPER_MODELS:
+        return Transformer.of(PAPER_MODELS[model], sequence_length)
+    if model in PUBLIC_MODELS:
+        return replace(from_config(PUBLIC_MODELS[model].config, sequence_length), name=model)
+    return from_config(_path(model), sequence_length)
+
+
+def usual_length(model: str) -> int:
+    """Tokens per sequence that the model is usually trained on.
+
+    The paper's, or what its makers say; of a configuration what it allows, at most
+    ``_LONGEST``: longer ones were mostly trained on less. Raises as ``shape``.
+    """
+    if model in PAPER_MODELS:
+        return SEQUENCE_LENGTH
+    if model in PUBLIC_MODELS:
+        return PUBLIC_MODELS[model].training_length
+    config = read(_path(model))
+    scaled = config.get("rope_scaling") or config.get("rope_parameters")
+    first = scaled.get("original_max_position_embeddings") if isinstance(scaled, dict) else None
+    allowed = (first, config.get("max_position_embeddings"), config.get("n_positions"))
+    lengths = [length for length in allowed if isinstance(length, int) and length > 0]
+    return min(_LONGEST, *lengths) if lengths else SEQUENCE_LENGTH
+
+
+def _path(model: str) -> Path:
+    path = Path(model)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ValueError(f"model = {model!r}: the folder has no config.json")
+    return path if path.exists() else _cached(model)
+
+
+def _cached(name: str) -> Path:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        found = None
+    if not isinstance(found, str):
+        raise ValueError(
+            f"model = {name!r}: allowed are {', '.join((*PAPER_MODELS, *PUBLIC_MODELS))}, the path "
+            "of a Hugging Face config.json or of its folder, or a name on the hub whose "
+            f"configuration is in the local cache (hf download {name} config.json)"
+        )
+    return Path(found)

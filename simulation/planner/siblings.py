@@ -1,0 +1,285 @@
+"""Other papers' systems beside a plan: LuWu where there is a server, Fuyou on one GPU.
+
+LuWu is simulated by ``simulation.luwu``: a switch that sums and multicasts is taken for granted,
+and each GPU is a worker, so that those of one node share its link. Fuyou is modelled, not
+simulated: a pass takes as long as the busiest of the device, its link, the SSDs and the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from baselines.fuyou import cost
+from baselines.fuyou.cost import Item, Rates, Work
+from baselines.settings import FuyouSettings
+from simulation.hardware import Hardware
+from simulation.luwu import LUWU, Server, files_bytes
+from simulation.planner.request import Request
+from simulation.prediction import Prediction, fits, largest_micro_batch, simulate_built, with_server
+from simulation.work import block_bytes, block_work, head_work, kept_bytes, loss_bytes
+from simulation.workload import Workload
+
+#: Bytes per trained parameter: AdamW's master and moments in fp32, and a gradient.
+_STATE, _GRADIENT = 12, 4
+#: Host memory of ``delayed``: buffers of state and of gradients; and of each that goes to SSD.
+_STATES, _GRADIENTS, _PASSING = 3, 2, 3
+_GENERATIONS = 2
+#: Sequences of a step that are tried, and how close to the fastest the fewest must come.
+_BATCHES = tuple(2**power for power in range(11))
+_CLOSE = 0.95
+
+
+@dataclass(frozen=True)
+class InNetwork:
+    """A step of LuWu."""
+
+    workload: Workload
+    prediction: Prediction
+    server: Server
+
+    def __str__(self) -> str:
+        told = self.document()
+        waits = _WAITS.get(self.prediction.bottleneck, self.prediction.bottleneck)
+        host = told["host_bytes"] / 1e9
+        kept = f", {host:,.1f} GB of host memory a node" if host else ""
+        return (
+            f"{LUWU}, whose model lies on {told['server']}: {told['seconds']:.3g} s per step of "
+            f"{told['sequences']} × {told['length']} tokens a GPU "
+            f"({told['tokens_per_s']:,.0f} tokens/s, waits for {waits}); a node receives "
+            f"{told['node_received'] / 1e9:,.3g} GB and sends {told['node_sent'] / 1e9:,.3g}, the "
+            f"server receives {told['server_received'] / 1e9:,.3g} and sends "
+            f"{told['server_sent'] / 1e9:,.3g}; needs {told['device_bytes'] / 1e9:.1f} GB on each "
+            f"device{kept}, {told['files_bytes'] / 1e9:,.0f} GB of files on the server, and a "
+            "switch that sums and multicasts"
+        )
+
+    def document(self) -> dict[str, Any]:
+        """For JSON; sizes in bytes, of links per step and by direction, times in seconds."""
+        workload, found = self.workload, self.prediction
+        links = found.link_bytes or {}
+        return {
+            "sequences": workload.micro_batch,
+            "length": workload.sequence_length,
+            "recomputed": workload.recomputed,
+            "cached": workload.cached,
+            "seconds": found.step_seconds,
+            "tokens_per_s": found.tokens_per_s,
+            "bottleneck": found.bottleneck,
+            "node_received": links["node received"],
+            "node_sent": links["node sent"],
+            "server_received": links["server received"],
+            "server_sent": links["server sent"],
+            "device_bytes": found.footprint.device_bytes,
+            "host_bytes": found.footprint.host_bytes,
+            "files_bytes": files_bytes(workload),
+            "server": self.server.description,
+        }
+
+
+_WAITS = {
+    "compute": "computation",
+    "inter_node": "what nodes send",
+    "inter_node_in": "what nodes receive",
+    "server_in": "what the server receives",
+    "server_out": "what the server sends",
+    "server_disk": "the server's drives",
+    "server_cpu": "the server's optimizer",
+    "host_to_device": "copies from the host",
+    "device_to_host": "copies to the host",
+}
+
+
+def in_network(request: Request) -> InNetwork | None:
+    """The fastest step of LuWu with the request's server; ``None`` without one, or if none fits.
+
+    A step has one micro-batch, the largest that fits unless the request says its size.
+    """
+    server, hardware = request.server, request.hardware
+    if server is None or _in_four_bits(request):
+        return None
+    found = [
+        InNetwork(point, simulate_built(with_server(point, hardware, server)), server)
+        for point in _fitting(request)
+    ]
+    return max(found, key=lambda made: made.prediction.tokens_per_s, default=None)
+
+
+def lack(request: Request) -> str:
+    """Why ``in_network`` has no step for a request with a server, in one sentence."""
+    if _in_four_bits(request):
+        return "luwu does not hold frozen parameters in nf4"
+    sizes = _sizes(request)
+    of = f"{' or '.join(map(str, sizes))} sequences" if sizes else "one sequence"
+    return f"luwu does not fit: two layers and the activations of {of} are too much"
+
+
+def _in_four_bits(request: Request) -> bool:
+    return request.lora_rank is not None and request.frozen_dtype == "nf4"
+
+
+def _sizes(request: Request) -> tuple[int, ...]:
+    """Micro-batches that the request names: one has all sequences of a step; none: any."""
+    whole = request.sequences_per_rank
+    return request.micro_batches if whole is None else (whole,)
+
+
+def _fitting(request: Request) -> Iterator[Workload]:
+    """All that is to be tried and fits."""
+    hardware = request.hardware
+    seen = set()
+    for given in request.workloads():
+        point = replace(given, strategy=LUWU, policy="host", adapters="sharded", cached=False)
+        shape = point.sequence_length, point.recomputed, point.checkpointing
+        if shape in seen:
+            continue
+        seen.add(shape)
+        for cached in (False,) if request.lora_rank is None else (True, False):
+            tried = replace(point, cached=cached)
+            for size in _sizes(request) or (largest_micro_batch(tried, hardware),):
+                if size and fits(replace(tried, micro_batch=size), hardware):
+                    yield replace(tried, micro_batch=size)
+
+
+@dataclass(frozen=True)
+class OutOfCore:
+    """A step with all state on SSD."""
+
+    sequences: int
+    length: int
+    seconds: float
+    tokens_per_s: float
+    ssd_bytes: float
+
+    def __str__(self) -> str:
+        return (
+            f"fuyou, which keeps all state on SSD: {self.seconds:.3g} s per step of "
+            f"{self.sequences} × {self.length} tokens ({self.tokens_per_s:,.0f} tokens/s), "
+            f"{self.ssd_bytes / 1e9:,.0f} GB of SSD (modelled, not simulated)"
+        )
+
+
+def out_of_core(request: Request) -> OutOfCore | None:
+    """The fewest sequences per step that are nearly as fast as any; ``None`` if it does not fit.
+
+    It is for one device, and computes in what frozen parameters are held in.
+    """
+    hardware = request.hardware
+    if hardware.world_size > 1 or _in_four_bits(request):
+        return None
+    return next(filter(None, map(_best, (request, *request.shorter()))), None)
+
+
+def _best(request: Request) -> OutOfCore | None:
+    found = [
+        made
+        for point in _lengths(request)
+        for size in sorted(_sizes(request) or _BATCHES)
+        if (made := _fuyou(replace(point, micro_batch=size), request.hardware)) is not None
+    ]
+    if not found:
+        return None
+    fastest = max(made.tokens_per_s for made in found)
+    return next(made for made in found if made.tokens_per_s >= _CLOSE * fastest)
+
+
+def _lengths(request: Request) -> list[Workload]:
+    """The request's model at each length."""
+    points = {
+        point.sequence_length: replace(
+            point, strategy="fsdp2", recomputed=1.0, checkpointing="full", adapters="sharded"
+        )
+        for point in request.workloads()
+    }
+    return list(points.values())
+
+
+def _fuyou(workload: Workload, hardware: Hardware) -> OutOfCore | None:
+    dram = hardware.host_memory_bytes - _taken(workload)
+    if dram < 0 or _device_bytes(workload) > hardware.usable_device_bytes:
+        return None
+    work = _work(workload)
+    curve = cost.curve(work, _rates(workload, hardware, dram))
+    moved, seconds = min(curve, key=lambda point: point[1])
+    kept = max(0.0, work.between + moved - dram)
+    state = (_STATE + workload.element_bytes) * workload.trained * _GENERATIONS
+    frozen = workload.element_bytes * workload.frozen
+    tokens_per_s = workload.tokens / seconds
+    nbytes = state + frozen + kept
+    sequences, length = workload.micro_batch, workload.sequence_length
+    return OutOfCore(sequences, length, seconds, tokens_per_s, nbytes)
+
+
+def _work(workload: Workload) -> Work:
+    model, tokens = workload.model, workload.tokens
+    forward, _ = block_work(workload)
+    blocks = model.layers * forward.flops * tokens
+    items = [
+        Item(
+            workload.element_bytes * matrix.active * matrix.outputs * tokens,
+            2.0 * matrix.active_weights * tokens,
+        )
+        for matrix in model.matrices
+    ]
+    return Work(
+        flops=blocks + model.head_flops * tokens,
+        recomputed=blocks,
+        parameters=model.layers * _block(workload) * workload.element_bytes,
+        gradients=workload.element_bytes * workload.trained,
+        state_read=_STATE * workload.trained,
+        state_written=(_STATE + workload.element_bytes) * workload.trained,
+        between=model.layers * kept_bytes(workload) * tokens,
+        items=tuple(items) * model.layers,
+    )
+
+
+def _rates(workload: Workload, hardware: Hardware, dram: float) -> Rates:
+    forward = block_work(workload)[0] * workload.model.layers + head_work(workload)[0]
+    return Rates(
+        flops=forward.flops / hardware.seconds(forward),
+        link=min(hardware.host_to_device_bytes_per_s, hardware.device_to_host_bytes_per_s),
+        read=hardware.disk_read_bytes_per_s,
+        write=hardware.disk_write_bytes_per_s,
+        adam=workload.trained / hardware.cpu_adam_elements_per_s,
+        dram=dram,
+        keeps_parameters=True,
+    )
+
+
+def _taken(workload: Workload) -> float:
+    """Host memory that is not for activations."""
+    largest = max(_block(workload), _largest_of_root(workload))
+    trained = largest if workload.lora is None else workload.block_adapters
+    state = (_STATE + workload.element_bytes) * trained
+    moved = max(matrix.active * matrix.outputs for matrix in workload.model.matrices)
+    return (
+        _STATES * state
+        + _GRADIENTS * _GRADIENT * trained
+        + _slots() * workload.element_bytes * largest
+        + _PASSING * workload.element_bytes * moved * workload.tokens
+    )
+
+
+def _device_bytes(workload: Workload) -> float:
+    """What stays, the blocks that are there at once, and what the fullest moment computes."""
+    model, element = workload.model, workload.element_bytes
+    root, block = model.root_parameters, _block(workload)
+    full = workload.lora is None
+    parameters = element * (root + _slots() * block)
+    gradients = element * (root + block if full else workload.block_adapters)
+    one_block = block_bytes(workload)
+    loss = loss_bytes(workload) * model.vocabulary
+    return parameters + gradients + max(one_block, loss) * workload.tokens
+
+
+def _block(workload: Workload) -> int:
+    return workload.model.block_parameters + workload.block_adapters
+
+
+def _largest_of_root(workload: Workload) -> int:
+    return max(rows * row for rows, row in workload.model.root_rows)
+
+
+def _slots() -> int:
+    return FuyouSettings().blocks_on_device

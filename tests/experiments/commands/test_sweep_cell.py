@@ -1,0 +1,117 @@
+"""A sweep's cells are a matrix's, and one process writes the run that W&B's agent has made."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from experiments.commands.sweep_cell import pick
+from experiments.matrix import reader
+from experiments.records.provenance import ROOT
+from experiments.records.record import read
+from tests.experiments.stand_in import matrix_file
+from tests.experiments.tracking import offline
+
+SWEEP = ROOT / "experiments/sweeps/tau-batch.yaml"
+
+
+def test_the_sweep_and_its_matrix_have_the_same_cells() -> None:
+    definition = yaml.safe_load(SWEEP.read_text())
+    matrix = reader.read(definition["command"][definition["command"].index("sweep-cell") + 1])
+    values = {name: given["values"] for name, given in definition["parameters"].items()}
+    picked = [
+        pick(matrix, [f"--{n}={v}" for n, v in zip(values, chosen, strict=True)])
+        for chosen in itertools.product(*values.values())
+    ]
+    assert {each.cell.id for each in picked} == {entry.cell.id for entry in matrix.cells}
+    assert definition["metric"]["name"] == "tokens_per_s"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["policy=host"], "'policy=host' is not a setting and its value, as in --steps=10"),
+        (["--tau=1"], "--SETTING: there is no setting 'tau'; "),
+        (["--micro_batch=3"], "--SETTING: no cell has micro_batch '3'; there are 1, 2, 4, 8"),
+        (["--micro_batch=2"], "5 cells of tau-batch are left, such as "),
+    ],
+)
+def test_mistakes_are_named(arguments: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        pick(reader.read("tau-batch"), arguments)
+
+
+@pytest.mark.ranks
+def test_a_cell_of_a_sweep_is_run_once_and_written_as_the_agents_run(tmp_path: Path) -> None:
+    file = matrix_file(tmp_path)
+    settings = ["--strategy=fcdp", "--inter_bandwidth_bits_per_s=10000000"]
+
+    def call(run: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "tests.experiments.stand_in", "sweep-cell", file, *settings],
+            cwd=tmp_path,
+            env={
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                "STAND_IN": json.dumps({}),
+                "WANDB_MODE": "offline",
+                "WANDB_SWEEP_ID": "a-sweep",
+                "WANDB_RUN_ID": run,
+            },
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+
+    done = call("first")
+    assert done.returncode == 0, done.stderr
+    records = tmp_path / "runs/small/records.jsonl"
+    assert len(records.read_text().splitlines()) == 1
+    # Another run of the same sweep asks for the same cell: it is not measured again.
+    assert call("second").returncode == 0
+    assert len(records.read_text().splitlines()) == 1
+    runs = (tmp_path / "runs/small/wandb").glob("offline-run-*")
+    assert sorted(path.name.rpartition("-")[2] for path in runs) == ["first", "second"]
+
+
+@pytest.mark.ranks
+def test_wandbs_agent_takes_a_sweep_from_end_to_end(tmp_path: Path) -> None:
+    """Every sixth point of the grid, by W&B's agent, read back from the offline files."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.experiments.tracking.sweep_agent", SWEEP, "6"],
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "STAND_IN": json.dumps({}),
+            "WANDB_MODE": "offline",
+            "WANDB_SWEEP_ID": "a-sweep",
+        },
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    found = offline.runs(tmp_path / "runs/tau-batch")
+    points = [(run.id, run.config["policy"], run.config["micro_batch"]) for run in found]
+    assert points == [
+        ("run0", "threshold(0)", 1),
+        ("run1", "threshold(0.25)", 4),
+        ("run2", "threshold(0.75)", 1),
+        ("run3", "threshold(1)", 4),
+    ], done.stdout + done.stderr
+    assert {run.sweep for run in found} == {"a-sweep"}
+    metric = yaml.safe_load(SWEEP.read_text())["metric"]["name"]
+    records = read(tmp_path / "runs/tau-batch/records.jsonl")
+    assert [run.summary[metric] for run in found] == [record.tokens_per_s for record in records]
+    assert all(run.history for run in found)

@@ -1,0 +1,162 @@
+"""State in two generations: what is read meanwhile, what a failure leaves, what is refused."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from fcdp import direct_io, durable
+from fcdp.cache.arena import Arena
+from fcdp.generations import RECORD, STATE, Generations, Region, step_of
+
+pytestmark = pytest.mark.unit
+
+SIZE = 4096
+REGIONS = {"one": Region(SIZE), "still": Region(SIZE, changes=False), "other": Region(2 * SIZE)}
+
+
+class _Training:
+    """Regions all of whose bytes are the step's number."""
+
+    def __init__(self, folder: Path, about: str = "a model") -> None:
+        self.state = Generations(folder, "ssd", REGIONS, about, direct=False)
+        self._memory = Arena(2 * SIZE, torch.device("cpu")).memory
+
+    def write(self, step: int, *keys: str) -> None:
+        for key in keys or [key for key in REGIONS if REGIONS[key].changes or step == 0]:
+            memory = self._memory[: REGIONS[key].nbytes].fill_(step)
+            place = self.state.room(key, step)
+            self.state.note(key, direct_io.write(self.state.file, place, memory))
+
+    def values(self, step: int) -> set[int]:
+        found: set[int] = set()
+        for key in ("one", "other"):
+            place, expected = self.state.find(key, step)
+            assert expected is not None
+            memory = self._memory[: REGIONS[key].nbytes]
+            direct_io.read(self.state.file, place, memory, (), expected)
+            found |= {*memory.unique().tolist()}
+        return found
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Iterator[_Training]:
+    """With steps 0 and 1 complete."""
+    made = _Training(tmp_path)
+    for step in (0, 1):
+        made.write(step)
+        made.state.commit(step)
+    yield made
+    made.state.close()
+
+
+def _goes_on(folder: Path, step: int) -> None:
+    again = _Training(folder)
+    assert (again.state.step, step_of(folder), again.values(step)) == (step, step, {step})
+    again.state.close()
+
+
+def test_what_is_read_is_what_was_written_last(training: _Training, tmp_path: Path) -> None:
+    training.write(2)
+    assert training.values(1) == {1}
+    assert training.values(2) == {2}
+    training.state.commit(2)
+    training.write(3)
+    assert training.values(2) == {2}
+    training.state.close()
+    _goes_on(tmp_path, 2)
+
+
+def test_who_reads_waits_for_the_write_and_who_writes_for_the_step_before(
+    training: _Training,
+) -> None:
+    with ThreadPoolExecutor(3) as threads:
+        ahead = threads.submit(training.state.find, "one", 3)
+        reading = threads.submit(training.state.find, "other", 2)
+        writing = threads.submit(training.state.room, "one", 3)
+        training.write(2, "one")
+        assert not reading.done()
+        training.write(2, "other")
+        place, _ = reading.result(10)
+        assert not writing.done()
+        training.state.commit(2)
+        assert not ahead.done(), "of the step before"
+        training.write(3, "one")
+        assert ahead.result(10)[0] == writing.result(10)
+        assert writing.result(10) != training.state.find("one", 2)[0]
+        assert place == training.state.find("other", 2)[0]
+
+
+def _replaced_and_not_flushed(replace: Callable[[Path, bytes], None]) -> Any:
+    def failing(path: Path, data: bytes) -> None:
+        replace(path, data)
+        raise OSError(errno.EIO, "the folder could not be flushed")
+
+    return failing
+
+
+def test_nothing_is_written_after_a_record_that_failed(training: _Training, tmp_path: Path) -> None:
+    """It may be there all the same, and then its step may not be overwritten."""
+    training.write(2)
+    failing = _replaced_and_not_flushed(durable.replace)
+    with mock.patch.object(durable, "replace", failing), pytest.raises(OSError, match="flushed"):
+        training.state.commit(2)
+    assert json.loads((tmp_path / RECORD).read_text().split("\n")[0])["step"] == 2
+    with pytest.raises(OSError, match="flushed"):
+        training.write(3)
+    training.state.close()
+    _goes_on(tmp_path, 2)
+
+
+def test_who_waits_for_what_fails_is_told(training: _Training) -> None:
+    with ThreadPoolExecutor(1) as reader:
+        waiting = reader.submit(training.state.find, "one", 2)
+        with pytest.raises(RuntimeError, match="no more threads"), training.state.failing():
+            raise RuntimeError("no more threads")
+        assert isinstance(waiting.exception(10), RuntimeError)
+
+
+def test_a_step_that_was_not_written_does_not_count(training: _Training, tmp_path: Path) -> None:
+    training.write(2, "one")
+    with pytest.raises(AssertionError, match="not written: 1"):
+        training.state.commit(2)
+    with pytest.raises(AssertionError, match="not written"):
+        training.state.find("other", 2)
+    training.state.close()
+    _goes_on(tmp_path, 1)
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda folder: (folder / STATE).unlink(), f"{STATE}: is missing, where a complete step"),
+        (lambda folder: (folder / STATE).write_bytes(b"cut"), f"{STATE}: has 3 bytes, where a"),
+        (lambda folder: (folder / RECORD).write_bytes(b"cut"), f"{RECORD}: damaged: has 3 bytes"),
+    ],
+)
+def test_what_was_lost_or_cut_is_refused(
+    harm: Callable[[Path], Any], said: str, training: _Training, tmp_path: Path
+) -> None:
+    training.state.close()
+    harm(tmp_path)
+    with pytest.raises(ValueError, match=said):
+        _Training(tmp_path)
+
+
+def test_a_folder_of_another_model_or_in_use_is_refused(
+    training: _Training, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="ssd = .*: another process has it"):
+        _Training(tmp_path)
+    training.state.close()
+    with pytest.raises(ValueError, match="about = 'a model': must be 'another', that of this"):
+        _Training(tmp_path, "another")
+    _goes_on(tmp_path, 1)

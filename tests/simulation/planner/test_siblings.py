@@ -1,0 +1,143 @@
+"""LuWu is offered where there is a server, Fuyou on one GPU that nothing else fits."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from simulation import fuyou
+from simulation.hardware import Hardware, cluster
+from simulation.luwu import nominal
+from simulation.models import shape
+from simulation.planner import report
+from simulation.planner.plan import plan, refusal
+from simulation.planner.request import Request
+from simulation.planner.siblings import in_network, lack, out_of_core
+from tests.simulation.planner.made_up import config_file, request
+
+KINDS = ("fsdp2", "fcdp")
+
+
+def with_server(asked: Request) -> Request:
+    return replace(asked, server=nominal(100e9, 12, asked.hardware))
+
+
+def small(directory: Path) -> Request:
+    return request(str(config_file(directory)), strategies=KINDS)
+
+
+def test_without_a_server_it_is_not_offered(tmp_path: Path) -> None:
+    found = plan(small(tmp_path))
+    assert found is not None
+    assert found.in_network is None
+    assert "luwu" not in report.document(found)
+
+
+def test_with_one_the_rest_of_the_plan_stays(tmp_path: Path) -> None:
+    asked = small(tmp_path)
+    without, found = plan(asked), plan(with_server(asked))
+    assert without is not None
+    assert found is not None
+    assert found.in_network is not None
+    assert report.rows(found) == report.rows(without)
+    document = report.document(found)
+    offered = document.pop("luwu")
+    assert document == report.document(without)
+    parameters = shape(asked.model, found.in_network.workload.sequence_length).parameters
+    assert offered["server_sent"] == 4 * parameters
+    assert offered["node_sent"] == 8 * 2 * parameters
+    assert offered["files_bytes"] == 28 * parameters
+    assert "a switch that sums and multicasts" in str(found.in_network)
+
+
+def test_it_has_the_size_that_is_asked_for(tmp_path: Path) -> None:
+    asked = with_server(replace(small(tmp_path), global_batch=64))
+    found = in_network(asked)
+    assert found is not None
+    assert found.workload.micro_batch == 2
+
+
+def test_where_nothing_else_fits_it_is_named() -> None:
+    asked = request(nodes=1, strategies=("fsdp2",), sequence_lengths=(512,))
+    offered = in_network(with_server(asked))
+    assert offered is not None
+    assert refusal(with_server(asked)).endswith(f"or {offered}")
+    assert "luwu" not in refusal(asked)
+
+
+def test_four_bits_are_not_its(tmp_path: Path) -> None:
+    asked = request(
+        str(config_file(tmp_path)), strategies=("ddp",), lora_rank=8, frozen_dtype="nf4"
+    )
+    assert in_network(with_server(asked)) is None
+    # In words, and not as a lack of memory, which nobody has looked for.
+    found = plan(with_server(asked))
+    assert found is not None
+    assert report.document(found)["luwu_lacks"] == "luwu does not hold frozen parameters in nf4"
+
+
+def test_a_batch_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    asked = with_server(replace(small(tmp_path), micro_batches=(10**6,)))
+    assert in_network(asked) is None
+    assert "activations of 1000000 sequences" in lack(asked)
+
+
+def test_adapters_keep_their_base_in_host_memory(tmp_path: Path) -> None:
+    asked = request(str(config_file(tmp_path)), strategies=KINDS, lora_rank=8)
+    found = in_network(with_server(asked))
+    assert found is not None
+    assert found.workload.cached
+    assert found.prediction.footprint.host_bytes > 0
+
+
+def _one(gpu: str = "rtx4090", memory: float = 64e9, gpus: int = 1) -> Hardware:
+    return cluster(
+        gpu, nodes=1, ranks_per_node=gpus, inter_bits_per_s=1e10, host_memory_bytes=memory
+    )
+
+
+def test_it_is_named_where_nothing_fits_one_gpu() -> None:
+    asked = request(hardware=_one())
+    offered = out_of_core(asked)
+    assert offered is not None
+    # Two generations of masters, moments and what is computed with.
+    assert offered.ssd_bytes >= 28 * shape(asked.model, offered.length).parameters
+    assert refusal(asked).endswith(f"or {offered}")
+    assert "modelled, not simulated" in str(offered)
+    more = out_of_core(request(hardware=_one(memory=512e9)))
+    assert more is not None
+    assert more.tokens_per_s >= offered.tokens_per_s
+
+
+def test_it_is_not_where_it_cannot_train() -> None:
+    several = request(hardware=_one(gpus=2))
+    four_bits = request(hardware=_one(), lora_rank=8, frozen_dtype="nf4", strategies=("ddp",))
+    no_host_memory = request(hardware=_one(memory=1e9))
+    for asked in (several, four_bits, no_host_memory):
+        assert out_of_core(asked) is None
+
+
+def test_it_is_the_model_of_the_published_table(tmp_path: Path) -> None:
+    """13B on the authors' machine, but for the head, a larger loss and inputs of half layers."""
+    machine = replace(
+        _one(memory=fuyou.DRAM - fuyou.TAKEN),
+        matmul_efficiency=1.0,
+        host_to_device_bytes_per_s=fuyou.LINK,
+        device_to_host_bytes_per_s=fuyou.LINK,
+        disk_read_bytes_per_s=12 * fuyou.SSD_READ,
+        disk_write_bytes_per_s=12 * fuyou.SSD_WRITE,
+        cpu_adam_elements_per_s=1e9,
+    )
+    layers, width = fuyou.MODELS["13B"]
+    sizes = {"n_layer": layers, "n_embd": width, "n_head": 40, "n_positions": fuyou.SEQUENCE}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "gpt2", "vocab_size": 256, **sizes}))
+    (point,) = (p for p in fuyou.published() if (p.table, p.ssds, p.batch) == ("ssds", 12, 32))
+    asked = request(str(file), hardware=machine, sequence_lengths=(1024,), micro_batches=(32,))
+    made = out_of_core(asked)
+    assert made is not None
+    tflops = 3 * fuyou.work_of(point).flops / made.seconds / 1e12
+    assert tflops == pytest.approx(fuyou.predicted(point, 1e9), rel=0.1)

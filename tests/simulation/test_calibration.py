@@ -1,0 +1,177 @@
+"""The simulator against the committed records: the same bytes, and nearly the same times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from experiments.records.modelled import cluster_of, measured_step, why_not_simulated
+from experiments.records.record import Record, read
+from simulation.calibration import (
+    Comparison,
+    MeasuredStep,
+    calibrate,
+    compare,
+    intervals,
+    median_absolute_error,
+)
+from simulation.emulated import FITTED_TO, TWO_CORES
+
+RESULTS = Path(__file__).parents[2] / "results"
+RUNS = [
+    "quickstart",
+    "reference",
+    "unshaped",
+    "slow-link",
+    "baselines",
+    "parity",
+    "paper-emulated",
+    "paper-emulated-full",
+    "paper-emulated-components",
+    "paper-emulated-policies",
+]
+#: Parity's steps last a few tenths of a second, of which a tenth is little on a shared machine.
+#: While the cells of the paper's ratios ran, the machine became slower.
+STEADY = [name for name in RUNS if name not in ("parity", "paper-emulated")]
+
+
+@cache
+def records(name: str) -> tuple[Record, ...]:
+    return tuple(read(RESULTS / name / "records.jsonl"))
+
+
+@cache
+def compared(name: str) -> tuple[tuple[Record, Comparison], ...]:
+    pairs = ((record, step_of(record)) for record in records(name))
+    return tuple((record, compare(step)) for record, step in pairs if step is not None)
+
+
+def step_of(record: Record) -> MeasuredStep | None:
+    return measured_step(record, cluster_of(record.cell))
+
+
+def steps(found: Iterable[Record]) -> list[MeasuredStep]:
+    return [step for step in map(step_of, found) if step is not None]
+
+
+def root_copy(step: MeasuredStep) -> float:
+    """Bytes per node of what other nodes hold of the unit that is outside of the blocks."""
+    nodes, workload = step.hardware.nodes, step.workload
+    return (nodes - 1) / nodes * workload.model.root_parameters * workload.element_bytes
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_ledger_is_predicted_byte_by_byte(name: str) -> None:
+    """Our own engine counts what it moves, by link and phase."""
+    counted = 0
+    for record, comparison in compared(name):
+        measurement = record.measurement
+        assert measurement is not None
+        ledger = measurement.ledger_bytes_per_step
+        # Auto keeps entries on the host while it measures, which lasts into the counted steps.
+        if ledger is None or getattr(record.cell.settings, "policy", None) == "auto":
+            continue
+        counted += 1
+        # Offloaded parameters are copied by FSDP2, where our ledger does not see it. Of what stays
+        # gathered until backward nothing is stored; the model and older records have that copy, of
+        # adapters (all there is, with LoRA) and of a root that is trained.
+        unseen = comparison.prediction.moved_bytes.keys() - ledger.keys()
+        kept = {"device_to_host"} if record.cell.tuning == "lora" else set()
+        assert unseen <= kept or record.cell.strategy == "offload"
+        predicted = {
+            link: dict(phases)
+            for link, phases in comparison.prediction.moved_bytes.items()
+            if link not in unseen
+        }
+        stored = predicted.get("device_to_host", {}).get("forward", 0.0)
+        without = stored - root_copy(comparison.measured)
+        if record.cell.tuning == "full" and ledger.get("device_to_host") == {"forward": without}:
+            predicted["device_to_host"]["forward"] = without
+        assert predicted == {
+            link: pytest.approx(phases, rel=1e-9) for link, phases in ledger.items()
+        }, record.cell_id
+    assert counted > 0
+
+
+@pytest.mark.parametrize("name", [*RUNS, "volume"])
+def test_bytes_between_nodes_are_the_kernels_within_framing(name: str) -> None:
+    for record, comparison in compared(name):
+        assert comparison.bytes_agree, (record.cell_id, comparison.counted_share)
+
+
+@pytest.mark.parametrize("name", STEADY)
+def test_step_times_are_within_an_eighth(name: str) -> None:
+    """What one cell takes at different hours: fcdp-lora-gpt2-4x768 0.81 s and 1.09 s."""
+    assert median_absolute_error([comparison for _, comparison in compared(name)]) < 0.125
+
+
+def fitted_to() -> list[MeasuredStep]:
+    """Steps of the cells that the constants rest on, which are simulated and without a limit."""
+    found = (record for name in FITTED_TO for record in records(name))
+    return steps(record for record in found if not why_not_simulated(record.cell))
+
+
+def test_the_constants_are_what_the_records_give() -> None:
+    found = calibrate(fitted_to())
+    assert found.flops == pytest.approx(TWO_CORES.flops, rel=1e-3)
+    for name in ("message_seconds", "byte_seconds", "gathered_byte_seconds"):
+        assert getattr(found, name) == pytest.approx(getattr(TWO_CORES, name), rel=1e-3)
+    assert found.activation_byte_seconds == pytest.approx(
+        TWO_CORES.activation_byte_seconds, rel=1e-3
+    )
+    assert found.block_seconds == pytest.approx(dict(TWO_CORES.block_seconds), rel=5e-3)
+    assert found.step_seconds == pytest.approx(dict(TWO_CORES.step_seconds), rel=5e-3)
+
+
+def test_constants_come_with_intervals() -> None:
+    """Which hold the value, and are wide where few cells tell a constant from the rest."""
+    found = {constant.name: constant for constant in intervals(fitted_to())}
+    assert found["flops"].value == pytest.approx(TWO_CORES.flops, rel=1e-3)
+    assert {name.removesuffix(" block") for name in found if name.endswith(" block")} == {
+        *TWO_CORES.block_seconds
+    }
+    for constant in found.values():
+        assert constant.low <= constant.value <= constant.high, constant
+        assert constant.low < constant.high, constant
+
+
+def timed(name: str) -> dict[tuple[str, str, int], list[float]]:
+    """Predicted over timed seconds of a matrix, by strategy, tuning and micro-batches."""
+    found: dict[tuple[str, str, int], list[float]] = {}
+    for record, comparison in compared(name):
+        cell = record.cell
+        key = (cell.strategy, cell.tuning, cell.accumulation)
+        found.setdefault(key, []).append(1 + comparison.relative_error)
+    return found
+
+
+def test_replicas_have_no_hooks_of_blocks() -> None:
+    """They took twice as long as they did while they were taken to have the engine's."""
+    ratios = [
+        ratio
+        for (name, *_), each in timed("baselines").items()
+        for ratio in each
+        if name == "replicated"
+    ]
+    assert max(ratios) < 1.6
+
+
+def test_what_an_engine_takes_once_per_step_is_not_taken_per_micro_batch() -> None:
+    ratios = timed("baselines")["deepspeed-hpz", "lora", 8]
+    assert max(ratios) < 1.1
+
+
+def test_offloaded_parameters_are_gathered_ahead_on_a_host() -> None:
+    """Their copy does not wait for the computation before: there is no device to copy to."""
+    ratios = timed("baselines")["deepspeed-offload-param", "lora", 8]
+    assert max(ratios) < 1.3
+
+
+def test_too_few_cells_to_calibrate() -> None:
+    with pytest.raises(ValueError, match="records: hold 2 cells .* 9 constants need as many"):
+        calibrate(steps(records("unshaped")[:2]))
+    with pytest.raises(ValueError, match="comparisons"):
+        median_absolute_error([])

@@ -1,0 +1,198 @@
+"""Stages as the executor cuts real models; what a rank keeps of them, and sends in each slot."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baselines.cyclic.stages import chosen_runs, parameters, split
+from baselines.strategy import numel
+from experiments.clusters.simulated import measured
+from experiments.records.modelled import cluster_of, workload_of
+from experiments.records.record import Record, read
+from experiments.worker import models
+from simulation.cycle import held, kept, sent, stages_of
+from simulation.models import from_config
+from simulation.prediction import needed, predict
+from simulation.workload import Workload
+from tests.experiments.cells import cell, model_spec
+from tests.simulation.workloads import hardware, paper_cluster, workload
+
+RANKS = 4
+WORLD = 16
+FORMS = ("cyclic-ring", "cyclic-zero")
+RECORDS = Path(__file__).parents[2] / "results" / "cyclic-slots" / "records.jsonl"
+
+
+@pytest.mark.parametrize("stages", [None, 1, 3])
+@pytest.mark.parametrize("tuning", ["full", "lora"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_messages_have_the_parameters_of_real_stages(
+    family: Literal["gpt2", "llama"], tuning: str, stages: int | None
+) -> None:
+    of = cell(
+        "cyclic-zero", model=model_spec(family, layers=5, width=64), tuning=tuning, stages=stages
+    )
+    model, blocks = models.build(of)
+    runs = chosen_runs(stages, blocks, RANKS, "ranks")
+    every = parameters(model, blocks, runs, frozen=True)
+    trained = [numel(params) for params in parameters(model, blocks, runs)]
+    passed = [numel(split(params, blocks)[1]) for params in every]
+    found = stages_of(workload_of(of), RANKS)
+    assert found.blocks == tuple(map(len, runs))
+    assert found.sizes(twice=True) == {
+        "forward": tuple(map(numel, every)),
+        "backward": passed,
+        "gradient": tuple(trained),
+        "sum": tuple(trained),
+    }
+    assert found.sizes(twice=False)["forward"] == tuple(trained)
+
+
+def test_embeddings_of_a_counted_model_come_before_its_blocks() -> None:
+    spec = {"model_type": "qwen2", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 256}
+    spec |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128}
+    counted = from_config({**spec, "tie_word_embeddings": False}, 64)
+    assert counted.embedded_parameters == 256 * 64
+    assert counted.root_parameters == 2 * 256 * 64 + 64
+
+
+@given(st.integers(1, 8), st.integers(1, 6), st.sampled_from(["v1", "v2"]))
+def test_what_is_late_are_the_stages_that_a_micro_batch_comes_to_too_early(
+    ranks: int, stages: int, rule: Literal["v1", "v2"]
+) -> None:
+    found = stages_of(workload("cyclic", stages=min(stages, ranks)), ranks)
+    late = [found.late(rule, rank) for rank in range(ranks)]
+    assert late == sorted(late, reverse=True)
+    assert late[0] == sum(found.trained) - (found.trained[-1] if rule == "v2" else 0)
+    assert late[-1] == (0 if rule == "v2" else sum(found.trained))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings", "said"),
+    [
+        ("cyclic-ring", {"stages": 7}, "stages = 7: allowed are 1 to 4, as there are 4 ranks"),
+        ("cyclic-ring", {"accumulation": 2}, "accumulation = 2: allowed is 1"),
+        (
+            "cyclic-interleaved",
+            {"accumulation": 9, "stages": None},
+            "stages = 9: allowed are 1 to 6, as there are 9 micro-batches",
+        ),
+    ],
+)
+def test_what_the_executor_refuses_is_refused(
+    strategy: str, settings: dict[str, Any], said: str
+) -> None:
+    given_workload = replace(workload(strategy), **settings)
+    with pytest.raises(ValueError, match=said):
+        stages_of(given_workload, RANKS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [({"rule": "dp"}, "rule = 'dp': allowed are v1, v2"), ({"stages": 0}, "stages = 0: must be")],
+)
+def test_settings_that_cannot_be_name_field_and_value(settings: dict[str, Any], said: str) -> None:
+    known: Workload = workload("cyclic")
+    with pytest.raises(ValueError, match=said):
+        replace(known, **settings)
+
+
+def test_a_ring_keeps_the_optimizer_of_one_stage() -> None:
+    of = workload("cyclic-ring", stages=6)
+    found, ddp = held(of, WORLD), workload("ddp")
+    assert found.parameters == 4 * ddp.parameters
+    largest = ddp.parameters - 5 * ddp.model.block_parameters - ddp.model.width * 2
+    assert found.states == 8 * largest
+    assert needed(of, hardware()).device_bytes < needed(ddp, hardware()).device_bytes
+
+
+def test_zero_keeps_its_own_stage_and_what_is_outside_of_the_blocks() -> None:
+    """And the stage in use; of many equal stages that is little of the model."""
+    whole, part = (held(workload(f"cyclic-{form}", stages=6), WORLD) for form in ("ring", "zero"))
+    model = workload("ddp").model
+    own = model.block_parameters + model.embedded_parameters
+    assert part.parameters == pytest.approx(4 * (own + model.root_parameters))
+    assert part.versions == pytest.approx(8 * own)
+    assert part.parameters < 0.5 * whole.parameters
+    of_large = (needed(workload(name, large=True, stages=32), paper_cluster()) for name in FORMS)
+    ring, zero = (found.device["parameters"] for found in of_large)
+    assert zero < ring / 10
+
+
+def test_the_update_rules_alone_keep_gradients_that_wait_a_step() -> None:
+    """By v2 all but the last stage's, on the first rank; by v1 all."""
+    for rule, share in (("v1", 1.0), ("v2", 0.5)):
+        of = workload("cyclic", rule=rule, stages=2)
+        late = held(of, WORLD).versions
+        assert late == pytest.approx(4 * share * of.trained, rel=0.05)
+        more = needed(of, hardware()).device["versions"]
+        assert more == late
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 6])
+def test_micro_batches_that_take_turns_keep_half_of_what_all_at_once_do(count: int) -> None:
+    """The paper's (N + 1) / 2N of N micro-batches, whose stages are equal."""
+    one = needed(workload("ddp", accumulation=2), hardware()).forward["activations"]
+    turns = workload("cyclic-interleaved", accumulation=count, stages=count)
+    found = needed(turns, hardware()).forward["activations"]
+    assert found / (count * one) == pytest.approx((count + 1) / (2 * count))
+
+
+def test_messages_lie_in_host_memory() -> None:
+    """Two that come to each rank and two that go, of the largest stage, in fp32."""
+    of = workload("cyclic-ring", stages=6)
+    found = needed(of, hardware()).host["messages"]
+    assert found == 8 * 4 * held(of, WORLD).states / 2
+
+
+def counted() -> list[Record]:
+    return [
+        record
+        for record in read(RECORDS)
+        if record.measurement
+        and (record.measurement.bytes_by_slot or record.measurement.activation_bytes_by_slot)
+    ]
+
+
+@pytest.mark.parametrize("record", counted(), ids=lambda record: record.cell_id)
+def test_slots_are_those_of_the_records(record: Record) -> None:
+    """Bytes exactly; activations, which are counted by hand, within 4 %."""
+    workload, hardware = workload_of(record.cell), cluster_of(record.cell)
+    found = measured(workload, hardware, predict(workload, hardware))
+    assert record.measurement is not None
+    assert found.bytes_by_slot == record.measurement.bytes_by_slot
+    if record.measurement.activation_bytes_by_slot is None:
+        assert found.activation_bytes_by_slot is None
+        return
+    assert found.activation_bytes_by_slot == pytest.approx(
+        record.measurement.activation_bytes_by_slot, rel=0.04
+    )
+    assert found.activation_bytes_together == pytest.approx(
+        record.measurement.activation_bytes_together, rel=0.04
+    )
+
+
+@given(st.integers(2, 9), st.integers(1, 6), st.sampled_from(["v1", "v2"]))
+def test_a_slot_of_a_ring_sends_one_stage_at_most(
+    ranks: int, stages: int, rule: Literal["v1", "v2"]
+) -> None:
+    of = workload("cyclic-ring", stages=min(stages, ranks), rule=rule)
+    trained = stages_of(of, ranks).trained
+    found = sent(of, ranks)
+    assert found is not None
+    assert len(found) == 2 * len(trained)
+    for nbytes, stage in zip(found, [*trained, *reversed(trained)], strict=True):
+        assert nbytes in (0, 4 * stage)
+
+
+def test_others_have_no_slots() -> None:
+    for strategy in ("ddp", "cyclic", "cyclic-interleaved"):
+        assert sent(workload(strategy), 2) is None
+    for strategy in ("ddp", "cyclic", "cyclic-ring"):
+        assert kept(workload(strategy), 2, 1.0) is None

@@ -1,0 +1,228 @@
+"""LuWu: bytes by link, memory, seconds and its server, by hand and beside the committed records."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from experiments.records.modelled import cluster_of, measured_step
+from experiments.records.record import Record, read
+from simulation import luwu
+from simulation.calibration import Comparison, compare
+from simulation.hardware import Hardware
+from simulation.luwu import Server, Traffic, footprint, like, nominal
+from simulation.prediction import Prediction, predict, simulate_built, with_server
+from simulation.workload import Workload
+from tests.simulation.workloads import hardware, workload
+
+RESULTS = Path(__file__).parents[2] / "results/luwu"
+#: Matrices that compare bytes, and the one that compares times.
+BYTES = ("one", "two", "three")
+#: What the kernel counts beside LuWu's own bytes: headers, encryption, acknowledgements, signs of
+#: life; of all bytes that a machine has in one direction, and per message in the other.
+SHARE, MESSAGE_BYTES = 0.025, 250
+
+
+@cache
+def compared(name: str) -> tuple[tuple[Record, Comparison], ...]:
+    """LuWu's cells of a matrix that ran."""
+    found = []
+    for record in read(RESULTS / name / "records.jsonl"):
+        step = measured_step(record, cluster_of(record.cell))
+        if record.cell.strategy == "luwu" and step is not None:
+            found.append((record, compare(step)))
+    return tuple(found)
+
+
+def of(given: Workload, workers: int = 4, ranks: int = 1) -> Traffic:
+    return luwu.traffic(given, workers, ranks)
+
+
+def test_a_worker_receives_each_parameter_twice_and_sends_each_gradient_once() -> None:
+    given = workload("luwu")
+    links = of(given).links
+    nbytes = 2 * given.parameters
+    assert links["node received"] == links["server sent"] == 2 * nbytes
+    assert links["node sent"] == links["server received"] == nbytes
+    assert links["server file_read"] == 16 * given.parameters
+    assert links["server file_written"] == 14 * given.parameters
+
+
+def test_the_servers_bytes_do_not_depend_on_the_workers_and_a_node_has_those_of_its_ranks() -> None:
+    given = workload("luwu")
+    few, many = of(given, workers=1), of(given, workers=64, ranks=8)
+    assert few.links["server sent"] == many.links["server sent"]
+    assert few.server_messages == many.server_messages
+    assert many.links["node received"] == 8 * few.links["node received"]
+
+
+def test_messages_grow_with_the_workers_where_acknowledgements_are_not_merged() -> None:
+    given = replace(workload("luwu"), merged=False)
+    one, two, three = (of(given, workers).server_messages for workers in (1, 2, 3))
+    assert three - two == two - one > 0
+    assert one == of(replace(given, merged=True), 3).server_messages
+
+
+def test_frozen_layers_are_pulled_twice_or_once_for_all_steps() -> None:
+    given = workload("luwu", lora=True)
+    again, kept = of(given), of(replace(given, cached=True))
+    assert again.received == 4 * given.parameters
+    assert kept.received == 4 * given.trained
+    assert again.sent == kept.sent == 2 * given.trained
+
+
+@pytest.mark.parametrize("name", [*BYTES, "speed", "pipeline"])
+def test_links_and_messages_are_those_of_the_records(name: str) -> None:
+    assert compared(name)
+    for record, comparison in compared(name):
+        measured, predicted = record.measurement, comparison.prediction
+        assert measured is not None
+        assert measured.link_bytes_per_step is not None
+        assert predicted.link_bytes is not None
+        if measured.server_messages_per_step is not None:
+            assert measured.server_messages_per_step == predicted.server_messages
+        step = comparison.measured
+        messages = of(step.workload, step.hardware.world_size).worker_messages
+        for link, counted in measured.link_bytes_per_step.items():
+            payload = predicted.link_bytes[link]
+            beside = SHARE * payload + MESSAGE_BYTES * messages
+            assert payload <= counted <= payload + beside, (record.cell_id, link)
+        assert comparison.bytes_agree
+
+
+@pytest.mark.parametrize("name", [*BYTES, "speed"])
+def test_all_links_are_within_a_fortieth_where_all_is_trained(name: str) -> None:
+    for record, comparison in compared(name):
+        if record.cell.tuning != "full":
+            continue
+        assert record.measurement is not None
+        for link, counted in (record.measurement.link_bytes_per_step or {}).items():
+            assert counted == pytest.approx(
+                (comparison.prediction.link_bytes or {})[link], rel=0.025
+            )
+
+
+def test_files_are_two_generations_and_the_frozen_layers() -> None:
+    full, lora = workload("luwu"), workload("luwu", lora=True)
+    assert luwu.files_bytes(full) == 28 * full.parameters
+    assert luwu.files_bytes(lora) == 28 * lora.trained + 2 * lora.frozen
+
+
+def test_a_device_has_two_layers_however_many_there_are() -> None:
+    given = workload("luwu", recomputed=1.0)
+    deep = replace(given, model=replace(given.model, layers=4 * given.model.layers))
+    few, many = footprint(given, hardware()).device, footprint(deep, hardware()).device
+    assert few["gathered"] == many["gathered"]
+    assert few["gradients"] == many["gradients"]
+    assert few["gathered"] == 2 * 2 * given.model.block_parameters
+
+
+def test_host_memory_has_frozen_layers_that_are_kept_and_nothing_else() -> None:
+    given = workload("luwu", lora=True)
+    assert not footprint(given, hardware()).host
+    kept = footprint(replace(given, cached=True), hardware())
+    assert kept.host == {"cache": 8 * 2 * given.frozen}
+
+
+def test_drives_add_up_and_the_link_reaches_what_others_do() -> None:
+    cluster = hardware()
+    found = nominal(100e9, 12, cluster)
+    assert found.disk_read_bytes_per_s == pytest.approx(78e9)
+    assert found.disk_write_bytes_per_s == pytest.approx(40.8e9)
+    assert found.link_bytes_per_s == pytest.approx(0.8 * 12.5e9)
+
+
+def test_without_one_it_is_like_a_node() -> None:
+    cluster = hardware()
+    assert like(cluster).link_bytes_per_s == cluster.inter_bytes_per_s
+    assert like(cluster).disk_read_bytes_per_s == cluster.disk_read_bytes_per_s
+
+
+def test_both_slow_links_are_predicted_and_nothing_is_fitted_to_them() -> None:
+    found = compared("speed")
+    assert {record.cell.inter_bandwidth_bits_per_s for record, _ in found} == {5e6, 20e6}
+    for _, comparison in found:
+        assert abs(comparison.relative_error) < 0.1
+
+
+def test_a_step_takes_longer_than_its_pulls_as_the_last_gradients_must_be_applied() -> None:
+    """At 5 Mbit/s 4P take 2.84 s, and a step 3.67 s."""
+    for _, comparison in compared("speed"):
+        step, prediction = comparison.measured, comparison.prediction
+        pulls = (prediction.link_bytes or {})["node received"] / step.hardware.inter_bytes_per_s
+        block = step.workload.model.block_parameters + step.workload.model.root_parameters
+        pushes = step.workload.element_bytes * block / step.hardware.inter_bytes_per_s
+        assert prediction.step_seconds >= pulls + pushes
+        # On these links both take nearly all of it.
+        assert prediction.step_seconds == pytest.approx(pulls + pushes, rel=0.1)
+
+
+def slow(**more: float) -> tuple[Workload, Hardware, Server]:
+    """A link that all waits for."""
+    given = workload("luwu")
+    cluster = hardware(1e9, nodes=2, ranks_per_node=1)
+    return given, cluster, replace(like(cluster), **more)
+
+
+def steps(given: Workload, cluster: Hardware, server: Server) -> Prediction:
+    return simulate_built(with_server(given, cluster, server))
+
+
+def test_a_step_is_as_long_however_many_workers_there_are() -> None:
+    given, cluster, server = slow()
+    few = steps(given, cluster, server).step_seconds
+    assert steps(given, replace(cluster, nodes=32), server).step_seconds == pytest.approx(few)
+
+
+def test_ranks_of_a_node_share_its_link() -> None:
+    given, cluster, server = slow()
+    fast = replace(server, link_bytes_per_s=1e12)
+    alone = steps(given, cluster, fast).step_seconds
+    shared = steps(given, replace(cluster, ranks_per_node=4), fast).step_seconds
+    assert shared > 3 * alone
+
+
+def test_the_optimizer_hides_behind_backward_until_the_drives_are_slower_than_links() -> None:
+    given, cluster, server = slow()
+    usual = steps(given, cluster, server)
+    slower = steps(given, cluster, replace(server, disk_write_bytes_per_s=1e9))
+    assert slower.step_seconds < 1.1 * usual.step_seconds
+    slowest = steps(given, cluster, replace(server, disk_write_bytes_per_s=1e7))
+    written = (slowest.link_bytes or {})["server file_written"] / 1e7
+    assert slowest.step_seconds >= written
+    assert slowest.bottleneck == "server_disk"
+
+
+def test_no_step_undercuts_its_busiest_resource_and_all_steps_are_alike() -> None:
+    given, cluster, server = slow()
+    built = with_server(given, cluster, server)
+    found = simulate_built(built)
+    assert found.step_seconds >= built.least_seconds * (1 - 1e-9)
+    assert max(found.busy.values()) <= 1 + 1e-9
+    assert min(span.start for span in found.timeline.spans) >= -1e-9
+
+
+def test_the_ledger_is_one_steps() -> None:
+    given, cluster, server = slow()
+    found = steps(given, cluster, server)
+    assert found.inter_node_bytes == 2 * given.parameters
+    assert sum(found.moved_bytes["inter_node_in"].values()) == 4 * given.parameters
+
+
+def test_frozen_layers_that_are_kept_make_adapters_fast() -> None:
+    given = workload("luwu", lora=True)
+    cluster = hardware(1e9, nodes=2, ranks_per_node=1)
+    again = predict(given, cluster).step_seconds
+    assert predict(replace(given, cached=True), cluster).step_seconds < again / 2
+
+
+def test_what_it_does_not_train_is_refused() -> None:
+    cluster = hardware()
+    with pytest.raises(ValueError, match="accumulation = 2: allowed with luwu is 1"):
+        predict(workload("luwu", accumulation=2), cluster)
+    four = workload("luwu", lora=True, frozen_dtype="nf4")
+    with pytest.raises(ValueError, match="frozen_dtype = 'nf4'"):
+        predict(four, cluster)

@@ -1,0 +1,208 @@
+"""Shapes by name and by configuration, against real modules and what their makers publish."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from experiments.worker import models
+from simulation.counted import count
+from simulation.models import (
+    PAPER_MODELS,
+    PUBLIC_MODELS,
+    SEQUENCE_LENGTH,
+    find,
+    from_config,
+    shape,
+    usual_length,
+)
+from simulation.transformer import Transformer, forward_flops
+from tests.experiments.cells import cell
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+CLOSED: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 32},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gemma": {"head_dim": 32},
+    "gemma2": {"head_dim": 32},
+    "phi3": {},
+}
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 48,
+    "num_attention_heads": 6,
+    "intermediate_size": 64,
+    "vocab_size": 100,
+}
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2",
+    "n_layer": 2,
+    "n_embd": 48,
+    "n_head": 6,
+    "vocab_size": 100,
+    "n_positions": 32,
+}
+
+
+def parameters(name: str) -> int:
+    with torch.device("meta"):
+        model, _ = models.build(cell("fcdp", model=find(name), sequence_length=SEQUENCE_LENGTH))
+    return sum(param.numel() for param in model.parameters())
+
+
+@pytest.mark.parametrize("name", PAPER_MODELS)
+def test_a_name_says_the_parameters_within_five_per_cent(name: str) -> None:
+    assert parameters(name) == pytest.approx(float(name[4:-1]) * 1e9, rel=0.05)
+
+
+def test_the_largest_gathers_what_the_paper_says() -> None:
+    """FCDP-Sched's forward of the paper's table, on two nodes of eight ranks."""
+    sent = 2 * 15 / 16 * 2 * parameters("gpt-30b")
+    assert sent == pytest.approx(108.18e9, rel=0.01)
+
+
+def test_another_name_is_an_error_that_lists_the_models() -> None:
+    with pytest.raises(ValueError, match="model = '30B': allowed are gpt-10b, gpt-20b, gpt-30b"):
+        find("30B")
+
+
+@pytest.mark.parametrize("name", PUBLIC_MODELS)
+def test_parameters_are_as_published(name: str) -> None:
+    assert shape(name, usual_length(name)).parameters == PUBLIC_MODELS[name].parameters
+
+
+@pytest.mark.parametrize("kind", CLOSED)
+def test_closed_forms_are_what_is_counted(kind: str) -> None:
+    config = {"model_type": kind, **SMALL, **CLOSED[kind]}
+    closed, counted = from_config(config, 16), count(kind, config, 16)
+    assert closed.parameters == counted.parameters
+    assert closed.block_parameters == counted.block_parameters
+    assert forward_flops(closed, 16) == pytest.approx(forward_flops(counted, 16))
+    assert closed.family == counted.family
+    assert (closed.inner, closed.experts, closed.tied) == (
+        counted.inner,
+        counted.experts,
+        counted.tied,
+    )
+    adapters = [
+        model.layers * model.adapter_parameters(model.attention_lora(8))
+        for model in (closed, counted)
+    ]
+    assert adapters[0] == adapters[1]
+
+
+def test_what_travels_and_what_computes_of_experts() -> None:
+    model = shape("mixtral-8x7b", 8192)
+    travels = model.layers * sum(matrix.weights for matrix in model.matrices)
+    computes = model.layers * sum(matrix.active_weights for matrix in model.matrices)
+    assert travels == pytest.approx(46.4e9, rel=0.01)
+    assert computes == pytest.approx(12.6e9, rel=0.01)
+    assert [target for target in model.linear_lora(8).targets if "gate" in target] == []
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "gpt_neox", "hidden_act": "gelu"},
+        {"model_type": "olmo2"},
+        {"model_type": "qwen2_moe", "num_experts": 4, "moe_intermediate_size": 32},
+    ],
+)
+def test_others_are_counted(config: dict[str, Any]) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    whole = {**SMALL, **config}
+    model = from_config(whole, 16)
+    said = dict(whole)
+    real = AutoModelForCausalLM.from_config(AutoConfig.for_model(said.pop("model_type"), **said))
+    assert model.parameters == sum(parameter.numel() for parameter in real.parameters())
+    assert isinstance(model, Transformer)
+    assert model.family == ("gpt2" if config["model_type"] == "gpt_neox" else "llama")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "nosuch"}, "model_type = 'nosuch' of nosuch: transformers builds no"),
+        ({"model_type": "t5"}, "model_type = 't5' of t5: transformers builds no causal"),
+        ({"model_type": "mamba", **SMALL}, "state_size of mamba: attention of this kind"),
+        (
+            {"model_type": "deepseek_v3", **SMALL, "n_routed_experts": 8},
+            "kv_lora_rank of deepseek_v3: attention of this kind is not modelled",
+        ),
+        (
+            {"model_type": "qwen2_moe", **SMALL, "num_experts": 4, "mlp_only_layers": [0]},
+            "blocks 0 and 1 of model.layers differ",
+        ),
+    ],
+)
+def test_unknown_structures_are_refused_by_name(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        from_config(config, 16)
+
+
+def test_a_llama_configuration() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=100,
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+    )
+    model = from_config(config.to_dict(), 16)
+    real = LlamaForCausalLM(config)
+    assert model.parameters == sum(param.numel() for param in real.parameters())
+    assert model.key_value_heads == 2
+
+
+def test_a_gpt2_configuration_from_a_file(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=100, n_positions=32, n_embd=48, n_layer=2, n_head=6)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()), encoding="utf-8")
+    expected = sum(param.numel() for param in GPT2LMHeadModel(config).parameters())
+    for source in (tmp_path, str(tmp_path / "config.json")):
+        assert from_config(source, 32).parameters == expected
+    with pytest.raises(ValueError, match=r"sequence_length = 64: .* allows up to 32"):
+        from_config(tmp_path, 64)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({"model_type": "vit"}, "model_type = 'vit' of vit: transformers builds no causal"),
+        ({"model_type": "llama"}, "num_hidden_layers of llama: is missing"),
+        ({"model_type": ["llama"]}, r"model_type = \['llama'\] of .*: transformers builds"),
+        (
+            LLAMA | {"max_position_embeddings": "4096"},
+            "max_position_embeddings of llama = '4096': must be a whole number",
+        ),
+        (LLAMA | {"hidden_size": 48.0}, "hidden_size of llama = 48.0: must be a whole number"),
+        (GPT2 | {"add_cross_attention": True}, "add_cross_attention = True of gpt2: is not"),
+        (GPT2 | {"n_positions": "32"}, "n_positions of gpt2 = '32': must be a whole number"),
+        ("no/such/path", "model = 'no/such/path': is no path that exists and no name"),
+    ],
+)
+def test_what_is_no_known_configuration(source: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        from_config(source, 16)
