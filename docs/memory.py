@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import fcdp
-from fcdp.cache.arena import aligned
+from fcdp.arena import aligned
 from fcdp.cache.named import parse
 from simulation.models import PAPER_MODELS, SEQUENCE_LENGTH
 from simulation.transformer import Transformer

@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from fcdp.cache.arena import Arena, aligned
+from fcdp.arena import Arena, aligned
 from fcdp.counts import Ledger
 from fcdp.topology import Topology
 from fcdp.unit import Unit

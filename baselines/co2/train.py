@@ -28,7 +28,7 @@ from baselines.co2.outer import OuterState, Rule
 from baselines.co2.place import Place, place
 from baselines.settings import LocalSGDSettings, OuterPlace
 from baselines.strategy import CacheUse, Job, trainable_parameters, trained_numel
-from fcdp.cache.arena import Arena, aligned
+from fcdp.arena import Arena, aligned
 
 
 class Average:

@@ -19,7 +19,7 @@ from itertools import accumulate, chain, count
 import torch
 import torch.nn as nn
 
-from fcdp.cache.arena import aligned
+from fcdp.arena import aligned
 
 FLOAT = torch.float32.itemsize
 

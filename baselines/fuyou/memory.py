@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from fcdp.cache.arena import Arena, aligned
+from fcdp.arena import Arena, aligned
 from fcdp.sizes import written
 
 #: Of mallopt(3), and what counts as large.

@@ -15,7 +15,7 @@ from baselines.fuyou.copies import Copies
 from baselines.fuyou.cost import Item
 from baselines.fuyou.disk import Disk
 from baselines.fuyou.memory import Dram
-from fcdp.cache.arena import aligned
+from fcdp.arena import aligned
 from fcdp.direct_io import open_alone, reserve
 
 ACTIVATIONS = "activations.bin"

@@ -10,7 +10,7 @@ import torch
 
 from baselines.luwu.plan import Chunk, Plan
 from fcdp import direct_io
-from fcdp.cache.arena import Arena, aligned
+from fcdp.arena import Arena, aligned
 from fcdp.checksum import bytes_of
 from fcdp.generations import Generations, Region
 

@@ -30,7 +30,7 @@ from baselines.optimizers import AdamW
 from baselines.part import Part, take_gradients
 from baselines.settings import LuWuSettings
 from baselines.strategy import Job, trained_numel
-from fcdp.cache.arena import Arena, aligned
+from fcdp.arena import Arena, aligned
 
 
 def build(model: nn.Module, job: Job) -> LuWu:

@@ -24,7 +24,7 @@ from baselines import registry
 from baselines import strategy as strategies
 from baselines.pytorch import hybrid
 from baselines.strategy import Job, Trainable
-from fcdp.cache.arena import Arena
+from fcdp.arena import Arena
 from fcdp.engine import has_engine
 from simulation.imitated.records import Case
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fcdp import direct_io, durable
-from fcdp.cache.arena import Arena
+from fcdp.arena import Arena
 from fcdp.generations import RECORD, STATE, Generations, Region, step_of
 
 pytestmark = pytest.mark.unit

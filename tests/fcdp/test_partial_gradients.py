@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fcdp.cache.arena import Arena
+from fcdp.arena import Arena
 from fcdp.counts import Ledger
 from fcdp.partial_gradients import OnDevice, OnHost
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fcdp.cache.arena import Arena, aligned
+from fcdp.arena import Arena, aligned
 from fcdp.cache.entry import Access, Slice
 from fcdp.cache.tiers.tier import TierUnavailable, runs
 from fcdp.direct_io import File, read, write

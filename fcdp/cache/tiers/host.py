@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fcdp.arena import POISON, Arena, aligned
 from fcdp.cache import memory
-from fcdp.cache.arena import POISON, Arena, aligned
 from fcdp.cache.entry import Access, Slice
 from fcdp.cache.tiers.tier import TierUnavailable, runs
 from fcdp.streams import Streams

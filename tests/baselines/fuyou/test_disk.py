@@ -12,7 +12,7 @@ import torch
 
 from baselines.fuyou import disk
 from baselines.fuyou.disk import Disk
-from fcdp.cache.arena import Arena
+from fcdp.arena import Arena
 from fcdp.direct_io import open_alone
 
 pytestmark = pytest.mark.unit

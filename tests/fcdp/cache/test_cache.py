@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import fcdp
-from fcdp.cache.arena import Arena
+from fcdp.arena import Arena
 from fcdp.cache.memory import Usage
 from fcdp.cache.tiers.device import DeviceTier
 from fcdp.cache.tiers.host import HostTier

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from fcdp.cache.arena import ALIGNMENT, Arena
+from fcdp.arena import ALIGNMENT, Arena
 from fcdp.cache.tiers.host import HostTier
 from fcdp.cache.tiers.tier import TierUnavailable
 from tests.fcdp.stand_ins import CPU, STREAMS, Place, StandInUnit, slice_of

@@ -22,7 +22,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from fcdp.cache.arena import ALIGNMENT, POISON, Arena
+from fcdp.arena import ALIGNMENT, POISON, Arena
 from fcdp.cache.tiers.disk import DiskTier
 from fcdp.cache.tiers.host import HostTier
 from fcdp.counts import Ledger
@@ -177,8 +177,8 @@ def host(**errors: int) -> Iterator[Host]:
     place = SimpleNamespace(pci_domain_id=0, pci_bus_id=1, pci_device_id=0)
     with (
         mock.patch.object(mmap, "mmap", Mapping),
-        mock.patch("fcdp.cache.arena.ctypes.CDLL", return_value=recorder),
-        mock.patch("fcdp.cache.arena.Path", return_value=mock.Mock(read_text=lambda **_: "1")),
+        mock.patch("fcdp.arena.ctypes.CDLL", return_value=recorder),
+        mock.patch("fcdp.arena.Path", return_value=mock.Mock(read_text=lambda **_: "1")),
         mock.patch.object(platform, "machine", return_value="x86_64"),
         mock.patch.object(torch.cuda, "cudart", return_value=recorder),
         mock.patch.object(torch.cuda, "get_device_properties", return_value=place),
