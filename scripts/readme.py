@@ -6,12 +6,14 @@ python -m scripts.readme --check   fail if that would change one
 
 from __future__ import annotations
 
+import csv
 import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
@@ -19,6 +21,7 @@ from analysis.claims import papers
 from analysis.compare.audit import audit
 from analysis.load import runs
 from analysis.report import simulator
+from baselines import registry
 from experiments.records.record import Record, read
 from experiments.records.repeats import pooled
 from experiments.terminal.summary_table import summary
@@ -30,11 +33,23 @@ _PLAN = (
     "--price-per-gpu-hour 0.5 "
     "--strategies fsdp2,fsdp2-hsdp,ddp,hpz,deepspeed-hpz,deepspeed-zero3,fcdp"
 )
+#: Where FCDP is worth its host memory and where it is not, by what stands in the README's heads.
+_CASES = {
+    "70B, LoRA 16, 8,192 tokens; 4 nodes × 8 L40S, 10 Gbit/s": (
+        "plan --model llama-3-70b --peft lora:16 --sequence-length 8192 "
+        "--nodes 4 --gpus 8 --gpu l40s --inter-node 10Gbps"
+    ),
+    "30B, LoRA 8, 512 tokens; 4 nodes × 8 A40, 1 Gbit/s": (
+        "plan --model gpt-30b --peft lora:8 --nodes 4 --gpus 8 --gpu a40 --inter-node 1Gbps"
+    ),
+}
+_PLANNED = ("fcdp", "deepspeed-hpz-offload", "deepspeed-zero3", "fsdp2", "fsdp2-hsdp")
 #: The marked places of each page, and what is written there.
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
         "result": lambda: tables.result(_records("reference")),
         "differences": lambda: differences.in_a_sentence(_records("delta")),
+        "planned": lambda: _planned(),
     },
     "docs/differences.md": {
         "slow-link": lambda: differences.on_the_slow_link(_records("delta")),
@@ -127,6 +142,36 @@ def _answered(command: str) -> str:
     shown = command.replace(" --peft", " \\\n    --peft").replace(" --strat", " \\\n    --strat")
     lines = (line.rstrip() for line in result.stdout.strip("\n").splitlines())
     return f"```console\n$ python -m experiments {shown}\n" + "\n".join(lines) + "\n```"
+
+
+def _planned() -> str:
+    """What the planner says of each case: tokens per second with their range."""
+    cases = [_rows(command) for command in _CASES.values()]
+    lines = [f"| Tokens per second | {' | '.join(_CASES)} |", f"|---|{'--:|' * len(cases)}"]
+    for name in _PLANNED:
+        cells = " | ".join(_speed(rows.get(name)) for rows in cases)
+        label = registry.find(name).label
+        lines.append(f"| {label if label != name else f'`{name}`'} | {cells} |")
+    return "\n".join(lines)
+
+
+def _rows(command: str) -> dict[str, dict[str, str]]:
+    """The rows of a plan's table, by strategy."""
+    with TemporaryDirectory() as folder:
+        table = Path(folder) / "plan.csv"
+        chosen = ["--strategies", ",".join(_PLANNED), "--csv", str(table)]
+        arguments = [sys.executable, "-m", "experiments", *shlex.split(command), *chosen]
+        subprocess.run(arguments, cwd=ROOT, capture_output=True, check=True)
+        with table.open(encoding="utf-8", newline="") as file:
+            return {row["strategy"]: row for row in csv.DictReader(file)}
+
+
+def _speed(row: dict[str, str] | None) -> str:
+    if row is None:
+        return "does not fit"
+    names = ("tokens_per_s", "least_tokens_per_s", "most_tokens_per_s")
+    speed, least, most = (float(f"{float(row[name]):.3g}") for name in names)
+    return f"{speed:,.0f} ({least:,.0f}–{most:,.0f})"
 
 
 def main(arguments: Sequence[str]) -> int:
