@@ -27,6 +27,7 @@ from experiments.records.workload import (
     Library,
     Origin,
 )
+from simulation import hardware
 from simulation.files import Name, Strict
 from simulation.quantities import format_link
 from simulation.transformer import ModelSpec, Tuning
@@ -117,9 +118,7 @@ class SimulatedSpec(Strict):
     @field_validator("gpu")
     @classmethod
     def _is_known(cls, value: str) -> str:
-        from simulation.hardware import gpu  # only those who simulate need it
-
-        return gpu(value).name
+        return hardware.gpu(value).name
 
 
 AnyCluster = Annotated[ClusterSpec | SimulatedSpec, Field(discriminator="kind")]

@@ -18,7 +18,7 @@ from experiments.records.workload import (
     Images,
     OwnModel,
 )
-from experiments.worker import configured
+from experiments.worker import configured, convolutional, images
 from fcdp import Topology
 from fcdp.checksum import checksum
 from simulation.transformer import ATTENTION, ModelSpec, Transformer
@@ -51,8 +51,6 @@ def _made(spec: AnyModel, cell: Cell) -> tuple[nn.Module, Sequence[nn.Module]]:
 
 
 def _network(spec: ImageModel, cell: Cell) -> tuple[nn.Module, Sequence[nn.Module]]:
-    from experiments.worker import convolutional, images
-
     assert isinstance(cell.data, Images), "cells see to it"
     source = images.SOURCES[cell.data.images]
     (channels, size, _), classes = source.shape, source.classes

@@ -24,7 +24,7 @@ from experiments.records.workload import (
     Origin,
     TextFile,
 )
-from experiments.worker import configured, data
+from experiments.worker import configured, data, images
 from fcdp import Topology
 
 
@@ -57,8 +57,6 @@ def of(cell: Cell, model: nn.Module, topology: Topology) -> Workload:
     Raises ``ValueError`` naming line and key for data that cannot be had or are not the model's.
     """
     if isinstance(cell.data, Images):
-        from experiments.worker import images  # text needs none of it
-
         return images.ImageWorkload(cell, cell.data, topology.rank, topology.world_size)
     return TextWorkload(cell, model, topology.rank)
 

@@ -7,7 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from simulation import goodput
 from simulation.hardware import Hardware
@@ -17,9 +21,6 @@ from simulation.planner.plan import Plan, differs, plan, refusal
 from simulation.planner.report import EVIDENCE
 from simulation.planner.request import Request
 from simulation.work import token_work
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 #: Strategies that are tried where none are named: what people use, and FCDP.
 STRATEGIES = ("ddp", "fsdp2", "fsdp2-hsdp", "fcdp", "deepspeed-hpz", "fsdp2-offload")
@@ -234,10 +235,6 @@ def _name(instance: Instance) -> str:
 
 def table(market: Market, request: Request, within_hours: float | None) -> RenderableType:
     """Offers for a terminal, cheapest first, and what was left out."""
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
     grid = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     for name in ("rent\n", "price\n", "strategy\n"):
         grid.add_column(name, no_wrap=True)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from baselines.registry import find
 from simulation import goodput
@@ -14,10 +18,6 @@ from simulation.planner.request import Request
 from simulation.planner.search import Verdict, fits
 from simulation.planner.siblings import lack
 from simulation.quantities import format_rate
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
 
 EVIDENCE = "simulated"
 
@@ -49,9 +49,6 @@ def titles(request: Request) -> tuple[str, ...]:
 
 def table(plan: Plan) -> RenderableType:
     """The plan for a terminal: strategies that fit, fastest first; the others; the advice."""
-    from rich.console import Group
-    from rich.text import Text
-
     grid = _header(plan.request)
     notes = []
     for row, alike in _rows(plan):
@@ -170,8 +167,6 @@ def _finite(rate: float) -> float | None:
 
 
 def _header(request: Request) -> Table:
-    from rich.table import Table
-
     grid = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     grid.add_column("strategy\n", no_wrap=True)
     several = len(request.sequence_lengths) > 1
