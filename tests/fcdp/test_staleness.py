@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -365,3 +366,23 @@ def test_what_stays_gathered_is_gathered_anew_after_a_pass_without_gradients(
 ) -> None:
     """No backward lets go of it, and nothing that is gathered already is looked at."""
     assert ranks.run(4, small_adapters_around_a_write, by_optimizer) == [True] * 4
+
+
+def misses_of_given_up_steps() -> list[int]:
+    """Gathers across nodes in each pass of a model that stays gathered, and is never stepped."""
+    topology = topology_of(2, 1)
+    settings = Settings(2, 1, reshard_after_forward=False)
+    model = shard_with_fcdp(make_model(settings), topology, settings)
+    counts = [0]
+    for _ in range(4):
+        loss_of(model, next(batches(settings, topology.rank))).backward()
+        model.zero_grad()
+        counts.append(fcdp.ledger(model).misses)
+    return [after - before for before, after in pairwise(counts)]
+
+
+def test_what_was_passed_over_and_missed_is_kept_from_then_on(ranks: Pools) -> None:
+    """Nothing is kept of what a step will change; the guess that one comes is wrong here."""
+    for first, second, *more in ranks.run(2, misses_of_given_up_steps):
+        assert first == second > 0
+        assert more == [0, 0]
