@@ -145,14 +145,21 @@ def sums_alike(topology: fcdp.Topology) -> bool:
     return topology.world_size <= 2
 
 
+#: What the default was, once per rank of this process that has another.
+_before: list[torch.dtype] = []
+
+
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
+    """Ranks that are threads share the default: the last that leaves restores it."""
+    _before.append(_before[0] if _before else torch.get_default_dtype())
     torch.set_default_dtype(dtype)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        before = _before.pop()
+        if not _before:
+            torch.set_default_dtype(before)
 
 
 def differences(
