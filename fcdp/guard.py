@@ -44,6 +44,7 @@ class Guard:
 
     def __init__(self, units: Sequence[Unit], device: torch.device, streams: Streams) -> None:
         self._streams = streams
+        self._sum = checksum if streams.on_host else sum_of_words
         #: Of each own shard: the sum as last gathered across nodes, then those of hits since.
         self._sums = torch.zeros(len(units), 1 + HITS, dtype=torch.int64, device=device)
         self._differ = torch.zeros(len(units), dtype=torch.bool, device=device)
@@ -67,7 +68,7 @@ class Guard:
         """Note what the own shard holds, in the order of the current stream."""
         row = self._of[unit]
         self._look_at(row)
-        row.sums.copy_(checksum(shard) if self._streams.on_host else sum_of_words(shard))
+        row.sums.copy_(self._sum(shard))
 
     def compare(self, unit: Unit, shard: torch.Tensor) -> None:
         """Note what it holds now, in the order of the current stream; it is compared once per pass.
@@ -78,10 +79,7 @@ class Guard:
         if row.used == HITS:
             self._look_at(row)
         place, row.used = row.hits[row.used], row.used + 1
-        if self._streams.on_host:
-            place.copy_(checksum(shard))
-        else:
-            sum_of_words(shard, out=place)
+        self._sum(shard, place)
 
     def _look_at(self, row: _Row) -> None:
         """Compare a unit's sums before they are overwritten."""
@@ -152,6 +150,4 @@ class Guard:
             self._landed.synchronize()
             self._landed = None
         self._sums[:, 1:] = self._sums[:, :1]
-        for row in self._of.values():
-            row.used = 0
         self._differ.zero_()
