@@ -137,10 +137,9 @@ def _printed(matrix: str) -> str:
 
 def _answered(command: str) -> str:
     """The command and what it prints."""
-    arguments = [sys.executable, "-m", "experiments", *shlex.split(command)]
-    result = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=True)
+    printed = _run(command)
     shown = command.replace(" --peft", " \\\n    --peft").replace(" --strat", " \\\n    --strat")
-    lines = (line.rstrip() for line in result.stdout.strip("\n").splitlines())
+    lines = (line.rstrip() for line in printed.strip("\n").splitlines())
     return f"```console\n$ python -m experiments {shown}\n" + "\n".join(lines) + "\n```"
 
 
@@ -159,11 +158,16 @@ def _rows(command: str) -> dict[str, dict[str, str]]:
     """The rows of a plan's table, by strategy."""
     with TemporaryDirectory() as folder:
         table = Path(folder) / "plan.csv"
-        chosen = ["--strategies", ",".join(_PLANNED), "--csv", str(table)]
-        arguments = [sys.executable, "-m", "experiments", *shlex.split(command), *chosen]
-        subprocess.run(arguments, cwd=ROOT, capture_output=True, check=True)
+        _run(command, "--strategies", ",".join(_PLANNED), "--csv", str(table))
         with table.open(encoding="utf-8", newline="") as file:
             return {row["strategy"]: row for row in csv.DictReader(file)}
+
+
+def _run(command: str, *more: str) -> str:
+    """Run a command of experiments; return its output."""
+    arguments = [sys.executable, "-m", "experiments", *shlex.split(command), *more]
+    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout
 
 
 def _speed(row: dict[str, str] | None) -> str:
