@@ -122,18 +122,10 @@ class _Stream:
         return _Event()
 
 
-class _Device(ModuleType):
-    """The module of the device, as ``torch.cuda`` is CUDA's."""
+class DeviceModule(ModuleType):
+    """The module of a device that Python makes, as ``torch.cuda`` is CUDA's: one, always there."""
 
-    Stream = _Stream
-    Event = _Event
-    manual_seed_all = set_device = synchronize = _nothing
-
-    def __init__(self) -> None:
-        super().__init__(NAME)
-        self.allocations = Allocations()
-        self.total = 0
-        self._stream = _Stream()
+    manual_seed_all = set_device = _nothing
 
     def is_initialized(self) -> bool:
         return True
@@ -150,14 +142,28 @@ class _Device(ModuleType):
     def current_device(self) -> int:
         return 0
 
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+
+class _Device(DeviceModule):
+    """The device whose allocations are counted."""
+
+    Stream = _Stream
+    Event = _Event
+    synchronize = _nothing
+
+    def __init__(self) -> None:
+        super().__init__(NAME)
+        self.allocations = Allocations()
+        self.total = 0
+        self._stream = _Stream()
+
     def current_stream(self, device: Any = None) -> _Stream:
         return self._stream
 
     def stream(self, stream: Any) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16]
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
         return self.total - self.memory_allocated(), self.total

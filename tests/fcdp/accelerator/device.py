@@ -19,7 +19,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from simulation.imitated.accelerator import DeviceModule
 from tests.fcdp.accelerator.tape import Block, Clock, Tape, Timeline, Touch, made_by, region
 
 NAME = "taped"
@@ -447,30 +447,11 @@ REPLACED: dict[Any, Callable[..., Any]] = {
 }
 
 
-class _Module(ModuleType):
-    """The module of the device, as ``torch.cuda`` is CUDA's."""
+class _Module(DeviceModule):
+    """The device, as the rank sees it whose thread asks."""
 
     Stream = Stream
     Event = Event
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def is_available(self) -> bool:
-        return True
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def manual_seed_all(self, seed: int) -> None: ...
-
-    def device_count(self) -> int:
-        return 1
-
-    def current_device(self) -> int:
-        return 0
-
-    def set_device(self, device: Any) -> None: ...
 
     def current_stream(self, device: Any = None) -> Stream:
         return here().current
@@ -482,9 +463,6 @@ class _Module(ModuleType):
         for timeline in here().tape.timelines:
             if isinstance(timeline, Stream) and timeline.name.endswith(f"rank {here().rank}"):
                 timeline.synchronize()
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16]
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
         return 2**40, 2**40
