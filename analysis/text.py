@@ -58,7 +58,7 @@ def compared(speed: Comparison) -> str:
 
 
 def share(speed: Comparison) -> str:
-    """What is kept of a speed, such as ``18 % (17–18)``."""
+    """The share of a speed that is kept, such as ``18 % (17–18)``."""
     ends = (percent(end).removesuffix(" %") for end in speed.interval or ())
     return f"{percent(speed.ratio)}{_ends(ends)}"
 

@@ -244,7 +244,7 @@ _COLOURS: dict[Phase, str] = {
 }
 #: From one lane to the next, in inches, and a panel's title and axis.
 PITCH, FRAME = 0.24, 0.75
-#: What a bar is drawn with at the least, as a share of the axis.
+#: The least width of a bar, as a share of the axis.
 _LEAST = 0.002
 
 

@@ -46,7 +46,7 @@ def sealed(data: bytes) -> bytes:
 
 
 def unsealed(data: bytes, path: Path) -> bytes:
-    """What was sealed. Raises ``ValueError`` if that is not what ``path`` has."""
+    """Return what was sealed. Raises ``ValueError`` if that is not what ``path`` has."""
     body, digits = data[:-_DIGITS], data[-_DIGITS:]
     if not body.endswith(_MARK):
         raise ValueError(

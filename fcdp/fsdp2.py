@@ -41,7 +41,7 @@ except ImportError as error:
 
 
 def _of(kind: type, *names: str) -> attrgetter[Any]:
-    """What reads the names of an instance, whose class or what sets it up must have them."""
+    """A reader of an instance's names, which its class or what sets it up must have."""
     there = {*dir(kind), *getattr(kind, "__annotations__", ())}
     for made in (vars(kind).get("__init__"), vars(kind).get("init")):
         there.update(getattr(getattr(made, "__code__", None), "co_names", ()))
@@ -84,7 +84,7 @@ def forget_outermost(state: Any) -> None:
     state._state_ctx.iter_forward_root = None
 
 
-#: What FSDP2 calls before and after a module's forward, or a registered method of it.
+#: Functions that FSDP2 calls before and after a module's forward, or a registered method of it.
 around_forward = _of(FSDPState, "_pre_forward", "_post_forward")
 
 
@@ -110,11 +110,11 @@ _params = _of(FSDPParamGroup, "fsdp_params")
 meshes = _of(FSDPParamGroup, "mesh_info", "post_forward_mesh_info")
 #: Whether backward gathers again.
 gathers_in_backward = _of(FSDPParamGroup, "_reshard_after_forward")
-#: What gradients are divided by; ``None``: the number of ranks.
+#: Divisor of gradients; ``None``: the number of ranks.
 divide_factor = _of(FSDPParamGroup, "gradient_divide_factor")
-#: What gathers the group, and what reduces it.
+#: Collectives that gather the group and reduce it.
 collectives = _of(FSDPParamGroup, "_all_gather_comm", "_reduce_scatter_comm")
-#: What ``set_all_reduce_hook`` has set; else ``None``.
+#: The hook of ``set_all_reduce_hook``; else ``None``.
 reduce_hook = _of(FSDPParamGroup, "_all_reduce_hook")
 #: A gather that has begun and that nobody has waited for; else ``None``.
 prefetched = _of(FSDPParamGroup, "_all_gather_result")

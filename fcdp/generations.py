@@ -119,7 +119,7 @@ class Generations:
         with self._changed:
             self._changed.wait_for(lambda: self._error or self._step >= step - 1)
             if self._error is not None:
-                # Of a record perhaps, which may name what would be overwritten.
+                # The error may be a record's, which may name what would be overwritten.
                 raise self._error
             return self._place(key, step)
 

@@ -20,7 +20,7 @@ HITS = 8
 class _Row:
     """One unit's sums and flag, views of all units' on the device."""
 
-    #: Of the shard as gathered across nodes, then of the hits since: (1 + HITS, int64).
+    #: Sums of the shard as gathered across nodes, then at the hits since: (1 + HITS, int64).
     sums: torch.Tensor
     hits: list[torch.Tensor]
     differs: torch.Tensor
@@ -45,7 +45,7 @@ class Guard:
     def __init__(self, units: Sequence[Unit], device: torch.device, streams: Streams) -> None:
         self._streams = streams
         self._sum = checksum if streams.on_host else sum_of_words
-        #: Of each own shard: the sum as last gathered across nodes, then those of hits since.
+        #: Sums of each own shard, as last gathered across nodes and at the hits since.
         self._sums = torch.zeros(len(units), 1 + HITS, dtype=torch.int64, device=device)
         self._differ = torch.zeros(len(units), dtype=torch.bool, device=device)
         self._of = {

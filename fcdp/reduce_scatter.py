@@ -52,7 +52,7 @@ class HierarchicalReduceScatter(ReduceScatter):
         self._encoded = encoded
         #: Set by ``fcdp.accumulate``: whether the next backward's gradients cross nodes.
         self.requires_sync = True
-        #: What the last micro-batch left in ``.grad``.
+        #: Contents of ``.grad`` after the last micro-batch.
         self._waiting: list[Waiting] = []
         self._input_numel = 0
         #: FSDP2's parameters that earlier micro-batches gave gradients to.

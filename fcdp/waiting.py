@@ -1,4 +1,4 @@
-"""What ``.grad`` is while a step's sum of gradients waits to cross nodes: nothing to be read."""
+"""Stand-in for ``.grad`` while a step's sum waits to cross nodes: nothing to be read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Waiting(torch.Tensor):
     from then on it is zeros, as with FSDP2. Nothing waits for the device.
     """
 
-    #: What was in ``.grad`` before: gradients that have crossed nodes already.
+    #: Gradients that have crossed nodes already: those in ``.grad`` before.
     before: torch.Tensor | None
     zeroed: bool
     _whole: bool
@@ -93,6 +93,6 @@ class Waiting(torch.Tensor):
 
 
 def waiting_in(param: torch.Tensor) -> Waiting | None:
-    """What waits in a sharded parameter's ``.grad``."""
+    """The waiting gradient in a sharded parameter's ``.grad``."""
     local = getattr(param.grad, "_local_tensor", None)
     return local if isinstance(local, Waiting) else None

@@ -19,7 +19,7 @@ import grimp
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("fcdp", "baselines", "simulation", "experiments", "analysis", "scripts")
-#: What is installed and what runs experiments; scripts, which keep the repository, count apart.
+#: Packages of the product; scripts, which keep the repository, count apart.
 SOURCE = PACKAGES[:-1]
 
 

@@ -62,7 +62,7 @@ def _name(record: Record) -> str:
 
 
 def kept(matrices: Sequence[Sequence[Record]]) -> str:
-    """What each strategy keeps of its speed on the slow link; a column per number of workers."""
+    """Shares of speed that strategies keep on the slow link; a column per number of workers."""
     lines = [
         f"| Keeps, with workers | {' | '.join(str(of[0].cell.cluster.nodes) for of in matrices)} |",
         f"|---|{'--:|' * len(matrices)}",

@@ -57,7 +57,7 @@ PATHS = {
     "FSDP2 gather": "FSDP2's all-gather",
     "FSDP2 reduce": "FSDP2's reduce-scatter",
 }
-#: Of each path, what stands beside it.
+#: The path that stands beside each.
 PLAIN = {
     "gather, stale": "FSDP2 gather",
     "gather, fresh": "FSDP2 gather",

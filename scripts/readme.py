@@ -144,7 +144,7 @@ def _answered(command: str) -> str:
 
 
 def _planned() -> str:
-    """What the planner says of each case: tokens per second with their range."""
+    """The planner's answer to each case: tokens per second with their range."""
     cases = [_rows(command) for command in _CASES.values()]
     lines = [f"| Tokens per second | {' | '.join(_CASES)} |", f"|---|{'--:|' * len(cases)}"]
     for name in _PLANNED:

@@ -248,7 +248,7 @@ def _row(by_strategy: dict[str, Record]) -> str:
 
 
 def _noted(speeds: Sequence[Comparison]) -> list[str]:
-    """What to know of few rounds, as a paragraph."""
+    """A warning about few rounds, as a paragraph."""
     said = few(speeds)
     return ["", f"{said}."] if said else []
 

@@ -99,9 +99,9 @@ class Held:
     parameters: float
     gradients: float
     states: float
-    #: What the optimizer takes beside them while it steps.
+    #: Bytes that the optimizer takes beside them while it steps.
     step: float
-    #: Of workers that step apart.
+    #: Outer state of workers that step apart.
     outer: float = 0.0
     #: Gradients that are applied a step late; a second version of parameters, or of a stage's.
     versions: float = 0.0
@@ -112,7 +112,7 @@ class Held:
 
 
 def held(workload: Workload, ranks: int) -> Held:
-    """What the busiest rank keeps. Raises ``ValueError`` as ``stages_of``."""
+    """Memory of the busiest rank. Raises ``ValueError`` as ``stages_of``."""
     stages = stages_of(workload, ranks)
     frozen = 0.0 if workload.lora is None else min(_FP32, workload.frozen_bytes)
     trained, largest = workload.trained, max(stages.trained)

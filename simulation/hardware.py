@@ -20,8 +20,8 @@ Backend = Literal["nccl", "gloo"]
 GB = 1e9
 _TERA = 1e12
 _MIB = 2**20
-#: What CUDA's context, its libraries and NCCL's buffers take, and the share that fragmentation
-#: does: ours. With them an A40 has no more than the study on imitated devices has tried.
+#: Memory of CUDA's context, its libraries and NCCL's buffers, and the share that fragmentation
+#: takes: ours. With them an A40 has no more than the study on imitated devices has tried.
 _LIBRARIES_BYTES = 1.9e9
 _FRAGMENTED = 0.05
 #: One direction of 16 lanes, by PCIe generation, after line coding.

@@ -40,8 +40,8 @@ _PASSES = 2
 STATE_BYTES = 12
 #: A step reads one generation of the files and writes the other.
 GENERATIONS = 2
-#: Of one NVMe drive, sequential, by the data sheet of the D7-P5510 (3.84 TB), of which the server
-#: of LuWu's paper has twelve.
+#: Sequential rates of an NVMe drive, by the data sheet of the D7-P5510 (3.84 TB), of which the
+#: server of LuWu's paper has twelve.
 DRIVE_READ, DRIVE_WRITE = 6.5 * GB, 3.4 * GB
 #: Steps before the one that counts, until each begins as the one before it did.
 _BEFORE = 2
@@ -100,7 +100,7 @@ class Traffic:
 
 
 def units(workload: Workload) -> list[Unit]:
-    """What is outside of the blocks, then the blocks."""
+    """Parameters outside of the blocks, then the blocks."""
     model, adapters = workload.model, workload.block_adapters
     sizes = [("root", model.root_parameters, 0)]
     sizes += [(f"block {i}", model.block_parameters, adapters) for i in range(model.layers)]
@@ -159,9 +159,9 @@ class Server:
     link_bytes_per_s: float
     disk_read_bytes_per_s: float
     disk_write_bytes_per_s: float
-    #: Of AdamW on its CPUs.
+    #: Rate of AdamW on its CPUs.
     adam_elements_per_s: float
-    #: What it is, in words.
+    #: Its description, in words.
     description: str
 
     def __post_init__(self) -> None:
@@ -328,7 +328,7 @@ class _Steps:
         self.tasks.count("server_out", phase, nbytes)
         title = f"{phase} pull {unit.name}"
         sent = self.tasks.add(title, "pull", demands, tuple(after))
-        # What is pulled in pieces as large as a chunk arrives one piece later.
+        # Parameters pulled in pieces as large as a chunk arrive one piece later.
         return (self.tasks.add(f"{title} arrives", "arrive", {}, (sent,), self._hop_of(nbytes)),)
 
     def _applied_of(self, unit: Unit) -> list[int]:

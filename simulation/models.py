@@ -71,9 +71,9 @@ _KEYS: Mapping[str, Mapping[str, str]] = {
 }
 #: Keys that a configuration need not have.
 _OPTIONAL = ("mlp_width", "key_value_heads", "head_width")
-#: What is not counted here; a model that is counted has none of it, or false.
+#: Keys of what is not counted here; a model that is counted has none of them, or false.
 _NOT_COUNTED: Mapping[str, tuple[str, ...]] = {"gpt2": ("add_cross_attention",)}
-#: What other families have beside what a Llama has.
+#: Features of other families beside those of a Llama.
 _MORE: Mapping[str, Mapping[str, Any]] = {
     "qwen2": {"biased": ("q_proj", "k_proj", "v_proj")},
     "gemma2": {"norms": 4},
@@ -258,7 +258,7 @@ def from_config(source: Mapping[str, Any] | str | Path, sequence_length: int) ->
 def _of_llama_s_kind(
     kind: str, config: Mapping[str, Any], shape: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What a family of Llama's kind has of its own."""
+    """Values in which a family of Llama's kind differs from Llama."""
     more = dict(_MORE.get(kind, {}))
     biased = [name for key, names in _BIASES.items() if config.get(key) for name in names]
     more["biased"] = (*more.get("biased", ()), *biased)
@@ -276,7 +276,7 @@ def _named(source: Mapping[str, Any] | str | Path) -> tuple[str, Mapping[str, An
 
 
 def read(source: str | Path) -> dict[str, Any]:
-    """What the configuration says; ``source`` is as of ``from_config``.
+    """The configuration's values; ``source`` is as of ``from_config``.
 
     Raises ``ValueError`` where there is none.
     """

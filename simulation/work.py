@@ -1,4 +1,4 @@
-"""What a token takes, block by block, by the kernels that do it: operations, bytes, activations.
+"""Cost of a token, block by block, by the kernels that do it: operations, bytes, activations.
 
 Bytes are those that kernels read and write, with matrices' inputs and outputs but without weights;
 they were counted by hand, from the code of ``transformers`` and of fused kernels. So were the

@@ -105,7 +105,7 @@ def test_the_longest_file_comes_first() -> None:
 
 @pytest.mark.ranks
 def test_ci_runs_every_tier_and_make_test_all_but_the_last() -> None:
-    """What no target runs, nobody would."""
+    """A tier that no target runs would be run by nobody."""
     runs = {
         target: [line for line in shown(target) if "-m pytest" in line]
         for target in ("test", "ci", "unit")

@@ -27,7 +27,7 @@ TIERS = {
 }
 #: Who uses one of these is in the tier beside it; the highest counts.
 FIXTURES = {"ranks": "ranks", "apart": "ranks", "privileged": "cluster"}
-#: What is in one of these, unless it is marked, is in the tier beside it; the highest counts.
+#: Tests in one of these, unless they are marked, are in the tier beside it; the highest counts.
 PLACES = {
     "tests/examples": "ranks",
     "tests/launch": "cluster",

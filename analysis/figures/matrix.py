@@ -63,7 +63,7 @@ def parted(compared: pd.DataFrame) -> Iterator[tuple[pd.DataFrame, str]]:
     """The cells of each figure that ran, and what sets it apart from others of its matrix."""
     ran = compared[compared["state"] != "skipped"]
     for _, matrix in ran.groupby("matrix", sort=False):
-        # Of simulations, each strategy may have its own.
+        # In simulations each strategy may have its own.
         mixed = matrix.groupby("comparison")["micro_batch"].nunique().max() > 1
         left = {*PANEL, *AXES, *(["micro_batch"] if mixed else [])}
         apart = [name for name in SETTINGS if name not in left]
@@ -335,7 +335,7 @@ class _Panel:
     column: str
     title: str
     slots: str
-    #: Of which cells a level is drawn, and the column that has it.
+    #: The cells whose level is drawn, and the column that has it.
     level_of: Callable[[pd.DataFrame], pd.DataFrame]
     level: str
 

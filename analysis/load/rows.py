@@ -62,7 +62,7 @@ class Row:
     quantities: Mapping[Quantity, float] = field(default_factory=dict)
     #: Of each step that it was to train, NaN where one is missing; none of a simulated cell.
     losses: Sequence[float] = ()
-    #: What it is of, if that is a cell's.
+    #: Its cell's record, if it is of one.
     record: Record | None = None
 
 

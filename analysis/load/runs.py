@@ -31,7 +31,7 @@ _Any = TypeVar("_Any", Record, MemoryRecord, BoundRecord)
 
 @dataclass(frozen=True)
 class _Held(Generic[_Any]):
-    """What claims are compared with."""
+    """Records that claims are compared with, in one file."""
 
     matrix: str
     #: Relative to the folder of results.
@@ -60,7 +60,7 @@ class Run(_Held[Record]):
 
     @cached_property
     def rows(self) -> list[Row]:
-        """What claims are compared with."""
+        """Rows that claims are compared with."""
         return [row(record) for record in self.records]
 
     @property
@@ -104,7 +104,7 @@ class MemoryStudy(_Held[MemoryRecord]):
 
     @property
     def resources(self) -> str:
-        """What the study took: cases, time of all processes."""
+        """The cost of the study: cases, time of all processes."""
         minutes = sum(record.seconds for record in self.records) / 60
         return f"{len(self.records)} cases, {text.number(minutes, 2)} min"
 
@@ -140,7 +140,7 @@ class BoundStudy(_Held[BoundRecord]):
 
     @property
     def resources(self) -> str:
-        """What it took: its points."""
+        """The cost of the study: its points."""
         return f"{len(self.records)} points"
 
     @property

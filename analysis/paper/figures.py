@@ -300,7 +300,7 @@ def memory_study(study: MemoryStudy) -> Drawing:
 
 
 def _model(record: MemoryRecord) -> tuple[int, str]:
-    """What a row of panels is of: tokens per sequence, and the model."""
+    """Subject of a row of panels: tokens per sequence, and the model."""
     return record.case.sequence_length, record.case.model.name
 
 
@@ -353,7 +353,7 @@ def curves(name: str, claims: Sequence[str], found: Fitted, sweeps: Sweeps) -> D
 
 
 def _shown(claims: Sequence[str], found: Fitted, sweeps: Sweeps) -> list[Setting]:
-    """What is assumed, and each change of one assumption that moves any of these claims."""
+    """Assumptions, and each change of one assumption that moves any of these claims."""
     shown = [found.assumed]
     for setting in sweeps.settings:
         if setting == found.assumed or _changed(found.fit, setting) is None:
@@ -368,7 +368,7 @@ def _shown(claims: Sequence[str], found: Fitted, sweeps: Sweeps) -> list[Setting
 
 
 def _changed(fit: Fit, setting: Setting) -> str | None:
-    """What a setting changes of what is assumed; ``None`` if more than one thing."""
+    """The one assumption that a setting changes; ``None`` if it changes several."""
     changed = [(name, at) for name, at in setting if fit.assumed[name] != at]
     if not changed:
         return "as assumed"

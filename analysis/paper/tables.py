@@ -141,5 +141,5 @@ def _head(setting: str, value: str) -> str:
 
 
 def _label(setting: str) -> str:
-    """What readers call a setting."""
+    """A setting's name for readers."""
     return "System" if setting == "strategy" else settings.described(Cell)[setting].setting.label

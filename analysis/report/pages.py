@@ -80,9 +80,9 @@ _DARK_GROUND = "#14171a"
 _CONTRAST = 3.0
 #: Text with a halo in print: the page draws one behind it, and the text stays text.
 _HALO = "halo"
-#: Of what is drawn again elsewhere two digits are kept, of a place one: a tenth of a point.
+#: Shapes that are drawn again elsewhere keep two digits, places one: a tenth of a point.
 _DIGITS = {True: 2, False: 1}
-#: What an ``svg`` of a page has without being told.
+#: Attributes that an ``svg`` of a page has by itself.
 _DEFAULTS = {("text-anchor", "start"), ("fill", "#333333"), ("stroke-linejoin", "round")}
 _COLOUR = re.compile(r"#[0-9a-f]{6}\b")
 _NUMBER = re.compile(r"-?\d+\.\d+(?:e-?\d+)?")
@@ -229,7 +229,7 @@ def _of_the_page(match: re.Match[str]) -> str:
 
 
 def _dark(root: Element) -> dict[str, str]:
-    """What stands in dark pages for each colour that would not be seen there."""
+    """The dark pages' stand-in for each colour that would not be seen there."""
     styles = " ".join(item.get("style", "") for item in root.iter())
     return {
         colour: _lighter(colour)

@@ -69,7 +69,7 @@ class Document:
     markdown: str
     #: That on the FCDP paper first.
     chapters: list[Chapter]
-    #: What it and its page show.
+    #: Values that it and its page show.
     values: Mapping[str, Any]
 
 
@@ -222,7 +222,7 @@ _REFERENCE = "reference"
 
 
 def _in_short(of: Sequence[AnyRun], chapter: Chapter) -> dict[str, Any]:
-    """What the page opens with: cells by evidence, gains, the FCDP paper's results by verdict."""
+    """The page's opening: cells by evidence, gains, the FCDP paper's results by verdict."""
     timed = [run for run in of if isinstance(run, Run)]
     ran: Counter[str] = Counter(
         r.evidence for run in timed for r in run.records if r.state != "skipped"

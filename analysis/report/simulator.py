@@ -36,13 +36,13 @@ from simulation.calibration import intervals
 from simulation.emulated import FITTED_TO
 from simulation.framing import MESSAGE_BYTES, SHARE
 
-#: What the predictions know of the records that they are compared with.
+#: The predictions' knowledge of the records that they are compared with.
 FITTED = (
     "The simulator's constants of this host are fitted to cells whose links are unshaped. Of "
     "limited links it knows the limit, and how far DeepSpeed gathers ahead, which is fitted to the "
     "bytes of such cells too."
 )
-#: What counted bytes may be more than those predicted, in words.
+#: The excess that counted bytes may have over those predicted, in words.
 FRAMING = (
     f"headers and acknowledgements: {100 * SHARE:g} % and {MESSAGE_BYTES} bytes a "
     f"message; of DeepSpeed's, {100 * DEEPSPEED.estimated_share:g} % more"
@@ -254,7 +254,7 @@ def _pairs(cells: Sequence[Timed]) -> Iterator[tuple[Timed, Timed]]:
 
 
 def _cost(cells: Sequence[Timed]) -> tuple[float, Timed, Timed] | None:
-    """What the predicted fastest costs; of several that are predicted alike, the slowest."""
+    """The cost of the predicted fastest; of several that are predicted alike, the slowest."""
     same = [cell for cell in cells if _trains_the_same(cell.record.cell)]
     if len(same) < 2:
         return None

@@ -130,7 +130,7 @@ class Memory:
 
     def __init__(self, place: OuterPlace, numel: int, scalars: int, device: torch.device) -> None:
         """``numel`` elements each, and so many more at the snapshot's end."""
-        #: What of the host's memory is taken, page-locked on CUDA; 0 on the device.
+        #: Bytes of the host's memory that are taken, page-locked on CUDA; 0 on the device.
         self.host_bytes = 0
         self._device = device
         sizes = [numel, numel, numel + scalars]

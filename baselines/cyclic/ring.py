@@ -91,7 +91,7 @@ Key = tuple[Kind, int]
 
 
 class Post:
-    """What one rank sends and receives, by gloo, in float32."""
+    """Messages that one rank sends and receives, by gloo, in float32."""
 
     def __init__(
         self,
@@ -115,9 +115,9 @@ class Post:
         order = [*receives]
         self._next = dict(zip(order, [*order[1:], *order[:1]], strict=True))
         self.group = dist.new_group(backend="gloo")
-        #: What is being received, or has been and is not taken yet.
+        #: Messages being received, or received and not taken yet.
         self._coming: dict[Key, tuple[torch.Tensor, Any]] = {}
-        #: What is being sent, whose memory must stay until it is, and the slot that needs it.
+        #: Messages being sent, whose memory must stay until they are, and the slot that needs each.
         self._going: list[tuple[int, torch.Tensor, Any, Message]] = []
 
     def sends(self, kind: Kind, stage: int) -> bool:

@@ -50,7 +50,7 @@ class Cyclic(DDP):
     ) -> None:
         super().__init__(model, job, closed_form_bytes)
         self._params = [param for params in stages for param in params]
-        #: What is late here, and its gradients of the last step: none before the first.
+        #: Late parameters, and their gradients of the last step: none before the first.
         self._late = [
             param
             for stage, params in enumerate(stages)

@@ -33,7 +33,7 @@ ALL = 2**32 - 1
 
 
 class Kind(IntEnum):
-    """What a message is."""
+    """The kind of a message."""
 
     #: A worker's plan, as JSON; all workers' are alike. Answered by WELCOME: the last complete
     #: step, and whether initial parameters are wanted (``extra``).
@@ -52,7 +52,7 @@ class Kind(IntEnum):
     APPLIED = 8
     #: All of a step is in the server's files.
     COMMITTED = 9
-    #: What the server counts, asked for by worker 0 and answered as JSON.
+    #: The server's counts, asked for by worker 0 and answered as JSON.
     COUNT = 10
     COUNTS = 11
     #: A sign of life; that a worker has no more to do, or all of them; what went wrong, which ends
@@ -63,7 +63,7 @@ class Kind(IntEnum):
 
 
 class Malformed(ValueError):
-    """What came is no message."""
+    """Bytes that are no message."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Message:
     payload: Any = b""
 
     def frames(self) -> list[Any]:
-        """What is sent."""
+        """The parts that are sent."""
         header = _HEADER.pack(_MAGIC, self.kind, self.step, self.unit, self.chunk, self.extra)
         return [header, self.payload]
 

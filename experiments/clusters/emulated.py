@@ -155,7 +155,7 @@ class EmulatedCluster:
         return self._network, self._context
 
     def _variables(self, network: Network, environment: Mapping[str, str]) -> dict[str, str]:
-        """What processes of a launch find in their environment, beside what torchrun adds."""
+        """The environment of a launch's processes, but for what torchrun adds."""
         return {
             "OMP_NUM_THREADS": "1",
             **os.environ,

@@ -31,7 +31,7 @@ class Machine:
     namespace: str | None
     #: The whole environment of its processes, but for what torchrun adds and for secrets.
     environment: dict[str, str]
-    #: What all processes of the launch share, if it has processes beside its ranks.
+    #: A secret that all processes of the launch share, if it has processes beside its ranks.
     secret: str | None = field(default=None, repr=False)
     #: Modules that should be imported already.
     preload: tuple[str, ...] = ()

@@ -142,7 +142,7 @@ def run(order: Order) -> Ended:
 
 def _launched(order: Order, launch: Launch, scratch: str) -> NodeResult:
     """Run the ranks; returns how they ended, if that was before the runner was done with them."""
-    # Of what is started from here the kernel shows the environment that it was started with.
+    # The kernel shows the environment with which a process was started from here.
     environment = _environment(order)
     os.environ.clear()
     os.environ.update(environment)

@@ -13,7 +13,7 @@ from multiprocessing.process import BaseProcess
 from experiments.clusters.causes import NodeResult, describe_exit
 from experiments.clusters.launch import Launch, Machine, Node
 
-#: What the fork server imports for every agent, beside what the launch needs.
+#: Modules that the fork server imports for every agent, beside those that the launch needs.
 ALWAYS_PRELOADED = ("experiments.clusters.agent",)
 
 #: Seconds until an agent whose ranks were killed has ended.
@@ -33,7 +33,7 @@ class Started:
     ) -> None:
         """``serve`` is the function of ``agent`` that it calls, with the machine and ``told``."""
         self.name = name
-        #: What it has said; the reason why it ended where it has said nothing.
+        #: Its own report; the reason why it ended where it has made none.
         self.result: NodeResult | None = None
         self.connection: Connection
         self.connection, other_end = context.Pipe()

@@ -98,7 +98,7 @@ def _number(value: float | None) -> str:
 
 
 def _settings(one: Record, other: Record) -> Mapping[str, tuple[str, str]]:
-    """What two cells do not have in common, by label: both values in words."""
+    """Settings in which two cells differ, by label: both values in words."""
     found = {}
     for item in of_cells.described(Cell).values():
         mine, theirs = item.of(one.cell), item.of(other.cell)

@@ -40,7 +40,7 @@ class Sections:
         try:
             return kind.model_validate({**section, **added}, strict=True)
         except ValidationError as error:
-            # What is missing before what is wrong.
+            # Missing keys before wrong ones.
             first = min(error.errors(), key=lambda each: each["type"] != "missing")
             *where, last = first["loc"] or (None,)
             if first["type"] == "missing":

@@ -116,7 +116,7 @@ class Comparison:
 
 
 def few(comparisons: Iterable[Comparison]) -> str | None:
-    """What to know of comparisons of few rounds; ``None`` where there is none."""
+    """A warning about comparisons of few rounds; ``None`` where there is none."""
     count = sum(one.ratio is not None and not one.decides for one in comparisons)
     if not count:
         return None
@@ -149,7 +149,7 @@ def groups(records: Iterable[Record]) -> list[list[Record]]:
 
 
 def _condition(matrix: Sequence[Record]) -> Callable[[Record], Hashable]:
-    """What cells that are compared have in common, among these of one matrix."""
+    """Settings that cells must share to be compared, among these of one matrix."""
     names = settings.names(Cell, "condition")
     rows = [
         settings.values(record.cell, names)

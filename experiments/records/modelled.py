@@ -123,7 +123,7 @@ def measured_step(record: Record, hardware: Hardware) -> MeasuredStep | None:
 
 
 def framing_bytes(cell: Cell, payload: float) -> float:
-    """What a node may send in a step of the cell with so many bytes of payload, beside it."""
+    """Bytes that a node may send in a step of the cell beside so many bytes of payload."""
     return framing.framing_bytes(workload_of(cell), *_nodes_and_ranks(cell), payload)
 
 

@@ -266,7 +266,7 @@ class Watch:
         self._before = _jiffies()
 
     def machine(self) -> Machine:
-        """What the machine was like since this watch, or the last call of this, began."""
+        """The machine's state since this watch, or the last call of this, began."""
         now = _jiffies()
         steal, passed = (after - before for after, before in zip(now, self._before, strict=True))
         self._before = now

@@ -99,7 +99,7 @@ class Variant(Comparison):
 
     @property
     def name(self) -> str:
-        """What it chooses for its strategy; the strategy where that is the default alone."""
+        """Its choices for its strategy; the strategy where those are the defaults alone."""
         cell = self.of.cell
         policy = getattr(cell.settings, "policy", None)
         words = [*([policy] if policy is not None else [cell.variant])]
@@ -117,7 +117,7 @@ class Variant(Comparison):
         return ((measured and measured.phase_seconds) or {}).get(phase)
 
     def sent_bytes(self, *phases: str) -> float | None:
-        """What a node sends to others in these phases of a step; ``None`` without a ledger."""
+        """Bytes that a node sends in these phases of a step; ``None`` without a ledger."""
         measured = self.of.measurement
         if measured is None or measured.ledger_bytes_per_step is None:
             return None
@@ -125,7 +125,7 @@ class Variant(Comparison):
         return sum(link.get(phase, 0.0) for phase in phases)
 
     def reached_bits_per_s(self, phase: str) -> float | None:
-        """What a node sends to others in the phase over its time; reductions are in backward."""
+        """Rate at which a node sends to others in the phase; reductions are in backward."""
         seconds = self.phase_seconds(phase)
         sent = self.sent_bytes(*(("backward", "reduce") if phase == "backward" else (phase,)))
         return 8 * sent / seconds if seconds and sent is not None else None

@@ -194,7 +194,7 @@ def _brief(error: Exception) -> str:
 
 
 _TAG_LENGTH = 64
-#: Of the table of all cells.
+#: Columns of the table of all cells.
 _COLUMNS = (
     *("cell", "strategy", "model", "tuning", "link", "accumulation", "state", "evidence"),
     *("tokens_per_s", "step_seconds", "inter_node_megabytes_per_step"),

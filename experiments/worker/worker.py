@@ -239,10 +239,10 @@ def _per_step(ledger: dict[str, dict[str, float]], steps: int) -> dict[str, dict
     }
 
 
-#: Of the cell's directory.
+#: Folder in the cell's directory.
 FOLDER = "profile"
 SUMMARY = "communication.md"
-#: What exchanges are called: in the library, in ``torch.distributed``, in its backends.
+#: Names of exchanges: in the library, in ``torch.distributed``, in its backends.
 _EXCHANGES = ("fcdp::", "c10d::", "gloo:", "nccl:", "record_param_comms")
 
 

@@ -92,7 +92,7 @@ def _loss(cell: Cell) -> Loss:
     return configured.find_function(cell.loss, cell.origin.key("loss"))
 
 
-#: Of the tokens, the last: where sequences are held out, nothing of it is trained on.
+#: Share of the tokens, the last ones: where sequences are held out, nothing of it is trained on.
 HELD_OUT_SHARE = 0.1
 
 

@@ -76,7 +76,7 @@ def _all(chosen: Sequence[Mutant], given: argparse.Namespace) -> dict[Mutant, st
 
 
 def _sample(chosen: list[Mutant], given: argparse.Namespace) -> dict[Mutant, str]:
-    """Of those that the record has as caught: one that lives now has lost the test that saw it."""
+    """Try mutants that the record has as caught: one that lives now has lost its test."""
     caught = record.catchers(ROOT)
     chosen = [each for each in chosen if caught.get(each.name)]
     random.Random(given.seed).shuffle(chosen)

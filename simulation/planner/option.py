@@ -186,7 +186,7 @@ def tie() -> float:
 
 
 def rests_on(hardware: Hardware) -> str:
-    """What the seconds of computation rest on, in words, with their range."""
+    """The base of the seconds of computation, in words, with their range."""
     rates = hardware.rates
     if rates is None:
         return f"data sheet, of which {hardware.matmul_efficiency:.0%} are taken to be reached"

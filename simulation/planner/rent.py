@@ -1,4 +1,4 @@
-"""What to rent: for each kind of instance the fewest nodes that train so many tokens in time.
+"""Offers to rent: for each kind of instance the fewest nodes that train so many tokens in time.
 
 The offers are a table, JSON, and rows of a CSV file.
 """

@@ -262,7 +262,7 @@ def _taken(workload: Workload) -> float:
 
 
 def _device_bytes(workload: Workload) -> float:
-    """What stays, the blocks that are there at once, and what the fullest moment computes."""
+    """Memory that stays, the blocks that are there at once, and the fullest moment's own."""
     model, element = workload.model, workload.element_bytes
     root, block = model.root_parameters, _block(workload)
     full = workload.lora is None

@@ -27,7 +27,7 @@ def other_stream(waits: bool) -> list[float]:
 
 
 def memory_used_anew(waits: bool) -> list[float]:
-    """What a side stream still reads is freed on the host, and given out to the next."""
+    """Memory that a side stream still reads is freed on the host, and given out to the next."""
     from tests.fcdp.accelerator.device import Stream, here
 
     side, values = Stream(), torch.ones(4)

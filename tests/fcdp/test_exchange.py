@@ -57,7 +57,7 @@ def test_flags_are_exchanged_on_the_host_whatever_the_default_device() -> None:
 
 
 class At(NoFailures):
-    """Of a rank that is at another exchange than it should be, perhaps."""
+    """Flags of a rank that is at another exchange than it should be, perhaps."""
 
     def __init__(self, place: int | None) -> None:
         self.place = place  # type: ignore[assignment]
@@ -68,7 +68,7 @@ class At(NoFailures):
 
 @pytest.mark.parametrize("places", [(5, 5), (5, 4), (0, 2**15), (2**16, 0), (None, 7)])
 def test_ranks_at_different_exchanges_are_told(places: tuple[int | None, int | None]) -> None:
-    """Of a place 16 bits are compared; a rank that has none goes along with the others."""
+    """Sixteen bits of a place are compared; a rank that has none goes along with the others."""
 
     def agree(topology: Any) -> list[bool] | None:
         topology.failures = At(places[topology.rank])
@@ -250,7 +250,7 @@ def test_what_follows_an_exchange_runs_once_it_is_waited_for() -> None:
 
 
 class CombinedGroup:
-    """What ``init_process_group("cpu:gloo,cuda:nccl")`` makes: a name that says gloo too."""
+    """The group of ``init_process_group("cpu:gloo,cuda:nccl")``: a name that says gloo too."""
 
     def name(self) -> str:
         return "cpu:gloo,cuda:nccl"

@@ -1,4 +1,4 @@
-"""What FCDP relies on of FSDP2 stands in one file, and a torch without it is refused."""
+"""All that FCDP relies on of FSDP2 stands in one file, and a torch without it is refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import fcdp
 from fcdp import fsdp2
 
 HOUSE = Path(fcdp.__file__).parent
-#: What only FSDP2 calls so.
+#: Names that are FSDP2's alone.
 NAMES = (
     "_get_fsdp_state|_fsdp_param_groups?|_state_ctx|iter_forward_root|_auto_reshard_after_forward|"
     "fsdp_params|mesh_info|post_forward_mesh_info|_reshard_after_forward|gradient_divide_factor|"

@@ -48,7 +48,7 @@ class Case:
         return "host" if self.seed % 2 else "device"
 
 
-#: What is trained, by a part of its name.
+#: Parameters that are trained, by a part of their names.
 TUNINGS = {"full": "", "lora": "adapter", "replicated lora": "adapter", "head": "head"}
 
 
@@ -80,7 +80,7 @@ class Net(nn.Module):
         sizes = random.Random(case.seed)
         width = sizes.randint(1, 9)
         self.inner = nn.Linear(3, width)
-        # What is replicated must be the smaller part of each block.
+        # The replicated part must be the smaller part of each block.
         least = 5 if case.tuning == "replicated lora" else 1
         self.blocks = nn.ModuleList(
             Block(width, sizes.randint(least, 13), sizes.randint(1, 3))
@@ -163,7 +163,7 @@ def worst_of_all(nodes: int, ranks_per_node: int, cases: list[tuple[str, Case]])
 def test_parameters_equal_those_of_one_process(
     ranks: Pools, nodes: int, ranks_per_node: int, request: pytest.FixtureRequest
 ) -> None:
-    """Of each policy a sample of the product, in one call of the ranks."""
+    """A sample of the product with each policy, in one call of the ranks."""
     world_size, cases = nodes * ranks_per_node, []
     for policy in POLICIES:
         seeds = random.Random(f"{nodes}{ranks_per_node}{policy}")

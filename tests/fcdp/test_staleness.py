@@ -331,7 +331,7 @@ def parts_after_writes() -> list[bool]:
 
 
 def test_a_write_after_a_parts_pass_counts(ranks: Pools) -> None:
-    """What that pass prefetched and did not use, or how it ended, does not matter."""
+    """Whatever that pass prefetched and did not use, or how it ended, does not matter."""
     for right in ranks.run(2, parts_after_writes):
         assert [part for part, found in zip(PARTS, right, strict=True) if not found] == []
 

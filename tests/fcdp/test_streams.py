@@ -33,7 +33,7 @@ LORA = Settings(adapter_rank=3, steps=3)
 SMALL = Settings(steps=2)
 
 
-#: What is trained, by name. Shapes are 2 × 2 unless said otherwise.
+#: Trainings, by name. Shapes are 2 × 2 unless said otherwise.
 TRAININGS: dict[str, Settings] = {
     "none": replace(SMALL, policy=fcdp.NoCache()),
     "device": replace(SMALL, policy=fcdp.DeviceCache()),
@@ -70,7 +70,7 @@ def train(name: str, settings: Settings, directory: Path, engine: str) -> traini
 
 
 def compare(name: str, directory: Path, seeds: range) -> list[str]:
-    """What is wrong with a training on the accelerator: what differs from FSDP2's, what races."""
+    """List faults of a training on the accelerator: differences from FSDP2's, races."""
     from tests.fcdp import accelerator
 
     settings = TRAININGS[name]
@@ -283,7 +283,7 @@ def test_device_memory_is_fsdp2s_and_slices_in_flight_however_far_the_host_runs(
     """With ``record_stream`` each gather would take new memory until the device has caught up."""
     (found,) = apart.run(1, memory, ranks_per_node)
     (theirs, _), (uncached, _), (one, _), (many, size) = found
-    # Of the cache: what is fetched ahead, and what is read beside it. Of the exchanges: slices
+    # The cache's: what is fetched ahead, and what is read beside it. The exchanges': slices
     # across nodes, and sums of the node's gradients.
     assert many <= uncached + 4 * size
     assert many <= one + 4 * size

@@ -38,7 +38,7 @@ def test_a_walk_equals_that_of_fsdp2(ranks: Pools, seed: int, tmp_path: Path) ->
 
 
 def walk_on_an_accelerator(seed: int, directory: Path) -> str | None:
-    """What differs from FSDP2's there, or what no wait orders."""
+    """A difference from FSDP2's there, or a pair that no wait orders."""
     from tests.fcdp import accelerator
 
     case = draw_on_an_accelerator(seed)

@@ -21,7 +21,7 @@ from tests.simulation.workloads import hardware, workload
 RESULTS = Path(__file__).parents[2] / "results/luwu"
 #: Matrices that compare bytes, and the one that compares times.
 BYTES = ("one", "two", "three")
-#: What the kernel counts beside LuWu's own bytes: headers, encryption, acknowledgements, signs of
+#: Bytes that the kernel counts beside LuWu's own: headers, encryption, acknowledgements, signs of
 #: life; of all bytes that a machine has in one direction, and per message in the other.
 SHARE, MESSAGE_BYTES = 0.025, 250
 

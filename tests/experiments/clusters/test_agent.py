@@ -1,4 +1,4 @@
-"""What the agent of a node makes of torch's."""
+"""The agent of a node beside torch's."""
 
 from __future__ import annotations
 

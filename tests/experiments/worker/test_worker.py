@@ -87,7 +87,7 @@ def payload(run: CellResult, itemsize: int = 4) -> float:
 def test_fcdp_sends_one_gather_and_one_reduction_a_step(
     run: Runner, settings: dict[str, Any], itemsize: int
 ) -> None:
-    """Of however many micro-batches; FSDP2 sends more than twice as much."""
+    """However many micro-batches there are; FSDP2 sends more than twice as much."""
     fcdp, least = run("fcdp", settings), payload(run("fcdp", settings), itemsize)
     assert fcdp.measurement.trainable_parameters == fcdp.measurement.parameters
     assert least <= fcdp.sent <= 1.05 * least

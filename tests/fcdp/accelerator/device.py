@@ -116,7 +116,7 @@ class Device:
         self.compute.name = f"the computing stream of rank {rank}"
         #: Device memory taken so far, in use or free.
         self.reserved_bytes = 0
-        #: What the library keeps per device and process.
+        #: State that the library keeps per device and process.
         self.kept: dict[Any, torch.Tensor] = {}
         self._storages: dict[int, _Storage] = {}
         self._free: dict[Stream, list[Block]] = defaultdict(list)
@@ -184,7 +184,7 @@ class Device:
         return storage._cdata in self._storages
 
     def touch(self, tensor: torch.Tensor) -> Touch | None:
-        """What an operation on ``tensor``, plain or of the device, touches; ``None`` if nothing."""
+        """Bytes of ``tensor``, plain or of the device, for an operation on it; ``None``: none."""
         if not tensor.numel():
             return None
         storage = tensor.untyped_storage()
@@ -499,7 +499,7 @@ def _tolist_noted(tensor: torch.Tensor) -> Any:
     return _tolist(tensor)
 
 
-# What no operation tells of: FSDP2 frees gathered parameters by the one, hosts read by the next.
+# No operation tells of these: FSDP2 frees gathered parameters by the one, hosts read by the next.
 torch.UntypedStorage.resize_ = _resize_noted  # type: ignore[method-assign, assignment]
 torch.Tensor.tolist = _tolist_noted  # type: ignore[method-assign]
 

@@ -27,7 +27,7 @@ BACKEND = "threads"
 _PATIENCE_S = 60
 
 
-#: What is done with plain tensors in the body is nobody's operation.
+#: Has work on plain tensors in the body be nobody's operation.
 _unseen = torch._C._DisableTorchDispatch
 
 
@@ -37,11 +37,11 @@ class Abandoned(RuntimeError):
 
 @dataclass
 class Given:
-    """What one rank brings to a collective."""
+    """One rank's part of a collective."""
 
     what: str
     tensors: list[torch.Tensor]
-    #: What receivers come after.
+    #: The clock that receivers come after.
     clock: Clock
 
 
@@ -88,7 +88,7 @@ class Hub:
 
 
 class Done(dist.Work):
-    """What waits for something: the current stream on the device, the host for the host."""
+    """Work that makes others wait: the current stream on the device, the host for the host."""
 
     def __init__(self, wait: Callable[[], object] = lambda: None) -> None:
         super().__init__()

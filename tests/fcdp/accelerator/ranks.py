@@ -148,7 +148,7 @@ def _one_process() -> Iterator[None]:
 
 
 class RankFailed(AssertionError):
-    """What ranks raised, with their tracebacks."""
+    """Errors that ranks raised, with their tracebacks."""
 
 
 def run(
@@ -194,7 +194,7 @@ def run(
 
 
 def check(tape: Tape, seeds: Sequence[int]) -> str | None:
-    """What nothing orders on a tape, or what a schedule of ``seeds`` reads wrongly."""
+    """A race on a tape, or a wrong read in a schedule of ``seeds``."""
     if tape.races:
         return f"{len(tape.races)} races, the first:\n{tape.races[0]}"
     return next((wrong for seed in seeds if (wrong := tape.replay(seed))), None)

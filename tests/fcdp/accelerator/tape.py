@@ -1,4 +1,4 @@
-"""What streams, host threads and ranks did to memory, and which of it nothing orders.
+"""A record of what streams, host threads and ranks did to memory, and which of it races.
 
 Every operation is noted with the bytes that it read and wrote and with what was waited for before
 it: a vector clock per stream and host thread. Two operations that touch the same bytes, one of them
@@ -31,7 +31,7 @@ class Timeline:
     def __init__(self, name: str) -> None:
         self.name = name
         self.clock: Clock = {}
-        #: What has been waited for since the last operation.
+        #: Clocks that were waited for since the last operation.
         self._news: Clock = {}
         self.operations: list[Operation] = []
 
@@ -87,12 +87,12 @@ class Block:
 
     name: str
     nbytes: int
-    #: What touched it, as long as something may come that is not ordered after it.
+    #: Operations that touched it, as long as something may come that is not ordered after it.
     touched: list[tuple[Operation, int, bool]] = field(default_factory=list)
 
 
 class Touch(NamedTuple):
-    """What an operation does to some bytes, and what they held then."""
+    """An operation's use of some bytes, and what they held then."""
 
     block: Block
     region: Region
@@ -109,7 +109,7 @@ class Operation:
     number: int
     reads: Sequence[Touch]
     writes: Sequence[Touch]
-    #: What it waits for beyond what the one before it on its timeline does.
+    #: Clocks that it waits for beyond what the one before it on its timeline does.
     after: Clock = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -123,7 +123,7 @@ class Tape:
         self.timelines: list[Timeline] = []
         #: In the order of issue: of each rank's alike whenever the run is repeated.
         self.operations: list[Operation] = []
-        #: What nothing orders, as sentences.
+        #: Pairs that nothing orders, as sentences.
         self.races: list[str] = []
 
     def timeline(self, name: str) -> Timeline:

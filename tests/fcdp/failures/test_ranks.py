@@ -21,7 +21,7 @@ from tests.ranks import Pools
 
 
 class Exchanges:
-    """Of all ranks, over a group of their own that a failure may break."""
+    """Exchanges of all ranks, over a group of their own that a failure may break."""
 
     def __init__(self, name: str) -> None:
         self.group: Any = dist.new_group(timeout=timedelta(seconds=150))
@@ -290,7 +290,7 @@ def test_ranks_that_are_not_at_the_same_exchange_all_say_so(ranks: Pools) -> Non
         assert "ranks are not at the same exchange" in seen
 
 
-# What a failed pass has left in flight ends, or ends in an error, soon
+# An exchange that a failed pass has left in flight ends, or ends in an error, soon
 
 
 def left_in_flight(late: float) -> str:
@@ -360,7 +360,7 @@ def test_ranks_may_wait_at_different_times_and_are_at_the_same_place(ranks: Pool
 
 
 def broken_while_completing() -> list[str]:
-    """What each rank's next exchanges say after rank 0's connection has broken in a wait."""
+    """Answers of each rank's next exchanges after rank 0's connection has broken in a wait."""
     with exchanges("broken") as every:
 
         def completes(error: Exception) -> None:

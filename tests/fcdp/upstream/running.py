@@ -145,7 +145,7 @@ def sums_alike(topology: fcdp.Topology) -> bool:
     return topology.world_size <= 2
 
 
-#: What the default was, once per rank of this process that has another.
+#: The default before, once per rank of this process that has another.
 _before: list[torch.dtype] = []
 
 
