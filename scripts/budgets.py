@@ -31,7 +31,7 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "lines of source": Budget(most=45_890, aim=34_000),
+    "lines of source": Budget(most=45_900, aim=34_000),
     "lines of fcdp": Budget(most=9_910, aim=7_500),
     "lines of baselines": Budget(most=8_690, aim=6_500),
     "lines of simulation": Budget(most=9_330, aim=6_500),
