@@ -68,12 +68,19 @@ class HierarchicalReduceScatter(ReduceScatter):
     ) -> torch.Tensor:
         """Allocate FSDP2's input buffer, or the output buffer that it asks for next.
 
+        Raises ``RuntimeError`` if some of the unit's gradients were given up, or other parameters
+        received gradients, since the last micro-batch: here, as nothing of FSDP2's is queued on the
+        stream of reductions yet that would write to memory which the exception lets go.
+
         The sum of several micro-batches may be larger than fp16 can hold where each of them is not
         (FSDP2 adds them up in the parameters' dtype): it is handed over in fp32.
         """
         numel = math.prod(int(length) for length in size)
         is_output = numel * self._topology.world_size == self._input_numel
         self._input_numel = 0 if is_output else numel
+        if not is_output:
+            self.drop_abandoned()
+            self._check_layout(numel // self._topology.ranks_per_node)
         if is_output and dtype == torch.float16 and self.pending and self.requires_sync:
             dtype = torch.float32
         if is_output and self._topology.nodes > 1 and not self.requires_sync:
@@ -96,9 +103,6 @@ class HierarchicalReduceScatter(ReduceScatter):
         Without sync, ``output_tensor`` is ``Waiting``, and so is ``.grad`` until the last
         micro-batch. Complete in stream order when it returns, or, for an ``Arriving`` output, when
         that is read or backward ends.
-
-        Raises ``RuntimeError`` if some of the unit's gradients were given up, or other parameters
-        received gradients, since the last micro-batch.
         """
         topology = self._topology
         topology.failures.backward_runs()
@@ -110,7 +114,6 @@ class HierarchicalReduceScatter(ReduceScatter):
             if topology.ranks_per_node > 1:
                 partial = input_tensor.new_empty(input_tensor.numel() // topology.ranks_per_node)
                 self._reduce_in_node(partial, input_tensor, op)
-        self.drop_abandoned()
         if not self.requires_sync:
             self._keep(partial)
             self._hide()
@@ -194,7 +197,6 @@ class HierarchicalReduceScatter(ReduceScatter):
         self._ledger.add("intra_node", "reduce", sent)
 
     def _keep(self, partial: torch.Tensor) -> None:
-        self._check_layout(partial)
         # With one rank per node ``partial`` is FSDP2's own buffer, which it will reuse.
         self._partials.add(partial, owned=self._topology.ranks_per_node > 1)
 
@@ -220,7 +222,6 @@ class HierarchicalReduceScatter(ReduceScatter):
         """Start to reduce across nodes the sum of all micro-batches; complete once waited for."""
         if not self.pending:
             return self._reduce_across(output, partial, op)
-        self._check_layout(partial)
         micro_batches = self._partials.count + 1
         total = self._partials.take(partial)
         if self._encoded is not None:
@@ -254,8 +255,9 @@ class HierarchicalReduceScatter(ReduceScatter):
         crosses = self._topology.nodes > 1 and self.requires_sync
         return device.type == "cpu" and crosses and not self._unit.hooked
 
-    def _check_layout(self, partial: torch.Tensor) -> None:
-        if self.pending and self._partials.numel != partial.numel():
+    def _check_layout(self, numel: int) -> None:
+        """Raise ``RuntimeError`` if what waits is not as long as a partial gradient of now."""
+        if self.pending and self._partials.numel != numel:
             raise RuntimeError(
                 f"{self._unit.name}: other parameters received gradients in this micro-batch than "
                 "in the ones before it; run such micro-batches without fcdp.accumulate, or call "

@@ -36,7 +36,9 @@ _PRELOAD = [
 ]
 #: Until the ranks of a failed one are given up: they may be about to fail alike.
 _GRACE_S = 10
-_context = multiprocessing.get_context("forkserver")
+#: ``scripts/mutants`` forks pytest from what has imported all this, and pytest forks its ranks.
+_FORKED = "FCDP_TESTS_FORK" in os.environ
+_context = multiprocessing.get_context("fork" if _FORKED else "forkserver")
 _context.set_forkserver_preload(_PRELOAD)
 
 
@@ -62,7 +64,8 @@ class RankPool:
     """
 
     def __init__(self, world_size: int, *, daemon: bool = True) -> None:
-        start_fork_server()
+        if not _FORKED:
+            start_fork_server()
         self._store = tempfile.TemporaryDirectory()
         self._ranks: list[tuple[Any, Connection]] = []
         for rank in range(world_size):

@@ -114,7 +114,7 @@ def _test(place: Path, log: Path, arguments: Sequence[str], compiled: bool) -> N
             # A mutant's byte code would pass for the next one's: same size, same second.
             sys.dont_write_bytecode = True
             os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-        os.environ["FCDP_TESTS_ARE_APART"] = "1"
+        os.environ["FCDP_TESTS_FORK"] = "1"
         import pytest
 
         options = ["-x", "-q", "-p", "no:cacheprovider", "--tb=line", "--color=no"]

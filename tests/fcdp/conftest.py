@@ -5,9 +5,8 @@ What tests send to ranks, they send to ranks on the accelerator too (``ALSO``).
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -37,19 +36,8 @@ NOT_THERE = {
 }
 
 
-class Here:
-    """In place of a pool: this process, which was forked for its tests and ends with them."""
-
-    def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        assert world_size == 1, "ranks of the accelerator are threads"
-        return [function(*args)]
-
-
 @pytest.fixture(scope="package")
-def apart() -> Iterator[Pools | Here]:
-    if "FCDP_TESTS_ARE_APART" in os.environ:  # scripts/mutants
-        yield Here()
-        return
+def apart() -> Iterator[Pools]:
     pools = Pools()
     yield pools
     pools.close()

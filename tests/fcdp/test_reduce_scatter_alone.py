@@ -134,13 +134,14 @@ def test_a_sum_is_wider_than_fp16_where_it_ends_alone() -> None:
     ):
         reducer.reduce.discard()
         if waits:
-            reducer.reduce._keep(torch.ones(2, dtype=dtype))
+            reducer.reduce._keep(torch.ones(8, dtype=dtype))
+            reducer.wait(*reducer.weights)
         reducer.reduce.requires_sync = last
-        # An input, its output, and an input of the output's size.
-        dtypes.append([reducer.allocate(numel, dtype).dtype for numel in (8, 4, 4)])
+        # An input, its output, and the next input.
+        dtypes.append([reducer.allocate(numel, dtype).dtype for numel in (8, 4, 8)])
     half, wide, brain = torch.float16, torch.float32, torch.bfloat16
     assert dtypes == [[half] * 3, [half] * 3, [half, wide, half], [brain] * 3]
-    assert reducer.allocate(2, half).dtype == wide  # of the input before
+    assert reducer.allocate(4, half).dtype == wide  # of the input before
 
 
 @pytest.mark.parametrize(
@@ -232,8 +233,9 @@ def test_what_was_given_up_is_no_part_of_the_next_step() -> None:
 @pytest.mark.parametrize("last", [True, False])
 def test_another_size_than_in_the_micro_batch_before_is_an_error(last: bool) -> None:
     reducer, _ = waiting()
+    reducer.reduce.requires_sync = last
     with pytest.raises(RuntimeError, match="unit: other parameters received gradients"):
-        reducer(torch.ones(4), last=last)
+        reducer.allocate(4, torch.float32)  # before FSDP2 uses it on another stream
 
 
 class Group:

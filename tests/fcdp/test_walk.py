@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import tests.ranks
@@ -37,11 +38,10 @@ def test_a_walk_equals_that_of_fsdp2(ranks: Pools, seed: int, tmp_path: Path) ->
     assert failure is None, failure
 
 
-def walk_on_an_accelerator(seed: int, directory: Path) -> str | None:
+def walk_on_an_accelerator(case: Case, directory: Path) -> str | None:
     """A difference from FSDP2's there, or a pair that no wait orders."""
     from tests.fcdp import accelerator
 
-    case = draw_on_an_accelerator(seed)
     try:
         _, tape = accelerator.run(
             rank.walk_on_rank,
@@ -49,18 +49,30 @@ def walk_on_an_accelerator(seed: int, directory: Path) -> str | None:
             case.options,
             case.events,
             directory,
-            seed=seed,
+            seed=case.seed,
         )
     except accelerator.RankFailed as failure:
         return f"{case}\n{failure}"
-    wrong = accelerator.check(tape, range(seed, seed + 2))
+    wrong = accelerator.check(tape, range(case.seed, case.seed + 2))
     return wrong and f"{case}\n{wrong}"
 
 
 def test_a_walk_on_an_accelerator_equals_that_of_fsdp2(
     apart: Pools, accelerator_seed: int, tmp_path: Path
 ) -> None:
-    (failure,) = apart.run(1, walk_on_an_accelerator, accelerator_seed, tmp_path)
+    case = draw_on_an_accelerator(accelerator_seed)
+    (failure,) = apart.run(1, walk_on_an_accelerator, case, tmp_path)
+    assert failure is None, failure
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="torch 2.13's")
+def test_a_refused_micro_batch_leaves_no_memory_to_which_a_stream_still_writes(
+    apart: Pools, tmp_path: Path
+) -> None:
+    """Its refusal lets go of what FSDP2 holds, for whatever the next pass computes."""
+    kinds = {"freeze": 872495, "micro": 582145, "thaw": 75571, "backward": 727399, "evaluate": 1}
+    case = Case(53, Options(), tuple(Event(kind, seed) for kind, seed in kinds.items()))
+    (failure,) = apart.run(1, walk_on_an_accelerator, case, tmp_path)
     assert failure is None, failure
 
 
