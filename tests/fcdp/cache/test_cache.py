@@ -369,3 +369,23 @@ def test_what_no_gather_of_the_step_reads_again_is_not_stored(ranks: Pools) -> N
     assert ranks.run(2, where_the_root_lies, True, 1)[0] == [None, None]
     assert ranks.run(2, where_the_root_lies, True, 2)[0] == ["host", "host"]
     assert ranks.run(2, where_the_root_lies, False, 1)[0] == ["host", "host"]
+
+
+def fetched_ahead() -> list[int]:
+    """How many entries are asked for ahead while they are fresh, and once they are stale."""
+    model, data = make(Settings(2, 1, policy=fcdp.HostCache()))
+    cache = engine_of(model).cache
+    with torch.no_grad():
+        loss_of(model, next(data))
+    entries, counts = [*cache._entries.values()], []
+    with mock.patch.object(HostTier, "expect") as expect:
+        for _ in range(2):
+            cache.expect(entries)
+            counts.append(expect.call_count)
+            for entry in entries:  # as the ranks agree when a pass begins
+                entry.generation += 1
+    return counts
+
+
+def test_stale_entries_are_not_fetched_ahead(ranks: Pools) -> None:
+    assert ranks.run(2, fetched_ahead) == [[3, 3]] * 2
