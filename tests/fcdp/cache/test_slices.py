@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
 
-from fcdp.cache.entry import Slice, Slices
+from fcdp.cache.entry import Access, Slice, Slices
 from fcdp.streams import Streams
 from tests.fcdp.stand_ins import CPU
 
@@ -40,3 +44,61 @@ def test_neither_what_is_in_use_nor_another_form_nor_borrowed_memory_is() -> Non
     borrowed.access._reads[streams.copies_out] = torch.cpu.Stream()  # a reader's event
     slices.release(borrowed)
     assert taken(slices) is not borrowed
+
+
+class Noting:
+    """A stream whose events are named by order, and that notes what it waits for."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.recorded, self.waited = name, 0, set[str]()
+
+    def record_event(self) -> str:
+        self.recorded += 1
+        return f"{self.name}{self.recorded}"
+
+    def wait_event(self, event: str) -> None:
+        self.waited.add(event)
+
+
+def enter(access: Access, kind: str, stream: Any) -> None:
+    if kind == "free":
+        access.freed_for(stream)
+    else:
+        with {"read": access.reading, "write": access.writing}[kind](stream):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("before", "kind", "waited"),
+    [
+        ("", "read", ""),
+        ("", "write", ""),
+        ("write a", "read", "a1"),
+        ("write a", "write", "a1"),
+        ("write a", "free", "a1"),
+        ("write a, read b", "read", "a1"),
+        ("write a, read b, read c", "write", "a1 b1 c1"),
+        ("write a, read b, read c", "free", "a1 b1 c1"),
+        ("read b, read b", "write", "b2"),
+        ("read b, write a", "write", "a1"),  # which has waited for the reader
+    ],
+)
+def test_readers_wait_for_the_last_write_and_writers_for_readers_too(
+    before: str, kind: str, waited: str
+) -> None:
+    access, streams = Access(), {name: Noting(name) for name in "abc"}
+    for step in filter(None, before.split(", ")):
+        earlier, name = step.split()
+        enter(access, earlier, streams[name])
+    stream = Noting("last")
+    enter(access, kind, stream)
+    assert stream.waited == {*waited.split()}
+
+
+def test_a_body_that_raises_has_queued_nothing_that_others_wait_for() -> None:
+    access = Access()
+    contexts: list[Callable[[Any], Any]] = [access.reading, access.writing]
+    for context in contexts:
+        with pytest.raises(ValueError, match="body"), context(Noting("a")):
+            raise ValueError("body")
+    assert access.events() == []
