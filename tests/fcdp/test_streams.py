@@ -131,6 +131,59 @@ def test_each_exchange_has_its_group_and_its_stream(apart: Pools, tmp_path: Path
     }
 
 
+def copies_of(directory: Path) -> set[tuple[str, str]]:
+    """List what copies in each tier, and on which stream."""
+    from tests.fcdp import accelerator
+
+    found = set()
+    for name in ("device", "host", "disk"):
+        _, tape = accelerator.run(train, 4, name, TRAININGS[name], directory, "fcdp")
+        for operation in tape.operations:
+            file, _, place = operation.where.split(" < ")[0].partition(".py:")
+            if file in ("device", "host", "disk"):
+                found.add((f"{file}: {place.split()[1]}", operation.timeline.name.split("'")[1]))
+    return found
+
+
+def test_each_tier_copies_on_its_streams(apart: Pools, tmp_path: Path) -> None:
+    """Another would compute the same, and wait for copies the other way."""
+    (found,) = apart.run(1, copies_of, tmp_path)
+    ways = (("store", "copies_out"), ("load", "copies_in"))
+    tiers = ("device", "host", "disk")
+    assert found == {(f"{tier}: {way}", stream) for way, stream in ways for tier in tiers}
+
+
+def drop_what_is_read(nodes: int, ranks_per_node: int) -> None:
+    """Drop the device's entries as soon as a pass that reads them is queued, and use the memory."""
+    settings = replace(SMALL, nodes=nodes, ranks_per_node=ranks_per_node, policy=fcdp.DeviceCache())
+    topology = training.topology_of(nodes, ranks_per_node)
+    model = training.shard_with_fcdp(training.make_model(settings), topology, settings)
+    cache = engine_of(model).cache
+    tokens = torch.zeros(2, 5, dtype=torch.int64)
+    with torch.no_grad():
+        for _ in range(2):
+            model(tokens)
+    sizes = [entry.numel() for entry in cache._device_tier._entries.values()]
+    for entry in cache._entries.values():
+        cache._forget(entry)
+    streams = cache._streams
+    with streams.on(streams.copies_out):
+        for size in sizes:
+            torch.zeros(size, dtype=torch.uint8, device="taped")
+
+
+def dropped() -> str | None:
+    from tests.fcdp import accelerator
+
+    _, tape = accelerator.run(drop_what_is_read, 4, 2, 2)
+    return accelerator.check(tape, range(SCHEDULES))
+
+
+def test_memory_of_the_device_tier_is_let_go_behind_its_readers(apart: Pools) -> None:
+    (wrong,) = apart.run(1, dropped)
+    assert wrong is None, wrong
+
+
 @contextlib.contextmanager
 def reading_at_once(access: Access, stream: Any) -> Any:
     """A reader that does not wait for the last write."""

@@ -200,6 +200,22 @@ def test_ranks_ask_once_whether_all_keep_a_unit_on_the_device(ranks: Pools) -> N
     assert second == third
 
 
+def ask_of_stale_entries(directory: Path) -> tuple[list[bool], int]:
+    """Whether they are hits, and how often the ranks asked each other."""
+    model, data = make(Settings(2, 1, policy=fcdp.DiskCache(directory)))
+    cache = engine_of(model).cache
+    with torch.no_grad():
+        loss_of(model, next(data))
+    with mock.patch("fcdp.cache.cache.any_rank", wraps=any_rank) as question:
+        for entry in cache._entries.values():
+            entry.generation += 1
+        return [cache.hit(entry) for entry in cache._entries.values()], question.call_count
+
+
+def test_nobody_asks_for_what_every_rank_knows_is_stale(ranks: Pools, tmp_path: Path) -> None:
+    assert ranks.run(2, ask_of_stale_entries, tmp_path) == [([False] * 3, 0)] * 2
+
+
 def keep_on_the_device() -> int:
     """How many entries were allocated in three steps of full fine-tuning."""
     settings = Settings(2, 1, reshard_after_forward=True, policy=fcdp.DeviceCache())
