@@ -18,9 +18,16 @@ from experiments.clusters import causes, lifetimes, namespaces, preload, privile
 from experiments.clusters.causes import Board
 from experiments.clusters.counters import out_of_memory_kills
 from experiments.clusters.interface import ClusterError, Outcome
-from experiments.clusters.launch import Launch, Machine, Node, split
+from experiments.clusters.launch import (
+    AGENT,
+    Launch,
+    Machine,
+    Node,
+    Started,
+    split,
+    start_agent,
+)
 from experiments.clusters.network import INTERFACE, TO_GROUPS, Network
-from experiments.clusters.started import ALWAYS_PRELOADED, Started, start_agent
 from experiments.records.abilities import ABILITIES
 from experiments.records.cell import ClusterSpec
 
@@ -51,7 +58,7 @@ class EmulatedCluster:
         self._groups = spec.groups
         self.ranks_per_node = spec.ranks_per_node
         self._port = spec.port
-        self._preload = (*ALWAYS_PRELOADED, *preload)
+        self._preload = (AGENT, *preload)
         self._network: Network | None = None
         self._context: ForkServerContext | None = None
 
