@@ -91,13 +91,7 @@ class EmulatedCluster:
             self._network = None
 
     def shape(self, bits_per_s: int | None, to_groups: int | None = None) -> dict[str, Any]:
-        """Limit every node's egress to ``bits_per_s`` (``None``: no limit) for the next runs.
-
-        Of several groups that is inside of each, and ``to_groups`` between them. Returns what the
-        kernel has set: ``qdisc``, ``rate_bits_per_s``, ``burst_bytes``, ``limit_bytes`` (the
-        queue) and ``mtu_bytes``, and the same for ``to_groups``. Raises ``ValueError`` for a rate
-        that cannot be had.
-        """
+        """Limit every node's egress for the next runs; see ``Network.shape``."""
         return self._built()[0].shape(bits_per_s, to_groups)
 
     def run(
@@ -396,7 +390,7 @@ class Network:
         assert to_groups is None or self.groups > 1, "there is one group only"
         try:
             found = [
-                _shape(self.nodes, interface, rate)
+                [_shape_link(name, interface, rate) for name in self.nodes]
                 for interface, rate in zip(self.interfaces, rates.values(), strict=False)
             ]
             others_too = self._shape_beside(bits_per_s)
@@ -406,7 +400,7 @@ class Network:
                 "(module sch_tbf)"
             ) from error
         congestion_control = namespaces.call_in(self.nodes[0], _congestion_control)
-        inside, *between = found
+        inside, *between = (of_nodes[0] for of_nodes in found)
         others = {"to_groups": between[0]} if between else {}
         return {**inside, "congestion_control": congestion_control, **others, **others_too}
 
@@ -424,12 +418,6 @@ class Network:
         for port in (*range(len(self.nodes)), *outside):
             _shape_link(self._switch, f"{INTERFACE}-{port}", bits_per_s)
         return {"both_directions": True}
-
-
-def _shape(nodes: Sequence[str], interface: str, bits_per_s: int | None) -> dict[str, Any]:
-    """Limit an interface of all nodes; returns what the first one's is."""
-    found = [_shape_link(name, interface, bits_per_s) for name in nodes]
-    return found[0]
 
 
 def _shape_link(name: str, interface: str, bits_per_s: int | None) -> dict[str, Any]:

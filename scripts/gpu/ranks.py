@@ -141,6 +141,7 @@ def run(
             (task, dict(brief), world_size, device, limit_s, apart, folder),
             nprocs=world_size,
             join=False,
+            daemon=True,  # none outlives this process, whatever happens while they are started
             start_method="forkserver",
         )
         try:
@@ -150,7 +151,8 @@ def run(
                     break
         except (ProcessExitedException, ProcessRaisedException) as failure:
             first = failure.error_index
-            state, error = "died", f"rank {first}: {failure}\n{_text(folder / f'{first}.err')}"
+            said = f"{failure}\n{_text(folder / f'{first}.err')}"
+            state, error = "died", f"rank {first}: {_clipped(said)}"
         finally:
             for process in group.processes:
                 process.kill()
@@ -159,7 +161,7 @@ def run(
         return Outcome(
             state,
             [_lines(folder / f"{rank}.jsonl") for rank in files],
-            _clipped(error),
+            error,
             [_clipped(_text(folder / f"{rank}.err")) for rank in files if state == "hung"],
             time.monotonic() - started,
         )
