@@ -51,18 +51,7 @@ def _job(cell: Cell, blocks: Any) -> Job:
     groups = cast(Any, None)  # no rank is started
     spec = cell.cluster
     return Job(
-        topology=Topology(
-            spec.nodes,
-            spec.ranks_per_node,
-            0,
-            mesh=groups,
-            intra=groups,
-            inter=groups,
-            reduce_intra=groups,
-            reduce_inter=groups,
-            control_intra=groups,
-            control_inter=groups,
-        ),
+        topology=Topology(spec.nodes, spec.ranks_per_node, 0, *[groups] * 7),
         blocks=blocks,
         dtype=getattr(torch, cell.dtype),
         learning_rate=cell.learning_rate,

@@ -63,18 +63,6 @@ PLAIN = {
     "gather, fresh": "FSDP2 gather",
     "reduce": "FSDP2 reduce",
 }
-#: Each collective's name among a process group's methods; names differ by version.
-_COLLECTIVES = (
-    "_allgather_base",
-    "all_gather_single",
-    "_reduce_scatter_base",
-    "reduce_scatter_single",
-    "allgather_into_tensor_coalesced",
-    "all_gather_single_coalesced",
-    "reduce_scatter_tensor_coalesced",
-    "reduce_scatter_single_coalesced",
-)
-
 #: Collectives issued, by the group that they ran in.
 Counts = dict[str, int]
 
@@ -126,11 +114,8 @@ class Collectives:
             issued[id(group)] += 1
             return group.allreduce_coalesced(outputs + inputs)  # type: ignore[no-any-return]
 
-        with contextlib.ExitStack() as stack:
-            for name in _COLLECTIVES:
-                if hasattr(dist.ProcessGroup, name):
-                    method = coalesced if name.endswith("coalesced") else single
-                    stack.enter_context(mock.patch.object(dist.ProcessGroup, name, method))
+        counting = dict.fromkeys(fake.SINGLE, single) | dict.fromkeys(fake.COALESCED, coalesced)
+        with fake.methods(counting):
             yield
 
 

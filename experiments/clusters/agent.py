@@ -6,7 +6,6 @@ enters the node's namespace.
 
 from __future__ import annotations
 
-import importlib
 import io
 import os
 import signal
@@ -38,9 +37,9 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.multiprocessing.spawn import ProcessContext
 
-from experiments.clusters import _preloaded, lifetimes
+from experiments.clusters import lifetimes, preload
 from experiments.clusters.causes import Exit, NodeResult
-from experiments.clusters.launch import SECRET, Launch, Machine, Node, split
+from experiments.clusters.launch import SECRET, Launch, Machine, Node, function
 from experiments.records import provenance
 
 #: Seconds between two looks at the ranks, ...
@@ -76,7 +75,7 @@ def serve_beside(machine: Machine, entry: str, log: Path, parent: Connection) ->
     error = None
     try:
         _settle(machine)
-        _function(entry)()
+        function(entry)()
     except BaseException:
         error = f"{log.stem}: {traceback.format_exc()}"
         traceback.print_exc()
@@ -102,7 +101,7 @@ def _settle(machine: Machine) -> None:
     if machine.namespace is not None:
         netns.setns(machine.namespace, flags=0)
     _search_first(machine.environment.get("PYTHONPATH", "").split(os.pathsep))
-    _preloaded.import_modules(list(machine.preload))
+    preload.import_modules(list(machine.preload))
 
 
 def _put_temporary_files_in(directory: str) -> None:
@@ -283,7 +282,7 @@ def _run(launch: Launch, agent: int) -> None:
         try:
             # OpenMP has read the variable where torch was imported, in another process.
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-            _function(launch.entry)(*launch.arguments)
+            function(launch.entry)(*launch.arguments)
         except BaseException as error:
             if not (isinstance(error, SystemExit) and error.code in (None, 0)):
                 launch.board.report(rank, error)
@@ -292,12 +291,6 @@ def _run(launch: Launch, agent: int) -> None:
                 sys.stderr.flush()
                 # Without waiting for threads or destructors, in which a rank might hang.
                 os._exit(1)
-
-
-def _function(entry: str) -> Callable[..., object]:
-    module, name = split(entry)
-    function: Callable[..., object] = getattr(importlib.import_module(module), name)
-    return function
 
 
 def _write_to(path: Path) -> None:

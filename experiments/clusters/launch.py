@@ -1,13 +1,26 @@
-"""A launch of ranks: what its processes are told of it and of the machine that they are on."""
+"""A launch of ranks: its processes, and what they are told of it and of their machine.
+
+The agent of a node (``agent``) is one of them, on every kind of cluster: an emulated node's is
+forked from the fork server, a rented one's is started afresh by ``node``.
+"""
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from experiments.clusters import lifetimes
-from experiments.clusters.causes import Board
+from experiments.clusters.causes import Board, NodeResult, describe_exit
 
+#: Module that the fork server imports for every agent, beside those that the launch needs.
+AGENT = "experiments.clusters.agent"
+#: Seconds until an agent whose ranks were killed has ended.
+_AGENT_END_S = 2.0
 #: The variable that has the secret of a launch with processes beside its ranks.
 SECRET = "FCDP_RUN_SECRET"
 
@@ -68,3 +81,70 @@ def split(entry: str) -> tuple[str, str]:
     if not module or not name.isidentifier():
         raise ValueError(f'entry = {entry!r}: allowed is "package.module:function"')
     return module, name
+
+
+def function(entry: str) -> Callable[..., object]:
+    """The function that is named so."""
+    module, name = split(entry)
+    found: Callable[..., object] = getattr(importlib.import_module(module), name)
+    return found
+
+
+class Started:
+    """A process on a machine, which says once how it, or the ranks that it launches, ended."""
+
+    def __init__(
+        self,
+        context: ForkServerContext | SpawnContext,
+        name: str,
+        serve: str,
+        machine: Machine,
+        *told: object,
+    ) -> None:
+        """It calls the function ``serve`` of ``agent`` with the machine and ``told``."""
+        self.name = name
+        #: Its own report; the reason why it ended where it has made none.
+        self.result: NodeResult | None = None
+        self.connection: Connection
+        self.connection, other_end = context.Pipe()
+        self._machine = machine
+        self._process: BaseProcess = context.Process(
+            target=_serve, args=(f"{AGENT}:{serve}", machine, *told, other_end), name=name
+        )
+        with other_end:
+            self._process.start()
+
+    def collect(self) -> None:
+        """Take the result, if it has been sent or the process has ended without."""
+        if self.result is not None or not self.connection.poll():
+            return
+        try:
+            self.result = self.connection.recv()
+        except EOFError:
+            self._process.join()
+            self.result = NodeResult(
+                error=f"{self.name}: {describe_exit(self._process.exitcode or 0)}"
+            )
+
+    def end(self) -> None:
+        """Kill the machine's processes and wait until they are gone."""
+        self.connection.close()
+        # Ranks first, so that their agent can reap them; a process beside them has none.
+        if isinstance(self._machine, Node):
+            pid = self._process.pid
+            self._machine.end_processes(frozenset() if pid is None else frozenset({pid}))
+            self._process.join(_AGENT_END_S)
+        self._process.kill()
+        self._machine.end_processes()
+        self._process.join()
+        self._process.close()
+
+
+def start_agent(context: ForkServerContext | SpawnContext, node: Node, launch: Launch) -> Started:
+    """Start the agent of a node, which launches the node's ranks."""
+    return Started(context, f"the agent of node {node.node}", "serve", node, launch)
+
+
+def _serve(entry: str, *told: object) -> None:
+    # By its name: the process that starts this one needs no torch, which it imports.
+    function(entry)(*told)

@@ -56,27 +56,33 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
 
 
-def end_descendants(spare: Collection[int] = (), within_s: float = 10.0) -> None:
+def end(alive: Callable[[], Collection[int]], within_s: float = 10.0) -> Collection[int]:
+    """Kill processes until none is ``alive``; return those that stay, stuck in the kernel."""
+    deadline = time.monotonic() + within_s
+    while left := alive():
+        if time.monotonic() > deadline:
+            return left
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    return ()
+
+
+def end_descendants(spare: Collection[int] = ()) -> None:
     """Kill all that this process has started but ``spare``, however deep, and wait for their end.
 
-    What the kernel cannot end within ``within_s`` seconds (a device that hangs) stays.
+    What the kernel cannot end (a device that hangs) stays.
     """
-    deadline = time.monotonic() + within_s
-    while left := [each for each in _descendants() if each.pid not in spare]:
-        if time.monotonic() > deadline:
-            return
-        for process in left:
-            with suppress(psutil.NoSuchProcess):
-                process.send_signal(signal.SIGKILL)
-        time.sleep(0.01)
+    end(lambda: [pid for pid in _descendants() if pid not in spare])
 
 
-def _descendants() -> list[psutil.Process]:
+def _descendants() -> list[int]:
     alive = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             if process.status() != psutil.STATUS_ZOMBIE:
-                alive.append(process)
+                alive.append(process.pid)
     return alive
 
 

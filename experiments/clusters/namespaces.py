@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -76,17 +74,11 @@ def processes(name: str) -> list[int]:
     return found
 
 
-def end_processes(name: str, spare: frozenset[int] = frozenset(), within_s: float = 10.0) -> None:
+def end_processes(name: str, spare: frozenset[int] = frozenset()) -> None:
     """Kill the processes inside a namespace, but those in ``spare``, and wait until they are gone.
 
     Only our own processes can be there: nobody else knows the namespace. Raises ``ClusterError``
-    if some are left after ``within_s`` seconds (stuck inside the kernel).
+    if some are left (stuck inside the kernel).
     """
-    deadline = time.monotonic() + within_s
-    while left := set(processes(name)) - spare:
-        if time.monotonic() > deadline:
-            raise ClusterError(f"processes {sorted(left)} in {name} do not end after SIGKILL")
-        for pid in left:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)
+    if left := lifetimes.end(lambda: set(processes(name)) - spare):
+        raise ClusterError(f"processes {sorted(left)} in {name} do not end after SIGKILL")

@@ -24,7 +24,7 @@ import psutil
 from experiments.clusters import lifetimes
 from experiments.clusters.causes import Board, NodeResult
 from experiments.clusters.counters import out_of_memory_kills, transmitted_bytes
-from experiments.clusters.launch import Launch, Node
+from experiments.clusters.launch import Launch, Node, start_agent
 from experiments.clusters.messages import (
     BEAT_S,
     SILENCE_S,
@@ -34,7 +34,6 @@ from experiments.clusters.messages import (
     Order,
     question,
 )
-from experiments.clusters.started import start_agent
 from experiments.records import provenance
 
 #: Bytes of each log that travel; the end says why a rank failed.

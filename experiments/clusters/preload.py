@@ -1,17 +1,21 @@
-"""Starts the fork server: one process that has imported everything, and forks the rest.
+"""The fork server: one process that has imported everything, and forks the rest.
 
 It belongs to the calling process, not to one cluster: a second cluster finds it warm. It ends
-with the calling process.
+with the calling process. It imports this module when it starts, which pays for the heavy imports
+once: multiprocessing skips a preloaded module that does not import; here the reason is kept.
 """
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import multiprocessing
 import os
 import shutil
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -19,9 +23,16 @@ from multiprocessing import forkserver, util
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 
-from experiments.clusters import _preloaded, lifetimes
+from experiments.clusters import lifetimes
 from experiments.clusters.interface import ClusterError
 from experiments.records import provenance
+
+#: The environment variable with the JSON list of modules.
+_MODULES_VARIABLE = "FCDP_PRELOAD"
+#: Pid of the fork server, the parent of every process that it forks.
+_SERVER = os.getpid()
+#: Traceback of each module that could not be imported.
+_FAILURES: dict[str, str] = {}
 
 
 def start(modules: Sequence[str]) -> ForkServerContext:
@@ -33,9 +44,9 @@ def start(modules: Sequence[str]) -> ForkServerContext:
     that cannot be imported.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([_preloaded.__name__])
+    context.set_forkserver_preload([__name__])
     variables = {
-        _preloaded.MODULES_VARIABLE: json.dumps(list(modules)),
+        _MODULES_VARIABLE: json.dumps(list(modules)),
         # The fork server starts with an interpreter's default path, not with this process's.
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         # OpenMP reads it once, when torch is imported.
@@ -109,7 +120,25 @@ def _failures(context: ForkServerContext, modules: list[str]) -> dict[str, str]:
 
 
 def _send_failures(modules: list[str], sender: Connection) -> None:
-    ours = os.getppid() == _preloaded.SERVER
-    _preloaded.import_modules([name for name in modules if name not in _preloaded.FAILURES])
-    failures = {name: _preloaded.FAILURES[name] for name in modules if name in _preloaded.FAILURES}
+    ours = os.getppid() == _SERVER
+    import_modules([name for name in modules if name not in _FAILURES])
+    failures = {name: _FAILURES[name] for name in modules if name in _FAILURES}
     sender.send((ours, failures))
+
+
+def import_modules(modules: list[str]) -> None:
+    """Import modules; tracebacks of those that fail are in ``_FAILURES``.
+
+    The garbage collector of processes forked from this one leaves what is there now alone: it
+    would write to every page of it, and each write copies the page.
+    """
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except Exception:
+            _FAILURES[module] = traceback.format_exc()
+    gc.collect()
+    gc.freeze()
+
+
+import_modules(json.loads(os.environ.get(_MODULES_VARIABLE, "[]")))

@@ -20,9 +20,8 @@ from typing import Annotated, Any
 from pydantic import Field, StringConstraints, ValidationError
 
 from baselines import registry
-from experiments.matrix.files import applied, find
+from experiments.matrix.files import Sections, applied, explain, find
 from experiments.matrix.matrix import Matrix, MatrixCell
-from experiments.matrix.sections import Sections, explain
 from experiments.matrix.workloads import Workloads
 from experiments.records.abilities import ABILITIES
 from experiments.records.cell import FILE_NAMES, AnyCluster, Cell, ClusterSpec, SimulatedSpec

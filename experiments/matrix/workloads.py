@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from baselines.optimizers import SGD, AdamW, AnyOptimizer
-from experiments.matrix.sections import Sections
+from experiments.matrix.files import Sections
 from experiments.records import workload
 from experiments.records.cell import Cell
 from experiments.records.provenance import ROOT

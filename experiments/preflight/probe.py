@@ -1,32 +1,25 @@
-"""Measures links, copies and compute on every rank of a preflight."""
+"""Measures links, copies and compute on every rank, in the form of ``schema.Probed``.
+
+Needs torch alone, so that it also runs where nothing else is installed (``make gpu``).
+"""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import linear_regression, median
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
 from experiments.clusters import start_barrier
-from experiments.preflight.schema import (
-    BlockShape,
-    BlockTime,
-    Compute,
-    Host,
-    Link,
-    Links,
-    Probed,
-    Sample,
-)
-from experiments.records.cell import DType
 from fcdp import Topology, exchange
+from fcdp.cache.memory import available_host_memory
 
 #: Message sizes of one rank, from a flag to a transformer block, in bytes, ...
 _GROWTH = 4
@@ -41,10 +34,12 @@ _RATE_S = 0.3
 #: Rows of the square matrices that are multiplied: enough to keep the device busy.
 _ROWS = {"cpu": 512}
 _ROWS_ON_ACCELERATOR = 4096
-_DTYPES: tuple[DType, ...] = ("float32", "bfloat16")
+_DTYPES = ("float32", "bfloat16")
+#: Calls between two looks at the clock on an accelerator: it is not to wait for the host.
+_BURST = 8
 #: The block that is timed: of a model of 7 billion parameters, or as small as on emulated nodes.
-_BLOCK = {"cpu": BlockShape(width=256, heads=4, sequence_length=128, sequences=2)}
-_BLOCK_ON_ACCELERATOR = BlockShape(width=4096, heads=32, sequence_length=2048, sequences=2)
+_BLOCK = {"cpu": {"width": 256, "heads": 4, "sequence_length": 128, "sequences": 2}}
+_BLOCK_ON_ACCELERATOR = {"width": 4096, "heads": 32, "sequence_length": 2048, "sequences": 2}
 
 
 def main(output_directory: str) -> None:
@@ -55,12 +50,34 @@ def main(output_directory: str) -> None:
         dist.barrier()
         if topology.rank == 0:
             start_barrier.wait(output)
-        probed = _Probe(topology).measure()
+        probed = measure(topology)
         if topology.rank == 0:
-            text = probed.model_dump_json(indent=1)
-            (output / "probed.json").write_text(text, encoding="utf-8")
+            (output / "probed.json").write_text(json.dumps(probed, indent=1), encoding="utf-8")
     finally:
         dist.destroy_process_group()
+
+
+def measure(topology: Topology) -> dict[str, Any]:
+    """All figures of this cluster, alike on every rank. Collective."""
+    return _Probe(topology).measure()
+
+
+def line(ranks: int, samples: Sequence[tuple[int, float]]) -> dict[str, Any]:
+    """The link of these (bytes, seconds): bandwidth of the largest, latency of the smallest.
+
+    The slope is that of least squares through the largest three, as links that are limited by
+    a token bucket let small messages pass at full speed.
+    """
+    ordered = sorted(samples)
+    slope = linear_regression(*zip(*ordered[-3:], strict=True)).slope
+    if slope <= 0:  # noise: the largest message still says how fast it was
+        slope = ordered[-1][1] / ordered[-1][0]
+    return {
+        "ranks": ranks,
+        "samples": [{"bytes": size, "seconds": seconds} for size, seconds in ordered],
+        "latency_s": max(0.0, ordered[0][1] - ordered[0][0] * slope),
+        "bytes_per_s": 1 / slope,
+    }
 
 
 class _Probe:
@@ -70,30 +87,30 @@ class _Probe:
         self._topology = topology
         self._device = torch.device(topology.mesh.device_type)
 
-    def measure(self) -> Probed:
-        """All figures of this cluster, alike on every rank."""
-        return Probed(
-            backend=dist.get_backend(self._topology.mesh.get_group()),
-            links=self._links(),
-            host=self._host(),
-            compute=self._compute(),
-        )
+    def measure(self) -> dict[str, Any]:
+        return {
+            "backend": dist.get_backend(self._topology.mesh.get_group()),
+            "links": self._links(),
+            "host": self._host(),
+            "compute": self._compute(),
+        }
 
-    def _links(self) -> Links:
-        topology = self._topology
-        nodes, ranks = topology.nodes, topology.ranks_per_node
-        return Links(
-            inter_node_point_to_point=None if nodes == 1 else self._point_to_point(ranks),
-            inter_node_all_gather=None
-            if nodes == 1
-            else self._all_gather(topology.inter, senders=ranks),
-            intra_node_point_to_point=None if ranks == 1 else self._point_to_point(1),
-            intra_node_all_gather=None
-            if ranks == 1
-            else self._all_gather(topology.intra, senders=1),
-        )
+    def _links(self) -> dict[str, Any]:
+        topology, ranks = self._topology, self._topology.ranks_per_node
+        links: dict[str, Any] = {
+            f"{where}_{what}": None
+            for where in ("inter_node", "intra_node")
+            for what in ("point_to_point", "all_gather")
+        }
+        if topology.nodes > 1:
+            links["inter_node_point_to_point"] = self._point_to_point(ranks)
+            links["inter_node_all_gather"] = self._all_gather(topology.inter, senders=ranks)
+        if ranks > 1:
+            links["intra_node_point_to_point"] = self._point_to_point(1)
+            links["intra_node_all_gather"] = self._all_gather(topology.intra, senders=1)
+        return links
 
-    def _point_to_point(self, other: int) -> Link:
+    def _point_to_point(self, other: int) -> dict[str, Any]:
         """The link between ranks 0 and ``other``: there and back, halved."""
         group = self._topology.mesh.get_group()
         peer = {0: other, other: 0}.get(self._topology.rank)
@@ -112,10 +129,9 @@ class _Probe:
 
             return there_and_back
 
-        samples = self._samples(exchange_of)
-        return Link.of(2, [Sample(bytes=size, seconds=s / 2) for size, s in samples])
+        return line(2, [(size, s / 2) for size, s in self._samples(exchange_of)])
 
-    def _all_gather(self, group: dist.ProcessGroup, senders: int) -> Link:
+    def _all_gather(self, group: dist.ProcessGroup, senders: int) -> dict[str, Any]:
         """The link under an all-gather of ``group``; ``senders`` ranks share it."""
         others = group.size() - 1
 
@@ -128,13 +144,8 @@ class _Probe:
 
             return gather
 
-        return Link.of(
-            group.size(),
-            [
-                Sample(bytes=size * others * senders, seconds=seconds)
-                for size, seconds in self._samples(exchange_of)
-            ],
-        )
+        samples = self._samples(exchange_of)
+        return line(group.size(), [(size * others * senders, s) for size, s in samples])
 
     def _samples(self, exchange_of: Callable[[int], Callable[[], None]]) -> list[tuple[int, float]]:
         """Sizes and the seconds of each, as far as the link is quick enough."""
@@ -156,23 +167,23 @@ class _Probe:
         seconds: float = max(self._of_all(time.perf_counter() - begin))
         return seconds
 
-    def _host(self) -> Host:
+    def _host(self) -> dict[str, Any]:
         source = torch.ones(_COPY_BYTES, dtype=torch.uint8)
         target = torch.zeros_like(source)
         to_device = from_device = None
         if self._device.type != "cpu":
             pinned = source.pin_memory()
             there = torch.zeros_like(source, device=self._device)
-            to_device = self._rate(lambda: there.copy_(pinned), _COPY_BYTES)
-            from_device = self._rate(lambda: pinned.copy_(there), _COPY_BYTES)
-        return Host(
-            copy_bytes_per_s=self._rate(lambda: target.copy_(source), _COPY_BYTES),
-            to_device_bytes_per_s=to_device,
-            from_device_bytes_per_s=from_device,
-            free_bytes=min(self._of_all(psutil.virtual_memory().available)),
-        )
+            to_device = self._rate(lambda: there.copy_(pinned, non_blocking=True), _COPY_BYTES)
+            from_device = self._rate(lambda: pinned.copy_(there, non_blocking=True), _COPY_BYTES)
+        return {
+            "copy_bytes_per_s": self._rate(lambda: target.copy_(source), _COPY_BYTES),
+            "to_device_bytes_per_s": to_device,
+            "from_device_bytes_per_s": from_device,
+            "free_bytes": min(self._of_all(available_host_memory() or 0)),
+        }
 
-    def _compute(self) -> Compute:
+    def _compute(self) -> dict[str, Any]:
         together, alone = {}, {}
         rows = _ROWS.get(self._device.type, _ROWS_ON_ACCELERATOR)
         for name in _DTYPES:
@@ -186,14 +197,14 @@ class _Probe:
             alone[name] = self._rate(multiply, 2 * rows**3, of=[0])
         on_cpu = self._device.type == "cpu"
         properties: Any = None if on_cpu else torch.cuda.get_device_properties(self._device)
-        return Compute(
-            device="cpu" if on_cpu else properties.name,
-            matmul_flops_per_s=together,
-            alone_matmul_flops_per_s=alone,
-            memory_bytes=None if on_cpu else properties.total_memory,
-            memory_bytes_per_s=self._memory_rate(),
-            block=self._block(),
-        )
+        return {
+            "device": "cpu" if on_cpu else properties.name,
+            "matmul_flops_per_s": together,
+            "alone_matmul_flops_per_s": alone,
+            "memory_bytes": None if on_cpu else properties.total_memory,
+            "memory_bytes_per_s": self._memory_rate(),
+            "block": self._block(),
+        }
 
     def _memory_rate(self) -> float:
         """Bytes per second of an addition in place, which reads two vectors and writes one."""
@@ -201,12 +212,12 @@ class _Probe:
         other = torch.ones_like(one)
         return self._rate(lambda: one.add_(other), 3 * _COPY_BYTES)
 
-    def _block(self) -> BlockTime:
+    def _block(self) -> dict[str, Any]:
         """Forward and backward of one transformer block, while all ranks compute."""
         shape = _BLOCK.get(self._device.type, _BLOCK_ON_ACCELERATOR)
         dtype = torch.float32 if self._device.type == "cpu" else torch.bfloat16
-        block = Block(shape).to(self._device, dtype)
-        size = (shape.sequences, shape.sequence_length, shape.width)
+        block = Block(shape["width"], shape["heads"]).to(self._device, dtype)
+        size = (shape["sequences"], shape["sequence_length"], shape["width"])
         inputs = torch.randn(size, device=self._device, dtype=dtype, requires_grad=True)
         gradient = torch.randn_like(inputs)
 
@@ -215,7 +226,7 @@ class _Probe:
             inputs.grad = None
             block(inputs).backward(gradient)
 
-        return BlockTime(**shape.model_dump(), seconds=1 / self._rate(there_and_back, 1))
+        return {**shape, "seconds": 1 / self._rate(there_and_back, 1)}
 
     def _rate(
         self, call: Callable[[], object], amount: float, of: Sequence[int] | None = None
@@ -230,9 +241,10 @@ class _Probe:
         if takes_part:
             begin, calls = time.perf_counter(), 0
             while (elapsed := time.perf_counter() - begin) < _RATE_S:
-                call()
+                for _ in range(1 if self._device.type == "cpu" else _BURST):
+                    call()
+                    calls += 1
                 self._synchronise()
-                calls += 1
             rate = calls * amount / elapsed
         slowest: float = min(self._of_all(rate))
         return slowest
@@ -255,10 +267,9 @@ def _wait(pending: Sequence[exchange.Pending]) -> None:
 class Block(nn.Module):
     """A block of GPT-2's kind; attention, each norm and the activation function are a kernel."""
 
-    def __init__(self, shape: BlockShape) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        width = shape.width
-        self._heads = shape.heads
+        self._heads = heads
         self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)

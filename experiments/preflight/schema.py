@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -38,24 +37,6 @@ class Link(Strict):
     samples: list[Sample] = Field(min_length=2)
     latency_s: float = Field(ge=0)
     bytes_per_s: float = Field(gt=0)
-
-    @classmethod
-    def of(cls, ranks: int, samples: Sequence[Sample]) -> Link:
-        """Fit the line: bandwidth from the largest messages, latency from the smallest.
-
-        The slope is that of least squares through the largest three, as links that are limited by
-        a token bucket let small messages pass at full speed.
-        """
-        ordered = sorted(samples, key=lambda sample: sample.bytes)
-        largest = ordered[-3:]
-        mean_bytes = sum(sample.bytes for sample in largest) / len(largest)
-        mean_seconds = sum(sample.seconds for sample in largest) / len(largest)
-        spread = sum((sample.bytes - mean_bytes) ** 2 for sample in largest)
-        slope = sum((s.bytes - mean_bytes) * (s.seconds - mean_seconds) for s in largest) / spread
-        if slope <= 0:  # noise: the largest message still says how fast it was
-            slope = ordered[-1].seconds / ordered[-1].bytes
-        latency = max(0.0, ordered[0].seconds - ordered[0].bytes * slope)
-        return cls(ranks=ranks, samples=ordered, latency_s=latency, bytes_per_s=1 / slope)
 
 
 class Links(Strict):

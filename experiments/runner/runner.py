@@ -14,6 +14,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
+
 from baselines import pins, registry
 from baselines.pins import Pin
 from experiments.clusters.interface import Cluster, LostNodeError, Outcome
@@ -252,7 +254,6 @@ def _now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
-_STAT = Path("/proc/stat")
 #: Seconds over which a run looks before it starts.
 _LOOK_S = 0.5
 
@@ -263,11 +264,11 @@ class Watch:
     def __init__(self) -> None:
         self._load = os.getloadavg()[0]
         self._cores = len(os.sched_getaffinity(0))
-        self._before = _jiffies()
+        self._before = _seconds()
 
     def machine(self) -> Machine:
         """The machine's state since this watch, or the last call of this, began."""
-        now = _jiffies()
+        now = _seconds()
         steal, passed = (after - before for after, before in zip(now, self._before, strict=True))
         self._before = now
         return Machine(
@@ -282,11 +283,8 @@ def look() -> Machine:
     return watch.machine()
 
 
-def _jiffies() -> tuple[int, int]:
-    """Time that the host has taken of all processors, and all time; zeros where nothing says so."""
-    try:
-        fields = _STAT.read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]
-    except OSError:
-        return 0, 0
-    counts = [int(field) for field in fields]
-    return counts[7], sum(counts)
+def _seconds() -> tuple[float, float]:
+    """Time that the host has taken of all processors, and all time."""
+    times = psutil.cpu_times()
+    # A guest's is part of its user's.
+    return getattr(times, "steal", 0.0), sum(times[:8])

@@ -14,8 +14,8 @@ from typing import Protocol, get_args
 
 import torch
 
-from scripts.gpu import constants, correctness, groups, memory, nccl, overlap, records
-from scripts.gpu.records import Brief, Deadline, DeviceType, Record
+from scripts.gpu import constants, cost, marked, parity, ranks, records
+from scripts.gpu.records import Brief, DeviceType, Record, shared
 
 SUMMARY = "summary.json"
 #: Before and after the parts: imports, provenance, the table.
@@ -36,12 +36,28 @@ class Part:
     recorded: bool = True
 
 
+def correctness(brief: Brief, record: Record, limit_s: float) -> None:
+    """The GPU-marked tests, and parity with FSDP2 for all policies and codecs."""
+    parts = {None: 0.4, parity.IMITATED: 0.24, parity.PAIR: 0.36}
+    for world, seconds in shared(parts, limit_s):
+        if world is None:
+            marked.check(record, brief, seconds)
+        else:
+            parity.compare(record, brief, world, parity.policies(brief.small), seconds)
+
+
+def nccl(brief: Brief, record: Record, limit_s: float) -> None:
+    """NCCL itself, between ranks that are separate hosts."""
+    for world, seconds in shared(dict.fromkeys(parity.WORLDS, 1.0), limit_s):
+        parity.compare(record, brief, world, parity.tunings(brief.small), seconds)
+
+
 #: In the order of what matters most, should the machine be lent for less time than hoped.
 PARTS = {
-    "correctness": Part(correctness.measure, 0.42),
-    "memory": Part(memory.measure, 0.14),
-    "nccl": Part(nccl.measure, 0.20),
-    "overlap": Part(overlap.measure, 0.14),
+    "correctness": Part(correctness, 0.42),
+    "memory": Part(cost.memory, 0.14),
+    "nccl": Part(nccl, 0.20),
+    "overlap": Part(cost.overlap, 0.14),
     "constants": Part(constants.measure, 0.10, recorded=False),
 }
 
@@ -75,11 +91,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def run(brief: Brief, names: Sequence[str], budget_s: float) -> list[Record]:
     """Run the parts; whatever one of them does, the next ones run."""
-    deadline = Deadline(budget_s - min(_BESIDE_S, budget_s / 10))
     found = []
-    for index, name in enumerate(names):
-        shares = [PARTS[each].share for each in names[index:]]
-        limit_s = deadline.left() * shares[0] / sum(shares)
+    shares = {name: PARTS[name].share for name in names}
+    for name, limit_s in shared(shares, budget_s - min(_BESIDE_S, budget_s / 10)):
         print(f"{name}: up to {limit_s:.0f} s ...", flush=True)
         found.append(_run(name, brief, limit_s))
         print(f"{name}: {found[-1].verdict} after {found[-1].seconds:.0f} s", flush=True)
@@ -142,5 +156,5 @@ def _parts(text: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    groups.preload()
+    ranks.preload()
     sys.exit(main(sys.argv[1:]))

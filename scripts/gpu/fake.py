@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -37,32 +37,43 @@ def world(nodes: int, ranks_per_node: int, device_type: str) -> Iterator[fcdp.To
         dist.destroy_process_group()
 
 
+#: Names of collectives among a process group's methods, with those of other versions of torch.
+_GATHERS = ("_allgather_base", "all_gather_single")
+_SCATTERS = ("_reduce_scatter_base", "reduce_scatter_single")
+_SEVERAL_GATHERS = ("allgather_into_tensor_coalesced", "all_gather_single_coalesced")
+_SEVERAL_SCATTERS = ("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced")
+#: Those of one tensor, and of several.
+SINGLE, COALESCED = (*_GATHERS, *_SCATTERS), (*_SEVERAL_GATHERS, *_SEVERAL_SCATTERS)
+
+
+@contextlib.contextmanager
+def methods(named: Mapping[str, Any]) -> Iterator[None]:
+    """Give process groups these methods, those that they have in this version of torch."""
+    with contextlib.ExitStack() as stack:
+        for name, method in named.items():
+            if hasattr(dist.ProcessGroup, name):
+                stack.enter_context(mock.patch.object(dist.ProcessGroup, name, method))
+        yield
+
+
 @contextlib.contextmanager
 def _imitation() -> Iterator[None]:
     messages = _Messages()
-    methods: dict[str, Callable[..., Any]] = {
+    imitated: dict[str, Callable[..., None]] = {
         "recv": messages.recv,
         "send": messages.send,
-        "_allgather_base": _gather,
-        "all_gather_single": _gather,
-        "_reduce_scatter_base": _scatter,
-        "reduce_scatter_single": _scatter,
-        "allgather_into_tensor_coalesced": _each(_gather),
-        "all_gather_single_coalesced": _each(_gather),
-        "reduce_scatter_tensor_coalesced": _each(_scatter),
-        "reduce_scatter_single_coalesced": _each(_scatter),
+        **dict.fromkeys(_GATHERS, _gather),
+        **dict.fromkeys(_SCATTERS, _scatter),
+        **dict.fromkeys(_SEVERAL_GATHERS, _each(_gather)),
+        **dict.fromkeys(_SEVERAL_SCATTERS, _each(_scatter)),
         "alltoall": _each(_exchange),
     }
+    at_once = {name: functools.partialmethod(_at_once, of) for name, of in imitated.items()}
     with contextlib.ExitStack() as stack:
-        for name, method in methods.items():
-            if hasattr(dist.ProcessGroup, name):  # names differ by version
-                patched = functools.partialmethod(_at_once, method)
-                stack.enter_context(mock.patch.object(dist.ProcessGroup, name, patched))
-        for name in ("_on_host", "_over_gloo"):
-            # On the CPU too, exchange by collectives, as on an accelerator: what a reduction by
-            # messages gives is not this rank's part.
-            if hasattr(exchange, name):
-                stack.enter_context(mock.patch.object(exchange, name, return_value=False))
+        stack.enter_context(methods(at_once))
+        # On the CPU too, exchange by collectives, as on an accelerator: what a reduction by
+        # messages gives is not this rank's part.
+        stack.enter_context(mock.patch.object(exchange, "_on_host", return_value=False))
         for module in (dist, dist.distributed_c10d):
             # Groups for decisions are asked for over gloo, which this store cannot serve.
             stack.enter_context(mock.patch.object(module, "new_group", _fake_group))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import os
 import re
 import signal
@@ -12,14 +11,17 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 from experiments.records import provenance
 from scripts.gpu.records import Brief, Deadline, Record
 
 _MARK = "pytest.mark.gpu"
-#: Names, to pytest's process, the file for outcomes.
-_OUTCOMES = "FCDP_GPU_OUTCOMES"
+#: A test and what came of it, as ``pytest -v`` writes it at once, so that a kill loses none.
+_OUTCOME = re.compile(r"^(\S+::.*?) (PASSED|FAILED|SKIPPED|ERROR)\b", re.MULTILINE)
+_MISSING = re.compile(r"No module named '(\w+)")
+#: Exit statuses of pytest: an error in a test file, or in a conftest; and no test has the mark.
+_NOT_COLLECTED, _NO_TESTS = (2, 4), 5
+_LONGEST_TEXT = 1500
 #: Under this nothing is started any more.
 _LEAST_S = 10.0
 
@@ -35,98 +37,67 @@ def check(record: Record, brief: Brief, limit_s: float) -> None:
     if importlib.util.find_spec("pytest") is None:
         record.not_measured("GPU-marked tests", "pytest is not installed")
         return
-    deadline = Deadline(limit_s)
-    found: dict[str, Any] = {}
+    deadline, counts = Deadline(limit_s), Counter[str]()
+    record.details["tests"] = {}
     # Without a GPU all are skipped: one file shows that much.
     for file in files(provenance.ROOT)[-1 if brief.small else 0 :]:
         name = f"GPU-marked tests of {file}"
         if deadline.left() < _LEAST_S:
             record.failed(name, f"not begun: the {limit_s:.0f} s of this part were over")
             continue
-        lines, error = _run(file, brief, deadline.left())
-        found[str(file)] = lines
-        _judge(record, name, lines, error)
-    record.details["tests"] = found
-    counts = Counter(line["outcome"] for lines in found.values() for line in lines)
+        status, said = _run(file, brief, deadline.left())
+        record.details["tests"][str(file)] = judge(record, name, status, said)
+        counts += Counter(record.details["tests"][str(file)].values())
     record.figures["tests"] = ", ".join(f"{n} {outcome}" for outcome, n in sorted(counts.items()))
 
 
-def _run(file: Path, brief: Brief, limit_s: float) -> tuple[list[dict[str, str]], str]:
-    """The tests' outcomes, and why pytest itself did not end well."""
-    target = brief.scratch / f"{file.stem}.jsonl"
-    environment = {**provenance.without_secrets(os.environ), _OUTCOMES: str(target)}
+def _run(file: Path, brief: Brief, limit_s: float) -> tuple[int | None, str]:
+    """The exit status of pytest, ``None`` if it had to be ended, and what it wrote."""
     # PyTorch's own: a kernel that touches what another stream does, without a wait, is an error.
-    environment["TORCH_CUDA_SANITIZER"] = "1"
+    environment = {**provenance.without_secrets(os.environ), "TORCH_CUDA_SANITIZER": "1"}
     # Options that pytest's plugins define are left out: the plugins may be missing.
-    options = ["-o", "addopts=", "-o", "minversion=0", "-p", "no:cacheprovider", "-q"]
-    plugin = ["-p", __name__]  # for its hooks, below
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", *options, *plugin, "-m", "gpu", str(file)],
-        cwd=provenance.ROOT,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,  # tests start ranks of their own, which must end with them
-    )
-    try:
-        said, _ = process.communicate(timeout=limit_s)
-        error = "" if process.returncode in (0, 1) else f"{process.returncode}: {said[-1500:]}"
-    except subprocess.TimeoutExpired:
-        error = f"did not end within {limit_s:.0f} s"
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    text = target.read_text(encoding="utf-8") if target.exists() else ""
-    return [_scrubbed(json.loads(line)) for line in text.splitlines()], error
+    options = ["-o", "addopts=", "-o", "minversion=0", "-p", "no:cacheprovider", "--color=no"]
+    target = brief.scratch / f"{file.stem}.txt"
+    with target.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", *options, "-v", "-rs", "-m", "gpu", str(file)],
+            cwd=provenance.ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # tests start ranks of their own, which must end with them
+        )
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(limit_s)
+        finally:
+            status = process.returncode
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return status, target.read_text(encoding="utf-8", errors="replace")
 
 
-def _scrubbed(line: dict[str, str]) -> dict[str, str]:
-    return {key: provenance.scrub(value) for key, value in line.items() if value}
+def judge(record: Record, name: str, status: int | None, said: str) -> dict[str, str]:
+    """Note the file's verdict; return its tests with what came of each."""
+    outcomes = {test: outcome.lower() for test, outcome in _OUTCOME.findall(said)}
+    passed = sum(outcome == "passed" for outcome in outcomes.values())
+    if status is None:
+        record.failed(name, f"did not end in time\n{said[-_LONGEST_TEXT:]}")
+    elif status in _NOT_COLLECTED and _lacks_a_package(said):
+        record.not_measured(name, f"a package is not installed: {_MISSING.findall(said)[0]}")
+    elif status not in (0, _NO_TESTS):
+        record.failed(name, said[-_LONGEST_TEXT:])
+    elif passed:
+        record.passed_if(True, name, f"{passed} passed")
+    else:
+        why = re.search(r"^SKIPPED .*$", said, re.MULTILINE)
+        record.not_measured(name, why[0] if why else "no test was found")
+    return outcomes
 
 
 def _lacks_a_package(said: str) -> bool:
-    """Whether a package is not installed; a module of this repository is another matter."""
-    found = re.search(r"No module named '(\w+)", said)
-    return found is not None and not (provenance.ROOT / found[1]).is_dir()
-
-
-def _judge(record: Record, name: str, lines: list[dict[str, str]], error: str) -> None:
-    by_outcome: dict[str, list[str]] = {}
-    for line in lines:
-        by_outcome.setdefault(line["outcome"], []).append(
-            f"{line.get('said', '')} ({line['test']})".strip()
-        )
-    missing = by_outcome.get("not collected")
-    if missing and all(map(_lacks_a_package, missing)):
-        record.not_measured(name, missing[0].strip().splitlines()[-1])
-    elif by_outcome.get("failed") or missing:
-        record.failed(name, "\n".join([*by_outcome.get("failed", []), *(missing or [])]))
-    elif error:
-        record.failed(name, error)
-    elif "passed" in by_outcome:
-        record.passed_if(True, name, f"{len(by_outcome['passed'])} passed")
-    else:
-        said = by_outcome.get("skipped", ["no test was found"])
-        record.not_measured(name, said[0])
-
-
-def pytest_runtest_logreport(report: Any) -> None:
-    """Write each test's outcome as a line, at once, so that a kill loses none."""
-    if report.when == "call" or report.outcome != "passed":
-        _write_outcome(report.nodeid, report.outcome, report.longrepr)
-
-
-def pytest_collectreport(report: Any) -> None:
-    if report.failed:
-        _write_outcome(report.nodeid, "not collected", report.longrepr)
-
-
-def _write_outcome(test: str, outcome: str, said: object) -> None:
-    # A skip's is (file, line, reason); an error's ends with what was raised.
-    last = said[-1] if isinstance(said, tuple) else str(said or "").strip()
-    line = {"test": test, "outcome": outcome, "said": str(last)[-600:]}
-    with open(os.environ[_OUTCOMES], "a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+    """Whether all that could not be imported is not installed, and no part of this repository."""
+    names = _MISSING.findall(said)
+    return bool(names) and not any((provenance.ROOT / name).is_dir() for name in names)

@@ -6,10 +6,10 @@ import json
 import math
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -18,6 +18,8 @@ from experiments.records import provenance
 #: ``not measured``: this device or this Python cannot; the detail says why.
 Verdict = Literal["passed", "failed", "not measured"]
 DeviceType = Literal["cuda", "cpu"]
+
+T = TypeVar("T")
 
 NOT_ON_CPU = "not measured on the CPU"
 _NVIDIA_SMI = (
@@ -96,6 +98,14 @@ class Deadline:
 
     def left(self) -> float:
         return max(0.0, self._end - time.monotonic())
+
+
+def shared(shares: Mapping[T, float], limit_s: float) -> Iterator[tuple[T, float]]:
+    """Each in turn, with its seconds of the limit; what one does not use, those behind it have."""
+    deadline, left = Deadline(limit_s), sum(shares.values())
+    for name, share in shares.items():
+        yield name, deadline.left() * share / left
+        left -= share
 
 
 def write(file: Path, content: dict[str, Any]) -> None:

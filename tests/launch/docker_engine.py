@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from experiments.clusters.network import Network
+from experiments.clusters.emulated import Network
 from experiments.records.provenance import ROOT
 from tests.experiments.clusters.engines import Daemons, succeeds
 from tests.experiments.waiting import wait_until

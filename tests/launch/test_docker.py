@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.clusters.network import Network
+from experiments.clusters.emulated import Network
 from experiments.records.provenance import ROOT
 from tests.experiments.clusters.engines import enter, require, sshd
 from tests.experiments.clusters.two_nodes import Run, finish

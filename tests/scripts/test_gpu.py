@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,9 @@ import pytest
 
 from experiments.preflight.schema import Preflight
 from scripts.gpu import __main__ as command
-from scripts.gpu import constants, correctness, groups, marked, memory, nccl, overlap, parity, trace
-from scripts.gpu.parity import Case
+from scripts.gpu import constants, cost, marked, parity, ranks
+from scripts.gpu.parity import Case, Found
+from scripts.gpu.ranks import Rank
 from scripts.gpu.records import Brief, Record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,10 +68,10 @@ def test_the_records_are_few_and_small(out: Path) -> None:
 @pytest.mark.system
 def test_parity_holds_in_both_worlds(out: Path) -> None:
     details = read(out / "correctness.json")["details"]
-    for world in ("parity, imitated 2 × 8", "parity, 2 × 1, gloo"):
-        names = [case.name for case in parity.cases(small=True)]
-        assert list(details[world]) == names
-        assert all(line["equal"] for line in details[world].values())
+    for world in (parity.IMITATED, parity.PAIR):
+        cases = details[world.name]["cases"]
+        assert list(cases) == [case.name for case in parity.policies(small=True)]
+        assert all(line["equal"] for line in cases.values())
 
 
 @pytest.mark.system
@@ -85,9 +89,9 @@ def test_what_a_cpu_cannot_tell_is_said_and_no_figure(out: Path) -> None:
 @pytest.mark.system
 def test_ranks_of_three_topologies_neither_hang_nor_differ(out: Path) -> None:
     details = read(out / "nccl.json")["details"]
-    for name in ("2 × 1", "2 × 2", "4 × 1"):
-        assert details[name]["state"] == "ended"
-        for run in details[name]["rank 0"]:
+    for world in parity.WORLDS:
+        assert not details[world.name]["broken"]
+        for run in details[world.name]["cases"].values():
             assert run["losses"] == pytest.approx(run["fsdp2_losses"], rel=1e-4)
 
 
@@ -101,7 +105,7 @@ def test_the_planner_can_read_the_constants(out: Path) -> None:
 
 @pytest.mark.system
 def test_the_trace_names_what_fcdp_does(out: Path) -> None:
-    events = json.loads(gzip.decompress((out / overlap.TRACE).read_bytes()))["traceEvents"]
+    events = json.loads(gzip.decompress((out / cost.TRACE).read_bytes()))["traceEvents"]
     assert any(event["name"].startswith("fcdp::cache_load") for event in events)
 
 
@@ -133,9 +137,27 @@ def test_wrong_arguments_are_refused(
     assert (arguments[0] if arguments else "--out") in capsys.readouterr().err
 
 
-def faulty(fault: str, limit_s: float) -> groups.Outcome:
-    brief = {"fault": fault, "at": 1}
-    return groups.run("fault", brief, world_size=2, device="cpu", limit_s=limit_s, apart=True)
+def go_wrong(rank: Rank) -> None:
+    """Fail, crash or hang on purpose."""
+    rank.join(1, rank.world_size)
+    rank.answer({"rank": rank.rank, "host": os.environ.get("NCCL_HOSTID")})
+    fault = rank.brief["fault"] if rank.rank == 1 else "none"
+    if fault == "raise":
+        raise ValueError("made to fail")
+    if fault == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if fault == "hang":
+        hang()
+
+
+def hang() -> None:
+    while True:
+        time.sleep(60)
+
+
+def faulty(fault: str, limit_s: float) -> ranks.Outcome:
+    brief = {"fault": fault}
+    return ranks.run(go_wrong, brief, world_size=2, device="cpu", limit_s=limit_s, apart=True)
 
 
 @pytest.mark.system
@@ -154,20 +176,26 @@ def test_a_hang_ends_with_the_limit_and_the_stacks() -> None:
     found = faulty("hang", 15)
     assert found.state == "hung"
     assert [lines[0]["rank"] for lines in found.lines] == [0, 1]
-    assert "_hang" in found.stacks[1]
+    assert "in hang" in found.stacks[1]
 
 
 def test_of_a_line_that_was_cut_off_nothing_is_kept(tmp_path: Path) -> None:
     file = tmp_path / "0.jsonl"
     file.write_text('{"case": 1}\n{"case": ')
-    assert groups._lines(file) == [{"case": 1}]
+    assert ranks._lines(file) == [{"case": 1}]
 
 
-CASES = [Case("fsdp2", "full"), Case("none", "full"), Case("host", "full")]
+CASES = [Case("fsdp2"), Case("none"), Case("host")]
 
 
 def line(**changes: Any) -> dict[str, Any]:
     return {"equal": True, "distance": 0.0, "hits": 3, "trains": True, **changes}
+
+
+def judged(found: Found, world: parity.World = parity.PAIR) -> Record:
+    record = Record("correctness")
+    parity.judge(record, world, [*found.lines, *found.broken], found)
+    return record
 
 
 @pytest.mark.parametrize(
@@ -175,36 +203,47 @@ def line(**changes: Any) -> dict[str, Any]:
     [({}, "passed"), ({"equal": False}, "failed"), ({"hits": 0}, "failed")],
 )
 def test_parity_is_judged_over_all_ranks(changed: dict[str, Any], verdict: str) -> None:
-    found = correctness.Found({case: [line(), line()] for case in CASES})
+    found = Found({case: [line(), line()] for case in CASES})
     found.lines[CASES[2]] = [line(), line(**changed)]
-    record = Record("correctness")
-    correctness.judge(record, "2 × 1", CASES, found)
     name = "all policies on 2 × 1: equal to FSDP2 bit for bit, served by caches"
-    assert verdicts(record)[name] == verdict
+    assert verdicts(judged(found))[name] == verdict
+
+
+@pytest.mark.parametrize(
+    ("world", "micro_batches", "equal", "distance", "verdict"),
+    [
+        (parity.WORLDS[1], 1, False, 9e-5, "passed"),
+        (parity.WORLDS[1], 1, False, 2e-4, "failed"),
+        (parity.PAIR, 2, False, 9e-5, "passed"),
+        (parity.PAIR, 1, False, 9e-5, "failed"),
+    ],
+)
+def test_only_sums_of_several_orders_may_differ(
+    world: parity.World, micro_batches: int, equal: bool, distance: float, verdict: str
+) -> None:
+    case = Case("host", "full", None, micro_batches)
+    record = judged(Found({case: [line(equal=equal, distance=distance)]}), world)
+    assert record.verdict == verdict
 
 
 def test_a_case_that_broke_its_ranks_is_no_parity() -> None:
-    found = correctness.Found({case: [line()] for case in CASES[:2]}, {CASES[2]: "hung after 9 s"})
-    record = Record("correctness")
-    correctness.judge(record, "2 × 1", CASES, found)
+    record = judged(Found({case: [line()] for case in CASES[:2]}, {CASES[2]: "hung after 9 s"}))
     assert record.verdict == "failed"
-    assert "host/full: hung after 9 s" in record.checks[-1].detail
+    assert [check.detail for check in record.checks if "no hang" in check.name] == [
+        "host/full: hung after 9 s"
+    ]
 
 
 def test_where_nccl_refuses_fsdp2_nothing_is_said_of_fcdp() -> None:
-    found = correctness.Found({}, {CASES[0]: "Duplicate GPU detected"})
-    record = Record("correctness")
-    correctness.judge(record, "2 × 1", CASES, found)
+    record = judged(Found({}, {CASES[0]: "Duplicate GPU detected"}))
     assert record.verdict == "not measured"
     assert "Duplicate GPU detected" in record.checks[0].detail
 
 
 def test_quantised_losses_have_a_bound() -> None:
-    cases = [Case("fsdp2", "full"), Case("none", "full", "int8")]
+    cases = [Case("fsdp2"), Case("none", "full", "int8")]
     for distance, verdict in ((0.02, "passed"), (0.04, "failed")):
-        found = correctness.Found({case: [line(distance=distance)] for case in cases})
-        record = Record("correctness")
-        correctness.judge(record, "2 × 1", cases, found)
+        record = judged(Found({case: [line(distance=distance)] for case in cases}))
         assert verdicts(record)["int8 on 2 × 1: losses within 3% of FSDP2's"] == verdict
 
 
@@ -218,29 +257,32 @@ def test_marked_tests_are_found_by_their_mark(tmp_path: Path) -> None:
     assert Path("tests/fcdp/test_codec.py") in marked.files(ROOT)
 
 
+SKIPPED = "SKIPPED [2] tests/test_a.py:3: needs a CUDA device"
+
+
 @pytest.mark.parametrize(
-    ("outcome", "said", "verdict"),
+    ("status", "said", "verdict", "detail"),
     [
-        ("passed", "", "passed"),
-        ("failed", "assert 1 == 2", "failed"),
-        ("skipped", "needs a CUDA device", "not measured"),
-        ("not collected", "ModuleNotFoundError: No module named 'pydantic'", "not measured"),
-        ("not collected", "ModuleNotFoundError: No module named 'fcdp.tiers'", "failed"),
-        ("not collected", "SyntaxError", "failed"),
+        (0, "tests/test_a.py::test_b[1 x] PASSED [100%]", "passed", "1 passed"),
+        (1, "tests/test_a.py::test_b FAILED\nassert 1 == 2", "failed", "assert 1 == 2"),
+        (0, f"tests/test_a.py::test_b SKIPPED (needs)\n{SKIPPED}", "not measured", SKIPPED),
+        (2, "E   ModuleNotFoundError: No module named 'pydantic'", "not measured", "pydantic"),
+        (4, "E   ModuleNotFoundError: No module named 'pydantic'", "not measured", "pydantic"),
+        (2, "E   ModuleNotFoundError: No module named 'fcdp.tiers'", "failed", "fcdp.tiers"),
+        (2, "E   SyntaxError", "failed", "SyntaxError"),
+        (5, "collected 0 items", "not measured", "no test was found"),
+        (None, "tests/test_a.py::test_b PASSED", "failed", "did not end"),
+        (-11, "tests/test_a.py::test_b PASSED\nFatal Python error", "failed", "Fatal"),
     ],
 )
-def test_marked_tests_are_judged_by_file(outcome: str, said: str, verdict: str) -> None:
+def test_marked_tests_are_judged_by_file(
+    status: int | None, said: str, verdict: str, detail: str
+) -> None:
     record = Record("correctness")
-    marked._judge(record, "a file", [{"test": "one", "outcome": outcome, "said": said}], "")
+    outcomes = marked.judge(record, "a file", status, said)
     assert record.verdict == verdict
-    assert said in record.checks[0].detail
-
-
-def test_marked_tests_that_do_not_end_are_a_failure() -> None:
-    record = Record("correctness")
-    lines = [{"test": "one", "outcome": "passed"}]
-    marked._judge(record, "a file", lines, "did not end within 9 s")
-    assert record.verdict == "failed"
+    assert detail in record.checks[0].detail
+    assert len(outcomes) == said.count("::")
 
 
 def peaks(**changes: float) -> dict[str, Any]:
@@ -252,8 +294,8 @@ def peaks(**changes: float) -> dict[str, Any]:
     ("changed", "verdict"),
     [
         ({}, "passed"),
-        ({"reserved_peak": 1e9 + memory.allowed(10_000)}, "passed"),
-        ({"reserved_peak": 1e9 + memory.allowed(10_000) + 1}, "failed"),
+        ({"reserved_peak": 1e9 + cost.allowed(10_000)}, "passed"),
+        ({"reserved_peak": 1e9 + cost.allowed(10_000) + 1}, "failed"),
         ({"active_peak": 6e9}, "failed"),
         ({"retries": 1}, "failed"),
     ],
@@ -262,38 +304,24 @@ def test_memory_may_exceed_fsdp2_by_slices_in_flight(
     changed: dict[str, float], verdict: str
 ) -> None:
     record = Record("memory")
-    memory.judge(record, {"fsdp2": peaks(), "none": peaks(), "host": peaks(**changed)}, 10_000)
+    cost.judge_memory(record, {"fsdp2": peaks(), "none": peaks(), "host": peaks(**changed)}, 10_000)
     assert record.verdict == verdict
 
 
 def test_memory_says_nothing_where_the_host_was_the_slower_one() -> None:
     record = Record("memory")
-    memory.judge(record, {"fsdp2": peaks(host_seconds=0.9), "host": peaks()}, 10_000)
+    cost.judge_memory(record, {"fsdp2": peaks(host_seconds=0.9), "host": peaks()}, 10_000)
     assert record.verdict == "failed"
 
 
 def test_slices_in_flight_are_a_small_part_of_the_model() -> None:
-    size = memory.sizes(small=False)
+    size = cost.memory_sizes(small=False)
     assert size["units"] * 2 * size["width"] ** 2 == 24 * 200 * 10**6
-    assert memory.allowed(size["width"]) < 0.6 * 200e6
-
-
-def test_losses_that_differ_or_ranks_that_hang_fail_nccl() -> None:
-    run = {"equal": True, "distance": 0.0, "hits": 1}
-    whole = [run] * len(nccl.RECIPES)
-    for lines, state, verdict in (
-        (whole, "ended", "passed"),
-        ([*whole[:-1], {**run, "distance": 0.1}], "ended", "failed"),
-        (whole[:1], "hung", "failed"),
-    ):
-        record = Record("nccl")
-        outcome = groups.Outcome(state, [whole, lines], "", [], 1.0)  # type: ignore[arg-type]
-        nccl.judge(record, "2 × 2", list(nccl.RECIPES), outcome, exact=False)
-        assert record.verdict == verdict
+    assert cost.allowed(size["width"]) < 0.6 * 200e6
 
 
 def found(**changes: Any) -> dict[str, Any]:
-    copies = {"bytes": 1, "bytes_per_s": 50e9, "share_under_kernels": 0.95}
+    copies = {"bytes": 50e9, "seconds": 1, "share_under_kernels": 0.95}
     return {
         "parameters": 1,
         "hits": 1,
@@ -309,7 +337,7 @@ def found(**changes: Any) -> dict[str, Any]:
     "changed",
     [
         {"host_over_none": 1.06},
-        {"bytes_per_s": 40e9},
+        {"bytes": 40e9},
         {"share_under_kernels": 0.1},
         {"trace_bytes": 3 * 2**20},
         {"copies": None},
@@ -317,20 +345,20 @@ def found(**changes: Any) -> dict[str, Any]:
 )
 def test_overlap_is_held_against_its_targets(changed: dict[str, Any]) -> None:
     record = Record("overlap")
-    overlap.judge(record, found(), on_cpu=False)
+    cost.judge_overlap(record, found(), on_cpu=False)
     assert record.verdict == "passed"
     record = Record("overlap")
-    overlap.judge(record, found(**changed), on_cpu=False)
+    cost.judge_overlap(record, found(**changed), on_cpu=False)
     assert record.verdict == "failed"
 
 
 def test_spans_that_touch_become_one() -> None:
-    assert trace.merged([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
+    assert cost.merged([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
 
 
 def test_overlap_of_spans_counts_each_moment_once() -> None:
-    assert trace.overlap([(0, 4), (10, 12)], [(1, 2), (1, 3), (11, 20)]) == 3
-    assert trace.overlap([(0, 4)], []) == 0
+    assert cost.under([(0, 4), (10, 12)], [(1, 2), (1, 3), (11, 20)]) == 3
+    assert cost.under([(0, 4)], []) == 0
 
 
 def event(kind: str, name: str, begin: float, length: float) -> dict[str, Any]:
@@ -359,26 +387,15 @@ EVENTS = [
 
 
 def test_a_copy_counts_as_hidden_as_far_as_kernels_run_beside_it() -> None:
-    copies = trace.copies(EVENTS)
-    assert copies == trace.Copies(200, 20e-6, 0.25)
-    assert copies.bytes_per_s == 200 / 20e-6
-    assert trace.copies(EVENTS[:2]) is None
+    copies = cost.copies(EVENTS)
+    assert copies == cost.Copies(200, 20e-6, 0.25)
+    assert cost.copies(EVENTS[:2]) is None
 
 
 def test_of_a_trace_the_device_is_kept(tmp_path: Path) -> None:
     file = tmp_path / "trace.json.gz"
-    assert trace.write_small(EVENTS, file) == file.stat().st_size
+    assert cost.write_small(EVENTS, file) == file.stat().st_size
     kept = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
     assert [each["name"] for each in kept] == [each["name"] for each in EVENTS[:5]]
     assert kept[0]["args"] == {"bytes": 100, "stream": 7}
-    assert trace.copies(kept) == trace.copies(EVENTS)
-
-
-def test_a_line_is_fitted_as_preflight_does() -> None:
-    from experiments.preflight.schema import Link, Sample
-
-    samples = [(1000, 2e-3), (2000, 2.5e-3), (4000, 4.2e-3), (8000, 8e-3)]
-    link = Link.of(2, [Sample(bytes=size, seconds=s) for size, s in samples])
-    found, expected = constants.line_through(2, samples), link.model_dump()
-    assert found.pop("samples") == expected.pop("samples")
-    assert found == pytest.approx(expected)
+    assert cost.copies(kept) == cost.copies(EVENTS)

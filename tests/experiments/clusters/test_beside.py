@@ -13,8 +13,7 @@ from pyroute2 import IPRoute, netns
 
 from baselines.description import ExtraProcess
 from experiments.clusters import namespaces
-from experiments.clusters.emulated import EmulatedCluster
-from experiments.clusters.network import Network
+from experiments.clusters.emulated import EmulatedCluster, Network
 from experiments.records.cell import ClusterSpec
 
 pytestmark = pytest.mark.usefixtures("privileged")

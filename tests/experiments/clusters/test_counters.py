@@ -8,7 +8,7 @@ import pytest
 
 from experiments.clusters import counters, namespaces
 from experiments.clusters.counters import transmitted_bytes
-from experiments.clusters.network import INTERFACE, Network
+from experiments.clusters.emulated import INTERFACE, Network
 from tests.experiments.waiting import wait_until
 
 

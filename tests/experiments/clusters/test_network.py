@@ -14,14 +14,14 @@ from pyroute2 import netns
 
 from experiments.clusters import lifetimes, namespaces
 from experiments.clusters.counters import transmitted_bytes
-from experiments.clusters.interface import ClusterError
-from experiments.clusters.network import (
+from experiments.clusters.emulated import (
     INTERFACE,
     MTU,
     TO_GROUPS,
     Network,
     burst_bytes,
 )
+from experiments.clusters.interface import ClusterError
 from experiments.records.abilities import HIGHEST_RATE, LOWEST_RATE
 
 pytestmark = pytest.mark.usefixtures("privileged")
@@ -185,7 +185,7 @@ def test_namespaces_of_a_killed_owner_are_removed_and_those_of_a_live_one_stay(
 ) -> None:
     script = (
         "import os, signal\n"
-        "from experiments.clusters.network import Network\n"
+        "from experiments.clusters.emulated import Network\n"
         "print(*Network(2).__enter__().nodes, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.clusters.network import Network
+from experiments.clusters.emulated import Network
 from tests.experiments.clusters.engines import Slurm, require, slurm
 from tests.experiments.clusters.two_nodes import (
     Run,

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from experiments.clusters.network import Network
+from experiments.clusters.emulated import Network
 from tests.experiments.clusters.engines import enter, require, sshd
 from tests.experiments.clusters.two_nodes import (
     Run,

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from experiments.clusters import namespaces
-from experiments.clusters.network import INTERFACE, Network
+from experiments.clusters.emulated import INTERFACE, Network
 from experiments.records.provenance import ROOT
 from experiments.records.record import Record
 from experiments.records.record import read as read_records

@@ -90,5 +90,5 @@ def test_the_block_computes_what_is_counted() -> None:
     shape = BlockShape(width=64, heads=4, sequence_length=32, sequences=2)
     inputs = torch.randn(2, 32, 64, requires_grad=True)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        Block(shape)(inputs).sum().backward()
+        Block(shape.width, shape.heads)(inputs).sum().backward()
     assert shape.work().flops == pytest.approx(counter.get_total_flops())

@@ -9,10 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.preflight.schema import Link, Preflight, Sample
+from experiments.preflight import probe
+from experiments.preflight.schema import Link, Preflight
 from tests.experiments.preflight.made_up import preflight
 
 SIZES = [4**power for power in range(5, 14)]
+
+
+def fitted(samples: list[tuple[int, float]]) -> Link:
+    return Link.model_validate(probe.line(2, samples))
 
 
 @given(
@@ -21,24 +26,20 @@ SIZES = [4**power for power in range(5, 14)]
     sizes=st.lists(st.sampled_from(SIZES), min_size=2, unique=True),
 )
 def test_a_line_is_found_again(latency: float, bytes_per_s: float, sizes: list[int]) -> None:
-    samples = [Sample(bytes=size, seconds=latency + size / bytes_per_s) for size in sizes]
-    link = Link.of(2, samples)
-    for sample in samples:
+    link = fitted([(size, latency + size / bytes_per_s) for size in sizes])
+    for sample in link.samples:
         found = link.latency_s + sample.bytes / link.bytes_per_s
         assert found == pytest.approx(sample.seconds, rel=1e-3)
 
 
 def test_a_burst_that_passes_at_full_speed_does_not_raise_the_bandwidth() -> None:
     bucket, rate = 36_000, 1.25e6
-    samples = [
-        Sample(bytes=size, seconds=1e-4 + max(0, size - bucket) / rate) for size in SIZES[:6]
-    ]
-    assert Link.of(2, samples).bytes_per_s == pytest.approx(rate, rel=0.02)
+    samples = [(size, 1e-4 + max(0, size - bucket) / rate) for size in SIZES[:6]]
+    assert fitted(samples).bytes_per_s == pytest.approx(rate, rel=0.02)
 
 
 def test_noise_gives_no_negative_bandwidth() -> None:
-    samples = [Sample(bytes=1024, seconds=0.2), Sample(bytes=4096, seconds=0.1)]
-    link = Link.of(2, samples)
+    link = fitted([(1024, 0.2), (4096, 0.1)])
     assert link.bytes_per_s == pytest.approx(40960)
     assert link.latency_s >= 0
 
