@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from simulation.hardware import GB, Gpu, Hardware, Overheads
+from simulation.hardware import GB, Gpu, Hardware, Overheads, share_of_peak
 
 #: TCP's headers and acknowledgements over frames of 9000 bytes take the rest, by the counters.
 PAYLOAD_SHARE = 0.988
@@ -64,7 +64,7 @@ def emulated(
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         device=host,
-        matmul_efficiency=1.0,
+        rates=share_of_peak(host, 1.0, nodes * ranks_per_node),
         inter_bytes_per_s=float("inf"),
         intra_bytes_per_s=float("inf"),
         # A message's latency is part of what the host's cores do: see ``message_seconds``.

@@ -15,6 +15,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from simulation import checks
+from simulation.checks import Checked, Count
 from simulation.files import Name, Strict
 
 Family = Literal["gpt2", "llama"]
@@ -109,7 +110,7 @@ class ModelSpec(Strict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Transformer:
+class Transformer(Checked):
     """A decoder of GPT-2's kind (LayerNorm, GELU) or Llama's (RMSNorm, a gated MLP).
 
     Raises ``ValueError`` naming the field for an impossible shape.
@@ -117,14 +118,14 @@ class Transformer:
 
     name: str
     family: Family
-    layers: int
-    width: int
-    heads: int
-    vocabulary: int
+    layers: Count
+    width: Count
+    heads: Count
+    vocabulary: Count
     #: Number of learned positions, of GPT-2.
     positions: int = 0
-    mlp_width: int
-    key_value_heads: int
+    mlp_width: Count
+    key_value_heads: Count
     #: Whether the output layer is the embedding.
     tied: bool
     #: Width of one head of attention; none: ``width / heads``.
@@ -134,11 +135,11 @@ class Transformer:
     #: Whether Q, K and V, and both of what is gated, are one matrix each (Phi-3).
     joined: bool = False
     #: Norms of a block, of Llama's kind, and elements of other vectors that it has.
-    norms: int = 2
+    norms: Count = 2
     vectors: tuple[int, ...] = ()
     #: Experts of an MLP, and those that a token passes.
-    experts: int = 1
-    active_experts: int = 1
+    experts: Count = 1
+    active_experts: Count = 1
     #: What was counted from modules in place of the above: a block's matrices, those of attention,
     #: and what is outside of the blocks.
     counted_matrices: tuple[Matrix, ...] = ()
@@ -146,17 +147,7 @@ class Transformer:
     counted_root: tuple[Rows, ...] = ()
 
     def __post_init__(self) -> None:
-        checks.counts(
-            layers=self.layers,
-            width=self.width,
-            heads=self.heads,
-            vocabulary=self.vocabulary,
-            mlp_width=self.mlp_width,
-            key_value_heads=self.key_value_heads,
-            norms=self.norms,
-            experts=self.experts,
-            active_experts=self.active_experts,
-        )
+        super().__post_init__()
         if self.active_experts > self.experts:
             raise ValueError(
                 f"active_experts = {self.active_experts}: must be at most experts = {self.experts}"

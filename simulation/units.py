@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from baselines.schedule import Schedule
-from simulation.rates import Work
+from simulation.hardware import Work
 from simulation.transformer import Rows, padded_numel
 from simulation.work import block_work, head_work, recomputed_work
 from simulation.workload import Workload

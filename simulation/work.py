@@ -8,7 +8,7 @@ of which fit by these figures: a test holds that.
 
 from __future__ import annotations
 
-from simulation.rates import Work
+from simulation.hardware import Work
 from simulation.workload import Workload
 
 #: Operations of attention's backward per operation of its forward: a fused kernel computes the

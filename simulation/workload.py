@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from baselines.registry import find, schedule_of
 from baselines.schedule import Schedule, by_node
 from baselines.settings import Exchanges, OuterPlace, UpdateRule
-from simulation import checks
+from simulation.checks import Checked, Count, Share
 from simulation.transformer import Lora, Transformer
 
 #: Kernels: attention by matrix products; fused attention, as PyTorch has it; and fused norms,
@@ -20,13 +20,12 @@ Checkpointing = Literal["full", "selective"]
 #: matrices in 4 bits with doubly quantised scales (QLoRA), the rest in bf16.
 FrozenDtype = Literal["fp32", "bf16", "nf4"]
 ReduceDtype = Literal["same", "fp32"]
+Adapters = Literal["sharded", "replicated"]
 _NF4_BYTES = 0.5 + 0.127 / 8
-#: Bytes of an element: bfloat16 and float32.
-_ELEMENT_BYTES = (2, 4)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
+class Workload(Checked):
     """A strategy on a model, as the simulator sees it.
 
     Raises ``ValueError`` naming the field that cannot be.
@@ -36,14 +35,14 @@ class Workload:
     model: Transformer
     #: ``None``: all parameters are trained.
     lora: Lora | None = None
-    sequence_length: int
+    sequence_length: Count
     #: Sequences per rank and micro-batch, and micro-batches between two optimizer steps.
-    micro_batch: int
-    accumulation: int = 1
+    micro_batch: Count
+    accumulation: Count = 1
     #: Bytes per element in gathers, computation and reductions. With 2, master weights stay fp32.
-    element_bytes: int = 2
+    element_bytes: Literal[2, 4] = 2
     #: Activation-checkpointing fraction: share of the blocks that backward recomputes.
-    recomputed: float = 0.0
+    recomputed: Share = 0.0
     #: What these recompute.
     checkpointing: Checkpointing = "full"
     kernels: Kernels = "flash"
@@ -54,50 +53,23 @@ class Workload:
     policy: str = "host"
     gather_codec: str = "none"
     reduce_codec: str = "none"
-    adapters: str = "sharded"
+    adapters: Adapters = "sharded"
     exchanges: Exchanges = "hierarchical"
     #: Of workers that step apart: steps per round, what a worker is, where the outer state lies.
-    interval: int = 12
+    interval: Count = 12
     worker: str = "rank"
     outer_on: OuterPlace = "device"
     #: Of cycles: which parameters may be one step old, and how many stages there are, if not as
     #: many as micro-batches.
     rule: UpdateRule = "v2"
-    stages: int | None = None
+    stages: Count | None = None
     #: AdamW's, on which the size of differences depends (``gather_codec`` ``delta``).
     learning_rate: float = 1e-5
     #: LuWu's: bytes of a message, whether acknowledgements are merged, and whether frozen
     #: parameters are pulled once.
-    chunk_bytes: int = 256 * 1024
+    chunk_bytes: Count = 256 * 1024
     merged: bool = True
     cached: bool = False
-
-    def __post_init__(self) -> None:
-        checks.counts(
-            sequence_length=self.sequence_length,
-            micro_batch=self.micro_batch,
-            accumulation=self.accumulation,
-            interval=self.interval,
-            stages=1 if self.stages is None else self.stages,
-            chunk_bytes=self.chunk_bytes,
-        )
-        checks.share(recomputed=self.recomputed)
-        if self.element_bytes not in _ELEMENT_BYTES:
-            raise ValueError(f"element_bytes = {self.element_bytes!r}: allowed are 2 and 4")
-        if self.adapters not in ("sharded", "replicated"):
-            raise ValueError(f"adapters = {self.adapters!r}: allowed are sharded and replicated")
-        for name, kind in (
-            ("exchanges", Exchanges),
-            ("kernels", Kernels),
-            ("checkpointing", Checkpointing),
-            ("frozen_dtype", FrozenDtype),
-            ("reduce_dtype", ReduceDtype),
-            ("outer_on", OuterPlace),
-            ("rule", UpdateRule),
-        ):
-            value = getattr(self, name)
-            if value not in get_args(kind):
-                raise ValueError(f"{name} = {value!r}: allowed are {', '.join(get_args(kind))}")
 
     @property
     def schedule(self) -> Schedule:

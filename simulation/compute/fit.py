@@ -21,8 +21,7 @@ from pydantic import Field, ValidationError
 
 from simulation.calibration import not_negative
 from simulation.files import Strict, problem
-from simulation.hardware import Gpu, Hardware, card, cluster
-from simulation.rates import Rates, scale
+from simulation.hardware import Gpu, Hardware, Rates, card, cluster, scale
 from simulation.step.passes import ADAM_BYTES
 from simulation.transformer import Transformer
 from simulation.work import token_work
@@ -146,10 +145,12 @@ class Fitted:
     def rates(self, device: Gpu, measured: str) -> Rates:
         """The rates of ``device`` by the shares of the GPU that was ``measured``."""
         shares = self.shares[measured]
+        nbytes = shares.bytes * device.memory_bytes_per_s
         return Rates(
             products_per_s=shares.products * device.peak_flops,
             attention_per_s=shares.attention * device.peak_flops,
-            bytes_per_s=shares.bytes * device.memory_bytes_per_s,
+            bytes_per_s=nbytes,
+            copied_bytes_per_s=nbytes,
             exchanged_bytes_per_s=_rate(device, self.exchange_passes),
             lost_with_scale=self.lost_with_scale,
             basis="fitted" if measured == device.name else "nearest architecture",

@@ -19,9 +19,8 @@ import numpy as np
 from simulation.calibration import INTERVAL, Constant, bootstrap
 from simulation.compute.fit import Fitted, Row, Run, Shares, fit, run_of
 from simulation.files import Strict
-from simulation.hardware import Gpu, Hardware, card
+from simulation.hardware import Gpu, Hardware, Rates, Work, card
 from simulation.prediction import predict
-from simulation.rates import Rates, Work
 
 RECORD = Path(__file__).parents[2] / "results" / "compute" / "fit.json"
 SOURCE = "mosaicml/llm-foundry, scripts/train/benchmarking"

@@ -86,7 +86,9 @@ def most_computed_per_s(workload: Workload, hardware: Hardware) -> float:
     """Tokens per second that computation alone allows."""
     seconds = hardware.seconds(token_work(workload))
     passes = workload.model.layers * (2 + workload.recomputed)
-    seconds += passes * hardware.memory_seconds(dequantised_bytes(workload)) / workload.tokens
+    seconds += (
+        passes * dequantised_bytes(workload) / hardware.rates.copied_bytes_per_s / workload.tokens
+    )
     return hardware.world_size / seconds
 
 
@@ -160,9 +162,9 @@ def tokens_range(speed: Speed, hardware: Hardware) -> tuple[float, float]:
     much, as what waited behind it may come before.
     """
     rates = hardware.rates
-    measured = rates is not None and rates.basis.startswith("preflight")
+    measured = rates.basis.startswith("preflight")
     links = _MEASURED_LINKS if measured else _NOMINAL_LINKS
-    compute = (1.0, 1.0) if rates is None else (rates.lowest, rates.highest)
+    compute = (rates.lowest, rates.highest)
     low, high = (
         sum(
             seconds / (compute[end] if name in _COMPUTE else links[end])
@@ -188,7 +190,7 @@ def tie() -> float:
 def rests_on(hardware: Hardware) -> str:
     """The base of the seconds of computation, in words, with their range."""
     rates = hardware.rates
-    if rates is None:
+    if rates.basis == "share of the peak":
         return f"data sheet, of which {hardware.matmul_efficiency:.0%} are taken to be reached"
     span = f"{rates.lowest - 1:+.0%} to {rates.highest - 1:+.0%}"
     texts = {
@@ -199,6 +201,5 @@ def rests_on(hardware: Hardware) -> str:
         f"{rates.measured_on} reached",
         "preflight's block": "a transformer block measured by preflight, its parts by the shares "
         f"that {rates.measured_on} reached",
-        "data sheet": "data sheet",
     }
     return f"{texts[rates.basis]}; {span}"

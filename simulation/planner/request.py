@@ -15,7 +15,7 @@ from simulation.luwu import Server
 from simulation.memory import check_policy
 from simulation.models import shape, usual_length
 from simulation.transformer import Lora, Transformer
-from simulation.workload import FrozenDtype, Kernels, ReduceDtype, Workload
+from simulation.workload import Adapters, FrozenDtype, Kernels, ReduceDtype, Workload
 
 #: Shares of the blocks that are recomputed, or of all blocks what is no product.
 Recomputed = float | Literal["selective"]
@@ -30,7 +30,7 @@ GATHERS_FOUR_BITS = ("ddp", "fsdp2")
 #: Schedules that no plan has, as ``planned`` says.
 _NOT_PLANNED = "its ranks train with parameters a step old, and send no less than DDP or ZeRO-3 do"
 #: What our engine does with adapters: a gather and a reduction per step, or one all-reduce.
-_ADAPTERS = ("sharded", "replicated")
+_ADAPTERS: tuple[Adapters, ...] = ("sharded", "replicated")
 
 
 def planned() -> tuple[str, ...]:
@@ -169,7 +169,7 @@ class Request:
         make = model.attention_lora if self.lora_targets == "attention" else model.linear_lora
         return make(self.lora_rank)
 
-    def _choices(self, strategy: str) -> list[tuple[str, str]]:
+    def _choices(self, strategy: str) -> list[tuple[str, Adapters]]:
         """Policies, and whether adapters are sharded, of a strategy that has the choice."""
         schedule = schedule_of(strategy)
         if schedule.cache != "policy" or schedule.policy is not None:

@@ -54,7 +54,7 @@ class StageSeconds:
         backward += recomputed_work(workload) * again
         head = [hardware.seconds(work * tokens) for work in head_work(workload)]
         beside = overhead_seconds(workload, hardware)
-        each_pass = hardware.memory_seconds(dequantised_bytes(workload))
+        each_pass = dequantised_bytes(workload) / hardware.rates.copied_bytes_per_s
         one = hardware.seconds(forward * tokens) + beside + each_pass
         back = hardware.seconds(backward * tokens) + beside + (1 + again) * each_pass
         last = len(stages) - 1

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baselines.schedule import Schedule
-from simulation.hardware import Hardware
+from simulation.hardware import Hardware, Work
 from simulation.memory import Placement
-from simulation.rates import Work
 from simulation.step.exchanges import Exchanges
 from simulation.step.passes import call_seconds, optimizer_tasks, overhead_seconds, round_tasks
 from simulation.step.tasks import COMPUTE, Tasks
@@ -61,7 +60,7 @@ class Step:
         #: Seconds beside matrix products, in one forward or one backward of all blocks.
         self._overhead_seconds = layers * overhead_seconds(workload, hardware)
         #: In each pass through a block, whatever its tokens: four bits become bf16.
-        self._pass_seconds = hardware.memory_seconds(dequantised_bytes(workload))
+        self._pass_seconds = dequantised_bytes(workload) / hardware.rates.copied_bytes_per_s
         #: In the optimizer's step.
         self._step_seconds = layers * call_seconds(workload, hardware)
 

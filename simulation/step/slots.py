@@ -363,5 +363,5 @@ def _update(tasks: Tasks, stage: int, trained: int, seconds: float) -> None:
         ring = traffic.flat_all_reduce(nbytes, hardware.nodes, hardware.ranks_per_node)
         name = f"reduce stage {stage}"
         tasks.exchange(name, COMPUTE, ring, "reduce", (), reduced_bytes=nbytes)
-    copy = hardware.memory_seconds(_COPY_BYTES * trained)
+    copy = _COPY_BYTES * trained / hardware.rates.copied_bytes_per_s
     tasks.compute(f"optimizer stage {stage}", seconds + copy, ())

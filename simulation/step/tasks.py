@@ -79,7 +79,8 @@ class Tasks:
         demands["compute"] = hardware.overheads.byte_seconds * sharing * sent
         arrived = gathered_bytes * hardware.ranks_sharing_device
         demands["compute"] += hardware.overheads.gathered_byte_seconds * arrived
-        demands["compute"] += hardware.exchange_seconds(gathered_bytes + reduced_bytes)
+        exchanged = gathered_bytes + reduced_bytes
+        demands["compute"] += exchanged / hardware.rates.exchanged_bytes_per_s
         messages = traffic.inter_messages + traffic.intra_messages
         demands["compute"] += hardware.overheads.message_seconds * messages
         return demands
