@@ -85,8 +85,15 @@ def largest_micro_batch(cell: Cell) -> int:
 
 def assumed(hardware: Hardware) -> dict[str, Any]:
     """The assumptions of a simulation, for its record; without what is unlimited or not known."""
-    unknown = (float("inf"), None)
-    return {name: value for name, value in asdict(hardware).items() if value not in unknown}
+    return _known(asdict(hardware))
+
+
+def _known(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _known(value) if isinstance(value, dict) else value
+        for name, value in values.items()
+        if value not in (float("inf"), None)
+    }
 
 
 def measured(workload: Workload, hardware: Hardware, prediction: Prediction) -> Measurement:

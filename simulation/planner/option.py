@@ -86,9 +86,8 @@ def most_computed_per_s(workload: Workload, hardware: Hardware) -> float:
     """Tokens per second that computation alone allows."""
     seconds = hardware.seconds(token_work(workload))
     passes = workload.model.layers * (2 + workload.recomputed)
-    seconds += (
-        passes * dequantised_bytes(workload) / hardware.rates.copied_bytes_per_s / workload.tokens
-    )
+    one_pass = dequantised_bytes(workload) / hardware.rates.copied_bytes_per_s
+    seconds += passes * one_pass / workload.tokens
     return hardware.world_size / seconds
 
 
