@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 
 from analysis.figures.drawings import style
 from docs import drawn
-from simulation.compute import study
-from simulation.compute.study import Predicted
+from simulation import compute as study
+from simulation.compute import Predicted
 
 #: Okabe and Ito's colours, and a marker each.
 _LOOKS = {

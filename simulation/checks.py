@@ -53,7 +53,8 @@ class Checked:
     """
 
     def __post_init__(self) -> None:
-        for name, check in _checks(type(self)):
+        kind: Any = type(self)
+        for name, check in _checks(kind):
             check(name, getattr(self, name))
 
 

@@ -12,10 +12,12 @@ as trainers count them, and all else is taken to be part of it.
 
 from __future__ import annotations
 
+import csv
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import inf, log2
+from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
@@ -37,8 +39,6 @@ _MIB = 2**20
 #: takes: ours. With them an A40 has no more than the study on imitated devices has tried.
 _LIBRARIES_BYTES = 1.9e9
 _FRAGMENTED = 0.05
-#: One direction of 16 lanes, by PCIe generation, after line coding.
-_PCIE_3, _PCIE_4, _PCIE_5 = 15.75 * GB, 31.5 * GB, 63.0 * GB
 
 #: Shares of a link's and a processor's peak that are reached: ours, typical of NCCL's own test
 #: programs and of transformers of this size; replace them by what ``preflight`` measures.
@@ -64,17 +64,12 @@ class Gpu(Checked):
     peak_flops: Positive
     memory_bytes: Positive
     memory_bytes_per_s: Positive
-    #: Each direction of the link to the host.
+    #: Each direction of the link to the host: PCIe's lanes after line coding.
     pcie_bytes_per_s: Positive
     #: Each direction to the other GPUs of a node. Without NVLink to all of them this is PCIe's.
     link_bytes_per_s: Positive
     #: Whether that link is PCIe, and so shares it with copies to and from the host.
     link_is_pcie: bool = False
-
-
-def _pcie_gpu(name: str, tera: float, memory_gb: float, memory_gb_s: float, pcie: float) -> Gpu:
-    memory, rate = memory_gb * GB, memory_gb_s * GB
-    return Gpu(name, tera * _TERA, memory, rate, pcie, pcie, link_is_pcie=True)
 
 
 @dataclass(frozen=True)
@@ -92,71 +87,28 @@ class Card:
     node_bits_per_s: float = 1.6e12
 
 
-_A100, _H100 = "a100-80gb", "h100-sxm"
-# NVIDIA's data sheets; figures "with sparsity" halved, NVLink's sum of both directions halved.
-CARDS: dict[str, Card] = {
-    card.gpu.name: card
-    for card in (
-        # A40 data sheet. NVLink joins pairs only (56 GB/s): rings over 4 or 8 cross PCIe.
-        Card(_pcie_gpu("a40", 149.7, 48, 696, _PCIE_4), 46_068, r"A40$", _A100),
-        # A100 data sheet: SXM, NVLink 600 GB/s in both directions.
-        Card(
-            Gpu("a100-40gb", 312 * _TERA, 40 * GB, 1555 * GB, _PCIE_4, 300 * GB),
-            40_960,
-            r"A100(?!.*80GB)",
-            "a100-40gb",
-        ),
-        Card(
-            Gpu(_A100, 312 * _TERA, 80 * GB, 2039 * GB, _PCIE_4, 300 * GB),
-            81_920,
-            r"A100.*80GB",
-            _A100,
-        ),
-        # H100 data sheet: NVLink 900 GB/s; PCIe 600 GB/s, but between pairs only.
-        Card(
-            Gpu(_H100, 989.4 * _TERA, 80 * GB, 3350 * GB, _PCIE_5, 450 * GB),
-            81_559,
-            r"H100(?! PCIe)",
-            _H100,
-            node_bits_per_s=3.2e12,
-        ),
-        Card(_pcie_gpu("h100-pcie", 756, 80, 2000, _PCIE_5), 81_559, r"H100 PCIe", _H100),
-        # H200 data sheet: the H100's processor.
-        Card(
-            Gpu("h200", 989.4 * _TERA, 141 * GB, 4800 * GB, _PCIE_5, 450 * GB),
-            143_771,
-            r"H200",
-            _H100,
-        ),
-        # HGX B200 data sheet: NVLink 1,800 GB/s in both directions.
-        Card(
-            Gpu("b200", 2250 * _TERA, 180 * GB, 7700 * GB, _PCIE_5, 900 * GB),
-            183_359,
-            r"B200",
-            _H100,
-        ),
-        # L40S, L4 and RTX 4090 (Ada white paper) have no NVLink.
-        Card(_pcie_gpu("l40s", 362.05, 48, 864, _PCIE_4), 46_068, r"L40S", _A100),
-        Card(_pcie_gpu("l4", 121, 24, 300, _PCIE_4 / 2), 23_034, r"L4$", _A100),  # 8 lanes
-        Card(_pcie_gpu("rtx4090", 165.2, 24, 1008, _PCIE_4), 24_564, r"RTX 4090$", _A100),
-        # A10 data sheet; A10G is AWS's variant with less of the tensor cores.
-        Card(_pcie_gpu("a10", 125, 24, 600, _PCIE_4), 23_028, r"A10$", _A100),
-        Card(_pcie_gpu("a10g", 70, 24, 600, _PCIE_4), 23_028, r"A10G", _A100),
-        # V100 SXM2 data sheet: fp16, there is no bf16; NVLink 300 GB/s.
-        Card(
-            Gpu("v100-16gb", 125 * _TERA, 16 * GB, 900 * GB, _PCIE_3, 150 * GB),
-            16_384,
-            r"V100.*16GB",
-            _A100,
-        ),
-        Card(
-            Gpu("v100-32gb", 125 * _TERA, 32 * GB, 900 * GB, _PCIE_3, 150 * GB),
-            32_768,
-            r"V100.*32GB",
-            _A100,
-        ),
+def _card(row: Mapping[str, str]) -> Card:
+    pcie, nvlink = GB * float(row["pcie_gb_s"]), row["nvlink_gb_s"]
+    device = Gpu(
+        row["name"],
+        peak_flops=float(row["tflops"]) * _TERA,
+        memory_bytes=float(row["memory_gb"]) * GB,
+        memory_bytes_per_s=float(row["memory_gb_s"]) * GB,
+        pcie_bytes_per_s=pcie,
+        link_bytes_per_s=GB * float(nvlink) if nvlink else pcie,
+        link_is_pcie=not nvlink,
     )
-}
+    bits = float(row["node_gbit_s"]) * GB
+    return Card(device, int(row["reported_mib"]), row["driver"], row["like"], bits)
+
+
+def _read_cards() -> dict[str, Card]:
+    with Path(__file__).with_name("gpus.csv").open(encoding="utf-8", newline="") as file:
+        return {row["name"]: _card(row) for row in csv.DictReader(file)}
+
+
+#: NVIDIA's data sheets: figures "with sparsity" halved, NVLink's sum of both directions halved.
+CARDS = _read_cards()
 
 
 def gpu_of(model: str) -> Gpu | None:

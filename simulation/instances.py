@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import Field
 
-from simulation.compute.study import with_rates
+from simulation.compute import with_rates
 from simulation.files import Strict, problem
 from simulation.hardware import Hardware, cluster, gpu, reported
 from simulation.yaml_lines import load

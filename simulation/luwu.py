@@ -22,7 +22,8 @@ from simulation.hardware import GB, LINK_EFFICIENCY, Hardware
 from simulation.memory import Footprint
 from simulation.step.passes import overhead_seconds
 from simulation.step.tasks import Tasks
-from simulation.work import (
+from simulation.workload import (
+    Workload,
     block_bytes,
     block_work,
     head_work,
@@ -30,7 +31,6 @@ from simulation.work import (
     loss_bytes,
     recomputed_work,
 )
-from simulation.workload import Workload
 
 #: The strategy's name.
 LUWU = "luwu"

@@ -8,14 +8,12 @@ from typing import Any, Literal
 
 from simulation import luwu
 from simulation import transformer as shapes
-from simulation.emulated import PAYLOAD_SHARE
 from simulation.hardware import Gpu, Hardware
 from simulation.luwu import Server, like
 from simulation.memory import Footprint, Placement, footprint, place
-from simulation.step.events import Timeline, busy_seconds
 from simulation.step.schedule import Step
 from simulation.step.slots import Slots, turns
-from simulation.step.tasks import Tasks
+from simulation.step.tasks import Tasks, Timeline, busy_seconds
 from simulation.units import Layout, layout
 from simulation.workload import Workload
 
@@ -202,27 +200,6 @@ def _links(workload: Workload, hardware: Hardware) -> dict[str, Any]:
         return {}
     found = luwu.traffic(workload, hardware.world_size, hardware.ranks_per_node)
     return {"link_bytes": found.links, "server_messages": found.server_messages}
-
-
-def communication_to_computation(workload: Workload, hardware: Hardware) -> float:
-    """Seconds that a node's link is busy per second of a rank's computation."""
-    prediction = predict(workload, hardware)
-    seconds = prediction.inter_node_bytes / hardware.inter_bytes_per_s
-    return seconds / _computation_seconds(prediction)
-
-
-def link_bits_per_s(ratio: float, workload: Workload, unlimited: Hardware) -> float:
-    """The limit of an emulated link, in bits per second, at which the workload has this ratio.
-
-    ``unlimited`` is the emulated cluster without a limit.
-    """
-    prediction = predict(workload, unlimited)
-    seconds = ratio * _computation_seconds(prediction)
-    return 8 * prediction.inter_node_bytes / seconds / PAYLOAD_SHARE
-
-
-def _computation_seconds(prediction: Prediction) -> float:
-    return prediction.timeline.busy_seconds()["compute"]
 
 
 def chrome_trace(prediction: Prediction) -> dict[str, Any]:

@@ -1,4 +1,11 @@
-"""A workload for the simulator: a cell without the cluster that it runs on."""
+"""A workload for the simulator, a cell without its cluster; and the cost of one of its tokens.
+
+The cost is counted block by block, by the kernels that do it: operations, bytes, activations. Bytes
+are those that kernels read and write, with matrices' inputs and outputs but without weights; they
+were counted by hand, from the code of ``transformers`` and of fused kernels. So were the
+activations, which a test compares with real modules. Fused kernels are those of published runs, all
+of which fit by these figures: a test holds that.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +16,7 @@ from baselines.registry import find, schedule_of
 from baselines.schedule import Schedule, by_node
 from baselines.settings import Exchanges, OuterPlace, UpdateRule
 from simulation.checks import Checked, Count, Share
+from simulation.hardware import Work
 from simulation.transformer import Lora, Transformer
 
 #: Kernels: attention by matrix products; fused attention, as PyTorch has it; and fused norms,
@@ -22,6 +30,15 @@ FrozenDtype = Literal["fp32", "bf16", "nf4"]
 ReduceDtype = Literal["same", "fp32"]
 Adapters = Literal["sharded", "replicated"]
 _NF4_BYTES = 0.5 + 0.127 / 8
+#: Operations of attention's backward per operation of its forward: a fused kernel computes the
+#: scores again.
+_ATTENTION_BACKWARD = 2.5
+#: Bytes per head and earlier token where the scores are written out: scaled, masked, softmax.
+_SCORES_FORWARD, _SCORES_BACKWARD = 20.0, 30.0
+_FP32 = 4
+#: Bytes per token and word when the loss's backward begins, in fp32 whatever the logits are in:
+#: their log-softmax, its gradient and theirs.
+_LOSS_BYTES = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,3 +167,171 @@ class Workload(Checked):
         if self.lora is None:
             return self.model.parameters
         return self.model.layers * self.block_adapters
+
+
+def block_work(workload: Workload) -> tuple[Work, Work]:
+    """One token's forward and backward in one block."""
+    model, lora, length = workload.model, workload.lora, workload.sequence_length
+    weights = float(sum(matrix.active_weights for matrix in model.matrices))
+    adapters = float(workload.block_adapters)
+    pairs = 4.0 * length * model.attention_width
+    forward_bytes, backward_bytes = _moved_bytes(workload)
+    products = 2.0 * (weights + adapters)
+    again = 4.0 * weights if lora is None else 2.0 * weights + 4.0 * adapters
+    attention = pairs / 2
+    if workload.kernels == "eager":  # all pairs, by matrix products
+        products, again, attention = products + pairs, again + 2 * pairs, 0.0
+    forward = Work(model.block_forward_flops(length, lora), products, attention, forward_bytes)
+    backward = Work(
+        model.block_backward_flops(length, lora),
+        again,
+        _ATTENTION_BACKWARD * attention,
+        backward_bytes,
+    )
+    return forward, backward
+
+
+def head_work(workload: Workload) -> tuple[Work, Work]:
+    """One token's forward and backward in the output layer and the loss."""
+    model, element = workload.model, workload.element_bytes
+    flops = model.head_flops
+    times = 2 if workload.lora is None else 1
+    if workload.kernels == "fused":
+        forward, backward = 2 * element, 4 * element
+    else:  # the loss is in fp32, and written out
+        forward, backward = 2 * element + 12, 3 * element + 16
+    words = model.vocabulary
+    return (
+        Work(flops, flops, 0.0, forward * words),
+        Work(times * flops, times * flops, 0.0, backward * words),
+    )
+
+
+def recomputed_work(workload: Workload) -> Work:
+    """What backward computes again of a block whose activations were not kept."""
+    forward, _ = block_work(workload)
+    if workload.checkpointing == "full":
+        return forward
+    return Work(0.0, 0.0, 0.0, _elementwise(workload)[0])
+
+
+def dequantised_bytes(workload: Workload) -> float:
+    """Bytes that one pass through a block reads and writes to have its 4-bit weights in bf16."""
+    if workload.lora is None or workload.frozen_dtype != "nf4":
+        return 0.0
+    weights = sum(matrix.weights for matrix in workload.model.matrices)
+    return weights * (workload.frozen_bytes + workload.element_bytes)
+
+
+def token_work(workload: Workload) -> Work:
+    """All computation of one token, recomputation included."""
+    forward, backward = block_work(workload)
+    again = recomputed_work(workload) * workload.recomputed
+    head_forward, head_backward = head_work(workload)
+    blocks = (forward + backward + again) * workload.model.layers
+    return blocks + head_forward + head_backward
+
+
+def _moved_bytes(workload: Workload) -> tuple[float, float]:
+    """Bytes of one token's forward and backward in one block."""
+    model, element, lora = workload.model, workload.element_bytes, workload.lora
+    of_matrices = element * sum(
+        matrix.active * (matrix.inputs + matrix.outputs) for matrix in model.matrices
+    )
+    attention = element * 2 * (model.attention_width + model.narrow)
+    forward, backward = _elementwise(workload)
+    forward += of_matrices + attention
+    backward += (2 if lora is None else 1) * of_matrices + 2 * attention
+    if lora is not None:  # what an adapter yields is scaled and added
+        adapted = [matrix for matrix in model.matrices if matrix.name in lora.targets]
+        more = element * sum(matrix.inputs + 4 * matrix.outputs for matrix in adapted)
+        forward, backward = forward + more, backward + 2 * more
+    return float(forward), float(backward)
+
+
+def _elementwise(workload: Workload) -> tuple[float, float]:
+    """Bytes of norms, residuals, rotations and activation functions, and of written-out scores."""
+    model, element, kernels = workload.model, workload.element_bytes, workload.kernels
+    width, inner = model.width, model.inner
+    rotated = model.attention_width + model.narrow
+    fused = kernels == "fused"
+    if model.family == "gpt2":
+        forward = 10 * width + (2 if fused else 18) * inner
+        backward = 12 * width + (3 if fused else 27) * inner
+    elif fused:
+        forward = 10 * width + 2 * rotated + 3 * inner
+        backward = 12 * width + 2 * rotated + 5 * inner
+    else:  # norms work in fp32, an operation at a time
+        forward = 42 * width + 10 * rotated + 5 * inner
+        backward = 60 * width + 10 * rotated + 8 * inner
+    scores = model.heads * workload.sequence_length if kernels == "eager" else 0
+    return (
+        float(element * forward + _SCORES_FORWARD * scores),
+        float(element * backward + _SCORES_BACKWARD * scores),
+    )
+
+
+def block_bytes(workload: Workload) -> float:
+    """Bytes of one token's activations in one block, kept for backward without recomputation.
+
+    GPT-2: norms' and matrices' inputs, Q, K, V, attention's output, and five tensors of the MLP's
+    width, as its approximate GELU is written out; two where it is fused. Llama: norms work in fp32.
+    What is frozen does not keep its input unless adapters need it; replicated ones need it in fp32,
+    each its own.
+    """
+    model, lora, element = workload.model, workload.lora, workload.element_bytes
+    width, inner = model.width, model.inner
+    queries, narrow = model.attention_width, model.narrow
+    fused = workload.kernels == "fused"
+    inputs = 0
+    if lora is not None and workload.adapters == "replicated" and element < _FP32:
+        adapted = [matrix for matrix in model.matrices if matrix.name in lora.targets]
+        inputs = _FP32 * sum(matrix.inputs for matrix in adapted) - element * width
+    inputs += _scores(workload)
+    if model.experts > 1:  # a token's copies on the way to its experts
+        inputs += element * model.active_experts * width
+    if lora is not None and len(lora.targets) > len(model.attention_lora(lora.rank).targets):
+        inputs += element * lora.rank * len(lora.targets)
+        lora = None  # adapters on all matrices need all inputs, as matrices that are trained do
+    if model.family == "gpt2":
+        if lora is None:
+            return inputs + element * (8 * width + (2 if fused else 5) * inner)
+        return inputs + element * (7 * width + (1 if fused else 4) * inner)
+    norms = 2 * (element if fused else _FP32) * width
+    attention = element * (width + 2 * queries + 2 * narrow)
+    if lora is None:
+        return inputs + norms + attention + element * (3 * width + (3 if fused else 4) * inner)
+    return inputs + norms + attention + element * (2 if fused else 3) * inner
+
+
+def kept_bytes(workload: Workload) -> float:
+    """Bytes that a block keeps of one token where its activations are recomputed.
+
+    Its input; and, if checkpointing is selective, what matrices and attention have given.
+    """
+    model = workload.model
+    width = model.width
+    if workload.checkpointing == "full":
+        return workload.element_bytes * width
+    given = sum(matrix.active * matrix.outputs for matrix in model.matrices) + width
+    return workload.element_bytes * (width + given) + _scores(workload)
+
+
+def loss_bytes(workload: Workload) -> int:
+    """Bytes per token and word of the vocabulary when the loss is differentiated."""
+    if workload.kernels == "fused":
+        return 2 * workload.element_bytes  # logits and their gradient
+    return _LOSS_BYTES
+
+
+def _scores(workload: Workload) -> int:
+    """Bytes of one token's attention to all others, where it is written out.
+
+    GPT-2 keeps the softmax; Llama computes it in fp32 and keeps what it is cast to as well.
+    """
+    if workload.kernels != "eager":
+        return 0
+    pairs = workload.model.heads * workload.sequence_length
+    element = workload.element_bytes
+    cast = element < _FP32 and workload.model.family == "llama"
+    return pairs * (element + (_FP32 if cast else 0))

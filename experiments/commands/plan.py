@@ -17,7 +17,7 @@ from experiments import terminal
 from experiments.preflight.schema import Preflight, hardware_of
 from simulation import hardware
 from simulation import quantities as q
-from simulation.compute.study import with_rates
+from simulation.compute import with_rates
 from simulation.hardware import Hardware, cluster, reported
 from simulation.instances import Instance, read
 from simulation.luwu import Server, nominal

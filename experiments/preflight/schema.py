@@ -12,13 +12,12 @@ from pydantic import Field, ValidationError, model_validator
 from experiments.records.abilities import Evidence
 from experiments.records.cell import DType
 from simulation import hardware
-from simulation.compute.study import by_block, rates_of
+from simulation.compute import by_block, rates_of
 from simulation.emulated import emulated
 from simulation.files import Strict
 from simulation.hardware import Gpu, Hardware, Rates, Work, cluster, reserved, share_of_peak
 from simulation.transformer import Transformer
-from simulation.work import block_work
-from simulation.workload import Workload
+from simulation.workload import Workload, block_work
 
 
 class Sample(Strict):

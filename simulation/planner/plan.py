@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from baselines.description import ENGINES, Strategy
 from baselines.registry import find, schedule_of
 from simulation.memory import Shortfall
-from simulation.planner.option import Option, tie
 from simulation.planner.request import GATHERS_FOUR_BITS, Request
-from simulation.planner.search import Verdict, fits, search, shortfalls
+from simulation.planner.search import Option, Verdict, fits, search, shortfalls, tie
 from simulation.planner.siblings import InNetwork, OutOfCore, in_network, out_of_core
 
 #: Most strategies that are named as being as fast.

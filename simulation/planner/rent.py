@@ -16,11 +16,11 @@ from rich.text import Text
 from simulation import goodput
 from simulation.hardware import Hardware
 from simulation.instances import Instance
-from simulation.planner.option import tokens_range
 from simulation.planner.plan import Plan, differs, plan, refusal
 from simulation.planner.report import EVIDENCE
 from simulation.planner.request import Request
-from simulation.work import token_work
+from simulation.planner.search import tokens_range
+from simulation.workload import token_work
 
 #: Strategies that are tried where none are named: what people use, and FCDP.
 STRATEGIES = ("ddp", "fsdp2", "fsdp2-hsdp", "fcdp", "deepspeed-hpz", "fsdp2-offload")

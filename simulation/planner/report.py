@@ -12,10 +12,9 @@ from rich.text import Text
 
 from baselines.registry import find
 from simulation import goodput
-from simulation.planner.option import Option, rests_on, tokens_range
 from simulation.planner.plan import Plan, differs, lacking, replicates
 from simulation.planner.request import Request
-from simulation.planner.search import Verdict, fits
+from simulation.planner.search import Option, Verdict, fits, rests_on, tokens_range
 from simulation.planner.siblings import lack
 from simulation.quantities import format_rate
 

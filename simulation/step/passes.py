@@ -12,8 +12,14 @@ from simulation.hardware import Hardware
 from simulation.step.tasks import COMPUTE, Tasks
 from simulation.traffic import Traffic
 from simulation.units import Layout
-from simulation.work import block_bytes, block_work, dequantised_bytes, head_work, recomputed_work
-from simulation.workload import Workload
+from simulation.workload import (
+    Workload,
+    block_bytes,
+    block_work,
+    dequantised_bytes,
+    head_work,
+    recomputed_work,
+)
 
 #: Bytes per element of AdamW in fp32: it reads parameter, gradient and two moments, and writes all
 #: but the gradient.

@@ -12,13 +12,11 @@ from collections.abc import Sequence
 from baselines.schedule import Schedule
 from simulation.hardware import Hardware, Work
 from simulation.memory import Placement
-from simulation.step.exchanges import Exchanges
 from simulation.step.passes import call_seconds, optimizer_tasks, overhead_seconds, round_tasks
 from simulation.step.tasks import COMPUTE, Tasks
-from simulation.traffic import Traffic
+from simulation.traffic import Exchanges, Traffic
 from simulation.units import Layout, Segment, Unit
-from simulation.work import dequantised_bytes
-from simulation.workload import Workload
+from simulation.workload import Workload, dequantised_bytes
 
 #: Fp32 gradients.
 _GRADIENT_BYTES = 4

@@ -26,9 +26,8 @@ from baselines.cyclic.rule import backward_slot, forward_slot, slots_per_step
 from simulation import traffic
 from simulation.cycle import cycle_of, stages_of
 from simulation.hardware import Hardware
-from simulation.step.events import Span, Task, Timeline, simulate
 from simulation.step.passes import StageSeconds
-from simulation.step.tasks import COMPUTE, Tasks, used
+from simulation.step.tasks import COMPUTE, Span, Task, Tasks, Timeline, simulate, used
 from simulation.workload import Workload
 
 #: Steps that are simulated; the first that is steady; the one that is shown, with what follows it

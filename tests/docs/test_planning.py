@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 
-from simulation.compute import study
+from simulation import compute as study
 from simulation.hardware import LINK_EFFICIENCY
-from simulation.planner.option import tie
-from simulation.planner.search import SAME
+from simulation.planner.search import SAME, tie
 from tests.docs import DOCS
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from simulation import hardware
-from simulation.compute.fit import Row, read_rows, run_of
-from simulation.compute.study import rates_of, with_rates
+from simulation.compute import Row, rates_of, read_rows, run_of, with_rates
 from simulation.hardware import CARDS, cluster, gpu, gpu_of, reported, share_of_peak
 from simulation.imitated.records import MemoryRecord
 from simulation.imitated.records import read as read_study

@@ -9,9 +9,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from experiments.preflight.probe import Block
 from experiments.preflight.schema import BlockShape, BlockTime, Compute, Host, hardware_of
-from simulation.compute.study import rates_of
+from simulation.compute import rates_of
 from simulation.hardware import gpu
-from simulation.planner.option import rests_on
+from simulation.planner.search import rests_on
 from tests.experiments.preflight import made_up
 
 GPU_COMPUTE = Compute(

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from simulation.compute import study
-from simulation.compute.fit import ROWS, Fitted, Row, Run, Shares, fit, read_rows, run_of
+from simulation import compute as study
+from simulation.compute import ROWS, Fitted, Row, Run, Shares, fit, read_rows, run_of
 from simulation.hardware import CARDS
 
 RUNS = [run_of(row) for row in read_rows() if row.bf16]

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from simulation.compute.study import rates_of, with_rates
+from simulation.compute import rates_of, with_rates
 from simulation.hardware import CARDS, Rates, cluster, gpu, scale
-from simulation.planner.option import most_tokens_per_s, simulated, tokens_range
+from simulation.planner.search import most_tokens_per_s, simulated, tokens_range
 from simulation.prediction import build
 from tests.simulation.workloads import workload
 
