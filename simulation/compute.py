@@ -29,7 +29,7 @@ from simulation.emulated import INTERVAL, Constant, bootstrap, not_negative
 from simulation.files import Strict, problem
 from simulation.hardware import Gpu, Hardware, Rates, Work, card, cluster, scale
 from simulation.prediction import predict
-from simulation.step.passes import ADAM_BYTES
+from simulation.step.schedule import ADAM_BYTES
 from simulation.transformer import Transformer
 from simulation.workload import Workload, token_work
 

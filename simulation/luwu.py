@@ -20,7 +20,7 @@ from baselines.luwu import LAYERS, WINDOW
 from simulation.checks import Checked, Positive
 from simulation.hardware import GB, LINK_EFFICIENCY, Hardware
 from simulation.memory import Footprint
-from simulation.step.passes import overhead_seconds
+from simulation.step.schedule import overhead_seconds
 from simulation.step.tasks import Tasks
 from simulation.workload import (
     Workload,

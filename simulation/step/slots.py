@@ -26,7 +26,7 @@ from baselines.cyclic.rule import backward_slot, forward_slot, slots_per_step
 from simulation import traffic
 from simulation.cycle import cycle_of, stages_of
 from simulation.hardware import Hardware
-from simulation.step.passes import StageSeconds
+from simulation.step.schedule import StageSeconds
 from simulation.step.tasks import COMPUTE, Span, Task, Tasks, Timeline, simulate, used
 from simulation.workload import Workload
 

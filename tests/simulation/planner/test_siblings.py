@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from simulation import fuyou
+from docs import fuyou
 from simulation.hardware import Hardware, cluster, share_of_peak
 from simulation.luwu import nominal
 from simulation.models import shape

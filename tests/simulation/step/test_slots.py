@@ -18,7 +18,7 @@ from simulation.cycle import cycle_of, stages_of
 from simulation.emulated import compare, emulated
 from simulation.hardware import Hardware
 from simulation.prediction import Prediction, predict
-from simulation.step.passes import StageSeconds
+from simulation.step.schedule import StageSeconds
 from simulation.step.slots import in_slot
 from simulation.workload import Workload
 from tests.experiments.cells import cell, model_spec
