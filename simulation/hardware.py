@@ -17,6 +17,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import inf, log2
+from operator import add
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
@@ -142,20 +143,10 @@ class Work:
     nbytes: float = 0.0
 
     def __add__(self, other: Work) -> Work:
-        return Work(
-            self.flops + other.flops,
-            self.products + other.products,
-            self.attention + other.attention,
-            self.nbytes + other.nbytes,
-        )
+        return Work(*map(add, vars(self).values(), vars(other).values()))
 
     def __mul__(self, times: float) -> Work:
-        return Work(
-            times * self.flops,
-            times * self.products,
-            times * self.attention,
-            times * self.nbytes,
-        )
+        return Work(*(times * part for part in vars(self).values()))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from simulation import luwu
-from simulation import transformer as shapes
 from simulation.hardware import Gpu, Hardware
 from simulation.luwu import Server, like
 from simulation.memory import Footprint, Placement, footprint, place
@@ -15,7 +14,7 @@ from simulation.step.schedule import Step
 from simulation.step.slots import Slots, turns
 from simulation.step.tasks import Tasks, Timeline, busy_seconds
 from simulation.units import Layout, layout
-from simulation.workload import Workload
+from simulation.workload import Workload, token_work
 
 #: Bytes that one node moves by link (inter_node, intra_node, host_to_device, device_to_host, disk)
 #: and phase (forward, backward, reduce, optimizer), as a record's ledger has them.
@@ -96,25 +95,16 @@ def largest_micro_batch(workload: Workload, hardware: Hardware) -> int:
     return low
 
 
-def utilisations(
-    workload: Workload, hardware: Hardware, tokens_per_gpu_s: float
-) -> tuple[float, float]:
-    """MFU and HFU: shares of the device's peak, by the model's operations and by all.
+def utilisations(workload: Workload, gpu: Gpu, tokens_per_gpu_s: float) -> tuple[float, float]:
+    """MFU and HFU: shares of the GPU's peak, by the model's operations and by all.
 
     ``tokens_per_gpu_s`` are tokens per second and GPU.
     """
-    length, lora, gpu = workload.sequence_length, workload.lora, hardware.device
-    # Selective checkpointing computes no product again.
-    again = workload.recomputed if workload.checkpointing == "full" else 0.0
-    all_flops = shapes.hardware_flops(workload.model, length, lora, again)
-    hfu = shapes.utilisation(all_flops, tokens_per_gpu_s, gpu.peak_flops)
-    return model_utilisation(workload, gpu, tokens_per_gpu_s), hfu
-
-
-def model_utilisation(workload: Workload, gpu: Gpu, tokens_per_gpu_s: float) -> float:
-    """Share of the GPU's peak that the model's own operations take: MFU."""
-    flops = shapes.model_flops(workload.model, workload.sequence_length, workload.lora)
-    return shapes.utilisation(flops, tokens_per_gpu_s, gpu.peak_flops)
+    alone, every = (token_work(one).flops for one in (replace(workload, recomputed=0.0), workload))
+    return (
+        alone * tokens_per_gpu_s / gpu.peak_flops,
+        every * tokens_per_gpu_s / gpu.peak_flops,
+    )
 
 
 @dataclass(frozen=True)
@@ -176,7 +166,7 @@ def simulate_built(built: Built) -> Prediction:
     shortage = built.needs.shortage(hardware)
     tokens = workload.tokens * workload.accumulation
     per_gpu = tokens / timeline.seconds
-    mfu, hfu = utilisations(workload, hardware, per_gpu)
+    mfu, hfu = utilisations(workload, hardware.device, per_gpu)
     return Prediction(
         state="ok" if shortage is None else "oom",
         error=shortage,

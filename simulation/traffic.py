@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import add
 
 from baselines import registry
 from baselines.encoding import DIFFERENCES, encoded_bytes
@@ -47,23 +48,11 @@ class Traffic:
 
     def __add__(self, other: Traffic) -> Traffic:
         """The traffic of two exchanges, one after the other."""
-        return Traffic(
-            self.inter_node_bytes + other.inter_node_bytes,
-            self.intra_node_bytes + other.intra_node_bytes,
-            self.intra_rank_bytes + other.intra_rank_bytes,
-            self.inter_messages + other.inter_messages,
-            self.intra_messages + other.intra_messages,
-        )
+        return Traffic(*map(add, vars(self).values(), vars(other).values()))
 
     def __truediv__(self, steps: int) -> Traffic:
-        """What falls to each of so many steps, which have one such exchange together."""
-        return Traffic(
-            self.inter_node_bytes / steps,
-            self.intra_node_bytes / steps,
-            self.intra_rank_bytes / steps,
-            self.inter_messages / steps,
-            self.intra_messages / steps,
-        )
+        """The part of each of so many steps, which have one such exchange together."""
+        return Traffic(*(part / steps for part in vars(self).values()))
 
     def latency_seconds(self, hardware: Hardware) -> float:
         """Seconds of all messages' latencies, one after the other."""

@@ -1,6 +1,8 @@
 """A workload for the simulator, a cell without its cluster; and the cost of one of its tokens.
 
-The cost is counted block by block, by the kernels that do it: operations, bytes, activations. Bytes
+The cost is counted block by block, by the kernels that do it: operations, bytes, activations. One
+multiplication and addition counts as two operations; as trainers count, every token attends to the
+whole sequence (PaLM's 12·L·H·Q·T for forward and backward), and frozen weights take four. Bytes
 are those that kernels read and write, with matrices' inputs and outputs but without weights; they
 were counted by hand, from the code of ``transformers`` and of fused kernels. So were the
 activations, which a test compares with real modules. Fused kernels are those of published runs, all
@@ -179,16 +181,11 @@ def block_work(workload: Workload) -> tuple[Work, Work]:
     products = 2.0 * (weights + adapters)
     again = 4.0 * weights if lora is None else 2.0 * weights + 4.0 * adapters
     attention = pairs / 2
+    flops = products + pairs, again + 2 * pairs
     if workload.kernels == "eager":  # all pairs, by matrix products
-        products, again, attention = products + pairs, again + 2 * pairs, 0.0
-    forward = Work(model.block_forward_flops(length, lora), products, attention, forward_bytes)
-    backward = Work(
-        model.block_backward_flops(length, lora),
-        again,
-        _ATTENTION_BACKWARD * attention,
-        backward_bytes,
-    )
-    return forward, backward
+        (products, again), attention = flops, 0.0
+    forward = Work(flops[0], products, attention, forward_bytes)
+    return forward, Work(flops[1], again, _ATTENTION_BACKWARD * attention, backward_bytes)
 
 
 def head_work(workload: Workload) -> tuple[Work, Work]:

@@ -14,7 +14,7 @@ from simulation import framing, models
 from simulation.emulated import MeasuredStep, emulated
 from simulation.hardware import GB, Hardware, cluster, gpu_of
 from simulation.luwu import LUWU
-from simulation.prediction import model_utilisation
+from simulation.prediction import utilisations
 from simulation.transformer import ATTENTION, Transformer
 from simulation.workload import FrozenDtype, Workload
 
@@ -110,7 +110,8 @@ def measured_mfu(record: Record) -> float | None:
     except ValueError:
         return None
     ranks = record.cell.cluster.nodes * record.cell.cluster.ranks_per_node
-    return model_utilisation(workload, gpu, speed / ranks)
+    mfu, _ = utilisations(workload, gpu, speed / ranks)
+    return mfu
 
 
 def measured_step(record: Record, hardware: Hardware) -> MeasuredStep | None:

@@ -5,9 +5,9 @@ The offers are a table, JSON, and rows of a CSV file.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -26,8 +26,14 @@ from simulation.workload import token_work
 STRATEGIES = ("ddp", "fsdp2", "fsdp2-hsdp", "fcdp", "deepspeed-hpz", "fsdp2-offload")
 #: Offers that are kept: what cannot be cheaper than the last of them is not simulated.
 MOST = 12
-#: Why there is no offer of an instance.
-_Why = Literal["dearer", "unfit", "late", "uneven"]
+#: Reasons for which an instance has no offer, in words.
+WHY = {
+    "dearer": f"not one of the {MOST} cheapest, and not simulated",
+    "unpriced": "without a price in the table",
+    "unfit": "nothing fits",
+    "late": "nothing is in time",
+    "uneven": "whose GPUs the global batch cannot be shared out to",
+}
 
 
 @dataclass(frozen=True)
@@ -79,15 +85,10 @@ class Market:
     """The offers that were found, cheapest first, and what was left out."""
 
     offers: tuple[Offer, ...]
-    #: Instances that cannot be cheaper than the last offer, that have no price, on which nothing
-    #: fits, that are late, and whose GPUs the sequences of a step cannot be shared out to.
-    dearer: tuple[str, ...] = ()
-    unpriced: tuple[str, ...] = ()
-    unfit: tuple[str, ...] = ()
-    late: tuple[str, ...] = ()
-    uneven: tuple[str, ...] = ()
+    #: Names of the instances without an offer, by the reason.
+    left_out: Mapping[str, Sequence[str]]
     #: Of those that are late, what would be done first.
-    soonest: Offer | None = None
+    soonest: Offer | None
 
 
 def rent(request: Request, instances: Sequence[Instance], within_hours: float | None) -> Market:
@@ -100,7 +101,8 @@ def rent(request: Request, instances: Sequence[Instance], within_hours: float | 
     priced = [one for one in instances if _prices(one)]
     by_cost = sorted(priced, key=lambda one: _least_cost(request, one))
     found: list[Offer] = []
-    left_out: dict[_Why, list[str]] = {why: [] for why in get_args(_Why)}
+    left_out: dict[str, list[str]] = {why: [] for why in WHY}
+    left_out["unpriced"] = [_name(one) for one in instances if not _prices(one)]
     soonest: list[Offer] = []
     for instance in by_cost:
         if len(found) >= MOST and _least_cost(request, instance) > found[MOST - 1].cost:
@@ -111,19 +113,18 @@ def rent(request: Request, instances: Sequence[Instance], within_hours: float | 
             left_out[tried.why].append(_name(instance))
         soonest += tried.late
         found = sorted([*found, *tried.offers], key=lambda offer: offer.cost)
-    return Market(
-        tuple(found[:MOST]),
-        unpriced=tuple(_name(one) for one in instances if not _prices(one)),
-        soonest=min(soonest, key=lambda offer: offer.hours, default=None),
-        **{why: tuple(names) for why, names in left_out.items()},
-    )
+    first = min(soonest, key=lambda offer: offer.hours, default=None)
+    return Market(tuple(found[:MOST]), left_out, first)
 
 
 def refused(market: Market, request: Request, instances: Sequence[Instance]) -> str:
     """Why there is no offer, and what would help, in one sentence for each reason."""
     parts = []
-    if market.late:
-        late = [one for one in instances if _name(one) in market.late]
+    late, unfit = (
+        [one for one in instances if _name(one) in market.left_out[why]]
+        for why in ("late", "unfit")
+    )
+    if late:
         parts.append(f"{len(late)} of {len(instances)} kinds of instances are late: ")
         if (offer := market.soonest) is not None:
             parts[-1] += f"the soonest, {offer.name}, takes {offer.hours:,.3g} hours"
@@ -133,12 +134,11 @@ def refused(market: Market, request: Request, instances: Sequence[Instance]) -> 
                 for one in late
             )
             parts[-1] += f"the soonest, {name}, would compute for {hours:,.3g} hours alone"
-    if market.uneven:
+    if uneven := market.left_out["uneven"]:
         parts.append(
             f"global_batch = {request.global_batch}: is no multiple of the GPUs, with each "
-            f"micro-batch, of {', '.join(market.uneven)}"
+            f"micro-batch, of {', '.join(uneven)}"
         )
-    unfit = [one for one in instances if _name(one) in market.unfit]
     if unfit:
         clusters = [one.cluster(one.most_nodes) for one in unfit]
         largest = max(clusters, key=lambda one: one.world_size * one.device.memory_bytes)
@@ -146,8 +146,8 @@ def refused(market: Market, request: Request, instances: Sequence[Instance]) -> 
             f"on {len(unfit)} of {len(instances)} kinds of instances nothing fits, on the largest: "
             + refusal(replace(request, hardware=largest))
         )
-    if market.unpriced:
-        parts.append(f"without a price in the table: {', '.join(market.unpriced)}")
+    if unpriced := market.left_out["unpriced"]:
+        parts.append(f"{WHY['unpriced']}: {', '.join(unpriced)}")
     return "no offer: " + "; ".join(parts)
 
 
@@ -159,7 +159,7 @@ class _Tried:
     #: The soonest that is not in time, at most one per price.
     late: tuple[Offer, ...] = ()
     #: Why there is no offer.
-    why: _Why | None = None
+    why: str | None = None
 
 
 def _try(request: Request, instance: Instance, within_hours: float | None) -> _Tried:
@@ -186,7 +186,7 @@ def _try(request: Request, instance: Instance, within_hours: float | None) -> _T
                 break
         else:
             late += sorted(made, key=lambda offer: offer.hours)[:1]
-    why: _Why | None = None
+    why = None
     if not offers:
         why = "late" if late or not counts else "unfit" if even else "uneven"
     return _Tried(tuple(offers), tuple(late), why)
@@ -261,14 +261,11 @@ def table(market: Market, request: Request, within_hours: float | None) -> Rende
         f"{EVIDENCE}",
         style="bold cyan",
     )
-    notes = [
-        (f"not one of the {MOST} cheapest, and not simulated", market.dearer),
-        ("without a price in the table", market.unpriced),
-        ("nothing fits", market.unfit),
-        ("nothing is in time", market.late),
-        ("whose GPUs the global batch cannot be shared out to", market.uneven),
+    lines = [
+        Text(f"{WHY[why]}: {', '.join(names)}", style="dim")
+        for why, names in market.left_out.items()
+        if names
     ]
-    lines = [Text(f"{what}: {', '.join(names)}", style="dim") for what, names in notes if names]
     risk = Text(
         f"failures: one in {goodput.GPU_HOURS_PER_FAILURE:,.0f} GPU-hours; a spot instance is "
         f"taken back after {goodput.SPOT_HOURS:g} hours in the mean (ours); "
@@ -286,11 +283,7 @@ def document(market: Market, request: Request, within_hours: float | None) -> di
         "tokens": request.tokens,
         "within_hours": within_hours,
         "offers": [row(offer) for offer in market.offers],
-        "dearer": list(market.dearer),
-        "unpriced": list(market.unpriced),
-        "unfit": list(market.unfit),
-        "late": list(market.late),
-        "uneven": list(market.uneven),
+        **market.left_out,
     }
 
 

@@ -287,9 +287,9 @@ class Tasks:
         known = (traffic, gathered_bytes, reduced_bytes)
         if known not in self._exchanges:
             demands = self._demands(traffic, gathered_bytes, reduced_bytes)
-            self._exchanges[known] = used(demands), traffic.latency_seconds(self.hardware)
+            self._exchanges[known] = demands, traffic.latency_seconds(self.hardware)
         demands, latency = self._exchanges[known]
-        return self._append(name, stream, demands, after, latency)
+        return self.add(name, stream, demands, after, latency)
 
     def _demands(
         self, traffic: Traffic, gathered_bytes: float, reduced_bytes: float
@@ -323,22 +323,13 @@ class Tasks:
         self, name: str, link: str, stream: str, nbytes: float, phase: str, after: Sequence[int]
     ) -> int:
         """Append a rank's copy of ``nbytes`` between host and device."""
-        to_device = link == "host_to_device"
-        rate = (
-            self.hardware.host_to_device_bytes_per_s
-            if to_device
-            else self.hardware.device_to_host_bytes_per_s
-        )
+        rate: float = getattr(self.hardware, f"{link}_bytes_per_s")
         self.count(link, phase, nbytes * self.hardware.ranks_per_node)
         return self.add(name, stream, {link: nbytes / rate}, after)
 
     def disk(self, name: str, kind: str, nbytes: float, phase: str, after: Sequence[int]) -> int:
         """Append a node's ``read`` or ``write`` of ``nbytes``."""
-        rate = (
-            self.hardware.disk_read_bytes_per_s
-            if kind == "read"
-            else self.hardware.disk_write_bytes_per_s
-        )
+        rate: float = getattr(self.hardware, f"disk_{kind}_bytes_per_s")
         self.count("disk", phase, nbytes)
         return self.add(name, f"disk {kind}", {"disk": nbytes / rate}, after)
 
@@ -350,17 +341,7 @@ class Tasks:
         after: Sequence[int],
         latency_seconds: float = 0.0,
     ) -> int:
-        return self._append(name, stream, used(demands), after, latency_seconds)
-
-    def _append(
-        self,
-        name: str,
-        stream: str,
-        used: Mapping[str, float],
-        after: Sequence[int],
-        latency_seconds: float,
-    ) -> int:
-        self.tasks.append(Task(name, stream, used, tuple(after), latency_seconds))
+        self.tasks.append(Task(name, stream, used(demands), tuple(after), latency_seconds))
         return len(self.tasks) - 1
 
     def count(self, link: str, phase: str, nbytes: float) -> None:
