@@ -85,15 +85,9 @@ def largest_micro_batch(cell: Cell) -> int:
 
 def assumed(hardware: Hardware) -> dict[str, Any]:
     """The assumptions of a simulation, for its record; without what is unlimited or not known."""
-    return _known(asdict(hardware))
-
-
-def _known(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: _known(value) if isinstance(value, dict) else value
-        for name, value in values.items()
-        if value not in (float("inf"), None)
-    }
+    found, unknown = asdict(hardware), (float("inf"), None)
+    found["rates"] = {name: rate for name, rate in found["rates"].items() if rate not in unknown}
+    return {name: value for name, value in found.items() if value not in unknown}
 
 
 def measured(workload: Workload, hardware: Hardware, prediction: Prediction) -> Measurement:

@@ -13,8 +13,8 @@ from simulation.compute import Row, rates_of, read_rows, run_of, with_rates
 from simulation.hardware import CARDS, cluster, gpu, gpu_of, reported, share_of_peak
 from simulation.imitated.records import MemoryRecord
 from simulation.imitated.records import read as read_study
-from simulation.instances import Instance
 from simulation.planner.plan import plan
+from simulation.planner.rent import Instance
 from simulation.planner.request import Request
 from simulation.prediction import largest_micro_batch, needed
 from tests.simulation.test_memory import trained_in, unaware

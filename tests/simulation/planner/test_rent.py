@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from simulation.instances import Instance
 from simulation.planner import rent as module
-from simulation.planner.rent import Market, refused, rent
+from simulation.planner.rent import Instance, Market, refused, rent
 from simulation.planner.request import Request
 
 
