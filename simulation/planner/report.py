@@ -244,14 +244,17 @@ def _verdict(plan: Plan, verdict: Verdict) -> dict[str, Any]:
 
 def _option(plan: Plan, option: Option) -> dict[str, Any]:
     speed, needs = option.speed, option.footprint
+    measures = asdict(speed)
+    sent = measures.pop("inter_node_bytes")
     return {
         **{name: getattr(option.workload, name) for name in _CHOICES},
         "device_bytes": dict(needs.device),
         "host_bytes": dict(needs.host),
         "disk_bytes": dict(needs.disk),
-        **asdict(speed),
+        **measures,
         "tokens_per_s_range": list(tokens_range(speed, plan.request.hardware)),
         "bottleneck": speed.bottleneck,
+        "inter_node_bytes": sent,
         "gpu_hours": plan.hours(option),
         "cost": plan.cost(option),
     }
