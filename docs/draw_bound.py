@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 from analysis.figures.drawings import style
 from docs import drawn
 from simulation import bound
-from simulation.bound import Cluster, Shape, grid_search, token_capacity
-from simulation.compute.study import rates_of
+from simulation.bound import points_on
+from simulation.compute import rates_of
 from simulation.hardware import cluster, gpu
 from simulation.prediction import largest_micro_batch
 from simulation.transformer import Transformer
@@ -40,17 +40,6 @@ def kernels_share(name: str) -> float:
     """α̂ at most: the share of the GPU's peak that matrix products reached in published runs."""
     device = gpu(name)
     return rates_of(device).products_per_s / device.peak_flops
-
-
-def of_class(name: str, gbit_s: float, gpus: int) -> Cluster:
-    """So many GPUs of a class, each with so much bandwidth."""
-    device = gpu(name)
-    return Cluster(
-        gpus=gpus,
-        memory_bytes=device.memory_bytes,
-        bandwidth_bytes_per_s=1e9 * gbit_s / 8,
-        peak_flops=device.peak_flops,
-    )
 
 
 def tokens_that_fit(layers: int, width: int, gpus: int, vocabulary: int) -> int:
@@ -83,11 +72,7 @@ def draw() -> Figure:
             share = kernels_share(name)
             for gbit_s, line in BANDWIDTHS.items():
                 _maxima(mfu, speed, name, gbit_s, share, {"color": colour, "ls": line})
-            sizes = [
-                (12 * layers * width**2, token_capacity(Shape(layers=layers, width=width), one))
-                for _, layers, width, gpus in bound.MODELS
-                for one in [of_class(name, 100, gpus)]
-            ]
+            sizes = [(one.parameters, one.tokens()) for one in points_on(gpu(name), 100e9)]
             fits = [pair for pair in sizes if pair[1] >= 1]
             context.plot(*zip(*fits, strict=True), color=colour, marker=".")
         _distance(tokens)
@@ -113,12 +98,11 @@ def _maxima(
 ) -> None:
     """The best of the grid over stages, kept activations and kernels, by size; gaps do not fit."""
     found = []
-    for _, layers, width, gpus in bound.MODELS:
-        shape, one = Shape(layers=layers, width=width), of_class(name, gbit_s, gpus)
-        best = grid_search(shape, one, _LENGTH, steps=_STEPS, highest_efficiency=share)
-        if best.mfu is not None and best.tokens_per_gpu_s is not None:
-            fastest = best.tokens_per_gpu_s.estimate.tokens_per_gpu_s
-            found.append((shape.parameters, best.mfu.estimate.mfu, fastest))
+    for point in points_on(gpu(name), 1e9 * gbit_s):
+        steps = [*point.grid(_STEPS, share)]
+        if steps:
+            fastest = max(one.tokens_per_gpu_s for one in steps)
+            found.append((point.parameters, max(one.mfu for one in steps), fastest))
     if found:
         sizes, shares, speeds = zip(*found, strict=True)
         mfu.plot(sizes, shares, **look)
@@ -128,14 +112,14 @@ def _maxima(
 def _distance(ax: Any) -> None:
     """The closed form's tokens, the simulator's without an output layer, and the simulator's."""
     rows = []
-    for _, layers, width, gpus in bound.MODELS:
-        shape = Shape(layers=layers, width=width)
+    for point in points_on(gpu(bound.GPU), 100e9):
+        size = point.layers, point.width, point.gpus
         rows.append(
             (
-                shape.parameters,
-                token_capacity(shape, of_class(bound.GPU, 100, gpus)),
-                tokens_that_fit(layers, width, gpus, vocabulary=1),
-                tokens_that_fit(layers, width, gpus, vocabulary=_VOCABULARY),
+                point.parameters,
+                point.tokens(),
+                tokens_that_fit(*size, vocabulary=1),
+                tokens_that_fit(*size, vocabulary=_VOCABULARY),
             )
         )
     sizes, closed, without, simulated = zip(*rows, strict=True)

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 
 from analysis.figures.drawings import style
 from docs import drawn
-from simulation.compute import study
-from simulation.compute.study import Predicted
+from simulation import compute
+from simulation.compute import Predicted
 
 #: Okabe and Ito's colours, and a marker each.
 _LOOKS = {
@@ -27,7 +27,7 @@ _LEAST, _MOST = 0.8, 1.3
 
 def draw() -> Figure:
     """Two panels by parameters: rows that the fit has seen, and rows of sizes that it has not."""
-    record = study.read()
+    record = compute.read()
     with style():
         figure = Figure(figsize=(7.4, 3.0), layout="constrained")
         for ax, held_out in zip(figure.subplots(1, 2, sharey=True), (False, True), strict=True):

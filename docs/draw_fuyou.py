@@ -15,10 +15,9 @@ from matplotlib.figure import Figure
 
 from analysis.figures.drawings import style
 from analysis.load.table import latest, load
-from docs import drawn
+from docs import drawn, fuyou
+from docs.fuyou import Point
 from experiments.records.record import Record
-from simulation import fuyou
-from simulation.fuyou import Point
 
 ROOT = Path(__file__).resolve().parent.parent
 FORMS = ("after", "overlapped", "delayed", "delayed, swaps")

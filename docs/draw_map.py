@@ -17,7 +17,7 @@ from matplotlib.patches import Patch
 from analysis.figures.drawings import style
 from baselines.registry import find
 from docs import drawn
-from simulation.compute.study import with_rates
+from simulation.compute import with_rates
 from simulation.hardware import Hardware, cluster, reported
 from simulation.planner.plan import plan
 from simulation.planner.request import Request

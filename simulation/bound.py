@@ -9,7 +9,8 @@ share of the peak that kernels reach. The study's answers are one line of ``boun
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
@@ -18,10 +19,11 @@ from pydantic import Field
 
 from simulation import checks, files
 from simulation.files import Strict
-from simulation.hardware import gpu
+from simulation.hardware import Gpu, gpu
 
 #: What is sharded: optimizer states and gradients (ZeRO-1/2), or parameters too (ZeRO-3).
 Stage = Literal["zero-1/2", "zero-3"]
+_STAGES: tuple[Stage, ...] = ("zero-1/2", "zero-3")
 #: Sizes as the paper names them, and 30B: billions of parameters, layers, width, GPUs.
 MODELS = (
     (1.3, 24, 2048, 8),
@@ -37,233 +39,22 @@ _RECORDED = (1.3, 7, 13, 66, 175, 310)
 GPU = "a100-40gb"
 _BITS_PER_S = (100e9, 200e9)
 SEQUENCE_LENGTH, _LONGER = 2048, 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """A model of L layers of width H."""
-
-    layers: int
-    width: int
-    element_bytes: int = 2
-
-    def __post_init__(self) -> None:
-        checks.counts(layers=self.layers, width=self.width, element_bytes=self.element_bytes)
-
-    @property
-    def parameters(self) -> int:
-        """φ: the model's parameters without embeddings."""
-        return 12 * self.layers * self.width**2
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cluster:
-    """A cluster of N GPUs alike."""
-
-    gpus: int
-    memory_bytes: float
-    bandwidth_bytes_per_s: float
-    peak_flops: float
-
-    def __post_init__(self) -> None:
-        checks.counts(gpus=self.gpus)
-        checks.positive(
-            memory_bytes=self.memory_bytes,
-            bandwidth_bytes_per_s=self.bandwidth_bytes_per_s,
-            peak_flops=self.peak_flops,
-        )
+#: Q: bf16.
+_BYTES = 2
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What the closed form says of one step of each GPU."""
+    """The closed form's answer for one step of each GPU, and the choices that it is of."""
 
+    stage: Stage
+    gamma: float
+    efficiency: float
     tokens: float
     #: TGS: tokens per GPU and second.
     tokens_per_gpu_s: float
     mfu: float
     hfu: float
-
-
-def free_bytes(shape: Shape, cluster: Cluster, stage: Stage = "zero-3") -> float:
-    """M_free: bytes of a GPU beside parameters, gradients and optimizer states; may be negative."""
-    parameters = shape.parameters * shape.element_bytes
-    others = 7 * parameters  # gradients φQ, optimizer 6φQ: fp32 master copy and two moments
-    if stage == "zero-3":
-        return cluster.memory_bytes - (parameters + others) / cluster.gpus
-    return cluster.memory_bytes - parameters - others / cluster.gpus
-
-
-def activation_bytes_per_token(shape: Shape, gamma: float) -> float:
-    """M_act: bytes of activations per token; a recomputed block keeps its input only.
-
-    A block that keeps all has 16·H·Q + 2·H bytes. Raises ``ValueError`` for a ``gamma`` that is no
-    share.
-    """
-    checks.share(gamma=gamma)
-    kept = 16 * shape.width * shape.element_bytes + 2 * shape.width
-    return shape.layers * ((1 - gamma) * shape.width * shape.element_bytes + gamma * kept)
-
-
-def token_capacity(
-    shape: Shape, cluster: Cluster, gamma: float = 0.0, stage: Stage = "zero-3"
-) -> float:
-    """E: tokens per GPU that fill its memory; negative where the states alone do not fit."""
-    return free_bytes(shape, cluster, stage) / activation_bytes_per_token(shape, gamma)
-
-
-def forward_flops_per_token(shape: Shape, sequence_length: int) -> float:
-    """F_fwd: forward's operations per token, 2φ and the attention's 4·L·H·l."""
-    return 2.0 * shape.parameters + 4.0 * shape.layers * shape.width * sequence_length
-
-
-def transfer_seconds(shape: Shape, cluster: Cluster) -> float:
-    """T_transfer: seconds of one gather of all parameters."""
-    return shape.parameters * shape.element_bytes / cluster.bandwidth_bytes_per_s
-
-
-def estimate(
-    shape: Shape,
-    cluster: Cluster,
-    sequence_length: int,
-    *,
-    gamma: float = 0.0,
-    efficiency: float = 1.0,
-    stage: Stage = "zero-3",
-) -> Estimate | None:
-    """The step that fills the memory; ``None`` if not even one sequence fits.
-
-    Raises ``ValueError`` naming the argument that cannot be.
-    """
-    checks.counts(sequence_length=sequence_length)
-    checks.positive(efficiency=efficiency)
-    checks.share(efficiency=efficiency)
-    tokens = token_capacity(shape, cluster, gamma, stage)
-    if tokens < sequence_length:
-        return None
-    forward = forward_flops_per_token(shape, sequence_length)
-    transfer = transfer_seconds(shape, cluster)
-    rate = efficiency * cluster.peak_flops
-    return _step(cluster, tokens, gamma, forward, rate, transfer)
-
-
-def _step(
-    cluster: Cluster,
-    tokens: float,
-    gamma: float,
-    forward: float,
-    rate: float,
-    transfer: float,
-) -> Estimate:
-    """The step of so many tokens at ``rate``, from one token's forward and one gather of all."""
-    backward = (2 + (1 - gamma)) * forward
-    forward_seconds = max(tokens * forward / rate, transfer)
-    backward_seconds = max(tokens * backward / rate, transfer)
-    speed = tokens / (forward_seconds + backward_seconds)
-    return Estimate(
-        tokens,
-        speed,
-        mfu=3 * forward * speed / cluster.peak_flops,
-        hfu=(forward + backward) * speed / cluster.peak_flops,
-    )
-
-
-def hfu_bound(shape: Shape, cluster: Cluster, sequence_length: int) -> float:
-    """The most HFU that memory and bandwidth allow, with full checkpointing; may exceed 1.
-
-    (2 + l/(3H)) / (L·H·Q²) · M_free·S_vol / S_F: the product of free memory and bandwidth counts.
-    """
-    return (
-        _intensity(shape, sequence_length)
-        * free_bytes(shape, cluster)
-        * cluster.bandwidth_bytes_per_s
-        / cluster.peak_flops
-    )
-
-
-def required_bandwidth_bytes_per_s(
-    shape: Shape, cluster: Cluster, sequence_length: int, target: float
-) -> float:
-    """S_vol: bytes per second and GPU for an HFU of ``target``, the inverse of ``hfu_bound``.
-
-    Raises ``ValueError`` for a target that is not a share, and where the model leaves no memory.
-    """
-    checks.positive(target=target)
-    checks.share(target=target)
-    free = free_bytes(shape, cluster)
-    if free <= 0:
-        raise ValueError(
-            f"gpus = {cluster.gpus}: parameters, gradients and optimizer states need "
-            f"{(cluster.memory_bytes - free) / 1e9:.1f} GB per GPU, "
-            f"it has {cluster.memory_bytes / 1e9:.1f}"
-        )
-    return target * cluster.peak_flops / (_intensity(shape, sequence_length) * free)
-
-
-def _intensity(shape: Shape, sequence_length: int) -> float:
-    checks.counts(sequence_length=sequence_length)
-    per_layer = shape.layers * shape.width * shape.element_bytes**2
-    return (2 + sequence_length / (3 * shape.width)) / per_layer
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A point of the grid, and its estimate."""
-
-    stage: Stage
-    gamma: float
-    efficiency: float
-    estimate: Estimate
-
-
-@dataclass(frozen=True)
-class Best:
-    """The best points of a grid; ``None`` where no point is feasible."""
-
-    mfu: Choice | None
-    tokens_per_gpu_s: Choice | None
-
-
-def grid_search(
-    shape: Shape,
-    cluster: Cluster,
-    sequence_length: int,
-    *,
-    steps: int = 100,
-    highest_efficiency: float = 1.0,
-) -> Best:
-    """Search stage × γ × α̂ in ``steps`` steps each, as in 5.4.
-
-    A point counts if its HFU is at most its α̂. Raises ``ValueError`` naming the argument that
-    cannot be.
-    """
-    checks.counts(steps=steps, sequence_length=sequence_length)
-    checks.share(highest_efficiency=highest_efficiency)
-    forward = forward_flops_per_token(shape, sequence_length)
-    transfer = transfer_seconds(shape, cluster)
-    choices = []
-    stages: tuple[Stage, ...] = ("zero-1/2", "zero-3")
-    for stage in stages:
-        for kept in range(steps + 1):
-            gamma = kept / steps
-            tokens = token_capacity(shape, cluster, gamma, stage)
-            if tokens < sequence_length:
-                continue
-            for reached in range(1, steps + 1):
-                efficiency = highest_efficiency * reached / steps
-                if efficiency == 0:
-                    continue
-                rate = efficiency * cluster.peak_flops
-                found = _step(cluster, tokens, gamma, forward, rate, transfer)
-                # Equal but for rounding where the step is bound by compute alone.
-                if found.hfu <= efficiency * (1 + 1e-9):
-                    choices.append(Choice(stage, gamma, efficiency, found))
-    if not choices:
-        return Best(None, None)
-    return Best(
-        max(choices, key=lambda choice: choice.estimate.mfu),
-        max(choices, key=lambda choice: choice.estimate.tokens_per_gpu_s),
-    )
 
 
 class Point(Strict):
@@ -275,10 +66,116 @@ class Point(Strict):
     layers: int = Field(ge=1)
     width: int = Field(ge=1)
     gpus: int = Field(ge=1)
-    memory_bytes: float
-    bandwidth_bits_per_s: float
-    peak_flops: float
+    memory_bytes: float = Field(gt=0)
+    bandwidth_bits_per_s: float = Field(gt=0)
+    peak_flops: float = Field(gt=0)
     sequence_length: int = Field(ge=1)
+
+    @property
+    def parameters(self) -> int:
+        """φ: the model's parameters without embeddings."""
+        return 12 * self.layers * self.width**2
+
+    @property
+    def forward_flops(self) -> float:
+        """F_fwd: forward's operations per token, 2φ and the attention's 4·L·H·l."""
+        return 2.0 * self.parameters + 4.0 * self.layers * self.width * self.sequence_length
+
+    @property
+    def transfer_seconds(self) -> float:
+        """T_transfer: seconds of one gather of all parameters."""
+        return self.parameters * _BYTES / (self.bandwidth_bits_per_s / 8)
+
+    def free_bytes(self, stage: Stage = "zero-3") -> float:
+        """M_free: a GPU's bytes beside parameters, gradients and optimizer; may be negative."""
+        parameters = self.parameters * _BYTES
+        others = 7 * parameters  # gradients φQ, optimizer 6φQ: fp32 master copy and two moments
+        if stage == "zero-3":
+            return self.memory_bytes - (parameters + others) / self.gpus
+        return self.memory_bytes - parameters - others / self.gpus
+
+    def tokens(self, gamma: float = 0.0, stage: Stage = "zero-3") -> float:
+        """E: tokens per GPU that fill its memory; negative where the states alone do not fit.
+
+        M_act: a block that keeps all has 16·H·Q + 2·H bytes per token, a recomputed one its input.
+        """
+        kept = 16 * self.width * _BYTES + 2 * self.width
+        activations = self.layers * ((1 - gamma) * self.width * _BYTES + gamma * kept)
+        return self.free_bytes(stage) / activations
+
+    @property
+    def _intensity(self) -> float:
+        per_layer = self.layers * self.width * _BYTES**2
+        return (2 + self.sequence_length / (3 * self.width)) / per_layer
+
+    @property
+    def hfu_bound(self) -> float:
+        """The most HFU that memory and bandwidth allow, with full checkpointing; may exceed 1.
+
+        (2 + l/(3H)) / (L·H·Q²) · M_free·S_vol / S_F: free memory times bandwidth counts.
+        """
+        bandwidth = self.bandwidth_bits_per_s / 8
+        return self._intensity * self.free_bytes() * bandwidth / self.peak_flops
+
+    def required_bandwidth_bytes_per_s(self, target: float) -> float:
+        """S_vol: bytes per second and GPU for an HFU of ``target``, the inverse of ``hfu_bound``.
+
+        Raises ``ValueError`` for a target that is no share, and where the model leaves no memory.
+        """
+        checks.positive(target=target)
+        checks.share(target=target)
+        free = self.free_bytes()
+        if free <= 0:
+            raise ValueError(
+                f"gpus = {self.gpus}: parameters, gradients and optimizer states need "
+                f"{(self.memory_bytes - free) / 1e9:.1f} GB per GPU, "
+                f"it has {self.memory_bytes / 1e9:.1f}"
+            )
+        return target * self.peak_flops / (self._intensity * free)
+
+    def estimate(
+        self, gamma: float = 0.0, efficiency: float = 1.0, stage: Stage = "zero-3"
+    ) -> Estimate | None:
+        """The step that fills the memory; ``None`` if not even one sequence fits.
+
+        Raises ``ValueError`` for what is no share.
+        """
+        checks.positive(efficiency=efficiency)
+        checks.share(gamma=gamma, efficiency=efficiency)
+        tokens = self.tokens(gamma, stage)
+        if tokens < self.sequence_length:
+            return None
+        forward, rate = self.forward_flops, efficiency * self.peak_flops
+        backward = (2 + (1 - gamma)) * forward
+        seconds = max(tokens * forward / rate, self.transfer_seconds) + max(
+            tokens * backward / rate, self.transfer_seconds
+        )
+        speed = tokens / seconds
+        return Estimate(
+            stage,
+            gamma,
+            efficiency,
+            tokens,
+            speed,
+            mfu=3 * forward * speed / self.peak_flops,
+            hfu=(forward + backward) * speed / self.peak_flops,
+        )
+
+    def grid(self, steps: int = 100, highest_efficiency: float = 1.0) -> Iterator[Estimate]:
+        """Search stage × γ × α̂ in ``steps`` steps each, as in 5.4.
+
+        A point counts if its HFU is at most its α̂.
+        """
+        for stage in _STAGES:
+            for kept in range(steps + 1):
+                if self.tokens(kept / steps, stage) < self.sequence_length:
+                    continue
+                for reached in range(1, steps + 1):
+                    efficiency = highest_efficiency * reached / steps
+                    found = self.estimate(kept / steps, efficiency, stage)
+                    # Equal but for rounding where the step is bound by compute alone.
+                    if found is not None and found.hfu <= efficiency * (1 + 1e-9):
+                        yield found
 
 
 class Gains(Strict):
@@ -318,9 +215,8 @@ def read(path: Path) -> list[BoundRecord]:
     return files.read_as(path, BoundRecord)
 
 
-def points() -> list[Point]:
-    """The paper's sizes, each at its two bandwidths."""
-    device = gpu(GPU)
+def points_on(device: Gpu, bits_per_s: float) -> list[Point]:
+    """All sizes on GPUs of this kind, each with so much bandwidth."""
     return [
         Point(
             model=f"{billions:g}B",
@@ -329,53 +225,52 @@ def points() -> list[Point]:
             width=width,
             gpus=gpus,
             memory_bytes=device.memory_bytes,
-            bandwidth_bits_per_s=bits,
+            bandwidth_bits_per_s=bits_per_s,
             peak_flops=device.peak_flops,
             sequence_length=SEQUENCE_LENGTH,
         )
         for billions, layers, width, gpus in MODELS
-        if billions in _RECORDED
-        for bits in _BITS_PER_S
     ]
+
+
+def points() -> list[Point]:
+    """The paper's sizes, each at its two bandwidths."""
+    by_bandwidth = zip(*(points_on(gpu(GPU), bits) for bits in _BITS_PER_S), strict=True)
+    recorded = [billions * 1e9 for billions in _RECORDED]
+    return [p for pair in by_bandwidth for p in pair if p.named_parameters in recorded]
 
 
 def settle(point: Point, commit: str | None) -> BoundRecord:
     """Answer a point by the closed form; ``commit`` is the one that the record names."""
-    shape = Shape(layers=point.layers, width=point.width)
-    cluster = Cluster(
-        gpus=point.gpus,
-        memory_bytes=point.memory_bytes,
-        bandwidth_bytes_per_s=point.bandwidth_bits_per_s / 8,
-        peak_flops=point.peak_flops,
-    )
-    length = point.sequence_length
-    best = grid_search(shape, cluster, length).mfu
-    assert best is not None, "all of the paper's models fit"
-    required = required_bandwidth_bytes_per_s(shape, cluster, length, target=1.0)
     return BoundRecord(
         point=point,
-        parameters=shape.parameters,
-        free_bytes=free_bytes(shape, cluster),
-        tokens=token_capacity(shape, cluster),
-        hfu_bound=hfu_bound(shape, cluster, length),
-        required_bits_per_s=8 * required,
-        best_mfu=best.estimate.mfu,
-        gains=_gains(shape, cluster, length),
+        parameters=point.parameters,
+        free_bytes=point.free_bytes(),
+        tokens=point.tokens(),
+        hfu_bound=point.hfu_bound,
+        required_bits_per_s=8 * point.required_bandwidth_bytes_per_s(target=1.0),
+        best_mfu=max(found.mfu for found in point.grid()),
+        gains=_gains(point),
         commit=commit,
         started_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
 
 
-def _gains(shape: Shape, cluster: Cluster, length: int) -> Gains:
-    bandwidth, memory = cluster.bandwidth_bytes_per_s, cluster.memory_bytes
-    faster = replace(cluster, bandwidth_bytes_per_s=2 * bandwidth)
-    larger = replace(cluster, memory_bytes=memory + free_bytes(shape, cluster))
-    usual = hfu_bound(shape, cluster, length)
-    steps = [estimate(shape, cluster, tokens) for tokens in (length, _LONGER * length)]
-    short, long = (step.tokens_per_gpu_s for step in steps if step is not None)
+def _gains(point: Point) -> Gains:
+    faster, larger, longer = (
+        point.model_copy(update=change)
+        for change in (
+            {"bandwidth_bits_per_s": 2 * point.bandwidth_bits_per_s},
+            {"memory_bytes": point.memory_bytes + point.free_bytes()},
+            {"sequence_length": _LONGER * point.sequence_length},
+        )
+    )
+    short, long = point.estimate(), longer.estimate()
+    assert short is not None, "all of the paper's models fit"
+    assert long is not None, "with longer sequences too"
     return Gains(
-        twice_bandwidth=hfu_bound(shape, faster, length) / usual,
-        twice_free_memory=hfu_bound(shape, larger, length) / usual,
-        longer_sequences=hfu_bound(shape, cluster, _LONGER * length) / usual,
-        longer_sequences_tokens_per_s=long / short,
+        twice_bandwidth=faster.hfu_bound / point.hfu_bound,
+        twice_free_memory=larger.hfu_bound / point.hfu_bound,
+        longer_sequences=longer.hfu_bound / point.hfu_bound,
+        longer_sequences_tokens_per_s=long.tokens_per_gpu_s / short.tokens_per_gpu_s,
     )

@@ -23,6 +23,8 @@ _ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k")
 _NOT_MODELLED = ("kv_lora_rank", "q_lora_rank", "ssm_cfg", "mamba_d_state", "state_size")
 _EXPERT = re.compile(r"(.*experts)\.\d+\.(.*)")
 _ATTENTION = re.compile(r"att(entio)?n")
+#: Models without weights by their configurations: a search asks for one many times.
+_BUILT: dict[str, tuple[Any, Any]] = {}
 
 
 def count(name: str, config: Mapping[str, Any], sequence_length: int) -> Transformer:
@@ -84,7 +86,14 @@ def _number(name: str, made: Any, key: str) -> int:
 
 
 def _built(name: str, config: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The model without weights, and its whole configuration."""
+    """The model without weights, and its whole configuration; built once."""
+    key = repr(sorted(config.items()))
+    if key not in _BUILT:
+        _BUILT[key] = _build(name, config)
+    return _BUILT[key]
+
+
+def _build(name: str, config: Mapping[str, Any]) -> tuple[Any, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM

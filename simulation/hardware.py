@@ -2,20 +2,36 @@
 
 Data sheets give the GPUs' figures. What no data sheet says (latencies, how much of a peak is
 reached, a CPU's optimizer) has defaults that are marked as ours: measure them, if you can.
+
+Computation is work in three parts: matrix products, attention, and bytes through memory. One share
+of the peak for all of it cannot be right for every width and length: products grow with the square
+of the width, attention with the length, and all else with the width. The rates of the parts are
+fitted to published measurements in ``simulation.compute``; a share of the peak is one of operations
+as trainers count them, and all else is taken to be part of it.
 """
 
 from __future__ import annotations
 
+import csv
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import inf, log2
+from operator import add
+from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
 from simulation import checks
-from simulation.rates import Rates, Work
+from simulation.checks import Checked, Count, NotNegative, Positive, Share
 
 Backend = Literal["nccl", "gloo"]
+#: What rates rest on: a share of the data sheet's peak, measurements of this GPU, of one of a
+#: similar architecture, or matrix products, or a transformer block, that preflight measured on the
+#: very nodes.
+Basis = Literal[
+    "share of the peak", "fitted", "nearest architecture", "preflight", "preflight's block"
+]
 
 GB = 1e9
 _TERA = 1e12
@@ -24,13 +40,13 @@ _MIB = 2**20
 #: takes: ours. With them an A40 has no more than the study on imitated devices has tried.
 _LIBRARIES_BYTES = 1.9e9
 _FRAGMENTED = 0.05
-#: One direction of 16 lanes, by PCIe generation, after line coding.
-_PCIE_3, _PCIE_4, _PCIE_5 = 15.75 * GB, 31.5 * GB, 63.0 * GB
 
 #: Shares of a link's and a processor's peak that are reached: ours, typical of NCCL's own test
 #: programs and of transformers of this size; replace them by what ``preflight`` measures.
 LINK_EFFICIENCY = 0.8
 MATMUL_EFFICIENCY = 0.5
+#: Nodes at which what is lost with scale turns from linear to logarithmic.
+_MANY_NODES = 32
 
 
 #: Seconds of a message between nodes by fabric, as NCCL exchanges it: ours. With them a link has
@@ -41,34 +57,20 @@ FABRICS: Mapping[str, float] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Gpu:
+class Gpu(Checked):
     """One accelerator, by its data sheet."""
 
     name: str
     #: Dense matrix products in bf16 with fp32 accumulation (fp16 where there is no bf16).
-    peak_flops: float
-    memory_bytes: float
-    memory_bytes_per_s: float
-    #: Each direction of the link to the host.
-    pcie_bytes_per_s: float
+    peak_flops: Positive
+    memory_bytes: Positive
+    memory_bytes_per_s: Positive
+    #: Each direction of the link to the host: PCIe's lanes after line coding.
+    pcie_bytes_per_s: Positive
     #: Each direction to the other GPUs of a node. Without NVLink to all of them this is PCIe's.
-    link_bytes_per_s: float
+    link_bytes_per_s: Positive
     #: Whether that link is PCIe, and so shares it with copies to and from the host.
     link_is_pcie: bool = False
-
-    def __post_init__(self) -> None:
-        checks.positive(
-            peak_flops=self.peak_flops,
-            memory_bytes=self.memory_bytes,
-            memory_bytes_per_s=self.memory_bytes_per_s,
-            pcie_bytes_per_s=self.pcie_bytes_per_s,
-            link_bytes_per_s=self.link_bytes_per_s,
-        )
-
-
-def _pcie_gpu(name: str, tera: float, memory_gb: float, memory_gb_s: float, pcie: float) -> Gpu:
-    memory, rate = memory_gb * GB, memory_gb_s * GB
-    return Gpu(name, tera * _TERA, memory, rate, pcie, pcie, link_is_pcie=True)
 
 
 @dataclass(frozen=True)
@@ -86,71 +88,28 @@ class Card:
     node_bits_per_s: float = 1.6e12
 
 
-_A100, _H100 = "a100-80gb", "h100-sxm"
-# NVIDIA's data sheets; figures "with sparsity" halved, NVLink's sum of both directions halved.
-CARDS: dict[str, Card] = {
-    card.gpu.name: card
-    for card in (
-        # A40 data sheet. NVLink joins pairs only (56 GB/s): rings over 4 or 8 cross PCIe.
-        Card(_pcie_gpu("a40", 149.7, 48, 696, _PCIE_4), 46_068, r"A40$", _A100),
-        # A100 data sheet: SXM, NVLink 600 GB/s in both directions.
-        Card(
-            Gpu("a100-40gb", 312 * _TERA, 40 * GB, 1555 * GB, _PCIE_4, 300 * GB),
-            40_960,
-            r"A100(?!.*80GB)",
-            "a100-40gb",
-        ),
-        Card(
-            Gpu(_A100, 312 * _TERA, 80 * GB, 2039 * GB, _PCIE_4, 300 * GB),
-            81_920,
-            r"A100.*80GB",
-            _A100,
-        ),
-        # H100 data sheet: NVLink 900 GB/s; PCIe 600 GB/s, but between pairs only.
-        Card(
-            Gpu(_H100, 989.4 * _TERA, 80 * GB, 3350 * GB, _PCIE_5, 450 * GB),
-            81_559,
-            r"H100(?! PCIe)",
-            _H100,
-            node_bits_per_s=3.2e12,
-        ),
-        Card(_pcie_gpu("h100-pcie", 756, 80, 2000, _PCIE_5), 81_559, r"H100 PCIe", _H100),
-        # H200 data sheet: the H100's processor.
-        Card(
-            Gpu("h200", 989.4 * _TERA, 141 * GB, 4800 * GB, _PCIE_5, 450 * GB),
-            143_771,
-            r"H200",
-            _H100,
-        ),
-        # HGX B200 data sheet: NVLink 1,800 GB/s in both directions.
-        Card(
-            Gpu("b200", 2250 * _TERA, 180 * GB, 7700 * GB, _PCIE_5, 900 * GB),
-            183_359,
-            r"B200",
-            _H100,
-        ),
-        # L40S, L4 and RTX 4090 (Ada white paper) have no NVLink.
-        Card(_pcie_gpu("l40s", 362.05, 48, 864, _PCIE_4), 46_068, r"L40S", _A100),
-        Card(_pcie_gpu("l4", 121, 24, 300, _PCIE_4 / 2), 23_034, r"L4$", _A100),  # 8 lanes
-        Card(_pcie_gpu("rtx4090", 165.2, 24, 1008, _PCIE_4), 24_564, r"RTX 4090$", _A100),
-        # A10 data sheet; A10G is AWS's variant with less of the tensor cores.
-        Card(_pcie_gpu("a10", 125, 24, 600, _PCIE_4), 23_028, r"A10$", _A100),
-        Card(_pcie_gpu("a10g", 70, 24, 600, _PCIE_4), 23_028, r"A10G", _A100),
-        # V100 SXM2 data sheet: fp16, there is no bf16; NVLink 300 GB/s.
-        Card(
-            Gpu("v100-16gb", 125 * _TERA, 16 * GB, 900 * GB, _PCIE_3, 150 * GB),
-            16_384,
-            r"V100.*16GB",
-            _A100,
-        ),
-        Card(
-            Gpu("v100-32gb", 125 * _TERA, 32 * GB, 900 * GB, _PCIE_3, 150 * GB),
-            32_768,
-            r"V100.*32GB",
-            _A100,
-        ),
+def _card(row: Mapping[str, str]) -> Card:
+    pcie, nvlink = GB * float(row["pcie_gb_s"]), row["nvlink_gb_s"]
+    device = Gpu(
+        row["name"],
+        peak_flops=float(row["tflops"]) * _TERA,
+        memory_bytes=float(row["memory_gb"]) * GB,
+        memory_bytes_per_s=float(row["memory_gb_s"]) * GB,
+        pcie_bytes_per_s=pcie,
+        link_bytes_per_s=GB * float(nvlink) if nvlink else pcie,
+        link_is_pcie=not nvlink,
     )
-}
+    bits = float(row["node_gbit_s"]) * GB
+    return Card(device, int(row["reported_mib"]), row["driver"], row["like"], bits)
+
+
+def _read_cards() -> dict[str, Card]:
+    with Path(__file__).with_name("gpus.csv").open(encoding="utf-8", newline="") as file:
+        return {row["name"]: _card(row) for row in csv.DictReader(file)}
+
+
+#: NVIDIA's data sheets: figures "with sparsity" halved, NVLink's sum of both directions halved.
+CARDS = _read_cards()
 
 
 def gpu_of(model: str) -> Gpu | None:
@@ -172,10 +131,106 @@ def gpu(name: str) -> Gpu:
 
 
 @dataclass(frozen=True)
+class Work:
+    """Computation, of a token or of many."""
+
+    #: Operations as trainers count them: every token attends to all of the sequence.
+    flops: float
+    #: Operations of matrix products, and of attention as a causal kernel does it.
+    products: float = 0.0
+    attention: float = 0.0
+    #: Bytes that kernels read from the device's memory and write to it.
+    nbytes: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(*map(add, vars(self).values(), vars(other).values()))
+
+    def __mul__(self, times: float) -> Work:
+        return Work(*(times * part for part in vars(self).values()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates(Checked):
+    """How fast a GPU computes, and how sure that is; what is infinite takes no time."""
+
+    #: Operations per second: as trainers count them, of matrix products, of a causal attention.
+    flops_per_s: Positive = inf
+    products_per_s: Positive = inf
+    attention_per_s: Positive = inf
+    #: Bytes per second that kernels read and write, and those that are copied beside them.
+    bytes_per_s: Positive = inf
+    copied_bytes_per_s: Positive = inf
+    #: Rate at which bytes that are gathered or reduced take time from computation: by casts, copies
+    #: into and out of buffers, and collectives' kernels.
+    exchanged_bytes_per_s: Positive = inf
+    #: Share of the throughput that ``_MANY_NODES`` nodes more lose to one another's delays.
+    lost_with_scale: Share = 0.0
+    #: Factors of tokens per second between which nine of ten measurements lay.
+    lowest: Positive = 1.0
+    highest: Positive = 1.0
+    basis: Basis = "share of the peak"
+    #: The GPU that was measured, where it is another one.
+    measured_on: str | None = None
+
+    def seconds(self, work: Work) -> float:
+        """Seconds of the work on one GPU of a single node."""
+        return (
+            work.flops / self.flops_per_s
+            + work.products / self.products_per_s
+            + work.attention / self.attention_per_s
+            + work.nbytes / self.bytes_per_s
+        )
+
+    def slower(self, nodes: int) -> float:
+        """Factor of the time of computation on so many nodes."""
+        return 1 / (1 - min(0.9, self.lost_with_scale * scale(nodes)))
+
+    def with_products(self, products_per_s: float) -> Rates:
+        """The rates where matrix products were measured; attention is as much faster or slower."""
+        times = products_per_s / self.products_per_s
+        return replace(
+            self,
+            products_per_s=products_per_s,
+            attention_per_s=times * self.attention_per_s,
+            basis="preflight",
+        )
+
+    def with_block(self, work: Work, seconds: float) -> Rates:
+        """The rates where a block was measured: all parts are as much faster or slower."""
+        times = self.seconds(work) / seconds
+        return replace(
+            self,
+            products_per_s=times * self.products_per_s,
+            attention_per_s=times * self.attention_per_s,
+            bytes_per_s=times * self.bytes_per_s,
+            copied_bytes_per_s=times * self.copied_bytes_per_s,
+            basis="preflight's block",
+        )
+
+
+def share_of_peak(device: Gpu, share: float, sharing: int = 1) -> Rates:
+    """The rates of a rank that reaches this share of the peak; ``sharing`` ranks share the device.
+
+    Raises ``ValueError`` for what is no share above zero.
+    """
+    checks.share(matmul_efficiency=share)
+    checks.positive(matmul_efficiency=share)
+    return Rates(
+        flops_per_s=device.peak_flops * share / sharing,
+        copied_bytes_per_s=device.memory_bytes_per_s / sharing,
+    )
+
+
+def scale(nodes: int) -> float:
+    """How far ``nodes`` are from one: linear up to ``_MANY_NODES``, then logarithmic."""
+    return log2(1 + (nodes - 1) / _MANY_NODES)
+
+
+@dataclass(frozen=True)
 class Overheads:
     """Time that a host with few cores spends beside matrix products, in seconds of all its cores.
 
-    All zero where a GPU computes: its host runs ahead, and ``matmul_efficiency`` has the rest.
+    All zero where a GPU computes: its host runs ahead, and the rates have the rest.
     """
 
     #: Hooks and calls of all ranks for one block in one micro-batch, by engine.
@@ -193,7 +248,7 @@ class Overheads:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hardware:
+class Hardware(Checked):
     """A cluster: ``nodes`` × ``ranks_per_node`` devices, their links, and what each node has.
 
     Rates are those that are reached, not peaks; each link is full duplex. Raises ``ValueError``
@@ -201,65 +256,39 @@ class Hardware:
     """
 
     name: str
-    nodes: int
-    ranks_per_node: int
+    nodes: Count
+    ranks_per_node: Count
     device: Gpu
-    #: Share of ``device.peak_flops`` that matrix products reach (papers.md 5.2: α̂).
-    matmul_efficiency: float = MATMUL_EFFICIENCY
+    #: How fast a rank computes while all do.
+    rates: Rates
     #: Rate at which a node can send to other nodes, all its ranks together; infinite: no limit.
-    inter_bytes_per_s: float
+    inter_bytes_per_s: Positive
     #: Rate at which one rank can send inside its node.
-    intra_bytes_per_s: float
+    intra_bytes_per_s: Positive
     #: Latency of one message, as NCCL's kernels exchange it: ours.
-    inter_latency_seconds: float = 15e-6
-    intra_latency_seconds: float = 5e-6
+    inter_latency_seconds: NotNegative = 15e-6
+    intra_latency_seconds: NotNegative = 5e-6
     #: Rates of one rank's copies while all ranks of the node copy.
-    host_to_device_bytes_per_s: float
-    device_to_host_bytes_per_s: float
+    host_to_device_bytes_per_s: Positive
+    device_to_host_bytes_per_s: Positive
     #: Whether what a rank sends to other nodes passes the PCIe link that its copies use.
     nic_shares_pcie: bool = True
     #: Whether what a rank sends inside its node passes it, too.
     intra_shares_pcie: bool = False
-    host_memory_bytes: float
+    host_memory_bytes: Positive
     #: Rates of a node's local disks; NVMe of two drives: ours.
-    disk_read_bytes_per_s: float = 6 * GB
-    disk_write_bytes_per_s: float = 4 * GB
+    disk_read_bytes_per_s: Positive = 6 * GB
+    disk_write_bytes_per_s: Positive = 4 * GB
     #: Rate of Adam on a node's CPUs, bound by memory: 28 bytes per element at about 110 GB/s: ours.
-    cpu_adam_elements_per_s: float = 4e9
+    cpu_adam_elements_per_s: Positive = 4e9
     #: Memory of each device for the CUDA context, NCCL's buffers and fragmentation: ours.
-    device_reserve_bytes: float = 4 * GB
+    device_reserve_bytes: NotNegative = 4 * GB
     #: What carries the collectives. Gloo's reduce-scatter is an all-reduce, and one thread computes
     #: and waits.
     backend: Backend = "nccl"
     #: Number of ranks whose ``device`` is one and the same, as on an emulated cluster.
-    ranks_sharing_device: int = 1
+    ranks_sharing_device: Count = 1
     overheads: Overheads = Overheads()
-    #: Computation in three parts, where it is known; else ``matmul_efficiency`` has all of it.
-    rates: Rates | None = None
-
-    def __post_init__(self) -> None:
-        checks.counts(
-            nodes=self.nodes,
-            ranks_per_node=self.ranks_per_node,
-            ranks_sharing_device=self.ranks_sharing_device,
-        )
-        checks.share(matmul_efficiency=self.matmul_efficiency)
-        checks.positive(
-            matmul_efficiency=self.matmul_efficiency,
-            inter_bytes_per_s=self.inter_bytes_per_s,
-            intra_bytes_per_s=self.intra_bytes_per_s,
-            host_to_device_bytes_per_s=self.host_to_device_bytes_per_s,
-            device_to_host_bytes_per_s=self.device_to_host_bytes_per_s,
-            host_memory_bytes=self.host_memory_bytes,
-            disk_read_bytes_per_s=self.disk_read_bytes_per_s,
-            disk_write_bytes_per_s=self.disk_write_bytes_per_s,
-            cpu_adam_elements_per_s=self.cpu_adam_elements_per_s,
-        )
-        checks.not_negative(
-            inter_latency_seconds=self.inter_latency_seconds,
-            intra_latency_seconds=self.intra_latency_seconds,
-            device_reserve_bytes=self.device_reserve_bytes,
-        )
 
     @property
     def world_size(self) -> int:
@@ -267,25 +296,14 @@ class Hardware:
         return self.nodes * self.ranks_per_node
 
     @property
-    def flops(self) -> float:
-        """Operations per second of one rank while all ranks compute."""
-        return self.device.peak_flops * self.matmul_efficiency / self.ranks_sharing_device
+    def matmul_efficiency(self) -> float:
+        """Share of the device's peak that matrix products reach (papers.md 5.2: α̂)."""
+        reached = min(self.rates.flops_per_s, self.rates.products_per_s)
+        return reached * self.ranks_sharing_device / self.device.peak_flops
 
     def seconds(self, work: Work) -> float:
         """Seconds of a rank's work while all ranks compute."""
-        if self.rates is None:
-            return work.flops / self.flops
         return self.rates.seconds(work) * self.rates.slower(self.nodes)
-
-    def memory_seconds(self, nbytes: float) -> float:
-        """Seconds in which a rank's kernels read and write so many bytes of its memory."""
-        if self.rates is None:
-            return nbytes * self.ranks_sharing_device / self.device.memory_bytes_per_s
-        return nbytes / self.rates.bytes_per_s
-
-    def exchange_seconds(self, nbytes: float) -> float:
-        """Seconds of computation that a rank loses to ``nbytes`` that it gathers or reduces."""
-        return 0.0 if self.rates is None else nbytes / self.rates.exchanged_bytes_per_s
 
     @property
     def usable_device_bytes(self) -> float:
@@ -342,7 +360,7 @@ def cluster(
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         device=device,
-        matmul_efficiency=matmul_efficiency,
+        rates=share_of_peak(device, matmul_efficiency),
         inter_bytes_per_s=between * inter_bits_per_s / 8,
         inter_latency_seconds=inter_latency_seconds,
         intra_bytes_per_s=link_efficiency * device.link_bytes_per_s,

@@ -17,12 +17,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from baselines.luwu import LAYERS, WINDOW
-from simulation import checks
+from simulation.checks import Checked, Positive
 from simulation.hardware import GB, LINK_EFFICIENCY, Hardware
 from simulation.memory import Footprint
-from simulation.step.passes import overhead_seconds
+from simulation.step.schedule import overhead_seconds
 from simulation.step.tasks import Tasks
-from simulation.work import (
+from simulation.workload import (
+    Workload,
     block_bytes,
     block_work,
     head_work,
@@ -30,7 +31,6 @@ from simulation.work import (
     loss_bytes,
     recomputed_work,
 )
-from simulation.workload import Workload
 
 #: The strategy's name.
 LUWU = "luwu"
@@ -153,24 +153,16 @@ def files_bytes(workload: Workload) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Server:
+class Server(Checked):
     """A machine beside the workers: rates that are reached. Its link is full duplex."""
 
-    link_bytes_per_s: float
-    disk_read_bytes_per_s: float
-    disk_write_bytes_per_s: float
+    link_bytes_per_s: Positive
+    disk_read_bytes_per_s: Positive
+    disk_write_bytes_per_s: Positive
     #: Rate of AdamW on its CPUs.
-    adam_elements_per_s: float
+    adam_elements_per_s: Positive
     #: Its description, in words.
     description: str
-
-    def __post_init__(self) -> None:
-        checks.positive(
-            link_bytes_per_s=self.link_bytes_per_s,
-            disk_read_bytes_per_s=self.disk_read_bytes_per_s,
-            disk_write_bytes_per_s=self.disk_write_bytes_per_s,
-            adam_elements_per_s=self.adam_elements_per_s,
-        )
 
 
 def like(hardware: Hardware) -> Server:

@@ -15,9 +15,8 @@ from baselines.schedule import Place, Schedule
 from simulation.cycle import Held
 from simulation.cycle import held as of_cycle
 from simulation.hardware import Hardware
-from simulation.units import Layout, Unit
-from simulation.work import block_bytes, kept_bytes, loss_bytes
-from simulation.workload import Workload
+from simulation.units import Layout, Unit, shard_numel
+from simulation.workload import Workload, block_bytes, kept_bytes, loss_bytes
 
 if TYPE_CHECKING:
     from fcdp.cache.memory import Usage
@@ -347,11 +346,6 @@ def check_policy(text: str) -> None:
         from fcdp.cache.named import parse  # needs torch
 
         parse(text)
-
-
-def shard_numel(parameters: int, world_size: int) -> int:
-    """Elements of one rank's shard, padding included."""
-    return -(-parameters // world_size)
 
 
 def _by_policy(

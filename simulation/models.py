@@ -6,14 +6,15 @@ gives the size. For 30B the width is such that one forward gather of ZeRO-3 on t
 ranks sends what the paper's table says FCDP-Sched's sends (108.18 GB: 2 nodes × 15/16 × 2 bytes per
 parameter, so 28.8 billion).
 
-Well-known models have their public configurations, from their own repositories on the Hugging Face
-hub (the names beside them), and the length of the sequences that most of their training saw, by
-their makers' reports. Numbers of parameters are what their makers publish; a test compares them
-with what is counted from these.
+Well-known models have their public configurations in ``models.csv``, from their own repositories on
+the Hugging Face hub, and the length of the sequences that most of their training saw, by their
+makers' reports. Numbers of parameters are what their makers publish; a test compares them with what
+is counted from these.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -111,105 +112,28 @@ class PublicModel:
     config: Mapping[str, Any]
 
 
-def _llama(
-    kind: str,
-    layers: int,
-    width: int,
-    heads: int,
-    key_value_heads: int,
-    mlp_width: int,
-    vocabulary: int,
-    limit: int,
-    **more: Any,
-) -> dict[str, Any]:
-    return {
-        "model_type": kind,
-        "num_hidden_layers": layers,
-        "hidden_size": width,
-        "num_attention_heads": heads,
-        "num_key_value_heads": key_value_heads,
-        "intermediate_size": mlp_width,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": limit,
-        **more,
-    }
+#: Columns of the table that are no part of a configuration.
+_ABOUT = ("name", "hub", "parameters", "training_length")
 
 
-_EIGHT_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
-PUBLIC_MODELS: Mapping[str, PublicModel] = {
-    "llama-2-7b": PublicModel(
-        "meta-llama/Llama-2-7b-hf",
-        6_738_415_616,
-        4096,
-        _llama("llama", 32, 4096, 32, 32, 11008, 32_000, 4096),
-    ),
-    "llama-2-70b": PublicModel(
-        "meta-llama/Llama-2-70b-hf",
-        68_976_648_192,
-        4096,
-        _llama("llama", 80, 8192, 64, 8, 28672, 32_000, 4096),
-    ),
-    "llama-3-8b": PublicModel(
-        "meta-llama/Meta-Llama-3-8B",
-        8_030_261_248,
-        8192,
-        _llama("llama", 32, 4096, 32, 8, 14336, 128_256, 8192),
-    ),
-    "llama-3-70b": PublicModel(
-        "meta-llama/Meta-Llama-3-70B",
-        70_553_706_496,
-        8192,
-        _llama("llama", 80, 8192, 64, 8, 28672, 128_256, 8192),
-    ),
-    "qwen2-7b": PublicModel(
-        "Qwen/Qwen2-7B",
-        7_615_616_512,
-        4096,
-        _llama("qwen2", 28, 3584, 28, 4, 18944, 152_064, 131_072),
-    ),
-    "qwen2.5-32b": PublicModel(
-        "Qwen/Qwen2.5-32B",
-        32_763_876_352,
-        4096,
-        _llama("qwen2", 64, 5120, 40, 8, 27648, 152_064, 131_072),
-    ),
-    "mistral-7b": PublicModel(
-        "mistralai/Mistral-7B-v0.1",
-        7_241_732_096,
-        8192,
-        _llama("mistral", 32, 4096, 32, 8, 14336, 32_000, 32_768),
-    ),
-    "mixtral-8x7b": PublicModel(
-        "mistralai/Mixtral-8x7B-v0.1",
-        46_702_792_704,
-        8192,
-        _llama("mixtral", 32, 4096, 32, 8, 14336, 32_000, 32_768, **_EIGHT_EXPERTS),
-    ),
-    "gemma-2b": PublicModel(
-        "google/gemma-2b",
-        2_506_172_416,
-        8192,
-        _llama("gemma", 18, 2048, 8, 1, 16384, 256_000, 8192, head_dim=256),
-    ),
-    "gemma-7b": PublicModel(
-        "google/gemma-7b",
-        8_537_680_896,
-        8192,
-        _llama("gemma", 28, 3072, 16, 16, 24576, 256_000, 8192, head_dim=256),
-    ),
-    "phi-3-mini": PublicModel(
-        "microsoft/Phi-3-mini-4k-instruct",
-        3_821_079_552,
-        4096,
-        _llama("phi3", 32, 3072, 32, 32, 8192, 32_064, 4096),
-    ),
-    "phi-4": PublicModel(
-        "microsoft/phi-4",
-        14_659_507_200,
-        4096,
-        _llama("phi3", 40, 5120, 40, 10, 17920, 100_352, 16_384),
-    ),
-}
+def _read_models() -> dict[str, PublicModel]:
+    with Path(__file__).with_name("models.csv").open(encoding="utf-8", newline="") as file:
+        return {
+            row["name"]: PublicModel(
+                row["hub"],
+                int(row["parameters"]),
+                int(row["training_length"]),
+                {
+                    key: int(value) if value.isdecimal() else value
+                    for key, value in row.items()
+                    if value and key not in _ABOUT
+                },
+            )
+            for row in csv.DictReader(file)
+        }
+
+
+PUBLIC_MODELS = _read_models()
 
 
 def from_config(source: Mapping[str, Any] | str | Path, sequence_length: int) -> Transformer:

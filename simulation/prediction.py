@@ -7,17 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from simulation import luwu
-from simulation import transformer as shapes
-from simulation.emulated import PAYLOAD_SHARE
 from simulation.hardware import Gpu, Hardware
 from simulation.luwu import Server, like
 from simulation.memory import Footprint, Placement, footprint, place
-from simulation.step.events import Timeline, busy_seconds
 from simulation.step.schedule import Step
 from simulation.step.slots import Slots, turns
-from simulation.step.tasks import Tasks
+from simulation.step.tasks import Tasks, Timeline, busy_seconds
 from simulation.units import Layout, layout
-from simulation.workload import Workload
+from simulation.workload import Workload, token_work
 
 #: Bytes that one node moves by link (inter_node, intra_node, host_to_device, device_to_host, disk)
 #: and phase (forward, backward, reduce, optimizer), as a record's ledger has them.
@@ -98,25 +95,16 @@ def largest_micro_batch(workload: Workload, hardware: Hardware) -> int:
     return low
 
 
-def utilisations(
-    workload: Workload, hardware: Hardware, tokens_per_gpu_s: float
-) -> tuple[float, float]:
-    """MFU and HFU: shares of the device's peak, by the model's operations and by all.
+def utilisations(workload: Workload, gpu: Gpu, tokens_per_gpu_s: float) -> tuple[float, float]:
+    """MFU and HFU: shares of the GPU's peak, by the model's operations and by all.
 
     ``tokens_per_gpu_s`` are tokens per second and GPU.
     """
-    length, lora, gpu = workload.sequence_length, workload.lora, hardware.device
-    # Selective checkpointing computes no product again.
-    again = workload.recomputed if workload.checkpointing == "full" else 0.0
-    all_flops = shapes.hardware_flops(workload.model, length, lora, again)
-    hfu = shapes.utilisation(all_flops, tokens_per_gpu_s, gpu.peak_flops)
-    return model_utilisation(workload, gpu, tokens_per_gpu_s), hfu
-
-
-def model_utilisation(workload: Workload, gpu: Gpu, tokens_per_gpu_s: float) -> float:
-    """Share of the GPU's peak that the model's own operations take: MFU."""
-    flops = shapes.model_flops(workload.model, workload.sequence_length, workload.lora)
-    return shapes.utilisation(flops, tokens_per_gpu_s, gpu.peak_flops)
+    alone, every = (token_work(one).flops for one in (replace(workload, recomputed=0.0), workload))
+    return (
+        alone * tokens_per_gpu_s / gpu.peak_flops,
+        every * tokens_per_gpu_s / gpu.peak_flops,
+    )
 
 
 @dataclass(frozen=True)
@@ -178,7 +166,7 @@ def simulate_built(built: Built) -> Prediction:
     shortage = built.needs.shortage(hardware)
     tokens = workload.tokens * workload.accumulation
     per_gpu = tokens / timeline.seconds
-    mfu, hfu = utilisations(workload, hardware, per_gpu)
+    mfu, hfu = utilisations(workload, hardware.device, per_gpu)
     return Prediction(
         state="ok" if shortage is None else "oom",
         error=shortage,
@@ -202,27 +190,6 @@ def _links(workload: Workload, hardware: Hardware) -> dict[str, Any]:
         return {}
     found = luwu.traffic(workload, hardware.world_size, hardware.ranks_per_node)
     return {"link_bytes": found.links, "server_messages": found.server_messages}
-
-
-def communication_to_computation(workload: Workload, hardware: Hardware) -> float:
-    """Seconds that a node's link is busy per second of a rank's computation."""
-    prediction = predict(workload, hardware)
-    seconds = prediction.inter_node_bytes / hardware.inter_bytes_per_s
-    return seconds / _computation_seconds(prediction)
-
-
-def link_bits_per_s(ratio: float, workload: Workload, unlimited: Hardware) -> float:
-    """The limit of an emulated link, in bits per second, at which the workload has this ratio.
-
-    ``unlimited`` is the emulated cluster without a limit.
-    """
-    prediction = predict(workload, unlimited)
-    seconds = ratio * _computation_seconds(prediction)
-    return 8 * prediction.inter_node_bytes / seconds / PAYLOAD_SHARE
-
-
-def _computation_seconds(prediction: Prediction) -> float:
-    return prediction.timeline.busy_seconds()["compute"]
 
 
 def chrome_trace(prediction: Prediction) -> dict[str, Any]:

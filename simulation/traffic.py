@@ -1,4 +1,4 @@
-"""Latency and bandwidth of the exchanges that gathers and reductions are made of.
+"""Latency and bandwidth of exchanges, and those that a unit's gathers and reductions are.
 
 ``nbytes`` is always the whole buffer: what an all-gather yields, what a reduce-scatter takes. A
 flat ring over all ranks has one edge out of each node, over which all but one rank's part passes;
@@ -8,9 +8,30 @@ in a reduce-scatter of the same bytes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from operator import add
 
+from baselines import registry
+from baselines.encoding import DIFFERENCES, encoded_bytes
+from baselines.schedule import Schedule
 from simulation.hardware import Hardware
+from simulation.units import Unit, shard_numel
+from simulation.workload import Workload
+
+#: Bits per bf16 parameter by learning rate of AdamW, as the kernel's counters saw them in
+#: ``results/delta`` (emulated); ``tests/docs/test_figures.py`` holds them against it.
+MEASURED: Sequence[tuple[float, float]] = (
+    (1e-6, 0.42),
+    (1e-5, 1.3),
+    (3e-5, 2.1),
+    (1e-4, 2.9),
+    (1e-3, 5.1),
+)
+#: Bits of a bf16 parameter; of wider ones all others are sent as they are.
+_TOLD = 16
+_FSDP2_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -27,23 +48,11 @@ class Traffic:
 
     def __add__(self, other: Traffic) -> Traffic:
         """The traffic of two exchanges, one after the other."""
-        return Traffic(
-            self.inter_node_bytes + other.inter_node_bytes,
-            self.intra_node_bytes + other.intra_node_bytes,
-            self.intra_rank_bytes + other.intra_rank_bytes,
-            self.inter_messages + other.inter_messages,
-            self.intra_messages + other.intra_messages,
-        )
+        return Traffic(*map(add, vars(self).values(), vars(other).values()))
 
     def __truediv__(self, steps: int) -> Traffic:
-        """What falls to each of so many steps, which have one such exchange together."""
-        return Traffic(
-            self.inter_node_bytes / steps,
-            self.intra_node_bytes / steps,
-            self.intra_rank_bytes / steps,
-            self.inter_messages / steps,
-            self.intra_messages / steps,
-        )
+        """The part of each of so many steps, which have one such exchange together."""
+        return Traffic(*(part / steps for part in vars(self).values()))
 
     def latency_seconds(self, hardware: Hardware) -> float:
         """Seconds of all messages' latencies, one after the other."""
@@ -97,3 +106,163 @@ def hierarchical_all_reduce(nbytes: float, nodes: int, ranks_per_node: int) -> T
     """An all-reduce: inside the node, 1/L of it across nodes, and back."""
     half = hierarchical(nbytes, nodes, ranks_per_node)
     return half + half
+
+
+def difference_bits(learning_rate: float, element_bytes: int) -> float:
+    """Bits per parameter that a gather sends after a step of this learning rate.
+
+    On the logarithms' line between what was measured, and never more than the parameter itself.
+    Raises ``ValueError`` for a learning rate that is not positive.
+    """
+    if not learning_rate > 0:
+        raise ValueError(f"learning_rate = {learning_rate!r}: must be more than 0")
+    points = [(math.log(rate), math.log(told)) for rate, told in MEASURED]
+    at = math.log(learning_rate)
+    # Beyond the ends the line of the last two goes on.
+    index = sum(at >= place for place, _ in points[1:-1])
+    (x0, y0), (x1, y1) = points[index : index + 2]
+    told = math.exp(y0 + (at - x0) / (x1 - x0) * (y1 - y0))
+    return min(told, _TOLD) + 8 * element_bytes - _TOLD
+
+
+@dataclass(frozen=True)
+class Exchanges:
+    """How one workload's units move under one strategy on one cluster."""
+
+    workload: Workload
+    schedule: Schedule
+    hardware: Hardware
+    #: Gathers of units of one size are alike: those of all blocks.
+    _gathers: dict[tuple[int, int], list[Traffic]] = field(default_factory=dict, compare=False)
+
+    def gather(self, unit: Unit) -> list[Traffic]:
+        """The exchanges of one gather, from the ranks that share the parameters, in their order."""
+        sizes = (unit.gathered, unit.trained)
+        if sizes not in self._gathers:
+            self._gathers[sizes] = self._gather(unit)
+        return self._gathers[sizes]
+
+    def _gather(self, unit: Unit) -> list[Traffic]:
+        nodes, ranks = self._nodes, self._ranks
+        if self.schedule.shards == "rank":
+            return []
+        if self.schedule.shards == "node" or nodes == 1:
+            return self.spread(unit)
+        if self.schedule.hierarchical:
+            return [self._inter_node(unit.gathered, self._gather_codec), *self.spread(unit)]
+        codec = self._gather_codec
+        plain = codec == "none"
+        sent = self.gathered_bytes(unit) if plain else self._sent_bytes(unit.gathered, codec)
+        return [flat(sent, nodes, ranks)]
+
+    def spread(self, unit: Unit) -> list[Traffic]:
+        """The intra-node all-gather of slices that the ranks have already."""
+        return [intra_node(self.gathered_bytes(unit), self._ranks)]
+
+    def slice_bytes(self, unit: Unit) -> float:
+        """Bytes of a rank's entry: our cache leaves out what the rank holds anyway."""
+        whole = self.gathered_bytes(unit) / self._ranks
+        return whole if self.schedule.caches_own_shard else (self._nodes - 1) / self._nodes * whole
+
+    def reduce(self, trained: int, *, last: bool) -> list[Traffic]:
+        """The exchanges that reduce the gradients of ``trained`` parameters of one micro-batch."""
+        nodes, ranks = self._nodes, self._ranks
+        nbytes = float(trained * self.workload.reduced_bytes)
+        if self.schedule.shards == "rank":
+            crosses = last and self.schedule.averages is None
+            return [flat_all_reduce(nbytes, nodes, ranks)] if crosses else []
+        if nodes == 1 or self.schedule.averages is not None:
+            return [self._intra_node(nbytes)]
+        if self.schedule.shards == "node":
+            both_ways = inter_node(nbytes, nodes)
+            return [self._intra_node(nbytes), *([both_ways + both_ways] if last else [])]
+        codec = self._reduce_codec
+        if self.schedule.hierarchical or codec != "none":  # the vendor's qgZ: two all-to-alls
+            crossing = last or not self.schedule.accumulates_without_sync
+            half = [self._across(trained, codec)] if crossing else []
+            return [self._intra_node(nbytes), *half]
+        ring = flat(nbytes, nodes, ranks)
+        return [ring + ring if self._gloo else ring]
+
+    def all_reduce(self, trained: int, *, last: bool) -> list[Traffic]:
+        """The all-reduce of replicated parameters' gradients, by our engine."""
+        if self.schedule.accumulates_without_sync and not last:
+            return []
+        nbytes = float(trained * self.workload.reduced_bytes)
+        if self.schedule.hierarchical:
+            return [hierarchical_all_reduce(nbytes, self._nodes, self._ranks)]
+        return [flat_all_reduce(nbytes, self._nodes, self._ranks)]
+
+    def average(self) -> Traffic:
+        """A step's share of a round's all-reduce of displacements, which are fp32."""
+        nbytes = 4.0 * self.workload.trained
+        if self.schedule.shards == "rank":
+            whole = flat_all_reduce(nbytes, self._nodes, self._ranks)
+        else:  # between ranks with the same part of a worker
+            half = inter_node(nbytes, self._nodes)
+            whole = half + half
+        return whole / self.workload.interval
+
+    def shard_bytes(self, unit: Unit) -> float:
+        """Bytes of a rank's shard on the host or the disk; FSDP2 copies fp32 and casts then."""
+        element = _FSDP2_BYTES if self.schedule.shards_fp32 else self.workload.element_bytes
+        frozen = 0 if self.workload.lora is None else max(0, unit.parameters - unit.trained)
+        less = frozen * max(0.0, element - self.workload.frozen_bytes)
+        return (element * unit.parameters - less) / self.hardware.world_size
+
+    def gathered_bytes(self, unit: Unit) -> float:
+        """Bytes of the whole unit as it is gathered."""
+        frozen = unit.gathered - unit.trained
+        less = frozen * (self.workload.element_bytes - self.workload.sent_frozen_bytes)
+        return float(unit.gathered * self.workload.element_bytes - less)
+
+    @property
+    def _nodes(self) -> int:
+        return self.hardware.nodes
+
+    @property
+    def _ranks(self) -> int:
+        return self.hardware.ranks_per_node
+
+    @property
+    def _gloo(self) -> bool:
+        """Whether a vendor's reduce-scatter is an all-reduce."""
+        return self.hardware.backend == "gloo" and not self.schedule.pairwise
+
+    @property
+    def _gather_codec(self) -> str:
+        return self.schedule.gather_codec or self._choice("gather_codec")
+
+    @property
+    def _reduce_codec(self) -> str:
+        return self.schedule.reduce_codec or self._choice("reduce_codec")
+
+    def _choice(self, setting: str) -> str:
+        """The workload's codec, for strategies that have the choice."""
+        has = setting in registry.find(self.workload.strategy).settings.model_fields
+        return str(getattr(self.workload, setting)) if has else "none"
+
+    def _intra_node(self, nbytes: float) -> Traffic:
+        half = intra_node(nbytes, self._ranks)
+        return half + half if self._gloo else half
+
+    def _across(self, trained: int, codec: str) -> Traffic:
+        """The inter-node half of a reduction."""
+        if codec == "none":
+            return inter_node(float(trained * self.workload.reduced_bytes), self._nodes)
+        return self._inter_node(trained, codec)
+
+    def _inter_node(self, parameters: int, codec: str) -> Traffic:
+        return inter_node(self._sent_bytes(parameters, codec), self._nodes)
+
+    def _sent_bytes(self, parameters: int, codec: str) -> float:
+        """Bytes of the parameters while they travel; codecs encode shards, padding included."""
+        if codec == DIFFERENCES[0] and math.isinf(self.hardware.inter_bytes_per_s):
+            codec = "none"  # nothing is waited for, so that its rule tells no differences
+        if codec == "none":
+            return float(parameters * self.workload.element_bytes)
+        if codec in DIFFERENCES:
+            rate = self.workload.learning_rate
+            return parameters * difference_bits(rate, self.workload.element_bytes) / 8
+        world = self.hardware.world_size
+        return float(world * encoded_bytes(codec, shard_numel(parameters, world)))

@@ -1,8 +1,4 @@
-"""The shape of a transformer: its parameters and floating-point operations, in closed form.
-
-One multiplication and addition counts as two operations. Attention is counted as all trainers
-do: every token attends to the whole sequence (PaLM's 12·L·H·Q·T for forward and backward).
-"""
+"""The shape of a transformer: its matrices and its parameters, in closed form."""
 
 from __future__ import annotations
 
@@ -15,6 +11,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from simulation import checks
+from simulation.checks import Checked, Count
 from simulation.files import Name, Strict
 
 Family = Literal["gpt2", "llama"]
@@ -109,7 +106,7 @@ class ModelSpec(Strict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Transformer:
+class Transformer(Checked):
     """A decoder of GPT-2's kind (LayerNorm, GELU) or Llama's (RMSNorm, a gated MLP).
 
     Raises ``ValueError`` naming the field for an impossible shape.
@@ -117,14 +114,14 @@ class Transformer:
 
     name: str
     family: Family
-    layers: int
-    width: int
-    heads: int
-    vocabulary: int
+    layers: Count
+    width: Count
+    heads: Count
+    vocabulary: Count
     #: Number of learned positions, of GPT-2.
     positions: int = 0
-    mlp_width: int
-    key_value_heads: int
+    mlp_width: Count
+    key_value_heads: Count
     #: Whether the output layer is the embedding.
     tied: bool
     #: Width of one head of attention; none: ``width / heads``.
@@ -134,11 +131,11 @@ class Transformer:
     #: Whether Q, K and V, and both of what is gated, are one matrix each (Phi-3).
     joined: bool = False
     #: Norms of a block, of Llama's kind, and elements of other vectors that it has.
-    norms: int = 2
+    norms: Count = 2
     vectors: tuple[int, ...] = ()
     #: Experts of an MLP, and those that a token passes.
-    experts: int = 1
-    active_experts: int = 1
+    experts: Count = 1
+    active_experts: Count = 1
     #: What was counted from modules in place of the above: a block's matrices, those of attention,
     #: and what is outside of the blocks.
     counted_matrices: tuple[Matrix, ...] = ()
@@ -146,17 +143,7 @@ class Transformer:
     counted_root: tuple[Rows, ...] = ()
 
     def __post_init__(self) -> None:
-        checks.counts(
-            layers=self.layers,
-            width=self.width,
-            heads=self.heads,
-            vocabulary=self.vocabulary,
-            mlp_width=self.mlp_width,
-            key_value_heads=self.key_value_heads,
-            norms=self.norms,
-            experts=self.experts,
-            active_experts=self.active_experts,
-        )
+        super().__post_init__()
         if self.active_experts > self.experts:
             raise ValueError(
                 f"active_experts = {self.active_experts}: must be at most experts = {self.experts}"
@@ -318,57 +305,7 @@ class Transformer:
         targets = [m.name for m in self.matrices if m.experts == 1 and m.name != ROUTER]
         return Lora(rank, tuple(targets))
 
-    def block_forward_flops(self, sequence_length: int, lora: Lora | None = None) -> float:
-        """Operations of one token's forward in one block."""
-        adapters = 0 if lora is None else self.adapter_parameters(lora)
-        weights = sum(matrix.active_weights for matrix in self.matrices)
-        return 2.0 * (weights + adapters) + 4.0 * sequence_length * self.attention_width
-
-    def block_backward_flops(self, sequence_length: int, lora: Lora | None = None) -> float:
-        """Operations of one token's backward in one block; frozen weights have no gradient."""
-        weights = sum(matrix.active_weights for matrix in self.matrices)
-        attention = 8.0 * sequence_length * self.attention_width
-        if lora is None:
-            return 4.0 * weights + attention
-        return 2.0 * weights + 4.0 * self.adapter_parameters(lora) + attention
-
     @property
     def head_flops(self) -> float:
         """Operations of one token's forward in the output layer."""
         return 2.0 * self.vocabulary * self.width
-
-
-def forward_flops(model: Transformer, sequence_length: int, lora: Lora | None = None) -> float:
-    """Operations of one token's forward through the whole model."""
-    return model.layers * model.block_forward_flops(sequence_length, lora) + model.head_flops
-
-
-def backward_flops(model: Transformer, sequence_length: int, lora: Lora | None = None) -> float:
-    """Operations of one token's backward, without recomputation."""
-    head = model.head_flops * (2 if lora is None else 1)
-    return model.layers * model.block_backward_flops(sequence_length, lora) + head
-
-
-def model_flops(model: Transformer, sequence_length: int, lora: Lora | None = None) -> float:
-    """Operations per token of training: 6 per trained weight, 4 per frozen one, attention."""
-    return forward_flops(model, sequence_length, lora) + backward_flops(
-        model, sequence_length, lora
-    )
-
-
-def hardware_flops(
-    model: Transformer, sequence_length: int, lora: Lora | None = None, recomputed: float = 0.0
-) -> float:
-    """Operations per token: ``model_flops``, and again the forward of the recomputed blocks.
-
-    ``recomputed`` is the activation-checkpointing fraction, from 0 to 1.
-    """
-    checks.share(recomputed=recomputed)
-    again = model.layers * model.block_forward_flops(sequence_length, lora)
-    return model_flops(model, sequence_length, lora) + recomputed * again
-
-
-def utilisation(flops_per_token: float, tokens_per_gpu_s: float, peak_flops: float) -> float:
-    """Share of the GPU's peak: MFU of ``model_flops``, HFU of ``hardware_flops``."""
-    checks.positive(peak_flops=peak_flops)
-    return flops_per_token * tokens_per_gpu_s / peak_flops

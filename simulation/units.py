@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from baselines.schedule import Schedule
-from simulation.rates import Work
+from simulation.hardware import Work
 from simulation.transformer import Rows, padded_numel
-from simulation.work import block_work, head_work, recomputed_work
-from simulation.workload import Workload
+from simulation.workload import Workload, block_work, head_work, recomputed_work
 
 #: As ``fcdp.partition`` has them: adapters that stay gathered share units of this size at most.
 _BUCKET_BYTES = 25 * 2**20
@@ -76,6 +75,11 @@ class Layout:
     def largest(self) -> int:
         """Parameters of the largest unit that is not kept."""
         return max((unit.parameters for unit in self.units if not unit.kept), default=0)
+
+
+def shard_numel(parameters: int, world_size: int) -> int:
+    """Elements of one rank's shard, padding included."""
+    return -(-parameters // world_size)
 
 
 def layout(workload: Workload, schedule: Schedule, nodes: int, ranks_per_node: int) -> Layout:

@@ -1,14 +1,24 @@
-"""A workload for the simulator: a cell without the cluster that it runs on."""
+"""A workload for the simulator, a cell without its cluster; and the cost of one of its tokens.
+
+The cost is counted block by block, by the kernels that do it: operations, bytes, activations. One
+multiplication and addition counts as two operations; as trainers count, every token attends to the
+whole sequence (PaLM's 12·L·H·Q·T for forward and backward), and frozen weights take four. Bytes
+are those that kernels read and write, with matrices' inputs and outputs but without weights; they
+were counted by hand, from the code of ``transformers`` and of fused kernels. So were the
+activations, which a test compares with real modules. Fused kernels are those of published runs, all
+of which fit by these figures: a test holds that.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from baselines.registry import find, schedule_of
 from baselines.schedule import Schedule, by_node
 from baselines.settings import Exchanges, OuterPlace, UpdateRule
-from simulation import checks
+from simulation.checks import Checked, Count, Share
+from simulation.hardware import Work
 from simulation.transformer import Lora, Transformer
 
 #: Kernels: attention by matrix products; fused attention, as PyTorch has it; and fused norms,
@@ -20,13 +30,21 @@ Checkpointing = Literal["full", "selective"]
 #: matrices in 4 bits with doubly quantised scales (QLoRA), the rest in bf16.
 FrozenDtype = Literal["fp32", "bf16", "nf4"]
 ReduceDtype = Literal["same", "fp32"]
+Adapters = Literal["sharded", "replicated"]
 _NF4_BYTES = 0.5 + 0.127 / 8
-#: Bytes of an element: bfloat16 and float32.
-_ELEMENT_BYTES = (2, 4)
+#: Operations of attention's backward per operation of its forward: a fused kernel computes the
+#: scores again.
+_ATTENTION_BACKWARD = 2.5
+#: Bytes per head and earlier token where the scores are written out: scaled, masked, softmax.
+_SCORES_FORWARD, _SCORES_BACKWARD = 20.0, 30.0
+_FP32 = 4
+#: Bytes per token and word when the loss's backward begins, in fp32 whatever the logits are in:
+#: their log-softmax, its gradient and theirs.
+_LOSS_BYTES = 12
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
+class Workload(Checked):
     """A strategy on a model, as the simulator sees it.
 
     Raises ``ValueError`` naming the field that cannot be.
@@ -36,14 +54,14 @@ class Workload:
     model: Transformer
     #: ``None``: all parameters are trained.
     lora: Lora | None = None
-    sequence_length: int
+    sequence_length: Count
     #: Sequences per rank and micro-batch, and micro-batches between two optimizer steps.
-    micro_batch: int
-    accumulation: int = 1
+    micro_batch: Count
+    accumulation: Count = 1
     #: Bytes per element in gathers, computation and reductions. With 2, master weights stay fp32.
-    element_bytes: int = 2
+    element_bytes: Literal[2, 4] = 2
     #: Activation-checkpointing fraction: share of the blocks that backward recomputes.
-    recomputed: float = 0.0
+    recomputed: Share = 0.0
     #: What these recompute.
     checkpointing: Checkpointing = "full"
     kernels: Kernels = "flash"
@@ -54,50 +72,23 @@ class Workload:
     policy: str = "host"
     gather_codec: str = "none"
     reduce_codec: str = "none"
-    adapters: str = "sharded"
+    adapters: Adapters = "sharded"
     exchanges: Exchanges = "hierarchical"
     #: Of workers that step apart: steps per round, what a worker is, where the outer state lies.
-    interval: int = 12
+    interval: Count = 12
     worker: str = "rank"
     outer_on: OuterPlace = "device"
     #: Of cycles: which parameters may be one step old, and how many stages there are, if not as
     #: many as micro-batches.
     rule: UpdateRule = "v2"
-    stages: int | None = None
+    stages: Count | None = None
     #: AdamW's, on which the size of differences depends (``gather_codec`` ``delta``).
     learning_rate: float = 1e-5
     #: LuWu's: bytes of a message, whether acknowledgements are merged, and whether frozen
     #: parameters are pulled once.
-    chunk_bytes: int = 256 * 1024
+    chunk_bytes: Count = 256 * 1024
     merged: bool = True
     cached: bool = False
-
-    def __post_init__(self) -> None:
-        checks.counts(
-            sequence_length=self.sequence_length,
-            micro_batch=self.micro_batch,
-            accumulation=self.accumulation,
-            interval=self.interval,
-            stages=1 if self.stages is None else self.stages,
-            chunk_bytes=self.chunk_bytes,
-        )
-        checks.share(recomputed=self.recomputed)
-        if self.element_bytes not in _ELEMENT_BYTES:
-            raise ValueError(f"element_bytes = {self.element_bytes!r}: allowed are 2 and 4")
-        if self.adapters not in ("sharded", "replicated"):
-            raise ValueError(f"adapters = {self.adapters!r}: allowed are sharded and replicated")
-        for name, kind in (
-            ("exchanges", Exchanges),
-            ("kernels", Kernels),
-            ("checkpointing", Checkpointing),
-            ("frozen_dtype", FrozenDtype),
-            ("reduce_dtype", ReduceDtype),
-            ("outer_on", OuterPlace),
-            ("rule", UpdateRule),
-        ):
-            value = getattr(self, name)
-            if value not in get_args(kind):
-                raise ValueError(f"{name} = {value!r}: allowed are {', '.join(get_args(kind))}")
 
     @property
     def schedule(self) -> Schedule:
@@ -178,3 +169,166 @@ class Workload:
         if self.lora is None:
             return self.model.parameters
         return self.model.layers * self.block_adapters
+
+
+def block_work(workload: Workload) -> tuple[Work, Work]:
+    """One token's forward and backward in one block."""
+    model, lora, length = workload.model, workload.lora, workload.sequence_length
+    weights = float(sum(matrix.active_weights for matrix in model.matrices))
+    adapters = float(workload.block_adapters)
+    pairs = 4.0 * length * model.attention_width
+    forward_bytes, backward_bytes = _moved_bytes(workload)
+    products = 2.0 * (weights + adapters)
+    again = 4.0 * weights if lora is None else 2.0 * weights + 4.0 * adapters
+    attention = pairs / 2
+    flops = products + pairs, again + 2 * pairs
+    if workload.kernels == "eager":  # all pairs, by matrix products
+        (products, again), attention = flops, 0.0
+    forward = Work(flops[0], products, attention, forward_bytes)
+    return forward, Work(flops[1], again, _ATTENTION_BACKWARD * attention, backward_bytes)
+
+
+def head_work(workload: Workload) -> tuple[Work, Work]:
+    """One token's forward and backward in the output layer and the loss."""
+    model, element = workload.model, workload.element_bytes
+    flops = model.head_flops
+    times = 2 if workload.lora is None else 1
+    if workload.kernels == "fused":
+        forward, backward = 2 * element, 4 * element
+    else:  # the loss is in fp32, and written out
+        forward, backward = 2 * element + 12, 3 * element + 16
+    words = model.vocabulary
+    return (
+        Work(flops, flops, 0.0, forward * words),
+        Work(times * flops, times * flops, 0.0, backward * words),
+    )
+
+
+def recomputed_work(workload: Workload) -> Work:
+    """What backward computes again of a block whose activations were not kept."""
+    forward, _ = block_work(workload)
+    if workload.checkpointing == "full":
+        return forward
+    return Work(0.0, 0.0, 0.0, _elementwise(workload)[0])
+
+
+def dequantised_bytes(workload: Workload) -> float:
+    """Bytes that one pass through a block reads and writes to have its 4-bit weights in bf16."""
+    if workload.lora is None or workload.frozen_dtype != "nf4":
+        return 0.0
+    weights = sum(matrix.weights for matrix in workload.model.matrices)
+    return weights * (workload.frozen_bytes + workload.element_bytes)
+
+
+def token_work(workload: Workload) -> Work:
+    """All computation of one token, recomputation included."""
+    forward, backward = block_work(workload)
+    again = recomputed_work(workload) * workload.recomputed
+    head_forward, head_backward = head_work(workload)
+    blocks = (forward + backward + again) * workload.model.layers
+    return blocks + head_forward + head_backward
+
+
+def _moved_bytes(workload: Workload) -> tuple[float, float]:
+    """Bytes of one token's forward and backward in one block."""
+    model, element, lora = workload.model, workload.element_bytes, workload.lora
+    of_matrices = element * sum(
+        matrix.active * (matrix.inputs + matrix.outputs) for matrix in model.matrices
+    )
+    attention = element * 2 * (model.attention_width + model.narrow)
+    forward, backward = _elementwise(workload)
+    forward += of_matrices + attention
+    backward += (2 if lora is None else 1) * of_matrices + 2 * attention
+    if lora is not None:  # what an adapter yields is scaled and added
+        adapted = [matrix for matrix in model.matrices if matrix.name in lora.targets]
+        more = element * sum(matrix.inputs + 4 * matrix.outputs for matrix in adapted)
+        forward, backward = forward + more, backward + 2 * more
+    return float(forward), float(backward)
+
+
+def _elementwise(workload: Workload) -> tuple[float, float]:
+    """Bytes of norms, residuals, rotations and activation functions, and of written-out scores."""
+    model, element, kernels = workload.model, workload.element_bytes, workload.kernels
+    width, inner = model.width, model.inner
+    rotated = model.attention_width + model.narrow
+    fused = kernels == "fused"
+    if model.family == "gpt2":
+        forward = 10 * width + (2 if fused else 18) * inner
+        backward = 12 * width + (3 if fused else 27) * inner
+    elif fused:
+        forward = 10 * width + 2 * rotated + 3 * inner
+        backward = 12 * width + 2 * rotated + 5 * inner
+    else:  # norms work in fp32, an operation at a time
+        forward = 42 * width + 10 * rotated + 5 * inner
+        backward = 60 * width + 10 * rotated + 8 * inner
+    scores = model.heads * workload.sequence_length if kernels == "eager" else 0
+    return (
+        float(element * forward + _SCORES_FORWARD * scores),
+        float(element * backward + _SCORES_BACKWARD * scores),
+    )
+
+
+def block_bytes(workload: Workload) -> float:
+    """Bytes of one token's activations in one block, kept for backward without recomputation.
+
+    GPT-2: norms' and matrices' inputs, Q, K, V, attention's output, and five tensors of the MLP's
+    width, as its approximate GELU is written out; two where it is fused. Llama: norms work in fp32.
+    What is frozen does not keep its input unless adapters need it; replicated ones need it in fp32,
+    each its own.
+    """
+    model, lora, element = workload.model, workload.lora, workload.element_bytes
+    width, inner = model.width, model.inner
+    queries, narrow = model.attention_width, model.narrow
+    fused = workload.kernels == "fused"
+    inputs = 0
+    if lora is not None and workload.adapters == "replicated" and element < _FP32:
+        adapted = [matrix for matrix in model.matrices if matrix.name in lora.targets]
+        inputs = _FP32 * sum(matrix.inputs for matrix in adapted) - element * width
+    inputs += _scores(workload)
+    if model.experts > 1:  # a token's copies on the way to its experts
+        inputs += element * model.active_experts * width
+    if lora is not None and len(lora.targets) > len(model.attention_lora(lora.rank).targets):
+        inputs += element * lora.rank * len(lora.targets)
+        lora = None  # adapters on all matrices need all inputs, as matrices that are trained do
+    if model.family == "gpt2":
+        if lora is None:
+            return inputs + element * (8 * width + (2 if fused else 5) * inner)
+        return inputs + element * (7 * width + (1 if fused else 4) * inner)
+    norms = 2 * (element if fused else _FP32) * width
+    attention = element * (width + 2 * queries + 2 * narrow)
+    if lora is None:
+        return inputs + norms + attention + element * (3 * width + (3 if fused else 4) * inner)
+    return inputs + norms + attention + element * (2 if fused else 3) * inner
+
+
+def kept_bytes(workload: Workload) -> float:
+    """Bytes that a block keeps of one token where its activations are recomputed.
+
+    Its input; and, if checkpointing is selective, what matrices and attention have given.
+    """
+    model = workload.model
+    width = model.width
+    if workload.checkpointing == "full":
+        return workload.element_bytes * width
+    given = sum(matrix.active * matrix.outputs for matrix in model.matrices) + width
+    return workload.element_bytes * (width + given) + _scores(workload)
+
+
+def loss_bytes(workload: Workload) -> int:
+    """Bytes per token and word of the vocabulary when the loss is differentiated."""
+    if workload.kernels == "fused":
+        return 2 * workload.element_bytes  # logits and their gradient
+    return _LOSS_BYTES
+
+
+def _scores(workload: Workload) -> int:
+    """Bytes of one token's attention to all others, where it is written out.
+
+    GPT-2 keeps the softmax; Llama computes it in fp32 and keeps what it is cast to as well.
+    """
+    if workload.kernels != "eager":
+        return 0
+    pairs = workload.model.heads * workload.sequence_length
+    element = workload.element_bytes
+    cast = element < _FP32 and workload.model.family == "llama"
+    return pairs * (element + (_FP32 if cast else 0))

@@ -85,8 +85,9 @@ def largest_micro_batch(cell: Cell) -> int:
 
 def assumed(hardware: Hardware) -> dict[str, Any]:
     """The assumptions of a simulation, for its record; without what is unlimited or not known."""
-    unknown = (float("inf"), None)
-    return {name: value for name, value in asdict(hardware).items() if value not in unknown}
+    found, unknown = asdict(hardware), (float("inf"), None)
+    found["rates"] = {name: rate for name, rate in found["rates"].items() if rate not in unknown}
+    return {name: value for name, value in found.items() if value not in unknown}
 
 
 def measured(workload: Workload, hardware: Hardware, prediction: Prediction) -> Measurement:

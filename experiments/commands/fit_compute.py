@@ -11,9 +11,9 @@ from rich.table import Table
 
 from experiments import terminal
 from experiments.records import provenance
-from simulation.calibration import Constant
-from simulation.compute import fit, study
-from simulation.compute.study import Check
+from simulation import compute
+from simulation.compute import Check
+from simulation.emulated import Constant
 
 
 def fit_compute(
@@ -37,13 +37,13 @@ def fit_compute(
     console = terminal.console()
     try:
         if check is not None:
-            found = study.errors(fit.read_rows(check), study.read().fitted())
+            found = compute.errors(compute.read_rows(check), compute.read().fitted())
             console.print(_checks([found]))
             return
         file = output / "fit.json"
         terminal.check_writable("--output", file)
         commit = provenance.gather().commit
-        record = study.settle(fit.read_rows(rows or fit.ROWS), commit)
+        record = compute.settle(compute.read_rows(rows or compute.ROWS), commit)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")
     except (ValueError, OSError) as error:

@@ -15,7 +15,7 @@ from experiments import terminal
 from experiments.records import provenance
 from experiments.records.cell import Cell
 from simulation import files
-from simulation.imitated import study, table
+from simulation.imitated import study
 from simulation.imitated.records import Case, MemoryRecord, read
 from simulation.models import PAPER_MODELS, find
 
@@ -97,11 +97,11 @@ def settle(
                 highlight=False,
             )
             progress.advance(bar)
-    for part in table.tables(known[case] for case in cases):
+    for part in study.tables(known[case] for case in cases):
         console.print(_rich(part))
     # Of all that the file holds, in one order, whatever was asked for this time.
     everything = sorted(known.values(), key=study.place)
-    page.write_text(table.markdown(everything), encoding="utf-8")
+    page.write_text(study.markdown(everything), encoding="utf-8")
     return [known[case] for case in cases]
 
 
@@ -122,7 +122,7 @@ def build(case: Case) -> tuple[nn.Module, Sequence[nn.Module]]:
     return models.build(Cell.of_case(case))
 
 
-def _rich(part: table.Table) -> Table:
+def _rich(part: study.Table) -> Table:
     shown = Table(*part.head, title=part.title, box=None)
     for row in part.rows:
         shown.add_row(*row)

@@ -17,14 +17,13 @@ from experiments import terminal
 from experiments.preflight.schema import Preflight, hardware_of
 from simulation import hardware
 from simulation import quantities as q
-from simulation.compute.study import with_rates
+from simulation.compute import with_rates
 from simulation.hardware import Hardware, cluster, reported
-from simulation.instances import Instance, read
 from simulation.luwu import Server, nominal
 from simulation.planner import plan as planner
 from simulation.planner import rent, report
 from simulation.planner.plan import refusal
-from simulation.planner.rent import STRATEGIES
+from simulation.planner.rent import STRATEGIES, Instance, read
 from simulation.planner.request import Request
 
 _HOST_MEMORY = "512GB"
@@ -184,9 +183,9 @@ def plan(
             sequence_lengths=_given("--sequence-length", sequence_length, wholes) or (),
             micro_batches=_given("--micro-batch", micro_batch, wholes) or (),
             recomputed=q.each("--checkpointing", checkpointing, q.checkpointing),
-            kernels=kernels,
-            frozen_dtype=frozen_dtype,
-            reduce_dtype=reduce_dtype,
+            kernels=cast(Any, kernels),
+            frozen_dtype=cast(Any, frozen_dtype),
+            reduce_dtype=cast(Any, reduce_dtype),
             server=machine,
             policies=q.each("--policies", policies, q.name),
             global_batch=batch,

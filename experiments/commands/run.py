@@ -25,8 +25,8 @@ from experiments.runner import runner
 from experiments.runner.directory import RETRIED, RunDirectory
 from experiments.terminal.progress import clock
 from fcdp import sizes
-from simulation import instances
-from simulation.instances import Instance
+from simulation.planner import rent
+from simulation.planner.rent import Instance
 from simulation.prediction import predict
 
 
@@ -143,7 +143,7 @@ def _instance(name: str | None, cluster: Kind | None, *, dry_run: bool) -> Insta
     if not dry_run or cluster not in (None, "rented"):
         raise ValueError("--instance goes with --dry-run, of a matrix on rented nodes")
 
-    return instances.named(name)
+    return rent.named(name)
 
 
 def _read(

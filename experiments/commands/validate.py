@@ -29,8 +29,15 @@ from experiments.records.modelled import measured_step, why_not_simulated
 from experiments.records.provenance import Provenance
 from experiments.records.record import Record, read
 from simulation import files
-from simulation.calibration import Comparison, calibrate, compare, median_absolute_error
-from simulation.emulated import TWO_CORES, Constants, emulated
+from simulation.emulated import (
+    TWO_CORES,
+    Comparison,
+    Constants,
+    calibrate,
+    compare,
+    emulated,
+    median_absolute_error,
+)
 from simulation.hardware import Hardware
 
 Compared = list[tuple[Record, Comparison]]

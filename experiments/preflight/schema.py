@@ -11,14 +11,12 @@ from pydantic import Field, ValidationError, model_validator
 from experiments.records.abilities import Evidence
 from experiments.records.cell import DType
 from simulation import hardware
-from simulation.compute.study import by_block, rates_of
+from simulation.compute import by_block, rates_of
 from simulation.emulated import emulated
 from simulation.files import Strict
-from simulation.hardware import Gpu, Hardware, cluster, reserved
-from simulation.rates import Rates, Work
+from simulation.hardware import Gpu, Hardware, Rates, Work, cluster, reserved, share_of_peak
 from simulation.transformer import Transformer
-from simulation.work import block_work
-from simulation.workload import Workload
+from simulation.workload import Workload, block_work
 
 
 class Sample(Strict):
@@ -182,7 +180,6 @@ def hardware_of(measured: Preflight, gpu: str | None = None) -> Hardware:
             f"gpu: is missing; {measured.compute.device} was measured, say which data sheet it has"
         )
     device = hardware.gpu(gpu)
-    rates = measured.compute.matmul_flops_per_s
     host = measured.host
     assert host.to_device_bytes_per_s is not None, "checked when the preflight was read"
     assert host.from_device_bytes_per_s is not None, "checked when the preflight was read"
@@ -192,7 +189,6 @@ def hardware_of(measured: Preflight, gpu: str | None = None) -> Hardware:
         ranks_per_node=measured.ranks_per_node,
         inter_bits_per_s=float("inf"),
         host_memory_bytes=float(host.free_bytes),
-        matmul_efficiency=min(1.0, rates["bfloat16"] / device.peak_flops),
     )
     found = replace(
         nominal,
@@ -225,11 +221,13 @@ def _of_host(measured: Preflight) -> Hardware:
     found = emulated(measured.nodes, measured.ranks_per_node, None, memory_bytes=free / nodes)
     # Measured while all ranks computed: together they have what one device would.
     rate = ranks * measured.compute.matmul_flops_per_s["float32"]
+    device = replace(found.device, peak_flops=rate, memory_bytes=free / ranks)
     copies = measured.host.copy_bytes_per_s
     return replace(
         found,
         name=f"{found.name}-measured",
-        device=replace(found.device, peak_flops=rate, memory_bytes=free / ranks),
+        device=device,
+        rates=share_of_peak(device, 1.0, ranks),
         host_to_device_bytes_per_s=copies,
         device_to_host_bytes_per_s=copies,
         ranks_sharing_device=ranks,

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from typing import Literal
 
 from baselines import registry
 from experiments.records.cell import AnyCluster, Cell, DType
 from experiments.records.record import Record
 from experiments.records.workload import ConfiguredModel, ImageModel, OwnModel
 from simulation import framing, models
-from simulation.calibration import MeasuredStep
-from simulation.emulated import emulated
+from simulation.emulated import MeasuredStep, emulated
 from simulation.hardware import GB, Hardware, cluster, gpu_of
 from simulation.luwu import LUWU
-from simulation.prediction import model_utilisation
+from simulation.prediction import utilisations
 from simulation.transformer import ATTENTION, Transformer
 from simulation.workload import FrozenDtype, Workload
 
 #: The settings of strategies that a simulation knows.
 _SIMULATED = frozenset(field.name for field in fields(Workload)) & {*registry.setting_names()}
-_BYTES: Mapping[DType, int] = {"float32": 4, "bfloat16": 2}
+_BYTES: Mapping[DType, Literal[2, 4]] = {"float32": 4, "bfloat16": 2}
 _NAMES: Mapping[DType, FrozenDtype] = {"float32": "fp32", "bfloat16": "bf16"}
 #: Bits a second for a cell without a limit: no link between nodes is faster today.
 _UNLIMITED = 1e15
@@ -110,7 +110,8 @@ def measured_mfu(record: Record) -> float | None:
     except ValueError:
         return None
     ranks = record.cell.cluster.nodes * record.cell.cluster.ranks_per_node
-    return model_utilisation(workload, gpu, speed / ranks)
+    mfu, _ = utilisations(workload, gpu, speed / ranks)
+    return mfu
 
 
 def measured_step(record: Record, hardware: Hardware) -> MeasuredStep | None:

@@ -14,7 +14,10 @@ import torch.nn as nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed._meta_registrations import create_fakework
 from torch.distributed._tools import fake_collectives  # noqa: F401 - gives them fake tensors
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointWrapper,
+    apply_activation_checkpointing,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -143,12 +146,8 @@ def _move(model: nn.Module, device: torch.device) -> None:
 
 def _checkpointed(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
     """Keep of each block only its input, and compute the rest again in backward."""
-    wrapped = {block: checkpoint_wrapper(block) for block in blocks}
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if child in wrapped and module is not wrapped[child]:
-                setattr(module, name, wrapped[child])
-    return list(wrapped.values())
+    apply_activation_checkpointing(model, check_fn={*blocks}.__contains__)
+    return [module for module in model.modules() if isinstance(module, CheckpointWrapper)]
 
 
 def _topology(nodes: int, ranks_per_node: int, device_type: str) -> fcdp.Topology:

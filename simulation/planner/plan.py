@@ -5,16 +5,15 @@ Each remedy of what does not fit is tried in the memory model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from baselines.description import ENGINES, Strategy
 from baselines.registry import find, schedule_of
 from simulation.memory import Shortfall
-from simulation.planner.option import Option, tie
 from simulation.planner.request import GATHERS_FOUR_BITS, Request
-from simulation.planner.search import Verdict, fits, search, shortfalls
-from simulation.planner.siblings import InNetwork, OutOfCore, in_network, out_of_core
+from simulation.planner.search import Option, Verdict, fits, search, shortfalls, tie
+from simulation.planner.siblings import InNetwork, in_network, out_of_core
 
 #: Most strategies that are named as being as fast.
 _LISTED = 4
@@ -217,17 +216,9 @@ def refusal(request: Request) -> str:
     lacks = shortfalls(request)
     ranks = request.hardware.ranks_per_node
     strategy, least = min(lacks, key=lambda pair: pair[1].of_node(ranks))
-    remedies = (
-        _nodes(request),
-        _host_memory(request, [lack for _, lack in lacks]),
-        _length(request),
-        _adapters(request),
-        _four_bits(request),
-        _kernels(request),
-        _said(out_of_core(request)),
-        _said(in_network(request)),
-    )
-    found = ", or ".join(filter(None, remedies))
+    remedies = [*_remedies(request, [lack for _, lack in lacks])]
+    remedies += [str(made) for made in (out_of_core(request), in_network(request)) if made]
+    found = ", or ".join(remedies)
     return (
         f"nothing fits {request.hardware.name}: the closest, {strategy}, lacks {lacking(least)}; "
         + (f"what would help: {found}" if found else "what would help: GPUs with more memory")
@@ -243,57 +234,31 @@ def lacking(lack: Shortfall) -> str:
     return " and ".join(f"{nbytes / 1e9:.1f} {what}" for nbytes, what in parts if nbytes)
 
 
-def _nodes(request: Request) -> str | None:
+def _remedies(request: Request, lacks: Sequence[Shortfall]) -> Iterator[str]:
+    """Changes of the request with which something fits, in words; of a kind the smallest."""
     hardware, batch = request.hardware, request.global_batch
-    for times in _TIMES:
-        nodes = times * hardware.nodes
-        more = replace(
+    more = (
+        replace(
             request,
-            hardware=replace(hardware, nodes=nodes),
+            hardware=replace(hardware, nodes=times * hardware.nodes),
             global_batch=None if batch is None else times * batch,
         )
-        if fits(more):
-            return f"{nodes} nodes"
-    return None
-
-
-def _host_memory(request: Request, lacks: list[Shortfall]) -> str | None:
-    hosts = [lack.host_bytes for lack in lacks if lack.device_bytes == 0]
-    if not hosts:
-        return None
-    needed = request.hardware.host_memory_bytes + min(hosts)
-    return f"{needed / 1e9:.1f} GB of host memory a node"
-
-
-def _length(request: Request) -> str | None:
-    shortest = min(request.sequence_lengths)
-    for times in _TIMES:
-        length = shortest // times
-        if length and fits(replace(request, sequence_lengths=(length,))):
-            return f"sequences of {length} tokens"
-    return None
-
-
-def _adapters(request: Request) -> str | None:
+        for times in _TIMES
+    )
+    if (larger := next(filter(fits, more), None)) is not None:
+        yield f"{larger.hardware.nodes} nodes"
+    if hosts := [lack.host_bytes for lack in lacks if lack.device_bytes == 0]:
+        needed = hardware.host_memory_bytes + min(hosts)
+        yield f"{needed / 1e9:.1f} GB of host memory a node"
+    lengths = (min(request.sequence_lengths) // times for times in _TIMES)
+    shorter = (replace(request, sequence_lengths=(length,)) for length in lengths if length)
+    if (found := next(filter(fits, shorter), None)) is not None:
+        yield f"sequences of {found.sequence_lengths[0]} tokens"
     if request.lora_rank is None and fits(replace(request, lora_rank=_LORA_RANK)):
-        return f"adapters in place of all parameters (--peft lora:{_LORA_RANK})"
-    return None
-
-
-def _four_bits(request: Request) -> str | None:
-    if request.lora_rank is None or request.frozen_dtype == "nf4":
-        return None
-    if all(find(name).engine not in GATHERS_FOUR_BITS for name in request.strategies):
-        return None
-    found = fits(replace(request, frozen_dtype="nf4"))
-    return "a base in four bits (--frozen-dtype nf4)" if found else None
-
-
-def _kernels(request: Request) -> str | None:
+        yield f"adapters in place of all parameters (--peft lora:{_LORA_RANK})"
+    holds = any(find(name).engine in GATHERS_FOUR_BITS for name in request.strategies)
+    wide = request.lora_rank is not None and request.frozen_dtype != "nf4"
+    if wide and holds and fits(replace(request, frozen_dtype="nf4")):
+        yield "a base in four bits (--frozen-dtype nf4)"
     if request.kernels != "fused" and fits(replace(request, kernels="fused")):
-        return "fused norms, activation functions and loss (--kernels fused)"
-    return None
-
-
-def _said(made: InNetwork | OutOfCore | None) -> str | None:
-    return None if made is None else str(made)
+        yield "fused norms, activation functions and loss (--kernels fused)"

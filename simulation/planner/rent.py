@@ -1,33 +1,147 @@
-"""Offers to rent: for each kind of instance the fewest nodes that train so many tokens in time.
+"""Instances that clouds rent out, or nodes of one's own; and offers of them, cheapest first.
 
-The offers are a table, JSON, and rows of a CSV file.
+For each kind of instance the fewest nodes that train so many tokens in time. The offers are a
+table, JSON, and rows of a CSV file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import csv
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from pathlib import Path
+from typing import Any
 
+from pydantic import Field
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from simulation import goodput
-from simulation.hardware import Hardware
-from simulation.instances import Instance
-from simulation.planner.option import tokens_range
+from simulation.compute import with_rates
+from simulation.files import Strict, problem
+from simulation.hardware import Hardware, cluster, gpu, reported
 from simulation.planner.plan import Plan, differs, plan, refusal
 from simulation.planner.report import EVIDENCE
 from simulation.planner.request import Request
-from simulation.work import token_work
+from simulation.planner.search import tokens_range
+from simulation.workload import token_work
+from simulation.yaml_lines import load
 
+TABLE = Path(__file__).parents[2] / "results" / "instances" / "instances.csv"
+#: The table of public clouds, in place of a file.
+ALL = "all"
+_GIB = 2**30
+#: Where the source says nothing: too little for what keeps state or a cache in host memory.
+_HOST_MEMORY_BYTES = 1e9
 #: Strategies that are tried where none are named: what people use, and FCDP.
 STRATEGIES = ("ddp", "fsdp2", "fsdp2-hsdp", "fcdp", "deepspeed-hpz", "fsdp2-offload")
 #: Offers that are kept: what cannot be cheaper than the last of them is not simulated.
 MOST = 12
-#: Why there is no offer of an instance.
-_Why = Literal["dearer", "unfit", "late", "uneven"]
+#: Reasons for which an instance has no offer, in words.
+WHY = {
+    "dearer": f"not one of the {MOST} cheapest, and not simulated",
+    "unpriced": "without a price in the table",
+    "unfit": "nothing fits",
+    "late": "nothing is in time",
+    "uneven": "whose GPUs the global batch cannot be shared out to",
+}
+
+
+class Instance(Strict):
+    """A line of the table. What its source does not say is empty."""
+
+    provider: str
+    instance: str
+    gpu: str
+    gpus: int = Field(ge=1)
+    #: Nominal bandwidth to other nodes; without it only one node is planned.
+    nic_gbit_s: float | None = Field(default=None, gt=0)
+    host_memory_gib: float | None = Field(default=None, gt=0)
+    list_usd_per_hour: float | None = Field(default=None, ge=0)
+    spot_usd_per_hour: float | None = Field(default=None, ge=0)
+    #: When the prices were so, and who says it.
+    as_of: str = ""
+    source: str = ""
+    note: str = ""
+    #: Most nodes that there are.
+    nodes: int = Field(default=64, ge=1)
+
+    @property
+    def name(self) -> str:
+        """The instance with its provider, as tables have it."""
+        return f"{self.provider} {self.instance}"
+
+    @property
+    def prices(self) -> list[float]:
+        """Dollars per hour, of those that are known."""
+        known = (self.list_usd_per_hour, self.spot_usd_per_hour)
+        return [price for price in known if price is not None]
+
+    @property
+    def most_nodes(self) -> int:
+        """Most nodes that can be planned."""
+        return 1 if self.nic_gbit_s is None else self.nodes
+
+    def cluster(self, nodes: int) -> Hardware:
+        """So many of them, by data sheets, fitted rates and what cards report."""
+        memory = self.host_memory_gib
+        return with_rates(
+            reported(
+                cluster(
+                    self.gpu,
+                    nodes=nodes,
+                    ranks_per_node=self.gpus,
+                    inter_bits_per_s=float("inf") if nodes == 1 else 1e9 * (self.nic_gbit_s or 0),
+                    host_memory_bytes=_HOST_MEMORY_BYTES if memory is None else memory * _GIB,
+                )
+            )
+        )
+
+
+def read(source: str | Path) -> list[Instance]:
+    """The table (``all``), a CSV file of its form, or a YAML file with a list of such mappings.
+
+    Raises ``ValueError`` naming the file, the line and the field.
+    """
+    path = TABLE if source == ALL else Path(source)
+    if not path.is_file():
+        raise ValueError(f"instances = {str(source)!r}: allowed are {ALL}, and a CSV or YAML file")
+    lines = _of_yaml(path) if path.suffix in (".yaml", ".yml") else _of_csv(path)
+    return [_instance(where, values) for where, values in lines]
+
+
+def named(name: str, source: str | Path = ALL) -> Instance:
+    """The instance of that name, of several providers the first. ``ValueError`` for no such."""
+    found = read(source)
+    for one in found:
+        if one.instance == name:
+            return one
+    names = ", ".join(sorted({one.instance for one in found}))
+    raise ValueError(f"instance = {name!r}: allowed are {names}")
+
+
+def _instance(where: str, values: Any) -> Instance:
+    try:
+        found = Instance.model_validate(values)
+        gpu(found.gpu)
+    except ValueError as error:
+        raise ValueError(f"{where}: {problem(error)}") from error
+    return found
+
+
+def _of_csv(path: Path) -> Iterator[tuple[str, Any]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        for number, line in enumerate(csv.DictReader(file), start=2):
+            yield f"{path}:{number}", {key: value for key, value in line.items() if value}
+
+
+def _of_yaml(path: Path) -> Iterator[tuple[str, Any]]:
+    document = load(path)
+    if not isinstance(document.values, list):
+        document.fail((), "must be a list of instances")
+    for index, values in enumerate(document.values):
+        yield document.place((index,)), values
 
 
 @dataclass(frozen=True)
@@ -47,7 +161,7 @@ class Offer:
 
     @property
     def name(self) -> str:
-        return f"{self.hardware.nodes} × {_name(self.instance)}"
+        return f"{self.hardware.nodes} × {self.instance.name}"
 
     @property
     def price(self) -> float:
@@ -79,15 +193,10 @@ class Market:
     """The offers that were found, cheapest first, and what was left out."""
 
     offers: tuple[Offer, ...]
-    #: Instances that cannot be cheaper than the last offer, that have no price, on which nothing
-    #: fits, that are late, and whose GPUs the sequences of a step cannot be shared out to.
-    dearer: tuple[str, ...] = ()
-    unpriced: tuple[str, ...] = ()
-    unfit: tuple[str, ...] = ()
-    late: tuple[str, ...] = ()
-    uneven: tuple[str, ...] = ()
+    #: Names of the instances without an offer, by the reason.
+    left_out: Mapping[str, Sequence[str]]
     #: Of those that are late, what would be done first.
-    soonest: Offer | None = None
+    soonest: Offer | None
 
 
 def rent(request: Request, instances: Sequence[Instance], within_hours: float | None) -> Market:
@@ -97,48 +206,46 @@ def rent(request: Request, instances: Sequence[Instance], within_hours: float | 
     """
     # Sequences of one length everywhere: offers are compared.
     request = replace(request, usual_length=None)
-    priced = [one for one in instances if _prices(one)]
+    priced = [one for one in instances if one.prices]
     by_cost = sorted(priced, key=lambda one: _least_cost(request, one))
     found: list[Offer] = []
-    left_out: dict[_Why, list[str]] = {why: [] for why in get_args(_Why)}
+    left_out: dict[str, list[str]] = {why: [] for why in WHY}
+    left_out["unpriced"] = [one.name for one in instances if not one.prices]
     soonest: list[Offer] = []
     for instance in by_cost:
         if len(found) >= MOST and _least_cost(request, instance) > found[MOST - 1].cost:
-            left_out["dearer"].append(_name(instance))
+            left_out["dearer"].append(instance.name)
             continue
         tried = _try(request, instance, within_hours)
         if tried.why is not None:
-            left_out[tried.why].append(_name(instance))
+            left_out[tried.why].append(instance.name)
         soonest += tried.late
         found = sorted([*found, *tried.offers], key=lambda offer: offer.cost)
-    return Market(
-        tuple(found[:MOST]),
-        unpriced=tuple(_name(one) for one in instances if not _prices(one)),
-        soonest=min(soonest, key=lambda offer: offer.hours, default=None),
-        **{why: tuple(names) for why, names in left_out.items()},
-    )
+    first = min(soonest, key=lambda offer: offer.hours, default=None)
+    return Market(tuple(found[:MOST]), left_out, first)
 
 
 def refused(market: Market, request: Request, instances: Sequence[Instance]) -> str:
     """Why there is no offer, and what would help, in one sentence for each reason."""
     parts = []
-    if market.late:
-        late = [one for one in instances if _name(one) in market.late]
+    late, unfit = (
+        [one for one in instances if one.name in market.left_out[why]] for why in ("late", "unfit")
+    )
+    if late:
         parts.append(f"{len(late)} of {len(instances)} kinds of instances are late: ")
         if (offer := market.soonest) is not None:
             parts[-1] += f"the soonest, {offer.name}, takes {offer.hours:,.3g} hours"
         else:
             hours, name = min(
-                (_least_hours(request, one) / one.most_nodes, f"{one.most_nodes} × {_name(one)}")
+                (_least_hours(request, one) / one.most_nodes, f"{one.most_nodes} × {one.name}")
                 for one in late
             )
             parts[-1] += f"the soonest, {name}, would compute for {hours:,.3g} hours alone"
-    if market.uneven:
+    if uneven := market.left_out["uneven"]:
         parts.append(
             f"global_batch = {request.global_batch}: is no multiple of the GPUs, with each "
-            f"micro-batch, of {', '.join(market.uneven)}"
+            f"micro-batch, of {', '.join(uneven)}"
         )
-    unfit = [one for one in instances if _name(one) in market.unfit]
     if unfit:
         clusters = [one.cluster(one.most_nodes) for one in unfit]
         largest = max(clusters, key=lambda one: one.world_size * one.device.memory_bytes)
@@ -146,8 +253,8 @@ def refused(market: Market, request: Request, instances: Sequence[Instance]) -> 
             f"on {len(unfit)} of {len(instances)} kinds of instances nothing fits, on the largest: "
             + refusal(replace(request, hardware=largest))
         )
-    if market.unpriced:
-        parts.append(f"without a price in the table: {', '.join(market.unpriced)}")
+    if unpriced := market.left_out["unpriced"]:
+        parts.append(f"{WHY['unpriced']}: {', '.join(unpriced)}")
     return "no offer: " + "; ".join(parts)
 
 
@@ -159,7 +266,7 @@ class _Tried:
     #: The soonest that is not in time, at most one per price.
     late: tuple[Offer, ...] = ()
     #: Why there is no offer.
-    why: _Why | None = None
+    why: str | None = None
 
 
 def _try(request: Request, instance: Instance, within_hours: float | None) -> _Tried:
@@ -186,7 +293,7 @@ def _try(request: Request, instance: Instance, within_hours: float | None) -> _T
                 break
         else:
             late += sorted(made, key=lambda offer: offer.hours)[:1]
-    why: _Why | None = None
+    why = None
     if not offers:
         why = "late" if late or not counts else "unfit" if even else "uneven"
     return _Tried(tuple(offers), tuple(late), why)
@@ -221,16 +328,7 @@ def _least_hours(request: Request, instance: Instance) -> float:
 
 
 def _least_cost(request: Request, instance: Instance) -> float:
-    return min(_prices(instance)) * _least_hours(request, instance)
-
-
-def _prices(instance: Instance) -> list[float]:
-    prices = (instance.list_usd_per_hour, instance.spot_usd_per_hour)
-    return [price for price in prices if price is not None]
-
-
-def _name(instance: Instance) -> str:
-    return f"{instance.provider} {instance.instance}"
+    return min(instance.prices) * _least_hours(request, instance)
 
 
 def table(market: Market, request: Request, within_hours: float | None) -> RenderableType:
@@ -261,14 +359,11 @@ def table(market: Market, request: Request, within_hours: float | None) -> Rende
         f"{EVIDENCE}",
         style="bold cyan",
     )
-    notes = [
-        (f"not one of the {MOST} cheapest, and not simulated", market.dearer),
-        ("without a price in the table", market.unpriced),
-        ("nothing fits", market.unfit),
-        ("nothing is in time", market.late),
-        ("whose GPUs the global batch cannot be shared out to", market.uneven),
+    lines = [
+        Text(f"{WHY[why]}: {', '.join(names)}", style="dim")
+        for why, names in market.left_out.items()
+        if names
     ]
-    lines = [Text(f"{what}: {', '.join(names)}", style="dim") for what, names in notes if names]
     risk = Text(
         f"failures: one in {goodput.GPU_HOURS_PER_FAILURE:,.0f} GPU-hours; a spot instance is "
         f"taken back after {goodput.SPOT_HOURS:g} hours in the mean (ours); "
@@ -286,11 +381,7 @@ def document(market: Market, request: Request, within_hours: float | None) -> di
         "tokens": request.tokens,
         "within_hours": within_hours,
         "offers": [row(offer) for offer in market.offers],
-        "dearer": list(market.dearer),
-        "unpriced": list(market.unpriced),
-        "unfit": list(market.unfit),
-        "late": list(market.late),
-        "uneven": list(market.uneven),
+        **market.left_out,
     }
 
 

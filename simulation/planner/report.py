@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import Any
+from dataclasses import asdict, replace
+from typing import Any, Literal
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -12,14 +12,26 @@ from rich.text import Text
 
 from baselines.registry import find
 from simulation import goodput
-from simulation.planner.option import Option, rests_on, tokens_range
 from simulation.planner.plan import Plan, differs, lacking, replicates
 from simulation.planner.request import Request
-from simulation.planner.search import Verdict, fits
+from simulation.planner.search import Option, Verdict, fits, rests_on, tokens_range
 from simulation.planner.siblings import lack
 from simulation.quantities import format_rate
 
 EVIDENCE = "simulated"
+_WAITS_FOR = "waits for\n"
+#: Titles of columns, and texts in them.
+_Cells = tuple[tuple[str, str], ...]
+#: Fields of a workload that was tried, as JSON has them.
+_CHOICES = (
+    "policy",
+    "adapters",
+    "sequence_length",
+    "micro_batch",
+    "accumulation",
+    "recomputed",
+    "checkpointing",
+)
 
 
 def titles(request: Request) -> tuple[str, ...]:
@@ -49,12 +61,18 @@ def titles(request: Request) -> tuple[str, ...]:
 
 def table(plan: Plan) -> RenderableType:
     """The plan for a terminal: strategies that fit, fastest first; the others; the advice."""
-    grid = _header(plan.request)
+    rows = _rows(plan)
+    grid = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    grid.add_column("strategy\n", no_wrap=True)
+    for title, _ in rows[0][0]:
+        side: Literal["left", "right"] = "left" if title == _WAITS_FOR else "right"
+        grid.add_column(title, justify=side, no_wrap=True)
     notes = []
-    for row, alike in _rows(plan):
+    for cells, alike in rows:
         first, *others = sorted(alike, key=lambda name: name != _name(plan.option))
         more = f" +{len(others)}" if others else ""
-        grid.add_row(first + more, *row, style="bold" if first == _name(plan.option) else "")
+        style = "bold" if first == _name(plan.option) else ""
+        grid.add_row(first + more, *dict(cells).values(), style=style)
         if others:
             notes.append(Text(f"{first}{more}: the same to the digit: {', '.join(others)}"))
     for what, names in _lacks(plan):
@@ -76,13 +94,13 @@ def table(plan: Plan) -> RenderableType:
     return Group(*head, Text(), grid, Text(), *notes, advice)
 
 
-def _rows(plan: Plan) -> list[tuple[tuple[str, ...], list[str]]]:
+def _rows(plan: Plan) -> list[tuple[_Cells, list[str]]]:
     """Rows of the table without their names, and who has each: equal rows are one."""
-    rows: dict[tuple[str, ...], list[str]] = {}
+    rows: dict[_Cells, list[str]] = {}
     for verdict in plan.verdicts:
         if verdict.best is not None:
-            columns = tuple(_columns(plan, verdict, verdict.best))
-            rows.setdefault(columns, []).append(_name(verdict.best))
+            cells = tuple(_cells(plan, verdict, verdict.best).items())
+            rows.setdefault(cells, []).append(_name(verdict.best))
     return list(rows.items())
 
 
@@ -166,31 +184,6 @@ def _finite(rate: float) -> float | None:
     return rate if math.isfinite(rate) else None
 
 
-def _header(request: Request) -> Table:
-    grid = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    grid.add_column("strategy\n", no_wrap=True)
-    several = len(request.sequence_lengths) > 1
-    titles = [
-        "largest\nbatch",
-        *(["tokens\nlong"] if several else []),
-        "batch\nused",
-        "recom-\nputed",
-        "device\nGB",
-        "host\nGB",
-        "sent GB/\nM tokens",
-        "tokens/s\n",
-        "range\n",
-        "MFU/HFU\n%",
-    ]
-    for name in titles:
-        grid.add_column(name, justify="right", no_wrap=True)
-    grid.add_column("waits for\n", no_wrap=True)
-    grid.add_column("GPU-\nhours", justify="right", no_wrap=True)
-    if request.price_per_gpu_hour is not None:
-        grid.add_column("cost\n", justify="right", no_wrap=True)
-    return grid
-
-
 def _name(option: Option) -> str:
     """The strategy, with choices of its own that are not the usual ones."""
     workload = option.workload
@@ -202,28 +195,30 @@ def _name(option: Option) -> str:
     return ", ".join(parts)
 
 
-def _columns(plan: Plan, verdict: Verdict, option: Option) -> list[str]:
+def _cells(plan: Plan, verdict: Verdict, option: Option) -> dict[str, str]:
+    """Texts of a row by the titles of their columns."""
     workload, speed = option.workload, option.speed
     batch = str(workload.micro_batch)
     if workload.accumulation > 1:
         batch += f"×{workload.accumulation}"
     cost = plan.cost(option)
     several = len(plan.request.sequence_lengths) > 1
-    return [
-        str(verdict.largest_micro_batch),
-        *([str(workload.sequence_length)] if several else []),
-        batch,
-        "selective" if workload.checkpointing == "selective" else f"{workload.recomputed:.0%}",
-        f"{option.footprint.device_bytes / 1e9:.1f}",
-        f"{option.footprint.host_bytes / 1e9:.1f}",
-        f"{option.sent_bytes_per_token / 1e3:.3g}",
-        f"{speed.tokens_per_s:,.0f}",
-        _range(plan, option),
-        f"{100 * speed.mfu:.0f}/{100 * speed.hfu:.0f}",
-        f"{speed.bottleneck} {speed.bottleneck_share:.0%}",
-        f"{plan.hours(option):,.0f}",
-        *([] if cost is None else [f"{cost:,.0f}"]),
-    ]
+    selective = workload.checkpointing == "selective"
+    return {
+        "largest\nbatch": str(verdict.largest_micro_batch),
+        **({"tokens\nlong": str(workload.sequence_length)} if several else {}),
+        "batch\nused": batch,
+        "recom-\nputed": "selective" if selective else f"{workload.recomputed:.0%}",
+        "device\nGB": f"{option.footprint.device_bytes / 1e9:.1f}",
+        "host\nGB": f"{option.footprint.host_bytes / 1e9:.1f}",
+        "sent GB/\nM tokens": f"{option.sent_bytes_per_token / 1e3:.3g}",
+        "tokens/s\n": f"{speed.tokens_per_s:,.0f}",
+        "range\n": _range(plan, option),
+        "MFU/HFU\n%": f"{100 * speed.mfu:.0f}/{100 * speed.hfu:.0f}",
+        _WAITS_FOR: f"{speed.bottleneck} {speed.bottleneck_share:.0%}",
+        "GPU-\nhours": f"{plan.hours(option):,.0f}",
+        **({} if cost is None else {"cost\n": f"{cost:,.0f}"}),
+    }
 
 
 def _range(plan: Plan, option: Option) -> str:
@@ -248,27 +243,18 @@ def _verdict(plan: Plan, verdict: Verdict) -> dict[str, Any]:
 
 
 def _option(plan: Plan, option: Option) -> dict[str, Any]:
-    workload, speed = option.workload, option.speed
+    speed, needs = option.speed, option.footprint
+    measures = asdict(speed)
+    sent = measures.pop("inter_node_bytes")
     return {
-        "policy": workload.policy,
-        "adapters": workload.adapters,
-        "sequence_length": workload.sequence_length,
-        "micro_batch": workload.micro_batch,
-        "accumulation": workload.accumulation,
-        "recomputed": workload.recomputed,
-        "checkpointing": workload.checkpointing,
-        "device_bytes": dict(option.footprint.device),
-        "host_bytes": dict(option.footprint.host),
-        "disk_bytes": dict(option.footprint.disk),
-        "step_seconds": speed.step_seconds,
-        "tokens_per_s": speed.tokens_per_s,
+        **{name: getattr(option.workload, name) for name in _CHOICES},
+        "device_bytes": dict(needs.device),
+        "host_bytes": dict(needs.host),
+        "disk_bytes": dict(needs.disk),
+        **measures,
         "tokens_per_s_range": list(tokens_range(speed, plan.request.hardware)),
-        "mfu": speed.mfu,
-        "hfu": speed.hfu,
         "bottleneck": speed.bottleneck,
-        "waits_seconds": dict(speed.waits_seconds),
-        "busy_seconds": dict(speed.busy_seconds),
-        "inter_node_bytes": speed.inter_node_bytes,
+        "inter_node_bytes": sent,
         "gpu_hours": plan.hours(option),
         "cost": plan.cost(option),
     }

@@ -6,16 +6,17 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal
 
 from baselines.registry import find, schedule_of, simulated
 from simulation import checks
+from simulation.checks import Checked, NotNegative, Positive
 from simulation.hardware import Hardware
 from simulation.luwu import Server
 from simulation.memory import check_policy
 from simulation.models import shape, usual_length
 from simulation.transformer import Lora, Transformer
-from simulation.workload import FrozenDtype, Kernels, ReduceDtype, Workload
+from simulation.workload import Adapters, FrozenDtype, Kernels, ReduceDtype, Workload
 
 #: Shares of the blocks that are recomputed, or of all blocks what is no product.
 Recomputed = float | Literal["selective"]
@@ -30,7 +31,7 @@ GATHERS_FOUR_BITS = ("ddp", "fsdp2")
 #: Schedules that no plan has, as ``planned`` says.
 _NOT_PLANNED = "its ranks train with parameters a step old, and send no less than DDP or ZeRO-3 do"
 #: What our engine does with adapters: a gather and a reduction per step, or one all-reduce.
-_ADAPTERS = ("sharded", "replicated")
+_ADAPTERS: tuple[Adapters, ...] = ("sharded", "replicated")
 
 
 def planned() -> tuple[str, ...]:
@@ -45,7 +46,7 @@ def planned() -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class Request(Checked):
     """A model, a cluster, and the axes of the grid to search.
 
     Raises ``ValueError`` naming the field for what cannot be.
@@ -66,18 +67,18 @@ class Request:
     #: Sequences per rank and micro-batch; none: the largest that fits.
     micro_batches: tuple[int, ...] = ()
     recomputed: tuple[Recomputed, ...] = RECOMPUTED
-    kernels: str = "flash"
+    kernels: Kernels = "flash"
     #: What frozen parameters are held in, where adapters are trained.
-    frozen_dtype: str = "bf16"
-    reduce_dtype: str = "same"
+    frozen_dtype: FrozenDtype = "bf16"
+    reduce_dtype: ReduceDtype = "same"
     strategies: tuple[str, ...] = planned()
     #: Cache policies of strategies that have the choice.
     policies: tuple[str, ...] = ("host",)
     #: Sequences per optimizer step, of all ranks; ``None``: one micro-batch each.
     global_batch: int | None = None
     #: Tokens to be trained on, in all.
-    tokens: float = 1e9
-    price_per_gpu_hour: float | None = None
+    tokens: Positive = 1e9
+    price_per_gpu_hour: NotNegative | None = None
     #: A machine for LuWu's server, if there is one.
     server: Server | None = None
 
@@ -86,15 +87,9 @@ class Request:
             length = usual_length(self.model)
             object.__setattr__(self, "usual_length", length)
             object.__setattr__(self, "sequence_lengths", (length,))
-        if self.lora_targets not in get_args(Targets):
-            raise ValueError(
-                f"lora_targets = {self.lora_targets!r}: allowed are {', '.join(get_args(Targets))}"
-            )
+        super().__post_init__()
         checks.counts(**{f"sequence_length[{i}]": n for i, n in enumerate(self.sequence_lengths)})
         checks.counts(**{f"micro_batch[{i}]": n for i, n in enumerate(self.micro_batches)})
-        checks.positive(tokens=self.tokens)
-        if self.price_per_gpu_hour is not None:
-            checks.not_negative(price_per_gpu_hour=self.price_per_gpu_hour)
         for strategy in self.strategies:
             if schedule_of(strategy).cycle is not None:
                 raise ValueError(
@@ -151,9 +146,9 @@ class Request:
                 sequence_length=length,
                 micro_batch=1,
                 **_checkpointed(recomputed),
-                kernels=cast(Kernels, self.kernels),
-                frozen_dtype=cast(FrozenDtype, self.frozen_dtype),
-                reduce_dtype=cast(ReduceDtype, self.reduce_dtype),
+                kernels=self.kernels,
+                frozen_dtype=self.frozen_dtype,
+                reduce_dtype=self.reduce_dtype,
                 element_bytes=2 if self.hardware.backend == "nccl" else 4,
                 policy=policy,
                 adapters=adapters,
@@ -169,7 +164,7 @@ class Request:
         make = model.attention_lora if self.lora_targets == "attention" else model.linear_lora
         return make(self.lora_rank)
 
-    def _choices(self, strategy: str) -> list[tuple[str, str]]:
+    def _choices(self, strategy: str) -> list[tuple[str, Adapters]]:
         """Policies, and whether adapters are sharded, of a strategy that has the choice."""
         schedule = schedule_of(strategy)
         if schedule.cache != "policy" or schedule.policy is not None:

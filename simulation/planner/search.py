@@ -1,7 +1,9 @@
-"""The grid search: the largest batch that fits, and the fastest option of each strategy."""
+"""The grid search: each point's speed and how sure that is, and the fastest of each strategy."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from heapq import heapify, heappop, heappush
@@ -9,20 +11,206 @@ from itertools import groupby
 from math import isqrt
 
 from simulation import prediction
+from simulation.compute import record
 from simulation.hardware import Hardware
-from simulation.memory import Shortfall
-from simulation.planner.option import (
-    Option,
-    most_computed_per_s,
-    most_tokens_per_s,
-    simulated,
-)
+from simulation.memory import Footprint, Shortfall
 from simulation.planner.request import Request
-from simulation.prediction import Built, build, largest_micro_batch, needed
-from simulation.workload import Workload
+from simulation.prediction import (
+    Built,
+    Prediction,
+    build,
+    largest_micro_batch,
+    needed,
+    predict,
+    simulate_built,
+    utilisations,
+)
+from simulation.workload import Workload, dequantised_bytes, token_work
 
+#: Micro-batches of a step that are simulated; each one more is like the last of them, in most.
+_SIMULATED = 3
+#: Factors of the rates of links, where data sheets alone are known and where they were measured:
+#: ours.
+_NOMINAL_LINKS, _MEASURED_LINKS = (0.75, 1.2), (0.95, 1.05)
+_COMPUTE = ("compute",)
+_UNSEEN = "the other half of the sizes"
 #: Options of one strategy this close are the same; the simplest, which comes first, is taken.
 SAME = 0.01
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast a simulated optimizer step is, and what it waits for."""
+
+    step_seconds: float
+    #: Tokens per second of the whole cluster.
+    tokens_per_s: float
+    mfu: float
+    hfu: float
+    #: Seconds of the critical path by the resource that its tasks wait for; their sum is the step.
+    waits_seconds: Mapping[str, float]
+    #: Seconds of full use of each resource.
+    busy_seconds: Mapping[str, float]
+    #: Bytes per step that one node sends to others.
+    inter_node_bytes: float
+
+    @property
+    def bottleneck(self) -> str:
+        """The resource that the step waits for longest."""
+        return max(self.waits_seconds, key=lambda name: self.waits_seconds[name])
+
+    @property
+    def bottleneck_share(self) -> float:
+        """Share of the step that it waits for the bottleneck."""
+        return self.waits_seconds[self.bottleneck] / self.step_seconds
+
+
+@dataclass(frozen=True)
+class Option:
+    """A workload that fits, with what it takes and gives."""
+
+    workload: Workload
+    footprint: Footprint
+    speed: Speed
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.speed.tokens_per_s
+
+    @property
+    def sent_bytes_per_token(self) -> float:
+        """Bytes that one node sends to others per token of the whole cluster."""
+        tokens = self.speed.tokens_per_s * self.speed.step_seconds
+        return self.speed.inter_node_bytes / tokens
+
+
+def most_tokens_per_s(built: Built) -> float:
+    """Tokens per second that the busiest resource alone allows: no schedule is faster."""
+    workload = built.workload
+    tokens = workload.tokens * workload.accumulation
+    return built.hardware.world_size * tokens / built.least_seconds
+
+
+def most_computed_per_s(workload: Workload, hardware: Hardware) -> float:
+    """Tokens per second that computation alone allows."""
+    seconds = hardware.seconds(token_work(workload))
+    passes = workload.model.layers * (2 + workload.recomputed)
+    one_pass = dequantised_bytes(workload) / hardware.rates.copied_bytes_per_s
+    seconds += passes * one_pass / workload.tokens
+    return hardware.world_size / seconds
+
+
+def simulated(workload: Workload, hardware: Hardware, built: Built | None = None) -> Option:
+    """The option of a workload that fits, simulated; ``built`` is its step, if it is there.
+
+    From the third micro-batch on each is like the one before, so that a step of many takes what
+    three do and the difference between three and two for each one more. Not where a mean arrives
+    beside all of them: the step waits for it until they take longer.
+    """
+    count = workload.accumulation
+    late = workload.schedule.averages == "late"
+    counted = count if late else min(count, _SIMULATED)
+    first = built or build(replace(workload, accumulation=counted), hardware)
+    prediction = simulate_built(first)
+    last = totals = _measures(prediction)
+    if count > counted:
+        fewer = _measures(predict(replace(workload, accumulation=counted - 1), hardware))
+        more = count - counted
+        totals = {key: last[key] + more * (last[key] - fewer.get(key, 0.0)) for key in last}
+    seconds = totals["step", ""]
+    tokens = workload.tokens * count
+    per_gpu = tokens / seconds
+    mfu, hfu = utilisations(workload, hardware.device, per_gpu)
+    speed = Speed(
+        step_seconds=seconds,
+        tokens_per_s=per_gpu * hardware.world_size,
+        mfu=mfu,
+        hfu=hfu,
+        waits_seconds=_part(totals, "waits"),
+        busy_seconds=_part(totals, "busy"),
+        inter_node_bytes=totals["sent", ""],
+    )
+    return Option(workload, prediction.footprint, speed)
+
+
+def _measures(prediction: Prediction) -> dict[tuple[str, str], float]:
+    """Figures that grow with the number of micro-batches, by kind and resource."""
+    found = {
+        ("step", ""): prediction.step_seconds,
+        ("sent", ""): float(prediction.inter_node_bytes),
+    }
+    for name, share in prediction.busy.items():
+        found["busy", name] = share * prediction.step_seconds
+    for name, seconds in _waits(prediction).items():
+        found["waits", name] = seconds
+    return found
+
+
+def _waits(prediction: Prediction) -> dict[str, float]:
+    """Seconds of the critical path, by the resource that each task on it needs longest."""
+    timeline = prediction.timeline
+    waits: dict[str, float] = {}
+    for index in timeline.critical_path:
+        task, span = timeline.tasks[index], timeline.spans[index]
+        slowest = max(task.demands, key=lambda name: task.demands[name], default="latency")
+        if task.latency_seconds > task.demands.get(slowest, 0.0):
+            slowest = "latency"
+        waits[slowest] = waits.get(slowest, 0.0) + span.end - span.start
+    return waits
+
+
+def _part(totals: Mapping[tuple[str, str], float], kind: str) -> dict[str, float]:
+    return {name: value for (part, name), value in totals.items() if part == kind}
+
+
+def tokens_range(speed: Speed, hardware: Hardware) -> tuple[float, float]:
+    """Tokens per second between which nine of ten such steps are expected.
+
+    What the step waits for becomes slower or faster, each resource by its own range: at most so
+    much, as what waited behind it may come before.
+    """
+    rates = hardware.rates
+    measured = rates.basis.startswith("preflight")
+    links = _MEASURED_LINKS if measured else _NOMINAL_LINKS
+    compute = (rates.lowest, rates.highest)
+    low, high = (
+        sum(
+            seconds / (compute[end] if name in _COMPUTE else links[end])
+            for name, seconds in speed.waits_seconds.items()
+        )
+        for end in (0, 1)
+    )
+    return (
+        speed.tokens_per_s * speed.step_seconds / low,
+        speed.tokens_per_s * speed.step_seconds / high,
+    )
+
+
+def tie() -> float:
+    """Relative difference of two predictions below which the simulator cannot order them.
+
+    Two that err independently by the median error of runs that the fit had not seen differ by √2
+    times that. What all predictions for a GPU have in common does not change their order.
+    """
+    return math.sqrt(2) * record().check(_UNSEEN).median
+
+
+def rests_on(hardware: Hardware) -> str:
+    """The base of the seconds of computation, in words, with their range."""
+    rates = hardware.rates
+    if rates.basis == "share of the peak":
+        return f"data sheet, of which {hardware.matmul_efficiency:.0%} are taken to be reached"
+    span = f"{rates.lowest - 1:+.0%} to {rates.highest - 1:+.0%}"
+    texts = {
+        "fitted": f"fitted to runs on {rates.measured_on}",
+        "nearest architecture": f"no run on {hardware.device.name} is known: data sheet, by the "
+        f"shares that {rates.measured_on} reached",
+        "preflight": "matrix products measured by preflight, the rest by the shares that "
+        f"{rates.measured_on} reached",
+        "preflight's block": "a transformer block measured by preflight, its parts by the shares "
+        f"that {rates.measured_on} reached",
+    }
+    return f"{texts[rates.basis]}; {span}"
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from simulation.hardware import Hardware
 from simulation.luwu import LUWU, Server, files_bytes
 from simulation.planner.request import Request
 from simulation.prediction import Prediction, fits, largest_micro_batch, simulate_built, with_server
-from simulation.work import block_bytes, block_work, head_work, kept_bytes, loss_bytes
-from simulation.workload import Workload
+from simulation.workload import Workload, block_bytes, block_work, head_work, kept_bytes, loss_bytes
 
 #: Bytes per trained parameter: AdamW's master and moments in fp32, and a gradient.
 _STATE, _GRADIENT = 12, 4

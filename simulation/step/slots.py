@@ -26,9 +26,8 @@ from baselines.cyclic.rule import backward_slot, forward_slot, slots_per_step
 from simulation import traffic
 from simulation.cycle import cycle_of, stages_of
 from simulation.hardware import Hardware
-from simulation.step.events import Span, Task, Timeline, simulate
-from simulation.step.passes import StageSeconds
-from simulation.step.tasks import COMPUTE, Tasks, used
+from simulation.step.schedule import StageSeconds
+from simulation.step.tasks import COMPUTE, Span, Task, Tasks, Timeline, simulate, used
 from simulation.workload import Workload
 
 #: Steps that are simulated; the first that is steady; the one that is shown, with what follows it
@@ -363,5 +362,5 @@ def _update(tasks: Tasks, stage: int, trained: int, seconds: float) -> None:
         ring = traffic.flat_all_reduce(nbytes, hardware.nodes, hardware.ranks_per_node)
         name = f"reduce stage {stage}"
         tasks.exchange(name, COMPUTE, ring, "reduce", (), reduced_bytes=nbytes)
-    copy = hardware.memory_seconds(_COPY_BYTES * trained)
+    copy = _COPY_BYTES * trained / hardware.rates.copied_bytes_per_s
     tasks.compute(f"optimizer stage {stage}", seconds + copy, ())

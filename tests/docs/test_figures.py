@@ -11,7 +11,7 @@ import pytest
 
 from docs import draw_bound, draw_compute, draw_differences, draw_fuyou, draw_map
 from docs.drawn import FIGURES
-from simulation.step.exchanges import MEASURED
+from simulation.traffic import MEASURED
 
 
 @pytest.mark.parametrize(
@@ -63,9 +63,9 @@ def test_cells_are_what_the_planner_says(request: pytest.FixtureRequest) -> None
 
 def test_the_closed_form_is_more_hopeful_than_the_simulator() -> None:
     """1.3B: 382 thousand tokens by the closed form, a seventh of it by the simulator."""
-    _, layers, width, gpus = draw_bound.bound.MODELS[0]
-    shape = draw_bound.Shape(layers=layers, width=width)
-    closed = draw_bound.token_capacity(shape, draw_bound.of_class("a100-40gb", 100, gpus))
-    simulated = draw_bound.tokens_that_fit(layers, width, gpus, vocabulary=50_257)
+    point = draw_bound.points_on(draw_bound.gpu("a100-40gb"), 100e9)[0]
+    size = point.layers, point.width, point.gpus
+    closed = point.tokens()
+    simulated = draw_bound.tokens_that_fit(*size, vocabulary=50_257)
     assert closed == pytest.approx(382e3, rel=0.01)
     assert 0.1 < simulated / closed < 0.2

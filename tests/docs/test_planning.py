@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 
-from simulation.compute import study
+from simulation import compute
 from simulation.hardware import LINK_EFFICIENCY
-from simulation.planner.option import tie
-from simulation.planner.search import SAME
+from simulation.planner.search import SAME, tie
 from tests.docs import DOCS
 
 
@@ -25,7 +24,7 @@ def test_shares_and_tolerances() -> None:
 
 def test_errors_of_computation() -> None:
     text = " ".join((DOCS / "planning.md").read_text(encoding="utf-8").split())
-    record = study.read()
+    record = compute.read()
     half, other = record.check("the other half of the sizes"), record.check("each architecture")
     assert f"to {len(record.predictions)} published runs" in text
     assert f"is predicted to {half.median:.1%} in the median" in text.replace(" %", "%")

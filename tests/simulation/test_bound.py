@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from simulation.bound import (
-    Cluster,
-    Shape,
-    estimate,
-    forward_flops_per_token,
-    free_bytes,
-    grid_search,
-    hfu_bound,
-    required_bandwidth_bytes_per_s,
-    token_capacity,
-    transfer_seconds,
-)
+from simulation.bound import Point
 
-LENGTH = 2048
-A100 = Cluster(gpus=8, memory_bytes=40e9, bandwidth_bytes_per_s=25e9, peak_flops=312e12)
+
+def point(layers: int = 24, width: int = 2048, gpus: int = 8, gbit_s: float = 200) -> Point:
+    """A model on A100s of 40 GB."""
+    return Point(
+        model="made up",
+        named_parameters=1e9,
+        layers=layers,
+        width=width,
+        gpus=gpus,
+        memory_bytes=40e9,
+        bandwidth_bits_per_s=1e9 * gbit_s,
+        peak_flops=312e12,
+        sequence_length=2048,
+    )
+
 
 #: Layers, width, GPUs; free GB, tokens; the bound at 200 and 100 Gbit/s (A100 40 GB, γ = 0).
 VECTORS = [
@@ -35,20 +36,18 @@ VECTORS = [
     (96, 16384, 512, 30.3, 9_643, 0.79, 0.39),
 ]
 
-shapes = st.builds(
-    Shape,
+points = st.builds(
+    Point,
+    model=st.just("drawn"),
+    named_parameters=st.just(1e9),
     layers=st.integers(1, 128),
     width=st.integers(64, 16384),
-    element_bytes=st.sampled_from([2, 4]),
-)
-clusters = st.builds(
-    Cluster,
     gpus=st.integers(1, 1024),
     memory_bytes=st.floats(1e9, 2e11),
-    bandwidth_bytes_per_s=st.floats(1e7, 1e12),
+    bandwidth_bits_per_s=st.floats(8e7, 8e12),
     peak_flops=st.floats(1e12, 2e15),
+    sequence_length=st.integers(1, 65536),
 )
-lengths = st.integers(1, 65536)
 shares = st.floats(0, 1)
 
 
@@ -64,98 +63,82 @@ def test_vectors(
     at_200: float,
     at_100: float,
 ) -> None:
-    shape, cluster = Shape(layers=layers, width=width), replace(A100, gpus=gpus)
-    assert free_bytes(shape, cluster) / 1e9 == pytest.approx(free_gb, abs=0.05)
-    assert token_capacity(shape, cluster) == pytest.approx(tokens, abs=1)
+    found, slower = (point(layers, width, gpus, gbit_s) for gbit_s in (200, 100))
+    assert found.free_bytes() / 1e9 == pytest.approx(free_gb, abs=0.05)
+    assert found.tokens() == pytest.approx(tokens, abs=1)
     # The table gives three figures, the last of them rounded.
-    assert hfu_bound(shape, cluster, LENGTH) == pytest.approx(at_200, abs=0.05, rel=0.005)
-    slower = replace(cluster, bandwidth_bytes_per_s=12.5e9)
-    assert hfu_bound(shape, slower, LENGTH) == pytest.approx(at_100, abs=0.05, rel=0.01)
+    assert found.hfu_bound == pytest.approx(at_200, abs=0.05, rel=0.005)
+    assert slower.hfu_bound == pytest.approx(at_100, abs=0.05, rel=0.01)
 
 
 def test_parameters_of_the_vectors() -> None:
-    counts = [Shape(layers=layers, width=width).parameters / 1e9 for layers, width, *_ in VECTORS]
+    counts = [point(layers, width).parameters / 1e9 for layers, width, *_ in VECTORS]
     assert counts == pytest.approx([1.21, 6.44, 12.6, 64.4, 173.9, 309.2], rel=0.005)
 
 
-@given(shapes, clusters, lengths)
-def test_the_bound_is_the_utilisation_of_a_step_that_only_gathers(
-    shape: Shape, cluster: Cluster, length: int
-) -> None:
+@given(points)
+def test_the_bound_is_the_utilisation_of_a_step_that_only_gathers(one: Point) -> None:
     """E·F_fwd / (T_transfer·S_F), which it was derived from."""
-    direct = (
-        token_capacity(shape, cluster)
-        * forward_flops_per_token(shape, length)
-        / (transfer_seconds(shape, cluster) * cluster.peak_flops)
-    )
-    assert math.isclose(hfu_bound(shape, cluster, length), direct, rel_tol=1e-9)
+    direct = one.tokens() * one.forward_flops / (one.transfer_seconds * one.peak_flops)
+    assert math.isclose(one.hfu_bound, direct, rel_tol=1e-9)
 
 
-@given(shapes, clusters, lengths, st.floats(0.01, 1))
-def test_the_required_bandwidth_gives_the_target(
-    shape: Shape, cluster: Cluster, length: int, target: float
-) -> None:
-    assume(free_bytes(shape, cluster) > 0)
-    needed = required_bandwidth_bytes_per_s(shape, cluster, length, target)
+@given(points, st.floats(0.01, 1))
+def test_the_required_bandwidth_gives_the_target(one: Point, target: float) -> None:
+    assume(one.free_bytes() > 0)
+    needed = one.required_bandwidth_bytes_per_s(target)
     assume(needed > 0)
-    enough = replace(cluster, bandwidth_bytes_per_s=needed)
-    assert math.isclose(hfu_bound(shape, enough, length), target, rel_tol=1e-9)
+    enough = one.model_copy(update={"bandwidth_bits_per_s": 8 * needed})
+    assert math.isclose(enough.hfu_bound, target, rel_tol=1e-9)
 
 
-@given(shapes, clusters, lengths, shares, st.floats(1, 10))
-def test_more_memory_or_bandwidth_never_hurts(
-    shape: Shape, cluster: Cluster, length: int, gamma: float, factor: float
-) -> None:
-    found = estimate(shape, cluster, length, gamma=gamma)
+@given(points, shares, st.floats(1, 10))
+def test_more_memory_or_bandwidth_never_hurts(one: Point, gamma: float, factor: float) -> None:
+    found = one.estimate(gamma)
     assume(found is not None)
     assert found is not None
-    more = (
-        replace(cluster, memory_bytes=factor * cluster.memory_bytes),
-        replace(cluster, bandwidth_bytes_per_s=factor * cluster.bandwidth_bytes_per_s),
-    )
-    for better in more:
-        other = estimate(shape, better, length, gamma=gamma)
+    for name in ("memory_bytes", "bandwidth_bits_per_s"):
+        better = one.model_copy(update={name: factor * getattr(one, name)})
+        other = better.estimate(gamma)
         assert other is not None
         assert other.hfu >= found.hfu * (1 - 1e-9)
-        assert hfu_bound(shape, better, length) >= hfu_bound(shape, cluster, length) * (1 - 1e-9)
+        assert better.hfu_bound >= one.hfu_bound * (1 - 1e-9)
 
 
-@given(shapes, clusters, lengths, st.floats(0.01, 1))
+@given(points, st.floats(0.01, 1))
 def test_a_steps_utilisation_stays_below_efficiency_and_bound(
-    shape: Shape, cluster: Cluster, length: int, efficiency: float
+    one: Point, efficiency: float
 ) -> None:
-    found = estimate(shape, cluster, length, efficiency=efficiency)
+    found = one.estimate(efficiency=efficiency)
     assume(found is not None)
     assert found is not None
     assert found.hfu <= efficiency * (1 + 1e-9)
     # Backward computes three times as much for the same gather, so the step's bound is twice that
     # of the forward: (1 + 3) / (1 + 1).
-    assert found.hfu <= 2 * hfu_bound(shape, cluster, length) * (1 + 1e-9)
+    assert found.hfu <= 2 * one.hfu_bound * (1 + 1e-9)
     assert math.isclose(found.hfu / found.mfu, 4 / 3, rel_tol=1e-9)
 
 
 def test_what_does_not_fit_has_no_estimate() -> None:
-    shape = Shape(layers=96, width=12288)
-    assert estimate(shape, A100, LENGTH) is None
-    assert grid_search(shape, A100, LENGTH, steps=5).mfu is None
+    one = point(96, 12288)
+    assert one.estimate() is None
+    assert not [*one.grid(steps=5)]
     with pytest.raises(ValueError, match="gpus = 8: .* need 347.9 GB per GPU, it has 40.0"):
-        required_bandwidth_bytes_per_s(shape, A100, LENGTH, 0.5)
+        one.required_bandwidth_bytes_per_s(0.5)
 
 
 def test_the_grid_search_finds_the_best_feasible_point() -> None:
-    shape = Shape(layers=24, width=2048)
-    best = grid_search(shape, A100, LENGTH, steps=20, highest_efficiency=0.75)
-    assert best.mfu is not None
-    assert best.tokens_per_gpu_s is not None
+    one = point()
+    best = max(one.grid(steps=20, highest_efficiency=0.75), key=lambda found: found.mfu)
     # Bandwidth is no limit here: keeping all activations wastes nothing on recomputation.
-    assert best.mfu.efficiency == 0.75
-    assert best.mfu.estimate.mfu == pytest.approx(0.75, rel=0.01)
+    assert best.efficiency == 0.75
+    assert best.mfu == pytest.approx(0.75, rel=0.01)
     for gamma in (0.0, 0.5, 1.0):
-        other = estimate(shape, A100, LENGTH, gamma=gamma, efficiency=0.75)
-        assert other is None or other.mfu <= best.mfu.estimate.mfu + 1e-12
+        other = one.estimate(gamma, 0.75)
+        assert other is None or other.mfu <= best.mfu + 1e-12
 
 
 @pytest.mark.parametrize("target", [0.0, -0.1, 1.5])
 def test_a_target_is_a_share(target: float) -> None:
     with pytest.raises(ValueError, match="target"):
-        required_bandwidth_bytes_per_s(Shape(layers=1, width=64), A100, LENGTH, target)
+        point().required_bandwidth_bytes_per_s(target)

@@ -10,7 +10,9 @@ import pytest
 
 from experiments.records.modelled import cluster_of, measured_step, why_not_simulated
 from experiments.records.record import Record, read
-from simulation.calibration import (
+from simulation.emulated import (
+    FITTED_TO,
+    TWO_CORES,
     Comparison,
     MeasuredStep,
     calibrate,
@@ -18,7 +20,6 @@ from simulation.calibration import (
     intervals,
     median_absolute_error,
 )
-from simulation.emulated import FITTED_TO, TWO_CORES
 
 RESULTS = Path(__file__).parents[2] / "results"
 RUNS = [

@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 
 from simulation import hardware
-from simulation.compute.fit import Row, read_rows, run_of
-from simulation.compute.study import rates_of, with_rates
-from simulation.hardware import CARDS, cluster, gpu, gpu_of, reported
+from simulation.compute import Row, rates_of, read_rows, run_of, with_rates
+from simulation.hardware import CARDS, cluster, gpu, gpu_of, reported, share_of_peak
 from simulation.imitated.records import MemoryRecord
 from simulation.imitated.records import read as read_study
-from simulation.instances import Instance
 from simulation.planner.plan import plan
+from simulation.planner.rent import Instance
 from simulation.planner.request import Request
 from simulation.prediction import largest_micro_batch, needed
 from tests.simulation.test_memory import trained_in, unaware
@@ -65,8 +64,6 @@ def test_the_papers_cluster() -> None:
         ("inter_bytes_per_s", -1.0),
         ("inter_bytes_per_s", math.nan),
         ("intra_bytes_per_s", 0.0),
-        ("matmul_efficiency", 1.5),
-        ("matmul_efficiency", 0.0),
         ("host_memory_bytes", 0.0),
         ("inter_latency_seconds", -1e-6),
         ("device_reserve_bytes", math.inf),
@@ -78,9 +75,16 @@ def test_an_impossible_cluster_is_an_error_that_names_the_field(field: str, valu
         replace(paper_cluster(), **{field: value})
 
 
+@pytest.mark.parametrize("share", [0.0, 1.5])
+def test_a_share_of_the_peak_is_one(share: float) -> None:
+    with pytest.raises(ValueError, match=f"matmul_efficiency = {share}: must be"):
+        share_of_peak(gpu("a40"), share)
+
+
 def test_ranks_that_share_a_device_share_its_rate() -> None:
-    alone = paper_cluster()
-    assert replace(alone, ranks_sharing_device=4).flops == alone.flops / 4
+    alone, shared = (share_of_peak(gpu("a40"), 0.5, ranks) for ranks in (1, 4))
+    assert shared.flops_per_s == alone.flops_per_s / 4
+    assert shared.copied_bytes_per_s == alone.copied_bytes_per_s / 4
 
 
 def test_a_link_without_limit() -> None:

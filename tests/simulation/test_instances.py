@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from simulation.instances import ALL, read
+from simulation.planner.rent import ALL, read
 
 YAML = """\
 - provider: ours

@@ -11,7 +11,7 @@ import pytest
 from experiments.records.modelled import cluster_of, measured_step
 from experiments.records.record import Record, read
 from simulation import luwu
-from simulation.calibration import Comparison, compare
+from simulation.emulated import Comparison, compare
 from simulation.hardware import Hardware
 from simulation.luwu import Server, Traffic, footprint, like, nominal
 from simulation.prediction import Prediction, predict, simulate_built, with_server

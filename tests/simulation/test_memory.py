@@ -21,8 +21,7 @@ from simulation.imitated.records import Case, MemoryRecord, read
 from simulation.models import PAPER_MODELS
 from simulation.prediction import largest_micro_batch, needed
 from simulation.units import layout
-from simulation.work import block_bytes
-from simulation.workload import Workload
+from simulation.workload import Workload, block_bytes
 from tests.experiments.cells import cell, model_spec
 from tests.simulation.workloads import paper_cluster
 

@@ -9,8 +9,7 @@ import pytest
 from experiments.matrix import reader
 from experiments.records.cell import Cell
 from experiments.records.modelled import cluster_of, workload_of
-from simulation.emulated import emulated
-from simulation.prediction import communication_to_computation, link_bits_per_s
+from simulation.emulated import communication_to_computation, emulated, link_bits_per_s
 
 
 def zero3(name: str, model: str) -> Iterator[Cell]:

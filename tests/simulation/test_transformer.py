@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
@@ -10,8 +11,8 @@ from hypothesis import strategies as st
 
 from experiments.records.modelled import workload_of
 from experiments.worker import models
-from simulation import transformer as shapes
 from simulation.transformer import Lora, ModelSpec, Transformer
+from simulation.workload import Workload, block_work, token_work
 from tests.experiments.cells import cell, model_spec
 
 FAMILIES: list[Literal["gpt2", "llama"]] = ["gpt2", "llama"]
@@ -20,6 +21,10 @@ LENGTH = 16
 
 def transformer(family: Literal["gpt2", "llama"], **settings: Any) -> Transformer:
     return Transformer.of(model_spec(family, layers=3, width=32, **settings), LENGTH)
+
+
+def trained(model: Transformer, length: int, lora: Lora | None = None) -> Workload:
+    return Workload(strategy="fsdp2", model=model, lora=lora, sequence_length=length, micro_batch=1)
 
 
 @pytest.mark.parametrize("tuning", ["full", "lora"])
@@ -49,15 +54,15 @@ def test_training_takes_three_times_the_forward(
 ) -> None:
     spec = ModelSpec(name="m", family=family, layers=layers, width=8 * heads * head, heads=heads)
     model = Transformer.of(spec, length)
-    forward = shapes.forward_flops(model, length)
-    assert shapes.model_flops(model, length) == pytest.approx(3 * forward)
-    blocks = layers * model.block_forward_flops(length)
-    assert shapes.hardware_flops(model, length, recomputed=1.0) == pytest.approx(
-        3 * forward + blocks
-    )
+    given_work = trained(model, length)
+    blocks = layers * block_work(given_work)[0].flops
+    flops = token_work(given_work).flops
+    assert flops == pytest.approx(3 * (blocks + model.head_flops))
+    again = token_work(replace(given_work, recomputed=1.0)).flops
+    assert again == pytest.approx(flops + blocks)
     # 6N counts biases, norms and positions too, which are no matrix products.
     naive = naive_flops(model, length)
-    assert shapes.model_flops(model, length) <= naive * (1 + 1e-9)
+    assert flops <= naive * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -70,7 +75,7 @@ def test_frozen_weights_take_four_operations_and_adapters_six(
     frozen += model.vocabulary * model.width  # the output layer
     adapters = model.layers * model.adapter_parameters(lora)
     attention = 12 * model.layers * model.width * LENGTH
-    counted = shapes.model_flops(model, LENGTH, lora)
+    counted = token_work(trained(model, LENGTH, lora)).flops
     assert counted == 4 * frozen + 6 * adapters + attention
     assert counted < naive_flops(model, LENGTH)
 
@@ -83,12 +88,6 @@ def naive_flops(model: Transformer, sequence_length: int) -> float:
     lookup = model.positions + (0 if model.tied else model.vocabulary)
     counted = model.parameters - lookup * model.width
     return 6.0 * counted + 12.0 * model.layers * model.width * sequence_length
-
-
-def test_utilisation() -> None:
-    assert shapes.utilisation(1e9, 1000, 4e12) == 0.25
-    with pytest.raises(ValueError, match="peak_flops = 0"):
-        shapes.utilisation(1e9, 1000, 0)
 
 
 def test_an_unknown_target_of_adapters_is_an_error() -> None:

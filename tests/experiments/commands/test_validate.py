@@ -17,8 +17,7 @@ from experiments.records.cell import Cell, ClusterSpec
 from experiments.records.modelled import cluster_of, measured_step, workload_of
 from experiments.records.record import Record, read
 from simulation import files
-from simulation.calibration import MeasuredStep, calibrate
-from simulation.emulated import TWO_CORES, Constants, emulated
+from simulation.emulated import TWO_CORES, Constants, MeasuredStep, calibrate, emulated
 from simulation.prediction import predict
 from tests.experiments.preflight.made_up import preflight
 from tests.experiments.stand_in import cell, record

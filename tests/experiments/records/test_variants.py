@@ -13,7 +13,7 @@ from experiments.terminal import variants_table
 from experiments.terminal.summary_table import summary
 from experiments.terminal.variants_table import ranked
 from simulation.hardware import gpu
-from simulation.transformer import model_flops
+from simulation.workload import token_work
 from tests.experiments.stand_in import cell, record
 from tests.experiments.terminal.test_progress import rendered
 
@@ -118,8 +118,7 @@ def test_mfu_is_that_of_the_data_sheets_peak() -> None:
     of = cell(dtype="bfloat16")
     on_gpus = record(of, step_seconds=[0.5]).model_copy(update={"hardware": {"gpu": "NVIDIA H200"}})
     (variant,) = ranked([on_gpus])
-    model = workload_of(of)
-    flops = model_flops(model.model, of.sequence_length, model.lora) * of.tokens_per_step / 0.5
+    flops = token_work(workload_of(of)).flops * of.tokens_per_step / 0.5
     ranks = of.cluster.nodes * of.cluster.ranks_per_node
     assert variant.mfu == pytest.approx(flops / ranks / gpu("h200").peak_flops)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from simulation import files, models
-from simulation.imitated import study, table
+from simulation.imitated import study
 from simulation.imitated.records import MemoryRecord, MemoryUse, Peak, read
 
 
@@ -46,7 +46,7 @@ def record(
 
 
 def test_a_row_holds_the_largest_micro_batch_the_papers_peak_and_the_host() -> None:
-    (one,) = table.tables(
+    (one,) = study.tables(
         [record("fcdp", 5), record("fcdp", 7, tuning="lora"), record("ddp", None)]
     )
     assert one.title == "gpt-30b, 512 tokens per sequence"
@@ -57,7 +57,7 @@ def test_a_row_holds_the_largest_micro_batch_the_papers_peak_and_the_host() -> N
 
 
 def test_each_length_has_a_table() -> None:
-    found = table.tables([record("fcdp", 1, length=2048), record("fcdp", 5)])
+    found = study.tables([record("fcdp", 1, length=2048), record("fcdp", 5)])
     assert [one.title.partition(", ")[2] for one in found] == [
         "512 tokens per sequence",
         "2,048 tokens per sequence",
@@ -74,7 +74,7 @@ def test_statements_are_compared_case_by_case() -> None:
         record("zero3", 8, tuning="lora"),
         record("zeropp", 3, length=2048),
     ]
-    said = dict(table.statements(records).rows)
+    said = dict(study.statements(records).rows)
     assert said["ZeRO++ runs out of memory at 30B"] == (
         "largest micro-batch 0 without checkpointing"
     )
@@ -85,7 +85,7 @@ def test_statements_are_compared_case_by_case() -> None:
 
 
 def test_the_page_states_the_set_up_and_what_was_not_run() -> None:
-    page = table.markdown([record("fcdp", 5), record("ddp", None, error="not run: a reason")])
+    page = study.markdown([record("fcdp", 5), record("ddp", None, error="not run: a reason")])
     for part in (
         "4 × 8 ranks with 48 GB",
         "4 GB are left",

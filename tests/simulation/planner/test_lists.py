@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from simulation.compute.study import with_rates
+from simulation.compute import with_rates
 from simulation.hardware import cluster, reported
-from simulation.planner.option import tokens_range
 from simulation.planner.plan import plan, refusal
 from simulation.planner.request import Request
+from simulation.planner.search import tokens_range
 
 MODELS = ("llama-3-8b", "llama-3-70b", "qwen2-7b", "mistral-7b", "mixtral-8x7b", "gpt-30b")
 GPUS = ("a10g", "l4", "rtx4090", "a40", "a100-40gb", "a100-80gb", "h100-sxm", "h200", "b200")

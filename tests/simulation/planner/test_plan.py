@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from simulation.compute.study import with_rates
+from simulation.compute import with_rates
 from simulation.hardware import Hardware, cluster, reported
-from simulation.planner.option import tie
 from simulation.planner.plan import Plan, differs, plan, refusal
 from simulation.planner.report import table, titles
 from simulation.planner.request import Request
-from simulation.planner.search import shortfalls
+from simulation.planner.search import shortfalls, tie
 from tests.simulation.planner.made_up import config_file, request
 
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from simulation.instances import Instance
 from simulation.planner import rent as module
-from simulation.planner.rent import Market, refused, rent
+from simulation.planner.rent import Instance, Market, refused, rent
 from simulation.planner.request import Request
 
 
@@ -50,7 +49,7 @@ def test_a_deadline_takes_more_nodes_or_leaves_out() -> None:
     found = market(alone, several, within=first.hours / 3)
     assert [offer.instance.instance for offer in found.offers] == ["several"]
     assert found.offers[0].hardware.nodes == 4
-    assert found.late == ("p alone",)
+    assert found.left_out["late"] == ["p alone"]
 
 
 def test_spot_is_cheaper_and_slower() -> None:
@@ -62,7 +61,7 @@ def test_spot_is_cheaper_and_slower() -> None:
     assert spot.goodput < listed.goodput < 1
     assert spot.hours > listed.hours
     assert spot.cost < listed.cost
-    assert found.unpriced == ("p none",)
+    assert found.left_out["unpriced"] == ["p none"]
 
 
 def test_what_is_not_simulated_is_not_cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,14 +70,14 @@ def test_what_is_not_simulated_is_not_cheaper(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(module, "MOST", 2)
     found = market(*several)
     assert [offer.instance.instance for offer in found.offers] == whole[:2]
-    assert found.dearer == ("p at 60",)
+    assert found.left_out["dearer"] == ["p at 60"]
 
 
 def test_each_offer_is_checked_with_the_global_batch() -> None:
     eight, four = instance("eight"), instance("four", gpus=4)
     found = market(eight, four, global_batch=16, micro_batches=(4,))
     assert [offer.instance.instance for offer in found.offers] == ["four"]
-    assert found.uneven == ("p eight",)
+    assert found.left_out["uneven"] == ["p eight"]
     assert found.offers[0].plan.option.workload.micro_batch == 4
 
 

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from simulation.planner.option import most_tokens_per_s, simulated
 from simulation.planner.request import planned
-from simulation.planner.search import _divisors, search, shortfalls
+from simulation.planner.search import _divisors, most_tokens_per_s, search, shortfalls, simulated
 from simulation.prediction import build, fits, needed, predict
 from simulation.workload import Workload
 from tests.simulation.planner.made_up import KINDS, config_file, request

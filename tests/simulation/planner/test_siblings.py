@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from simulation import fuyou
-from simulation.hardware import Hardware, cluster
+from docs import fuyou
+from simulation.hardware import Hardware, cluster, share_of_peak
 from simulation.luwu import nominal
 from simulation.models import shape
 from simulation.planner import report
@@ -124,7 +124,7 @@ def test_it_is_the_model_of_the_published_table(tmp_path: Path) -> None:
     """13B on the authors' machine, but for the head, a larger loss and inputs of half layers."""
     machine = replace(
         _one(memory=fuyou.DRAM - fuyou.TAKEN),
-        matmul_efficiency=1.0,
+        rates=share_of_peak(_one().device, 1.0),
         host_to_device_bytes_per_s=fuyou.LINK,
         device_to_host_bytes_per_s=fuyou.LINK,
         disk_read_bytes_per_s=12 * fuyou.SSD_READ,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulation.step.events import Task, Timeline, simulate
+from simulation.step.tasks import Task, Timeline, simulate
 
 RESOURCES = ["compute", "link", "disk"]
 

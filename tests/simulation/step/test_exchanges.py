@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulation.step.exchanges import MEASURED, difference_bits
+from simulation.traffic import MEASURED, difference_bits
 from tests.simulation.workloads import hardware, predicted
 
 RATES = st.floats(1e-8, 1e-1)

@@ -12,7 +12,7 @@ from simulation.cycle import stages_of
 from simulation.emulated import emulated
 from simulation.hardware import Hardware
 from simulation.prediction import predict
-from simulation.step.passes import StageSeconds
+from simulation.step.schedule import StageSeconds
 from tests.simulation.workloads import hardware, workload
 
 RANKS = 4

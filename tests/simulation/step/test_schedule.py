@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baselines.registry import find, simulated
+from simulation.hardware import share_of_peak
 from simulation.prediction import Prediction, predict
 from tests.simulation.workloads import hardware, predicted, workload
 
@@ -142,7 +143,8 @@ def test_the_first_copy_in_of_backward_waits_for_its_store() -> None:
 
 
 def test_recomputation_costs_a_forward() -> None:
-    slow = hardware(1e15, matmul_efficiency=1e-4)  # nothing but computation counts
+    rates = share_of_peak(hardware().device, 1e-4)
+    slow = hardware(1e15, rates=rates)  # nothing but computation counts
     kept, recomputed = (
         predicted("fcdp", on=slow, recomputed=share).step_seconds for share in (0.0, 1.0)
     )

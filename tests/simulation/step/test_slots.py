@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 from baselines.cyclic import routes
 from experiments.records.modelled import cluster_of, measured_step, workload_of
 from experiments.records.record import Record, read
-from simulation.calibration import compare
 from simulation.cycle import cycle_of, stages_of
-from simulation.emulated import emulated
+from simulation.emulated import compare, emulated
 from simulation.hardware import Hardware
 from simulation.prediction import Prediction, predict
-from simulation.step.passes import StageSeconds
+from simulation.step.schedule import StageSeconds
 from simulation.step.slots import in_slot
 from simulation.workload import Workload
 from tests.experiments.cells import cell, model_spec

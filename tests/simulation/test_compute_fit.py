@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from simulation.compute import study
-from simulation.compute.fit import ROWS, Fitted, Row, Run, Shares, fit, read_rows, run_of
+from simulation import compute
+from simulation.compute import ROWS, Fitted, Row, Run, Shares, fit, read_rows, run_of
 from simulation.hardware import CARDS
 
 RUNS = [run_of(row) for row in read_rows() if row.bf16]
-RECORD = study.read()
+RECORD = compute.read()
 TRUE = Fitted(
     {gpu: Shares(0.8, 0.3, 0.5) for gpu in {run.row.gpu for run in RUNS}},
     exchange_passes=9.0,
@@ -22,7 +22,7 @@ TRUE = Fitted(
 
 def made(run: Run) -> Run:
     """The run as it would be on GPUs of the rates ``TRUE``."""
-    speed = study.tokens_per_gpu_s(run, TRUE)
+    speed = compute.tokens_per_gpu_s(run, TRUE)
     return replace(run, row=run.row.model_copy(update={"tokens_per_s_per_gpu": speed}))
 
 
@@ -41,7 +41,7 @@ def test_the_record_is_of_the_committed_rows_and_of_this_code() -> None:
         assert constant.value == pytest.approx(again[constant.name], rel=1e-3)
         assert constant.low <= constant.value <= constant.high
     for one, run in list(zip(RECORD.predictions, RUNS, strict=True))[::9]:
-        assert study.tokens_per_gpu_s(run, RECORD.fitted()) == pytest.approx(one.fitted, rel=1e-3)
+        assert compute.tokens_per_gpu_s(run, RECORD.fitted()) == pytest.approx(one.fitted, rel=1e-3)
 
 
 @pytest.mark.parametrize("what", ["the other half of the sizes", "each size", "each length"])
@@ -54,12 +54,12 @@ def test_rows_that_the_fit_has_not_seen_are_predicted(what: str) -> None:
 
 def test_both_halves_are_held_out() -> None:
     sizes = {run.row.model for run in RUNS}
-    assert sizes - study.HALF
-    assert sizes & study.HALF == study.HALF
-    seen = fit([run for run in RUNS if run.row.model in study.HALF])
+    assert sizes - compute.HALF
+    assert sizes & compute.HALF == compute.HALF
+    seen = fit([run for run in RUNS if run.row.model in compute.HALF])
     for one, run in zip(RECORD.predictions, RUNS, strict=True):
-        if run.row.model not in study.HALF:
-            assert one.held_out == pytest.approx(study.tokens_per_gpu_s(run, seen), rel=1e-3)
+        if run.row.model not in compute.HALF:
+            assert one.held_out == pytest.approx(compute.tokens_per_gpu_s(run, seen), rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -70,16 +70,16 @@ def test_other_halves_hold_too(half: set[str]) -> None:
     runs = [run_of(row) for row in read_rows() if row.bf16]
     found = fit([run for run in runs if run.row.model in half])
     unseen = [run.row for run in runs if run.row.model not in half]
-    check = study.errors(unseen, found)
+    check = compute.errors(unseen, found)
     assert check.median < 0.07
     assert check.nine_of_ten < 0.15
 
 
 def test_given_rows_are_checked_by_committed_constants() -> None:
-    found = study.errors(read_rows(), RECORD.fitted())
+    found = compute.errors(read_rows(), RECORD.fitted())
     assert found.median == pytest.approx(RECORD.check("all rows, fitted").median, abs=1e-3)
     with pytest.raises(ValueError, match="rows: hold none in bf16"):
-        study.errors([row for row in read_rows() if not row.bf16], RECORD.fitted())
+        compute.errors([row for row in read_rows() if not row.bf16], RECORD.fitted())
 
 
 def test_a_mistake_in_a_row_names_its_line(tmp_path: Path) -> None:

@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from simulation.compute.study import rates_of, with_rates
-from simulation.hardware import CARDS, cluster, gpu
-from simulation.planner.option import most_tokens_per_s, simulated, tokens_range
+from simulation.compute import rates_of, with_rates
+from simulation.hardware import CARDS, Rates, cluster, gpu, scale
+from simulation.planner.search import most_tokens_per_s, simulated, tokens_range
 from simulation.prediction import build
-from simulation.rates import Rates, scale
 from tests.simulation.workloads import workload
 
 MEASURED = ("a100-40gb", "a100-80gb", "h100-sxm")
@@ -53,7 +52,6 @@ def test_a_range_holds_the_prediction_and_the_steps_at_its_ends(gbit_s: float) -
         cluster("a100-80gb", nodes=4, ranks_per_node=8, inter_bits_per_s=gbit_s * 1e9)
     )
     rates = hardware.rates
-    assert rates is not None
     speed = simulated(workload("fsdp2"), hardware).speed
     low, high = tokens_range(speed, hardware)
     assert low < speed.tokens_per_s < high
