@@ -7,8 +7,8 @@
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,8 +34,8 @@ class Item:
     buffer: Buffer | None = None
 
 
-class Steps:
-    """What is done with a chunk, one method per step."""
+class Pipeline:
+    """Threads that do with each chunk what is to be done, one thing after another."""
 
     def __init__(
         self,
@@ -48,25 +48,78 @@ class Steps:
         self._plan = plan
         self._files = files
         self._done = done
-        self.failed = failed
+        self._failed = failed
+        self._broken = False
         #: As many as may be under way: nobody waits for one for ever.
         self._buffers: queue.SimpleQueue[Buffer | None] = queue.SimpleQueue()
         for _ in range(WINDOW):
             self._buffers.put(Buffer(plan))
+        self._order = (self._read, self._adam, self._cast, self._write)
+        #: Step-centric: one thread each reads, casts and writes, and the others step.
+        counts = (1, plan.threads - 3, 1, 1) if plan.pipeline == "step" else (plan.threads,)
+        self._threads = [
+            ThreadPoolExecutor(count, "luwu-pipeline", torch.set_num_threads, (1,))
+            for count in counts
+        ]
+        #: Layers some of whose chunks have come, how many have not; and what a thread does with
+        #: them. ``None``: no more will come.
+        self._open: dict[int, tuple[queue.SimpleQueue[Item | None], int]] = {}
 
-    def read(self, item: Item) -> None:
+    def submit(self, item: Item) -> None:
+        """Take a chunk; all of a layer's come before any of it comes again."""
+        if self._plan.pipeline == "step":
+            self._threads[0].submit(self._take_on, item, 0)
+            return
+        unit = item.chunk.unit
+        if unit not in self._open:
+            count = sum(chunk.trained for chunk in self._plan.chunks(unit))
+            self._open[unit] = queue.SimpleQueue(), count
+            self._threads[0].submit(self._take_layer, self._open[unit][0], count)
+        items, left = self._open.pop(unit)
+        items.put(item)
+        if left > 1:
+            self._open[unit] = items, left - 1
+
+    def end(self) -> None:
+        """Have the threads end, each with what it has in hand."""
+        for _ in range(WINDOW):
+            self._buffers.put(None)  # a failed step has kept what somebody waits for
+        for items, _ in self._open.values():
+            items.put(None)
+        for threads in self._threads:
+            threads.shutdown()
+
+    def _take_on(self, item: Item, place: int) -> None:
+        """Do one thing with a chunk, and hand it on to the threads that do the next."""
+        if self._do(item, place) and place + 1 < len(self._order):
+            self._threads[place + 1].submit(self._take_on, item, place + 1)
+
+    def _take_layer(self, items: queue.SimpleQueue[Item | None], count: int) -> None:
+        for _ in range(count):
+            item = items.get()
+            if item is None:
+                return
+            for place in range(len(self._order)):
+                self._do(item, place)
+
+    def _do(self, item: Item, place: int) -> bool:
+        """Whether it is done: nothing is after something has failed."""
+        try:
+            if not self._broken:
+                self._order[place](item)
+        except Exception as error:
+            self._broken = True
+            self._failed(error)
+        return not self._broken
+
+    def _read(self, item: Item) -> None:
         """Read master and moments."""
         item.buffer = self._buffers.get()
         if item.buffer is None:
             raise RuntimeError("the run has ended")
         self._files.read_states(item.chunk, item.step, item.buffer)
 
-    def end(self) -> None:
-        """Have nobody wait for a buffer that a failed step has kept."""
-        for _ in range(WINDOW):
-            self._buffers.put(None)
-
-    def adam(self, item: Item) -> None:
+    def _adam(self, item: Item) -> None:
         """Step the master by the mean gradients: PyTorch's AdamW."""
         plan, buffer = self._plan, item.buffer
         assert buffer is not None
@@ -91,109 +144,15 @@ class Steps:
             maximize=False,
         )
 
-    def cast(self, item: Item) -> None:
+    def _cast(self, item: Item) -> None:
         """Round the master to what workers compute with."""
         assert item.buffer is not None
         numel = item.chunk.numel
         item.buffer.parameters(numel, self._plan.type).copy_(item.buffer.states(numel)[0])
 
-    def write(self, item: Item) -> None:
+    def _write(self, item: Item) -> None:
         """Write all of the chunk to the other generation, once nobody needs what is there."""
         assert item.buffer is not None
         complete = self._files.write(item.chunk, item.step + 1, item.buffer)
         self._buffers.put(item.buffer)
         self._done(item, complete)
-
-
-class StepCentric:
-    """One thread each reads, casts and writes; the others step."""
-
-    def __init__(self, steps: Steps, threads: int) -> None:
-        order = (steps.read, steps.adam, steps.cast, steps.write)
-        counts = (1, threads - 3, 1, 1)
-        self._queues: list[_Items] = [queue.SimpleQueue() for _ in order]
-        self.submit = self._queues[0].put
-        self._threads: list[list[threading.Thread]] = []
-        for index, (step, count) in enumerate(zip(order, counts, strict=True)):
-            onward = self._queues[index + 1].put if index + 1 < len(order) else None
-            arguments = (self._queues[index], step, onward, steps.failed)
-            self._threads.append([_start(_run_step, *arguments) for _ in range(count)])
-
-    def end(self) -> None:
-        """Have the threads end, each with what it has in hand."""
-        for items, threads in zip(self._queues, self._threads, strict=True):
-            _end(items, threads)
-
-
-class LayerCentric:
-    """Each thread takes the next layer whose gradients come, and does all steps of its chunks."""
-
-    def __init__(self, steps: Steps, threads: int, plan: Plan) -> None:
-        self._chunks = [sum(c.trained for c in plan.chunks(u)) for u in range(len(plan.units))]
-        self._open: dict[int, tuple[_Items, int]] = {}
-        self._layers: queue.SimpleQueue[tuple[_Items, int] | None] = queue.SimpleQueue()
-        self._threads = [_start(_run_layers, self._layers, steps) for _ in range(threads)]
-
-    def submit(self, item: Item) -> None:
-        """Take a chunk; all of a layer's come before any of it comes again."""
-        unit = item.chunk.unit
-        if unit not in self._open:
-            self._open[unit] = queue.SimpleQueue(), self._chunks[unit]
-            self._layers.put(self._open[unit])
-        items, left = self._open.pop(unit)
-        items.put(item)
-        if left > 1:
-            self._open[unit] = items, left - 1
-
-    def end(self) -> None:
-        """Have the threads end, each with what it has in hand."""
-        for items, _ in self._open.values():
-            items.put(None)
-        _end(self._layers, self._threads)
-
-
-#: What a thread takes items from; ``None``: there are no more.
-_Items = queue.SimpleQueue[Item | None]
-
-
-def _start(function: Callable[..., None], *args: Any) -> threading.Thread:
-    thread = threading.Thread(target=function, args=args, name="luwu-pipeline", daemon=True)
-    thread.start()
-    return thread
-
-
-def _end(items: queue.SimpleQueue[Any], threads: list[threading.Thread]) -> None:
-    for _ in threads:
-        items.put(None)
-    for thread in threads:
-        thread.join()
-
-
-def _run_step(
-    items: _Items,
-    step: Callable[[Item], None],
-    onward: Callable[[Item], None] | None,
-    failed: Callable[[BaseException], None],
-) -> None:
-    torch.set_num_threads(1)
-    try:
-        while (item := items.get()) is not None:
-            step(item)
-            if onward is not None:
-                onward(item)
-    except Exception as error:
-        failed(error)
-
-
-def _run_layers(layers: queue.SimpleQueue[tuple[_Items, int] | None], steps: Steps) -> None:
-    torch.set_num_threads(1)
-    try:
-        while (layer := layers.get()) is not None:
-            items, count = layer
-            for _ in range(count):
-                if (item := items.get()) is None:
-                    return
-                for step in (steps.read, steps.adam, steps.cast, steps.write):
-                    step(item)
-    except Exception as error:
-        steps.failed(error)
