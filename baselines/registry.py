@@ -151,10 +151,9 @@ _DEEPSPEED_OFFLOAD = replace(DEEPSPEED, optimizer="host")
 
 
 def _deepspeed(name: str, what: str, schedule: Schedule, look: Look, **more: Any) -> Strategy:
-    """A strategy of DeepSpeed's, which the function of its name builds."""
-    function = name.removeprefix("deepspeed-").replace("-", "_")
-    more |= {"built_by": f"deepspeed.variants:{function}", "settings": DeepSpeedSettings}
-    return Strategy(name, "deepspeed", what, schedule, look, **more)
+    """A strategy of DeepSpeed's, which follows its schedule."""
+    usual: dict[str, Any] = {"built_by": "deepspeed.configuration", "settings": DeepSpeedSettings}
+    return Strategy(name, "deepspeed", what, schedule, look, **(usual | more))
 
 
 def _preset(
@@ -250,6 +249,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         # Its two hops are inside the shard group, here one node: the same exchanges.
         within_node(DEEPSPEED),
         Look("#A0522D", "d"),
+        built_by="deepspeed.configuration:in_two_hops",
         needs_cuda=_COALESCED,
     ),
     Strategy(

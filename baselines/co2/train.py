@@ -17,18 +17,101 @@ code nothing is taken: it discards what it has clipped, and reduces what is trai
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from baselines.co2.outer import OuterState, Rule
-from baselines.co2.place import Place, place
-from baselines.settings import LocalSGDSettings, OuterPlace
-from baselines.strategy import CacheUse, Job, trainable_parameters, trained_numel
+from baselines.presets import fcdp
+from baselines.pytorch.ddp import autocast
+from baselines.pytorch.fsdp2 import FSDP2, shard_each
+from baselines.settings import CacheSettings, LocalSGDSettings, OuterPlace, divided
+from baselines.strategy import CacheUse, Job, Trainable, trainable_parameters, trained_numel
+from fcdp import Topology
 from fcdp.arena import Arena, aligned
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank's place: what it trains of a worker, and whom it exchanges with."""
+
+    #: The training of one worker, which knows nothing of the others.
+    loop: FSDP2
+    #: The ranks with the same part of each worker, one per worker.
+    peers: dist.ProcessGroup
+    #: The ranks that this worker is sharded over; ``None``: it is whole on this one.
+    parts: dist.ProcessGroup | None
+    #: Least bytes that one node sends to other workers when displacements cross once.
+    exchange_bytes: float
+
+
+def place(model: nn.Module, job: Job) -> Place:
+    """Put the model under what trains a worker. Raises ``ValueError`` if workers do not fit."""
+    settings, topology = job.settings, job.topology
+    assert isinstance(settings, LocalSGDSettings)
+    together = settings.nodes_per_worker
+    if problem := divided(together, topology.nodes):
+        raise ValueError(f"nodes_per_worker = {together}: {problem}")
+    exchange = _exchange_bytes(trained_numel(model), topology.nodes, together)
+    # What lies on the host is exchanged from there.
+    backend = "gloo" if settings.outer_on == "host" else None
+    if settings.worker == "rank":
+        model.to(topology.mesh.device_type)
+        everyone = _group(range(topology.world_size), backend)
+        return Place(_Whole(model, job, 0.0), everyone, None, exchange)
+    mesh = _by_worker(topology, together)
+    parts = mesh["part"]
+    loop: FSDP2
+    if settings.worker == "node":
+        shard_each(model, job, parts)
+        loop = FSDP2(model, job, 0.0)
+    else:  # what is gathered is cached on the hosts of the worker's own nodes
+        own = Topology.of_mesh(parts, topology.ranks_per_node)
+        loop = fcdp.build(model, replace(job, topology=own, settings=CacheSettings()))
+    # Nothing else uses these groups: no gather queues behind the exchange, nor the other way.
+    workers = mesh["worker"]
+    peers = workers.get_group() if backend is None else _group(workers.mesh.tolist(), backend)
+    return Place(loop, peers, parts.get_group(), exchange)
+
+
+def _group(ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup:
+    group = dist.new_group(
+        list(ranks), backend=backend, use_local_synchronization=True, group_desc="co2_workers"
+    )
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _exchange_bytes(elements: int, nodes: int, together: int) -> float:
+    """Out and back as sums, in float32; a node has 1/``together`` of a worker."""
+    workers = nodes / together
+    return 2 * (workers - 1) / workers * elements / together * 4
+
+
+def _by_worker(topology: Topology, together: int) -> DeviceMesh:
+    size = together * topology.ranks_per_node
+    return init_device_mesh(
+        topology.mesh.device_type,
+        (topology.world_size // size, size),
+        mesh_dim_names=("worker", "part"),
+    )
+
+
+class _Whole(FSDP2):
+    """A worker that is one rank: parameters stay float32, operations compute in the job's type."""
+
+    def casting(self) -> AbstractContextManager[object]:
+        return autocast(self.job)
+
+    def backward(self, batch: torch.Tensor, *, last: bool) -> torch.Tensor:
+        with self.casting():
+            return super().backward(batch, last=last)
 
 
 class Average:
@@ -173,11 +256,10 @@ def _build(model: nn.Module, job: Job, *, late: bool) -> LocalSteps:
     return LocalSteps(at, job, elements, Rule.of(settings), settings.outer_on, late=late)
 
 
-class LocalSteps:
+class LocalSteps(Trainable):
     """A worker's local steps, and the outer update after each ``interval`` of them."""
 
     engine = "co2"
-    engine_version = torch.__version__
 
     def __init__(
         self,
@@ -190,11 +272,12 @@ class LocalSteps:
         late: bool,
     ) -> None:
         """``elements``: all that is trained; ``late``: CO2."""
-        self.job = job
+        inside, between = at.loop.closed_form_bytes, at.exchange_bytes / rule.interval
+        super().__init__(at.loop.model, job, inside + between)
         self.interval = rule.interval
         self.policy = at.loop.policy
-        self.closed_form_bytes = at.loop.closed_form_bytes + at.exchange_bytes / rule.interval
         self._loop = at.loop
+        self._phases = at.loop._phases
         self._parts = at.parts
         self._rule = rule
         self._late = late
@@ -229,9 +312,6 @@ class LocalSteps:
     def take_ledger(self) -> dict[str, dict[str, float]] | None:
         """Bytes inside of the worker alone."""
         return self._loop.take_ledger()
-
-    def take_phases(self) -> dict[str, float] | None:
-        return self._loop.take_phases()
 
     @property
     def cache(self) -> CacheUse | None:
@@ -319,41 +399,3 @@ class LocalSteps:
             self._told.clear()
             metrics |= {"staleness_gap": gap, "worker_drift": drift, "clipped_fraction": clipped}
         return metrics
-
-    def state_dict(self) -> dict[str, Any]:
-        """All that this rank needs beside the model's own state to go on where it is.
-
-        Tensors are the live ones. What is under way is waited for; a run that goes on is as if it
-        had not been.
-        """
-        self.settle()
-        return {
-            "optimizer": self._loop.optimizer.state_dict(),
-            "start": self._outer.start,
-            "momentum": self._outer.momentum,
-            "sum": self._average.buffer if self._average.started else None,
-            "steps_done": self._done,
-            "moved": self._moved,
-            "first_step": self._first,
-        }
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state_dict`` of the same rank, with the model's own state loaded before.
-
-        Raises ``ValueError`` for a state of other parameters or of another interval.
-        """
-        if (found := state["start"].numel()) != self._flat.numel:
-            raise ValueError(f"start = {found} elements: allowed are {self._flat.numel}")
-        if (done := state["steps_done"]) >= self.interval:
-            raise ValueError(f"steps_done = {done}: allowed are those below {self.interval}")
-        self.settle()
-        self._loop.optimizer.load_state_dict(state["optimizer"])
-        self._outer.start.copy_(state["start"])
-        self._outer.momentum.copy_(state["momentum"])
-        self._average.started = state["sum"] is not None
-        if state["sum"] is not None:
-            self._average.buffer.copy_(state["sum"])
-        self._done = done
-        self._moved = state["moved"].clone()
-        self._first = state["first_step"].clone()

@@ -30,10 +30,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from baselines.cyclic.rule import Rule, backward_slot, forward_slot, is_fresh
 from baselines.cyclic.segments import Segments
 from baselines.cyclic.stages import begin_stage, chosen_runs, parameters
-from baselines.loop import Loop
 from baselines.pytorch.ddp import autocast
 from baselines.settings import CyclicSettings
-from baselines.strategy import Job, crossing_bytes, optimizer_of, trained_numel
+from baselines.strategy import Job, Trainable, crossing_bytes, optimizer_of, trained_numel
 
 T = TypeVar("T")
 
@@ -220,7 +219,7 @@ class _Flight:
     saved: int = 0
 
 
-class Interleaved(Loop):
+class Interleaved(Trainable):
     """All micro-batches of a cycle, on this rank."""
 
     engine = "cyclic"

@@ -26,11 +26,10 @@ from baselines.cyclic import routes
 from baselines.cyclic.routes import KINDS, Cycle, Kind, Message
 from baselines.cyclic.segments import Segments
 from baselines.cyclic.stages import begin_stage, chosen_runs, parameters, split
-from baselines.loop import Loop
 from baselines.part import Part, take_gradients
 from baselines.pytorch.ddp import autocast
 from baselines.settings import CyclicSettings
-from baselines.strategy import Job, numel, optimizer_of
+from baselines.strategy import Job, Trainable, numel, optimizer_of
 
 
 class Stage:
@@ -249,7 +248,7 @@ def _build(model: nn.Module, job: Job, *, zero: bool) -> Executor:
     return Executor(model, job, Cycle(settings.rule, ranks, len(runs), zero), stages, starts)
 
 
-class Executor(Loop):
+class Executor(Trainable):
     """One rank of the cycle, which is one micro-batch."""
 
     engine = "cyclic"

@@ -36,10 +36,9 @@ from baselines.fuyou.optimizer import BUFFERS, Adam, Updates
 from baselines.fuyou.plan import Choice, Observed, choose
 from baselines.fuyou.store import Store
 from baselines.fuyou.swap import Swapper
-from baselines.loop import Loop
 from baselines.optimizers import AdamW
 from baselines.settings import FuyouSettings
-from baselines.strategy import Job
+from baselines.strategy import Job, Trainable
 from fcdp.direct_io import left_over
 from fcdp.generations import STATE
 from fcdp.sizes import parse, written
@@ -76,7 +75,7 @@ def _sweep(parent: Path) -> None:
             shutil.rmtree(old, ignore_errors=True)
 
 
-class Fuyou(Loop):
+class Fuyou(Trainable):
     """A model whose state lies in a folder."""
 
     engine = "fuyou"

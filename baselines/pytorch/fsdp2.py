@@ -18,9 +18,9 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
 
-from baselines.loop import Loop
 from baselines.strategy import (
     Job,
+    Trainable,
     crossing_bytes,
     make_optimizer,
     numel,
@@ -89,7 +89,7 @@ def mixed_precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
 
 
-class FSDP2(Loop):
+class FSDP2(Trainable):
     """The plain training loop: a reduction per micro-batch, then the optimizer's step."""
 
     def __init__(self, model: nn.Module, job: Job, closed_form_bytes: float) -> None:
