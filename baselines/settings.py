@@ -60,7 +60,7 @@ class Settings(BaseModel):
 
 #: Cache policy, as ``fcdp.cache.named`` reads it.
 Policy = Annotated[str, Setting("Policy", "subject", in_id="later")]
-#: Codec between nodes of gathers and reductions, as ``baselines.presets.codecs`` reads it; ``none``
+#: Codec between nodes of gathers and reductions, as ``baselines.encoding`` reads it; ``none``
 #: is all that a strategy with a codec of its own allows, which it uses all the same.
 GatherCodec = Annotated[
     str, Setting("Gather codec", "subject", in_id="later", write="gather {}".format)

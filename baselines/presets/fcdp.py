@@ -10,7 +10,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 import fcdp
-from baselines.presets import codecs
+from baselines import encoding
 from baselines.pytorch.fsdp2 import FSDP2, mixed_precision
 from baselines.settings import CacheSettings
 from baselines.strategy import CacheUse, Job, crossing_bytes, numel, trainable_parameters
@@ -30,8 +30,8 @@ def build(model: nn.Module, job: Job, offload_policy: OffloadPolicy = OffloadPol
         policy=settings.policy,
         mp_policy=mixed_precision(job.dtype),
         offload_policy=offload_policy,
-        gather_codec=codecs.gather(settings.gather_codec),
-        reduce_codec=codecs.parse(settings.reduce_codec),
+        gather_codec=encoding.gather(settings.gather_codec),
+        reduce_codec=encoding.parse(settings.reduce_codec),
         error_feedback=settings.error_feedback,
         adapters=settings.adapters,
     )
@@ -60,8 +60,8 @@ def least_bytes(model: nn.Module, job: Job) -> float:
     """
     engine, settings = engine_of(model), settings_of(job)
     gather_codec, reduce_codec = (
-        codecs.gather(settings.gather_codec),
-        codecs.parse(settings.reduce_codec),
+        encoding.gather(settings.gather_codec),
+        encoding.parse(settings.reduce_codec),
     )
     reductions = 1 if settings.exchanges == "hierarchical" else job.accumulation
     count = 0.0
