@@ -49,8 +49,8 @@ class Job:
     accumulation: int
     #: The strategy's settings, of the type that its description names.
     settings: Settings = field(default_factory=Settings)
-    #: The strategy's schedule, which ``load`` gives.
-    schedule: Schedule | None = None
+    #: The strategy's schedule, which ``load`` gives, and builders follow.
+    schedule: Schedule = field(default_factory=Schedule)
     optimizer: optimizers.AnyOptimizer = field(default_factory=optimizers.AdamW)
     loss: Loss = causal_loss
     #: What ``evaluate`` gives; ``None``: the loss.
@@ -199,7 +199,7 @@ def load(name: str) -> Builder:
     def built(model: nn.Module, job: Job) -> Trainable:
         _refuse_others(job.settings, found)
         own = _completed(job, found) if found.settings in _LIBRARYS else job
-        return build(model, replace(own, schedule=found.schedule))
+        return build(model, replace(own, schedule=found.schedule or Schedule()))
 
     return built
 
@@ -262,7 +262,6 @@ def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def numel(params: Iterable[torch.Tensor]) -> int:
-    """Elements of all these tensors together."""
     return sum(param.numel() for param in params)
 
 

@@ -27,14 +27,96 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from baselines.co2.outer import OuterState, Rule
 from baselines.presets import fcdp
 from baselines.pytorch.ddp import autocast
 from baselines.pytorch.fsdp2 import FSDP2, shard_each
-from baselines.settings import CacheSettings, LocalSGDSettings, OuterPlace, divided
+from baselines.settings import (
+    CacheSettings,
+    LocalSGDSettings,
+    OuterPlace,
+    Penalty,
+    SlowMoSettings,
+    divided,
+)
 from baselines.strategy import CacheUse, Job, Trainable, trainable_parameters, trained_numel
 from fcdp import Topology
 from fcdp.arena import Arena, aligned
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How the mean displacement of a round moves the state that all workers start from.
+
+    m ← β·m + Δ/(Λ·γ), x ← x − α·γ·clamp(m, ±φ), with γ = 1 unless ``by_learning_rate``
+    (Algorithm 1). All of it is element-wise over flat fp32 tensors, or a scalar that all workers
+    know alike: what a worker shards its parts shard too, and all stay equal to the last bit.
+    """
+
+    interval: int
+    learning_rate: float = 1.0
+    momentum: float = 0.0
+    by_learning_rate: bool = False
+    clip: float | None = None
+    penalty: Penalty = "none"
+
+    @classmethod
+    def of(cls, settings: LocalSGDSettings) -> Rule:
+        """The rule of a strategy's settings; Local SGD goes on from the mean."""
+        if isinstance(settings, SlowMoSettings):
+            own = settings.model_dump(exclude={"worker", "nodes_per_worker", "outer_on"})
+            renamed = {name.removeprefix("outer_"): value for name, value in own.items()}
+            return cls(**renamed)
+        return cls(settings.interval)
+
+    def scale(self, rate: float) -> float:
+        """γ, of local steps with the learning rate ``rate``."""
+        return rate if self.by_learning_rate else 1.0
+
+    def staleness(self, moved: torch.Tensor, first_step: torch.Tensor) -> torch.Tensor:
+        """The gap Λ ≥ 1 that a displacement of one round ago is divided by, a scalar.
+
+        ``moved`` is the norm of the outer update that the displacement knows nothing of,
+        ``first_step`` that of the first local step of its round, the mean over workers. The paper's
+        formula is not public; these bound a round by its first step, the largest while the learning
+        rate falls: ``first-step`` counts the staleness in such steps, ``first-steps`` in rounds of
+        ``interval`` of them.
+        """
+        if self.penalty == "none":
+            return torch.ones_like(moved)
+        steps = self.interval if self.penalty == "first-steps" else 1
+        return 1 + torch.where(first_step > 0, moved / (steps * first_step), 0)
+
+
+class OuterState:
+    """What all workers share after each round: where they start from, and the outer momentum."""
+
+    def __init__(self, start: torch.Tensor, momentum: torch.Tensor) -> None:
+        """Both float32 (elements), which become this state's own."""
+        self.start = start
+        self.momentum = momentum
+
+    def absorb(self, rule: Rule, mean: torch.Tensor, gap: torch.Tensor, rate: float) -> None:
+        """Take a mean displacement (elements), which is overwritten, into the momentum.
+
+        ``gap`` is its staleness, a scalar, and ``rate`` the local steps' learning rate.
+        """
+        scale = rule.scale(rate)
+        self.momentum.mul_(rule.momentum).add_(mean.div_(gap * scale))
+
+    def move(self, rule: Rule, rate: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Move the start by the momentum.
+
+        Returns the sum of squares of what it moved by, and how many elements were clipped, scalars.
+        """
+        scale = rule.scale(rate)
+        move = self.momentum
+        clipped = torch.zeros((), device=move.device)
+        if rule.clip is not None:
+            clipped = (move.abs() > rule.clip).sum().float()
+            move = move.clamp(-rule.clip, rule.clip)
+        move = move * (rule.learning_rate * scale)
+        self.start.sub_(move)
+        return move.dot(move), clipped
 
 
 @dataclass(frozen=True)
@@ -237,22 +319,14 @@ class Memory:
 _SCALARS = 2
 
 
-def local_sgd(model: nn.Module, job: Job) -> LocalSteps:
-    """Local SGD, and SlowMo where its settings are given: the mean is waited for."""
-    return _build(model, job, late=False)
-
-
-def co2(model: nn.Module, job: Job) -> LocalSteps:
-    """CO2: the mean of a round arrives while the next one is computed."""
-    return _build(model, job, late=True)
-
-
-def _build(model: nn.Module, job: Job, *, late: bool) -> LocalSteps:
+def build(model: nn.Module, job: Job) -> LocalSteps:
+    """Put the model under Local SGD, SlowMo or CO2: the mean is waited for, or arrives late."""
     settings = job.settings
     assert isinstance(settings, LocalSGDSettings)
     # Of the whole model, whose parts this rank has one of.
     elements = trained_numel(model)
     at = place(model, job)
+    late = job.schedule.averages == "late"
     return LocalSteps(at, job, elements, Rule.of(settings), settings.outer_on, late=late)
 
 

@@ -28,8 +28,7 @@ import torch.nn as nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from baselines.cyclic.rule import Rule, backward_slot, forward_slot, is_fresh
-from baselines.cyclic.segments import Segments
-from baselines.cyclic.stages import begin_stage, chosen_runs, parameters
+from baselines.cyclic.stages import Segments, begin_stage, chosen_runs, parameters
 from baselines.pytorch.ddp import autocast
 from baselines.settings import CyclicSettings
 from baselines.strategy import Job, Trainable, crossing_bytes, optimizer_of, trained_numel
@@ -111,7 +110,6 @@ class SavedBytes:
         return saved_tensors_hooks(lambda tensor: _Kept(tensor, self), lambda kept: kept.tensor)
 
     def begin(self) -> None:
-        """Count the peak from here on."""
         self.peak = self.now
 
     def keep(self, storage: torch.UntypedStorage) -> None:
@@ -171,7 +169,6 @@ class Editions:
         return self._params[version % 2]
 
     def values(self, version: int) -> list[torch.Tensor]:
-        """The live elements of a version's parameters."""
         return [param.detach() for param in self.of(version)]
 
     def install(self, version: int) -> None:

@@ -24,8 +24,7 @@ import torch.nn as nn
 
 from baselines.cyclic import routes
 from baselines.cyclic.routes import KINDS, Cycle, Kind, Message
-from baselines.cyclic.segments import Segments
-from baselines.cyclic.stages import begin_stage, chosen_runs, parameters, split
+from baselines.cyclic.stages import Segments, begin_stage, chosen_runs, parameters, split
 from baselines.part import Part, take_gradients
 from baselines.pytorch.ddp import autocast
 from baselines.settings import CyclicSettings
@@ -48,7 +47,6 @@ class Stage:
         return [param for param in self.params if param.requires_grad]
 
     def values(self) -> torch.Tensor:
-        """A copy of all elements end to end."""
         return torch.cat((self.kept.values(), self.passed.values()))
 
     @torch.no_grad()
@@ -213,24 +211,12 @@ def _tag(message: Message) -> int:
     return message.stage * len(KINDS) + KINDS.index(message.kind)
 
 
-def ring(model: nn.Module, job: Job) -> Executor:
-    """Every rank has all parameters; what crosses are a stage's gradients and its new parameters.
+def build(model: nn.Module, job: Job) -> Executor:
+    """Put the model under ``ring`` or ``zero``, as the schedule says.
 
     Raises ``ValueError`` for more stages than blocks or ranks, and for several micro-batches.
     """
-    return _build(model, job, zero=False)
-
-
-def zero(model: nn.Module, job: Job) -> Executor:
-    """A rank has its own stage, and the one that it computes with.
-
-    Raises ``ValueError`` for more stages than blocks or ranks, and for several micro-batches.
-    """
-    return _build(model, job, zero=True)
-
-
-def _build(model: nn.Module, job: Job, *, zero: bool) -> Executor:
-    settings, ranks = job.settings, job.topology.world_size
+    settings, ranks, zero = job.settings, job.topology.world_size, job.schedule.cycle == "zero"
     assert isinstance(settings, CyclicSettings)
     if job.accumulation != 1:
         raise ValueError(

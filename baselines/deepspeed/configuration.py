@@ -45,7 +45,6 @@ def build(model: nn.Module, job: Job, *, hierarchical: bool = False) -> DeepSpee
     Raises ``ValueError`` for an offloaded optimizer that is not DeepSpeed's own.
     """
     schedule = job.schedule
-    assert schedule is not None, "every strategy of DeepSpeed's has one"
     least_bytes = _least_bytes(model, job, schedule)
     config = configuration(model, job)
     zero: dict[str, Any] = config["zero_optimization"]

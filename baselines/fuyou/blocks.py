@@ -60,7 +60,6 @@ class Recomputed:
             block.forward = functools.partial(self._forward, index, block.forward, trained)
 
     def begin_profile(self) -> None:
-        """Count the next forward."""
         self.profile = Profile(0.0, 0, {})
 
     def _forward(

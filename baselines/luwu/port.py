@@ -135,7 +135,6 @@ class Port(Role):
         self._until(lambda: len(self._waiting) >= min(WINDOW, len(self._expected)))
 
     def counts(self) -> dict[str, int]:
-        """What the server counts."""
         self._outbox.put(Message(Kind.COUNT))
         self._until(lambda: bool(self._counts))
         return self._counts.pop()

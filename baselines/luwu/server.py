@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.adamw import adamw
 
 from baselines.links import interface_bytes
 from baselines.luwu import WINDOW
 from baselines.luwu.files import Buffer, Files
-from baselines.luwu.pipeline import Item, Pipeline
 from baselines.luwu.plan import Chunk, Frozen, Pass, Plan
 from baselines.luwu.wire import (
     ALL,
@@ -41,6 +43,147 @@ from baselines.luwu.wire import (
 )
 
 SWITCH = "switch"
+
+
+_BETA1, _EPSILON = 0.9, 1e-8
+
+
+@dataclass(eq=False)
+class Item:
+    """One chunk of one step's gradients, and what becomes of it."""
+
+    chunk: Chunk
+    #: The step that is complete before it.
+    step: int
+    gradients: Any
+    buffer: Buffer | None = None
+
+
+class Pipeline:
+    """Threads that take chunks through read, Adam, cast and write.
+
+    *Step-centric* (the paper's): each does one of these for the chunks of all layers.
+    *Layer-centric*, with as many: each takes a layer, and does all of them for its chunks.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        files: Files,
+        done: Callable[[Item, bool], None],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        """``done``: called with each item, and whether it completes its step."""
+        self._plan = plan
+        self._files = files
+        self._done = done
+        self._failed = failed
+        self._broken = False
+        #: As many as may be under way: nobody waits for one for ever.
+        self._buffers: queue.SimpleQueue[Buffer | None] = queue.SimpleQueue()
+        for _ in range(WINDOW):
+            self._buffers.put(Buffer(plan))
+        self._order = (self._read, self._adam, self._cast, self._write)
+        #: Step-centric: one each reads, casts and writes, and the others step.
+        counts = (1, plan.threads - 3, 1, 1) if plan.pipeline == "step" else (plan.threads,)
+        self._threads = [
+            ThreadPoolExecutor(count, "luwu-pipeline", torch.set_num_threads, (1,))
+            for count in counts
+        ]
+        #: Layers some of whose chunks have come, how many have not; and what a thread does with
+        #: them. ``None``: no more will come.
+        self._open: dict[int, tuple[queue.SimpleQueue[Item | None], int]] = {}
+
+    def submit(self, item: Item) -> None:
+        """Take a chunk; all of a layer's come before any of it comes again."""
+        if self._plan.pipeline == "step":
+            self._threads[0].submit(self._take_on, item, 0)
+            return
+        unit = item.chunk.unit
+        if unit not in self._open:
+            count = sum(chunk.trained for chunk in self._plan.chunks(unit))
+            self._open[unit] = queue.SimpleQueue(), count
+            self._threads[0].submit(self._take_layer, self._open[unit][0], count)
+        items, left = self._open.pop(unit)
+        items.put(item)
+        if left > 1:
+            self._open[unit] = items, left - 1
+
+    def end(self) -> None:
+        """Have the threads end, each with what it has in hand."""
+        for _ in range(WINDOW):
+            self._buffers.put(None)  # a failed step has kept what somebody waits for
+        for items, _ in self._open.values():
+            items.put(None)
+        for threads in self._threads:
+            threads.shutdown()
+
+    def _take_on(self, item: Item, place: int) -> None:
+        """Do one thing with a chunk, and hand it on to the threads that do the next."""
+        if self._do(item, place) and place + 1 < len(self._order):
+            self._threads[place + 1].submit(self._take_on, item, place + 1)
+
+    def _take_layer(self, items: queue.SimpleQueue[Item | None], count: int) -> None:
+        for _ in range(count):
+            item = items.get()
+            if item is None:
+                return
+            for place in range(len(self._order)):
+                self._do(item, place)
+
+    def _do(self, item: Item, place: int) -> bool:
+        """Whether it is done: nothing is after something has failed."""
+        try:
+            if not self._broken:
+                self._order[place](item)
+        except Exception as error:
+            self._broken = True
+            self._failed(error)
+        return not self._broken
+
+    def _read(self, item: Item) -> None:
+        item.buffer = self._buffers.get()
+        if item.buffer is None:
+            raise RuntimeError("the run has ended")
+        self._files.read_states(item.chunk, item.step, item.buffer)
+
+    def _adam(self, item: Item) -> None:
+        """Step the master by the mean gradients: PyTorch's AdamW."""
+        plan, buffer = self._plan, item.buffer
+        assert buffer is not None
+        gradients = tensor(item.gradients, plan.type).float()
+        item.gradients = None
+        gradients /= plan.workers
+        master, first, second = buffer.states(item.chunk.numel)
+        adamw(
+            [master],
+            [gradients],
+            [first],
+            [second],
+            [],
+            [torch.tensor(float(item.step))],
+            foreach=True,
+            amsgrad=False,
+            beta1=_BETA1,
+            beta2=plan.optimizer.beta2,
+            lr=plan.learning_rate * plan.optimizer.rate(item.step),
+            weight_decay=plan.optimizer.weight_decay,
+            eps=_EPSILON,
+            maximize=False,
+        )
+
+    def _cast(self, item: Item) -> None:
+        """Round the master to what workers compute with."""
+        assert item.buffer is not None
+        numel = item.chunk.numel
+        item.buffer.parameters(numel, self._plan.type).copy_(item.buffer.states(numel)[0])
+
+    def _write(self, item: Item) -> None:
+        """Write all of the chunk to the other generation, once nobody needs what is there."""
+        assert item.buffer is not None
+        complete = self._files.write(item.chunk, item.step + 1, item.buffer)
+        self._buffers.put(item.buffer)
+        self._done(item, complete)
 
 
 def main() -> None:
@@ -81,7 +224,7 @@ class Server(Host):
 
     def _go_on(self) -> None:
         if self._state is not None:
-            self._state.send_ahead(self._say)
+            self._state.send_ahead()
 
     def _beat(self) -> None:
         self._say(Message(Kind.BEAT))
@@ -104,14 +247,13 @@ class Server(Host):
             self._received += 1
             if self._state is None:
                 raise Malformed(f"{message.kind.name} before HELLO")
-            for answer in self._state.handle(message):
-                self._say(answer)
+            self._state.handle(message)
 
     def _hello(self, message: Message) -> None:
         if self._state is not None:
             raise Malformed("a second HELLO")
         plan = Plan.model_validate_json(message.payload)
-        self._state = _State(plan, Files(self._folder, plan), self._inbox)
+        self._state = _State(plan, Files(self._folder, plan), self._inbox, self._say)
         step = self._state.files.step
         self._say(Message(Kind.WELCOME, step=step or 0, extra=step is None))
 
@@ -147,9 +289,13 @@ class Server(Host):
 class _State:
     """What the server has once it knows the plan."""
 
-    def __init__(self, plan: Plan, files: Files, inbox: Inbox) -> None:
+    def __init__(
+        self, plan: Plan, files: Files, inbox: Inbox, say: Callable[[Message], None]
+    ) -> None:
+        """``say``: called with what the switch is told."""
         self.plan = plan
         self.files = files
+        self._say = say
         #: Chunks that have been read and not sent.
         self.ahead: deque[Message] = deque()
         self._chunks = {(c.unit, c.index): c for c in plan.all_chunks()}
@@ -167,12 +313,12 @@ class _State:
         self._read = 0
         self._ended = False
 
-    def handle(self, message: Message) -> list[Message]:
-        """Take a message of the workers'; return what is to be answered."""
+    def handle(self, message: Message) -> None:
+        """Take a message of the workers'."""
         kind = message.kind
         if kind == Kind.INITIAL:
-            return self._initial(message)
-        if kind == Kind.BEGIN:
+            self._initial(message)
+        elif kind == Kind.BEGIN:
             stream = self.plan.stream(Pass(message.unit), Frozen(message.extra))
             for chunk in chain.from_iterable(chunks for _, chunks in stream):
                 self._reader.submit(self._read_ahead, chunk, message.step)
@@ -187,12 +333,11 @@ class _State:
             self._pipeline.submit(Item(chunk, message.step, message.payload))
         else:
             raise Malformed(f"{kind.name} is not for the server")
-        return []
 
-    def send_ahead(self, say: Any) -> None:
+    def send_ahead(self) -> None:
         """Send what has been read, as far as all workers have room for it."""
         while self.ahead and self._sent - min(self._taken.values()) < WINDOW:
-            say(self.ahead.popleft())
+            self._say(self.ahead.popleft())
             self._sent += 1
             self._room.release()
 
@@ -215,12 +360,11 @@ class _State:
             self._ended = True
             self._inbox.put(error)
             return
-        self._inbox.put(
-            Message(Kind.PARAMETERS, step, chunk.unit, chunk.index, self._read, payload)
-        )
+        where = step, chunk.unit, chunk.index, self._read
+        self._inbox.put(Message(Kind.PARAMETERS, *where, payload))
         self._read += 1
 
-    def _initial(self, message: Message) -> list[Message]:
+    def _initial(self, message: Message) -> None:
         chunk = self._chunk(message, torch.float32.itemsize)
         values = tensor(message.payload, torch.float32)
         if chunk.trained:
@@ -232,8 +376,9 @@ class _State:
             nbytes = chunk.numel * self.plan.type.itemsize
             self._buffer.memory[:nbytes].view(self.plan.type).copy_(values)
         complete = self.files.write(chunk, 0, self._buffer)
-        answers = [Message(Kind.APPLIED, unit=chunk.unit)]
-        return [*answers, Message(Kind.COMMITTED)] if complete else answers
+        self._say(Message(Kind.APPLIED, unit=chunk.unit))
+        if complete:
+            self._say(Message(Kind.COMMITTED))
 
     def _chunk(self, message: Message, itemsize: int) -> Chunk:
         """The chunk that a message brings. Raises ``Malformed`` for one that there is not."""

@@ -53,7 +53,6 @@ def main() -> None:
 
 
 def worker_name(rank: int) -> str:
-    """The name under which a worker connects."""
     return f"worker {rank}"
 
 

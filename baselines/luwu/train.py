@@ -197,12 +197,10 @@ class LuWu(Trainable):
         return {"link_bytes_per_step": per_step, "server_messages_per_step": messages}
 
     def close(self) -> None:
-        """Leave the run."""
         self._port.close()
 
     @property
     def host_cache_bytes(self) -> int | None:
-        """Host memory of the frozen layers that were pulled once."""
         return sum(layer.kept.nbytes for layer in self._layers if layer.kept is not None) or None
 
     def _land(self, chunk: Chunk, payload: Any) -> None:

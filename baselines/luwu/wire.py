@@ -79,7 +79,6 @@ class Message:
     payload: Any = b""
 
     def frames(self) -> list[Any]:
-        """The parts that are sent."""
         header = _HEADER.pack(_MAGIC, self.kind, self.step, self.unit, self.chunk, self.extra)
         return [header, self.payload]
 
@@ -151,7 +150,6 @@ class Keys:
 
 
 def _pair(secret: bytes, role: bytes) -> tuple[bytes, bytes]:
-    """A public and a secret key."""
     raw = hashlib.blake2b(secret, digest_size=_SECRET_BYTES, person=role).digest()
     own: bytes = z85.encode(raw)  # type: ignore[no-untyped-call]
     return zmq.curve_public(own), own
@@ -256,7 +254,6 @@ class Inbox:
         os.eventfd_write(self._event, 1)
 
     def take(self) -> list[Any]:
-        """All items that are there."""
         try:
             os.eventfd_read(self._event)
         except BlockingIOError:
@@ -304,7 +301,6 @@ class Role:
         raise NotImplementedError
 
     def _note(self, name: str) -> None:
-        """Note a sign of life of a neighbour; of others nothing is expected."""
         if name in self._heard:
             self._heard[name] = time.monotonic()
 
@@ -363,7 +359,6 @@ class Host(Role):
         self._handle(who, frames)
 
     def _handle(self, name: str, frames: Sequence[Any]) -> None:
-        """Take a guest's message."""
         raise NotImplementedError
 
     def _let_leave(self, name: str) -> None:
