@@ -270,11 +270,6 @@ def trained_numel(model: nn.Module) -> int:
     return numel(trainable_parameters(model))
 
 
-def make_optimizer(model: nn.Module, job: Job) -> torch.optim.Optimizer:
+def make_optimizer(params: Iterable[nn.Parameter], job: Job) -> torch.optim.Optimizer:
     """The optimizer that every strategy uses."""
-    return optimizer_of(trainable_parameters(model), job)
-
-
-def optimizer_of(params: Iterable[nn.Parameter], job: Job) -> torch.optim.Optimizer:
-    """That optimizer, of these parameters alone."""
     return optimizers.make(job.optimizer, params, job.learning_rate)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_map
 
 from baselines.cyclic.rule import chosen
-from baselines.strategy import numel
+from baselines.pytorch.ddp import autocast
+from baselines.strategy import Job, Trainable, numel
 
 
 def chosen_runs(
@@ -61,13 +63,28 @@ def split(
     )
 
 
-def begin_stage(block: nn.Module, called: Callable[[Any], Any]) -> None:
-    """Have ``called`` turn what a stage's first block is given into what it computes with."""
+class Staged(Trainable):
+    """A model whose forward is interrupted where stages meet."""
 
-    def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return called((args, kwargs))
+    engine = "cyclic"
 
-    block.register_forward_pre_hook(hook, with_kwargs=True)
+    def __init__(
+        self, model: nn.Module, job: Job, closed_form_bytes: float, starts: Sequence[nn.Module]
+    ) -> None:
+        """``starts``: each stage's first block."""
+        super().__init__(model, job, closed_form_bytes)
+        for index, block in enumerate(starts[1:], start=1):
+            block.register_forward_pre_hook(partial(self._begin_stage, index), with_kwargs=True)
+
+    def casting(self) -> torch.autocast:
+        return autocast(self.job, cached=False)
+
+    def _begin_stage(self, index: int, _block: nn.Module, args: Any, kwargs: Any) -> Any:
+        return self._next_stage(index, (args, kwargs))
+
+    def _next_stage(self, index: int, given: Any) -> Any:
+        """Go on to a stage; returns what its first block computes with, of what it is given."""
+        raise NotImplementedError
 
 
 class Segments:

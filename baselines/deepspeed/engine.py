@@ -32,10 +32,11 @@ def initialize(
     deepspeed.init_distributed(
         dist_backend="gloo" if job.topology.mesh.device_type == "cpu" else "nccl"
     )
+    params = trainable_parameters(model)
     engine, *_ = deepspeed.initialize(
         model=model,
-        model_parameters=trainable_parameters(model),
-        optimizer=optimizer or make_optimizer(model, job),
+        model_parameters=params,
+        optimizer=optimizer or make_optimizer(params, job),
         config=config,
     )
     return DeepSpeedZero3(engine, job, closed_form_bytes)

@@ -330,7 +330,7 @@ class Host(Role):
         self._left: set[str] = set()
 
     def say(self, name: str, message: Message) -> None:
-        """Send to a guest that is here. Its last words may wait unread when it is gone: why."""
+        """Send to a guest, if it is here; its last words may wait unread when it is gone."""
         if name not in self._here:
             return
         try:

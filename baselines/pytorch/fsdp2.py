@@ -29,6 +29,7 @@ from baselines.strategy import (
     crossing_bytes,
     make_optimizer,
     numel,
+    trainable_parameters,
     trained_numel,
     zero3_bytes,
 )
@@ -95,7 +96,7 @@ class FSDP2(Trainable):
 
     def __init__(self, model: nn.Module, job: Job, closed_form_bytes: float) -> None:
         super().__init__(model, job, closed_form_bytes)
-        self.optimizer = make_optimizer(model, job)
+        self.optimizer = make_optimizer(trainable_parameters(model), job)
 
     def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
         total = torch.zeros((), device=micro_batches[0].device)
