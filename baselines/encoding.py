@@ -1,12 +1,15 @@
 """How parameters and gradients are told of in matrix files, and their bytes as they travel.
 
-Without torch: a plan must not wait seconds for it to multiply two numbers. The library's codecs
-(``fcdp.codec``) say the same bytes of themselves; a test compares both.
+Torch is imported where a codec is made: a plan must not wait seconds for it to multiply two
+numbers. The library's codecs (``fcdp.codec``) say the same bytes of themselves; a test compares
+both.
 """
 
 from __future__ import annotations
 
 import re
+
+import fcdp
 
 #: Names of what gathers are told with in matrix files that rounds nothing.
 DIFFERENCES = ("delta", "delta(always)")
@@ -18,22 +21,45 @@ _BLOCKS = {"int8": 256, "int4": 64}
 _SCALE_BYTES = 4
 
 
-def quantiser(text: str) -> tuple[str, int | None]:
-    """The codec that a text names, and the values of a block where it says so: ``int8(128)``.
+def encoded_bytes(codec: str, numel: int) -> int:
+    """Bytes of so many values: their codes, and an fp32 scale for each block.
+
+    Raises ``ValueError`` for a codec that does not exist.
+    """
+    kind, block = _quantiser(codec)
+    return -(-numel * _BITS[kind] // 8) + -(-numel // block) * _SCALE_BYTES
+
+
+def gather(text: str) -> fcdp.Codec | fcdp.Delta | None:
+    """What gathers are encoded with: as :func:`parse`, or lossless differences.
+
+    ``delta`` tells them where that pays, ``delta(always)`` always.
+    """
+    if text in DIFFERENCES:
+        return fcdp.Delta("always" if "always" in text else "pays")
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ValueError(f"{error}, and delta") from None
+
+
+def parse(text: str) -> fcdp.Codec | None:
+    """The codec of a text: ``none``, ``int8``, ``int4``, or ``int8(128)`` for blocks of 128 values.
+
+    Raises ``ValueError`` for anything else.
+    """
+    if text == "none":
+        return None
+    kind, block = _quantiser(text)
+    return fcdp.BlockInt8(block) if kind == "int8" else fcdp.BlockInt4(block)
+
+
+def _quantiser(text: str) -> tuple[str, int]:
+    """The codec that a text names, and the values of a block.
 
     Raises ``ValueError`` for anything else.
     """
     match = _QUANTISER.fullmatch(text)
     if match is None or match[2] == "0":
         raise ValueError(f"codec = {text!r}: allowed are none, int8, int4, int8(128) for a block")
-    return match[1], None if match[2] is None else int(match[2])
-
-
-def encoded_bytes(codec: str, numel: int) -> int:
-    """Bytes of so many values: their codes, and an fp32 scale for each block.
-
-    Raises ``ValueError`` for a codec that does not exist.
-    """
-    kind, said = quantiser(codec)
-    block = said or _BLOCKS[kind]
-    return -(-numel * _BITS[kind] // 8) + -(-numel // block) * _SCALE_BYTES
+    return match[1], int(match[2] or _BLOCKS[match[1]])

@@ -79,12 +79,10 @@ class AdamW(_Optimizer):
 
     @property
     def name(self) -> str:
-        """What tables call it."""
         return "AdamW" if self == AdamW() else "AdamW of its own settings"
 
     @property
     def is_constant(self) -> bool:
-        """Whether the learning rate is that of the cell in every step."""
         return self.inverse_sqrt_after is None and self.cosine is None
 
     def rate(self, step: int) -> float:
@@ -106,12 +104,10 @@ class SGD(_Optimizer):
 
     @property
     def name(self) -> str:
-        """What tables call it."""
         return f"SGD, momentum {self.momentum:g}"
 
     @property
     def is_constant(self) -> bool:
-        """Whether the learning rate is that of the cell in every step."""
         return self.decay is None
 
     def rate(self, step: int) -> float:

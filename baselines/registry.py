@@ -57,7 +57,7 @@ SIBLINGS: tuple[Strategy, ...] = (
         CYCLIC_RING,
         Look("#3B3B3B", "o"),
         numerics="own",
-        built_by="cyclic.ring:ring",
+        built_by="cyclic.ring",
         settings=CyclicSettings,
     ),
     Strategy(
@@ -67,7 +67,7 @@ SIBLINGS: tuple[Strategy, ...] = (
         CYCLIC_ZERO,
         Look("#5A5A5A", "s"),
         numerics="own",
-        built_by="cyclic.ring:zero",
+        built_by="cyclic.ring",
         settings=CyclicSettings,
     ),
     Strategy(
@@ -87,7 +87,7 @@ SIBLINGS: tuple[Strategy, ...] = (
         LOCAL_SGD,
         Look("#C9A227", "s"),
         numerics="own",
-        built_by="co2.train:local_sgd",
+        built_by="co2.train",
         settings=LocalSGDSettings,
     ),
     Strategy(
@@ -97,7 +97,7 @@ SIBLINGS: tuple[Strategy, ...] = (
         LOCAL_SGD,
         Look("#997515", "D"),
         numerics="own",
-        built_by="co2.train:local_sgd",
+        built_by="co2.train",
         settings=SlowMoSettings,
         title="SlowMo",
     ),
@@ -108,7 +108,7 @@ SIBLINGS: tuple[Strategy, ...] = (
         CO2,
         Look("#6B4E00", "^"),
         numerics="own",
-        built_by="co2.train:co2",
+        built_by="co2.train",
         settings=CO2Settings,
         title="CO2",
     ),
@@ -151,10 +151,9 @@ _DEEPSPEED_OFFLOAD = replace(DEEPSPEED, optimizer="host")
 
 
 def _deepspeed(name: str, what: str, schedule: Schedule, look: Look, **more: Any) -> Strategy:
-    """A strategy of DeepSpeed's, which the function of its name builds."""
-    function = name.removeprefix("deepspeed-").replace("-", "_")
-    more |= {"built_by": f"deepspeed.variants:{function}", "settings": DeepSpeedSettings}
-    return Strategy(name, "deepspeed", what, schedule, look, **more)
+    """A strategy of DeepSpeed's, which follows its schedule."""
+    usual: dict[str, Any] = {"built_by": "deepspeed.configuration", "settings": DeepSpeedSettings}
+    return Strategy(name, "deepspeed", what, schedule, look, **(usual | more))
 
 
 def _preset(
@@ -250,6 +249,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         # Its two hops are inside the shard group, here one node: the same exchanges.
         within_node(DEEPSPEED),
         Look("#A0522D", "d"),
+        built_by="deepspeed.configuration:in_two_hops",
         needs_cuda=_COALESCED,
     ),
     Strategy(
@@ -275,7 +275,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         "resharded over the node after forward, as hpZ does",
         replace(FSDP2, cache="device", cached_for="micro-batch"),
         Look("#003F6B", "s"),
-        built_by="pytorch.fsdp2:reshard",
+        built_by="pytorch.fsdp2",
     ),
     Strategy(
         "fsdp2-offload",
@@ -283,7 +283,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         "parameters and optimizer on the CPU",
         replace(FSDP2, parameters="host", optimizer="host"),
         Look("#7B9FC4", "v"),
-        built_by="pytorch.fsdp2:offload",
+        built_by="pytorch.fsdp2",
     ),
     Strategy(
         "ddp",
@@ -337,7 +337,6 @@ STRATEGIES: tuple[Strategy, ...] = (
         "offload",
         "ZeRO-Offload over this engine: parts and optimizer on the CPU",
         replace(FCDP, policy="none", parameters="host", optimizer="host"),
-        built_by="presets.fcdp:offload",
     ),
     Strategy(
         "replicated",
@@ -353,7 +352,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         "FCDP without FCDP-Comm: frozen parameters cross each step",
         replace(FCDP, cached_for="step"),
         Look("#7B4173", "^"),
-        built_by="presets.fcdp:sched",
+        built_by="presets.fcdp",
         settings=CacheSettings,
     ),
     Strategy(

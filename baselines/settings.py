@@ -60,7 +60,7 @@ class Settings(BaseModel):
 
 #: Cache policy, as ``fcdp.cache.named`` reads it.
 Policy = Annotated[str, Setting("Policy", "subject", in_id="later")]
-#: Codec between nodes of gathers and reductions, as ``baselines.presets.codecs`` reads it; ``none``
+#: Codec between nodes of gathers and reductions, as ``baselines.encoding`` reads it; ``none``
 #: is all that a strategy with a codec of its own allows, which it uses all the same.
 GatherCodec = Annotated[
     str, Setting("Gather codec", "subject", in_id="later", write="gather {}".format)
@@ -188,7 +188,7 @@ Clip = Annotated[
         write=lambda value: "no clipping" if value is None else f"φ = {value:g}",
     ),
 ]
-#: What a late displacement is divided by; see ``baselines.co2.outer``.
+#: What a late displacement is divided by; see ``baselines.co2.train``.
 Penalty = Annotated[
     Literal["none", "first-step", "first-steps"],
     Setting("Penalty", "subject", write="penalty {}".format),
@@ -230,10 +230,9 @@ class SlowMoSettings(LocalSGDSettings):
     by_learning_rate: ByLearningRate = True
 
 
-class CO2Settings(LocalSGDSettings):
+class CO2Settings(SlowMoSettings):
     """Settings of CO2; momentum and clip are those of its authors' run of GPT-2 medium."""
 
-    outer_learning_rate: OuterLearningRate = 1.0
     outer_momentum: OuterMomentum = 0.2
     by_learning_rate: ByLearningRate = False
     clip: Clip = 1.0

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -13,6 +16,7 @@ import torch.nn as nn
 
 from baselines import optimizers, registry
 from baselines.description import Strategy
+from baselines.schedule import Schedule
 from baselines.settings import CacheSettings, EncodedSettings, Settings
 from fcdp import Topology
 
@@ -45,14 +49,12 @@ class Job:
     accumulation: int
     #: The strategy's settings, of the type that its description names.
     settings: Settings = field(default_factory=Settings)
+    #: The strategy's schedule, which ``load`` gives, and builders follow.
+    schedule: Schedule = field(default_factory=Schedule)
     optimizer: optimizers.AnyOptimizer = field(default_factory=optimizers.AdamW)
     loss: Loss = causal_loss
     #: What ``evaluate`` gives; ``None``: the loss.
     measure: Measure | None = None
-
-    def measured(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        """What is measured of the model on held-out data."""
-        return (self.measure or self.loss)(model, batch)
 
 
 @dataclass(frozen=True)
@@ -70,72 +72,107 @@ class CacheUse:
     host_bytes: int
 
 
-class Trainable(Protocol):
-    """A model under one strategy, on this rank."""
+class Phases:
+    """Seconds that this rank has spent in each phase since the last ``take``.
 
-    engine: str
-    engine_version: str
+    On the CPU a call returns when its work is done. On an accelerator it returns when the work is
+    queued, so that its time says nothing, and nothing is kept.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self._on_cpu = device_type == "cpu"
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Count the block's time as this phase's."""
+        begin = time.perf_counter()
+        yield
+        self._seconds[phase] += time.perf_counter() - begin
+
+    def take(self) -> dict[str, float] | None:
+        """Return the seconds by phase and begin again; ``None`` on an accelerator."""
+        taken = dict(self._seconds)
+        self._seconds.clear()
+        return taken if self._on_cpu else None
+
+
+class Trainable:
+    """A model under one strategy, on this rank: what a strategy does differently it overrides."""
+
+    engine = "fsdp2"
+    engine_version = torch.__version__
     #: Cache policy, for strategies that have one.
-    policy: str | None
-    #: Least bytes per step that this schedule must send from one node, in the gather dtype.
-    closed_form_bytes: float
+    policy: str | None = None
     #: Optimizer steps from one exchange between workers to the next.
-    interval: int
+    interval = 1
+
+    def __init__(self, model: nn.Module, job: Job, closed_form_bytes: float) -> None:
+        """``closed_form_bytes``: the least that this schedule must send per step from one node."""
+        self.model = model
+        self.job = job
+        self.closed_form_bytes = closed_form_bytes
+        self._phases = Phases(job.topology.mesh.device_type)
 
     def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
         """One optimizer step; each micro-batch is what the job's loss takes.
 
         Returns the mean loss of this rank's micro-batches, a scalar without gradient.
         """
-        ...
+        raise NotImplementedError
 
+    @torch.no_grad()
     def evaluate(self, batch: torch.Tensor) -> torch.Tensor:
         """Return what the job measures, by default the mean loss; nothing is trained.
 
         All ranks call it together, each with as many examples as it likes.
         """
-        ...
+        self.model.eval()
+        with self.casting():
+            found = (self.job.measure or self.job.loss)(self.model, batch)
+        self.model.train()
+        return found
+
+    def casting(self) -> AbstractContextManager[object]:
+        """What has forwards compute in ``job.dtype``; here FSDP2's mixed precision does it."""
+        return nullcontext()
 
     def settle(self) -> None:
         """Wait for what is still being sent after the last step, before bytes are counted.
 
         All ranks call it together, before they wait for one another in another way.
         """
-        ...
 
     def take_metrics(self) -> Mapping[str, Any]:
         """What the strategy tells of the steps since the last call, by field of a measurement.
 
         All ranks call it together.
         """
-        ...
+        return {}
 
     def take_ledger(self) -> dict[str, dict[str, float]] | None:
         """Bytes that one node has moved since the last call, by link and phase.
 
         ``None`` for an engine without a ledger.
         """
-        ...
+        return None
 
     def take_phases(self) -> dict[str, float] | None:
         """Seconds of this rank since the last call: forward, backward, optimizer.
 
         ``None`` where the host does not know them.
         """
-        ...
+        return self._phases.take()
 
     @property
     def cache(self) -> CacheUse | None:
-        """What this rank's cache did since the last ``take_ledger``, and holds.
-
-        ``None`` without one.
-        """
-        ...
+        """What this rank's cache did since the last ``take_ledger``, and holds."""
+        return None
 
     @property
     def host_cache_bytes(self) -> int | None:
-        """Host memory this rank's cache holds, in bytes; ``None`` without one."""
-        ...
+        """Host memory that is taken for gathered parameters; ``None`` without any."""
+        return None
 
 
 class Builder(Protocol):
@@ -161,7 +198,8 @@ def load(name: str) -> Builder:
     @functools.wraps(build)
     def built(model: nn.Module, job: Job) -> Trainable:
         _refuse_others(job.settings, found)
-        return build(model, _completed(job, found) if found.settings in _LIBRARYS else job)
+        own = _completed(job, found) if found.settings in _LIBRARYS else job
+        return build(model, replace(own, schedule=found.schedule or Schedule()))
 
     return built
 
@@ -224,7 +262,6 @@ def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def numel(params: Iterable[torch.Tensor]) -> int:
-    """Elements of all these tensors together."""
     return sum(param.numel() for param in params)
 
 
@@ -233,11 +270,6 @@ def trained_numel(model: nn.Module) -> int:
     return numel(trainable_parameters(model))
 
 
-def make_optimizer(model: nn.Module, job: Job) -> torch.optim.Optimizer:
+def make_optimizer(params: Iterable[nn.Parameter], job: Job) -> torch.optim.Optimizer:
     """The optimizer that every strategy uses."""
-    return optimizer_of(trainable_parameters(model), job)
-
-
-def optimizer_of(params: Iterable[nn.Parameter], job: Job) -> torch.optim.Optimizer:
-    """That optimizer, of these parameters alone."""
     return optimizers.make(job.optimizer, params, job.learning_rate)

@@ -17,18 +17,183 @@ code nothing is taken: it discards what it has clipped, and reduces what is trai
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from baselines.co2.outer import OuterState, Rule
-from baselines.co2.place import Place, place
-from baselines.settings import LocalSGDSettings, OuterPlace
-from baselines.strategy import CacheUse, Job, trainable_parameters, trained_numel
+from baselines.presets import fcdp
+from baselines.pytorch.ddp import autocast
+from baselines.pytorch.fsdp2 import FSDP2, shard_each
+from baselines.settings import (
+    CacheSettings,
+    LocalSGDSettings,
+    OuterPlace,
+    Penalty,
+    SlowMoSettings,
+    divided,
+)
+from baselines.strategy import CacheUse, Job, Trainable, trainable_parameters, trained_numel
+from fcdp import Topology
 from fcdp.arena import Arena, aligned
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How the mean displacement of a round moves the state that all workers start from.
+
+    m ← β·m + Δ/(Λ·γ), x ← x − α·γ·clamp(m, ±φ), with γ = 1 unless ``by_learning_rate``
+    (Algorithm 1). All of it is element-wise over flat fp32 tensors, or a scalar that all workers
+    know alike: what a worker shards its parts shard too, and all stay equal to the last bit.
+    """
+
+    interval: int
+    learning_rate: float = 1.0
+    momentum: float = 0.0
+    by_learning_rate: bool = False
+    clip: float | None = None
+    penalty: Penalty = "none"
+
+    @classmethod
+    def of(cls, settings: LocalSGDSettings) -> Rule:
+        """The rule of a strategy's settings; Local SGD goes on from the mean."""
+        if isinstance(settings, SlowMoSettings):
+            own = settings.model_dump(exclude={"worker", "nodes_per_worker", "outer_on"})
+            renamed = {name.removeprefix("outer_"): value for name, value in own.items()}
+            return cls(**renamed)
+        return cls(settings.interval)
+
+    def scale(self, rate: float) -> float:
+        """γ, of local steps with the learning rate ``rate``."""
+        return rate if self.by_learning_rate else 1.0
+
+    def staleness(self, moved: torch.Tensor, first_step: torch.Tensor) -> torch.Tensor:
+        """The gap Λ ≥ 1 that a displacement of one round ago is divided by, a scalar.
+
+        ``moved`` is the norm of the outer update that the displacement knows nothing of,
+        ``first_step`` that of the first local step of its round, the mean over workers. The paper's
+        formula is not public; these bound a round by its first step, the largest while the learning
+        rate falls: ``first-step`` counts the staleness in such steps, ``first-steps`` in rounds of
+        ``interval`` of them.
+        """
+        if self.penalty == "none":
+            return torch.ones_like(moved)
+        steps = self.interval if self.penalty == "first-steps" else 1
+        return 1 + torch.where(first_step > 0, moved / (steps * first_step), 0)
+
+
+class OuterState:
+    """What all workers share after each round: where they start from, and the outer momentum."""
+
+    def __init__(self, start: torch.Tensor, momentum: torch.Tensor) -> None:
+        """Both float32 (elements), which become this state's own."""
+        self.start = start
+        self.momentum = momentum
+
+    def absorb(self, rule: Rule, mean: torch.Tensor, gap: torch.Tensor, rate: float) -> None:
+        """Take a mean displacement (elements), which is overwritten, into the momentum.
+
+        ``gap`` is its staleness, a scalar, and ``rate`` the local steps' learning rate.
+        """
+        scale = rule.scale(rate)
+        self.momentum.mul_(rule.momentum).add_(mean.div_(gap * scale))
+
+    def move(self, rule: Rule, rate: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Move the start by the momentum.
+
+        Returns the sum of squares of what it moved by, and how many elements were clipped, scalars.
+        """
+        scale = rule.scale(rate)
+        move = self.momentum
+        clipped = torch.zeros((), device=move.device)
+        if rule.clip is not None:
+            clipped = (move.abs() > rule.clip).sum().float()
+            move = move.clamp(-rule.clip, rule.clip)
+        move = move * (rule.learning_rate * scale)
+        self.start.sub_(move)
+        return move.dot(move), clipped
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank's place: what it trains of a worker, and whom it exchanges with."""
+
+    #: The training of one worker, which knows nothing of the others.
+    loop: FSDP2
+    #: The ranks with the same part of each worker, one per worker.
+    peers: dist.ProcessGroup
+    #: The ranks that this worker is sharded over; ``None``: it is whole on this one.
+    parts: dist.ProcessGroup | None
+    #: Least bytes that one node sends to other workers when displacements cross once.
+    exchange_bytes: float
+
+
+def place(model: nn.Module, job: Job) -> Place:
+    """Put the model under what trains a worker. Raises ``ValueError`` if workers do not fit."""
+    settings, topology = job.settings, job.topology
+    assert isinstance(settings, LocalSGDSettings)
+    together = settings.nodes_per_worker
+    if problem := divided(together, topology.nodes):
+        raise ValueError(f"nodes_per_worker = {together}: {problem}")
+    exchange = _exchange_bytes(trained_numel(model), topology.nodes, together)
+    # What lies on the host is exchanged from there.
+    backend = "gloo" if settings.outer_on == "host" else None
+    if settings.worker == "rank":
+        model.to(topology.mesh.device_type)
+        everyone = _group(range(topology.world_size), backend)
+        return Place(_Whole(model, job, 0.0), everyone, None, exchange)
+    mesh = _by_worker(topology, together)
+    parts = mesh["part"]
+    loop: FSDP2
+    if settings.worker == "node":
+        shard_each(model, job, parts)
+        loop = FSDP2(model, job, 0.0)
+    else:  # what is gathered is cached on the hosts of the worker's own nodes
+        own = Topology.of_mesh(parts, topology.ranks_per_node)
+        loop = fcdp.build(model, replace(job, topology=own, settings=CacheSettings()))
+    # Nothing else uses these groups: no gather queues behind the exchange, nor the other way.
+    workers = mesh["worker"]
+    peers = workers.get_group() if backend is None else _group(workers.mesh.tolist(), backend)
+    return Place(loop, peers, parts.get_group(), exchange)
+
+
+def _group(ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup:
+    group = dist.new_group(
+        list(ranks), backend=backend, use_local_synchronization=True, group_desc="co2_workers"
+    )
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _exchange_bytes(elements: int, nodes: int, together: int) -> float:
+    """Out and back as sums, in float32; a node has 1/``together`` of a worker."""
+    workers = nodes / together
+    return 2 * (workers - 1) / workers * elements / together * 4
+
+
+def _by_worker(topology: Topology, together: int) -> DeviceMesh:
+    size = together * topology.ranks_per_node
+    return init_device_mesh(
+        topology.mesh.device_type,
+        (topology.world_size // size, size),
+        mesh_dim_names=("worker", "part"),
+    )
+
+
+class _Whole(FSDP2):
+    """A worker that is one rank: parameters stay float32, operations compute in the job's type."""
+
+    def casting(self) -> AbstractContextManager[object]:
+        return autocast(self.job)
+
+    def backward(self, batch: torch.Tensor, *, last: bool) -> torch.Tensor:
+        with self.casting():
+            return super().backward(batch, last=last)
 
 
 class Average:
@@ -154,30 +319,21 @@ class Memory:
 _SCALARS = 2
 
 
-def local_sgd(model: nn.Module, job: Job) -> LocalSteps:
-    """Local SGD, and SlowMo where its settings are given: the mean is waited for."""
-    return _build(model, job, late=False)
-
-
-def co2(model: nn.Module, job: Job) -> LocalSteps:
-    """CO2: the mean of a round arrives while the next one is computed."""
-    return _build(model, job, late=True)
-
-
-def _build(model: nn.Module, job: Job, *, late: bool) -> LocalSteps:
+def build(model: nn.Module, job: Job) -> LocalSteps:
+    """Put the model under Local SGD, SlowMo or CO2: the mean is waited for, or arrives late."""
     settings = job.settings
     assert isinstance(settings, LocalSGDSettings)
     # Of the whole model, whose parts this rank has one of.
     elements = trained_numel(model)
     at = place(model, job)
+    late = job.schedule.averages == "late"
     return LocalSteps(at, job, elements, Rule.of(settings), settings.outer_on, late=late)
 
 
-class LocalSteps:
+class LocalSteps(Trainable):
     """A worker's local steps, and the outer update after each ``interval`` of them."""
 
     engine = "co2"
-    engine_version = torch.__version__
 
     def __init__(
         self,
@@ -190,11 +346,12 @@ class LocalSteps:
         late: bool,
     ) -> None:
         """``elements``: all that is trained; ``late``: CO2."""
-        self.job = job
+        inside, between = at.loop.closed_form_bytes, at.exchange_bytes / rule.interval
+        super().__init__(at.loop.model, job, inside + between)
         self.interval = rule.interval
         self.policy = at.loop.policy
-        self.closed_form_bytes = at.loop.closed_form_bytes + at.exchange_bytes / rule.interval
         self._loop = at.loop
+        self._phases = at.loop._phases
         self._parts = at.parts
         self._rule = rule
         self._late = late
@@ -229,9 +386,6 @@ class LocalSteps:
     def take_ledger(self) -> dict[str, dict[str, float]] | None:
         """Bytes inside of the worker alone."""
         return self._loop.take_ledger()
-
-    def take_phases(self) -> dict[str, float] | None:
-        return self._loop.take_phases()
 
     @property
     def cache(self) -> CacheUse | None:
@@ -319,41 +473,3 @@ class LocalSteps:
             self._told.clear()
             metrics |= {"staleness_gap": gap, "worker_drift": drift, "clipped_fraction": clipped}
         return metrics
-
-    def state_dict(self) -> dict[str, Any]:
-        """All that this rank needs beside the model's own state to go on where it is.
-
-        Tensors are the live ones. What is under way is waited for; a run that goes on is as if it
-        had not been.
-        """
-        self.settle()
-        return {
-            "optimizer": self._loop.optimizer.state_dict(),
-            "start": self._outer.start,
-            "momentum": self._outer.momentum,
-            "sum": self._average.buffer if self._average.started else None,
-            "steps_done": self._done,
-            "moved": self._moved,
-            "first_step": self._first,
-        }
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state_dict`` of the same rank, with the model's own state loaded before.
-
-        Raises ``ValueError`` for a state of other parameters or of another interval.
-        """
-        if (found := state["start"].numel()) != self._flat.numel:
-            raise ValueError(f"start = {found} elements: allowed are {self._flat.numel}")
-        if (done := state["steps_done"]) >= self.interval:
-            raise ValueError(f"steps_done = {done}: allowed are those below {self.interval}")
-        self.settle()
-        self._loop.optimizer.load_state_dict(state["optimizer"])
-        self._outer.start.copy_(state["start"])
-        self._outer.momentum.copy_(state["momentum"])
-        self._average.started = state["sum"] is not None
-        if state["sum"] is not None:
-            self._average.buffer.copy_(state["sum"])
-        self._done = done
-        self._moved = state["moved"].clone()
-        self._first = state["first_step"].clone()

@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
@@ -28,12 +27,9 @@ import torch.nn as nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from baselines.cyclic.rule import Rule, backward_slot, forward_slot, is_fresh
-from baselines.cyclic.segments import Segments
-from baselines.cyclic.stages import begin_stage, chosen_runs, parameters
-from baselines.loop import Loop
-from baselines.pytorch.ddp import autocast
+from baselines.cyclic.stages import Segments, Staged, chosen_runs, parameters
 from baselines.settings import CyclicSettings
-from baselines.strategy import Job, crossing_bytes, optimizer_of, trained_numel
+from baselines.strategy import Job, crossing_bytes, make_optimizer, trained_numel
 
 T = TypeVar("T")
 
@@ -112,7 +108,6 @@ class SavedBytes:
         return saved_tensors_hooks(lambda tensor: _Kept(tensor, self), lambda kept: kept.tensor)
 
     def begin(self) -> None:
-        """Count the peak from here on."""
         self.peak = self.now
 
     def keep(self, storage: torch.UntypedStorage) -> None:
@@ -160,7 +155,7 @@ class Editions:
             for name, param in module._parameters.items()
             if id(param) in number
         ]
-        self._optimizer = optimizer_of([*self._params[0], *self._params[1]], job)
+        self._optimizer = make_optimizer([*self._params[0], *self._params[1]], job)
         # A parameter has one state, whichever tensor it is in.
         for pair in zip(*self._params, strict=True):
             state: dict[str, torch.Tensor] = {}
@@ -172,7 +167,6 @@ class Editions:
         return self._params[version % 2]
 
     def values(self, version: int) -> list[torch.Tensor]:
-        """The live elements of a version's parameters."""
         return [param.detach() for param in self.of(version)]
 
     def install(self, version: int) -> None:
@@ -220,10 +214,8 @@ class _Flight:
     saved: int = 0
 
 
-class Interleaved(Loop):
+class Interleaved(Staged):
     """All micro-batches of a cycle, on this rank."""
-
-    engine = "cyclic"
 
     def __init__(
         self,
@@ -234,7 +226,8 @@ class Interleaved(Loop):
         starts: Sequence[nn.Module],
     ) -> None:
         """``starts``: each stage's first block."""
-        super().__init__(model, job, 2 * crossing_bytes(trained_numel(model), job, 4))
+        least_bytes = 2 * crossing_bytes(trained_numel(model), job, 4)
+        super().__init__(model, job, least_bytes, starts)
         self._rule = rule
         self._stages = stages
         self._micro_batches = job.accumulation
@@ -253,11 +246,6 @@ class Interleaved(Loop):
         #: at once would.
         self._peaks: list[float] = []
         self._together = 0
-        for index in range(1, len(stages)):
-            begin_stage(starts[index], partial(self._next_stage, index))
-
-    def casting(self) -> torch.autocast:
-        return autocast(self.job, cached=False)
 
     def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
         """Begin a micro-batch every other slot; return the mean loss of those that came through.

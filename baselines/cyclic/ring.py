@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,13 +23,10 @@ import torch.nn as nn
 
 from baselines.cyclic import routes
 from baselines.cyclic.routes import KINDS, Cycle, Kind, Message
-from baselines.cyclic.segments import Segments
-from baselines.cyclic.stages import begin_stage, chosen_runs, parameters, split
-from baselines.loop import Loop
+from baselines.cyclic.stages import Segments, Staged, chosen_runs, parameters, split
 from baselines.part import Part, take_gradients
-from baselines.pytorch.ddp import autocast
 from baselines.settings import CyclicSettings
-from baselines.strategy import Job, numel, optimizer_of
+from baselines.strategy import Job, make_optimizer, numel
 
 
 class Stage:
@@ -49,7 +45,6 @@ class Stage:
         return [param for param in self.params if param.requires_grad]
 
     def values(self) -> torch.Tensor:
-        """A copy of all elements end to end."""
         return torch.cat((self.kept.values(), self.passed.values()))
 
     @torch.no_grad()
@@ -71,7 +66,7 @@ class Owned:
         self._params = [
             nn.Parameter(view.view(param.shape)) for param, view in views if param.requires_grad
         ]
-        self._optimizer = optimizer_of(self._params, job)
+        self._optimizer = make_optimizer(self._params, job)
 
     @property
     def passed(self) -> torch.Tensor:
@@ -105,8 +100,9 @@ class Post:
 
         ``period``: slots from the start of a step to that of the next.
         """
-        self._sends = sends
-        self._receives = receives
+        #: What this rank sends and receives.
+        self.sends = sends
+        self.receives = receives
         self._sizes = sizes
         self._rank = rank
         self._period = period
@@ -120,20 +116,12 @@ class Post:
         #: Messages being sent, whose memory must stay until they are, and the slot that needs each.
         self._going: list[tuple[int, torch.Tensor, Any, Message]] = []
 
-    def sends(self, kind: Kind, stage: int) -> bool:
-        """Whether this rank sends such a message."""
-        return (kind, stage) in self._sends
-
-    def receives(self, kind: Kind, stage: int) -> bool:
-        """Whether this rank receives such a message."""
-        return (kind, stage) in self._receives
-
     def send(self, kind: Kind, stage: int, tensor: torch.Tensor) -> int:
         """Begin to send ``tensor``, which nobody writes any more; return its bytes.
 
         None of them is sent where the rank itself is the target.
         """
-        message = self._sends[kind, stage]
+        message = self.sends[kind, stage]
         held = tensor.to("cpu")
         if message.target == self._rank:
             self._coming[kind, stage] = (held, None)
@@ -158,7 +146,7 @@ class Post:
 
     def expect(self, kind: Kind, stage: int) -> None:
         """Begin to receive a message, if that has not begun."""
-        message = self._receives[kind, stage]
+        message = self.receives[kind, stage]
         if (kind, stage) in self._coming or message.source == self._rank:
             return
         buffer = torch.empty(self._sizes[kind][stage])
@@ -172,7 +160,7 @@ class Post:
         self.expect(kind, stage)
         buffer, work = self._coming[kind, stage]
         if work is not None:
-            _wait(work, "did not come from", self._receives[kind, stage].source, kind, stage)
+            _wait(work, "did not come from", self.receives[kind, stage].source, kind, stage)
             self._coming[kind, stage] = (buffer, None)
         return buffer
 
@@ -214,24 +202,12 @@ def _tag(message: Message) -> int:
     return message.stage * len(KINDS) + KINDS.index(message.kind)
 
 
-def ring(model: nn.Module, job: Job) -> Executor:
-    """Every rank has all parameters; what crosses are a stage's gradients and its new parameters.
+def build(model: nn.Module, job: Job) -> Executor:
+    """Put the model under ``ring`` or ``zero``, as the schedule says.
 
     Raises ``ValueError`` for more stages than blocks or ranks, and for several micro-batches.
     """
-    return _build(model, job, zero=False)
-
-
-def zero(model: nn.Module, job: Job) -> Executor:
-    """A rank has its own stage, and the one that it computes with.
-
-    Raises ``ValueError`` for more stages than blocks or ranks, and for several micro-batches.
-    """
-    return _build(model, job, zero=True)
-
-
-def _build(model: nn.Module, job: Job, *, zero: bool) -> Executor:
-    settings, ranks = job.settings, job.topology.world_size
+    settings, ranks, zero = job.settings, job.topology.world_size, job.schedule.cycle == "zero"
     assert isinstance(settings, CyclicSettings)
     if job.accumulation != 1:
         raise ValueError(
@@ -249,10 +225,8 @@ def _build(model: nn.Module, job: Job, *, zero: bool) -> Executor:
     return Executor(model, job, Cycle(settings.rule, ranks, len(runs), zero), stages, starts)
 
 
-class Executor(Loop):
+class Executor(Staged):
     """One rank of the cycle, which is one micro-batch."""
-
-    engine = "cyclic"
 
     def __init__(
         self,
@@ -271,7 +245,7 @@ class Executor(Loop):
             "sum": [numel(stage.trained) for stage in stages],
         }
         crossing = routes.crossing(cycle, sizes, topology.ranks_per_node, topology.nodes)
-        super().__init__(model, job, crossing * torch.float32.itemsize)
+        super().__init__(model, job, crossing * torch.float32.itemsize, starts)
         self._cycle = cycle
         self._rank = topology.rank
         self._stages = stages
@@ -286,8 +260,6 @@ class Executor(Loop):
         #: steps.
         self._sent = [0] * (2 * cycle.stages)
         self._steps = 0
-        for index in range(1, cycle.stages):
-            begin_stage(starts[index], partial(self._next_stage, index))
         self._send_first()
         for index in range(cycle.stages):
             self._let_go(index)
@@ -302,9 +274,6 @@ class Executor(Loop):
                 values = stage.values() if forward else stage.passed.values().clone()
                 self._post.send(message.kind, message.stage, values)
         self._post.step = 0
-
-    def casting(self) -> torch.autocast:
-        return autocast(self.job, cached=False)
 
     def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
         """Take one micro-batch through all stages; return its loss."""
@@ -358,7 +327,7 @@ class Executor(Loop):
     def _backward(self, index: int, segments: Segments) -> None:
         """Backward of a stage; its gradients go on with those that came."""
         self._enter_again(index)
-        adds = self._post.receives("gradient", index)
+        adds = ("gradient", index) in self._post.receives
         if adds:
             self._post.expect("gradient", index)
         segments.backward(index)
@@ -386,7 +355,7 @@ class Executor(Loop):
             self._stages[index].passed.free()
 
     def _send(self, kind: Kind, index: int, values: torch.Tensor) -> None:
-        if self._post.sends(kind, index):
+        if (kind, index) in self._post.sends:
             forward = kind == "forward"
             slot = index if forward else 2 * self._cycle.stages - 1 - index
             self._sent[slot] += self._post.send(kind, index, values)

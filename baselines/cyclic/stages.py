@@ -1,15 +1,20 @@
-"""A model's parameters in stages: consecutive blocks of about equal cost."""
+"""A model in stages: consecutive blocks of about equal cost, and graphs that are cut there."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+import torch
 import torch.nn as nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_map
 
 from baselines.cyclic.rule import chosen
-from baselines.strategy import numel
+from baselines.pytorch.ddp import autocast
+from baselines.strategy import Job, Trainable, numel
 
 
 def chosen_runs(
@@ -58,10 +63,69 @@ def split(
     )
 
 
-def begin_stage(block: nn.Module, called: Callable[[Any], Any]) -> None:
-    """Have ``called`` turn what a stage's first block is given into what it computes with."""
+class Staged(Trainable):
+    """A model whose forward is interrupted where stages meet."""
 
-    def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return called((args, kwargs))
+    engine = "cyclic"
 
-    block.register_forward_pre_hook(hook, with_kwargs=True)
+    def __init__(
+        self, model: nn.Module, job: Job, closed_form_bytes: float, starts: Sequence[nn.Module]
+    ) -> None:
+        """``starts``: each stage's first block."""
+        super().__init__(model, job, closed_form_bytes)
+        for index, block in enumerate(starts[1:], start=1):
+            block.register_forward_pre_hook(partial(self._begin_stage, index), with_kwargs=True)
+
+    def casting(self) -> torch.autocast:
+        return autocast(self.job, cached=False)
+
+    def _begin_stage(self, index: int, _block: nn.Module, args: Any, kwargs: Any) -> Any:
+        return self._next_stage(index, (args, kwargs))
+
+    def _next_stage(self, index: int, given: Any) -> Any:
+        """Go on to a stage; returns what its first block computes with, of what it is given."""
+        raise NotImplementedError
+
+
+class Segments:
+    """The parts of one micro-batch's graph, one per stage, so that backward goes stage by stage.
+
+    Stages may hand on tensors only as arguments of a stage's first block.
+    """
+
+    def __init__(self) -> None:
+        #: By stage: where what came into it came from, and what it was computed with. An edge and
+        #: not the tensor, whose memory would stay.
+        self._cuts: dict[int, list[tuple[GradientEdge, torch.Tensor]]] = {}
+        self._loss: torch.Tensor | None = None
+
+    def cut(self, stage: int, given: Any) -> Any:
+        """``given``, arguments of any structure, as the beginning of this stage's own graph."""
+        cuts: list[tuple[GradientEdge, torch.Tensor]] = []
+
+        def begin(value: Any) -> Any:
+            if not (isinstance(value, torch.Tensor) and value.requires_grad):
+                return value
+            own = value.detach().requires_grad_()
+            cuts.append((get_gradient_edge(value), own))
+            return own
+
+        begun = tree_map(begin, given)
+        self._cuts[stage] = cuts
+        return begun
+
+    def end(self, loss: torch.Tensor) -> None:
+        """Take the scalar that the last stage's backward begins with."""
+        self._loss = loss
+
+    def backward(self, stage: int) -> None:
+        """Backward of one stage: the last one first, each once."""
+        if self._loss is not None:
+            loss, self._loss = self._loss, None
+            loss.backward()
+            return
+        cuts = self._cuts.pop(stage + 1)
+        reached = [(edge, own.grad) for edge, own in cuts if own.grad is not None]
+        if reached:
+            edges, gradients = zip(*reached, strict=True)
+            torch.autograd.backward(edges, gradients)

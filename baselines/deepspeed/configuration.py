@@ -1,19 +1,110 @@
-"""DeepSpeed ZeRO stage 3, set to do on a small model what it does by default on one of 30B."""
+"""DeepSpeed ZeRO stage 3, set to do on a small model what it does by default on one of 30B.
+
+A strategy's schedule says what is changed of it: qwZ and qgZ are codecs, hpZ a cache inside the
+node, MiCS shards inside the node, ZeRO-Offload and ZeRO-Infinity places on the host and on disk.
+"""
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import torch
 import torch.nn as nn
 
-from baselines.strategy import Job
+from baselines.deepspeed import engine
+from baselines.deepspeed.engine import DeepSpeedZero3
+from baselines.optimizers import AdamW
+from baselines.schedule import Place, Schedule
+from baselines.strategy import (
+    Job,
+    crossing_bytes,
+    replicated_bytes,
+    trainable_parameters,
+    trained_numel,
+    zero3_bytes,
+)
 
 #: DeepSpeed's defaults count elements. Of the paper's 30B model they are small shares, of a model
 #: that fits this testbed they are all of it. The same shares keep the same schedule.
 _REFERENCE_PARAMETERS = 30e9
 _DEFAULT_MAX_REUSE_DISTANCE = 1e9
 _DEFAULT_PREFETCH_BUCKET = 5e7
+#: Bytes of an element in the codecs that DeepSpeed has; others have those of the job's type.
+_CODEC_BYTES = {"int8": 1.0, "int4": 0.5}
+
+
+def in_two_hops(model: nn.Module, job: Job) -> DeepSpeedZero3:
+    """MiCS that gathers in two hops, where a shard spans more than a node's fast links."""
+    return build(model, job, hierarchical=True)
+
+
+def build(model: nn.Module, job: Job, *, hierarchical: bool = False) -> DeepSpeedZero3:
+    """Put the model under DeepSpeed as the strategy's schedule says.
+
+    Raises ``ValueError`` for an offloaded optimizer that is not DeepSpeed's own.
+    """
+    schedule = job.schedule
+    least_bytes = _least_bytes(model, job, schedule)
+    config = configuration(model, job)
+    zero: dict[str, Any] = config["zero_optimization"]
+    if schedule.cache is not None:
+        # A step drops secondary shards of trained parameters only, in 0.16.2 as in 0.19.6: frozen
+        # ones are gathered across nodes once ever, as FCDP's are.
+        zero["zero_hpz_partition_size"] = job.topology.ranks_per_node
+    if schedule.gather_codec is not None:
+        zero["zero_quantized_weights"] = True
+    if schedule.reduce_codec is not None:
+        zero["zero_quantized_gradients"] = True
+    if schedule.shards == "node":
+        zero["mics_shard_size"] = job.topology.ranks_per_node
+        zero["mics_hierarchical_params_gather"] = hierarchical
+    if "disk" in (schedule.parameters, schedule.optimizer):
+        engine.build_operators("AsyncIOBuilder")
+    if schedule.parameters != "device":
+        zero["offload_param"] = _offloaded(schedule.parameters)
+    if schedule.optimizer == "device":
+        return engine.initialize(model, job, config, least_bytes)
+    if job.optimizer != AdamW():
+        raise ValueError(
+            f"optimizer = {job.optimizer.name}: what is offloaded steps by DeepSpeed's own Adam; "
+            "allowed is adamw as it is by default"
+        )
+    zero["offload_optimizer"] = _offloaded(schedule.optimizer)
+    engine.build_operators("CPUAdamBuilder")
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    adam = DeepSpeedCPUAdam(trainable_parameters(model), lr=job.learning_rate)
+    return engine.initialize(model, job, config, least_bytes, adam)
+
+
+def _offloaded(to: Place) -> dict[str, Any]:
+    """The setting that offloads to host memory or to NVMe.
+
+    Swap files go to the directory for temporary files (``TMPDIR``). DeepSpeed gives them fixed
+    names there and leaves them behind, so a directory is for the ranks of one job only; a cluster
+    gives each node's ranks one that ends with the job.
+    """
+    on_nvme = {"device": "nvme", "nvme_path": tempfile.gettempdir()}
+    # Page-locked memory is what makes copies overlap with compute; a CPU run has no copies.
+    pinned = {"pin_memory": torch.accelerator.is_available()}
+    return {**(on_nvme if to == "disk" else {"device": "cpu"}), **pinned}
+
+
+def _least_bytes(model: nn.Module, job: Job, schedule: Schedule) -> float:
+    """Least bytes per step that one node must send. What is offloaded is a rank's own part."""
+    if schedule.shards == "node":
+        return replicated_bytes(model, job)
+    gathered, reduced = (
+        _CODEC_BYTES.get(codec or "") for codec in (schedule.gather_codec, schedule.reduce_codec)
+    )
+    if schedule.cache is None:
+        return zero3_bytes(model, job, gathered=gathered, reduced=reduced)
+    # hpZ: trained parameters once per step, gradients per micro-batch.
+    gathers, reductions = (
+        crossing_bytes(trained_numel(model), job, size) for size in (gathered, reduced)
+    )
+    return gathers + reductions * job.accumulation
 
 
 def configuration(model: nn.Module, job: Job) -> dict[str, Any]:

@@ -13,8 +13,7 @@ import torch.nn as nn
 from deepspeed.accelerator import get_accelerator
 from torch.utils.cpp_extension import _get_build_directory
 
-from baselines.loop import Loop
-from baselines.strategy import Job, make_optimizer, trainable_parameters
+from baselines.strategy import Job, Trainable, make_optimizer, trainable_parameters
 
 
 def initialize(
@@ -33,10 +32,11 @@ def initialize(
     deepspeed.init_distributed(
         dist_backend="gloo" if job.topology.mesh.device_type == "cpu" else "nccl"
     )
+    params = trainable_parameters(model)
     engine, *_ = deepspeed.initialize(
         model=model,
-        model_parameters=trainable_parameters(model),
-        optimizer=optimizer or make_optimizer(model, job),
+        model_parameters=params,
+        optimizer=optimizer or make_optimizer(params, job),
         config=config,
     )
     return DeepSpeedZero3(engine, job, closed_form_bytes)
@@ -63,7 +63,7 @@ def build_operators(*more: str) -> None:
             builder.load(verbose=False)
 
 
-class DeepSpeedZero3(Loop):
+class DeepSpeedZero3(Trainable):
     """DeepSpeed's own loop: its engine counts micro-batches and steps after the last."""
 
     engine = "deepspeed"

@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.flop_counter import flop_registry
 
 from baselines.fuyou.cost import Item
@@ -33,7 +36,7 @@ class Profile:
 
 
 class Recomputed:
-    """The blocks of a model, each a node of autograd's graph that computes its forward again."""
+    """The blocks of a model under PyTorch's checkpointing, each while its parameters are there."""
 
     def __init__(
         self,
@@ -47,7 +50,6 @@ class Recomputed:
         self.fifo = fifo
         self.swapper = swapper
         self.collect = collect
-        self.device = device
         #: Products whose outputs are kept.
         self.kept: frozenset[Product] = frozenset()
         self.profile = Profile(0.0, 0, {})
@@ -58,131 +60,85 @@ class Recomputed:
             block.forward = functools.partial(self._forward, index, block.forward, trained)
 
     def begin_profile(self) -> None:
-        """Count the next forward."""
         self.profile = Profile(0.0, 0, {})
 
     def _forward(
         self, index: int, original: Callable[..., Any], trained: bool, *args: Any, **kwargs: Any
     ) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
+        returned: list[TreeSpec] = []
 
-        def compute(given: Sequence[Any]) -> Any:
-            positional, named = tree_unflatten(list(given), spec)
+        def compute(leaves: Sequence[Any]) -> Any:
+            positional, named = tree_unflatten(list(leaves), spec)
             return original(*positional, **named)
+
+        def run(_marker: Any, *leaves: Any) -> tuple[Any, ...]:
+            if torch.is_grad_enabled():
+                with _Again(self, index):
+                    outputs, _ = tree_flatten(compute(leaves))
+                return tuple(outputs)
+            # With a graph, which is dropped: some operations choose their kernel by whether there
+            # is one, and what is computed again must be the same.
+            self.fifo.acquire(index)
+            # In memory; detached, lest a tensor keep the graph that it is kept by.
+            keeps = saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach)
+            with torch.enable_grad(), keeps, _Forward(self, index):
+                outputs, form = tree_flatten(compute([_apart(leaf) for leaf in leaves]))
+            self.fifo.release(index)
+            returned.append(form)
+            return tuple(each.detach() if _is_tensor(each) else each for each in outputs)
 
         if not torch.is_grad_enabled():
             self.fifo.acquire(index)
             found = compute(leaves)
             self.fifo.release(index)
             return found
-        call = _Call(self, index, compute)
-        apply: Any = _Block.apply
-        outputs = apply(call, self._marker if trained else None, *leaves)
-        return call.rebuilt(outputs)
+        if trained or any(_is_tensor(leaf) and leaf.requires_grad for leaf in leaves):
+            with self._inputs_elsewhere(index):
+                # Not by ``checkpoint``, whose first call loads a compiler, in the device's budget.
+                apply: Any = CheckpointFunction.apply
+                outputs = apply(run, True, self._marker if trained else None, *leaves)
+            node = next(each.grad_fn for each in outputs if _is_tensor(each) and each.requires_grad)
+            node.register_prehook(lambda _: self._begin_backward(index))
+            node.register_hook(lambda *_: self._end_backward(index))
+        else:
+            with torch.no_grad():
+                outputs = run(None, *leaves)
+        return tree_unflatten(list(outputs), returned[0])
+
+    def _inputs_elsewhere(self, index: int) -> saved_tensors_hooks:
+        """A context in which a block's inputs that need a gradient are kept elsewhere."""
+        places = count()
+
+        def pack(tensor: torch.Tensor) -> Any:
+            if not tensor.requires_grad or tensor.data_ptr() == self._marker.data_ptr():
+                return tensor
+            name = (index, "input", next(places))
+            self.swapper.put(name, tensor)
+            self.profile.between += tensor.nbytes
+            return name
+
+        def unpack(packed: Any) -> torch.Tensor:
+            return packed if isinstance(packed, torch.Tensor) else self.swapper.get(packed)
+
+        return saved_tensors_hooks(pack, unpack)
+
+    def _begin_backward(self, index: int) -> None:
+        self.fifo.acquire(index)
+        # And what the block before it has kept, whose backward is next.
+        self.swapper.expect_of((index, index - 1))
+
+    def _end_backward(self, index: int) -> None:
+        self.collect(index)
+        self.fifo.release(index)
 
     def counted(self, index: int, place: int, func: Any, args: Any, out: Any) -> None:
         """Note what an operation of a forward takes; ``place``: -1 where it is no product."""
         flops = flop_registry.get(func.overloadpacket)
-        count = float(flops(*args, out_val=out)) if flops else 0.0
-        self.profile.flops += count
+        operations = float(flops(*args, out_val=out)) if flops else 0.0
+        self.profile.flops += operations
         if place >= 0:
-            self.profile.items[index, place] = Item(out.nbytes, count)
-
-
-class _Call:
-    """One call of a block in a forward, and what its backward needs."""
-
-    def __init__(self, of: Recomputed, index: int, compute: Callable[[Sequence[Any]], Any]) -> None:
-        self.of = of
-        self.index = index
-        self._compute = compute
-        self._leaves: list[Any] = []
-        self._swapped: list[int] = []
-        self._spec: Any = None
-        self._others: list[Any] = []
-        self._random = torch.get_rng_state()
-        self._device_random = self._device_state()
-
-    def forward(self, leaves: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-        """Compute the block, and keep its inputs that need a gradient elsewhere."""
-        self.of.fifo.acquire(self.index)
-        inputs = [_apart(leaf) for leaf in leaves]
-        # With a graph, which is dropped: some operations choose their kernel by whether there is
-        # one, and what is computed again must be the same.
-        with torch.enable_grad(), _Forward(self.of, self.index):
-            outputs, self._spec = tree_flatten(self._compute(inputs))
-        self.of.fifo.release(self.index)
-        tensors = [output for output in outputs if isinstance(output, torch.Tensor)]
-        self._others = [None if isinstance(o, torch.Tensor) else (o,) for o in outputs]
-        for place, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                self.of.swapper.put((self.index, "input", place), leaf)
-                self.of.profile.between += leaf.nbytes
-                self._swapped.append(place)
-                self._leaves.append(None)
-            else:
-                self._leaves.append(leaf)
-        return tuple(tensor.detach() for tensor in tensors)
-
-    def rebuilt(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """What the block returned, of autograd's own tensors."""
-        given = iter(tensors)
-        leaves = [next(given) if other is None else other[0] for other in self._others]
-        return tree_unflatten(leaves, self._spec)
-
-    def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Compute the block again, and its gradients; those of its inputs are returned."""
-        self.of.fifo.acquire(self.index)
-        # And what the block before it has kept, whose backward is next.
-        self.of.swapper.expect_of((self.index, self.index - 1))
-        inputs = list(self._leaves)
-        for place in self._swapped:
-            found = self.of.swapper.get((self.index, "input", place))
-            inputs[place] = found.requires_grad_()
-        now, device_now = torch.get_rng_state(), self._device_state()
-        self._set_random(self._random, self._device_random)
-        with torch.enable_grad(), _Again(self.of, self.index):
-            outputs, _ = tree_flatten(self._compute(inputs))
-        self._set_random(now, device_now)
-        tensors = [output for output in outputs if isinstance(output, torch.Tensor)]
-        pairs = [
-            (output, gradient)
-            for output, gradient in zip(tensors, gradients, strict=True)
-            if gradient is not None and output.requires_grad
-        ]
-        torch.autograd.backward([pair[0] for pair in pairs], [pair[1] for pair in pairs])
-        del outputs, tensors, pairs
-        found_gradients: list[torch.Tensor | None] = [None] * len(inputs)
-        for place in self._swapped:
-            found_gradients[place] = inputs[place].grad
-        self.of.collect(self.index)
-        self.of.fifo.release(self.index)
-        return found_gradients
-
-    def _device_state(self) -> torch.Tensor | None:
-        device = self.of.device
-        if device.type == "cpu":
-            return None
-        state: torch.Tensor = torch.get_device_module(device).get_rng_state()
-        return state
-
-    def _set_random(self, host: torch.Tensor, device: torch.Tensor | None) -> None:
-        torch.set_rng_state(host)
-        if device is not None:
-            torch.get_device_module(self.of.device).set_rng_state(device)
-
-
-class _Block(torch.autograd.Function):
-    """A block in autograd's graph."""
-
-    @staticmethod
-    def forward(ctx: Any, call: _Call, marker: Any, *leaves: Any) -> tuple[torch.Tensor, ...]:
-        ctx.call = call
-        return call.forward(leaves)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        return None, None, *ctx.call.backward(gradients)
+            self.profile.items[index, place] = Item(out.nbytes, operations)
 
 
 class _Products(TorchDispatchMode):
@@ -225,6 +181,10 @@ class _Again(_Products):
         if self._is_kept(place):
             return self._of.swapper.get((self._index, "product", place))
         return func(*args, **(kwargs or {}))
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor)
 
 
 def _apart(leaf: Any) -> Any:

@@ -119,7 +119,6 @@ class Disk:
             return self.nbytes[way], self.seconds[way] + going_on
 
     def close(self) -> None:
-        """End the threads when what they have in hand has ended."""
         self._closed = True
         self._readers.shutdown()
         self._writers.shutdown()

@@ -49,7 +49,8 @@ class Fifo:
             for _ in range(min(slots, len(layout.blocks)))
         ]
         self._root = self._on_device(layout.root.compute_bytes)
-        self._root_groups = {group.index for group in layout.root.groups}
+        #: What is kept of groups, on the device or in host memory, by their index.
+        self._kept = {group.index: part for group, part in _parts(layout.root, self._root)}
         self._threads = ThreadPoolExecutor(max(1, len(self._slots)), "fuyou-fifo")
         #: Blocks that will be needed, and the one that is computed.
         self._order: deque[int] = deque()
@@ -82,22 +83,14 @@ class Fifo:
                 break
             for group, part in _parts(unit, kept):
                 self._store.read_segment(group, group.computed, part).result()
+                self._kept[group.index] = part
             self._cached[block] = kept
         return len(self._cached)
 
     def renew(self, group: Group, buffer: torch.Tensor) -> None:
         """Take an update of a group into what is kept of it."""
-        updated = group.part(buffer, group.computed.name)
-        if group.index in self._root_groups:
-            kept = dict(_parts(self._layout.root, self._root))
-        else:
-            holders = (
-                dict(_parts(self._layout.blocks[block], memory))
-                for block, memory in self._cached.items()
-            )
-            kept = next((parts for parts in holders if group in parts), {})
-        if group in kept:
-            self._copies.load(kept[group], updated, ())
+        if (kept := self._kept.get(group.index)) is not None:
+            self._copies.load(kept, group.part(buffer, group.computed.name), ())
 
     def expect(self, blocks: Iterable[int]) -> None:
         """Say which blocks will be needed after those that were said before."""
@@ -140,7 +133,6 @@ class Fifo:
             slot.block = slot.filled = None
 
     def close(self) -> None:
-        """End the threads when what they have in hand has ended."""
         self._threads.shutdown()
 
     def _fill(self) -> None:

@@ -70,7 +70,6 @@ class Dram:
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory."""
     return _field("VmRSS")
 
 
@@ -80,7 +79,6 @@ def peak_resident() -> int:
 
 
 def forget_peak() -> None:
-    """Count the peak from here on."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 

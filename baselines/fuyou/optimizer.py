@@ -13,7 +13,6 @@ written, and its gradient's memory is not given to another, before that.
 from __future__ import annotations
 
 import queue
-import threading
 import time
 import warnings
 from collections import deque
@@ -52,10 +51,9 @@ class Ring:
         self._groups = groups
         self._nbytes = max((group.nbytes for group in groups), default=0)
         self._buffers = [dram.take(self._nbytes, "optimizer state of a group")]
-        self._free = list(self._buffers)
-        self._coming: deque[Group] = deque()
-        self._reading: deque[tuple[Group, torch.Tensor, Future[None]]] = deque()
-        self._changed = threading.Condition()
+        self._free: queue.SimpleQueue[torch.Tensor | None] = queue.SimpleQueue()
+        self._free.put(self._buffers[0])
+        self._coming: deque[tuple[Group, Future[torch.Tensor]]] = deque()
         #: One thread: what is needed first is read first.
         self._reader = ThreadPoolExecutor(1, "fuyou-ahead")
 
@@ -71,8 +69,7 @@ class Ring:
             if taken is None:
                 break
             self._buffers.append(taken)
-            with self._changed:
-                self._free.append(taken)
+            self._free.put(taken)
         return len(self._buffers)
 
     def idle(self) -> torch.Tensor:
@@ -81,41 +78,32 @@ class Ring:
 
     def begin(self) -> None:
         """Begin to read all groups, as far as there are buffers."""
-        with self._changed:
-            assert not self._coming, "a step has ended"
-            assert not self._reading, "a step has ended"
-            self._coming.extend(self._groups)
-            self._fill()
+        assert not self._coming, "a step has ended"
+        for group in self._groups:
+            self._coming.append((group, self._reader.submit(self._read, group)))
 
     def take(self, group: Group) -> torch.Tensor:
         """A buffer with the state of a group, the next one; waits until it has been read."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._reading)
-            coming, buffer, read = self._reading.popleft()
+        coming, read = self._coming.popleft()
         assert coming is group, "groups come in backward order"
-        read.result()
-        return buffer
+        return read.result()
 
     def give_back(self, buffer: torch.Tensor) -> None:
         """Let a buffer be read into; for what was taken, whether it was written or not."""
-        with self._changed:
-            self._free.append(buffer)
-            self._fill()
-            self._changed.notify()
+        self._free.put(buffer)
 
     def close(self) -> None:
         """End the thread when what it has in hand has ended."""
-        self._reader.shutdown()
+        self._free.put(None)  # a step that failed has kept what it waits for
+        self._reader.shutdown(cancel_futures=True)
 
-    def _fill(self) -> None:
-        while self._free and self._coming:
-            group, buffer = self._coming.popleft(), self._free.pop()
-            read = self._reader.submit(self._read, group, buffer)
-            self._reading.append((group, buffer, read))
-
-    def _read(self, group: Group, buffer: torch.Tensor) -> None:
+    def _read(self, group: Group) -> torch.Tensor:
+        buffer = self._free.get()
+        if buffer is None:
+            raise RuntimeError("the run has ended")
         for read in self._store.read(group, ("master", "moments"), buffer):
             read.result()
+        return buffer
 
 
 #: Gradients of groups in host memory at once: backward waits where the optimizer is behind.

@@ -130,7 +130,6 @@ class Store:
         return found
 
     def close(self) -> None:
-        """Leave the folder to others."""
         self._state.close()
 
     def _place_aside(self, group: Group) -> int:

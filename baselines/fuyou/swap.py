@@ -82,7 +82,6 @@ class Swapper:
         return counts
 
     def put(self, name: Name, tensor: torch.Tensor) -> None:
-        """Keep a tensor."""
         assert name not in self._kept
         self._reap()
         tensor = tensor.detach()

@@ -94,7 +94,6 @@ class Files:
         self._state.fail(RuntimeError("the run has ended"))
 
     def close(self) -> None:
-        """Let another server have the files."""
         self._state.close()
 
     def _size(self, chunk: Chunk) -> int:

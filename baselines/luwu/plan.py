@@ -102,7 +102,6 @@ class Plan(BaseModel):
 
     @property
     def type(self) -> torch.dtype:
-        """The type of what crosses."""
         return getattr(torch, self.dtype)  # type: ignore[no-any-return]
 
     def chunks(self, unit: int) -> list[Chunk]:
@@ -117,7 +116,6 @@ class Plan(BaseModel):
         return found
 
     def all_chunks(self) -> Iterator[Chunk]:
-        """The chunks of all units."""
         for unit in range(len(self.units)):
             yield from self.chunks(unit)
 

@@ -14,23 +14,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import zmq
 
 from baselines.luwu import LAYERS, WINDOW
 from baselines.luwu.plan import Chunk, Frozen, Pass, Plan
 from baselines.luwu.server import SWITCH
 from baselines.luwu.switch import worker_name
 from baselines.luwu.wire import (
-    BEAT_S,
     PATIENCE_S,
     Connection,
     Inbox,
     Keys,
     Kind,
-    Lives,
     Lost,
     Malformed,
     Message,
+    Role,
     read,
     reason_of,
     send,
@@ -49,7 +47,7 @@ class _Slot:
     missing: int
 
 
-class Port:
+class Port(Role):
     """One worker's connection to the switch."""
 
     def __init__(
@@ -62,11 +60,11 @@ class Port:
         patience_s: float = PATIENCE_S,
     ) -> None:
         """Connect, and wait for the server's welcome. Raises ``Lost`` where it does not come."""
+        super().__init__([SWITCH], patience_s)
         self._plan = plan
         self._rank = rank
         self._land = land
         self._connection = Connection(keys, address, worker_name(rank))
-        self._lives = Lives([SWITCH], patience_s)
         self._outbox = Inbox()
         self._changed = threading.Condition()
         self._error: BaseException | None = None
@@ -81,8 +79,7 @@ class Port:
         #: Chunks that were pushed and are not in the server's files.
         self._pushed = 0
         self._committed = -1
-        self._ended = False
-        self._thread = threading.Thread(target=self._run, name="luwu-port", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="luwu-port", daemon=True)
         self._thread.start()
         self._outbox.put(Message(Kind.HELLO, payload=plan.model_dump_json().encode()))
         self._until(lambda: bool(self._welcomes))
@@ -138,7 +135,6 @@ class Port:
         self._until(lambda: len(self._waiting) >= min(WINDOW, len(self._expected)))
 
     def counts(self) -> dict[str, int]:
-        """What the server counts."""
         self._outbox.put(Message(Kind.COUNT))
         self._until(lambda: bool(self._counts))
         return self._counts.pop()
@@ -146,7 +142,7 @@ class Port:
     def close(self) -> None:
         """Leave; with the last worker the run ends for the switch and the server too."""
         self._outbox.put(Message(Kind.LEAVE))
-        self._ended = True
+        self._over = True
         self._thread.join()
 
     def _send_bounded(self, kind: Kind, step: int, chunk: Chunk, values: torch.Tensor) -> None:
@@ -162,21 +158,11 @@ class Port:
             if self._error is not None:
                 raise Lost(f"worker {self._rank}: {self._error}") from self._error
 
-    def _run(self) -> None:
-        socket = self._connection.socket
-        poller = zmq.Poller()
-        poller.register(socket, zmq.POLLIN)
-        poller.register(self._outbox, zmq.POLLIN)
+    def _serve(self) -> None:
+        hear = {self._connection.socket: self._hear_switch, self._outbox.fileno(): lambda: None}
         try:
-            while not self._ended:
-                for ready, _ in poller.poll(int(BEAT_S * 500)):
-                    if ready is socket:
-                        self._receive(read(socket.recv_multipart()))
-                self._pass_on()
-                if self._lives.is_due():
-                    send(socket, Message(Kind.BEAT))
-                self._lives.check()
-            self._pass_on()
+            self._run(hear)
+            self._go_on()
         except Exception as error:
             with self._changed:
                 self._error = error
@@ -184,15 +170,21 @@ class Port:
         finally:
             self._connection.close()
 
-    def _pass_on(self) -> None:
+    def _go_on(self) -> None:
         """Send what other threads left, and have land what there is room for now."""
         for message in self._outbox.take():
             if message is not None:
                 send(self._connection.socket, message)
         self._land_waiting()
 
+    def _beat(self) -> None:
+        send(self._connection.socket, Message(Kind.BEAT))
+
+    def _hear_switch(self) -> None:
+        self._note(SWITCH)
+        self._receive(read(self._connection.socket.recv_multipart()))
+
     def _receive(self, message: Message) -> None:
-        self._lives.hear(SWITCH)
         kind = message.kind
         with self._changed:
             if kind == Kind.PARAMETERS:

@@ -8,40 +8,182 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import tempfile
 import threading
 from collections import deque
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-import zmq
+from torch.optim.adamw import adamw
 
 from baselines.links import interface_bytes
 from baselines.luwu import WINDOW
 from baselines.luwu.files import Buffer, Files
-from baselines.luwu.pipeline import Item, LayerCentric, StepCentric, Steps
 from baselines.luwu.plan import Chunk, Frozen, Pass, Plan
 from baselines.luwu.wire import (
     ALL,
-    BEAT_S,
     PATIENCE_S,
+    Host,
     Inbox,
     Keys,
     Kind,
     Listener,
-    Lives,
     Lost,
     Malformed,
     Message,
     read,
     reason_of,
-    send,
     tensor,
 )
 
 SWITCH = "switch"
+
+
+_BETA1, _EPSILON = 0.9, 1e-8
+
+
+@dataclass(eq=False)
+class Item:
+    """One chunk of one step's gradients, and what becomes of it."""
+
+    chunk: Chunk
+    #: The step that is complete before it.
+    step: int
+    gradients: Any
+    buffer: Buffer | None = None
+
+
+class Pipeline:
+    """Threads that take chunks through read, Adam, cast and write.
+
+    *Step-centric* (the paper's): each does one of these for the chunks of all layers.
+    *Layer-centric*, with as many: each takes a layer, and does all of them for its chunks.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        files: Files,
+        done: Callable[[Item, bool], None],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        """``done``: called with each item, and whether it completes its step."""
+        self._plan = plan
+        self._files = files
+        self._done = done
+        self._failed = failed
+        self._broken = False
+        #: As many as may be under way: nobody waits for one for ever.
+        self._buffers: queue.SimpleQueue[Buffer | None] = queue.SimpleQueue()
+        for _ in range(WINDOW):
+            self._buffers.put(Buffer(plan))
+        self._order = (self._read, self._adam, self._cast, self._write)
+        #: Step-centric: one each reads, casts and writes, and the others step.
+        counts = (1, plan.threads - 3, 1, 1) if plan.pipeline == "step" else (plan.threads,)
+        self._threads = [
+            ThreadPoolExecutor(count, "luwu-pipeline", torch.set_num_threads, (1,))
+            for count in counts
+        ]
+        #: Layers some of whose chunks have come, how many have not; and what a thread does with
+        #: them. ``None``: no more will come.
+        self._open: dict[int, tuple[queue.SimpleQueue[Item | None], int]] = {}
+
+    def submit(self, item: Item) -> None:
+        """Take a chunk; all of a layer's come before any of it comes again."""
+        if self._plan.pipeline == "step":
+            self._threads[0].submit(self._take_on, item, 0)
+            return
+        unit = item.chunk.unit
+        if unit not in self._open:
+            count = sum(chunk.trained for chunk in self._plan.chunks(unit))
+            self._open[unit] = queue.SimpleQueue(), count
+            self._threads[0].submit(self._take_layer, self._open[unit][0], count)
+        items, left = self._open.pop(unit)
+        items.put(item)
+        if left > 1:
+            self._open[unit] = items, left - 1
+
+    def end(self) -> None:
+        """Have the threads end, each with what it has in hand."""
+        for _ in range(WINDOW):
+            self._buffers.put(None)  # a failed step has kept what somebody waits for
+        for items, _ in self._open.values():
+            items.put(None)
+        for threads in self._threads:
+            threads.shutdown()
+
+    def _take_on(self, item: Item, place: int) -> None:
+        """Do one thing with a chunk, and hand it on to the threads that do the next."""
+        if self._do(item, place) and place + 1 < len(self._order):
+            self._threads[place + 1].submit(self._take_on, item, place + 1)
+
+    def _take_layer(self, items: queue.SimpleQueue[Item | None], count: int) -> None:
+        for _ in range(count):
+            item = items.get()
+            if item is None:
+                return
+            for place in range(len(self._order)):
+                self._do(item, place)
+
+    def _do(self, item: Item, place: int) -> bool:
+        """Whether it is done: nothing is after something has failed."""
+        try:
+            if not self._broken:
+                self._order[place](item)
+        except Exception as error:
+            self._broken = True
+            self._failed(error)
+        return not self._broken
+
+    def _read(self, item: Item) -> None:
+        item.buffer = self._buffers.get()
+        if item.buffer is None:
+            raise RuntimeError("the run has ended")
+        self._files.read_states(item.chunk, item.step, item.buffer)
+
+    def _adam(self, item: Item) -> None:
+        """Step the master by the mean gradients: PyTorch's AdamW."""
+        plan, buffer = self._plan, item.buffer
+        assert buffer is not None
+        gradients = tensor(item.gradients, plan.type).float()
+        item.gradients = None
+        gradients /= plan.workers
+        master, first, second = buffer.states(item.chunk.numel)
+        adamw(
+            [master],
+            [gradients],
+            [first],
+            [second],
+            [],
+            [torch.tensor(float(item.step))],
+            foreach=True,
+            amsgrad=False,
+            beta1=_BETA1,
+            beta2=plan.optimizer.beta2,
+            lr=plan.learning_rate * plan.optimizer.rate(item.step),
+            weight_decay=plan.optimizer.weight_decay,
+            eps=_EPSILON,
+            maximize=False,
+        )
+
+    def _cast(self, item: Item) -> None:
+        """Round the master to what workers compute with."""
+        assert item.buffer is not None
+        numel = item.chunk.numel
+        item.buffer.parameters(numel, self._plan.type).copy_(item.buffer.states(numel)[0])
+
+    def _write(self, item: Item) -> None:
+        """Write all of the chunk to the other generation, once nobody needs what is there."""
+        assert item.buffer is not None
+        complete = self._files.write(item.chunk, item.step + 1, item.buffer)
+        self._buffers.put(item.buffer)
+        self._done(item, complete)
 
 
 def main() -> None:
@@ -52,129 +194,91 @@ def main() -> None:
     """
     keys = Keys.of_environment()
     folder = Path(os.environ.get("FCDP_STATE") or Path(tempfile.gettempdir()) / "luwu")
-    serve(Listener(keys, os.environ["FCDP_SERVER"]), folder)
+    Server(Listener(keys, os.environ["FCDP_SERVER"]), folder).serve()
 
 
-def serve(listener: Listener, folder: Path, patience_s: float = PATIENCE_S) -> None:
-    """Serve until the switch says that the run is over.
-
-    Raises ``Lost`` where the switch is gone, and what a file or a message was refused for.
-    """
-    server = Server(listener, folder, patience_s)
-    try:
-        server.run()
-    except Exception as error:
-        server.abort(f"server: {error}")
-        raise
-    finally:
-        server.close()
-        listener.close()
-
-
-class Server:
+class Server(Host):
     """One run's server, in its loop."""
 
-    def __init__(self, listener: Listener, folder: Path, patience_s: float) -> None:
-        self._socket = listener.socket
+    def __init__(self, listener: Listener, folder: Path, patience_s: float = PATIENCE_S) -> None:
+        super().__init__(listener, [SWITCH], patience_s)
         self._folder = folder
         self._inbox = Inbox()
-        self._lives = Lives([SWITCH], patience_s)
-        self._met = False
-        self._gone = False
-        self._run: _Run | None = None
+        self._state: _State | None = None
         self._received = 0
-        self._over = False
 
-    def run(self) -> None:
-        """Handle what comes until the run is over."""
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._inbox, zmq.POLLIN)
-        while not self._over:
-            for ready, _ in poller.poll(int(BEAT_S * 500)):
-                if ready is self._socket:
-                    self._receive()
-                else:
-                    for item in self._inbox.take():
-                        self._take(item)
-            if self._run is not None:
-                self._run.send_ahead(self.say)
-            if self._lives.is_due():
-                self.say(Message(Kind.BEAT))
-            self._lives.check()
+    def serve(self) -> None:
+        """Handle what comes until the switch says that the run is over.
 
-    def say(self, message: Message) -> None:
-        """Send to the switch, if it has come. Its last words may wait unread when it is gone."""
-        if not self._met or self._gone:
-            return
+        Raises ``Lost`` where the switch is gone, and what a file or a message was refused for.
+        """
         try:
-            send(self._socket, message, SWITCH)
-        except Lost:
-            self._gone = True  # and is answered nothing
-            while self._socket.poll(0):
-                self._receive()
-            if not self._over:
-                raise
+            self._run({self._socket: self._hear_guest, self._inbox.fileno(): self._take_items})
+        except Exception as error:
+            self.abort(f"server: {error}")
+            raise
+        finally:
+            if self._state is not None:
+                self._state.close()
+            self._listener.close()
 
-    def abort(self, why: str) -> None:
-        """Tell the switch, as far as it is there, why the run ends."""
-        if self._met:
-            with suppress(Lost):
-                send(self._socket, Message(Kind.ABORT, payload=why.encode()), SWITCH)
+    def _go_on(self) -> None:
+        if self._state is not None:
+            self._state.send_ahead()
 
-    def close(self) -> None:
-        """Have all threads end, and the files closed."""
-        if self._run is not None:
-            self._run.close()
+    def _beat(self) -> None:
+        self._say(Message(Kind.BEAT))
 
-    def _receive(self) -> None:
-        name, *frames = self._socket.recv_multipart()
-        if name != SWITCH.encode():
-            return  # has the run's key, and no business here
-        self._met = True
-        self._lives.hear(SWITCH)
+    def _say(self, message: Message) -> None:
+        self.say(SWITCH, message)
+
+    def _handle(self, name: str, frames: Sequence[Any]) -> None:
         message = read(frames)
         if message.kind == Kind.HELLO:
             self._hello(message)
         elif message.kind == Kind.ABORT:
             raise Lost(reason_of(message))
         elif message.kind == Kind.LEAVE:
+            self._let_leave(name)
             self._over = True
         elif message.kind == Kind.COUNT:
-            self.say(Message(Kind.COUNTS, payload=json.dumps(self._counts()).encode()))
+            self._say(Message(Kind.COUNTS, payload=json.dumps(self._counts()).encode()))
         elif message.kind != Kind.BEAT:
             self._received += 1
-            if self._run is None:
+            if self._state is None:
                 raise Malformed(f"{message.kind.name} before HELLO")
-            for answer in self._run.handle(message):
-                self.say(answer)
+            self._state.handle(message)
 
     def _hello(self, message: Message) -> None:
-        if self._run is not None:
+        if self._state is not None:
             raise Malformed("a second HELLO")
         plan = Plan.model_validate_json(message.payload)
-        self._run = _Run(plan, Files(self._folder, plan), self._inbox)
-        step = self._run.files.step
-        self.say(Message(Kind.WELCOME, step=step or 0, extra=step is None))
+        self._state = _State(plan, Files(self._folder, plan), self._inbox, self._say)
+        step = self._state.files.step
+        self._say(Message(Kind.WELCOME, step=step or 0, extra=step is None))
+
+    def _take_items(self) -> None:
+        for item in self._inbox.take():
+            self._take(item)
 
     def _take(self, item: Any) -> None:
         """Take what a thread has handed over: a chunk to send, one that is applied, an error."""
         if isinstance(item, BaseException):
             raise item
-        assert self._run is not None
+        assert self._state is not None
         if isinstance(item, Message):
-            self._run.ahead.append(item)
+            self._state.ahead.append(item)
             return
         done, complete = item
-        self.say(Message(Kind.APPLIED, step=done.step, unit=done.chunk.unit))
+        self._say(Message(Kind.APPLIED, step=done.step, unit=done.chunk.unit))
         if complete:
-            self.say(Message(Kind.COMMITTED, step=done.step + 1))
+            self._say(Message(Kind.COMMITTED, step=done.step + 1))
 
     def _counts(self) -> dict[str, int]:
         """What is counted since the server began: messages beside signs of life, bytes."""
         counts = {"messages": self._received}
-        if self._run is not None:
-            files = self._run.files
+        if self._state is not None:
+            files = self._state.files
             counts |= {"file_read": files.read, "file_written": files.written}
         if interface := os.environ.get("FCDP_INTERFACE"):
             received, sent = interface_bytes(interface)
@@ -182,35 +286,42 @@ class Server:
         return counts
 
 
-class _Run:
+class _State:
     """What the server has once it knows the plan."""
 
-    def __init__(self, plan: Plan, files: Files, inbox: Inbox) -> None:
+    def __init__(
+        self, plan: Plan, files: Files, inbox: Inbox, say: Callable[[Message], None]
+    ) -> None:
+        """``say``: called with what the switch is told."""
         self.plan = plan
         self.files = files
+        self._say = say
         #: Chunks that have been read and not sent.
         self.ahead: deque[Message] = deque()
         self._chunks = {(c.unit, c.index): c for c in plan.all_chunks()}
-        self._steps = Steps(plan, files, lambda *done: inbox.put(done), inbox.put)
-        self._pipeline = (
-            StepCentric(self._steps, plan.threads)
-            if plan.pipeline == "step"
-            else LayerCentric(self._steps, plan.threads, plan)
-        )
+        self._pipeline = Pipeline(plan, files, lambda *done: inbox.put(done), inbox.put)
         self._buffer = Buffer(plan)
         self._sent = 0
         #: How much of the stream each worker has taken.
         self._taken = dict.fromkeys(range(plan.workers), 0)
-        self._reader = _Reader(plan, files, inbox)
+        self._inbox = inbox
+        #: A thread that reads ahead, each chunk once it has the step that is asked for; its memory,
+        #: how much it may read that is not sent, and how much it has read.
+        self._reader = ThreadPoolExecutor(1, "luwu-reader")
+        self._read_into = Buffer(plan)
+        self._room = threading.Semaphore(WINDOW)
+        self._read = 0
+        self._ended = False
 
-    def handle(self, message: Message) -> list[Message]:
-        """Take a message of the workers'; return what is to be answered."""
+    def handle(self, message: Message) -> None:
+        """Take a message of the workers'."""
         kind = message.kind
         if kind == Kind.INITIAL:
-            return self._initial(message)
-        if kind == Kind.BEGIN:
+            self._initial(message)
+        elif kind == Kind.BEGIN:
             stream = self.plan.stream(Pass(message.unit), Frozen(message.extra))
-            self._reader.begin([chunk for _, chunks in stream for chunk in chunks], message.step)
+            for chunk in chain.from_iterable(chunks for _, chunks in stream):
+                self._reader.submit(self._read_ahead, chunk, message.step)
         elif kind == Kind.TAKEN:
             workers = [*self._taken] if message.unit == ALL else [message.unit]
             for worker in workers:
@@ -222,24 +333,38 @@ class _Run:
             self._pipeline.submit(Item(chunk, message.step, message.payload))
         else:
             raise Malformed(f"{kind.name} is not for the server")
-        return []
 
-    def send_ahead(self, say: Any) -> None:
+    def send_ahead(self) -> None:
         """Send what has been read, as far as all workers have room for it."""
         while self.ahead and self._sent - min(self._taken.values()) < WINDOW:
-            say(self.ahead.popleft())
+            self._say(self.ahead.popleft())
             self._sent += 1
-            self._reader.room.release()
+            self._room.release()
 
     def close(self) -> None:
         """Have the threads end."""
         self.files.end()
-        self._steps.end()
         self._pipeline.end()
-        self._reader.end()
+        self._ended = True
+        self._room.release()
+        self._reader.shutdown(cancel_futures=True)
         self.files.close()
 
-    def _initial(self, message: Message) -> list[Message]:
+    def _read_ahead(self, chunk: Chunk, step: int) -> None:
+        self._room.acquire()
+        if self._ended:
+            return
+        try:
+            payload = bytes(self.files.parameters(chunk, step, self._read_into))
+        except Exception as error:
+            self._ended = True
+            self._inbox.put(error)
+            return
+        where = step, chunk.unit, chunk.index, self._read
+        self._inbox.put(Message(Kind.PARAMETERS, *where, payload))
+        self._read += 1
+
+    def _initial(self, message: Message) -> None:
         chunk = self._chunk(message, torch.float32.itemsize)
         values = tensor(message.payload, torch.float32)
         if chunk.trained:
@@ -251,8 +376,9 @@ class _Run:
             nbytes = chunk.numel * self.plan.type.itemsize
             self._buffer.memory[:nbytes].view(self.plan.type).copy_(values)
         complete = self.files.write(chunk, 0, self._buffer)
-        answers = [Message(Kind.APPLIED, unit=chunk.unit)]
-        return [*answers, Message(Kind.COMMITTED)] if complete else answers
+        self._say(Message(Kind.APPLIED, unit=chunk.unit))
+        if complete:
+            self._say(Message(Kind.COMMITTED))
 
     def _chunk(self, message: Message, itemsize: int) -> Chunk:
         """The chunk that a message brings. Raises ``Malformed`` for one that there is not."""
@@ -264,53 +390,6 @@ class _Run:
                 f"{len(message.payload)} bytes: not in the plan"
             )
         return chunk
-
-
-class _Reader:
-    """A thread that reads the passes' chunks ahead, each once it has the step that is asked for."""
-
-    def __init__(self, plan: Plan, files: Files, inbox: Inbox) -> None:
-        self._files = files
-        self._inbox = inbox
-        self._buffer = Buffer(plan)
-        self._wanted: deque[tuple[Chunk, int]] = deque()
-        self._any = threading.Semaphore(0)
-        #: Chunks that may be read and not sent.
-        self.room = threading.Semaphore(WINDOW)
-        self._count = 0
-        self._ended = False
-        self._thread = threading.Thread(target=self._run, name="luwu-reader", daemon=True)
-        self._thread.start()
-
-    def begin(self, chunks: list[Chunk], step: int) -> None:
-        """Read these too, as they are after ``step``."""
-        for chunk in chunks:
-            self._wanted.append((chunk, step))
-            self._any.release()
-
-    def end(self) -> None:
-        """End the thread."""
-        self._ended = True
-        self._any.release()
-        self.room.release()
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            while True:
-                self._any.acquire()
-                self.room.acquire()
-                if self._ended:
-                    return
-                chunk, step = self._wanted.popleft()
-                payload = bytes(self._files.parameters(chunk, step, self._buffer))
-                message = Message(
-                    Kind.PARAMETERS, step, chunk.unit, chunk.index, self._count, payload
-                )
-                self._count += 1
-                self._inbox.put(message)
-        except Exception as error:
-            self._inbox.put(error)
 
 
 if __name__ == "__main__":

@@ -8,25 +8,24 @@ their way, whose number the roles' windows bound.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
-import zmq
 
 from baselines.luwu import WINDOW
 from baselines.luwu.plan import Pass, Plan
 from baselines.luwu.server import SWITCH
 from baselines.luwu.wire import (
     ALL,
-    BEAT_S,
     PATIENCE_S,
     Connection,
+    Host,
     Keys,
     Kind,
     Listener,
-    Lives,
     Lost,
     Malformed,
     Message,
@@ -50,116 +49,76 @@ def main() -> None:
     workers = int(os.environ["WORLD_SIZE"])
     connection = Connection(keys, os.environ["FCDP_SERVER"], SWITCH, workers)
     listener = Listener(keys, os.environ["FCDP_SWITCH"])
-    serve(listener, connection, workers)
+    Switch(listener, connection, workers).serve()
 
 
 def worker_name(rank: int) -> str:
-    """The name under which a worker connects."""
     return f"worker {rank}"
 
 
-def serve(
-    listener: Listener, connection: Connection, workers: int, patience_s: float = PATIENCE_S
-) -> None:
-    """Serve until all workers have left, or a role is gone, which all others are told then.
-
-    Raises ``Lost`` for a role that is gone, and ``Malformed`` for what is no message.
-    """
-    switch = Switch(listener, connection, workers, patience_s)
-    try:
-        switch.run()
-    except Exception as error:
-        switch.abort(str(error))
-        raise
-    finally:
-        listener.close()
-        connection.close()
-
-
-class Switch:
+class Switch(Host):
     """One run's switch, in its loop."""
 
     def __init__(
-        self, listener: Listener, connection: Connection, workers: int, patience_s: float
+        self,
+        listener: Listener,
+        connection: Connection,
+        workers: int,
+        patience_s: float = PATIENCE_S,
     ) -> None:
-        self._workers = listener.socket
+        self._ranks = {worker_name(rank): rank for rank in range(workers)}
+        super().__init__(listener, self._ranks, patience_s)
+        self._heard["server"] = None
+        self._connection = connection
         self._server = connection.socket
-        self._names = {worker_name(rank).encode(): rank for rank in range(workers)}
-        self._here: set[int] = set()
-        self._left: set[int] = set()
-        self._lives = Lives(["server", *map(worker_name, range(workers))], patience_s)
         self._plan: Plan | None = None
         #: What has come of some workers and not of all: the window bounds how much that is.
         self._gathered: dict[Any, dict[int, Any]] = {}
         #: How much of the parameters each worker has taken, and what the server knows of it.
         self._taken = dict.fromkeys(range(workers), 0)
         self._told = 0
-        self._over = False
 
-    def run(self) -> None:
-        """Pass on what comes until the run is over."""
-        poller = zmq.Poller()
-        poller.register(self._workers, zmq.POLLIN)
-        poller.register(self._server, zmq.POLLIN)
-        while not self._over:
-            for ready, _ in poller.poll(int(BEAT_S * 500)):
-                if ready is self._workers:
-                    self._hear_worker()
-                else:
-                    self._hear_server()
-            if self._lives.is_due():
-                self._to_all(Message(Kind.BEAT))
-                send(self._server, Message(Kind.BEAT))
-            self._lives.check()
+    def serve(self) -> None:
+        """Pass on what comes until all workers have left, or a role is gone, which all are told.
 
-    def abort(self, why: str) -> None:
-        """Tell all roles, as far as they are there, why the run ends."""
-        message = Message(Kind.ABORT, payload=why.encode())
-        with suppress(Lost):
-            send(self._server, message)
-        for rank in sorted(self._here):
+        Raises ``Lost`` for a role that is gone, and ``Malformed`` for what is no message.
+        """
+        try:
+            self._run({self._socket: self._hear_guest, self._server: self._hear_server})
+        except Exception as error:
             with suppress(Lost):
-                send(self._workers, message, worker_name(rank))
+                send(self._server, Message(Kind.ABORT, payload=str(error).encode()))
+            self.abort(str(error))
+            raise
+        finally:
+            self._listener.close()
+            self._connection.close()
+
+    def _beat(self) -> None:
+        self._to_all(Message(Kind.BEAT))
+        send(self._server, Message(Kind.BEAT))
 
     def _to_all(self, message: Message) -> None:
-        for rank in sorted(self._here):
-            self._to(rank, message)
-
-    def _to(self, rank: int, message: Message) -> None:
-        """Send to a worker. Its last words may wait unread when it is gone: they say why."""
-        try:
-            send(self._workers, message, worker_name(rank))
-        except Lost:
-            while self._workers.poll(0):
-                self._hear_worker()
-            if rank not in self._left:
-                raise
+        for name in sorted(self._here, key=self._ranks.__getitem__):
+            self.say(name, message)
 
     def _hear_server(self) -> None:
         message = read(self._server.recv_multipart())
-        self._lives.hear("server")
+        self._note("server")
         if message.kind == Kind.ABORT:
             raise Lost(reason_of(message))
         elif message.kind == Kind.COUNTS:
-            self._to(0, message)
+            self.say(worker_name(0), message)
         elif message.kind in _MULTICAST:
             self._to_all(message)
 
-    def _hear_worker(self) -> None:
-        name, *frames = self._workers.recv_multipart()
-        rank = self._names.get(name)
-        if rank is None:
-            return  # has the run's key, and no business here
-        if rank not in self._left:
-            self._here.add(rank)
-        self._lives.hear(worker_name(rank))
+    def _handle(self, name: str, frames: Sequence[Any]) -> None:
         try:
-            message = read(frames)
-            self._handle(rank, message)
+            self._take(name, self._ranks[name], read(frames))
         except Malformed as error:
-            raise Malformed(f"{worker_name(rank)} sent {error}") from error
+            raise Malformed(f"{name} sent {error}") from error
 
-    def _handle(self, rank: int, message: Message) -> None:
+    def _take(self, name: str, rank: int, message: Message) -> None:
         kind = message.kind
         key: tuple[int, ...]
         if kind == Kind.GRADIENTS:
@@ -171,23 +130,21 @@ class Switch:
         elif kind == Kind.TAKEN:
             self._merge(rank, message)
         elif kind == Kind.LEAVE:
-            self._leave(rank)
+            self._leave(name)
         elif kind in (Kind.INITIAL, Kind.COUNT):
             send(self._server, message)
         elif kind != Kind.BEAT:
             raise Malformed(f"{kind.name}, which is not a worker's")
 
-    def _leave(self, rank: int) -> None:
+    def _leave(self, name: str) -> None:
         """Expect nothing more of a worker; with the last one the run is over.
 
         Raises ``Lost`` where others wait for what it has not sent.
         """
-        self._here.discard(rank)
-        self._left.add(rank)
-        self._lives.forget(worker_name(rank))
+        self._let_leave(name)
         for key in self._gathered:
             self._check_that_all_are_here(key)
-        if len(self._left) == len(self._names):
+        if self._left == self._guests:
             send(self._server, Message(Kind.LEAVE))
             self._over = True
 
@@ -200,17 +157,12 @@ class Switch:
         if rank in found or len(self._gathered) > 2 * WINDOW:
             raise Malformed(f"{message.kind.name} twice, or more than the window allows")
         found[rank] = message.payload
-        if len(found) == len(self._names):
+        if len(found) == len(self._guests):
             del self._gathered[key]
             payload = merge(found)
             if message.kind == Kind.HELLO:
                 self._plan = Plan.model_validate_json(payload)
-            send(
-                self._server,
-                Message(
-                    message.kind, message.step, message.unit, message.chunk, message.extra, payload
-                ),
-            )
+            send(self._server, replace(message, payload=payload))
 
     def _check_that_all_are_here(self, key: tuple[int, ...]) -> None:
         """Raises ``Lost`` if a worker has left without its part of a step, or of the plan.
@@ -221,7 +173,8 @@ class Switch:
             key[0] == Kind.BEGIN and key[2] == Pass.BACKWARD
         )
         if self._left and needed:
-            raise Lost(f"{worker_name(min(self._left))} has left before the others were done")
+            first = min(self._left, key=self._ranks.__getitem__)
+            raise Lost(f"{first} has left before the others were done")
 
     def _sum(self, payloads: dict[int, Any]) -> bytes:
         """Sum in the order of ranks, in float32, rounded once to what crosses."""

@@ -22,14 +22,13 @@ import torch
 import torch.nn as nn
 
 from baselines.links import interface_bytes
-from baselines.loop import Loop
 from baselines.luwu.plan import ROOT, Chunk, Frozen, Parameter, Pass, Plan, Unit
 from baselines.luwu.port import Port
 from baselines.luwu.wire import Keys
 from baselines.optimizers import AdamW
 from baselines.part import Part, take_gradients
 from baselines.settings import LuWuSettings
-from baselines.strategy import Job, trained_numel
+from baselines.strategy import Job, Trainable, trained_numel
 from fcdp.arena import Arena, aligned
 
 
@@ -91,7 +90,7 @@ def _described(params: Sequence[nn.Parameter], names: Mapping[int, str]) -> list
     return [Parameter(name=names[id(param)], shape=tuple(param.shape)) for param in params]
 
 
-class LuWu(Loop):
+class LuWu(Trainable):
     """One worker in training."""
 
     engine = "luwu"
@@ -197,29 +196,11 @@ class LuWu(Loop):
         messages = per_step.pop("server messages", None)
         return {"link_bytes_per_step": per_step, "server_messages_per_step": messages}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where the run is: the state itself is in the server's files, of that step."""
-        self.settle()
-        return {"step": self.steps_done}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See that the server is where the state was taken.
-
-        Raises ``ValueError`` if its files are of another step.
-        """
-        if state["step"] != self.steps_done:
-            raise ValueError(
-                f"step = {state['step']}: allowed is {self.steps_done}, which the server's files "
-                "have"
-            )
-
     def close(self) -> None:
-        """Leave the run."""
         self._port.close()
 
     @property
     def host_cache_bytes(self) -> int | None:
-        """Host memory of the frozen layers that were pulled once."""
         return sum(layer.kept.nbytes for layer in self._layers if layer.kept is not None) or None
 
     def _land(self, chunk: Chunk, payload: Any) -> None:

@@ -1,4 +1,4 @@
-"""Messages between roles, the sockets that they go through, and signs of life.
+"""Messages between roles, the sockets that they go through, and the loop of each role.
 
 A message is a fixed header and a payload, each one frame of ZeroMQ's. Sockets are encrypted and
 authenticated by CURVE with keys of the run. Who is silent for too long has ended, or hangs.
@@ -11,7 +11,8 @@ import os
 import struct
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -78,7 +79,6 @@ class Message:
     payload: Any = b""
 
     def frames(self) -> list[Any]:
-        """The parts that are sent."""
         header = _HEADER.pack(_MAGIC, self.kind, self.step, self.unit, self.chunk, self.extra)
         return [header, self.payload]
 
@@ -113,45 +113,6 @@ MEETING_S = 300.0
 
 class Lost(ConnectionError):
     """A role that the run cannot go on without is gone."""
-
-
-class Lives:
-    """When this role has last heard from its neighbours, and when it has to be heard itself."""
-
-    def __init__(self, names: Iterable[str], patience_s: float) -> None:
-        self._patience_s = patience_s
-        self._begun = time.monotonic()
-        self._heard: dict[str, float | None] = dict.fromkeys(names)
-        self._beat = 0.0
-
-    def hear(self, name: str) -> None:
-        """Note a sign of life of a neighbour; of others nothing is expected."""
-        if name in self._heard:
-            self._heard[name] = time.monotonic()
-
-    def forget(self, name: str) -> None:
-        """Expect nothing more of a neighbour."""
-        self._heard.pop(name, None)
-
-    def is_due(self) -> bool:
-        """Whether it is time to be heard again."""
-        now = time.monotonic()
-        if now - self._beat < BEAT_S:
-            return False
-        self._beat = now
-        return True
-
-    def check(self) -> None:
-        """Raises ``Lost`` if a neighbour has been silent for too long."""
-        now = time.monotonic()
-        for name, heard in self._heard.items():
-            if heard is None and now - self._begun > MEETING_S:
-                raise Lost(f"{name} did not come within {MEETING_S:g} s")
-            if heard is not None and now - heard > self._patience_s:
-                raise Lost(
-                    f"{name} has not been heard of for {self._patience_s:g} s: it has ended, or "
-                    "hangs"
-                )
 
 
 #: The variable that has the run's secret, which all of its processes are given, as hexadecimals.
@@ -189,7 +150,6 @@ class Keys:
 
 
 def _pair(secret: bytes, role: bytes) -> tuple[bytes, bytes]:
-    """A public and a secret key."""
     raw = hashlib.blake2b(secret, digest_size=_SECRET_BYTES, person=role).digest()
     own: bytes = z85.encode(raw)  # type: ignore[no-untyped-call]
     return zmq.curve_public(own), own
@@ -294,7 +254,6 @@ class Inbox:
         os.eventfd_write(self._event, 1)
 
     def take(self) -> list[Any]:
-        """All items that are there."""
         try:
             os.eventfd_read(self._event)
         except BlockingIOError:
@@ -303,3 +262,111 @@ class Inbox:
 
     def __del__(self) -> None:
         os.close(self._event)
+
+
+class Role:
+    """One role's loop: it hears its neighbours, is heard itself, and ends where one is silent."""
+
+    def __init__(self, neighbours: Iterable[str], patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._begun = time.monotonic()
+        #: When each neighbour has been heard last; ``None``: it has not come.
+        self._heard: dict[str, float | None] = dict.fromkeys(neighbours)
+        #: Whether this role has no more to do.
+        self._over = False
+
+    def _run(self, hear: Mapping[Any, Callable[[], None]]) -> None:
+        """Call what hears a socket, or an inbox, whenever it has something.
+
+        Raises ``Lost`` for a neighbour that has been silent for too long.
+        """
+        poller = zmq.Poller()
+        for source in hear:
+            poller.register(source, zmq.POLLIN)
+        beat = 0.0
+        while not self._over:
+            for ready, _ in poller.poll(int(BEAT_S * 500)):
+                hear[ready]()
+            self._go_on()
+            if time.monotonic() - beat >= BEAT_S:
+                beat = time.monotonic()
+                self._beat()
+            self._check_that_all_live()
+
+    def _go_on(self) -> None:
+        """Do what there is to do after each message."""
+
+    def _beat(self) -> None:
+        """Give all neighbours a sign of life."""
+        raise NotImplementedError
+
+    def _note(self, name: str) -> None:
+        if name in self._heard:
+            self._heard[name] = time.monotonic()
+
+    def _check_that_all_live(self) -> None:
+        now = time.monotonic()
+        for name, heard in self._heard.items():
+            if heard is None and now - self._begun > MEETING_S:
+                raise Lost(f"{name} did not come within {MEETING_S:g} s")
+            if heard is not None and now - heard > self._patience_s:
+                raise Lost(
+                    f"{name} has not been heard of for {self._patience_s:g} s: it has ended, or "
+                    "hangs"
+                )
+
+
+class Host(Role):
+    """A role that others connect to, each under its name."""
+
+    def __init__(self, listener: Listener, guests: Iterable[str], patience_s: float) -> None:
+        self._guests = frozenset(guests)
+        super().__init__(self._guests, patience_s)
+        self._listener = listener
+        self._socket = listener.socket
+        #: Guests that have come and not gone, those that are gone, and of them those that said so.
+        self._here: set[str] = set()
+        self._gone: set[str] = set()
+        self._left: set[str] = set()
+
+    def say(self, name: str, message: Message) -> None:
+        """Send to a guest, if it is here; its last words may wait unread when it is gone."""
+        if name not in self._here:
+            return
+        try:
+            send(self._socket, message, name)
+        except Lost:
+            self._part_from(name)  # which is answered nothing
+            while self._socket.poll(0):
+                self._hear_guest()
+            if name not in self._left:
+                raise
+
+    def abort(self, why: str) -> None:
+        """Tell the guests that are here why the run ends."""
+        for name in sorted(self._here):
+            with suppress(Lost):
+                send(self._socket, Message(Kind.ABORT, payload=why.encode()), name)
+
+    def _hear_guest(self) -> None:
+        name, *frames = self._socket.recv_multipart()
+        who = name.decode(errors="replace")
+        if who not in self._guests:
+            return  # has the run's key, and no business here
+        if who not in self._gone:
+            self._here.add(who)
+        self._note(who)
+        self._handle(who, frames)
+
+    def _handle(self, name: str, frames: Sequence[Any]) -> None:
+        raise NotImplementedError
+
+    def _let_leave(self, name: str) -> None:
+        """Expect nothing more of a guest, which has said goodbye."""
+        self._part_from(name)
+        self._left.add(name)
+        self._heard.pop(name, None)
+
+    def _part_from(self, name: str) -> None:
+        self._here.discard(name)
+        self._gone.add(name)

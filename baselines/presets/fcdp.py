@@ -7,18 +7,17 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 import fcdp
-from baselines.presets import codecs
-from baselines.pytorch.fsdp2 import FSDP2, mixed_precision
+from baselines import encoding
+from baselines.pytorch.fsdp2 import FSDP2, mixed_precision, offload_policy
 from baselines.settings import CacheSettings
 from baselines.strategy import CacheUse, Job, crossing_bytes, numel, trainable_parameters
 from fcdp.engine import engine_of
 from fcdp.unit import Unit
 
 
-def build(model: nn.Module, job: Job, offload_policy: OffloadPolicy = OffloadPolicy()) -> FCDP:
+def build(model: nn.Module, job: Job) -> FCDP:
     """Shard every block and the root, frozen and trainable parameters apart, and cache them."""
     settings = settings_of(job)
     if settings.why_not_run is not None:
@@ -29,13 +28,14 @@ def build(model: nn.Module, job: Job, offload_policy: OffloadPolicy = OffloadPol
         units=job.blocks,
         policy=settings.policy,
         mp_policy=mixed_precision(job.dtype),
-        offload_policy=offload_policy,
-        gather_codec=codecs.gather(settings.gather_codec),
-        reduce_codec=codecs.parse(settings.reduce_codec),
+        offload_policy=offload_policy(job),
+        gather_codec=encoding.gather(settings.gather_codec),
+        reduce_codec=encoding.parse(settings.reduce_codec),
         error_feedback=settings.error_feedback,
         adapters=settings.adapters,
     )
-    return FCDP(model, job, least_bytes(model, job))
+    made = Sched if job.schedule.cached_for == "step" else FCDP
+    return made(model, job, _least_bytes(model, job))
 
 
 def settings_of(job: Job) -> CacheSettings:
@@ -44,24 +44,20 @@ def settings_of(job: Job) -> CacheSettings:
     return job.settings
 
 
-def offload(model: nn.Module, job: Job) -> FCDP:
-    """ZeRO-Offload over this engine: ZeRO-3 whose shards and optimizer are on the CPU."""
-    return build(model, job, CPUOffloadPolicy(pin_memory=torch.accelerator.is_available()))
-
-
-def least_bytes(model: nn.Module, job: Job) -> float:
+def _least_bytes(model: nn.Module, job: Job) -> float:
     """Least bytes per step that this schedule must send from one node.
 
-    A cached unit crosses nodes once per step if it is trained, and not at all if it is frozen. One
-    that no tier has room for crosses for each gather of each micro-batch. Gradients cross once, or
-    with each micro-batch if they are not deferred. Replicated adapters cross twice: out in parts
-    and back as sums. Differences can be nothing at all where a cache holds what they are from.
+    A cached unit crosses nodes once per step if it is trained, and if it is frozen not at all, or
+    once where no entry outlives a step. One that no tier has room for crosses for each gather of
+    each micro-batch. Gradients cross once, or with each micro-batch if they are not deferred.
+    Replicated adapters cross twice: out in parts and back as sums. Differences can be nothing at
+    all where a cache holds what they are from.
     Call it after sharding.
     """
     engine, settings = engine_of(model), settings_of(job)
     gather_codec, reduce_codec = (
-        codecs.gather(settings.gather_codec),
-        codecs.parse(settings.reduce_codec),
+        encoding.gather(settings.gather_codec),
+        encoding.parse(settings.reduce_codec),
     )
     reductions = 1 if settings.exchanges == "hierarchical" else job.accumulation
     count = 0.0
@@ -69,6 +65,8 @@ def least_bytes(model: nn.Module, job: Job) -> float:
         gathers = 1 + unit.reuses - (not unit.trainable)
         cached = bool(engine.cache.placement.preferences[unit])
         crossings = unit.trainable if cached else gathers * job.accumulation
+        if cached and not unit.trainable and job.schedule.cached_for == "step":
+            count += crossing_bytes(numel(unit.params), job)
         if isinstance(gather_codec, fcdp.Delta):
             count += (not cached) * crossings * _crossing_bytes(unit, job, None)
         else:
@@ -159,28 +157,11 @@ class FCDP(FSDP2):
         return fcdp.ledger(self.model).host_cache_bytes
 
 
-def sched(model: nn.Module, job: Job) -> Sched:
+class Sched(FCDP):
     """The paper's FCDP-Sched alone, which does not tell frozen from trained parameters.
 
-    Frozen ones cross nodes each step too.
+    No entry outlives a step: every parameter counts as written by its optimizer.
     """
-    return Sched(build(model, job).model, job, _sched_bytes(model, job))
-
-
-def _sched_bytes(model: nn.Module, job: Job) -> float:
-    """Least bytes per step of FCDP, and frozen units once more where a tier keeps them."""
-    engine = engine_of(model)
-    frozen = [
-        unit
-        for unit in engine.units
-        if not unit.trainable and engine.cache.placement.preferences[unit]
-    ]
-    again = sum(crossing_bytes(numel(unit.params), job) for unit in frozen)
-    return least_bytes(model, job) + again
-
-
-class Sched(FCDP):
-    """FCDP's loop; no entry outlives a step: every parameter counts as written by its optimizer."""
 
     def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
         total = super().step(micro_batches)

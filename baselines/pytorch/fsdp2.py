@@ -1,4 +1,9 @@
-"""ZeRO-3 as PyTorch ships it: FSDP2 over all ranks; each gather and reduction crosses nodes."""
+"""ZeRO-3 as PyTorch ships it: FSDP2 over all ranks; each gather and reduction crosses nodes.
+
+Two schedules differ: parameters on the host (ZeRO-Offload), whose optimizer steps there too, and
+which on a CPU is FSDP2 itself; and a cache on the device (hpZ), where per micro-batch forward
+gathers across nodes and backward inside.
+"""
 
 from __future__ import annotations
 
@@ -18,40 +23,37 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
 
-from baselines.loop import Loop
 from baselines.strategy import (
     Job,
+    Trainable,
     crossing_bytes,
     make_optimizer,
     numel,
+    trainable_parameters,
     trained_numel,
     zero3_bytes,
 )
 
 
-def build(model: nn.Module, job: Job, offload_policy: OffloadPolicy = OffloadPolicy()) -> FSDP2:
+def build(model: nn.Module, job: Job) -> FSDP2:
     """Shard every block and the root over all ranks; each is a unit."""
-    closed_form = zero3_bytes(model, job)
-    shard_each(model, job, job.topology.mesh, offload_policy=offload_policy)
-    return FSDP2(model, job, closed_form)
-
-
-def offload(model: nn.Module, job: Job) -> FSDP2:
-    """ZeRO-Offload as PyTorch ships it: shards and optimizer stay in host memory.
-
-    ZeRO-3's schedule; the optimizer steps where the shards are. On a CPU it is FSDP2 itself.
-    """
-    return build(model, job, CPUOffloadPolicy(pin_memory=torch.accelerator.is_available()))
-
-
-def reshard(model: nn.Module, job: Job) -> FSDP2:
-    """hpZ as PyTorch ships it: per micro-batch forward gathers across nodes and backward inside."""
     topology = job.topology
+    if job.schedule.cache is None:
+        closed_form = zero3_bytes(model, job)
+        shard_each(model, job, topology.mesh, offload_policy=offload_policy(job))
+        return FSDP2(model, job, closed_form)
     moved = numel(model.parameters()) + trained_numel(model)
     closed_form = crossing_bytes(moved, job) * job.accumulation
     with _one_mesh_for_all():
         shard_each(model, job, topology.mesh, reshard_after_forward=topology.ranks_per_node)
     return FSDP2(model, job, closed_form)
+
+
+def offload_policy(job: Job) -> OffloadPolicy:
+    """Where shards wait, and the optimizer steps, by the schedule."""
+    if job.schedule.parameters == "device":
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
 
 
 @contextmanager
@@ -89,12 +91,12 @@ def mixed_precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
 
 
-class FSDP2(Loop):
+class FSDP2(Trainable):
     """The plain training loop: a reduction per micro-batch, then the optimizer's step."""
 
     def __init__(self, model: nn.Module, job: Job, closed_form_bytes: float) -> None:
         super().__init__(model, job, closed_form_bytes)
-        self.optimizer = make_optimizer(model, job)
+        self.optimizer = make_optimizer(trainable_parameters(model), job)
 
     def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
         total = torch.zeros((), device=micro_batches[0].device)

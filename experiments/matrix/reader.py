@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, StringConstraints, ValidationError
 
-from baselines import registry
+from baselines import encoding, registry
 from experiments.matrix.files import Sections, applied, explain, find
 from experiments.matrix.matrix import Matrix, MatrixCell
 from experiments.matrix.workloads import Workloads
@@ -302,12 +302,11 @@ class _Expansion:
             if self._cluster.can.start_processes and _simulated_only(setting, item):
                 raise ValueError(f"is for clusters of kind simulated, not {self._cluster.kind}")
             if setting in ("policy", "gather_codec", "reduce_codec"):
-                # These import torch, which most matrices need not wait for.
-                from baselines.presets import codecs
+                # Imports torch, which most matrices need not wait for.
                 from fcdp.cache import named
 
-                readers = {"policy": named.parse, "gather_codec": codecs.gather}
-                readers.get(setting, codecs.parse)(str(item))
+                readers = {"policy": named.parse, "gather_codec": encoding.gather}
+                readers.get(setting, encoding.parse)(str(item))
         except ValueError as error:
             self._file.fail(path, str(error))
         return item

@@ -1,22 +1,46 @@
-"""Sizes of what is quantised, against the library's codecs."""
+"""Codecs by name: what matrix files may say, and sizes against the library's codecs."""
 
 from __future__ import annotations
 
 import pytest
 
-from baselines.encoding import encoded_bytes
-from baselines.presets.codecs import parse
+import fcdp
+from baselines.encoding import encoded_bytes, gather, parse
+
+
+@pytest.mark.parametrize(
+    ("text", "codec"),
+    [
+        ("none", None),
+        ("int8", fcdp.BlockInt8()),
+        ("int4", fcdp.BlockInt4()),
+        ("int4(128)", fcdp.BlockInt4(128)),
+    ],
+)
+def test_names_stand_for_codecs(text: str, codec: fcdp.Codec | None) -> None:
+    assert parse(text) == codec
+
+
+@pytest.mark.parametrize("text", ["int2", "int8()", "int8(-1)", "int8(0)", ""])
+def test_anything_else_is_refused(text: str) -> None:
+    for read in (parse, lambda codec: encoded_bytes(codec, 1)):
+        with pytest.raises(ValueError, match="codec = .*: allowed are none, int8, int4"):
+            read(text)
+
+
+def test_gathers_may_tell_differences_and_reductions_not() -> None:
+    assert gather("delta") == fcdp.Delta()
+    assert gather("delta(always)") == fcdp.Delta("always")
+    assert gather("int4") == parse("int4")
+    with pytest.raises(ValueError, match="delta"):
+        gather("int2")
+    with pytest.raises(ValueError, match="codec = 'delta': allowed are none, int8"):
+        parse("delta")
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "int8(128)", "int4(7)"])
 @pytest.mark.parametrize("numel", [1, 63, 64, 257, 10**6 + 1])
-def test_bytes_are_the_library_s(codec: str, numel: int) -> None:
+def test_bytes_are_the_librarys(codec: str, numel: int) -> None:
     encoder = parse(codec)
     assert encoder is not None
     assert encoded_bytes(codec, numel) == encoder.encoded_bytes(numel)
-
-
-@pytest.mark.parametrize("codec", ["int2", "int8(0)", "none"])
-def test_other_codecs_are_refused(codec: str) -> None:
-    with pytest.raises(ValueError, match="allowed are none, int8, int4"):
-        encoded_bytes(codec, 1)

@@ -152,7 +152,7 @@ def test_every_strategy_has_the_same_optimizer() -> None:
     model = Model()
     model.requires_grad_(False)
     model.blocks[1].requires_grad_(True)
-    optimizer = strategy.make_optimizer(model, job(model.all_blocks))
+    optimizer = strategy.make_optimizer(strategy.trainable_parameters(model), job(model.all_blocks))
     (group,) = optimizer.param_groups
     assert type(optimizer) is torch.optim.AdamW
     assert [id(param) for param in group["params"]] == [id(model.blocks[1].weight)]

@@ -150,11 +150,11 @@ def train_as_measured(cell_file: str, output_directory: str) -> None:
     """The worker, set up as the project's first measurements were: see test_volume.py."""
     from unittest import mock
 
-    from baselines.deepspeed import variants
+    from baselines.deepspeed import configuration as made_by
     from experiments.worker import worker
     from simulation.transformer import ATTENTION
 
-    configuration = variants.configuration
+    configuration = made_by.configuration
 
     def nothing_kept_alive(*arguments: Any) -> dict[str, Any]:
         made = configuration(*arguments)
@@ -165,7 +165,7 @@ def train_as_measured(cell_file: str, output_directory: str) -> None:
 
     with (
         mock.patch.dict(ATTENTION, gpt2=["attn.c_attn"]),
-        mock.patch.object(variants, "configuration", nothing_kept_alive),
+        mock.patch.object(made_by, "configuration", nothing_kept_alive),
     ):
         worker.main(cell_file, output_directory)
 

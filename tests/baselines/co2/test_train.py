@@ -172,8 +172,8 @@ def _outer_states(training: Training) -> list[torch.Tensor]:
     for step in range(12):
         workers.step([next(own)])
         if step % 3 == 2:
-            told = workers.state_dict()
-            found.append(torch.cat((told["start"], told["momentum"])))
+            workers.settle()
+            found.append(torch.cat((workers._outer.start, workers._outer.momentum)))
     return found
 
 
@@ -183,53 +183,6 @@ def test_late_and_waited_for_differ(ranks: Pools) -> None:
     waited = ranks.run(2, starts, replace(training, late=False))[0]
     assert late[1].equal(late[0])
     assert not waited[1].equal(waited[0])
-
-
-@pytest.mark.parametrize(
-    "training",
-    [
-        Training(ALL, nodes=2, ranks_per_node=2),
-        Training(ALL.model_copy(update={"worker": "node"}), nodes=2, ranks_per_node=2),
-        Training(OVER_FCDP, nodes=4),
-        Training(OVER_FCDP.model_copy(update={"outer_on": "host"}), nodes=4),
-    ],
-    ids=["whole", "sharded", "over fcdp", "on the host"],
-)
-def test_a_resumed_run_goes_on_bit_for_bit(ranks: Pools, training: Training) -> None:
-    assert all(ranks.run(4, _resumed_equals, training, stop) for stop in (2, 6, 7))
-
-
-def _resumed_equals(training: Training, stop: int) -> bool:
-    trained, workers = made(training)
-    own = batches(workers.job.topology.rank)
-    for _ in range(stop):
-        workers.step([next(own)])
-    # Sharded parameters are saved as this rank's shards, which DCP would write.
-    state = {name: value.clone() for name, value in trained.state_dict().items()}
-    told = torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, workers.state_dict())
-    other, resumed = made(training)
-    other.load_state_dict(state)
-    resumed.load_state_dict(told)
-    for _ in range(8):
-        sequences = [next(own)]
-        mine, its = workers.step(sequences), resumed.step(sequences)
-        assert mine.equal(its)
-    workers.settle()
-    resumed.settle()
-    return flat(trained).equal(flat(other))
-
-
-def test_a_state_of_other_parameters_is_refused(ranks: Pools) -> None:
-    ranks.run(1, _refusals)
-
-
-def _refusals() -> None:
-    _, workers = made(Training(CO2Settings(interval=3, **PLAIN)))
-    state = workers.state_dict()
-    with pytest.raises(ValueError, match="start = 3 elements: allowed are 78"):
-        workers.load_state_dict({**state, "start": torch.zeros(3)})
-    with pytest.raises(ValueError, match="steps_done = 5: allowed are those below 3"):
-        workers.load_state_dict({**state, "steps_done": 5})
 
 
 def test_what_is_sent_is_not_what_is_trained(ranks: Pools) -> None:

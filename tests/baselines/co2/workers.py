@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from baselines.co2.train import LocalSteps, co2, local_sgd
+from baselines.co2.train import LocalSteps, build
+from baselines.schedule import CO2, LOCAL_SGD
 from baselines.settings import CO2Settings, LocalSGDSettings
 from baselines.strategy import Job
 from tests.fcdp.training import topology_of
@@ -83,9 +84,10 @@ def made(training: Training) -> tuple[nn.Sequential, LocalSteps]:
         micro_batch=2,
         accumulation=training.accumulation,
         settings=training.settings,
+        schedule=CO2 if training.late else LOCAL_SGD,
         loss=loss,
     )
-    return trained, (co2 if training.late else local_sgd)(trained, job)
+    return trained, build(trained, job)
 
 
 def flat(of: nn.Module) -> torch.Tensor:

@@ -9,7 +9,7 @@ import pytest
 
 from baselines.fuyou.blocks import Profile
 from baselines.fuyou.cost import Rates
-from baselines.fuyou.plan import Observed
+from baselines.fuyou.train import Observed
 from tests.baselines.fuyou.training import settings
 
 pytestmark = pytest.mark.unit

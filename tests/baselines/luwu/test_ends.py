@@ -36,14 +36,14 @@ _context = multiprocessing.get_context("forkserver")
 def _server(folder: Path, patience_s: float, said: Pipe) -> None:
     listener = Listener(KEYS, "127.0.0.1:0")
     said.send(listener.address)
-    _telling(partial(server.serve, listener, folder, patience_s), said)
+    _telling(server.Server(listener, folder, patience_s).serve, said)
 
 
 def _switch(to: str, workers: int, patience_s: float, said: Pipe) -> None:
     listener = Listener(KEYS, "127.0.0.1:0")
     said.send(listener.address)
     connection = Connection(KEYS, to, server.SWITCH)
-    _telling(partial(switch.serve, listener, connection, workers, patience_s), said)
+    _telling(switch.Switch(listener, connection, workers, patience_s).serve, said)
 
 
 def _worker(to: str, rank: int, workers: int, patience_s: float, steps: int, said: Pipe) -> None:

@@ -72,14 +72,14 @@ def switch(meeting: _Meeting) -> Switch:
     to_server = meeting.connect(SWITCH, "127.0.0.1:1")
     made = Switch(meeting.listener, to_server, 2, patience_s=30)
     for rank in range(2):
-        meeting.comes(worker_name(rank), made._hear_worker)
+        meeting.comes(worker_name(rank), made._hear_guest)
     return made
 
 
 def test_the_switch_reads_that_a_worker_left(meeting: _Meeting, switch: Switch) -> None:
     meeting.goes("worker 1", Message(Kind.LEAVE))
     switch._to_all(BEAT)
-    assert switch._left == {1}
+    assert switch._left == {"worker 1"}
 
 
 def test_the_switch_says_what_a_worker_left_without(meeting: _Meeting, switch: Switch) -> None:
@@ -107,14 +107,14 @@ def test_the_server_reads_why_the_switch_ended(
     meeting: _Meeting, tmp_path: Path, words: list[Message], error: str | None
 ) -> None:
     server = Server(meeting.listener, tmp_path, patience_s=30)
-    meeting.comes(SWITCH, server._receive)
+    meeting.comes(SWITCH, server._hear_guest)
     meeting.goes(SWITCH, *words)
     if error is None:
-        server.say(BEAT)
+        server._beat()
         assert server._over
     else:
         with pytest.raises(Lost, match=error):
-            server.say(BEAT)
+            server._beat()
 
 
 def test_last_words_are_not_answered(
@@ -122,7 +122,7 @@ def test_last_words_are_not_answered(
 ) -> None:
     """Each answer would be heard out in its turn, as deep as there are words."""
     server = Server(meeting.listener, tmp_path, patience_s=30)
-    meeting.comes(SWITCH, server._receive)
+    meeting.comes(SWITCH, server._hear_guest)
     meeting.goes(SWITCH, *[Message(Kind.COUNT)] * 9)
     said: list[Kind] = []
 
@@ -130,7 +130,7 @@ def test_last_words_are_not_answered(
         said.append(message.kind)
         send(socket, message, name)
 
-    monkeypatch.setattr("baselines.luwu.server.send", sending)
+    monkeypatch.setattr("baselines.luwu.wire.send", sending)
     with pytest.raises(Lost, match="switch is gone"):
-        server.say(BEAT)
+        server._beat()
     assert said == [Kind.BEAT]

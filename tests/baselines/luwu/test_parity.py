@@ -75,15 +75,6 @@ def test_a_run_goes_on_from_the_servers_files(tmp_path: Path) -> None:
     assert all(torch.equal(mine[name], values) for name, values in expected.items())
 
 
-def test_a_state_is_loaded_where_the_servers_files_have_its_step_alone(tmp_path: Path) -> None:
-    def check(worker: LuWu) -> None:
-        worker.load_state_dict(worker.state_dict())
-        with pytest.raises(ValueError, match="step = 1: allowed is 2"):
-            worker.load_state_dict({"step": 1})
-
-    trained(1, 2, tmp_path, then=check)
-
-
 def test_a_worker_holds_two_layers_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     most = []
     original = Port.release

@@ -59,8 +59,8 @@ def roles(workers: int, folder: Path, patience_s: float = 30.0) -> Iterator[Role
             made.errors[name] = error
 
     calls = {
-        "server": partial(server.serve, to_server, folder, patience_s),
-        "switch": partial(switch.serve, to_workers, connection, workers, patience_s),
+        "server": server.Server(to_server, folder, patience_s).serve,
+        "switch": switch.Switch(to_workers, connection, workers, patience_s).serve,
     }
     for name, call in calls.items():
         made.threads.append(threading.Thread(target=run, args=(name, call), daemon=True))
