@@ -17,7 +17,6 @@ ARITHMETIC = ("partition", "exchange", "reduce_scatter", "staleness", "codec", "
 TESTS: dict[str, tuple[str, ...]] = {
     "all_gather": ("test_streams.py", "test_gathering.py", "test_guard.py", "test_staleness.py"),
     "api": ("test_guard.py", "test_staleness.py"),
-    "breaking": ("failures/test_breaking.py",),
     "cache": ("cache", "test_streams.py", "test_guard.py", "test_staleness.py"),
     "checkpoint": ("test_async_save.py", "test_checkpoint.py"),
     "codec": ("test_codec.py", "test_api.py", "delta/test_economy.py", "test_encoded_reduce.py"),
