@@ -6,7 +6,7 @@ built from plain values, so that nothing from disk decides what runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,23 +28,13 @@ class Layout:
     """The files of a folder of shards, and where in them the chunks of each tensor lie."""
 
     files: dict[str, Checksum]
-    #: By key: data type, size and chunks.
-    tensors: dict[str, TensorStorageMetadata]
-    #: By key and offset of the chunk in its tensor.
-    places: dict[MetadataIndex, _StorageInfo]
+    #: As torch.distributed.checkpoint has it; nothing but tensors.
+    metadata: Metadata
 
-    @classmethod
-    def of(cls, metadata: Metadata, files: Mapping[str, Checksum]) -> Layout:
-        """Take over the description that torch.distributed.checkpoint made of a save."""
-        tensors = {}
-        for key, tensor in metadata.state_dict_metadata.items():
-            assert isinstance(tensor, TensorStorageMetadata), key
-            tensors[key] = tensor
-        return cls(dict(files), tensors, dict(metadata.storage_data))
-
-    def metadata(self, keys: Iterable[str]) -> Metadata:
-        """The description of ``keys`` as torch.distributed.checkpoint reads it."""
-        return Metadata({key: self.tensors[key] for key in keys}, storage_data=self.places)
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """Data type, size and chunks by key: ``TensorStorageMetadata``."""
+        return self.metadata.state_dict_metadata
 
     def plain(self) -> dict[str, Any]:
         """The same by dicts, strings, numbers and tensors; :meth:`from_plain` reverses it."""
@@ -70,7 +60,7 @@ class Layout:
         """A row per chunk: number of the file, offset, length; offsets and sizes in the tensor."""
         rows = []
         for chunk in tensor.chunks:
-            place = self.places[MetadataIndex(key, chunk.offsets)]
+            place = self.metadata.storage_data[MetadataIndex(key, chunk.offsets)]
             file = numbers[place.relative_path]
             rows.append([file, place.offset, place.length, *chunk.offsets, *chunk.sizes])
         return torch.tensor(rows, dtype=torch.int64, device="cpu")
@@ -83,18 +73,19 @@ class Layout:
             for file in plain["files"]
         }
         names = list(files)
-        tensors: dict[str, TensorStorageMetadata] = {}
-        places: dict[MetadataIndex, _StorageInfo] = {}
+        metadata = Metadata({}, storage_data={})
         for key, tensor in plain["tensors"].items():
             chunks = []
             for file, start, length, *rest in tensor["chunks"].tolist():
                 dimensions = len(rest) // 2
                 offsets, sizes = torch.Size(rest[:dimensions]), torch.Size(rest[dimensions:])
                 chunks.append(ChunkStorageMetadata(offsets, sizes))
-                places[MetadataIndex(key, offsets)] = _StorageInfo(names[file], start, length)
-            properties = TensorProperties(tensor["dtype"])
-            tensors[key] = TensorStorageMetadata(properties, torch.Size(tensor["size"]), chunks)
-        return cls(files, tensors, places)
+                place = _StorageInfo(names[file], start, length)
+                metadata.storage_data[MetadataIndex(key, offsets)] = place
+            metadata.state_dict_metadata[key] = TensorStorageMetadata(
+                TensorProperties(tensor["dtype"]), torch.Size(tensor["size"]), chunks
+            )
+        return cls(files, metadata)
 
 
 def inside(name: str) -> str:

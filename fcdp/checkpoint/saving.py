@@ -132,8 +132,8 @@ class _Writer(FileSystemWriter):
                 chunks.append(result)
         super().finish(metadata, [chunks])
         files[_METADATA] = self.fs.sums[_METADATA]
-        layout = Layout.of(metadata, files)
-        Commit(self.shards.name, layout, **self._state).write(self.shards.parent)
+        commit = Commit(self.shards.name, Layout(files, metadata), **self._state)
+        commit.write(self.shards.parent)
         for other in self.shards.parent.glob(f"{_SHARDS}*"):
             if other != self.shards:
                 shutil.rmtree(other, ignore_errors=True)
