@@ -9,16 +9,14 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fcdp.failure import Failures
 
-#: Makes gloo connect two ranks when they first exchange something (torch ≥ 2.8).
+#: Makes gloo connect two ranks when they first exchange something.
 _LAZY = "TORCH_GLOO_LAZY_INIT"
 #: Counts topologies, alike on all ranks that share one.
 _serial = itertools.count()
@@ -97,7 +95,7 @@ class Topology:
         FSDP2 shards over ``self.mesh`` what is distributed over such a mesh already.
         """
         shared = set(self.mesh.mesh.flatten().tolist()) & set(mesh.mesh.flatten().tolist())
-        return _root(mesh) == _root(self.mesh) and shared == {dist.get_rank()}
+        return mesh._get_root_mesh() == self.mesh._get_root_mesh() and shared == {dist.get_rank()}
 
     @classmethod
     def from_env(cls, device_type: str | None = None) -> Topology:
@@ -284,14 +282,6 @@ def _init_process_group(device_type: str) -> None:
 def _backends() -> dict[str, str]:
     """The default process group's backends by device type."""
     return dict(pair.split(":", 1) for pair in dist.get_backend_config().split(","))
-
-
-def _root(mesh: DeviceMesh) -> DeviceMesh:
-    if hasattr(mesh, "_get_root_mesh"):
-        return mesh._get_root_mesh()
-    resources: Any = device_mesh._mesh_resources  # torch 2.9
-    root: DeviceMesh = resources.get_root_mesh(mesh)
-    return root
 
 
 def _ranks_of(mesh: DeviceMesh) -> list[int]:
