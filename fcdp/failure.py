@@ -112,7 +112,7 @@ class Board:
 
 
 class Failures:
-    """What the ranks of ``groups`` know of each other's failures. Making one is not collective.
+    """Failures that the ranks of ``groups`` know of each other. Making one is not collective.
 
     ``groups`` are all that ``waiting`` exchanges over; the widest has all the ranks. ``name`` is
     alike on these ranks and used by no others.
@@ -135,7 +135,7 @@ class Failures:
         self._in_backward = False
         #: How many ``waiting`` and ``completing`` the main thread is in, one in another.
         self._depth = 0
-        #: What the caller of the forward was handling, by its id: it would keep tensors alive.
+        #: Error that the forward's caller was handling, by its id: it would keep tensors alive.
         self._handled = id(None)
         self._seen = -1
         self._looks = self._unanswered = 0

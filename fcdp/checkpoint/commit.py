@@ -25,12 +25,12 @@ _FORMAT = 2
 
 @dataclass(frozen=True)
 class Commit:
-    """What ``state.pt`` says."""
+    """Contents of ``state.pt``."""
 
     #: Name of the folder of shards.
     shards: str
     layout: Layout
-    #: What the model's state dict holds beside tensors.
+    #: Entries of the model's state dict that are no tensors.
     model: dict[str, Any]
     optimizer: SavedOptimizer
     extra: Any

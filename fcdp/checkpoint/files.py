@@ -81,7 +81,7 @@ class _SummedFile(io.BufferedWriter):
     def __init__(self, path: Path, checksum: Checksum) -> None:
         super().__init__(io.FileIO(path, "w"))
         self._checksum = checksum
-        #: What went wrong, for callers between which and here it is lost.
+        #: Error of a write, which torch.save loses on its way to the caller.
         self.failure: OSError | None = None
 
     def write(self, data: Any) -> int:
@@ -106,8 +106,8 @@ def check_files(folder: Path, sums: Mapping[str, Checksum], part: int, parts: in
     mine = blocks[part * len(blocks) // parts : (part + 1) * len(blocks) // parts]
     damage: dict[str, str] = {}
     with ThreadPoolExecutor(_READERS) as readers:
-        found = readers.map(lambda at: _damage(folder / at[0], sums[at[0]], at[1]), mine)
-        for (name, _), what in zip(mine, found, strict=True):
+        results = readers.map(lambda at: _damage(folder / at[0], sums[at[0]], at[1]), mine)
+        for (name, _), what in zip(mine, results, strict=True):
             if what is not None:
                 damage.setdefault(name, what)
     if damage:
@@ -121,11 +121,11 @@ def _damage(path: Path, expected: Checksum, block: int) -> str | None:
     start = block * BLOCK
     end = min(start + BLOCK, expected.size)
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
             return "is not a regular file"
-        if found.st_size != expected.size:
-            return f"has {found.st_size} bytes; must have {expected.size}, as saved"
+        if status.st_size != expected.size:
+            return f"has {status.st_size} bytes; must have {expected.size}, as saved"
         with path.open("rb") as file:
             file.seek(start)
             crc = zlib.crc32(file.read(end - start))

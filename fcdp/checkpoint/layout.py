@@ -1,4 +1,4 @@
-"""What lies where in a folder of shards, described by plain values and tensors alone.
+"""Places of tensors in a folder of shards, described by plain values and tensors alone.
 
 torch.distributed.checkpoint describes it by objects of its own, which it pickles. Here they are
 built from plain values, so that nothing from disk decides what runs.

@@ -101,7 +101,7 @@ class _Reader(FileSystemReader):
 
 @dataclass(frozen=True)
 class _Plan:
-    """What to read, and where it goes."""
+    """Tensors and state to read, and where they go."""
 
     commit: Commit
     #: By key in the shards; filled in place.
@@ -123,9 +123,9 @@ def _plan(model: nn.Module, optimizer: Optimizer, commit: Commit) -> _Plan:
     check_same_kind(optimizer, saved)
     groups = groups_of(optimizer, params)
     check_same_groups(groups, saved.param_groups)
-    for name, kept in saved.state.items():
-        for entry in kept:
+    for name, state in saved.state.items():
+        for entry in state:
             key = f"optimizer.{name}.{entry}"
             if key in metadata:
-                kept[entry] = tensors[key] = empty(metadata[key], params[name])
+                state[entry] = tensors[key] = empty(metadata[key], params[name])
     return _Plan(commit, tensors, whole, numbered(groups, saved))
