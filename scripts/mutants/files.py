@@ -28,6 +28,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "test_streams.py",
         "test_replicas.py",
     ),
+    "failure": ("failures/test_breaking.py",),
     "gathering": ("test_gathering.py", "test_streams.py", "test_staleness.py"),
     "guard": ("test_guard.py", "test_unseen_writes.py", "test_streams.py"),
     "in_flight": ("test_in_flight.py", "test_in_flight_wired.py"),
