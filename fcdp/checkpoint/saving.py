@@ -24,10 +24,9 @@ from torch.optim import Optimizer
 
 from fcdp.agreement import on_all_ranks
 from fcdp.checkpoint.background import background_of
-from fcdp.checkpoint.commit import Commit, SavedOptimizer, copied
+from fcdp.checkpoint.commit import Commit, Layout, SavedOptimizer, copied
 from fcdp.checkpoint.contents import check_layout, groups_of, kind_of, names_of, split
 from fcdp.checkpoint.files import Checksum, SummingFileSystem
-from fcdp.checkpoint.layout import Layout
 from fcdp.engine import engine_of
 
 _SHARDS = "shards-"
