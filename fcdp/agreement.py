@@ -1,4 +1,4 @@
-"""What all ranks do or none: one that fails must not leave others waiting."""
+"""Steps that all ranks take or none: one that fails must not leave others waiting."""
 
 from __future__ import annotations
 

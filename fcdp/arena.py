@@ -26,7 +26,7 @@ _MPOL_PREFERRED = 1
 #: NaN in float16, bfloat16 and float32 alike.
 POISON = 0xFF
 
-#: What is asked of the kernel for an arena, before its first page exists.
+#: Advice to the kernel on an arena, before its first page exists.
 _ADVICE = (
     # DataLoader forks its workers. A fork makes private pages copy-on-write in the parent too: the
     # parent's next write would move a page elsewhere while the GPU goes on reading and writing the
@@ -72,7 +72,7 @@ class Arena:
 
 
 def aligned(nbytes: int) -> int:
-    """What ``nbytes`` take in an arena."""
+    """Bytes that ``nbytes`` take in an arena: whole pages."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 

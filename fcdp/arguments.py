@@ -1,4 +1,4 @@
-"""What users pass, checked before anything is sharded: the field, the value, what is allowed."""
+"""Arguments of users, checked before anything is sharded: the field, the value, what is allowed."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def policy_of(policy: Any) -> CachePolicy:
             f"policy = {_shown(policy)}: must be a policy such as fcdp.HostCache(), or a name: "
             f"{', '.join(named.FORMS)}"
         )
-    found: CachePolicy = policy
-    return found
+    checked: CachePolicy = policy
+    return checked
 
 
 def blocks_of(model: nn.Module, units: Any) -> list[nn.Module]:

@@ -51,10 +51,10 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
         if sum(stack.numel for stack in alike) >= _SHARE * total:
             return [module for stack in alike for module in stack.modules]
     if stacks:
-        found = ", ".join(map(str, stacks[:_NAMED]))
+        named = ", ".join(map(str, stacks[:_NAMED]))
         raise ValueError(
             f"units: {type(model).__name__} has several lists of modules that may be its blocks: "
-            f"{found}; pass the modules to gather one at a time, such as "
+            f"{named}; pass the modules to gather one at a time, such as "
             f"units=model.{stacks[0].name}"
         )
     raise ValueError(

@@ -40,8 +40,9 @@ class Ledger:
         misses: Gathers that crossed nodes.
         host_cache_bytes: Host memory that this rank's cache holds; page-locked on CUDA.
         device_cache_bytes: Device memory that it holds.
-        host_partials_bytes: The host arena of partial gradients.
-        pending_bytes: Partial gradients in device memory that wait for the last micro-batch.
+        host_partials_bytes: The host arena of partial gradients (``partial_gradients="host"``).
+        pending_bytes: Partial gradients in device memory that wait for the last micro-batch
+            (``fcdp.accumulate``).
         peak_pending_bytes: The most of these since ``reset``.
         residual_bytes: What error feedback keeps of reductions, in device memory.
 
@@ -51,23 +52,16 @@ class Ledger:
          2 hits, 2 misses)
     """
 
-    #: ``bytes[link][phase]``
     bytes: dict[Link, dict[Phase, int]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(int))
     )
-    #: Gathers served from the cache, and gathers that crossed nodes.
     hits: int = 0
     misses: int = 0
-    #: Memory that this rank's cache holds, in bytes; on the host page-locked on CUDA.
     host_cache_bytes: int = 0
     device_cache_bytes: int = 0
-    #: The host arena of partial gradients (``partial_gradients="host"``), in bytes.
     host_partials_bytes: int = 0
-    #: Partial gradients that wait for the last micro-batch (``fcdp.accumulate``), in bytes of
-    #: device memory, and their peak.
     pending_bytes: int = 0
     peak_pending_bytes: int = 0
-    #: What error feedback keeps of reductions for the next ones, in bytes of device memory.
     residual_bytes: int = 0
 
     def __repr__(self) -> str:

@@ -217,9 +217,9 @@ def _without_adapters(state: Mapping[str, Any], peft_model: Any) -> dict[str, An
     base = peft_model.get_base_model()
     root = next(name for name, module in peft_model.named_modules() if module is base)
     added = (getattr(peft_model.base_model, "prefix", "modules_to_save"), "modules_to_save")
-    kept: dict[str, Any] = {}
+    plain: dict[str, Any] = {}
     for name, value in state.items():
         parts = name.removeprefix(f"{root}.").split(".")
         if name.startswith(f"{root}.") and not any(part.startswith(added) for part in parts):
-            kept[".".join(p for p in parts if p not in ("base_layer", "original_module"))] = value
-    return kept
+            plain[".".join(p for p in parts if p not in ("base_layer", "original_module"))] = value
+    return plain

@@ -5,10 +5,10 @@ announces its error in the process group's store. A thread on each rank looks th
 thread has waited for longer than a second, and breaks the process groups under a wait that cannot
 end: the main thread raises :class:`RankFailed`, which names the rank that failed first.
 
-What cannot end is decided by counts that are alike on all ranks: the pass (one forward of the root
-model and all that follows until the next) and the exchanges in it. Whoever has entered more of them
-than the failed rank completed waits in vain. Where all ranks raise alike, as out of memory, none
-has; all of them may catch the error and go on.
+What cannot end is decided by counts that are alike on all ranks: the exchanges so far. Whoever has
+entered more of them than the failed rank completed waits in vain. Where all ranks raise at the same
+exchange, as out of memory, none has; all of them may catch the error and go on. One that catches an
+error of its own alone ends the job with its next pass.
 
 On CUDA the main thread seldom waits for an exchange: the device does. The thread therefore looks
 every few seconds and aborts the groups, the device runs on with whatever its buffers hold, and
@@ -22,25 +22,28 @@ those, as without this module.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import json
+import os
 import sys
 import threading
 import time
+import weakref
 import zlib
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from fcdp.board import Announcement, Board, served_here
-from fcdp.breaking import backends_of, break_all, is_gloo
-from fcdp.watcher import watch
+from fcdp.counts import in_backward
 
-#: Ranks per further second between looks. 512 ranks that all wait ask the store a thousand
-#: questions per second; it answers fifty thousand.
-RANKS_PER_POLL = 256
+#: Seconds between two looks of the thread; a wait that takes two of them is a long one.
+POLL_S = 1.0
 #: A rank that does not wait looks less often by this factor, and only on an accelerator.
 IDLE_POLLS = 5
 #: Looks at a store that does not answer, before it counts as lost.
@@ -55,16 +58,61 @@ ROLL_CALL_S = 600.0
 TEXT_LIMIT = 300
 
 _FINAL = "final"
-_ROLL_CALL = "roll call"
 _LOST = "the process group's store does not answer; rank 0 was lost?"
+_STORE_TIMEOUT = timedelta(seconds=20)
+#: Exchanges use no tags so large. Consecutive ones go by the interfaces in turn.
+_UNUSED_TAG = 1 << 20
 
 
 class RankFailed(RuntimeError):
     """An exchange cannot end, or ended in an error, because another rank failed."""
 
 
+class Announcement(NamedTuple):
+    """The failure of one rank, as the others read it."""
+
+    text: str
+    #: Exchanges that the failed rank completed, the fewest of several failed ones; −1 where it will
+    #: never take part in one again.
+    exchanges: int
+
+
+class Board:
+    """Announcements of a set of ranks, in the process group's store; raises where that is lost."""
+
+    def __init__(self, name: str) -> None:
+        # A connection of its own: another thread may block for minutes on the first one. It is made
+        # now: a lost store is called for minutes.
+        store: Any = _get_default_store()
+        store = store.clone()
+        store.set_timeout(_STORE_TIMEOUT)
+        self._store: Any = PrefixStore(f"fcdp/failures/{name}", store)
+
+    def put(self, key: str, announced: Announcement) -> str:
+        """Keep the first text and the fewest exchanges under ``key``; returns that text."""
+        value = self._store.compare_set(key, "", json.dumps(announced))
+        while (there := Announcement(*json.loads(value))).exchanges > announced.exchanges:
+            lower = json.dumps(there._replace(exchanges=announced.exchanges))
+            value = self._store.compare_set(key, value.decode(), lower)
+        return there.text
+
+    def read(self, key: str) -> Announcement | None:
+        """Announcement under ``key``; never waits for it."""
+        if not self._store.check([key]):
+            return None
+        return Announcement(*json.loads(self._store.get(key)))
+
+    def sign(self, key: str) -> None:
+        """Count this rank under ``key``; once per rank."""
+        self._store.add(f"{key}/signed", 1)
+
+    def signed(self, key: str) -> int:
+        """Number of ranks that have signed ``key``."""
+        return int(self._store.add(f"{key}/signed", 0))
+
+
 class Failures:
-    """What the ranks of ``groups`` know of each other's failures. Making one is not collective.
+    """Failures that the ranks of ``groups`` know of each other. Making one is not collective.
 
     ``groups`` are all that ``waiting`` exchanges over; the widest has all the ranks. ``name`` is
     alike on these ranks and used by no others.
@@ -73,51 +121,40 @@ class Failures:
     def __init__(self, name: str, groups: Sequence[dist.ProcessGroup]) -> None:
         self._ranks = max(group.size() for group in groups)
         self._backends = [backend for group in groups for backend in backends_of(group)]
-        #: Whether there is nobody to tell.
-        self._alone = self._ranks == 1
-        self._on_accelerator = not all(map(is_gloo, self._backends))
-        self._board = Board(name)
+        self._on_accelerator = not all(map(_is_gloo, self._backends))
+        #: ``None``: there is nobody to tell, or nowhere, as where the process group is a fake.
+        self._board: Board | None = None
         #: Why nothing can be exchanged any more.
         self._over: str | None = None
-        self._pass = 0
-        #: Exchanges of this pass that this rank has entered, and of the pass before, which a
-        #: device may still be at.
-        self._exchanges = self._before = 0
-        #: Held while a pass becomes the one before: the thread looks at both.
-        self._moving = threading.Lock()
-        #: Exchanges that this rank had entered when this pass failed here, if it did.
-        self._failed_at: int | None = None
-        #: Whether the pass before failed here.
-        self._forgiven = False
+        #: Exchanges that this rank has entered, but for those after a failure in the same pass.
+        self._exchanges = 0
+        #: Passes that have failed here before; each has announcements of its own.
+        self._failed = 0
+        #: Whether the pass under way has failed here.
+        self._failing = False
         self._in_backward = False
         #: How many ``waiting`` and ``completing`` the main thread is in, one in another.
         self._depth = 0
-        self._completing = False
-        #: What the caller of the forward was handling, by its id: it would keep tensors alive.
+        #: Error that the forward's caller was handling, by its id: it would keep tensors alive.
         self._handled = id(None)
-        self._seen = (0, 0)
+        self._seen = -1
         self._looks = self._unanswered = 0
-        self._answered = -1
+        if self._ranks > 1:
+            with contextlib.suppress(Exception):  # the store of a fake process group
+                self._board = Board(name)
+                watch(self)
 
     def begins(self) -> None:
-        """Count a pass: the root model's forward begins. Alike on all ranks.
+        """Begin a pass: the root model's forward does, or what is called in its stead.
 
         After a failure of this rank, it begins once all ranks have left the one that failed.
         """
         if self._over is not None:
             raise RankFailed(self._over)
         self._notice_dead_backward()
-        failed = self._failed_at is not None
-        if failed:
+        if self._failing:
             self._call_roll()
-        with self._moving:
-            self._before = 0 if failed else self._exchanges
-            self._forgiven = failed
-            self._exchanges, self._failed_at = 0, None
-            self._pass += 1
         self._handled = id(sys.exc_info()[1])
-        if self._pass == 1 and not self._alone:
-            self._begin_to_look()
 
     def backward_runs(self) -> None:
         """Note that a backward is under way. Call it inside, as often as is convenient.
@@ -125,7 +162,7 @@ class Failures:
         PyTorch has no hook for a backward that raises: the next exchange announces it, or the next
         pass.
         """
-        if not self._in_backward and _backward_is_here():
+        if not self._in_backward and in_backward():
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
 
@@ -133,19 +170,14 @@ class Failures:
         self._in_backward = False
 
     def _notice_dead_backward(self) -> None:
-        if self._in_backward and not _backward_is_here():
+        if self._in_backward and not in_backward():
             self._in_backward = False
             self.announce(RuntimeError("a backward did not end; it raised an error of its own"))
 
     @property
-    def place(self) -> int | None:
-        """16 bits that tell which exchange of which pass comes next; alike on all ranks.
-
-        ``None`` after a pass that failed here: all have left it, each where it was.
-        """
-        if self._forgiven:
-            return None
-        return zlib.crc32(f"{self._pass} {self._before} {self._exchanges}".encode()) & 0xFFFF
+    def place(self) -> int:
+        """16 bits that tell which exchange comes next, after which failures; alike on all ranks."""
+        return zlib.crc32(f"{self._failed} {self._exchanges}".encode()) & 0xFFFF
 
     def raise_out_of_step(self) -> NoReturn:
         """End what all ranks do together: some have left out exchanges that others were in."""
@@ -153,10 +185,7 @@ class Failures:
             "ranks are not at the same exchange: one has left some out, as by an error that it "
             "alone raised and caught; go on from the last checkpoint"
         )
-        with contextlib.suppress(Exception):
-            reason = self._give_up(reason)
-        self._end(reason)
-        raise RankFailed(reason)
+        raise RankFailed(self._end(reason))
 
     def forward_ends(self) -> None:
         """Announce the error that ends the forward, if one does: for an ``always_call`` hook.
@@ -173,10 +202,9 @@ class Failures:
 
         ``final``: it will not come back, and whoever waits for it waits in vain.
         """
-        if self._alone:
+        if self._board is None:
             return
-        if self._failed_at is None:
-            self._failed_at = self._exchanges
+        self._failing = True
         with contextlib.suppress(Exception):  # the error that is announced is what matters
             text = str(error)
             if not isinstance(error, RankFailed):
@@ -184,7 +212,7 @@ class Failures:
             if final:
                 self._give_up(text)
             else:
-                self._board.put(str(self._pass), Announcement(text, self._exchanges))
+                self._board.put(str(self._failed), Announcement(text, self._exchanges))
 
     def waiting(self) -> Failures:
         """Wrap what issues exchanges or waits for them: ``with failures.waiting(): ...``.
@@ -197,7 +225,8 @@ class Failures:
     def __enter__(self) -> None:
         if self._over is not None or self._in_backward:
             self._check()
-        self._exchanges += 1
+        if not self._failing:
+            self._exchanges += 1
         self._depth += 1
 
     def __exit__(
@@ -208,7 +237,8 @@ class Failures:
     ) -> None:
         self._depth -= 1
         if error is not None:
-            self._exchanges -= 1  # entered, not completed
+            if not self._failing:
+                self._exchanges -= 1  # entered, not completed
             self._explain(error)
 
     @contextlib.contextmanager
@@ -218,14 +248,14 @@ class Failures:
         Ranks may enter it at different times, or in a pass that has failed here.
         """
         self._check()
-        self._depth, self._completing = self._depth + 1, True
+        self._depth += 1
         try:
             yield
         except BaseException as error:
             self._explain(error)
             raise
         finally:
-            self._depth, self._completing = self._depth - 1, False
+            self._depth -= 1
 
     def _check(self) -> None:
         if self._over is not None:
@@ -234,130 +264,211 @@ class Failures:
 
     def look(self) -> None:
         """Break the groups if their exchanges cannot end. The thread calls it every second."""
-        self._looks += 1
-        stride = 1 + self._ranks // RANKS_PER_POLL
-        if self._looks % stride or self._over is not None:
+        if self._board is None or self._over is not None:
             return
-        now = (self._pass, self._exchanges)
-        stuck = self._depth > 0 and now == self._seen
-        self._seen = now
-        if stuck or (self._on_accelerator and not self._looks % (stride * IDLE_POLLS)):
-            reason = self._hopeless(stuck)
-            if reason is not None:
-                with contextlib.suppress(Exception):
-                    reason = self._give_up(reason)
-                self._end(reason)
+        # Before the number of failures is read, as a pass after one counts that first.
+        reached = self._exchanges
+        stuck = self._depth > 0 and reached == self._seen
+        self._seen = reached
+        self._looks += 1
+        if not stuck:
+            self._unanswered = 0
+            if not self._on_accelerator or self._looks % IDLE_POLLS:
+                return
+        try:
+            announced = self._board.read(_FINAL) or self._board.read(str(self._failed))
+        except Exception as error:
+            # A rank that does not wait may as well see the store closed at the end of training.
+            self._unanswered += stuck
+            if self._unanswered >= PATIENCE:
+                self._end(f"{_LOST} {_brief(error)}")
         else:
             self._unanswered = 0
+            if announced is not None and announced.exchanges < reached:
+                self._end(announced.text)
 
     def linger(self) -> None:
         """Keep the store up until the others have read why this process ends."""
         until = time.monotonic() + LINGER_S
         with contextlib.suppress(Exception):
-            while served_here() and self._board.signed(_FINAL) < self._ranks:
+            assert self._board is not None
+            while _store_is_served_here() and self._board.signed(_FINAL) < self._ranks:
                 if time.monotonic() > until:
                     return
                 time.sleep(PAUSE_S)
-
-    def _begin_to_look(self) -> None:
-        try:
-            self._board.open()
-        except Exception:  # the store of a fake process group
-            self._alone = True
-        else:
-            watch(self)
 
     def _call_roll(self) -> None:
         """Wait until no rank is in the pass in which this one failed.
 
         Were any, this rank's next exchange would be taken for the one that it left out.
         """
-        key = str(self._pass)
+        key = str(self._failed)
         until = time.monotonic() + ROLL_CALL_S
+        assert self._board is not None
         try:
-            self._answered = self._pass
-            self._board.write(_ROLL_CALL, self._pass)
             self._board.sign(key)
             while self._board.signed(key) < self._ranks and self._over is None:
                 if final := self._board.read(_FINAL):
-                    self._end(self._give_up(final.text))
+                    self._end(final.text)
                 elif time.monotonic() > until:
-                    self._end(self._give_up(f"some ranks did not leave pass {key}, which failed"))
+                    here = f"rank {dist.get_rank()}"
+                    self._end(f"some ranks did not leave the pass that failed on {here}")
                 time.sleep(PAUSE_S)
         except Exception as error:
             self._end(f"{_LOST} {_brief(error)}")
         if self._over is not None:
             raise RankFailed(self._over)
-
-    def _answer_roll(self) -> None:
-        called = self._board.number(_ROLL_CALL)
-        if called is not None and self._answered < called < self._pass:
-            self._answered = called
-            self._board.sign(str(called))
-
-    def _hopeless(self, stuck: bool) -> str | None:
-        """Why this rank's exchanges cannot end, if so."""
-        try:
-            reason = self._others_failure()
-            self._answer_roll()
-        except Exception as error:
-            # A rank that does not wait may as well see the store closed at the end of training.
-            self._unanswered += stuck
-            return f"{_LOST} {_brief(error)}" if self._unanswered >= PATIENCE else None
-        self._unanswered = 0
-        return reason
-
-    def _others_failure(self) -> str | None:
-        if final := self._board.read(_FINAL):
-            return final.text
-        with self._moving:
-            reached = self._exchanges
-            if self._failed_at is not None:
-                # What it left in flight may wait for a rank that failed before it got there.
-                reached = self._failed_at if self._completing else 0
-            passes = ((self._pass, reached), (self._pass - 1, self._before))
-        for number, exchanges in passes:
-            announced = self._board.read(str(number)) if exchanges else None
-            if announced is not None and announced.exchanges < exchanges:
-                return announced.text
-        return None
+        self._failed += 1
+        self._failing = False
 
     def _explain(self, error: BaseException) -> None:
         """Raise the reason for a transport's error; return if it is none."""
         others = RankFailed | torch.OutOfMemoryError
         if not isinstance(error, RuntimeError) or isinstance(error, others):
             return
-        if self._over is None:
+        reason = self._over
+        if reason is None:
             reason = (
                 f"rank {dist.get_rank()} could not exchange with another rank, and no rank has "
                 "reported an error: one was killed (by its host for lack of memory?), was cut "
                 f"off, or took longer than the group's time-out; {_brief(error)}"
             )
             try:
-                known = self._board.read(_FINAL) or self._board.read(str(self._pass))
-                reason = self._give_up(known.text if known else reason)
+                assert self._board is not None
+                known = self._board.read(_FINAL) or self._board.read(str(self._failed))
+                reason = known.text if known else reason
             except Exception:
                 reason += f"; {_LOST}"
-            self._end(reason)  # for whoever waits for this rank
-        raise RankFailed(self._over) from error
+            reason = self._end(reason)  # for whoever waits for this rank
+        raise RankFailed(reason) from error
 
     def _give_up(self, reason: str) -> str:
         """Tell the others that this rank exchanges no more; returns the first such reason."""
-        reason = self._board.put(_FINAL, Announcement(reason, 0))
+        assert self._board is not None
+        reason = self._board.put(_FINAL, Announcement(reason, -1))
         self._board.sign(_FINAL)
         return reason
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: str) -> str:
+        """Break what waits here, and tell the others; returns the first reason of any rank."""
+        with contextlib.suppress(Exception):
+            reason = self._give_up(reason)
         self._over = reason  # before the main thread sees what breaking does
         break_all(self._backends)
-
-
-def _backward_is_here() -> bool:
-    """Whether this thread is in the midst of a backward."""
-    return bool(torch._C._current_graph_task_id() != -1)
+        return reason
 
 
 def _brief(error: BaseException) -> str:
     """Type and text of an error, on one line."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= TEXT_LIMIT else text[: TEXT_LIMIT - 1] + "…"
+
+
+def _store_is_served_here() -> bool:
+    """Whether the default store ends with this process."""
+    store = _get_default_store()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    # Files and memory have no server.
+    return dist.get_rank() == 0 and hasattr(store, "port") and not by_torchrun
+
+
+# The thread that looks after waits, and the hook that sees the process end: one per process.
+
+_watched: weakref.WeakSet[Failures] = weakref.WeakSet()
+_lock = threading.Lock()
+_stop = threading.Event()
+_thread: threading.Thread | None = None
+_previous_hook: Any = None
+_process = 0
+
+
+def watch(failures: Failures) -> None:
+    """Have the process's one thread look after ``failures``, for as long as they live."""
+    global _thread, _previous_hook, _process
+    with _lock:
+        _watched.add(failures)
+        if _thread is None:
+            _process = os.getpid()
+            _previous_hook, sys.excepthook = sys.excepthook, _announce_final
+            _thread = threading.Thread(target=_keep_looking, name="fcdp failures", daemon=True)
+            _thread.start()
+            atexit.register(_stop_looking)
+
+
+def _keep_looking() -> None:
+    while not _stop.wait(POLL_S):
+        _look_once()
+
+
+def _look_once() -> None:
+    with _lock:
+        watched = list(_watched)
+    for failures in watched:
+        failures.look()
+
+
+def _stop_looking() -> None:
+    """End the thread before the interpreter: inside of the store's code it could not be."""
+    _stop.set()
+    if _thread is not None:
+        _thread.join(timeout=POLL_S)
+
+
+def _announce_final(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Announce an error that nobody caught, wherever in this process's main thread."""
+    watched = list(_watched) if os.getpid() == _process else []  # not in a fork
+    for failures in watched:
+        failures.announce(error, final=True)
+    _previous_hook(kind, error, trace)
+    if isinstance(error, Exception):  # a user who interrupts is not kept waiting
+        for failures in watched:
+            failures.linger()
+
+
+# Ending exchanges under way, from another thread than the one that waits for them.
+
+
+def backends_of(group: dist.ProcessGroup) -> list[Any]:
+    """Backends of the group, which may have one for CUDA tensors and another for the CPU's."""
+    backends = (group._get_backend(device) for device in group._device_types)
+    return list({id(backend): backend for backend in backends}.values())
+
+
+def break_all(backends: Sequence[Any]) -> None:
+    """End whatever waits for these backends, with an error: they cannot be used afterwards."""
+    for backend in filter(_is_gloo, backends):
+        _break_gloo(backend)
+    others = [backend for backend in backends if not _is_gloo(backend)]
+    # NCCL aborts all of its communicators at once: one could wait for another.
+    whole = [backend for backend in others[:1] if hasattr(backend, "_group_start")]
+    for backend in whole:
+        backend._group_start()
+    for backend in others:
+        with contextlib.suppress(Exception):
+            backend.abort()
+    for backend in whole:
+        backend._group_end()
+
+
+def _is_gloo(backend: Any) -> bool:
+    """Whether the host waits for this backend's exchanges."""
+    return bool(backend.name() == "gloo")
+
+
+def _break_gloo(backend: Any) -> None:
+    """Close all connections of a gloo backend, which knows no abort.
+
+    A receive that times out does so, under whoever waits for the others.
+    """
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "").count(",") + 1
+    for tag in range(_UNUSED_TAG, _UNUSED_TAG + interfaces):
+        for peer in range(backend.size()):
+            # One whose connection is closed already fails at once, and closes no others.
+            with contextlib.suppress(RuntimeError):
+                if peer != backend.rank():
+                    nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+                    backend.recv([nothing], peer, tag).wait(timedelta(milliseconds=1))

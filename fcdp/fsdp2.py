@@ -53,6 +53,8 @@ def _of(kind: type, *names: str) -> attrgetter[Any]:
 
 _of(FSDPModule, "_get_fsdp_state")
 _of(FSDPState, "_state_ctx", "_fsdp_param_group", "_training_state", "_modules")
+_of(FSDPState, "_auto_reshard_after_forward")
+_of(FSDPParamGroup, "reduce_scatter_max_input_buffers")
 _of(FSDPStateContext, "iter_forward_root")
 
 
@@ -70,7 +72,7 @@ def param_groups(module: FSDPModule) -> list[Any]:
 
 def keeps_root(module: FSDPModule) -> bool:
     """Whether FSDP2 keeps what the module holds itself gathered after forward, as a root."""
-    return bool(getattr(state(module), "_auto_reshard_after_forward", True))  # older ones do
+    return bool(state(module)._auto_reshard_after_forward)
 
 
 def outermost(module: FSDPModule) -> Any:
@@ -168,8 +170,8 @@ def forget_gather(group: Any) -> None:
 
 
 def has_one_reduce_buffer(group: Any) -> bool:
-    """Whether a reduction waits for that of the group before; torch < 2.12 has no such limit."""
-    return getattr(group, "reduce_scatter_max_input_buffers", None) == 1
+    """Whether a reduction waits for that of the group before."""
+    return bool(group.reduce_scatter_max_input_buffers == 1)
 
 
 def with_gradients(group: Any) -> set[Any]:

@@ -75,10 +75,10 @@ class Generations:
         self._error: BaseException | None = None
         self._changed = threading.Condition()
         path = folder / STATE
-        found = path.stat().st_size if path.exists() else None
+        size = path.stat().st_size if path.exists() else None
         self.file = direct_io.open_alone(path, field, direct=direct)
         try:
-            self._resume(path, found)
+            self._resume(path, size)
             direct_io.reserve(self.file, 0, self.end + more, path, field)
         except BaseException:
             self.close()
@@ -137,9 +137,9 @@ class Generations:
             assert not self._left, f"not written: {self._left} regions"
             assert step == self._step + 1
             sums = self._sums | self._next
-            said = {"format": _FORMAT, "step": step, "about": self._about, "sums": sums}
+            record = {"format": _FORMAT, "step": step, "about": self._about, "sums": sums}
             os.fsync(self.file.descriptor)
-            durable.replace(self._record, durable.sealed(f"{json.dumps(said)}\n".encode()))
+            durable.replace(self._record, durable.sealed(f"{json.dumps(record)}\n".encode()))
         with self._changed:
             self._step, self._sums, self._next = step, sums, {}
             self._left = self._lacking()
@@ -173,32 +173,32 @@ class Generations:
         """How many regions the next step has to write."""
         return sum(region.changes or self._step < 0 for region in self._regions.values())
 
-    def _resume(self, path: Path, found: int | None) -> None:
-        said = _said(self._record)
-        if said is None:
+    def _resume(self, path: Path, size: int | None) -> None:
+        record = _read(self._record)
+        if record is None:
             return
         for name, expected in (("format", _FORMAT), ("about", self._about)):
-            if said[name] != expected:
+            if record[name] != expected:
                 raise ValueError(
-                    f"{self._record}: {name} = {said[name]!r}: must be {expected!r}, that of this "
-                    "model and its settings; or an empty folder"
+                    f"{self._record}: {name} = {record[name]!r}: must be {expected!r}, that of "
+                    "this model and its settings; or an empty folder"
                 )
-        if found is None or found < self.end:
+        if size is None or size < self.end:
             raise ValueError(
-                f"{path}: {'is missing' if found is None else f'has {found} bytes'}, where a "
+                f"{path}: {'is missing' if size is None else f'has {size} bytes'}, where a "
                 f"complete step is; must have {self.end}"
             )
-        self._step, self._sums = said["step"], said["sums"]
+        self._step, self._sums = record["step"], record["sums"]
 
 
 def step_of(folder: Path) -> int | None:
     """The last complete step in a folder, which may be in use; ``None`` without one."""
-    said = _said(folder / RECORD)
-    return None if said is None else int(said["step"])
+    record = _read(folder / RECORD)
+    return None if record is None else int(record["step"])
 
 
-def _said(record: Path) -> dict[str, Any] | None:
-    if not record.exists():
+def _read(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
         return None
-    said: dict[str, Any] = json.loads(durable.unsealed(record.read_bytes(), record))
-    return said
+    record: dict[str, Any] = json.loads(durable.unsealed(path.read_bytes(), path))
+    return record

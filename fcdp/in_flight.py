@@ -31,7 +31,7 @@ class Crossing:
     def __init__(self, unit: Unit, queue: InFlight) -> None:
         self.unit = unit
         self._queue = queue
-        #: What to wait for and what follows it, in order; ``None`` if nothing is under way.
+        #: Exchanges to wait for and what follows them, in order; ``None`` if nothing is under way.
         self.exchange: list[Pending] | None = None
         self._broken = False
 
@@ -80,7 +80,7 @@ class InFlight:
         self._followed = -1
 
     def output(self, unit: Unit, values: torch.Tensor) -> torch.Tensor:
-        """What FSDP2 is given as the output of a reduction that may end later."""
+        """Output of a reduction that may end later, as FSDP2 is given it."""
         return Arriving(values, Crossing(unit, self))
 
     def start(self, crossing: Crossing, exchange: Callable[[], list[Pending]]) -> None:

@@ -62,8 +62,8 @@ class Strays:
             self._known[optimizer] = len(params)
 
     def _is_replaced(self, param: Any) -> bool:
-        found = self._replaced.get(id(param))
-        return found is not None and found() is param
+        replaced = self._replaced.get(id(param))
+        return replaced is not None and replaced() is param
 
     def _may_be_older(self, params: list[Any], model: nn.Module) -> bool:
         """Whether these plain tensors without a gradient have the shapes of the model's parameters.

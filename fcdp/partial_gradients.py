@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
@@ -16,7 +17,7 @@ from fcdp.unit import Unit
 PartialsPlace = Literal["device", "host"]
 
 
-class PartialGradients(Protocol):
+class PartialGradients(ABC):
     """The partial gradients of one unit: (nodes · s) per rank, in fp32 or wider.
 
     That is 4 bytes for each of n/W = 1/L of the unit's elements, whatever the reduce dtype: as
@@ -24,65 +25,65 @@ class PartialGradients(Protocol):
     which is FSDP2's one stream of reductions.
     """
 
-    #: Micro-batches whose gradients are in the sum.
-    count: int
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._sum: torch.Tensor | None = None
+        #: Micro-batches whose gradients are in the sum.
+        self.count = 0
 
     @property
     def numel(self) -> int:
         """Elements that wait; 0 if nothing does."""
-        ...
+        return 0 if self._sum is None else self._sum.numel()
 
     def add(self, partial: torch.Tensor, *, owned: bool) -> None:
         """Add one micro-batch's.
 
         ``owned``: nobody else will use its memory, so that the first need not be copied.
         """
-        ...
-
-    def take(self, partial: torch.Tensor) -> torch.Tensor:
-        """Return the sum with ``partial`` added, in fp32 or wider; nothing waits afterwards."""
-        ...
-
-    def discard(self) -> None: ...
-
-
-class OnDevice:
-    """Where the gradients are made."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self._sum: torch.Tensor | None = None
-        self.count = 0
-
-    @property
-    def numel(self) -> int:
-        return 0 if self._sum is None else self._sum.numel()
-
-    def add(self, partial: torch.Tensor, *, owned: bool) -> None:
-        if self._sum is None:
-            self._hold(partial.to(_wide(partial.dtype), copy=not owned))
-        else:
-            self._sum += partial
+        self._add(partial, owned)
         self.count += 1
 
     def take(self, partial: torch.Tensor) -> torch.Tensor:
-        assert self._sum is not None
-        total = self._sum.add_(partial)
+        """Return the sum with ``partial`` added, in fp32 or wider; nothing waits afterwards."""
+        total = self._read(partial.device).add_(partial)
         self.discard()
         return total
 
     def discard(self) -> None:
-        self._hold(None)
+        """Forget the sum."""
+        self._sum = None
         self.count = 0
 
-    def _hold(self, waiting: torch.Tensor | None) -> None:
-        for tensor, sign in ((self._sum, -1), (waiting, 1)):
-            if tensor is not None:
-                self._ledger.hold(sign * tensor.numel() * tensor.itemsize)
-        self._sum = waiting
+    @abstractmethod
+    def _add(self, partial: torch.Tensor, owned: bool) -> None: ...
+
+    @abstractmethod
+    def _read(self, device: torch.device) -> torch.Tensor:
+        """Return the sum on ``device``, where it may be changed."""
 
 
-class OnHost:
+class OnDevice(PartialGradients):
+    """In the device memory that the gradients are made in."""
+
+    def discard(self) -> None:
+        if self._sum is not None:
+            self._ledger.hold(-self._sum.nbytes)
+        super().discard()
+
+    def _add(self, partial: torch.Tensor, owned: bool) -> None:
+        if self._sum is None:
+            self._sum = partial.to(_wide(partial.dtype), copy=not owned)
+            self._ledger.hold(self._sum.nbytes)
+        else:
+            self._sum += partial
+
+    def _read(self, device: torch.device) -> torch.Tensor:
+        assert self._sum is not None
+        return self._sum
+
+
+class OnHost(PartialGradients):
     """In the host arena: the device holds one unit's sum at a time, while it is added to.
 
     Each micro-batch but the first copies a sum in and out again.
@@ -90,16 +91,10 @@ class OnHost:
 
     def __init__(self, memory: torch.Tensor, ledger: Ledger) -> None:
         """``memory``: uint8, room for the unit's widest sum."""
+        super().__init__(ledger)
         self._memory = memory
-        self._ledger = ledger
-        self._sum: torch.Tensor | None = None
-        self.count = 0
 
-    @property
-    def numel(self) -> int:
-        return 0 if self._sum is None else self._sum.numel()
-
-    def add(self, partial: torch.Tensor, *, owned: bool) -> None:
+    def _add(self, partial: torch.Tensor, owned: bool) -> None:
         dtype = _wide(partial.dtype)
         if self._sum is None:
             total = partial
@@ -112,21 +107,11 @@ class OnHost:
         else:
             total = self._read(partial.device).add_(partial)
         self._sum.copy_(total, non_blocking=True)
-        self._ledger.add("device_to_host", "reduce", self._sum.numel() * dtype.itemsize)
-        self.count += 1
-
-    def take(self, partial: torch.Tensor) -> torch.Tensor:
-        total = self._read(partial.device).add_(partial)
-        self.discard()
-        return total
-
-    def discard(self) -> None:
-        self._sum = None
-        self.count = 0
+        self._ledger.add("device_to_host", "reduce", self._sum.nbytes)
 
     def _read(self, device: torch.device) -> torch.Tensor:
         assert self._sum is not None
-        self._ledger.add("host_to_device", "reduce", self._sum.numel() * self._sum.itemsize)
+        self._ledger.add("host_to_device", "reduce", self._sum.nbytes)
         return self._sum.to(device, non_blocking=True, copy=True)
 
 

@@ -23,7 +23,7 @@ _mixing = contextlib.ExitStack()
 
 
 class Replicas:
-    """What ``adapters="replicated"`` keeps out of FSDP2's hands.
+    """Parameters that ``adapters="replicated"`` keeps out of FSDP2's hands.
 
     Costs each rank parameters, gradients and optimizer state whole, where sharding costs 1/W of
     them; saves the gather, so that a step waits for one exchange instead of two. The bytes between
@@ -160,8 +160,8 @@ class Replicas:
 def _innermost(model: nn.Module, params: Sequence[nn.Parameter]) -> dict[nn.Parameter, FSDPModule]:
     """Find the FSDP2 module around each parameter."""
     wanted = set(params)
-    found: dict[nn.Parameter, FSDPModule] = {}
+    modules: dict[nn.Parameter, FSDPModule] = {}
     for module in model.modules():  # outer ones first
         if isinstance(module, FSDPModule):
-            found.update((param, module) for param in module.parameters() if param in wanted)
-    return found
+            modules.update((param, module) for param in module.parameters() if param in wanted)
+    return modules

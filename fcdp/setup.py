@@ -1,4 +1,4 @@
-"""What FCDP is asked for when it is set up on a model."""
+"""The arguments that FCDP is set up with on a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fcdp.partial_gradients import PartialsPlace
 
 @dataclass(frozen=True)
 class Options:
-    """What ``fcdp.cache_parameters`` may be asked for beside the policy.
+    """Arguments of ``fcdp.cache_parameters`` beside the policy.
 
     Raises ``ValueError`` for what cannot be.
     """
@@ -33,11 +33,11 @@ class Options:
 
 @dataclass(frozen=True)
 class Setup:
-    """What an engine was asked for: setting up again with the same changes nothing."""
+    """All that an engine was asked for: setting up again with the same changes nothing."""
 
     #: Nodes, and ranks per node.
     ranks: tuple[int, int]
     policy: CachePolicy
     options: Options
-    #: What ``fcdp.shard`` was asked for beside these; ``None`` after ``cache_parameters``.
+    #: Arguments of ``fcdp.shard`` beside these; ``None`` after ``cache_parameters``.
     sharding: tuple[Any, ...] | None = None

@@ -9,16 +9,14 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fcdp.failure import Failures
 
-#: Makes gloo connect two ranks when they first exchange something (torch ≥ 2.8).
+#: Makes gloo connect two ranks when they first exchange something.
 _LAZY = "TORCH_GLOO_LAZY_INIT"
 #: Counts topologies, alike on all ranks that share one.
 _serial = itertools.count()
@@ -85,7 +83,7 @@ class Topology:
 
     @functools.cached_property
     def failures(self) -> Failures:
-        """What the ranks know of each other's failures; first asked for alike on all of them."""
+        """Failures that the ranks know of each other; first asked for alike on all of them."""
         name = f"{self.mesh.get_group().group_name}/{next(_serial)}"
         groups = [self.mesh.get_group(), self.intra, self.inter, self.reduce_intra]
         groups += [self.reduce_inter, self.control_intra, self.control_inter]
@@ -97,7 +95,7 @@ class Topology:
         FSDP2 shards over ``self.mesh`` what is distributed over such a mesh already.
         """
         shared = set(self.mesh.mesh.flatten().tolist()) & set(mesh.mesh.flatten().tolist())
-        return _root(mesh) == _root(self.mesh) and shared == {dist.get_rank()}
+        return mesh._get_root_mesh() == self.mesh._get_root_mesh() and shared == {dist.get_rank()}
 
     @classmethod
     def from_env(cls, device_type: str | None = None) -> Topology:
@@ -147,8 +145,8 @@ class Topology:
             ValueError: If the product is not the world size.
 
         Example:
-            >>> found = fcdp.Topology.build(nodes=1, ranks_per_node=2)
-            >>> found.world_size, found.node
+            >>> topology = fcdp.Topology.build(nodes=1, ranks_per_node=2)
+            >>> topology.world_size, topology.node
             (2, 0)
         """
         mesh = _world_mesh(device_type)
@@ -286,14 +284,6 @@ def _backends() -> dict[str, str]:
     return dict(pair.split(":", 1) for pair in dist.get_backend_config().split(","))
 
 
-def _root(mesh: DeviceMesh) -> DeviceMesh:
-    if hasattr(mesh, "_get_root_mesh"):
-        return mesh._get_root_mesh()
-    resources: Any = device_mesh._mesh_resources  # torch 2.9
-    root: DeviceMesh = resources.get_root_mesh(mesh)
-    return root
-
-
 def _ranks_of(mesh: DeviceMesh) -> list[int]:
     """The mesh's global ranks. Raises ``ValueError`` for a mesh that no topology fits."""
     if mesh.ndim != 1:
@@ -321,7 +311,7 @@ def _shortened(ranks: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class _Facts:
-    """What one rank of a mesh knows that all must know alike."""
+    """Facts that one rank of a mesh knows and all must know alike."""
 
     #: As :meth:`Topology.of_mesh` was told.
     ranks_per_node: int | None
@@ -332,13 +322,13 @@ class _Facts:
     groups: int
 
 
-def _agreed_ranks_per_node(mesh: DeviceMesh, ranks: Sequence[int], told: int | None) -> int:
+def _agreed_ranks_per_node(mesh: DeviceMesh, ranks: Sequence[int], asked: int | None) -> int:
     """How many of the mesh's ranks share a node.
 
     Raises the same ``ValueError`` on every rank, so that none waits for one that has left.
     """
     mine = _Facts(
-        told,
+        asked,
         _variable("LOCAL_RANK"),
         _variable("LOCAL_WORLD_SIZE"),
         len(dist.distributed_c10d._world.pg_names),
@@ -354,14 +344,14 @@ def _agreed_ranks_per_node(mesh: DeviceMesh, ranks: Sequence[int], told: int | N
         )
     answers = {fact.ranks_per_node for fact in facts}
     if len(answers) > 1:
-        raise ValueError(f"ranks_per_node = {told}: ranks differ, {answers}; must be equal")
-    if told is None:
+        raise ValueError(f"ranks_per_node = {asked}: ranks differ, {answers}; must be equal")
+    if asked is None:
         return _found_ranks_per_node(ranks, facts)
-    if told < 1 or len(ranks) % told:
+    if asked < 1 or len(ranks) % asked:
         raise ValueError(
-            f"ranks_per_node = {told}: must be positive and divide the mesh's {len(ranks)} ranks"
+            f"ranks_per_node = {asked}: must be positive and divide the mesh's {len(ranks)} ranks"
         )
-    return told
+    return asked
 
 
 def _variable(name: str) -> int | None:

@@ -135,7 +135,10 @@ def _unit(name: str, module: FSDPModule, group: Any, topology: Topology, kept: b
 
 
 def _check_mesh(name: str, group: Any, topology: Topology) -> None:
-    """What else parameters are distributed over does not matter: tensor parallelism may be."""
+    """Raise ``ValueError`` for a group that is sharded over other ranks than the topology's.
+
+    Parameters may be distributed over other dimensions too, as by tensor parallelism.
+    """
     info, _ = fsdp2.meshes(group)
     if info.shard_mesh_dim is None or info.replicate_mesh_dim is not None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What all saves and loads of a topology share: a process group, a thread, and agreement."""
+"""A process group, a thread and agreement, which all saves and loads of a topology share."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Background:
         return built[0]
 
     def from_rank_0(self, build: Callable[[], _T]) -> _T:
-        """What ``build`` returns on rank 0, where alone it is called. Collective; fails alike."""
+        """Build on rank 0 alone, and return the same everywhere. Collective; fails alike."""
 
         def build_there() -> _T | None:
             return build() if self.group.rank() == 0 else None

@@ -2,6 +2,9 @@
 
 A zip archive, as ``torch.save`` writes it, with a checksum of all its bytes in the place that the
 format has for a comment.
+
+torch.distributed.checkpoint describes a folder of shards by objects of its own, which it pickles.
+Here they are built from plain values and tensors, so that nothing from disk decides what runs.
 """
 
 from __future__ import annotations
@@ -14,23 +17,95 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from fcdp import durable
-from fcdp.checkpoint.files import naming
-from fcdp.checkpoint.layout import Layout, inside
+from fcdp.checkpoint.files import Checksum, naming
 
 COMMIT = "state.pt"
 _FORMAT = 2
 
 
 @dataclass(frozen=True)
+class Layout:
+    """The files of a folder of shards, and where in them the chunks of each tensor lie."""
+
+    files: dict[str, Checksum]
+    #: As torch.distributed.checkpoint has it; nothing but tensors.
+    metadata: Metadata
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """Data type, size and chunks by key: ``TensorStorageMetadata``."""
+        return self.metadata.state_dict_metadata
+
+    def plain(self) -> dict[str, Any]:
+        """The same by dicts, strings, numbers and tensors; :meth:`from_plain` reverses it."""
+        numbers = {name: number for number, name in enumerate(self.files)}
+        return {
+            "files": [
+                {"name": name, "size": file.size, "crc32": torch.tensor(file.crcs, device="cpu")}
+                for name, file in self.files.items()
+            ],
+            "tensors": {
+                key: {
+                    "dtype": tensor.properties.dtype,
+                    "size": list(tensor.size),
+                    "chunks": self._rows(key, tensor, numbers),
+                }
+                for key, tensor in self.tensors.items()
+            },
+        }
+
+    def _rows(
+        self, key: str, tensor: TensorStorageMetadata, numbers: Mapping[str, int]
+    ) -> torch.Tensor:
+        """A row per chunk: number of the file, offset, length; offsets and sizes in the tensor."""
+        rows = []
+        for chunk in tensor.chunks:
+            place = self.metadata.storage_data[MetadataIndex(key, chunk.offsets)]
+            file = numbers[place.relative_path]
+            rows.append([file, place.offset, place.length, *chunk.offsets, *chunk.sizes])
+        return torch.tensor(rows, dtype=torch.int64, device="cpu")
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Layout:
+        """Raises ``ValueError`` for a file outside the folder."""
+        files = {
+            _inside(file["name"]): Checksum(file["size"], file["crc32"].long().tolist())
+            for file in plain["files"]
+        }
+        names = list(files)
+        metadata = Metadata({}, storage_data={})
+        for key, tensor in plain["tensors"].items():
+            chunks = []
+            for file, start, length, *rest in tensor["chunks"].tolist():
+                dimensions = len(rest) // 2
+                offsets, sizes = torch.Size(rest[:dimensions]), torch.Size(rest[dimensions:])
+                chunks.append(ChunkStorageMetadata(offsets, sizes))
+                place = _StorageInfo(names[file], start, length)
+                metadata.storage_data[MetadataIndex(key, offsets)] = place
+            metadata.state_dict_metadata[key] = TensorStorageMetadata(
+                TensorProperties(tensor["dtype"]), torch.Size(tensor["size"]), chunks
+            )
+        return cls(files, metadata)
+
+
+@dataclass(frozen=True)
 class Commit:
-    """What ``state.pt`` says."""
+    """Contents of ``state.pt``."""
 
     #: Name of the folder of shards.
     shards: str
     layout: Layout
-    #: What the model's state dict holds beside tensors.
+    #: Entries of the model's state dict that are no tensors.
     model: dict[str, Any]
     optimizer: SavedOptimizer
     extra: Any
@@ -61,7 +136,7 @@ class Commit:
             if state["format"] != _FORMAT:
                 raise ValueError(f"format = {state['format']!r}: must be {_FORMAT}")
             return cls(
-                shards=inside(state["shards"]),
+                shards=_inside(state["shards"]),
                 layout=Layout.from_plain(state["layout"]),
                 model=dict(state["model"]),
                 optimizer=SavedOptimizer(**state["optimizer"]),
@@ -126,3 +201,12 @@ def _sealed(archive: bytes) -> bytes:
     """``archive`` with a seal as the zip file's comment."""
     assert archive[-2:] == b"\0\0", "torch.save writes archives without a comment"
     return durable.sealed(archive[:-2] + durable.SEAL_BYTES.to_bytes(2, "little"))
+
+
+def _inside(name: str) -> str:
+    """``name``, if it is one of something in the folder itself. Else raises ``ValueError``."""
+    if name in ("", ".", "..") or any(mark in name for mark in "/\\\0"):
+        raise ValueError(
+            f"name = {name!r}: leads out of the checkpoint; must be a name without separators"
+        )
+    return name

@@ -54,7 +54,7 @@ def numbered(groups: Sequence[dict[str, Any]], saved: SavedOptimizer) -> dict[st
     """The state dict that the optimizer of ``groups`` takes, which knows parameters by number."""
     numbers = {name: number for number, name in enumerate(names_of(groups))}
     return {
-        "state": {numbers[name]: kept for name, kept in saved.state.items() if kept},
+        "state": {numbers[name]: state for name, state in saved.state.items() if state},
         "param_groups": [
             {**other, "params": [numbers[name] for name in group["params"]]}
             for group, other in zip(groups, saved.param_groups, strict=True)

@@ -17,9 +17,6 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 #: Bytes per checksum. Ranks share the blocks of all files, however few files there are.
 BLOCK = 16 << 20
-_READ_AT_ONCE = 1 << 20
-#: Smaller writes are over before a thread has started.
-_WORTH_A_THREAD = 1 << 20
 _READERS = 4
 
 
@@ -53,11 +50,7 @@ class SummingFileSystem(FileSystem):
         assert mode == "wb", mode
         path = Path(path)
         checksum = self.sums[path.name] = Checksum()
-        with (
-            naming(path),
-            ThreadPoolExecutor(1) as helper,
-            _SummedFile(path, checksum, helper) as stream,
-        ):
+        with naming(path), _SummedFile(path, checksum) as stream:
             try:
                 yield stream
             except RuntimeError as error:
@@ -83,53 +76,38 @@ def naming(path: Path) -> Iterator[None]:
 
 
 class _SummedFile(io.BufferedWriter):
-    """A file under way; its checksum is taken beside the write, by a thread where that pays."""
+    """A file under way, whose checksum is taken of what is written."""
 
-    def __init__(self, path: Path, checksum: Checksum, helper: ThreadPoolExecutor) -> None:
+    def __init__(self, path: Path, checksum: Checksum) -> None:
         super().__init__(io.FileIO(path, "w"))
         self._checksum = checksum
-        self._helper = helper
-        #: What went wrong, for callers between which and here it is lost.
+        #: Error of a write, which torch.save loses on its way to the caller.
         self.failure: OSError | None = None
 
     def write(self, data: Any) -> int:
         with memoryview(data) as whole, whole.cast("B") as view:
-            if len(view) < _WORTH_A_THREAD:
-                self._checksum.update(view)
-                return self._write(view)
-            summing = self._helper.submit(self._checksum.update, view)
+            self._checksum.update(view)
             try:
-                return self._write(view)
-            finally:
-                summing.result()
-
-    def _write(self, view: memoryview) -> int:
-        try:
-            return super().write(view)
-        except OSError as error:
-            self.failure = error
-            raise
+                return super().write(view)
+            except OSError as error:
+                self.failure = error
+                raise
 
 
 def check_files(folder: Path, sums: Mapping[str, Checksum], part: int, parts: int) -> None:
     """Compare one of ``parts`` equal parts of all files' bytes with their checksums.
 
-    Parts follow the order of ``sums``, so that a rank meets mostly the file it has written.
+    Parts follow the order of ``sums``, so that a rank meets mostly the file it has written. Of an
+    empty file there is nothing to compare, and nothing that anybody reads.
 
     Raises ``ValueError`` that names the damaged files and says what is wrong with them.
     """
     blocks = [(name, block) for name in sums for block in range(len(sums[name].crcs))]
     mine = blocks[part * len(blocks) // parts : (part + 1) * len(blocks) // parts]
-    # Sizes are not left to the blocks alone: an empty file has none.
-    names = sorted({*(name for name, _ in mine), *list(sums)[part::parts]})
-    damage = {name: what for name in names if (what := _wrong_size(folder / name, sums[name]))}
-    left = [(name, block) for name, block in mine if name not in damage]
+    damage: dict[str, str] = {}
     with ThreadPoolExecutor(_READERS) as readers:
-        for (name, _), what in zip(
-            left,
-            readers.map(lambda at: _wrong_block(folder / at[0], sums[at[0]], at[1]), left),
-            strict=True,
-        ):
+        results = readers.map(lambda at: _damage(folder / at[0], sums[at[0]], at[1]), mine)
+        for (name, _), what in zip(mine, results, strict=True):
             if what is not None:
                 damage.setdefault(name, what)
     if damage:
@@ -138,44 +116,26 @@ def check_files(folder: Path, sums: Mapping[str, Checksum], part: int, parts: in
         raise ValueError("; ".join(shown) + more)
 
 
-def _wrong_size(path: Path, expected: Checksum) -> str | None:
-    """What is wrong with the file as far as its directory entry tells."""
+def _damage(path: Path, expected: Checksum, block: int) -> str | None:
+    """Tell what is wrong with one block of a file, or with all of it; ``None``: nothing."""
+    start = block * BLOCK
+    end = min(start + BLOCK, expected.size)
     try:
-        found = path.stat()
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            return "is not a regular file"
+        if status.st_size != expected.size:
+            return f"has {status.st_size} bytes; must have {expected.size}, as saved"
+        with path.open("rb") as file:
+            file.seek(start)
+            crc = zlib.crc32(file.read(end - start))
     except FileNotFoundError:
         return "is missing; must be on a file system that all nodes share"
     except OSError as error:
         return f"cannot be read: {error.strerror}"
-    if not stat.S_ISREG(found.st_mode):
-        return "is not a regular file"
-    if found.st_size != expected.size:
-        return f"has {found.st_size} bytes; must have {expected.size}, as saved"
-    return None
-
-
-def _wrong_block(path: Path, expected: Checksum, block: int) -> str | None:
-    start = block * BLOCK
-    end = min(start + BLOCK, expected.size)
-    try:
-        crc = _crc(path, start, end)
-    except OSError as error:
-        return f"cannot be read: {error.strerror}"
-    if crc != expected.crcs[block]:
-        return (
-            f"bytes {start} to {end - 1} are not as saved: their CRC-32 is {crc:08x}; "
-            f"must be {expected.crcs[block]:08x}"
-        )
-    return None
-
-
-def _crc(path: Path, start: int, end: int) -> int:
-    crc = 0
-    with memoryview(bytearray(min(_READ_AT_ONCE, end - start))) as buffer, path.open("rb", 0) as f:
-        f.seek(start)
-        while left := end - start:
-            count = f.readinto(buffer[:left])
-            if not count:  # cut since its size was asked for: the checksum will tell
-                break
-            crc = zlib.crc32(buffer[:count], crc)
-            start += count
-    return crc
+    if crc == expected.crcs[block]:
+        return None
+    return (
+        f"bytes {start} to {end - 1} are not as saved: their CRC-32 is {crc:08x}; "
+        f"must be {expected.crcs[block]:08x}"
+    )

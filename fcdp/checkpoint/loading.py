@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ from fcdp.checkpoint.contents import (
     split,
 )
 from fcdp.checkpoint.files import check_files
-from fcdp.checkpoint.layout import Layout
 from fcdp.checkpoint.saving import why
 from fcdp.engine import engine_of
 
@@ -79,7 +77,7 @@ def load(model: nn.Module, optimizer: Optimizer, directory: str | os.PathLike[st
         )
     )
     try:
-        reader = _Reader(shards, plan.commit.layout, plan.tensors)
+        reader = _Reader(shards, plan.commit.layout.metadata)
         state_dict_loader.load(plan.tensors, storage_reader=reader, process_group=background.group)
     except CheckpointException as failure:
         raise ValueError(f"{shards}: cannot be read: {why(failure)}") from failure
@@ -93,9 +91,9 @@ def load(model: nn.Module, optimizer: Optimizer, directory: str | os.PathLike[st
 class _Reader(FileSystemReader):
     """Reads shards by our own description of them, not by the pickled one beside them."""
 
-    def __init__(self, shards: Path, layout: Layout, keys: Iterable[str]) -> None:
+    def __init__(self, shards: Path, metadata: Metadata) -> None:
         super().__init__(shards)
-        self._metadata = layout.metadata(keys)
+        self._metadata = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
@@ -103,7 +101,7 @@ class _Reader(FileSystemReader):
 
 @dataclass(frozen=True)
 class _Plan:
-    """What to read, and where it goes."""
+    """Tensors and state to read, and where they go."""
 
     commit: Commit
     #: By key in the shards; filled in place.
@@ -125,9 +123,9 @@ def _plan(model: nn.Module, optimizer: Optimizer, commit: Commit) -> _Plan:
     check_same_kind(optimizer, saved)
     groups = groups_of(optimizer, params)
     check_same_groups(groups, saved.param_groups)
-    for name, kept in saved.state.items():
-        for entry in kept:
+    for name, state in saved.state.items():
+        for entry in state:
             key = f"optimizer.{name}.{entry}"
             if key in metadata:
-                kept[entry] = tensors[key] = empty(metadata[key], params[name])
+                state[entry] = tensors[key] = empty(metadata[key], params[name])
     return _Plan(commit, tensors, whole, numbered(groups, saved))

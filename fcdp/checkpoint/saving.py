@@ -24,10 +24,9 @@ from torch.optim import Optimizer
 
 from fcdp.agreement import on_all_ranks
 from fcdp.checkpoint.background import background_of
-from fcdp.checkpoint.commit import Commit, SavedOptimizer, copied
+from fcdp.checkpoint.commit import Commit, Layout, SavedOptimizer, copied
 from fcdp.checkpoint.contents import check_layout, groups_of, kind_of, names_of, split
 from fcdp.checkpoint.files import Checksum, SummingFileSystem
-from fcdp.checkpoint.layout import Layout
 from fcdp.engine import engine_of
 
 _SHARDS = "shards-"
@@ -132,8 +131,8 @@ class _Writer(FileSystemWriter):
                 chunks.append(result)
         super().finish(metadata, [chunks])
         files[_METADATA] = self.fs.sums[_METADATA]
-        layout = Layout.of(metadata, files)
-        Commit(self.shards.name, layout, **self._state).write(self.shards.parent)
+        commit = Commit(self.shards.name, Layout(files, metadata), **self._state)
+        commit.write(self.shards.parent)
         for other in self.shards.parent.glob(f"{_SHARDS}*"):
             if other != self.shards:
                 shutil.rmtree(other, ignore_errors=True)
@@ -150,7 +149,7 @@ def _write(tensors: dict[str, Any], writer: _Writer, group: dist.ProcessGroup) -
 
 
 def why(failure: CheckpointException) -> str:
-    """What went wrong on which ranks."""
+    """Errors by rank, as text."""
     return "; ".join(f"rank {rank}: {error}" for rank, (error, _) in failure.failures.items())
 
 
@@ -167,19 +166,19 @@ def _new_name() -> str:
 def _snapshot(
     model: nn.Module, optimizer: Optimizer, extra: Any
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """What the shards will hold, by reference, and a copy of all else, for :class:`Commit`."""
+    """Tensors that the shards will hold, by reference, and a copy of all else for the commit."""
     params, rest = split(model)
     tensors = {f"model.{name}": tensor.detach() for name, tensor in params.items()}
     groups = groups_of(optimizer, params)
-    kept: dict[str, dict[str, Any]] = {}
+    states: dict[str, dict[str, Any]] = {}
     for name in names_of(groups):
-        kept[name] = {}
+        states[name] = {}
         for entry, value in optimizer.state.get(params[name], {}).items():
-            kept[name][entry] = value
+            states[name][entry] = value
             if isinstance(value, torch.Tensor):
                 check_layout(entry, value, name, params[name])
                 tensors[f"optimizer.{name}.{entry}"] = value.detach()
-                kept[name][entry] = None
-    saved = {"kind": kind_of(optimizer), "state": kept, "param_groups": groups}
+                states[name][entry] = None
+    saved = {"kind": kind_of(optimizer), "state": states, "param_groups": groups}
     copy = copied({"model": rest, "optimizer": saved, "extra": extra})
     return tensors, {**copy, "optimizer": SavedOptimizer(**copy["optimizer"])}

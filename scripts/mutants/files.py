@@ -17,7 +17,6 @@ ARITHMETIC = ("partition", "exchange", "reduce_scatter", "staleness", "codec", "
 TESTS: dict[str, tuple[str, ...]] = {
     "all_gather": ("test_streams.py", "test_gathering.py", "test_guard.py", "test_staleness.py"),
     "api": ("test_guard.py", "test_staleness.py"),
-    "breaking": ("failures/test_breaking.py",),
     "cache": ("cache", "test_streams.py", "test_guard.py", "test_staleness.py"),
     "checkpoint": ("test_async_save.py", "test_checkpoint.py"),
     "codec": ("test_codec.py", "test_api.py", "delta/test_economy.py", "test_encoded_reduce.py"),
@@ -29,6 +28,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "test_streams.py",
         "test_replicas.py",
     ),
+    "failure": ("failures/test_breaking.py",),
     "gathering": ("test_gathering.py", "test_streams.py", "test_staleness.py"),
     "guard": ("test_guard.py", "test_unseen_writes.py", "test_streams.py"),
     "in_flight": ("test_in_flight.py", "test_in_flight_wired.py"),

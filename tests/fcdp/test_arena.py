@@ -107,10 +107,6 @@ def test_pages_are_exempt_from_fork_and_may_be_huge() -> None:
     assert {"dc", "hg"} <= set(flags.split())  # don't copy, huge pages
 
 
-def test_alignment_is_the_systems_page() -> None:
-    assert os.sysconf("SC_PAGE_SIZE") == ALIGNMENT
-
-
 def test_the_arena_is_on_the_host_whatever_the_default_device() -> None:
     with torch.device("meta"):
         arena = Arena(100, CPU, poison=True)

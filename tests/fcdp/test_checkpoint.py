@@ -170,20 +170,6 @@ def test_training_goes_on_while_a_checkpoint_is_written(ranks: Pools, tmp_path: 
     assert len(list(tmp_path.glob("shards-*"))) == 1
 
 
-def save_and_train_on(directory: Path) -> list[float]:
-    run = Run()
-    run.train(2)
-    saving = run.save(directory, asynchronous=True)
-    losses = run.train(2)
-    saving.result()
-    return losses
-
-
-def test_an_asynchronous_save_holds_the_values_of_the_call(ranks: Pools, tmp_path: Path) -> None:
-    expected = ranks.run(2, save_and_train_on, tmp_path)
-    assert ranks.run(2, resume_at, 2, tmp_path) == expected
-
-
 def save_and_load_at_once(directory: Path) -> tuple[int, int]:
     run = Run()
     first = run.save(directory, asynchronous=True)

@@ -7,14 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch.distributed as dist
 
-from fcdp import board, failure
+from fcdp import failure
 
 
 @pytest.fixture
 def playing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Become another rank of a job whose store lives in this process; nothing looks by itself."""
     store = dist.HashStore()
-    monkeypatch.setattr(board, "_get_default_store", lambda: store)
+    monkeypatch.setattr(failure, "_get_default_store", lambda: store)
     monkeypatch.setattr(failure, "watch", lambda failures: None)
     monkeypatch.setattr(failure, "PAUSE_S", 0.01)
 

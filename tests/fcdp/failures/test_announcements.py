@@ -10,8 +10,7 @@ import torch
 import torch.nn as nn
 
 from fcdp import failure
-from fcdp.board import Announcement, Board
-from fcdp.failure import Failures, RankFailed
+from fcdp.failure import Announcement, Board, Failures, RankFailed
 from tests.fcdp.failures.made_up import over_nccl
 
 
@@ -23,7 +22,7 @@ class _Fails(nn.Module):
 
 
 def _announced(failures: Failures, x: torch.Tensor) -> Announcement | None:
-    """What a forward of ``x`` announces in the first pass."""
+    """Announcement that a forward of ``x`` makes."""
     module = _Fails()
     module.register_forward_pre_hook(lambda module, args: failures.begins())
     module.register_forward_hook(
@@ -31,7 +30,7 @@ def _announced(failures: Failures, x: torch.Tensor) -> Announcement | None:
     )
     with contextlib.suppress(ValueError):
         module(x)
-    return Board("hook").read("1")
+    return Board("hook").read("0")
 
 
 def test_a_forward_that_raises_announces_its_error(playing: Callable[[int], None]) -> None:
@@ -68,7 +67,7 @@ def test_a_message_stays_short(playing: Callable[[int], None]) -> None:
     failures, _ = over_nccl("long")
     failures.begins()
     failures.announce(ValueError("x" * 10_000))
-    announced = Board("long").read("1")
+    announced = Board("long").read("0")
     assert announced is not None
     assert len(announced.text) < failure.TEXT_LIMIT + 20
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fcdp import breaking
+from fcdp import failure
 from tests.fcdp.failures.made_up import SOON_S
 from tests.ranks import Pools
 
@@ -27,7 +27,7 @@ def _break(kind: str) -> str:
             "all-reduce": lambda: group.allreduce([torch.ones(3)]),
         }
         work = works[kind]()
-        thread = threading.Timer(0.3, breaking.break_all, [breaking.backends_of(group)])
+        thread = threading.Timer(0.3, failure.break_all, [failure.backends_of(group)])
         thread.start()
         try:
             work.wait()

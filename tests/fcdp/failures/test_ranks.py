@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fcdp import watcher
+from fcdp import failure
 from fcdp.exchange import any_rank
 from fcdp.failure import Failures, RankFailed
 from tests.fcdp.failures.made_up import SOON_S
@@ -44,11 +44,11 @@ class Exchanges:
 
 @contextlib.contextmanager
 def exchanges(name: str) -> Iterator[Exchanges]:
-    poll, watcher.POLL_S = watcher.POLL_S, 0.1
+    poll, failure.POLL_S = failure.POLL_S, 0.1
     try:
         yield Exchanges(name)
     finally:
-        watcher.POLL_S = poll
+        failure.POLL_S = poll
         dist.barrier()  # of the pool's own group: all have seen what they had to see
 
 
@@ -139,7 +139,7 @@ def test_a_rank_that_is_about_to_raise_alike_is_left_alone(ranks: Pools) -> None
     assert ranks.run(4, _one_is_late_to_raise_alike) == [["done"]] * 4
 
 
-def _one_raises_after_the_last_exchange() -> list[str]:
+def _one_raises_where_it_leaves_nothing_out() -> list[str]:
     with exchanges("after") as every:
         failures, exchange = every.failures, every.run
 
@@ -155,8 +155,44 @@ def _one_raises_after_the_last_exchange() -> list[str]:
         return [ended(passes)]
 
 
-def test_a_rank_that_has_left_nothing_out_may_go_on(ranks: Pools) -> None:
-    assert ranks.run(4, _one_raises_after_the_last_exchange) == [["done"]] * 4
+def test_an_error_that_one_rank_alone_catches_ends_all(ranks: Pools) -> None:
+    """Even after its last exchange of a pass: nobody can tell that there is none."""
+    expected = [["rank 2 failed: ValueError: a metric"]] * 4
+    assert ranks.run(4, _one_raises_where_it_leaves_nothing_out) == expected
+
+
+def on_a_device(failures: Failures, steps: int, leaves_out: Callable[[int], bool]) -> None:
+    """Passes whose exchange is only queued, so that ranks meet in the flags of a pass alone."""
+    topology: Any = SimpleNamespace(
+        control_intra=dist.new_group([dist.get_rank()], use_local_synchronization=True),
+        control_inter=dist.new_group(timeout=timedelta(seconds=150)),
+        failures=failures,
+    )
+    for step in range(steps):
+        failures.begins()
+        assert any_rank([step == 1, False], topology) == [step == 1, False]
+        if not leaves_out(step):
+            with failures.waiting():
+                pass
+
+
+def _raise_at_different_exchanges() -> list[str]:
+    with exchanges("different") as every:
+
+        def leaves_out(step: int) -> bool:
+            if dist.get_rank() == 1:
+                with every.failures.waiting():
+                    pass
+            every.failures.announce(MemoryError("too long a batch"))
+            return True
+
+        return [ended(lambda: on_a_device(every.failures, 2, leaves_out))]
+
+
+def test_ranks_that_raise_at_different_exchanges_do_not_go_on(ranks: Pools) -> None:
+    """One would take for its next exchange what another has left out."""
+    for (seen,) in ranks.run(4, _raise_at_different_exchanges):
+        assert "ranks are not at the same exchange" in seen
 
 
 def _two_raise_differently() -> list[str]:
@@ -263,26 +299,12 @@ def test_a_backward_that_raised_is_announced_before_what_it_left_is_waited_for(
 
 
 def _one_leaves_an_exchange_out() -> list[str]:
-    """On a device nobody waits on the host, and the ranks meet again in the flags of a pass."""
     with exchanges("left out") as every:
-        failures = every.failures
-        group = dist.new_group(timeout=timedelta(seconds=150))
-        topology: Any = SimpleNamespace(
-            control_intra=dist.new_group([dist.get_rank()], use_local_synchronization=True),
-            control_inter=group,
-            failures=failures,
-        )
 
-        def passes() -> None:
-            for step in range(3):
-                failures.begins()
-                assert any_rank([step == 1, False], topology) == [step == 1, False]
-                if step == 1 and dist.get_rank() == 2:
-                    continue  # it caught an error that nobody else had
-                with failures.waiting():
-                    pass  # queued
+        def leaves_out(step: int) -> bool:
+            return step == 1 and dist.get_rank() == 2  # it caught an error that nobody else had
 
-        return [ended(passes)]
+        return [ended(lambda: on_a_device(every.failures, 3, leaves_out))]
 
 
 def test_ranks_that_are_not_at_the_same_exchange_all_say_so(ranks: Pools) -> None:
@@ -343,7 +365,7 @@ def test_what_a_failed_rank_never_issued_ends_on_all_with_its_error(ranks: Pools
     assert ranks.run(4, never_issued) == ["rank 3 failed: KeyError: 'batch'"] * 4
 
 
-def places() -> list[int | None]:
+def places() -> list[int]:
     """Before and after a rank has waited, once, or not at all, for what it issued."""
     with exchanges("places") as every:
         every.failures.begins()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import fcdp
-from fcdp import watcher
+from fcdp import failure
 from fcdp.failure import RankFailed
 from tests.fcdp.training import (
     Settings,
@@ -56,7 +56,7 @@ _FAULTS = {"forward": _raise_in_forward, "backward": _raise_in_backward}
 def _train(settings: Settings, where: str, failing: tuple[int, ...]) -> tuple[list[str], float]:
     """Five steps, of which the second fails on some ranks, which catch their own error."""
     torch.manual_seed(0)
-    watcher.POLL_S = 0.2
+    failure.POLL_S = 0.2
     done = dist.new_group()  # the pool's own group is among those that a failure breaks
     topology = fcdp.Topology.build(settings.nodes, settings.ranks_per_node, "cpu")
     model = shard_with_fcdp(make_model(settings), topology, settings)
