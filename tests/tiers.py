@@ -23,7 +23,7 @@ TIERS = {
     "unit": "one process, no process group",
     "ranks": "processes: rank pools, process groups, commands",
     "cluster": "network namespaces, emulated clusters, launchers",
-    "system": "documentation, packaging, sshd, Slurm, Docker, browsers, the GPU's command",
+    "system": "documentation, packaging, pins, rented nodes, daemons, browsers, the GPU's command",
 }
 #: Who uses one of these is in the tier beside it; the highest counts.
 FIXTURES = {"ranks": "ranks", "apart": "ranks", "privileged": "cluster"}
@@ -36,6 +36,9 @@ PLACES = {
     "tests/packaging": "system",
     "tests/test_readme.py": "system",
     "tests/launch/test_docker.py": "system",
+    "tests/baselines/test_adding_to_a_copy.py": "system",
+    "tests/experiments/test_pins.py": "system",
+    "tests/experiments/clusters/test_rented.py": "system",
     "tests/experiments/clusters/test_slurm.py": "system",
     "tests/experiments/clusters/test_ssh.py": "system",
     "tests/analysis/report/test_browser.py": "system",

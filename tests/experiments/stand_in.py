@@ -7,6 +7,7 @@ measurement.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -288,14 +289,21 @@ def main() -> None:
     ``STAND_IN`` holds the cluster's arguments as JSON, and ``report: false`` to draw nothing.
     """
     from experiments.__main__ import app
+
+    take_the_place_of_clusters(setattr, json.loads(os.environ.get("STAND_IN", "{}")))
+    app()
+
+
+def take_the_place_of_clusters(put: Callable[[Any, str, Any], None], given: dict[str, Any]) -> None:
+    """Have commands run their cells here; ``given`` are the cluster's arguments, and ``report``."""
     from experiments.commands import kinds, session
 
-    arguments = json.loads(os.environ.get("STAND_IN", "{}"))
+    arguments = dict(given)
     if not arguments.pop("report", False):
-        session.draw = lambda *_: True
-    kinds.enter_namespace = lambda: None
-    kinds.cluster = lambda spec, _: StandInCluster(spec.nodes, spec.ranks_per_node, **arguments)  # type: ignore[assignment]
-    app()
+        put(session, "draw", lambda *_: True)
+    put(kinds, "enter_namespace", lambda: None)
+    made = functools.partial(StandInCluster, **arguments)
+    put(kinds, "cluster", lambda spec, _: made(spec.nodes, spec.ranks_per_node))
 
 
 if __name__ == "__main__":

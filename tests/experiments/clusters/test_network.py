@@ -76,12 +76,6 @@ def check(measure: Callable[[], list[float]], right: Callable[[float], bool]) ->
         attempts.append(measure())
 
 
-@pytest.mark.parametrize("rate", [20_000_000, 100_000_000])
-def test_goodput_is_the_rate_that_was_set(network: Network, rate: int) -> None:
-    network.shape(rate)
-    check(lambda: [goodput(network, 0, 1)], lambda each: each == pytest.approx(rate, rel=0.05))
-
-
 def test_without_a_limit_the_link_is_much_faster(network: Network) -> None:
     network.shape(50_000_000)
     unshaped = network.shape(None)

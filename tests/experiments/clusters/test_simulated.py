@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -155,49 +154,6 @@ def test_the_command_simulates_a_matrix_of_another_cluster(
     # Also what this machine could not run.
     assert {"mics", "deepspeed-mics"} <= {record.cell.strategy for record in found}
     assert {(record.state, record.evidence) for record in found} == {("ok", "simulated")}
-
-
-FILE = """
-    name: test
-    description: one cell a strategy
-    cluster: {kind: simulated, nodes: 2, ranks_per_node: 8, gpu: GPU}
-    models:
-      - {name: gpt2-2x128, family: gpt2, layers: 2, width: 128, heads: 4}
-    axes:
-      strategy: [deepspeed-mics, fcdp]
-    workload:
-      model: gpt2-2x128
-      tuning: full
-      inter_bandwidth: 10 Gbit/s
-      sequence_length: 64
-      micro_batch: 1
-      accumulation: 1
-      dtype: bfloat16
-      lora_rank: 8
-      learning_rate: 0.001
-      warmup_steps: 1
-      steps: 1
-      timeout_s: 60
-"""
-
-
-def written(directory: Path, text: str) -> str:
-    file = directory / "test.yaml"
-    file.write_text(textwrap.dedent(text), encoding="utf-8")
-    return str(file)
-
-
-def test_a_matrix_file_names_the_gpu(tmp_path: Path) -> None:
-    matrix = reader.read(written(tmp_path, FILE.replace("GPU", "h100-sxm")))
-    assert isinstance(matrix.cluster, SimulatedSpec)
-    assert matrix.cluster.gpu == "h100-sxm"
-    # NCCL's collectives, which this machine has not, are no matter.
-    assert [entry.skip_reason for entry in matrix.cells] == [None, None]
-
-
-def test_an_unknown_gpu_is_an_error_of_its_line(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"test\.yaml:4: cluster\.gpu: .*allowed are a40"):
-        reader.read(written(tmp_path, FILE.replace("GPU", "h1000")))
 
 
 def test_cells_of_any_matrix_keep_their_ids_when_they_are_simulated() -> None:
