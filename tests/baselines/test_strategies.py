@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from baselines import registry
-from tests.baselines.training import Settings, Tuning, train
+from tests.baselines.training import Settings, Tuning, made
 from tests.ranks import Pools
 
 #: Relative, of each step's loss.
@@ -29,20 +30,31 @@ TOLERANCES = {
 }
 
 
-def losses(strategy: str, tuning: Tuning, accumulation: int) -> list[float]:
-    """Of this rank, two nodes of two."""
-    _, losses = train(
-        strategy, Settings("gpt2", tuning, ranks_per_node=2, accumulation=accumulation, steps=4)
-    )
-    return losses
+def losses(strategy: str, tuning: Tuning, accumulation: int, evaluates: bool = True) -> list[float]:
+    """Of this rank, two nodes of two; the last one is of data that are not trained on."""
+    settings = Settings("gpt2", tuning, ranks_per_node=2, accumulation=accumulation)
+    trainable, batches = made(strategy, settings)
+    held_out = torch.arange(33).view(1, 33)
+    found, of_held_out = [], 0.0
+    for step in range(3):
+        if evaluates and step == 1:
+            evaluated = trainable.evaluate(held_out)
+            assert not evaluated.requires_grad
+            of_held_out = evaluated.item()
+        found.append(trainable.step([next(batches) for _ in range(accumulation)]).item())
+    return [*found, of_held_out]
 
 
 @pytest.fixture(scope="module")
 def reference(ranks: Pools) -> dict[Any, Any]:
-    return {
-        (tuning, count): ranks.run(4, losses, "fsdp2", tuning, count)
-        for tuning, count in (("full", 1), ("lora", 2))
-    }
+    """By FSDP2, which trains on after an evaluation as without one."""
+    found = {}
+    for tuning, count in (("full", 1), ("lora", 2)):
+        found[tuning, count] = ranks.run(4, losses, "fsdp2", tuning, count)
+        without = ranks.run(4, losses, "fsdp2", tuning, count, False)
+        assert [each[:-1] for each in found[tuning, count]] == [each[:-1] for each in without]
+        assert len({each[-1] for each in found[tuning, count]}) == 1, "the ranks do not agree"
+    return found
 
 
 @pytest.mark.parametrize(("tuning", "accumulation"), [("full", 1), ("lora", 2)])

@@ -32,10 +32,9 @@ class Settings:
     nodes: int = 2
     ranks_per_node: int = 1
     accumulation: int = 1
-    steps: int = 20
+    steps: int = 8
     learning_rate: float = LARGE
-    #: Of the parameters; where they are float32, the gather and the reduction may be narrower.
-    weights: torch.dtype = torch.float32
+    #: Of the gather and the reduction; parameters are float32.
     dtype: torch.dtype = torch.float32
     #: Of what is frozen, where that is narrower.
     frozen: torch.dtype | None = None
@@ -61,7 +60,6 @@ def _made(strategy: str, settings: Settings) -> tuple[nn.Module, Trainable, Iter
     model, blocks = models.build(
         cell(strategy, model=spec, tuning=settings.tuning, sequence_length=SEQUENCE_LENGTH)
     )
-    model.to(settings.weights)
     if settings.frozen is not None:
         models.hold_frozen(model, settings.frozen)
     topology = topology_of(settings.nodes, settings.ranks_per_node)

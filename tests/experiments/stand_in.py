@@ -278,11 +278,6 @@ def record(of: Cell, state: State = "ok", error: str | None = None, **figures: A
     )
 
 
-def without_key() -> dict[str, str]:
-    """This process's environment without anything of W&B's."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-
-
 def main() -> None:
     """The command line of ``python -m experiments`` on a stand-in cluster.
 

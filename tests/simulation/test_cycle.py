@@ -16,7 +16,7 @@ from experiments.clusters.simulated import measured
 from experiments.records.modelled import cluster_of, workload_of
 from experiments.records.record import Record, read
 from experiments.worker import models
-from simulation.cycle import held, kept, sent, stages_of
+from simulation.cycle import held, sent, stages_of
 from simulation.models import from_config
 from simulation.prediction import needed, predict
 from simulation.workload import Workload
@@ -189,10 +189,3 @@ def test_a_slot_of_a_ring_sends_one_stage_at_most(
     assert len(found) == 2 * len(trained)
     for nbytes, stage in zip(found, [*trained, *reversed(trained)], strict=True):
         assert nbytes in (0, 4 * stage)
-
-
-def test_others_have_no_slots() -> None:
-    for strategy in ("ddp", "cyclic", "cyclic-interleaved"):
-        assert sent(workload(strategy), 2) is None
-    for strategy in ("ddp", "cyclic", "cyclic-ring"):
-        assert kept(workload(strategy), 2, 1.0) is None

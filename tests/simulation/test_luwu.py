@@ -93,18 +93,6 @@ def test_links_and_messages_are_those_of_the_records(name: str) -> None:
         assert comparison.bytes_agree
 
 
-@pytest.mark.parametrize("name", [*BYTES, "speed"])
-def test_all_links_are_within_a_fortieth_where_all_is_trained(name: str) -> None:
-    for record, comparison in compared(name):
-        if record.cell.tuning != "full":
-            continue
-        assert record.measurement is not None
-        for link, counted in (record.measurement.link_bytes_per_step or {}).items():
-            assert counted == pytest.approx(
-                (comparison.prediction.link_bytes or {})[link], rel=0.025
-            )
-
-
 def test_files_are_two_generations_and_the_frozen_layers() -> None:
     full, lora = workload("luwu"), workload("luwu", lora=True)
     assert luwu.files_bytes(full) == 28 * full.parameters
@@ -133,12 +121,6 @@ def test_drives_add_up_and_the_link_reaches_what_others_do() -> None:
     assert found.disk_read_bytes_per_s == pytest.approx(78e9)
     assert found.disk_write_bytes_per_s == pytest.approx(40.8e9)
     assert found.link_bytes_per_s == pytest.approx(0.8 * 12.5e9)
-
-
-def test_without_one_it_is_like_a_node() -> None:
-    cluster = hardware()
-    assert like(cluster).link_bytes_per_s == cluster.inter_bytes_per_s
-    assert like(cluster).disk_read_bytes_per_s == cluster.disk_read_bytes_per_s
 
 
 def test_both_slow_links_are_predicted_and_nothing_is_fitted_to_them() -> None:
@@ -203,13 +185,6 @@ def test_no_step_undercuts_its_busiest_resource_and_all_steps_are_alike() -> Non
     assert found.step_seconds >= built.least_seconds * (1 - 1e-9)
     assert max(found.busy.values()) <= 1 + 1e-9
     assert min(span.start for span in found.timeline.spans) >= -1e-9
-
-
-def test_the_ledger_is_one_steps() -> None:
-    given, cluster, server = slow()
-    found = steps(given, cluster, server)
-    assert found.inter_node_bytes == 2 * given.parameters
-    assert sum(found.moved_bytes["inter_node_in"].values()) == 4 * given.parameters
 
 
 def test_frozen_layers_that_are_kept_make_adapters_fast() -> None:

@@ -145,13 +145,6 @@ def alike(found: list[list[torch.Tensor]], expected: list[list[torch.Tensor]]) -
             torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-6, msg=f"step {step}")
 
 
-def test_v2_of_one_stage_is_plain_training(ranks: Pools) -> None:
-    (found,) = ranks.run(1, trained, 1, CyclicSettings(), 1)
-    plain = by_the_rule("dp", 1, 1, 1)[0]
-    for mine, other in zip(found, plain, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
-
-
 def test_losses_are_those_of_the_mean_parameters_and_training_goes_on(ranks: Pools) -> None:
     for alike, unharmed, apart in ranks.run(2, _evaluated):
         assert alike
