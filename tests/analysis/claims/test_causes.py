@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from analysis.__main__ import RESULTS
 from analysis.claims import papers
 from analysis.claims.causes import Cause, changed, setting_of
 from analysis.claims.computations import Ratio, Selection, Value
 from analysis.claims.verdicts import judge
-from analysis.load import runs
 from analysis.load.rows import Row
 
 FASTER = Ratio(
@@ -113,10 +111,10 @@ def test_a_setting_that_no_cell_has_is_an_error() -> None:
         setting_of(Cause(matrix="there", setting="weather", to=1))
 
 
-def test_every_cause_that_claims_name_is_shown_with_both_numbers() -> None:
-    claims = papers.load()
-    rows: Mapping[str, Sequence[Row]] = {run.matrix: run.rows for run in runs.load(RESULTS)}
-    for finding in judge(claims, rows):
+def test_every_cause_that_claims_name_is_shown_with_both_numbers(
+    committed: Mapping[str, Sequence[Row]],
+) -> None:
+    for finding in judge(papers.load(), committed):
         if finding.check is None or finding.verdict not in ("not reproduced", "differs"):
             continue
         said = [reason for reason in finding.reasons if " alone changed from " in reason]

@@ -32,12 +32,6 @@ def test_every_record_is_one_row_with_the_values_of_its_record(records: list[Rec
             assert row["loss_final"] == record.measurement.losses[-1]
 
 
-def test_an_unshaped_link_has_no_bandwidth() -> None:
-    table = frame([made_up.record(made_up.cell("fcdp", GPT2, "full", None))])
-
-    assert table["inter_bandwidth_bits_per_s"].isna().all()
-
-
 def test_the_ledger_is_summed_by_link_and_kept_by_phase() -> None:
     record = made_up.record(made_up.cell("fcdp", GPT2, "full", None))
     assert record.measurement is not None
@@ -48,13 +42,6 @@ def test_the_ledger_is_summed_by_link_and_kept_by_phase() -> None:
 
     assert row["ledger_inter_node_bytes_per_step"] == sum(phases.values())
     assert row["ledger_inter_node_reduce_bytes_per_step"] == phases["reduce"]
-
-
-def test_text_that_is_missing_stays_missing() -> None:
-    row = frame([made_up.record(made_up.cell("fsdp2", GPT2, "full", None))]).iloc[0]
-
-    assert pd.isna(row["error"])
-    assert pd.isna(row["policy"])
 
 
 def test_parquet_holds_the_same_table(compared: pd.DataFrame, tmp_path: Path) -> None:

@@ -35,7 +35,6 @@ def sent(strategy: str, tuning: Tuning, chosen: CacheSettings) -> dict[str, floa
     [
         ("fcdp", "full", "sharded"),
         ("fcdp", "lora", "replicated"),
-        ("fcdp-sched", "lora", "sharded"),
     ],
 )
 def test_gradients_of_each_micro_batch_cross_nodes(
