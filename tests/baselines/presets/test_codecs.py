@@ -1,10 +1,11 @@
-"""Codecs by name: what matrix files may say."""
+"""Codecs by name: what matrix files may say, and the sizes of what is quantised."""
 
 from __future__ import annotations
 
 import pytest
 
 import fcdp
+from baselines.encoding import encoded_bytes
 from baselines.presets.codecs import gather, parse
 
 
@@ -35,3 +36,17 @@ def test_gathers_may_tell_differences_and_reductions_not() -> None:
         gather("int2")
     with pytest.raises(ValueError, match="codec = 'delta': allowed are none, int8"):
         parse("delta")
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4", "int8(128)", "int4(7)"])
+@pytest.mark.parametrize("numel", [1, 63, 64, 257, 10**6 + 1])
+def test_bytes_are_the_library_s(codec: str, numel: int) -> None:
+    encoder = parse(codec)
+    assert encoder is not None
+    assert encoded_bytes(codec, numel) == encoder.encoded_bytes(numel)
+
+
+@pytest.mark.parametrize("codec", ["int2", "int8(0)", "none"])
+def test_other_codecs_are_refused(codec: str) -> None:
+    with pytest.raises(ValueError, match="allowed are none, int8, int4"):
+        encoded_bytes(codec, 1)

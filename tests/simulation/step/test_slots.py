@@ -23,7 +23,7 @@ from simulation.step.passes import StageSeconds
 from simulation.step.slots import in_slot
 from simulation.workload import Workload
 from tests.experiments.cells import cell, model_spec
-from tests.simulation.workloads import hardware, paper_cluster, predicted
+from tests.simulation.workloads import hardware, paper_cluster, predicted, workload
 
 RESULTS = Path(__file__).parents[3] / "results"
 FORMS = ("cyclic-ring", "cyclic-zero")
@@ -197,3 +197,24 @@ def test_a_step_computes_what_ddp_does_and_reduces_each_stage_once() -> None:
     assert turns.inter_node_bytes == pytest.approx(2 * ddp.inter_node_bytes)  # fp32, not bf16
     computed = turns.timeline.busy_seconds()["compute"]
     assert computed == pytest.approx(ddp.timeline.busy_seconds()["compute"], rel=0.05)
+
+
+RANKS = 4
+ON = (hardware(), emulated(2, 2, None))
+
+
+@given(st.integers(1, RANKS), st.sampled_from(ON), st.sampled_from([0.0, 0.5, 1.0]), st.booleans())
+def test_stages_together_take_what_a_step_of_ddp_does(
+    stages: int, on: Hardware, recomputed: float, lora: bool
+) -> None:
+    of = workload("cyclic-ring", stages=stages, recomputed=recomputed, lora=lora)
+    found = StageSeconds.of(of, stages_of(of, RANKS), on)
+    assert len(found.forward) == len(found.backward) == len(found.update) == stages
+    timeline = predict(replace(of, strategy="ddp"), on).timeline
+    for phase, seconds in (("forward", found.forward), ("backward", found.backward)):
+        names = [i for i, task in enumerate(timeline.tasks) if task.name.startswith(phase)]
+        computed = sum(timeline.tasks[i].demands["compute"] for i in names)
+        assert sum(seconds) == pytest.approx(computed)
+    steps = ("optimizer", "calls")
+    updated = sum(task.demands.get("compute", 0.0) for task in timeline.tasks if task.name in steps)
+    assert sum(found.update) == pytest.approx(updated)
