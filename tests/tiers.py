@@ -23,13 +23,13 @@ TIERS = {
     "unit": "one process, no process group",
     "ranks": "processes: rank pools, process groups, commands",
     "cluster": "network namespaces, emulated clusters, launchers",
-    "system": "documentation, packaging, pins, rented nodes, daemons, browsers, the GPU's command",
+    "system": "pages, examples, packaging, pins, rented nodes, daemons, browsers, GPU's command",
 }
 #: Who uses one of these is in the tier beside it; the highest counts.
 FIXTURES = {"ranks": "ranks", "apart": "ranks", "privileged": "cluster"}
 #: Tests in one of these, unless they are marked, are in the tier beside it; the highest counts.
 PLACES = {
-    "tests/examples": "ranks",
+    "tests/examples": "system",
     "tests/launch": "cluster",
     "tests/experiments/clusters": "cluster",
     "tests/docs": "system",

@@ -189,18 +189,42 @@ def _end_a_forked_helper() -> None:
         raise ClusterError("the helper handled a signal that was meant to end it")
 
 
-def matrix_file(directory: Path, name: str = "small", extra: str = "", steps: int = 2) -> Path:
-    """A matrix of six cells: three strategies at two bandwidths."""
+class Observer:
+    """Counts the cells of a run."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.finished: list[Record] = []
+
+    def cell_started(self, cell: Cell, directory: Path) -> None:
+        self.started.append(cell.id)
+
+    def cell_finished(self, record: Record) -> None:
+        self.finished.append(record)
+
+
+def matrix_file(
+    directory: Path,
+    name: str = "small",
+    extra: str = "",
+    steps: int = 2,
+    *,
+    cluster: str = "nodes: 2, ranks_per_node: 1",
+    strategies: str = "deepspeed-zero3, fsdp2, fcdp",
+    links: str = "100 Mbit/s, 10 Mbit/s",
+    timeout_s: float = 20,
+) -> Path:
+    """A matrix of six small cells: three strategies at two bandwidths, unless others are given."""
     file = directory / f"{name}.yaml"
     text = f"""\
         name: {name}
-        description: six cells for a test
-        cluster: {{nodes: 2, ranks_per_node: 1}}
+        description: small cells for a test
+        cluster: {{{cluster}}}
         models:
           - {{name: tiny, family: gpt2, layers: 1, width: 8, heads: 1}}
         axes:
-          strategy: [deepspeed-zero3, fsdp2, fcdp]
-          inter_bandwidth: [100 Mbit/s, 10 Mbit/s]
+          strategy: [{strategies}]
+          inter_bandwidth: [{links}]
         workload:
           model: tiny
           tuning: full
@@ -212,7 +236,7 @@ def matrix_file(directory: Path, name: str = "small", extra: str = "", steps: in
           learning_rate: 0.001
           warmup_steps: 0
           steps: {steps}
-          timeout_s: 20
+          timeout_s: {timeout_s}
         """
     file.write_text(textwrap.dedent(text) + textwrap.dedent(extra), encoding="utf-8")
     return file

@@ -99,9 +99,6 @@ def test_the_formula_by_hand() -> None:
     assert [step for _, step in delayed] == pytest.approx([26 + 91, 26 + 91 + 15 / 8 + 15 / 2])
 
 
-pytestmark = pytest.mark.unit
-
-
 class _Disk:
     """Has moved something before the step that is observed."""
 

@@ -250,9 +250,6 @@ def test_pieces_of_host_memory_are_apart_and_come_back(sizes: list[int], chance:
         dram.take(1, "one more")
 
 
-pytestmark = pytest.mark.unit
-
-
 class _Clock:
     """Seconds that pass when a test says so."""
 

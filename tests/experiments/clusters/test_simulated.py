@@ -20,17 +20,10 @@ from experiments.records.record import read as read_records
 from experiments.runner import runner
 from experiments.runner.directory import RunDirectory
 from tests.experiments.cells import cell, model_spec
+from tests.experiments.stand_in import Observer
 from tests.simulation.workloads import paper_cluster
 
 SPEC = SimulatedSpec(kind="simulated", nodes=2, ranks_per_node=8, gpu="a40")
-
-
-class Nobody:
-    def cell_started(self, cell: Cell, directory: Path) -> None:
-        return None
-
-    def cell_finished(self, record: Record) -> None:
-        return None
 
 
 def simulated(strategy: str, **settings: Any) -> Cell:
@@ -40,7 +33,7 @@ def simulated(strategy: str, **settings: Any) -> Cell:
 def run(cells: list[Cell], directory: Path) -> list[Record]:
     listed = [MatrixCell(given, None) for given in cells]
     cluster = SimulatedCluster(cells[0].cluster)
-    return runner.run(listed, [], cluster, RunDirectory(directory), Nobody())
+    return runner.run(listed, [], cluster, RunDirectory(directory), Observer())
 
 
 def test_a_cell_has_a_record_without_any_process(tmp_path: Path) -> None:
