@@ -97,25 +97,6 @@ def test_the_parent_stays_light() -> None:
     assert not heavy & set(result.stdout.split())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["quikstart"], "error: MATRIX: unknown matrix 'quikstart'; allowed: ablation, "),
-        (["none/at/all.yaml"], "error: MATRIX: there is no file none/at/all.yaml"),
-        (["quickstart", "--only", "zero9"], "error: --only: no cell id matches 'zero9'; "),
-        (
-            ["paper/volume", "--cluster", "emulated"],
-            "error: --cluster emulated: the matrix is for ",
-        ),
-    ],
-)
-def test_mistakes_are_one_clear_message(arguments: list[str], message: str) -> None:
-    result = command("run", *arguments)
-    assert result.exit_code == 2
-    assert result.stderr.startswith(message)
-    assert len(result.stderr.splitlines()) == 1
-
-
 def test_a_matrix_for_rented_nodes_is_emulated_on_request(tmp_path: Path) -> None:
     file = matrix_file(tmp_path)
     file.write_text(file.read_text().replace("{nodes: 2", "{kind: rented, nodes: 2"))

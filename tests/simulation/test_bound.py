@@ -73,11 +73,6 @@ def test_vectors(
     assert hfu_bound(shape, slower, LENGTH) == pytest.approx(at_100, abs=0.05, rel=0.01)
 
 
-def test_parameters_of_the_vectors() -> None:
-    counts = [Shape(layers=layers, width=width).parameters / 1e9 for layers, width, *_ in VECTORS]
-    assert counts == pytest.approx([1.21, 6.44, 12.6, 64.4, 173.9, 309.2], rel=0.005)
-
-
 @given(shapes, clusters, lengths)
 def test_the_bound_is_the_utilisation_of_a_step_that_only_gathers(
     shape: Shape, cluster: Cluster, length: int

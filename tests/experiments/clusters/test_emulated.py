@@ -242,15 +242,6 @@ def test_an_entry_of_another_form_is_refused(cluster: EmulatedCluster, tmp_path:
         cluster.run("module.function", [], logs=tmp_path, environment={}, timeout_s=1)
 
 
-def test_an_entry_that_is_not_there_fails_in_the_ranks(
-    cluster: EmulatedCluster, tmp_path: Path
-) -> None:
-    outcome = run(cluster, tmp_path, "nowhere")
-    assert outcome.state == "failed"
-    assert outcome.error is not None
-    assert "AttributeError" in outcome.error
-
-
 def test_a_cluster_that_is_not_built_says_so(tmp_path: Path) -> None:
     outside = EmulatedCluster(ClusterSpec(nodes=1, ranks_per_node=1))
     with pytest.raises(ClusterError, match="inside its `with` block"):

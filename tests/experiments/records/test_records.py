@@ -69,15 +69,6 @@ def test_a_diverged_loss_is_read_back_as_such(tmp_path: Path) -> None:
     assert math.isnan(again.measurement.losses[2])
 
 
-def test_a_malformed_line_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "records.jsonl"
-    files.append(record(cell()), file)
-    with file.open("a") as text:
-        text.write("{}\n")
-    with pytest.raises(ValueError, match=r"records\.jsonl:2: not a record of this version"):
-        read_records(file)
-
-
 def test_a_malformed_record_is_said_in_one_short_line(tmp_path: Path) -> None:
     file = tmp_path / "records.jsonl"
     file.write_text(json.dumps({"cell": ["x" * 10**5] * 3, "error": {}}) + "\n")

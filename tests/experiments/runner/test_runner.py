@@ -279,14 +279,3 @@ def test_a_full_disk_is_a_clear_error_and_loses_nothing(
     assert read_records(directory.records) == kept
     run(matrix, directory, StandInCluster(behaviours={"": "oom"}), kept)
     assert len(read_records(directory.records)) == before.count(b"\n")
-
-
-@pytest.mark.parametrize(
-    ("pattern", "count"), [(None, 6), ("fcdp", 2), ("*-10mbit-*", 3), ("zero3*100mbit*", 0)]
-)
-def test_only(matrix: Matrix, pattern: str | None, count: int) -> None:
-    if count:
-        assert len(runner.select(matrix.cells, pattern)) == count
-    else:
-        with pytest.raises(ValueError, match="--only: no cell id matches"):
-            runner.select(matrix.cells, pattern)

@@ -14,7 +14,6 @@ from rich.console import Console, RenderableType
 
 from experiments import terminal
 from experiments.matrix import reader
-from experiments.matrix.matrix import MatrixCell
 from experiments.records.record import Record
 from experiments.terminal.progress import Progress, Step, Tail, clock, seconds_left
 from experiments.terminal.summary_table import summary
@@ -97,14 +96,6 @@ def test_the_loss_of_held_out_data_is_shown_where_there_is_one() -> None:
     assert lines[4].split()[7:] == ["5.3000", "5.2500", "0.500", "emulated"]
     assert lines[5].split()[7:] == ["–", "–", "–", "emulated"]
     assert "held out" not in rendered(summary(comparison()))[0]
-
-
-def test_a_run_of_skipped_cells_alone_shows_them(tmp_path: Path) -> None:
-    matrix = replace(reader.read("quickstart"), cells=(MatrixCell(cell(), "not here"),))
-    text = io.StringIO()
-    with Progress(matrix, matrix.cells, [], Console(file=text, width=100)) as progress:
-        progress.cell_finished(record(cell(), "skipped", "not here"))
-    assert "1 cell skipped: not here" in text.getvalue()
 
 
 def test_cells_that_ended_alike_are_told_once() -> None:
