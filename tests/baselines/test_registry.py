@@ -128,11 +128,6 @@ def test_a_strategy_without_a_schedule_is_not_simulated() -> None:
             schedule_of("added")
 
 
-def test_an_unknown_strategy() -> None:
-    with pytest.raises(ValueError, match="strategy = 'zero4': allowed are deepspeed-zero3"):
-        schedule_of("zero4")
-
-
 def test_where_entries_are_kept() -> None:
     """What the strategy fixes goes before what the cell says."""
     assert FCDP.keeps_in("disk") == "disk"

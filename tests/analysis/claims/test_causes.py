@@ -9,7 +9,7 @@ import pytest
 
 from analysis.claims import papers
 from analysis.claims.causes import Cause, changed, setting_of
-from analysis.claims.computations import Ratio, Selection, Value
+from analysis.claims.computations import Ratio, Selection
 from analysis.claims.verdicts import judge
 from analysis.load.rows import Row
 
@@ -94,16 +94,6 @@ def test_another_comparator_stands_in_the_place_of_the_claims() -> None:
 
     assert found is not None
     assert found.after[0].value == 5.0
-
-
-def test_a_value_is_computed_on_counterparts_too() -> None:
-    value = Value(kind="value", quantity="tokens_per_s", of=Selection(strategy="fcdp"))
-    there = [row("fcdp", 7, "there", sequence_length=1024)]
-
-    found = changed(Cause(matrix="there", setting="sequence_length", to=1024), value, HERE, there)
-
-    assert found is not None
-    assert found.after[0].value == 7.0
 
 
 def test_a_setting_that_no_cell_has_is_an_error() -> None:

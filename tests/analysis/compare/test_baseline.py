@@ -96,21 +96,6 @@ def test_the_fastest_other_strategy_is_named(compared: pd.DataFrame) -> None:
     assert row(group, "fsdp2")["fastest_other"] == "fcdp"
 
 
-def test_a_strategy_is_its_own_equal(compared: pd.DataFrame) -> None:
-    own = compared[(compared["strategy"] == compared["baseline"]) & (compared["state"] == "ok")]
-
-    assert (own["speed_up"] == 1).all()
-    assert (own["bytes_of_baseline"] == 1).all()
-    assert (own["loss_difference_max"] == 0).all()
-
-
-def test_no_cell_is_lost_and_states_stay(records: list[Record], compared: pd.DataFrame) -> None:
-    assert sorted(compared["cell"]) == sorted(record.cell_id for record in records)
-    lacking = compared[compared["state"] != "ok"]
-    assert sorted(lacking["state"]) == ["failed", "skipped"]
-    assert lacking["speed_up"].isna().all()
-
-
 def test_without_the_baseline_the_first_strategy_that_finished_stands_in(
     compared: pd.DataFrame,
 ) -> None:

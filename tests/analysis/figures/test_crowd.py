@@ -75,12 +75,6 @@ def names_of(ax: Axes) -> list[Text]:
     return [label for label in ax.get_yticklabels() if label.get_text()]
 
 
-def test_throughput_bytes_and_losses_are_figures_of_their_own(
-    many: Drawn,
-) -> None:
-    assert list(many[1]) == ["throughput", "traffic", "losses"]
-
-
 def test_a_column_has_its_engine_and_what_all_are_compared_with(
     many: Drawn,
 ) -> None:
