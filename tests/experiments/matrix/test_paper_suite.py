@@ -123,9 +123,9 @@ def test_committed_records_are_what_the_simulator_says(
     name: str, request: pytest.FixtureRequest
 ) -> None:
     """Of long matrices a sample; all with ``--exhaustive``."""
-    records = read(RESULTS / name / "records.jsonl")
-    every = 1 if request.config.getoption("--exhaustive") else 1 + len(records) // 16
-    for record in records[::every]:
+    ran = [each for each in read(RESULTS / name / "records.jsonl") if each.state != "skipped"]
+    every = 1 if request.config.getoption("--exhaustive") else 1 + len(ran) // 16
+    for record in ran[::every]:
         hardware = cluster_of(record.cell)
         prediction = predict(workload_of(record.cell), hardware)
         assert record.state == prediction.state
