@@ -183,7 +183,8 @@ def test_all_strategies_learn_the_same(
     losses = fcdp.measurement.losses
     assert len(losses) == fcdp.cell.warmup_steps + fcdp.cell.steps
     assert losses == pytest.approx(other.measurement.losses, rel=1e-5)
-    assert losses[-1] < losses[0]
+    # Four steps of LoRA, which starts with B = 0, move the loss by less than batches differ.
+    assert settings is LORA or losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("strategy", ["fcdp", "fsdp2"])
