@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 SECONDS: Mapping[str, float] = {
     "tests/experiments/clusters/test_rented.py": 95,
     "tests/experiments/clusters/test_slurm.py": 85,
-    "tests/experiments/worker/test_worker.py": 85,
+    "tests/experiments/worker/test_worker.py": 55,
     "tests/experiments/clusters/test_ssh.py": 60,
     "tests/scripts/test_gpu.py": 50,
     "tests/experiments/test_pins.py": 45,

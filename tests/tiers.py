@@ -23,19 +23,26 @@ TIERS = {
     "unit": "one process, no process group",
     "ranks": "processes: rank pools, process groups, commands",
     "cluster": "network namespaces, emulated clusters, launchers",
-    "system": "documentation, packaging, sshd, Slurm, Docker, browsers, the GPU's command",
+    "system": "pages, examples, packaging, pins, rented nodes, daemons, browsers, GPU's command",
 }
 #: Who uses one of these is in the tier beside it; the highest counts.
 FIXTURES = {"ranks": "ranks", "apart": "ranks", "privileged": "cluster"}
 #: Tests in one of these, unless they are marked, are in the tier beside it; the highest counts.
 PLACES = {
-    "tests/examples": "ranks",
+    "tests/examples": "system",
     "tests/launch": "cluster",
     "tests/experiments/clusters": "cluster",
     "tests/docs": "system",
     "tests/packaging": "system",
     "tests/test_readme.py": "system",
     "tests/launch/test_docker.py": "system",
+    "tests/analysis/report/test_reproduction.py": "system",
+    "tests/baselines/test_adding_to_a_copy.py": "system",
+    "tests/baselines/test_configurations.py": "system",
+    "tests/baselines/fuyou/test_crash.py": "system",
+    "tests/baselines/luwu/test_ends.py": "system",
+    "tests/experiments/test_pins.py": "system",
+    "tests/experiments/clusters/test_rented.py": "system",
     "tests/experiments/clusters/test_slurm.py": "system",
     "tests/experiments/clusters/test_ssh.py": "system",
     "tests/analysis/report/test_browser.py": "system",

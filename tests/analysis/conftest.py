@@ -1,12 +1,15 @@
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
+from analysis.__main__ import RESULTS
 from analysis.compare.baseline import compare
+from analysis.load import runs
+from analysis.load.rows import Row
 from experiments.records.record import Record
 from tests.analysis import made_up
 
@@ -14,6 +17,12 @@ from tests.analysis import made_up
 def write_records(records: Iterable[Record], path: Path) -> Path:
     path.write_text("".join(f"{record.model_dump_json()}\n" for record in records), "utf-8")
     return path
+
+
+@pytest.fixture(scope="session")
+def committed() -> dict[str, Sequence[Row]]:
+    """The rows of all committed runs, by matrix."""
+    return {run.matrix: run.rows for run in runs.load(RESULTS)}
 
 
 @pytest.fixture(scope="session")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
-from tests.baselines.test_adding import block
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("fcdp", "baselines", "simulation", "experiments", "analysis")
@@ -44,6 +43,14 @@ class PatienceSettings(Settings):
     patience: Annotated[int, Setting("Patience", "subject", in_id="later")] = 1
 """
 PLAN = "plan --model gpt-10b --nodes 4 --gpus 8 --gpu a40 --inter-node 10Gbit/s --host-memory 512GB"
+
+
+def block(name: str) -> str:
+    """One of the blocks of docs/strategies.md."""
+    page = (ROOT / "docs/strategies.md").read_text(encoding="utf-8")
+    match = re.search(rf"<!-- {name} -->\n```python\n(.*?)```", page, re.DOTALL)
+    assert match is not None
+    return match[1]
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +90,7 @@ def test_it_is_listed_run_compared_audited_drawn_planned_and_simulated(copy: Pat
     assert "fcdp-disk" in run(copy, "experiments", "strategies")
     ran = run(copy, "experiments", "run", "added.yaml", "--output", "runs/added")
     assert "3/3 ok      fcdp-disk 2" in ran
+    assert "losses   3 of 3 cells reach fsdp2's" in ran
     audited = run(copy, "analysis", "audit", "runs/added")
     row = next(line for line in audited.splitlines() if "fcdp-disk" in line)
     assert "fair" in row or "ok" in row, audited

@@ -15,8 +15,6 @@ import pytest
 from baselines import pins
 from baselines.pins import Pin
 
-pytestmark = pytest.mark.ranks
-
 BASELINES = Path(__file__).resolve().parents[2] / "baselines"
 #: What each setting is without a configuration; settings of no default are not among them.
 DEFAULTS = """

@@ -1,10 +1,12 @@
-"""The list of strategies: what can run here, and why not."""
+"""The list of strategies: what can run here, why not, and the schedule of each."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from pydantic import ValidationError
@@ -12,6 +14,8 @@ from pydantic import ValidationError
 from baselines import pins, registry
 from baselines.description import Strategy
 from baselines.pins import Pin
+from baselines.registry import STRATEGIES, schedule_of
+from baselines.schedule import FCDP
 from baselines.settings import CacheSettings
 
 
@@ -104,3 +108,28 @@ def test_a_codec_that_the_strategy_does_not_fix_is_taken() -> None:
     assert dict(registry.find("qwz").chosen({"reduce_codec": "int4"}))["reduce_codec"] == "int4"
     assert dict(registry.find("hpz").chosen({"gather_codec": "int8"}))["gather_codec"] == "int8"
     assert dict(registry.find("zeropp").chosen({"gather_codec": "none"}))["gather_codec"] == "none"
+
+
+SCHEDULED = [strategy for strategy in STRATEGIES if strategy.schedule is not None]
+
+
+@pytest.mark.parametrize("strategy", SCHEDULED, ids=lambda strategy: str(strategy.name))
+def test_what_quantises_says_so(strategy: Strategy) -> None:
+    schedule = schedule_of(strategy.name)
+    quantises = bool(schedule.gather_codec or schedule.reduce_codec)
+    assert quantises == (strategy.numerics == "bounded")
+
+
+def test_a_strategy_without_a_schedule_is_not_simulated() -> None:
+    added = replace(registry.find("fcdp"), name="added", schedule=None)
+    with mock.patch.object(registry, "STRATEGIES", (*STRATEGIES, added)):
+        assert "added" not in registry.simulated()
+        with pytest.raises(ValueError, match="strategy = 'added': is not simulated yet"):
+            schedule_of("added")
+
+
+def test_where_entries_are_kept() -> None:
+    """What the strategy fixes goes before what the cell says."""
+    assert FCDP.keeps_in("disk") == "disk"
+    assert replace(FCDP, policy="device").keeps_in("disk") == "device"
+    assert replace(FCDP, cache=None).keeps_in("disk") is None

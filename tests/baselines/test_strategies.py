@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.tensor import DTensor
 
 from baselines import registry
-from tests.baselines.training import Settings, Tuning, train
+from tests.baselines.training import Settings, Tuning, made, train
 from tests.ranks import Pools
 
 #: Relative, of each step's loss.
 EXACT, ROUNDED = 1e-5, 0.03
 TOLERANCES = {
+    "fcdp": EXACT,
     "zero3": EXACT,
     "hpz": EXACT,
     "mics": EXACT,
@@ -29,20 +33,31 @@ TOLERANCES = {
 }
 
 
-def losses(strategy: str, tuning: Tuning, accumulation: int) -> list[float]:
-    """Of this rank, two nodes of two."""
-    _, losses = train(
-        strategy, Settings("gpt2", tuning, ranks_per_node=2, accumulation=accumulation, steps=4)
-    )
-    return losses
+def losses(strategy: str, tuning: Tuning, accumulation: int, evaluates: bool = True) -> list[float]:
+    """Of this rank, two nodes of two; the last one is of data that are not trained on."""
+    settings = Settings("gpt2", tuning, ranks_per_node=2, accumulation=accumulation)
+    trainable, batches = made(strategy, settings)
+    held_out = torch.arange(33).view(1, 33)
+    found, of_held_out = [], 0.0
+    for step in range(3):
+        if evaluates and step == 1:
+            evaluated = trainable.evaluate(held_out)
+            assert not evaluated.requires_grad
+            of_held_out = evaluated.item()
+        found.append(trainable.step([next(batches) for _ in range(accumulation)]).item())
+    return [*found, of_held_out]
 
 
 @pytest.fixture(scope="module")
 def reference(ranks: Pools) -> dict[Any, Any]:
-    return {
-        (tuning, count): ranks.run(4, losses, "fsdp2", tuning, count)
-        for tuning, count in (("full", 1), ("lora", 2))
-    }
+    """By FSDP2, which trains on after an evaluation as without one."""
+    found = {}
+    for tuning, count in (("full", 1), ("lora", 2)):
+        found[tuning, count] = ranks.run(4, losses, "fsdp2", tuning, count)
+        without = ranks.run(4, losses, "fsdp2", tuning, count, False)
+        assert [each[:-1] for each in found[tuning, count]] == [each[:-1] for each in without]
+        assert len({each[-1] for each in found[tuning, count]}) == 1, "the ranks do not agree"
+    return found
 
 
 @pytest.mark.parametrize(("tuning", "accumulation"), [("full", 1), ("lora", 2)])
@@ -68,4 +83,28 @@ def test_all_that_need_no_cuda_and_no_vendor_are_compared() -> None:
         and not entry.extra
     }
     # Fuyou is for one device; tests/baselines/fuyou compares it.
-    assert names == {*TOLERANCES, "fsdp2", "fcdp", "fuyou"}
+    assert names == {*TOLERANCES, "fsdp2", "fuyou"}
+
+
+#: Where FSDP2's mixed precision, or a whole model in bfloat16, casts what is frozen in any case.
+CAST = ("fsdp2", "fcdp")
+
+
+@pytest.mark.parametrize("strategy", [*CAST, "ddp", "replicated"])
+def test_frozen_parameters_held_in_bfloat16_train_the_same(ranks: Pools, strategy: str) -> None:
+    """Autocast computes norms in float32 with weights as they are: DDP's losses differ a little."""
+    settings = Settings("llama", "lora", dtype=torch.bfloat16)
+    held = replace(settings, frozen=torch.bfloat16)
+    expected = ranks.run(2, losses_and_frozen_bytes, strategy, settings)
+    actual = ranks.run(2, losses_and_frozen_bytes, strategy, held)
+    for (wanted, wide), (got, narrow) in zip(expected, actual, strict=True):
+        assert got == pytest.approx(wanted, rel=0 if strategy in CAST else 0.01, abs=0)
+        assert narrow == wide / 2 > 0
+
+
+def losses_and_frozen_bytes(strategy: str, settings: Settings) -> tuple[list[float], int]:
+    """Of training on this rank; the bytes that it holds of what is frozen."""
+    model, losses = train(strategy, settings, steps=4)
+    frozen = [param for param in model.parameters() if not param.requires_grad]
+    held = [param.to_local() if isinstance(param, DTensor) else param for param in frozen]
+    return losses, sum(part.nbytes for part in held)

@@ -16,8 +16,8 @@ from tests.experiments.cells import cell, model_spec
 from tests.fcdp.training import topology_of
 
 SEQUENCE_LENGTH = 32
-#: The learning rate of the matrices, and one that makes a stale parameter show at once.
-USUAL, LARGE = 1e-3, 1e-2
+#: Ten times that of the matrices: a stale parameter shows at once.
+LEARNING_RATE = 1e-2
 
 Family = Literal["gpt2", "llama"]
 Tuning = Literal["full", "lora"]
@@ -32,10 +32,7 @@ class Settings:
     nodes: int = 2
     ranks_per_node: int = 1
     accumulation: int = 1
-    steps: int = 20
-    learning_rate: float = LARGE
-    #: Of the parameters; where they are float32, the gather and the reduction may be narrower.
-    weights: torch.dtype = torch.float32
+    #: Of the gather and the reduction; parameters are float32.
     dtype: torch.dtype = torch.float32
     #: Of what is frozen, where that is narrower.
     frozen: torch.dtype | None = None
@@ -43,10 +40,10 @@ class Settings:
     chosen: StrategySettings = field(default_factory=StrategySettings)
 
 
-def train(strategy: str, settings: Settings) -> tuple[nn.Module, list[float]]:
+def train(strategy: str, settings: Settings, steps: int) -> tuple[nn.Module, list[float]]:
     """The trained model, and this rank's loss of each step."""
     model, trainable, batches = _made(strategy, settings)
-    losses = [_step(trainable, batches, settings.accumulation) for _ in range(settings.steps)]
+    losses = [_step(trainable, batches, settings.accumulation) for _ in range(steps)]
     return model, losses
 
 
@@ -61,7 +58,6 @@ def _made(strategy: str, settings: Settings) -> tuple[nn.Module, Trainable, Iter
     model, blocks = models.build(
         cell(strategy, model=spec, tuning=settings.tuning, sequence_length=SEQUENCE_LENGTH)
     )
-    model.to(settings.weights)
     if settings.frozen is not None:
         models.hold_frozen(model, settings.frozen)
     topology = topology_of(settings.nodes, settings.ranks_per_node)
@@ -71,7 +67,7 @@ def _made(strategy: str, settings: Settings) -> tuple[nn.Module, Trainable, Iter
             topology=topology,
             blocks=blocks,
             dtype=settings.dtype,
-            learning_rate=settings.learning_rate,
+            learning_rate=LEARNING_RATE,
             micro_batch=2,
             accumulation=settings.accumulation,
             settings=settings.chosen,

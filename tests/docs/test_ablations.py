@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -29,21 +28,10 @@ def test_the_records_are_those_of_the_matrix() -> None:
 
 
 def test_the_table_is_that_of_the_records() -> None:
+    assert "(figures/ablation.svg)" in PAGE
     assert rewritten("docs/ablations.md", PAGE) == PAGE
     rows = [line for line in PAGE.splitlines() if line.startswith(("| none |", "| host |"))]
     assert len(rows) == 4
-
-
-def test_the_figure_is_that_of_the_records(tmp_path: Path) -> None:
-    """Up to the version of matplotlib: their texts are compared, in order."""
-    draw_ablation.main([str(tmp_path)])
-    drawn, committed = (
-        re.findall(r"<text.*?>(.*?)</text>", (folder / "ablation.svg").read_text(encoding="utf-8"))
-        for folder in (tmp_path, DOCS / "figures")
-    )
-    assert len(committed) > 20
-    assert drawn == committed
-    assert "(figures/ablation.svg)" in PAGE
 
 
 @pytest.mark.parametrize(

@@ -12,19 +12,12 @@ import torch
 from experiments.clusters.emulated import EmulatedCluster
 from experiments.commands.kinds import PRELOADED
 from experiments.matrix import reader
-from experiments.records.cell import Cell, ClusterSpec
+from experiments.records.cell import ClusterSpec
 from experiments.records.record import Record
 from experiments.runner import runner
 from experiments.runner.directory import RunDirectory
 from tests.docs import DOCS, code_blocks
-
-
-class Nobody:
-    def cell_started(self, cell: Cell, directory: Path) -> None:
-        return None
-
-    def cell_finished(self, record: Record) -> None:
-        return None
+from tests.experiments.stand_in import Observer
 
 
 @pytest.fixture
@@ -49,7 +42,7 @@ def test_the_matrix_of_the_page_runs(
     assert isinstance(expanded.cluster, ClusterSpec)
     directory = RunDirectory(tmp_path / "run")
     cluster = EmulatedCluster(expanded.cluster, preload=[*PRELOADED, "experiments.worker.worker"])
-    records = runner.run(expanded.cells, [], cluster, directory, Nobody())
+    records = runner.run(expanded.cells, [], cluster, directory, Observer())
     assert [record.cell.strategy for record in records] == ["fsdp2", "fcdp"]
     fsdp2, fcdp = (found(record) for record in records)
     assert len(fcdp.losses) == 2

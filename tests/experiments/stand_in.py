@@ -7,6 +7,7 @@ measurement.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -188,18 +189,42 @@ def _end_a_forked_helper() -> None:
         raise ClusterError("the helper handled a signal that was meant to end it")
 
 
-def matrix_file(directory: Path, name: str = "small", extra: str = "", steps: int = 2) -> Path:
-    """A matrix of six cells: three strategies at two bandwidths."""
+class Observer:
+    """Counts the cells of a run."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.finished: list[Record] = []
+
+    def cell_started(self, cell: Cell, directory: Path) -> None:
+        self.started.append(cell.id)
+
+    def cell_finished(self, record: Record) -> None:
+        self.finished.append(record)
+
+
+def matrix_file(
+    directory: Path,
+    name: str = "small",
+    extra: str = "",
+    steps: int = 2,
+    *,
+    cluster: str = "nodes: 2, ranks_per_node: 1",
+    strategies: str = "deepspeed-zero3, fsdp2, fcdp",
+    links: str = "100 Mbit/s, 10 Mbit/s",
+    timeout_s: float = 20,
+) -> Path:
+    """A matrix of six small cells: three strategies at two bandwidths, unless others are given."""
     file = directory / f"{name}.yaml"
     text = f"""\
         name: {name}
-        description: six cells for a test
-        cluster: {{nodes: 2, ranks_per_node: 1}}
+        description: small cells for a test
+        cluster: {{{cluster}}}
         models:
           - {{name: tiny, family: gpt2, layers: 1, width: 8, heads: 1}}
         axes:
-          strategy: [deepspeed-zero3, fsdp2, fcdp]
-          inter_bandwidth: [100 Mbit/s, 10 Mbit/s]
+          strategy: [{strategies}]
+          inter_bandwidth: [{links}]
         workload:
           model: tiny
           tuning: full
@@ -211,7 +236,7 @@ def matrix_file(directory: Path, name: str = "small", extra: str = "", steps: in
           learning_rate: 0.001
           warmup_steps: 0
           steps: {steps}
-          timeout_s: 20
+          timeout_s: {timeout_s}
         """
     file.write_text(textwrap.dedent(text) + textwrap.dedent(extra), encoding="utf-8")
     return file
@@ -277,25 +302,27 @@ def record(of: Cell, state: State = "ok", error: str | None = None, **figures: A
     )
 
 
-def without_key() -> dict[str, str]:
-    """This process's environment without anything of W&B's."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-
-
 def main() -> None:
     """The command line of ``python -m experiments`` on a stand-in cluster.
 
     ``STAND_IN`` holds the cluster's arguments as JSON, and ``report: false`` to draw nothing.
     """
     from experiments.__main__ import app
+
+    take_the_place_of_clusters(setattr, json.loads(os.environ.get("STAND_IN", "{}")))
+    app()
+
+
+def take_the_place_of_clusters(put: Callable[[Any, str, Any], None], given: dict[str, Any]) -> None:
+    """Have commands run their cells here; ``given`` are the cluster's arguments, and ``report``."""
     from experiments.commands import kinds, session
 
-    arguments = json.loads(os.environ.get("STAND_IN", "{}"))
+    arguments = dict(given)
     if not arguments.pop("report", False):
-        session.draw = lambda *_: True
-    kinds.enter_namespace = lambda: None
-    kinds.cluster = lambda spec, _: StandInCluster(spec.nodes, spec.ranks_per_node, **arguments)  # type: ignore[assignment]
-    app()
+        put(session, "draw", lambda *_: True)
+    put(kinds, "enter_namespace", lambda: None)
+    made = functools.partial(StandInCluster, **arguments)
+    put(kinds, "cluster", lambda spec, _: made(spec.nodes, spec.ranks_per_node))
 
 
 if __name__ == "__main__":

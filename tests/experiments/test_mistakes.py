@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,6 @@ from experiments.commands import COMMANDS
 from experiments.matrix.files import MATRICES
 from experiments.records.provenance import ROOT
 from tests.experiments.test_cli import command
-
-pytestmark = pytest.mark.ranks
 
 _WORDS = re.compile(r"--[\w-]+|\w[\w./=-]*\w|\w")
 
@@ -50,6 +50,10 @@ def somewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "matrix new HERE/file/x.yaml",
             "FILE = 'HERE/file/x.yaml': cannot be written: HERE/file is",
         ),
+        ("run quikstart", "MATRIX: unknown matrix 'quikstart'; allowed: ablation, "),
+        ("run none/at/all.yaml", "MATRIX: there is no file none/at/all.yaml"),
+        ("run quickstart --only zero9", "--only: no cell id matches 'zero9'; "),
+        ("run paper/volume --cluster emulated", "--cluster emulated: the matrix is for "),
         ("run README.md", "MATRIX: README.md is no matrix, which is a file that ends in .yaml"),
         ("run HERE/empty", "MATRIX: the folder HERE/empty holds no file that ends in .yaml"),
         ("trace HERE/empty --only fcdp", "MATRIX: HERE/empty is a folder; give one of its files"),
@@ -57,7 +61,7 @@ def somewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_a_mistake_has_one_line(line: str, message: str, somewhere: Path) -> None:
     result = command(*line.replace("HERE", str(somewhere)).split())
-    assert result.returncode == 2
+    assert result.exit_code == 2
     assert result.stderr.startswith(f"error: {message}".replace("HERE", str(somewhere)))
     assert len(result.stderr.splitlines()) == 1
     assert "Errno" not in result.stderr
@@ -69,7 +73,7 @@ def test_a_folder_of_own_matrices_runs_as_a_suite(tmp_path: Path) -> None:
     for name in ("volume", "quickstart"):
         shutil.copy(MATRICES / f"{name}.yaml", mine)
     result = command("run", str(mine), "--dry-run")
-    assert result.returncode == 0, result.stderr
+    assert result.exit_code == 0, result.stderr
     totals = [line for line in result.stdout.splitlines() if " cells to run, " in line]
     assert [line.partition(":")[0] for line in totals] == ["quickstart", "volume"]
     shutil.copy(MATRICES / "volume.yaml", mine / "copy.yaml")
@@ -90,14 +94,19 @@ def test_help_breaks_no_word_at_eighty_columns(name: str) -> None:
         assert set(wanted) <= words, (option.name, set(wanted) - words)
 
 
+@pytest.mark.ranks
 def test_a_simulated_run_says_so_and_sweeps_what_killed_ones_left(tmp_path: Path) -> None:
     scope = os.stat("/proc/self/ns/pid").st_ino
     left = tmp_path / f"fcdp-{scope}-{2**22 - 1}-1-0-x"
     left.mkdir()
-    result = command(
-        *("run", "volume", "--cluster", "simulated", "--only", "fsdp2-lora", "--no-wandb"),
-        *("--output", str(tmp_path / "run")),
-        TMPDIR=str(tmp_path),
+    words = ("run", "volume", "--cluster", "simulated", "--only", "fsdp2-lora", "--no-wandb")
+    result = subprocess.run(
+        [sys.executable, "-m", "experiments", *words, "--output", str(tmp_path / "run")],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert result.returncode == 0, result.stderr
     assert "1 cells · simulated cluster, 2 nodes × 2 ranks" in result.stdout

@@ -17,6 +17,7 @@ import yaml
 
 from experiments.records.provenance import ROOT
 from experiments.records.record import read as read_records
+from tests.experiments.stand_in import matrix_file
 
 SKYPILOT = ROOT / "launch/skypilot.yaml"
 COMMANDS = ["preflight", "run small --resume"]
@@ -230,8 +231,13 @@ def test_a_signal_to_the_script_alone_ends_the_command(
 
 def test_cells_train_on_two_nodes_of_this_host(tmp_path: Path) -> None:
     """Everything real but the machines and ssh: torchrun, gloo, training, records."""
-    matrix = tmp_path / "tiny.yaml"
-    matrix.write_text(_MATRIX)
+    matrix = matrix_file(
+        tmp_path,
+        cluster="nodes: 4, ranks_per_node: 8",
+        strategies="fcdp",
+        links="unshaped, 10 Mbit/s",
+        timeout_s=100,
+    )
     # ssh -o OPTION … HOST COMMAND
     _program(tmp_path / "ssh", '#!/bin/sh\nfor last; do :; done\nexec sh -c "$last"\n')
     output = tmp_path / "run"
@@ -260,26 +266,3 @@ def test_cells_train_on_two_nodes_of_this_host(tmp_path: Path) -> None:
     assert sorted(path.name for path in logs.glob("*")) == [
         *("node0.log", "node1.log", "rank0.log", "rank1.log")
     ]
-
-
-_MATRIX = """\
-name: tiny
-description: one cell to train and one to skip
-cluster: {nodes: 4, ranks_per_node: 8}
-models: [{name: tiny, family: gpt2, layers: 1, width: 16, heads: 1}]
-axes:
-  inter_bandwidth: [unshaped, 10 Mbit/s]
-workload:
-  strategy: fcdp
-  model: tiny
-  tuning: full
-  sequence_length: 16
-  micro_batch: 1
-  accumulation: 1
-  dtype: float32
-  lora_rank: 4
-  learning_rate: 0.001
-  warmup_steps: 1
-  steps: 2
-  timeout_s: 100
-"""

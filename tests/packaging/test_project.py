@@ -1,10 +1,11 @@
-"""Make targets, the CI command, and the files that a reader looks for first."""
+"""Make targets, the CI command, shell scripts, and the files that a reader looks for first."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -105,3 +106,20 @@ def test_licence_and_citation() -> None:
     assert f'version = "{citation["version"]}"' in (ROOT / "pyproject.toml").read_text()
     (paper,) = citation["references"]
     assert paper["url"] == "https://arxiv.org/abs/2602.06499"
+
+
+SCRIPTS = [
+    *(path for path in sorted((ROOT / "launch").iterdir()) if path.suffix != ".yaml"),
+    *sorted((ROOT / "scripts").glob("*.sh")),
+    ROOT / ".ci/run",
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_the_linter_has_no_complaint(script: Path) -> None:
+    shellcheck = Path(sys.executable).with_name("shellcheck")
+    # Below a warning it asks about functions that are called by name.
+    done = subprocess.run(
+        [shellcheck, "--severity=warning", script], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout

@@ -144,12 +144,6 @@ def test_a_change_of_what_it_depends_on_sets_up_anew(machine: Machine, name: str
     assert len(machine.installs) == INSTALLS
 
 
-def test_another_build_of_torch_sets_up_anew(machine: Machine) -> None:
-    assert machine.setup().returncode == 0
-    assert machine.setup(TORCH="cuda").returncode == 0
-    assert len(machine.installs) == INSTALLS
-
-
 @pytest.mark.parametrize("step", ["-m venv", "pip setuptools wheel", "--editable", "import torch"])
 def test_a_failed_set_up_says_why_and_is_redone(machine: Machine, step: str) -> None:
     failed = machine.setup(FAIL=step)
@@ -216,15 +210,6 @@ def test_without_the_papers_pin_the_usual_one_is_complete(machine: Machine) -> N
     assert len(machine.installs_in(".venv-paper")) == 1
 
 
-def test_without_the_usual_pin_the_papers_is_complete(machine: Machine) -> None:
-    failed = machine.setup("--pins", FAIL=BASELINES)
-    assert failed.returncode == 1
-    assert f"DeepSpeed {DEEPSPEED} is missing" in failed.stderr
-    assert "try again: make setup" in failed.stderr
-    assert not (machine.root / ".venv/deepspeed.stamp").exists()
-    assert (machine.root / ".venv-paper/setup.stamp").exists()
-
-
 @pytest.mark.parametrize("arguments", [[], ["--check"]])
 def test_missing_system_packages_are_named_to_who_is_not_root(
     machine: Machine, arguments: list[str]
@@ -258,16 +243,6 @@ def test_root_gets_them_installed(machine: Machine) -> None:
         "update",
         "install -y --no-install-recommends g++",
     ]
-
-
-def test_root_is_told_where_installing_them_fails(machine: Machine) -> None:
-    machine.lacks("g++")
-    machine.has("id", "#!/bin/bash\necho 0\n")
-    machine.has("apt-get", "#!/bin/bash\necho no network\nexit 100\n")
-    done = machine.setup()
-    assert done.returncode == 1
-    assert "no network" in done.stderr
-    assert "missing system packages: g++" in done.stderr
 
 
 def test_an_old_python_is_refused(machine: Machine) -> None:

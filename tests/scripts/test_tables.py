@@ -1,9 +1,11 @@
-"""The tables of the README, of made-up records."""
+"""The tables of the README and other pages, of made-up records."""
 
 from __future__ import annotations
 
+import pytest
+
 from experiments.records.record import Machine
-from scripts import tables
+from scripts import readme, tables
 from tests.experiments.stand_in import cell, record
 
 
@@ -75,3 +77,8 @@ def test_a_frozen_base_has_a_row_per_type() -> None:
         "",
         "At its peak a rank of DDP takes 1000 MB with float32, 1000 MB with bfloat16.",
     ]
+
+
+def test_a_page_without_a_place_for_its_table_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"README\.md: found 0 places for result, expected 1"):
+        readme.rewritten("README.md", "# FCDP\n")

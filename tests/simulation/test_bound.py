@@ -71,11 +71,6 @@ def test_vectors(
     assert slower.hfu_bound == pytest.approx(at_100, abs=0.05, rel=0.01)
 
 
-def test_parameters_of_the_vectors() -> None:
-    counts = [point(layers, width).parameters / 1e9 for layers, width, *_ in VECTORS]
-    assert counts == pytest.approx([1.21, 6.44, 12.6, 64.4, 173.9, 309.2], rel=0.005)
-
-
 @given(points)
 def test_the_bound_is_the_utilisation_of_a_step_that_only_gathers(one: Point) -> None:
     """E·F_fwd / (T_transfer·S_F), which it was derived from."""

@@ -1,4 +1,4 @@
-"""Rates of computation: fitted constants are found again, and published runs predicted."""
+"""Rates of computation: constants are found again, published runs predicted, all GPUs have some."""
 
 from __future__ import annotations
 
@@ -8,8 +8,21 @@ from pathlib import Path
 import pytest
 
 from simulation import compute
-from simulation.compute import ROWS, Fitted, Row, Run, Shares, fit, read_rows, run_of
-from simulation.hardware import CARDS
+from simulation.compute import (
+    ROWS,
+    Fitted,
+    Row,
+    Run,
+    Shares,
+    fit,
+    rates_of,
+    read_rows,
+    run_of,
+    with_rates,
+)
+from simulation.hardware import CARDS, Rates, cluster, gpu, scale
+from simulation.planner.search import simulated, tokens_range
+from tests.simulation.workloads import workload
 
 RUNS = [run_of(row) for row in read_rows() if row.bf16]
 RECORD = compute.read()
@@ -62,19 +75,6 @@ def test_both_halves_are_held_out() -> None:
             assert one.held_out == pytest.approx(compute.tokens_per_gpu_s(run, seen), rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    "half", [{"125m", "350m", "3b"}, {"125m", "70b", "7b"}], ids=lambda half: "-".join(sorted(half))
-)
-def test_other_halves_hold_too(half: set[str]) -> None:
-    """The first has H100s of one size alone, which do not tell their bytes from their products."""
-    runs = [run_of(row) for row in read_rows() if row.bf16]
-    found = fit([run for run in runs if run.row.model in half])
-    unseen = [run.row for run in runs if run.row.model not in half]
-    check = compute.errors(unseen, found)
-    assert check.median < 0.07
-    assert check.nine_of_ten < 0.15
-
-
 def test_given_rows_are_checked_by_committed_constants() -> None:
     found = compute.errors(read_rows(), RECORD.fitted())
     assert found.median == pytest.approx(RECORD.check("all rows, fitted").median, abs=1e-3)
@@ -101,5 +101,66 @@ def test_gpus_fill_nodes() -> None:
         run_of(row)
 
 
-def test_gpus_of_the_rows_are_known() -> None:
-    assert {run.row.gpu for run in RUNS} <= set(CARDS)
+MEASURED = ("a100-40gb", "a100-80gb", "h100-sxm")
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_rates_say_what_they_rest_on(name: str) -> None:
+    rates = rates_of(gpu(name))
+    assert rates.lowest < 1 < rates.highest
+    if name in MEASURED:
+        assert (rates.basis, rates.measured_on) == ("fitted", name)
+        return
+    assert rates.basis == "nearest architecture"
+    assert rates.measured_on in MEASURED
+    narrow = rates_of(gpu(rates.measured_on))
+    assert rates.lowest < narrow.lowest
+    assert rates.highest > narrow.highest
+
+
+def test_measured_products_take_the_place_of_the_share() -> None:
+    rates = rates_of(gpu("a100-80gb"))
+    faster = rates.with_products(1.2 * rates.products_per_s)
+    assert faster.basis == "preflight"
+    assert faster.attention_per_s == pytest.approx(1.2 * rates.attention_per_s)
+    assert faster.bytes_per_s == rates.bytes_per_s
+
+
+def test_scale_is_linear_first_and_then_logarithmic() -> None:
+    assert scale(1) == 0
+    assert scale(3) == pytest.approx(2 * scale(2), rel=0.05)
+    assert scale(1024) < 4 * scale(64)
+    rates = Rates(products_per_s=1.0, attention_per_s=1.0, bytes_per_s=1.0, lost_with_scale=0.1)
+    assert rates.slower(1) == 1
+    assert rates.slower(33) == pytest.approx(1 / 0.9)
+
+
+@pytest.mark.parametrize("gbit_s", [1, 1000])
+def test_a_range_holds_the_prediction_and_the_steps_at_its_ends(gbit_s: float) -> None:
+    hardware = with_rates(
+        cluster("a100-80gb", nodes=4, ranks_per_node=8, inter_bits_per_s=gbit_s * 1e9)
+    )
+    rates = hardware.rates
+    assert rates is not None
+    speed = simulated(workload("fsdp2"), hardware).speed
+    low, high = tokens_range(speed, hardware)
+    assert low < speed.tokens_per_s < high
+    for times in (rates.lowest, rates.highest):
+        other = replace(
+            rates,
+            products_per_s=times * rates.products_per_s,
+            attention_per_s=times * rates.attention_per_s,
+            bytes_per_s=times * rates.bytes_per_s,
+            exchanged_bytes_per_s=times * rates.exchanged_bytes_per_s,
+        )
+        found = simulated(workload("fsdp2"), replace(hardware, rates=other))
+        assert low <= found.tokens_per_s <= high
+
+
+def test_kernels_cost_what_they_write() -> None:
+    hardware = with_rates(cluster("h100-sxm", nodes=1, ranks_per_node=8, inter_bits_per_s=1e12))
+    speeds = [
+        simulated(replace(workload("fsdp2"), kernels=kernels), hardware).tokens_per_s
+        for kernels in ("eager", "flash", "fused")
+    ]
+    assert speeds == sorted(speeds)

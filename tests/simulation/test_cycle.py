@@ -16,7 +16,7 @@ from experiments.clusters.simulated import measured
 from experiments.records.modelled import cluster_of, workload_of
 from experiments.records.record import Record, read
 from experiments.worker import models
-from simulation.cycle import held, kept, sent, stages_of
+from simulation.cycle import held, stages_of
 from simulation.models import from_config
 from simulation.prediction import needed, predict
 from simulation.workload import Workload
@@ -144,13 +144,6 @@ def test_micro_batches_that_take_turns_keep_half_of_what_all_at_once_do(count: i
     assert found / (count * one) == pytest.approx((count + 1) / (2 * count))
 
 
-def test_messages_lie_in_host_memory() -> None:
-    """Two that come to each rank and two that go, of the largest stage, in fp32."""
-    of = workload("cyclic-ring", stages=6)
-    found = needed(of, hardware()).host["messages"]
-    assert found == 8 * 4 * held(of, WORLD).states / 2
-
-
 def counted() -> list[Record]:
     return [
         record
@@ -176,23 +169,3 @@ def test_slots_are_those_of_the_records(record: Record) -> None:
     assert found.activation_bytes_together == pytest.approx(
         record.measurement.activation_bytes_together, rel=0.04
     )
-
-
-@given(st.integers(2, 9), st.integers(1, 6), st.sampled_from(["v1", "v2"]))
-def test_a_slot_of_a_ring_sends_one_stage_at_most(
-    ranks: int, stages: int, rule: Literal["v1", "v2"]
-) -> None:
-    of = workload("cyclic-ring", stages=min(stages, ranks), rule=rule)
-    trained = stages_of(of, ranks).trained
-    found = sent(of, ranks)
-    assert found is not None
-    assert len(found) == 2 * len(trained)
-    for nbytes, stage in zip(found, [*trained, *reversed(trained)], strict=True):
-        assert nbytes in (0, 4 * stage)
-
-
-def test_others_have_no_slots() -> None:
-    for strategy in ("ddp", "cyclic", "cyclic-interleaved"):
-        assert sent(workload(strategy), 2) is None
-    for strategy in ("ddp", "cyclic", "cyclic-ring"):
-        assert kept(workload(strategy), 2, 1.0) is None

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from baselines.registry import simulated
 from experiments.records import modelled
-from experiments.records.cell import ClusterSpec
 from experiments.records.modelled import why_not_simulated
 from experiments.records.record import Record, read
 from simulation.framing import MESSAGE_BYTES, SHARE
@@ -49,11 +47,6 @@ def test_messages_are_those_of_the_exchanges(
     settings = {"stages": 2} if strategy.startswith("cyclic") else {}
     given = cell(strategy, tuning=tuning, accumulation=accumulation, **settings)
     assert modelled.messages(given) == messages
-
-
-@pytest.mark.parametrize("strategy", simulated())
-def test_nothing_crosses_nodes_where_there_is_one(strategy: str) -> None:
-    assert modelled.messages(cell(strategy, cluster=ClusterSpec(nodes=1, ranks_per_node=4))) == 0
 
 
 def test_a_policy_that_may_keep_less_than_all_is_taken_to_keep_nothing() -> None:

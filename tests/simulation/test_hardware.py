@@ -1,4 +1,4 @@
-"""GPUs and clusters: the one table, what is refused, and the memory that cards really have."""
+"""GPUs, clusters, networks: the one table, what is refused, the memory that cards really have."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from simulation.compute import Row, rates_of, read_rows, run_of, with_rates
 from simulation.hardware import CARDS, cluster, gpu, gpu_of, reported, share_of_peak
 from simulation.imitated.records import MemoryRecord
 from simulation.imitated.records import read as read_study
+from simulation.models import shape
 from simulation.planner.plan import plan
 from simulation.planner.rent import Instance
 from simulation.planner.request import Request
-from simulation.prediction import largest_micro_batch, needed
+from simulation.prediction import largest_micro_batch, needed, predict
+from simulation.workload import Workload
 from tests.simulation.test_memory import trained_in, unaware
 from tests.simulation.workloads import paper_cluster
 
@@ -31,12 +33,6 @@ STUDY = [
     for record in read_study(Path(__file__).parents[2] / "results" / "memory" / "memory.jsonl")
     if record.finding is not None
 ]
-
-
-@pytest.mark.parametrize("name", CARDS)
-def test_every_gpu_is_found_by_its_name(name: str) -> None:
-    assert gpu(name).name == name
-    assert gpu(name).pcie_bytes_per_s <= gpu(name).link_bytes_per_s
 
 
 @pytest.mark.parametrize("name", ["A40", "h100", "", "b300"])
@@ -178,12 +174,37 @@ def test_kernels_keep_less_the_more_they_fuse() -> None:
         assert eager > flash > fused
 
 
-def test_selective_checkpointing_keeps_less_than_none_and_more_than_full() -> None:
-    run = run_of(read_rows()[0])
-    none, selective, full = (
-        needed(
-            replace(run.workload, checkpointing=checkpointing, recomputed=recomputed), run.hardware
-        ).device_bytes
-        for checkpointing, recomputed in (("full", 0.0), ("selective", 1.0), ("full", 1.0))
-    )
-    assert none > selective > full
+HARDWARE = cluster("a100-80gb", nodes=4, ranks_per_node=8, inter_bits_per_s=1e10)
+
+
+@pytest.fixture
+def workload() -> Workload:
+    model = shape("gpt-10b", 512)
+    return Workload(strategy="fcdp", model=model, sequence_length=512, micro_batch=1)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fcdp", "fsdp2-hsdp", "ddp", "deepspeed-zero3"])
+def test_reductions_in_fp32_send_twice_as_much(workload: Workload, strategy: str) -> None:
+    same = replace(workload, strategy=strategy)
+    twice = replace(same, reduce_dtype="fp32")
+    sent = [predict(one, HARDWARE).moved_bytes["inter_node"] for one in (same, twice)]
+    assert sent[1]["reduce"] == pytest.approx(2 * sent[0]["reduce"])
+    assert sent[1].get("forward") == sent[0].get("forward")
+
+
+def test_fabrics_differ_in_latency_and_oversubscription_in_bandwidth(workload: Workload) -> None:
+    seconds = {
+        fabric: predict(workload, HARDWARE.over(fabric, 1)).step_seconds
+        for fabric in ("infiniband", "roce", "tcp")
+    }
+    assert seconds["infiniband"] < seconds["roce"] < seconds["tcp"]
+    shared = HARDWARE.over("tcp", 4)
+    assert shared.inter_bytes_per_s == HARDWARE.inter_bytes_per_s / 4
+    assert predict(workload, shared).step_seconds > 3 * seconds["tcp"]
+
+
+def test_what_no_network_is() -> None:
+    with pytest.raises(ValueError, match="fabric = 'string': allowed are tcp, roce"):
+        HARDWARE.over("string", 1)
+    with pytest.raises(ValueError, match=r"oversubscription = 0\.5: must be 1 or more"):
+        HARDWARE.over("tcp", 0.5)

@@ -143,19 +143,6 @@ def test_offload_moves_states_to_the_host() -> None:
     assert set(disk.disk) == {"parameters", "optimizer states"}
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "fcdp", "hpz", "fsdp2-offload"])
-@pytest.mark.parametrize("recomputed", [0.0, 1.0])
-def test_the_largest_micro_batch_fits_and_the_next_does_not(
-    strategy: str, recomputed: float
-) -> None:
-    given_workload = workload(strategy, recomputed=recomputed)
-    largest = largest_micro_batch(given_workload, HARDWARE)
-    assert largest > 0
-    for size, fitting in ((largest, True), (largest + 1, False)):
-        shortage = needed(replace(given_workload, micro_batch=size), HARDWARE).shortage(HARDWARE)
-        assert (shortage is None) == fitting
-
-
 def test_what_never_fits() -> None:
     given_workload = workload("ddp", "gpt-30b", micro_batch=1)
     assert largest_micro_batch(given_workload, HARDWARE) == 0

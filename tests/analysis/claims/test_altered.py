@@ -7,12 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from analysis.__main__ import RESULTS
 from analysis.claims import papers
 from analysis.claims.computations import SCALES, Outcome, Outcomes, Ratio, Value, taken
 from analysis.claims.papers import Check, Claim, Claims
 from analysis.claims.verdicts import judge
-from analysis.load import runs
 from analysis.load.rows import Row
 from experiments.records.record import Record
 
@@ -22,11 +20,6 @@ CLAIMS = papers.load()
 DECIDING = [
     (claim, check) for claim in CLAIMS.claims for check in claim.checks if check.role == "result"
 ]
-
-
-@pytest.fixture(scope="module")
-def committed() -> Mapping[str, Sequence[Row]]:
-    return {run.matrix: run.rows for run in runs.load(RESULTS)}
 
 
 def verdict(claim: Claim, check: Check, rows: Sequence[Row]) -> str:

@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from analysis.__main__ import RESULTS
 from analysis.claims import papers
 from analysis.claims.causes import Cause, changed, setting_of
-from analysis.claims.computations import Ratio, Selection, Value
+from analysis.claims.computations import Ratio, Selection
 from analysis.claims.verdicts import judge
-from analysis.load import runs
 from analysis.load.rows import Row
 
 FASTER = Ratio(
@@ -98,25 +96,15 @@ def test_another_comparator_stands_in_the_place_of_the_claims() -> None:
     assert found.after[0].value == 5.0
 
 
-def test_a_value_is_computed_on_counterparts_too() -> None:
-    value = Value(kind="value", quantity="tokens_per_s", of=Selection(strategy="fcdp"))
-    there = [row("fcdp", 7, "there", sequence_length=1024)]
-
-    found = changed(Cause(matrix="there", setting="sequence_length", to=1024), value, HERE, there)
-
-    assert found is not None
-    assert found.after[0].value == 7.0
-
-
 def test_a_setting_that_no_cell_has_is_an_error() -> None:
     with pytest.raises(ValueError, match="'weather' is no setting of a cell; allowed: .*nodes"):
         setting_of(Cause(matrix="there", setting="weather", to=1))
 
 
-def test_every_cause_that_claims_name_is_shown_with_both_numbers() -> None:
-    claims = papers.load()
-    rows: Mapping[str, Sequence[Row]] = {run.matrix: run.rows for run in runs.load(RESULTS)}
-    for finding in judge(claims, rows):
+def test_every_cause_that_claims_name_is_shown_with_both_numbers(
+    committed: Mapping[str, Sequence[Row]],
+) -> None:
+    for finding in judge(papers.load(), committed):
         if finding.check is None or finding.verdict not in ("not reproduced", "differs"):
             continue
         said = [reason for reason in finding.reasons if " alone changed from " in reason]

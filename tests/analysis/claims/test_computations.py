@@ -110,12 +110,6 @@ def test_a_row_has_the_quantities_of_its_record() -> None:
     )
 
 
-def test_what_has_no_ledger_has_no_phases() -> None:
-    value = Value(kind="value", quantity="gather_bytes", of=select(strategy="fsdp2"))
-
-    assert value.samples([made("fsdp2")]) == []
-
-
 def test_a_loss_difference_is_the_largest_of_any_step() -> None:
     ours = replace(made("fcdp"), losses=[4.0, 2.2, 3.0])
     theirs = replace(made("fsdp2"), losses=[4.0, 2.0, 3.0, 9.0])
@@ -140,14 +134,6 @@ def test_a_loss_that_is_missing_or_not_finite_is_infinitely_far(losses: list[flo
     (sample,) = difference.samples([row(of.model_copy(update={"measurement": measured})), theirs])
 
     assert sample.value == math.inf
-
-
-def test_simulated_cells_have_no_losses_to_compare() -> None:
-    rows = [
-        row(recorded(name).model_copy(update={"evidence": "simulated"}))
-        for name in ("fcdp", "fsdp2")
-    ]
-    assert [list(of.losses) for of in rows] == [[], []]
 
 
 @pytest.mark.parametrize(("state", "share"), [("oom", 0.5), ("skipped", 1 / 3)])

@@ -142,23 +142,6 @@ def test_what_is_not_yaml_is_named_with_its_line(tmp_path: Path) -> None:
         papers.load(path)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("papers: {}\nmatrices: {}\nmatrices: {}\n", ":3: matrices: this key is already on line 2"),
-        ("papers: {}\nclaims: \x07\n", ":2: not valid YAML: special characters are not allowed"),
-    ],
-)
-def test_keys_given_twice_and_control_characters_are_named_with_their_line(
-    content: str, message: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "claims.yaml"
-    path.write_text(content, "utf-8")
-
-    with pytest.raises(ValueError, match="^claims.yaml" + message):
-        papers.load(path)
-
-
 @pytest.mark.parametrize("part", ["of", "over"])
 @pytest.mark.parametrize(
     ("selection", "allowed"),

@@ -75,12 +75,6 @@ def names_of(ax: Axes) -> list[Text]:
     return [label for label in ax.get_yticklabels() if label.get_text()]
 
 
-def test_throughput_bytes_and_losses_are_figures_of_their_own(
-    many: Drawn,
-) -> None:
-    assert list(many[1]) == ["throughput", "traffic", "losses"]
-
-
 def test_a_column_has_its_engine_and_what_all_are_compared_with(
     many: Drawn,
 ) -> None:
@@ -144,29 +138,6 @@ def test_the_legend_lies_inside_the_picture_and_above_the_axes(what: str, many: 
     assert box.x1 <= figure.bbox.x1
     assert box.y1 <= figure.bbox.y1
     assert all(ax.get_window_extent(renderer).y1 <= box.y0 for ax in figure.axes)
-
-
-def test_bytes_drawn_are_the_records(bars: Drawn) -> None:
-    records, drawings = bars
-    expected: dict[str, float] = {
-        record.cell.strategy: record.measurement.inter_node_bytes_per_step / 1e6
-        for record in records
-        if record.cell.tuning == "full" and record.measurement is not None
-    }
-    ax = drawings["traffic"].figure.axes[0]
-
-    patches: list[Any] = list(ax.patches)
-    assert sorted(bar.get_width() for bar in patches) == pytest.approx(sorted(expected.values()))
-
-
-def test_a_line_of_losses_for_each_strategy_in_its_column(
-    many: Drawn,
-) -> None:
-    counts = [len(ax.lines) for ax in many[1]["losses"].figure.axes[: len(ENGINES)]]
-    cells = len(made_up.LINKS)
-
-    # The baseline and FCDP stand in every column.
-    assert counts == [cells * (len(ENGINES["DeepSpeed"]) + 1), cells * (5 + 2), cells * (7 + 1)]
 
 
 def test_up_to_six_strategies_share_one_pair_of_axes() -> None:

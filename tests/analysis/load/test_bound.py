@@ -17,6 +17,9 @@ from experiments.__main__ import app
 @pytest.fixture(scope="module")
 def study(tmp_path_factory: pytest.TempPathFactory) -> BoundStudy:
     results = tmp_path_factory.mktemp("results")
+    (results / "bound").mkdir()
+    # Written anew, not once more.
+    (results / "bound" / "bound.jsonl").write_text("of an earlier time\n")
     result = CliRunner().invoke(app, ["bound", "--output", str(results / "bound")])
     assert result.exit_code == 0, result.output
     (found,) = runs.load(results)
@@ -24,18 +27,22 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> BoundStudy:
     return found
 
 
-def test_a_row_has_the_size_the_link_and_the_bound(study: BoundStudy) -> None:
-    row = next(row for row in study.rows if row.settings["model"] == "66B")
-    assert row.settings["link"] == "100 Gbit/s"
-    assert row.evidence == "simulated"
-    assert row.quantities["hfu_bound"] == pytest.approx(0.76, rel=0.01)
-    assert row.quantities["parameters_over_named"] == pytest.approx(64.4 / 66, rel=0.01)
-
-
 def test_it_says_what_it_is(study: BoundStudy) -> None:
     assert study.resources == "12 points"
     assert study.summary.startswith("A closed form, simulated · 1.3B, 7B, 13B, 66B, 175B, 310B · ")
     assert [name for name, _ in study.origin] == ["Commit"]
+
+
+def test_memory_is_worth_what_bandwidth_is_which_is_enough_where_the_bound_is_one(
+    study: BoundStudy,
+) -> None:
+    for record in study.records:
+        assert record.gains.twice_bandwidth == pytest.approx(2)
+        assert record.gains.twice_free_memory == pytest.approx(2)
+        assert record.gains.longer_sequences > 1 > record.gains.longer_sequences_tokens_per_s
+        needed = record.point.bandwidth_bits_per_s / record.hfu_bound
+        assert record.required_bits_per_s == pytest.approx(needed)
+        assert 0 < record.best_mfu <= 1 + 1e-9
 
 
 def test_the_papers_vectors_are_judged_by_it(study: BoundStudy) -> None:

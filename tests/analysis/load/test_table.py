@@ -1,3 +1,5 @@
+"""Records as one table, and the names that matrices' files say."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -5,8 +7,12 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from analysis.load import matrices
 from analysis.load.table import COLUMNS, frame, latest, load, write_parquet
+from experiments.matrix import files
+from experiments.matrix import reader as expanded
 from experiments.records.record import Record
+from simulation.quantities import format_link
 from tests.analysis import made_up
 from tests.analysis.conftest import write_records
 
@@ -32,12 +38,6 @@ def test_every_record_is_one_row_with_the_values_of_its_record(records: list[Rec
             assert row["loss_final"] == record.measurement.losses[-1]
 
 
-def test_an_unshaped_link_has_no_bandwidth() -> None:
-    table = frame([made_up.record(made_up.cell("fcdp", GPT2, "full", None))])
-
-    assert table["inter_bandwidth_bits_per_s"].isna().all()
-
-
 def test_the_ledger_is_summed_by_link_and_kept_by_phase() -> None:
     record = made_up.record(made_up.cell("fcdp", GPT2, "full", None))
     assert record.measurement is not None
@@ -48,13 +48,6 @@ def test_the_ledger_is_summed_by_link_and_kept_by_phase() -> None:
 
     assert row["ledger_inter_node_bytes_per_step"] == sum(phases.values())
     assert row["ledger_inter_node_reduce_bytes_per_step"] == phases["reduce"]
-
-
-def test_text_that_is_missing_stays_missing() -> None:
-    row = frame([made_up.record(made_up.cell("fsdp2", GPT2, "full", None))]).iloc[0]
-
-    assert pd.isna(row["error"])
-    assert pd.isna(row["policy"])
 
 
 def test_parquet_holds_the_same_table(compared: pd.DataFrame, tmp_path: Path) -> None:
@@ -90,3 +83,22 @@ def test_a_directory_is_searched_but_not_what_a_run_keeps_beside_its_records(
 def test_no_records_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no records"):
         load(tmp_path)
+
+
+def test_every_matrix_is_there() -> None:
+    assert list(matrices.named()) == files.available()
+
+
+@pytest.mark.parametrize("name", ["reference", "parity", "slow-link", "tau-batch"])
+def test_names_are_those_of_the_cells(name: str) -> None:
+    cells = [entry.cell for entry in expanded.read(name).cells]
+    assert matrices.names(name) == {
+        "strategy": {cell.strategy for cell in cells},
+        "model": {cell.model.name for cell in cells},
+        "link": {format_link(cell.inter_bandwidth_bits_per_s) for cell in cells},
+    }
+
+
+def test_a_matrix_without_a_file_may_have_any_strategy_and_models_of_its_own() -> None:
+    (strategies,) = matrices.names("memory").values()
+    assert all(of["strategy"] <= strategies for of in matrices.named().values())

@@ -1,12 +1,15 @@
-"""A pivot shows every system's cells, how they ended where they left no figures, and shares."""
+"""A pivot shows every system's cells and how they ended; the study of memory is drawn."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from matplotlib.text import Annotation
+
 from analysis.load.rows import Row
-from analysis.paper import tables
+from analysis.paper import figures, tables
 from analysis.paper.contents import Pivot
+from tests.analysis.memory_study import study
 
 
 def row(strategy: str, link: str, speed: float | None, state: Any = "ok") -> Row:
@@ -52,3 +55,20 @@ def test_a_column_says_what_its_number_is_of() -> None:
     table = tables.pivoted(pivot(columns="nodes", of={"link": "1 Gbit/s"}), ROWS)
 
     assert table.columns == ("System", "Nodes 2")
+
+
+def test_values_drawn_are_the_records() -> None:
+    figure = figures.memory_study(study()).figure
+
+    assert len(figure.axes) == 2 * 4
+    first, again, *_ = figure.axes[4:]
+    assert first.get_title() == "gpt-30b, 512 tokens\nfull fine-tuning"
+    assert again.get_title() == "gpt-30b, 512 tokens\nfull fine-tuning, checkpointing"
+    said = [item.get_text() for item in first.texts if isinstance(item, Annotation)]
+    assert said == ["skipped", "8", "0", "7"]
+    assert [label.get_text() for label in first.get_yticklabels()] == [
+        "ddp",
+        "zero3",
+        "zeropp",
+        "fcdp host",
+    ]

@@ -13,7 +13,6 @@ from analysis.load.table import frame
 from analysis.report import tables
 from experiments.records.record import METRICS
 from experiments.records.workload import OwnModel
-from simulation.quantities import format_link
 from tests.analysis import made_up
 
 
@@ -39,18 +38,6 @@ def test_markdown_fields_cannot_break_the_table() -> None:
     table = tables.markdown(pd.DataFrame({"Model": ["a|b\nc"]}))
 
     assert table.splitlines()[2] == "| a\\|b c |"
-
-
-def test_a_setting_is_a_column_only_where_it_differs() -> None:
-    cells = [
-        made_up.cell("fcdp", made_up.MODELS[0], "full", None, accumulation=count)
-        for count in (1, 4)
-    ]
-    both = compare([made_up.record(cell) for cell in cells])
-    one = compare([made_up.record(cells[0])])
-
-    assert list(tables.presentable(both)["Accumulation"]) == ["1", "4"]
-    assert "Accumulation" not in tables.presentable(one)
 
 
 @pytest.mark.parametrize("name", METRICS)
@@ -114,14 +101,3 @@ def test_notes_say_of_which_steps_losses_are_where_cells_differ_in_them() -> Non
 )
 def test_numbers_have_three_digits(value: float | None, shown: str) -> None:
     assert text.number(value) == shown
-
-
-def test_links_and_ratios() -> None:
-    assert [format_link(bits) for bits in (10e6, 2.5e9, math.nan)] == [
-        "10 Mbit/s",
-        "2.5 Gbit/s",
-        "unshaped",
-    ]
-    assert [text.times(value) for value in (3.04, 26.6, 120.4)] == ["3.0×", "27×", "120×"]
-    assert text.one_or_range([2.0, 3.1, math.nan]) == "2.0× to 3.1×"
-    assert text.one_or_range([2.0, 2.001]) == "2.0×"

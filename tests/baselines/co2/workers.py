@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,21 +49,6 @@ def model() -> nn.Sequential:
 def loss(of: nn.Module, sequences: torch.Tensor) -> torch.Tensor:
     inputs = torch.sin(sequences.float())
     return (of(inputs) - torch.cos(sequences.float())).square().mean()
-
-
-def trained_by(
-    training: Training, streams: Sequence[Iterator[torch.Tensor]]
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """This rank's parameters after all steps, and losses; a micro-batch of each stream in turn."""
-    trained, workers = made(training)
-    losses = []
-    for _ in range(training.steps):
-        of_each = [
-            next(own) for _ in range(training.accumulation // len(streams)) for own in streams
-        ]
-        losses.append(workers.step(of_each))
-    workers.settle()
-    return flat(trained), losses
 
 
 def batches(rank: int) -> Iterator[torch.Tensor]:

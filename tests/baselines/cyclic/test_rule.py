@@ -1,14 +1,24 @@
-"""The update rules, and that v2 is what the slots allow."""
+"""The update rules, the stages, and every message sent before the slot that needs it."""
 
 from __future__ import annotations
 
 from collections import Counter
 
 import pytest
+import torch.nn as nn
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baselines.cyclic.rule import backward_slot, forward_slot, is_fresh, slots_per_step
+from baselines.cyclic.routes import KINDS, Cycle, Kind, crossing
+from baselines.cyclic.rule import (
+    Rule,
+    backward_slot,
+    forward_slot,
+    is_fresh,
+    partition,
+    slots_per_step,
+)
+from baselines.cyclic.stages import parameters
 
 STAGES = st.integers(1, 12)
 
@@ -38,15 +48,106 @@ def test_each_stage_has_one_micro_batch_in_every_slot(stages: int) -> None:
     assert used == Counter((slot, stage) for slot in range(period) for stage in range(stages))
 
 
-@given(STAGES)
-def test_the_last_micro_batch_is_fresh_and_the_first_but_in_its_last_stage(stages: int) -> None:
-    last = [is_fresh("v2", stages - 1, stage, stages) for stage in range(stages)]
-    first = [is_fresh("v2", 0, stage, stages) for stage in range(stages)]
-    assert last == [True] * stages
-    assert first == [False] * (stages - 1) + [True]
-
-
 @pytest.mark.parametrize(("rule", "fresh"), [("dp", True), ("v1", False)])
 def test_the_others_are_alike_for_all(rule: str, fresh: bool) -> None:
     found = {is_fresh(rule, i, j, 3) for i in range(3) for j in range(3)}  # type: ignore[arg-type]
     assert found == {fresh}
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.data())
+def test_every_block_is_in_one_stage_in_order(costs: list[int], data: st.DataObject) -> None:
+    stages = data.draw(st.integers(1, len(costs)))
+    runs = partition(costs, stages)
+    assert len(runs) == stages
+    assert all(run for run in runs)
+    assert [index for run in runs for index in run] == [*range(len(costs))]
+
+
+def test_cuts_are_where_costs_are_nearest() -> None:
+    assert partition([1, 1, 1, 1], 2) == [range(2), range(2, 4)]
+    assert partition([9, 1, 1, 1], 2) == [range(1), range(1, 4)]
+    assert partition([1, 1, 1, 9], 2) == [range(3), range(3, 4)]
+    assert partition([0, 0, 0], 3) == [range(1), range(1, 2), range(2, 3)]
+
+
+@pytest.mark.parametrize("stages", [0, 4])
+def test_more_stages_than_blocks_are_refused(stages: int) -> None:
+    with pytest.raises(ValueError, match=f"stages = {stages}: allowed are 1 to 3"):
+        partition([1, 1, 1], stages)
+    with pytest.raises(ValueError, match="costs = .*: allowed are numbers from 0"):
+        partition([1, -1], 1)
+
+
+def test_what_is_outside_of_the_blocks_is_in_the_first_or_the_last_stage() -> None:
+    blocks = [nn.Linear(2, 2, bias=False) for _ in range(4)]
+    model = nn.Sequential(nn.Embedding(3, 2), *blocks, nn.LayerNorm(2))
+    first, last = parameters(model, blocks, partition([1] * 4, 2))
+    assert {id(param) for param in first} == {
+        id(param) for module in (model[0], *blocks[:2]) for param in module.parameters()
+    }
+    assert {id(param) for param in last} == {
+        id(param) for module in (*blocks[2:], model[5]) for param in module.parameters()
+    }
+
+
+def test_frozen_parameters_are_in_no_stage() -> None:
+    blocks = [nn.Linear(2, 2, bias=False) for _ in range(2)]
+    model = nn.Sequential(*blocks)
+    blocks[0].requires_grad_(False)
+    assert parameters(model, blocks, partition([1, 1], 2)) == [[], [blocks[1].weight]]
+
+
+@st.composite
+def cycles(draw: st.DrawFn) -> Cycle:
+    ranks = draw(st.integers(1, 9))
+    rule: Rule = draw(st.sampled_from(["v1", "v2"]))
+    return Cycle(rule, ranks, draw(st.integers(1, ranks)), draw(st.booleans()))
+
+
+@given(cycles())
+def test_messages_are_sent_in_an_earlier_slot_than_needed(cycle: Cycle) -> None:
+    for message in cycle.messages():
+        assert message.sent < message.needed, message
+
+
+@given(cycles())
+def test_an_owner_comes_to_its_stage_when_the_last_micro_batch_has_left_it(cycle: Cycle) -> None:
+    for stage in range(cycle.stages):
+        left = backward_slot(cycle.ranks - 1, stage, cycle.stages)
+        assert 2 * cycle.ranks + forward_slot(cycle.owner(stage), stage) == left + 1
+        assert is_fresh("v2", cycle.owner(stage), stage, cycle.stages)
+
+
+@given(cycles())
+def test_parameters_have_the_age_that_the_rule_says(cycle: Cycle) -> None:
+    """Followed from the owner: how many steps after its update each rank computes with them."""
+    for kind in ("forward", "backward") if cycle.twice else ("forward",):
+        for stage in range(cycle.stages):
+            hops = {m.source: m for m in cycle.messages() if (m.kind, m.stage) == (kind, stage)}
+            rank, age = cycle.owner(stage), 0
+            reached = {rank}
+            while rank in hops:
+                age += hops[rank].later
+                rank = hops[rank].target
+                reached.add(rank)
+                assert age == (0 if is_fresh(cycle.rule, rank, stage, cycle.stages) else 1)
+            assert reached == set(range(cycle.ranks))
+
+
+@given(cycles())
+def test_a_rank_sends_at_most_one_message_in_a_slot_or_two_in_backward(cycle: Cycle) -> None:
+    used = Counter((m.source, m.sent) for m in cycle.messages())
+    assert max(used.values()) <= 1 + cycle.twice
+
+
+@pytest.mark.parametrize(("twice", "expected"), [(False, 7), (True, 10)])
+def test_bytes_are_counted_where_they_leave_a_node(twice: bool, expected: int) -> None:
+    """Four stages of one byte: a rank sends all gradients on, and parameters of three.
+
+    The stage that the rank after it owns ends there. Of two nodes one sends as much as a rank.
+    """
+    cycle = Cycle("v2", 4, 4, twice)
+    sizes: dict[Kind, list[int]] = {kind: [1] * 4 for kind in KINDS}
+    assert crossing(cycle, sizes, 1, 4) == expected
+    assert crossing(cycle, sizes, 2, 2) == expected
+    assert crossing(cycle, sizes, 4, 1) == 0

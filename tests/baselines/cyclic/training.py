@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,12 +12,14 @@ import torch.nn as nn
 from baselines.cyclic.interleaved import build as build_interleaved
 from baselines.cyclic.ring import Executor, Owned
 from baselines.cyclic.synchronous import Cyclic
+from baselines.optimizers import AdamW, AnyOptimizer
 from baselines.settings import CyclicSettings
 from baselines.strategy import Job, Loss, load
 from tests.fcdp.training import topology_of
 
 WIDTH, VOCABULARY, BLOCKS = 6, 11, 5
 LEARNING_RATE = 0.01
+ADAMW = AdamW()
 
 
 class Block(nn.Module):
@@ -112,9 +114,12 @@ def trained(
     steps: int,
     frozen: bool = False,
     evaluated: tuple[int, ...] = (),
+    k: int = 1,
+    optimizer: AnyOptimizer = ADAMW,
 ) -> Told:
     """This rank's training; ``evaluated``: after so many steps, and at the end."""
-    model, job = made(ranks, 1, settings, frozen=frozen)
+    model, job = made(ranks, 1, settings, frozen=frozen, k=k)
+    job = replace(job, optimizer=optimizer)
     names = {id(param): name for name, param in model.named_parameters()}
     trainable: Any = load(strategy)(model, job)
     told = Told()
@@ -124,7 +129,8 @@ def trained(
         if step in evaluated:
             told.held_out.append(trainable.evaluate(batch(99, 0)).item())
         told.used.append({})
-        told.losses.append(trainable.step([batch(job.topology.rank, step)]).item())
+        own = range(k * job.topology.rank, k * (job.topology.rank + 1))
+        told.losses.append(trainable.step([batch(number, step) for number in own]).item())
     told.used.append({})
     told.held_out.append(trainable.evaluate(batch(99, 0)).item())
     stop()

@@ -72,27 +72,6 @@ def test_the_defaults_are_those_that_the_rules_start_from() -> None:
     assert defaults.reduce_bucket_size == DEFAULT_REDUCE_BUCKET
 
 
-def test_deepspeed_understands_every_setting() -> None:
-    """A misspelt one would be ignored, and the default taken in its place."""
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    given_settings = configured(*build("gpt2", 4, 128))["zero_optimization"]
-    understood = DeepSpeedZeroConfig(**given_settings)
-    fields = {field.alias or name: name for name, field in DeepSpeedZeroConfig.model_fields.items()}
-    for setting, value in given_settings.items():
-        assert getattr(understood, fields[setting]) == value
-
-
-def test_nothing_is_clipped() -> None:
-    assert configured(*build("gpt2", 1, 32))["gradient_clipping"] == 0.0
-
-
-def test_nothing_is_printed_and_nothing_is_timed_between_steps() -> None:
-    configuration = configured(*build("gpt2", 1, 32))
-    assert configuration["steps_per_print"] > 10**6
-    assert configuration["wall_clock_breakdown"] is False
-
-
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_batch_and_dtype_are_the_jobs(dtype: torch.dtype, accumulation: int) -> None:

@@ -1,16 +1,21 @@
-"""The cost model: convex in what is kept, and what it chooses is the best of all amounts."""
+"""The cost model: convex in what is kept, its choice the best of all, its rates those observed."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baselines.fuyou import cost
+from baselines.fuyou.blocks import Profile
 from baselines.fuyou.cost import Item, Rates, Work
+from baselines.fuyou.train import Observed
+from tests.baselines.fuyou.training import settings
 
 _POSITIVE = st.floats(1e-3, 1e3)
 _ITEMS = st.lists(st.builds(Item, nbytes=_POSITIVE, flops=st.floats(0, 1e3)), max_size=12)
@@ -92,3 +97,37 @@ def test_the_formula_by_hand() -> None:
     # Without a wait for what is written SSDs are the limit of the whole: 208 / 8 + 182 / 2.
     delayed = cost.curve(replace(work, delayed=True), rates)
     assert [step for _, step in delayed] == pytest.approx([26 + 91, 26 + 91 + 15 / 8 + 15 / 2])
+
+
+class _Disk:
+    """Has moved something before the step that is observed."""
+
+    def __init__(self) -> None:
+        self.counts = {"read": (50, 0.1), "write": (90, 0.1)}
+
+    def moved(self, way: str) -> tuple[int, float]:
+        return self.counts[way]
+
+
+def _rates(read: tuple[int, float], **chosen: Any) -> Rates:
+    disk: Any = _Disk()
+    observed = Observed(disk, SimpleNamespace(nbytes=0, seconds=0.0), SimpleNamespace(seconds=1.0))  # type: ignore[arg-type]
+    nbytes, seconds = disk.counts["read"]
+    disk.counts["read"] = nbytes + read[0], seconds + read[1]
+    observed.computed(2.0)
+    return observed.rates(Profile(10.0, 0, {}), settings(**chosen), room=7, buffers=2)
+
+
+def test_rates_are_those_of_the_step_that_is_observed() -> None:
+    rates = _rates((60, 2.0))
+    assert rates.read == pytest.approx(30)
+    assert rates.write > 1e9
+    assert rates.flops == 4 * 10 / 2
+    assert not rates.duplex
+
+
+def test_a_disk_with_a_limit_is_no_faster_than_that() -> None:
+    """Its control group lets the first megabytes pass faster."""
+    rates = _rates((60, 2.0), ssd_limit=20)
+    assert (rates.read, rates.write) == (20, 20)
+    assert rates.duplex

@@ -1,12 +1,15 @@
-"""When groups are read, stepped, acknowledged and written, on a store and an Adam that note it."""
+"""When groups and blocks are read, stepped and written, on stores that note it."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -14,10 +17,16 @@ import torch.nn as nn
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baselines.fuyou.layout import Group, laid_out
+from baselines.fuyou import disk
+from baselines.fuyou.copies import Copies
+from baselines.fuyou.disk import Disk
+from baselines.fuyou.fifo import Fifo
+from baselines.fuyou.layout import Group, Layout, laid_out
 from baselines.fuyou.memory import Dram
 from baselines.fuyou.optimizer import BUFFERS, Updates
 from baselines.settings import Update
+from fcdp.arena import Arena
+from fcdp.direct_io import open_alone
 
 GROUPS = 4
 NO_GROUP = -1
@@ -239,3 +248,116 @@ def test_pieces_of_host_memory_are_apart_and_come_back(sizes: list[int], chance:
     assert dram.take(2**17, "all of it").numel() == 2**17
     with pytest.raises(ValueError, match="dram = 131 kB: one more takes"):
         dram.take(1, "one more")
+
+
+class _Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def test_seconds_of_transfers_that_go_on_count(tmp_path: Path) -> None:
+    """A step whose SSD never rests has begun and ended between two ends of transfers."""
+    clock, begun, go_on = _Clock(), threading.Event(), threading.Event()
+    write = os.pwritev
+
+    def held(*arguments: object) -> int:
+        begun.set()
+        assert go_on.wait(60)
+        return write(*arguments)  # type: ignore[arg-type]
+
+    made = Disk()
+    memory = Arena(2**13, torch.device("cpu")).memory
+    file = open_alone(tmp_path / "file", "ssd")
+    with mock.patch.object(disk, "time", clock), mock.patch("os.pwritev", held):
+        writing = made.write(file, 0, memory)
+        assert begun.wait(60)
+        clock.now = 3.0
+        assert made.moved("write") == (0, 3.0)
+        go_on.set()
+        writing.result()
+        made.close()
+    clock.now = 5.0
+    assert made.moved("write") == (2**13, 3.0)
+    assert made.moved("read") == (0, 0.0)
+
+
+def test_nothing_is_written_after_close(tmp_path: Path) -> None:
+    """Another process may have opened the folder since."""
+    made = Disk()
+    file = open_alone(tmp_path / "file", "ssd")
+    memory = Arena(2**13, torch.device("cpu")).memory
+    made.close()
+    with pytest.raises(RuntimeError, match="shutdown"):
+        made.write(file, 0, memory)
+    assert (tmp_path / "file").stat().st_size == 0
+
+
+CPU = torch.device("cpu")
+BLOCKS = 5
+
+
+class _Store:
+    """Fills what is read with the group's number."""
+
+    def __init__(self) -> None:
+        self.reads: list[int] = []
+
+    def read_segment(self, group: Group, segment: object, memory: torch.Tensor) -> Future[int]:
+        self.reads.append(group.index)
+        memory.view(torch.float32).fill_(group.index)
+        read: Future[int] = Future()
+        read.set_result(0)
+        return read
+
+
+def _made(slots: int) -> tuple[list[nn.Linear], Layout, _Store, Dram, Fifo]:
+    """Frozen blocks, which one after another are computed."""
+    blocks = [nn.Linear(4, 4, bias=False) for _ in range(BLOCKS)]
+    for block in blocks:
+        block.requires_grad_(False)
+    layout = laid_out(nn.Sequential(*blocks), blocks, torch.float32, aside=False)
+    store, dram = _Store(), Dram(2**20, CPU)
+    return blocks, layout, store, dram, Fifo(layout, cast(Any, store), dram, Copies(CPU), slots)
+
+
+def _pass(fifo: Fifo) -> None:
+    """Forward and backward."""
+    order = [*range(BLOCKS), *reversed(range(BLOCKS))]
+    fifo.expect(order)
+    for block in order:
+        fifo.acquire(block)
+        fifo.release(block)
+    fifo.stop()
+
+
+def test_host_memory_keeps_what_forward_waits_for_and_backward_does_not_have() -> None:
+    _, layout, store, dram, fifo = _made(slots=3)
+    kept = 2
+    spare = dram.free - kept * layout.blocks[0].compute_bytes
+    assert fifo.cache(dram, spare) == kept
+    store.reads.clear()
+    _pass(fifo)
+    fifo.close()
+    # The slots have the last three from forward to backward.
+    assert sorted(store.reads) == [layout.blocks[block].groups[0].index for block in (2, 3, 4)]
+
+
+@pytest.mark.parametrize("slots", [2, 3, 9])
+def test_the_last_blocks_of_forward_stay_for_backward(slots: int) -> None:
+    blocks, layout, store, _, fifo = _made(slots)
+    order = [*range(BLOCKS), *reversed(range(BLOCKS))]
+    fifo.expect(order)
+    for block in order:
+        fifo.acquire(block)
+        (group,) = layout.blocks[block].groups
+        assert blocks[block].weight.unique().tolist() == [group.index]
+        fifo.release(block)
+    with pytest.raises(RuntimeError, match="the model computed block 0 out of turn"):
+        fifo.acquire(0)
+    fifo.close()
+    assert len(store.reads) == BLOCKS + max(0, BLOCKS - slots)

@@ -25,8 +25,6 @@ from fcdp.generations import step_of
 from tests.baselines.cyclic.training import batch
 from tests.baselines.luwu.training import KEYS, SMALL, connect, job_of, model_of, reference, trained
 
-pytestmark = pytest.mark.ranks
-
 #: Seconds of silence until a role is given up, and until all have ended after that.
 PATIENCE_S, WITHIN_S = 3.0, 45.0
 STEPS = 400

@@ -13,7 +13,7 @@ from fcdp.generations import step_of
 from tests.baselines.cyclic.training import batch, loss
 from tests.baselines.luwu.training import SMALL, model_of, reference, trained
 
-STEPS = 20
+STEPS = 6
 
 
 def _plan(worker: LuWu):

@@ -1,13 +1,22 @@
-"""The agent of a node beside torch's."""
+"""A node's part of a launch: its agent beside torch's, files, and the fork server's socket."""
 
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+import tempfile
 from multiprocessing import get_context
+from pathlib import Path
 
+import pytest
 from torch.multiprocessing import start_processes
 
-from experiments.clusters import agent
+from experiments.clusters import agent, lifetimes
+from experiments.clusters.messages import Order
+from experiments.clusters.node import _arguments
+from experiments.records.provenance import ROOT
 from tests.experiments.waiting import wait_until
 
 
@@ -36,3 +45,84 @@ def test_a_rank_that_failed_between_two_looks_has_nobody_ended() -> None:
     assert not context.join(-1)  # for the one that failed
     assert waits.exitcode == 0
     failed.join()
+
+
+def order(*arguments: str, files: dict[str, str]) -> Order:
+    return Order(
+        node=1,
+        nodes=2,
+        ranks=1,
+        address="127.0.0.1",
+        master_address="127.0.0.1",
+        port=29500,
+        entry="tests:none",
+        arguments=list(arguments),
+        files=files,
+        logs="logs",
+        marker="marker",
+        environment={},
+        at_most_s=1.0,
+    )
+
+
+@pytest.mark.parametrize("there", [None, b"of an earlier run", b"\xff"])
+def test_ranks_read_what_the_runner_sent_and_no_older_file(
+    there: bytes | None, tmp_path: Path
+) -> None:
+    cell = tmp_path / "cell.json"
+    if there is not None:
+        cell.write_bytes(there)
+    found = _arguments(order(str(cell), "text", files={str(cell): "of this run, é"}), tmp_path)
+    assert found[1] == "text"
+    assert Path(found[0]).read_text(encoding="utf-8") == "of this run, é"
+    assert found[0] != str(cell)
+
+
+def test_a_file_that_is_the_runners_own_is_read_where_it_is(tmp_path: Path) -> None:
+    cell = tmp_path / "cell.json"
+    cell.write_text("of this run", encoding="utf-8")
+    given = order(str(cell), files={str(cell): "of this run"})
+    assert _arguments(given, tmp_path) == (str(cell),)
+
+
+START = """
+import os, sys
+from multiprocessing import util
+from experiments.clusters import preload
+preload.start(["json"])
+print(util.get_temp_dir(), flush=True)
+os.kill(os.getpid(), int(sys.argv[1]))
+"""
+NO_SIGNAL = 0
+
+
+def folder_of_sockets(temporary: Path, last_signal: int) -> Path:
+    """Where the socket was in a process that sent itself this signal before it ended."""
+    done = subprocess.run(
+        [sys.executable, "-c", START, str(last_signal)],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(temporary)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout, done.stderr
+    assert done.returncode == -last_signal
+    return Path(done.stdout.strip()).parent
+
+
+@pytest.mark.parametrize("name", ["short", "l" * 90])
+def test_it_is_removed_with_the_process_or_by_the_next(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as above:
+        temporary = Path(above, name)
+        temporary.mkdir()
+        assert not folder_of_sockets(temporary, NO_SIGNAL).exists()
+        left = folder_of_sockets(temporary, signal.SIGKILL)
+        assert lifetimes.is_orphan(left.name)
+        assert left.exists()
+        assert (left.parent == temporary) == (name == "short")
+        monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+        with lifetimes.folder() as folder:
+            assert not left.exists()
+            assert list(temporary.iterdir()) == [folder]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +20,10 @@ from experiments.records.record import read as read_records
 from experiments.runner import runner
 from experiments.runner.directory import RunDirectory
 from tests.experiments.cells import cell, model_spec
+from tests.experiments.stand_in import Observer
 from tests.simulation.workloads import paper_cluster
 
 SPEC = SimulatedSpec(kind="simulated", nodes=2, ranks_per_node=8, gpu="a40")
-
-
-class Nobody:
-    def cell_started(self, cell: Cell, directory: Path) -> None:
-        return None
-
-    def cell_finished(self, record: Record) -> None:
-        return None
 
 
 def simulated(strategy: str, **settings: Any) -> Cell:
@@ -41,7 +33,7 @@ def simulated(strategy: str, **settings: Any) -> Cell:
 def run(cells: list[Cell], directory: Path) -> list[Record]:
     listed = [MatrixCell(given, None) for given in cells]
     cluster = SimulatedCluster(cells[0].cluster)
-    return runner.run(listed, [], cluster, RunDirectory(directory), Nobody())
+    return runner.run(listed, [], cluster, RunDirectory(directory), Observer())
 
 
 def test_a_cell_has_a_record_without_any_process(tmp_path: Path) -> None:
@@ -155,49 +147,6 @@ def test_the_command_simulates_a_matrix_of_another_cluster(
     # Also what this machine could not run.
     assert {"mics", "deepspeed-mics"} <= {record.cell.strategy for record in found}
     assert {(record.state, record.evidence) for record in found} == {("ok", "simulated")}
-
-
-FILE = """
-    name: test
-    description: one cell a strategy
-    cluster: {kind: simulated, nodes: 2, ranks_per_node: 8, gpu: GPU}
-    models:
-      - {name: gpt2-2x128, family: gpt2, layers: 2, width: 128, heads: 4}
-    axes:
-      strategy: [deepspeed-mics, fcdp]
-    workload:
-      model: gpt2-2x128
-      tuning: full
-      inter_bandwidth: 10 Gbit/s
-      sequence_length: 64
-      micro_batch: 1
-      accumulation: 1
-      dtype: bfloat16
-      lora_rank: 8
-      learning_rate: 0.001
-      warmup_steps: 1
-      steps: 1
-      timeout_s: 60
-"""
-
-
-def written(directory: Path, text: str) -> str:
-    file = directory / "test.yaml"
-    file.write_text(textwrap.dedent(text), encoding="utf-8")
-    return str(file)
-
-
-def test_a_matrix_file_names_the_gpu(tmp_path: Path) -> None:
-    matrix = reader.read(written(tmp_path, FILE.replace("GPU", "h100-sxm")))
-    assert isinstance(matrix.cluster, SimulatedSpec)
-    assert matrix.cluster.gpu == "h100-sxm"
-    # NCCL's collectives, which this machine has not, are no matter.
-    assert [entry.skip_reason for entry in matrix.cells] == [None, None]
-
-
-def test_an_unknown_gpu_is_an_error_of_its_line(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"test\.yaml:4: cluster\.gpu: .*allowed are a40"):
-        reader.read(written(tmp_path, FILE.replace("GPU", "h1000")))
 
 
 def test_cells_of_any_matrix_keep_their_ids_when_they_are_simulated() -> None:

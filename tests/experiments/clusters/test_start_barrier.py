@@ -65,20 +65,6 @@ def test_a_rank_waits_until_the_link_is_limited(tmp_path: Path) -> None:
     assert watched.network == SHAPED
 
 
-def test_the_link_stays_open_until_the_ranks_are_ready(tmp_path: Path) -> None:
-    limited = threading.Event()
-
-    def limit() -> dict[str, Any]:
-        limited.set()
-        return SHAPED
-
-    with StartBarrier(tmp_path, limit) as watched:
-        assert not limited.wait(LIMITING_S)
-        assert watched.network == {}
-        rank_at_the_gate(tmp_path).result(ENDS_WITHIN_S)
-        assert limited.is_set()
-
-
 @pytest.mark.parametrize(
     ("error", "text"),
     [

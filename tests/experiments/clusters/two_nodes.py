@@ -13,32 +13,11 @@ from experiments.clusters.emulated import INTERFACE, Network
 from experiments.records.provenance import ROOT
 from experiments.records.record import Record
 from experiments.records.record import read as read_records
+from tests.experiments.stand_in import matrix_file
 from tests.experiments.waiting import is_running, wait_until
 
 #: Within which a lost node must have ended the run.
 _AT_MOST_S = 60
-
-_MATRIX = """\
-name: tiny
-description: two cells
-cluster: {nodes: 4, ranks_per_node: 8}
-models: [{name: tiny, family: gpt2, layers: 1, width: 16, heads: 1}]
-axes:
-  strategy: [fsdp2, fcdp]
-workload:
-  inter_bandwidth: unshaped
-  model: tiny
-  tuning: full
-  sequence_length: 16
-  micro_batch: 1
-  accumulation: 1
-  dtype: float32
-  lora_rank: 4
-  learning_rate: 0.001
-  warmup_steps: 1
-  steps: STEPS
-  timeout_s: 200
-"""
 
 
 class Run:
@@ -53,8 +32,14 @@ class Run:
 
     def command(self, steps: int) -> list[str]:
         """What follows ``python -m experiments``. The id of a cell has its number of steps."""
-        matrix = self.folder / "tiny.yaml"
-        matrix.write_text(_MATRIX.replace("STEPS", str(steps)))
+        matrix = matrix_file(
+            self.folder,
+            steps=steps,
+            cluster="nodes: 4, ranks_per_node: 8",
+            strategies="fsdp2, fcdp",
+            links="unshaped",
+            timeout_s=200,
+        )
         return ["run", str(matrix), "--no-wandb", "--resume", "--output", str(self.output / "run")]
 
     def start(self, steps: int = 2, *options: str) -> subprocess.Popen[str]:

@@ -187,12 +187,6 @@ def test_mistakes_are_one_clear_message(options: dict[str, str | None], message:
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_an_unknown_model_is_told_what_is_known() -> None:
-    result = command("gpt-40b")
-    assert result.exit_code == 2
-    assert result.stderr.startswith("error: model = 'gpt-40b': allowed are gpt-10b, gpt-20b, ")
-
-
 def test_a_destination_that_cannot_be_written_is_refused_before_the_search(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

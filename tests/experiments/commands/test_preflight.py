@@ -30,12 +30,9 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.system
 @pytest.mark.usefixtures("privileged")
-def test_it_measures_an_emulated_cluster_and_says_how_to_plan_for_it(
-    request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    if not request.config.getoption("--exhaustive"):
-        pytest.skip("half a minute: runs with --exhaustive")
+def test_it_measures_an_emulated_cluster_and_says_how_to_plan_for_it(tmp_path: Path) -> None:
     file = tmp_path / "preflight.json"
     done = command("--bandwidth", "100 Mbit/s", "--ranks", "1", "--output", str(file))
     assert done.returncode == 0, done.stderr

@@ -83,11 +83,11 @@ def test_a_cell_of_a_sweep_is_run_once_and_written_as_the_agents_run(tmp_path: P
     assert sorted(path.name.rpartition("-")[2] for path in runs) == ["first", "second"]
 
 
-@pytest.mark.ranks
+@pytest.mark.system
 def test_wandbs_agent_takes_a_sweep_from_end_to_end(tmp_path: Path) -> None:
-    """Every sixth point of the grid, by W&B's agent, read back from the offline files."""
+    """Every twelfth point of the grid, by W&B's agent, read back from the offline files."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.experiments.tracking.sweep_agent", SWEEP, "6"],
+        [sys.executable, "-m", "tests.experiments.tracking.sweep_agent", SWEEP, "12"],
         cwd=tmp_path,
         env={
             **os.environ,
@@ -106,9 +106,7 @@ def test_wandbs_agent_takes_a_sweep_from_end_to_end(tmp_path: Path) -> None:
     points = [(run.id, run.config["policy"], run.config["micro_batch"]) for run in found]
     assert points == [
         ("run0", "threshold(0)", 1),
-        ("run1", "threshold(0.25)", 4),
-        ("run2", "threshold(0.75)", 1),
-        ("run3", "threshold(1)", 4),
+        ("run1", "threshold(0.75)", 1),
     ], done.stdout + done.stderr
     assert {run.sweep for run in found} == {"a-sweep"}
     metric = yaml.safe_load(SWEEP.read_text())["metric"]["name"]

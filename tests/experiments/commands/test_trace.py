@@ -39,13 +39,3 @@ def test_it_is_of_one_cell(only: str, message: str, tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert message in result.output
     assert not file.exists()
-
-
-def test_rented_nodes_cannot_be_simulated(tmp_path: Path) -> None:
-    file = matrix_file(tmp_path)
-    file.write_text(
-        file.read_text("utf-8").replace("{nodes: 2", "{kind: rented, nodes: 2"), "utf-8"
-    )
-    result = CliRunner().invoke(app, ["trace", str(file), "--only", "fcdp-full-tiny-10mbit"])
-    assert result.exit_code == 2
-    assert "cluster.kind = 'rented': is not simulated" in result.output

@@ -52,12 +52,6 @@ def test_simulated_cells_are_no_evidence(folder: Path) -> None:
     assert not (folder / PREDICTIONS).exists()
 
 
-def test_a_folder_without_records_is_an_error(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["validate", str(tmp_path)])
-    assert result.exit_code == 2
-    assert "records.jsonl" in result.output
-
-
 #: A machine unlike that of the committed records.
 OTHER = Constants(
     flops=100e9,

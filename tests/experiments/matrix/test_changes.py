@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from experiments.matrix import reader
-from experiments.matrix.files import available, parse
+from experiments.matrix.files import parse
 from experiments.records.cell import Cell
 from experiments.records.settings import described
 from tests.experiments.stand_in import matrix_file
@@ -52,11 +52,6 @@ def test_rules_about_values_that_are_gone_are_gone(tmp_path: Path) -> None:
     matrix = reader.read(file, changes=parse(["inter_bandwidth=1Gbps"]))
     assert [entry.skip_reason for entry in matrix.cells] == [None] * 3
     assert values([entry.cell for entry in matrix.cells], "steps") == [2]
-
-
-@pytest.mark.parametrize("name", available())
-def test_every_matrix_takes_another_number_of_steps(name: str) -> None:
-    assert values(cells_of(name, "steps=7"), "steps") == [7]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The paper's experiments: a suite of matrices on a simulated cluster."""
+"""The matrices of the repository: all strategies, and the paper's suite on a simulated cluster."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from baselines.registry import SIBLINGS, STRATEGIES
 from experiments.matrix import files, reader
 from experiments.records.cell import Cell, SimulatedSpec
 from experiments.records.modelled import cluster_of, hardware_of, workload_of
 from experiments.records.record import read
+from experiments.records.workload import NEEDED
 from simulation import models
 from simulation.prediction import fits, predict
 from tests.experiments.matrix.test_reader import FILE, written
@@ -116,9 +118,14 @@ def test_committed_records_are_of_these_cells(name: str) -> None:
     assert ids == [cell.id for cell in cells(name)]
 
 
-@pytest.mark.parametrize("name", ["paper/volume", "paper/full"])
-def test_committed_records_are_what_the_simulator_says(name: str) -> None:
-    for record in read(RESULTS / name / "records.jsonl"):
+@pytest.mark.parametrize("name", SUITE)
+def test_committed_records_are_what_the_simulator_says(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    """Of long matrices a sample; all with ``--exhaustive``."""
+    ran = [each for each in read(RESULTS / name / "records.jsonl") if each.state != "skipped"]
+    every = 1 if request.config.getoption("--exhaustive") else 1 + len(ran) // 16
+    for record in ran[::every]:
         hardware = cluster_of(record.cell)
         prediction = predict(workload_of(record.cell), hardware)
         assert record.state == prediction.state
@@ -126,3 +133,35 @@ def test_committed_records_are_what_the_simulator_says(name: str) -> None:
             assert record.measurement.step_seconds == [pytest.approx(prediction.step_seconds)]
             sent = record.measurement.inter_node_bytes_per_step
             assert sent == pytest.approx(prediction.inter_node_bytes)
+
+
+@pytest.mark.parametrize("name", files.available())
+def test_matrices_of_the_repository(name: str) -> None:
+    expanded = reader.read(name)
+    assert expanded.name == name
+    cells = [
+        entry.cell
+        for entry in expanded.cells
+        if entry.skip_reason is None or entry.skip_reason.startswith(NEEDED)
+    ]
+    names = {cell.strategy for cell in cells}
+    if not names & {of.name for of in SIBLINGS}:  # which are held against themselves too
+        assert "fcdp" in names
+    assert len({(cell.variant, cell.choices, cell.micro_batch) for cell in cells}) > 1
+
+
+@pytest.mark.parametrize("name", ["baselines", "parity"])
+def test_matrices_of_all_strategies_leave_none_out(name: str) -> None:
+    """A new strategy belongs into them; systems of other papers have matrices of their own."""
+    strategies = [entry.cell.strategy for entry in reader.read(name).cells]
+    assert set(strategies) == {of.name for of in STRATEGIES} - {of.name for of in SIBLINGS}
+
+
+def test_reference_accumulates_at_100_mbit_only() -> None:
+    accumulating = [
+        entry.cell
+        for entry in reader.read("reference").cells
+        if entry.cell.accumulation == 4 and entry.skip_reason is None
+    ]
+    assert {cell.inter_bandwidth_bits_per_s for cell in accumulating} == {100_000_000}
+    assert {cell.strategy for cell in accumulating} == {"deepspeed-zero3", "fsdp2", "fcdp"}

@@ -24,24 +24,9 @@ from experiments.records.record import read as read_records
 from experiments.runner import runner
 from experiments.runner.directory import RunDirectory
 from simulation import files
-from tests.experiments.stand_in import StandInCluster, matrix_file, record
+from tests.experiments.stand_in import Observer, StandInCluster, matrix_file, record
 
 pytestmark = pytest.mark.ranks
-
-
-class Silent:
-    """An observer that only counts."""
-
-    def __init__(self) -> None:
-        self.started: list[str] = []
-        self.finished: list[Record] = []
-
-    def cell_started(self, cell: Cell, directory: Path) -> None:
-        assert (directory / "cell.json").exists()
-        self.started.append(cell.id)
-
-    def cell_finished(self, record: Record) -> None:
-        self.finished.append(record)
 
 
 @pytest.fixture
@@ -60,11 +45,11 @@ def run(
     cluster: StandInCluster,
     finished: Sequence[Record] = (),
 ) -> list[Record]:
-    return runner.run(matrix.cells, finished, cluster, directory, Silent())
+    return runner.run(matrix.cells, finished, cluster, directory, Observer())
 
 
 def test_every_cell_is_run_and_recorded(matrix: Matrix, directory: RunDirectory) -> None:
-    cluster, observer = StandInCluster(), Silent()
+    cluster, observer = StandInCluster(), Observer()
     result = runner.run(matrix.cells, [], cluster, directory, observer)
     assert result == read_records(directory.records) == observer.finished
     assert [r.cell for r in result] == [entry.cell for entry in matrix.cells]
@@ -294,14 +279,3 @@ def test_a_full_disk_is_a_clear_error_and_loses_nothing(
     assert read_records(directory.records) == kept
     run(matrix, directory, StandInCluster(behaviours={"": "oom"}), kept)
     assert len(read_records(directory.records)) == before.count(b"\n")
-
-
-@pytest.mark.parametrize(
-    ("pattern", "count"), [(None, 6), ("fcdp", 2), ("*-10mbit-*", 3), ("zero3*100mbit*", 0)]
-)
-def test_only(matrix: Matrix, pattern: str | None, count: int) -> None:
-    if count:
-        assert len(runner.select(matrix.cells, pattern)) == count
-    else:
-        with pytest.raises(ValueError, match="--only: no cell id matches"):
-            runner.select(matrix.cells, pattern)

@@ -1,4 +1,4 @@
-"""The display: what a log and a terminal show, and the table at the end."""
+"""The display: what a log and a terminal show, the table at the end, destinations refused first."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console, RenderableType
 
+from experiments import terminal
 from experiments.matrix import reader
-from experiments.matrix.matrix import MatrixCell
 from experiments.records.record import Record
 from experiments.terminal.progress import Progress, Step, Tail, clock, seconds_left
 from experiments.terminal.summary_table import summary
@@ -96,14 +96,6 @@ def test_the_loss_of_held_out_data_is_shown_where_there_is_one() -> None:
     assert lines[4].split()[7:] == ["5.3000", "5.2500", "0.500", "emulated"]
     assert lines[5].split()[7:] == ["–", "–", "–", "emulated"]
     assert "held out" not in rendered(summary(comparison()))[0]
-
-
-def test_a_run_of_skipped_cells_alone_shows_them(tmp_path: Path) -> None:
-    matrix = replace(reader.read("quickstart"), cells=(MatrixCell(cell(), "not here"),))
-    text = io.StringIO()
-    with Progress(matrix, matrix.cells, [], Console(file=text, width=100)) as progress:
-        progress.cell_finished(record(cell(), "skipped", "not here"))
-    assert "1 cell skipped: not here" in text.getvalue()
 
 
 def test_cells_that_ended_alike_are_told_once() -> None:
@@ -254,3 +246,24 @@ def test_a_minimum_above_what_was_sent_has_a_note() -> None:
 )
 def test_clock(seconds: float, text: str) -> None:
     assert clock(seconds) == text
+
+
+def test_a_new_file_gets_its_folder_and_is_not_made(tmp_path: Path) -> None:
+    file = tmp_path / "deep" / "file.json"
+    terminal.check_writable("--json", file)
+    assert list(tmp_path.rglob("*")) == [file.parent]
+
+
+def test_an_existing_file_is_kept(tmp_path: Path) -> None:
+    file = tmp_path / "file.json"
+    file.write_text("{}")
+    terminal.check_writable("--json", file)
+    assert file.read_text() == "{}"
+
+
+@pytest.mark.parametrize("path", [".", "file", "file/below.json", "file/far/below.json"])
+def test_what_cannot_be_written_is_named(path: str, tmp_path: Path) -> None:
+    (tmp_path / "file").mkdir() if path == "file" else (tmp_path / "file").touch()
+    wrong = tmp_path / path
+    with pytest.raises(ValueError, match=f"^--json = '{wrong}': cannot be written: "):
+        terminal.check_writable("--json", wrong)

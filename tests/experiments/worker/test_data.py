@@ -59,12 +59,6 @@ def test_missing_sources_are_an_error(
     assert f"{tmp_path}: holds {size} bytes" in str(caught.value)
 
 
-def test_as_little_as_is_needed_is_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    library_of(monkeypatch, tmp_path)
-    (tmp_path / "just.py").write_bytes(b"#" * 2**16)
-    assert len(data.corpus()) == 2**16
-
-
 def test_micro_batches_are_windows_of_the_text(text: torch.Tensor) -> None:
     batches = draw(text, 5)
     assert batches.shape == (5, 3, 17)
@@ -72,13 +66,6 @@ def test_micro_batches_are_windows_of_the_text(text: torch.Tensor) -> None:
     content = bytes(text.tolist())
     for sequence in batches.flatten(0, 1).tolist():
         assert bytes(sequence) in content
-
-
-def test_global_random_numbers_change_nothing(text: torch.Tensor) -> None:
-    before = draw(text, 5)
-    torch.manual_seed(before.numel())
-    torch.rand(7)
-    assert torch.equal(draw(text, 5), before)
 
 
 def test_every_rank_seed_and_micro_batch_draws_its_own(text: torch.Tensor) -> None:

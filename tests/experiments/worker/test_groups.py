@@ -77,8 +77,11 @@ def test_whole_workers_send_their_closed_form_once_in_a_round(run: Runner, strat
     assert exchanged <= finished.sent <= 1.05 * exchanged + FIXED_BYTES
 
 
-@pytest.mark.parametrize("settings", [{}, OVER_FCDP], ids=["whole", "over fcdp"])
-@pytest.mark.parametrize("how", ["raise", "SIGKILL"])
+@pytest.mark.parametrize(
+    ("settings", "how"),
+    [({}, "SIGKILL"), (OVER_FCDP, "raise")],
+    ids=["whole", "over fcdp"],
+)
 def test_a_rank_that_fails_while_the_mean_is_under_way_ends_the_cell(
     cluster: EmulatedCluster, tmp_path: Path, settings: dict[str, Any], how: str
 ) -> None:

@@ -1,17 +1,18 @@
-"""The models of cells: weights, blocks, and what LoRA trains."""
+"""The models of cells: equal weights, what LoRA trains, what is frozen."""
 
 from __future__ import annotations
 
-import re
 from typing import Any, Literal
 
 import pytest
 import torch
 import torch.nn as nn
 
-from experiments.records.workload import OwnModel
+from experiments.records.workload import Origin, OwnModel
 from experiments.worker import models
 from tests.experiments.cells import cell, model_spec
+from tests.fcdp.training import topology_of
+from tests.ranks import Pools
 
 FAMILIES: list[Literal["gpt2", "llama"]] = ["gpt2", "llama"]
 
@@ -42,18 +43,6 @@ def test_equal_seeds_give_equal_weights(family: Literal["gpt2", "llama"], tuning
     assert first.keys() == second.keys()
     for name, param in first.items():
         assert torch.equal(param, second[name]), name
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_another_seed_gives_other_weights(family: Literal["gpt2", "llama"]) -> None:
-    first = weights(build(family, tuning="lora", seed=3)[0])
-    second = weights(build(family, tuning="lora", seed=4)[0])
-    differing = {name for name, param in first.items() if not torch.equal(param, second[name])}
-    # Biases and the adapters' second factors start at zero, norms at one.
-    assert {name for name in first if "lora_A" in name} <= differing
-    assert sum(first[name].numel() for name in differing) > 0.9 * sum(
-        param.numel() for name, param in first.items() if "lora_B" not in name
-    )
 
 
 def test_what_is_frozen_is_held_in_its_type_and_adapters_in_float32() -> None:
@@ -88,40 +77,6 @@ def test_a_frozen_type_needs_something_frozen_that_is_gathered_in_it(given: dict
         cell("fcdp", frozen_dtype="bfloat16", **given)
 
 
-@pytest.mark.parametrize("tuning", ["full", "lora"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_blocks_are_the_transformer_layers_in_order(
-    family: Literal["gpt2", "llama"], tuning: str
-) -> None:
-    model, blocks = build(family, tuning=tuning)
-    names = {id(module): name for name, module in model.named_modules()}
-    assert [re.findall(r"\d+$", names[id(block)]) for block in blocks] == [["0"], ["1"], ["2"]]
-    assert {type(block).__name__ for block in blocks} == {
-        {"gpt2": "GPT2Block", "llama": "LlamaDecoderLayer"}[family]
-    }
-    inside = sum(param.numel() for block in blocks for param in block.parameters())
-    assert inside > 0.5 * sum(param.numel() for param in model.parameters())
-
-
-def test_parameter_counts() -> None:
-    width, layers, length, vocabulary = 32, 3, 16, 256
-    gpt2 = sum(param.numel() for param in build("gpt2")[0].parameters())
-    # Matrices, their biases, two norms a block; tied embeddings, positions and the last norm.
-    block = 12 * width**2 + (3 + 1 + 4 + 1) * width + 4 * width
-    assert gpt2 == layers * block + (vocabulary + length + 2) * width
-    llama = sum(param.numel() for param in build("llama")[0].parameters())
-    # 32 · 8/3 = 85.3, up to a multiple of 8: 88. Embeddings of input and output are two.
-    block = 4 * width**2 + 3 * width * 88 + 2 * width
-    assert llama == layers * block + (2 * vocabulary + 1) * width
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_full_tuning_trains_everything(family: Literal["gpt2", "llama"]) -> None:
-    model, _ = build(family)
-    assert all(param.requires_grad for param in model.parameters())
-    assert not any("lora" in name for name, _ in model.named_parameters())
-
-
 @pytest.mark.parametrize("rank", [2, 8])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_lora_trains_low_rank_factors_of_query_key_value_and_output(
@@ -145,20 +100,27 @@ def test_lora_trains_low_rank_factors_of_query_key_value_and_output(
         assert not param.requires_grad or id(param) in in_blocks
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_lora_starts_from_the_model_of_full_tuning(family: Literal["gpt2", "llama"]) -> None:
-    tokens = torch.arange(32).view(2, 16)
-    with torch.no_grad():
-        full = build(family)[0](input_ids=tokens).logits
-        adapted = build(family, tuning="lora")[0](input_ids=tokens).logits
-    torch.testing.assert_close(full, adapted)  # threads may share the work differently
+def compared(of_a_user: bool, differ: bool) -> str | None:
+    """What the check says on this rank of weights that differ, or do not."""
+    topology = topology_of(2, 1)
+    torch.manual_seed(topology.rank if differ else 0)
+    own = {"model": OwnModel(name="mine", function="mine:build")} if of_a_user else {}
+    wanted = cell("fcdp", origin=Origin(model="mine.yaml:5: models[0]"), **own)
+    try:
+        models.check(nn.Linear(3, 3), wanted, topology)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_nothing_is_random_in_training_mode(family: Literal["gpt2", "llama"]) -> None:
-    model, _ = build(family, tuning="lora")
-    assert model.training
-    tokens = torch.arange(32).view(2, 16)
-    with torch.no_grad():
-        first, second = (model(input_ids=tokens).logits for _ in range(2))
-    torch.testing.assert_close(first, second)
+def test_unequal_weights_of_a_user_are_an_error_on_all_ranks(ranks: Pools) -> None:
+    said = ranks.run(2, compared, True, True)
+    assert said[0] == said[1]
+    assert said[0].startswith(
+        "mine.yaml:5: models[0].function: mine:build makes other weights on rank 1 than on rank 0"
+    )
+
+
+@pytest.mark.parametrize(("of_a_user", "differ"), [(True, False), (False, True)])
+def test_equal_ones_and_built_in_ones_are_none(ranks: Pools, of_a_user: bool, differ: bool) -> None:
+    assert ranks.run(2, compared, of_a_user, differ) == [None, None]

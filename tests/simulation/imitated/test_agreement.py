@@ -55,8 +55,8 @@ def simulated(given: Case) -> float:
     return needed(step, hardware).device_bytes
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "fcdp", "zero3"])
-@pytest.mark.parametrize("length", SEQUENCE_LENGTHS)
+@pytest.mark.parametrize("strategy", ["fsdp2", "fcdp"])
+@pytest.mark.parametrize("length", [SEQUENCE_LENGTHS[0], SEQUENCE_LENGTHS[-1]])
 def test_peaks_are_those_of_real_steps(apart: Pools, strategy: str, length: int) -> None:
     given = at(strategy, length)
     peak = apart.run(1, real, given)[0]

@@ -1,15 +1,20 @@
-"""What to rent: cheapest first, in time, and no cheaper offer left out."""
+"""What to rent: the table of instances, cheapest first, in time, and no cheaper offer left out."""
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from simulation.goodput import goodput
 from simulation.planner import rent as module
-from simulation.planner.rent import Instance, Market, refused, rent
+from simulation.planner.rent import ALL, Instance, Market, read, refused, rent
 from simulation.planner.request import Request
 
 
@@ -105,3 +110,83 @@ def test_why_there_is_no_offer(changes: dict[str, Any], within: float | None, sa
         **{"lora_rank": 8, "strategies": ("ddp", "fsdp2"), **changes},
     )
     assert re.search(said, refused(found, request, instances)), refused(found, request, instances)
+
+
+SECONDS = st.floats(0, 1e4)
+
+
+@given(SECONDS, st.floats(1, 1e9), SECONDS)
+def test_it_is_a_share_that_failures_lower(save: float, mean: float, restart: float) -> None:
+    share = goodput(save, mean, restart)
+    assert 0 <= share <= 1
+    assert goodput(save, 2 * mean, restart) >= share - 1e-9
+    assert goodput(save, mean, restart + 1) <= share
+
+
+def test_young_s_interval_and_its_loss() -> None:
+    # A save of 60 s, a failure a day: √(2 · 60 · 86,400) = 3,220 s between saves, 3.7 % lost.
+    assert goodput(60, 86_400, 0) == pytest.approx(1 - math.sqrt(2 * 60 / 86_400), abs=1e-3)
+    assert goodput(60, math.inf, 300) == 1
+    assert goodput(3600, 60, 300) == pytest.approx(0)
+    assert goodput(0, 1, 709) == 0
+
+
+def test_a_time_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="save_seconds = -1"):
+        goodput(-1, 1, 1)
+
+
+YAML = """\
+- provider: ours
+  instance: node
+  gpu: a40
+  gpus: 8
+  nic_gbit_s: 10
+  nodes: 4
+  list_usd_per_hour: 4
+"""
+
+
+def test_each_row_has_a_source_and_a_date() -> None:
+    rows = read(ALL)
+    assert len({(row.provider, row.instance) for row in rows}) == len(rows)
+    for row in rows:
+        assert row.source.startswith("https://")
+        assert re.fullmatch(r"20\d\d-\d\d-\d\d", row.as_of)
+        assert row.cluster(1).world_size == row.gpus
+        assert row.list_usd_per_hour or row.spot_usd_per_hour
+
+
+def test_what_the_source_does_not_say_is_not_planned() -> None:
+    (lambda_h100,) = (row for row in read(ALL) if row.instance == "8x H100 SXM")
+    assert lambda_h100.most_nodes == 1
+    (p5,) = (row for row in read(ALL) if row.instance == "p5.48xlarge")
+    assert p5.cluster(2).inter_bytes_per_s == pytest.approx(0.8 * 3.2e12 / 8)
+
+
+def test_nodes_of_one_s_own(tmp_path: Path) -> None:
+    file = tmp_path / "ours.yaml"
+    file.write_text(YAML)
+    (node,) = read(file)
+    assert (node.most_nodes, node.cluster(4).world_size) == (4, 32)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (YAML.replace("a40", "a41"), "ours.yaml:1: .*gpu = 'a41': allowed are a40"),
+        (YAML.replace("gpus: 8", "gpus: 0"), "ours.yaml:1: .*gpus: Input should be greater"),
+        (YAML + "  colour: red\n", "colour: Extra inputs are not permitted"),
+        ("provider: ours\n", "must be a list of instances"),
+    ],
+)
+def test_mistakes_in_a_file(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "ours.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read(file)
+
+
+def test_a_file_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match="instances = 'nosuch': allowed are all, and a CSV"):
+        read("nosuch")
