@@ -11,6 +11,8 @@ from experiments.records import modelled
 from experiments.records.cell import ClusterSpec
 from experiments.records.modelled import why_not_simulated
 from experiments.records.record import Record, read
+from experiments.records.select import FILE
+from simulation import files
 from simulation.framing import MESSAGE_BYTES, SHARE
 from tests.experiments.cells import cell
 
@@ -84,7 +86,7 @@ def test_deepspeed_keeps_vectors_and_adapters_whole() -> None:
 
 
 def ran() -> list[Record]:
-    every = [record for file in sorted(RESULTS.rglob("records.jsonl")) for record in read(file)]
+    every = [record for file in files.below(RESULTS, FILE) for record in read(file)]
     return [
         r
         for r in every
