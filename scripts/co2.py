@@ -7,8 +7,9 @@ from statistics import mean, stdev
 
 from analysis import text
 from baselines.settings import CO2Settings
-from experiments.records.comparison import Comparison, few, paired
+from experiments.records.comparison import Comparison, paired
 from experiments.records.record import Record
+from scripts.tables import noted
 
 
 def behind(records: Sequence[Record]) -> str:
@@ -25,11 +26,11 @@ def behind(records: Sequence[Record]) -> str:
             beside[record.cell.seed] = loss
     clips = dict.fromkeys(clip for _, clip in by)
     names = ("no clipping" if clip is None else f"φ = {clip:g}" for clip in clips)
-    lines = [f"| Penalty | {' | '.join(names)} |", f"|---|{'--:|' * len(clips)}"]
-    for penalty in dict.fromkeys(penalty for penalty, _ in by):
-        columns = [_lag(by.get((penalty, clip), {}), beside) for clip in clips]
-        lines.append(f"| `{penalty}` | {' | '.join(columns)} |")
-    return "\n".join(lines)
+    rows = [
+        (f"`{penalty}`", *(_lag(by.get((penalty, clip), {}), beside) for clip in clips))
+        for penalty in dict.fromkeys(penalty for penalty, _ in by)
+    ]
+    return text.table(("Penalty", *names), rows)
 
 
 def lag(records: Sequence[Record]) -> str:
@@ -45,14 +46,15 @@ def lag(records: Sequence[Record]) -> str:
     chosen = {of: max(rates.values(), key=len) for of, rates in losses.items()}
     beside = chosen.pop((0, "ddp"), {})
     names = list(dict.fromkeys(name for _, name in chosen))
-    lines = [f"| τ | {' | '.join(names)} |", f"|--:|{'--:|' * len(names)}"]
-    for interval in sorted({interval for interval, _ in chosen}):
-        columns = [_lag(chosen.get((interval, name), {}), beside) for name in names]
-        lines.append(f"| {interval} | {' | '.join(columns)} |")
+    rows = [
+        (str(interval), *(_lag(chosen.get((interval, name), {}), beside) for name in names))
+        for interval in sorted({interval for interval, _ in chosen})
+    ]
     rates = dict.fromkeys(
         f"{name} {max(of, key=lambda rate: len(of[rate])):g}" for (_, name), of in losses.items()
     )
-    return "\n".join([*lines, "", f"Learning rates: {', '.join(rates)}."])
+    shown = text.table(("τ", *names), rows, words=())
+    return f"{shown}\n\nLearning rates: {', '.join(rates)}."
 
 
 def _name(record: Record) -> str:
@@ -63,10 +65,6 @@ def _name(record: Record) -> str:
 
 def kept(matrices: Sequence[Sequence[Record]]) -> str:
     """Shares of speed that strategies keep on the slow link; a column per number of workers."""
-    lines = [
-        f"| Keeps, with workers | {' | '.join(str(of[0].cell.cluster.nodes) for of in matrices)} |",
-        f"|---|{'--:|' * len(matrices)}",
-    ]
     found: list[dict[str, Comparison]] = []
     for records in matrices:
         free, slow = (
@@ -75,11 +73,13 @@ def kept(matrices: Sequence[Sequence[Record]]) -> str:
         )
         pairs = paired(slow, free, lambda record: record.cell.subject)
         found.append({_with_interval(one): Comparison(one, other) for one, other in pairs})
-    for name in dict.fromkeys(name for of in found for name in of):
-        columns = [text.share(of[name]) if name in of else text.ABSENT for of in found]
-        lines.append(f"| {name} | {' | '.join(columns)} |")
-    said = few(speed for of in found for speed in of.values())
-    return "\n".join([*lines, "", f"{said}."] if said else lines)
+    rows = [
+        (name, *(text.share(of[name]) if name in of else text.ABSENT for of in found))
+        for name in dict.fromkeys(name for of in found for name in of)
+    ]
+    workers = (str(of[0].cell.cluster.nodes) for of in matrices)
+    shown = text.table(("Keeps, with workers", *workers), rows)
+    return shown + noted(speed for of in found for speed in of.values())
 
 
 def _with_interval(record: Record) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from statistics import mean, stdev
 
 from analysis import text
-from experiments.records.comparison import Comparison, few
+from experiments.records.comparison import Comparison
 from experiments.records.record import Record
+from scripts.tables import noted
 from simulation.quantities import format_link
 
 
@@ -17,17 +17,13 @@ def on_the_slow_link(records: Sequence[Record]) -> str:
     chosen = _limited(records)
     first = chosen[0].cell
     link, count = format_link(first.inter_bandwidth_bits_per_s), first.accumulation
-    lines = [
-        f"| On {link}, k = {count} | tokens/s | over {first.subject} | MB/step |",
-        "|---|--:|--:|--:|",
-    ]
+    head = (f"On {link}, k = {count}", "tokens/s", f"over {first.subject}", "MB/step")
+    rows = []
     for record, factor in zip(chosen, _factors(chosen), strict=True):
         assert record.measurement is not None
-        sent = record.measurement.inter_node_bytes_per_step / 1e6
-        columns = [record.cell.subject, text.number(record.tokens_per_s), factor, text.number(sent)]
-        lines.append(f"| {' | '.join(columns)} |")
-    said = few(Comparison(record, chosen[0]) for record in chosen[1:])
-    return "\n".join([*lines, "", f"{said}."] if said else lines)
+        sent = text.megabytes(record.measurement.inter_node_bytes_per_step)
+        rows.append((record.cell.subject, text.number(record.tokens_per_s), factor, sent))
+    return text.table(head, rows) + noted(Comparison(of, chosen[0]) for of in chosen[1:])
 
 
 def in_a_sentence(records: Sequence[Record]) -> str:
@@ -60,16 +56,12 @@ def on_a_free_link(records: Sequence[Record]) -> str:
     for record in records:
         codec = str(record.cell.settings.model_dump()["gather_codec"])
         by.setdefault(record.cell.micro_batch, {})[codec] = record
-    lines = [
-        "| Micro-batch | whole, s/step | `delta`, s/step | times as fast |",
-        "|--:|--:|--:|--:|",
-    ]
+    rows = []
     for size, of in by.items():
-        seconds = [of[codec].step_seconds_median or math.nan for codec in ("none", "delta")]
-        factor = Comparison(of["delta"], of["none"])
-        columns = [str(size), *map(text.number, seconds), text.compared(factor)]
-        lines.append(f"| {' | '.join(columns)} |")
-    return "\n".join(lines)
+        seconds = [text.number(of[codec].step_seconds_median) for codec in ("none", "delta")]
+        rows.append((str(size), *seconds, text.compared(Comparison(of["delta"], of["none"]))))
+    head = ("Micro-batch", "whole, s/step", "`delta`, s/step", "times as fast")
+    return text.table(head, rows, words=())
 
 
 def over_seeds(records: Sequence[Record]) -> str:
@@ -80,19 +72,17 @@ def over_seeds(records: Sequence[Record]) -> str:
         if found is not None:
             codec = str(record.cell.settings.model_dump()["reduce_codec"])
             losses.setdefault((record.cell.learning_rate, codec), []).append(found)
-    lines = [
-        "| Learning rate | Reductions | seeds | held-out loss | over the exact one, seed by seed |",
-        "|--:|---|--:|--:|--:|",
-    ]
+    rows = []
     for (rate, codec), of in losses.items():
         exact = losses[rate, "none"]
         apart = [100 * (mine / other - 1) for mine, other in zip(of, exact, strict=True)]
-        columns = [
+        columns = (
             f"{rate:g}",
             "exact" if codec == "none" else codec,
             str(len(of)),
             f"{mean(of):.3f} ± {stdev(of):.3f}",
-            "–" if codec == "none" else f"{mean(apart):+.2f} ± {stdev(apart):.2f} %",
-        ]
-        lines.append(f"| {' | '.join(columns)} |")
-    return "\n".join(lines)
+            text.ABSENT if codec == "none" else f"{mean(apart):+.2f} ± {stdev(apart):.2f} %",
+        )
+        rows.append(columns)
+    head = ("Learning rate", "Reductions", "seeds", "held-out loss")
+    return text.table((*head, "over the exact one, seed by seed"), rows, words=head[1:2])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import combinations
 
 from analysis import text
@@ -16,37 +16,38 @@ from experiments.terminal.variants_table import ranked
 from simulation.quantities import format_link
 
 _RESULT_HEAD = (
-    "| Trained | DeepSpeed s | FSDP2 s | FCDP s | over the faster | ZeRO-3 at least MB "
-    "| DeepSpeed MB | FSDP2 MB | FCDP MB |\n"
-    "|---|--:|--:|--:|--:|--:|--:|--:|--:|"
+    "Trained",
+    *("DeepSpeed s", "FSDP2 s", "FCDP s", "over the faster"),
+    *("ZeRO-3 at least MB", "DeepSpeed MB", "FSDP2 MB", "FCDP MB"),
 )
 _THREE = ("deepspeed-zero3", "fsdp2", "fcdp")
+_WORDS = ("Model", "Tuning", "Link")
 _HEAD = (
-    "| Model | Tuning | Link | Micro-batches | ZeRO-3, DeepSpeed s/step | ZeRO-3, FSDP2 s/step "
-    "| FCDP s/step | speed-up | over FSDP2 | DeepSpeed MB/step | FSDP2 MB/step | FCDP MB/step "
-    "| FCDP minimum |\n"
-    "|---|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
+    *(*_WORDS, "Micro-batches"),
+    *("ZeRO-3, DeepSpeed s/step", "ZeRO-3, FSDP2 s/step", "FCDP s/step"),
+    *("speed-up", "over FSDP2"),
+    *("DeepSpeed MB/step", "FSDP2 MB/step", "FCDP MB/step", "FCDP minimum"),
 )
 
 
 def result(records: Sequence[Record]) -> str:
     """The README's four rows: one model on one link, by what is trained and micro-batches."""
-    lines, speeds = [_RESULT_HEAD], list[Comparison]()
+    rows, speeds = [], list[Comparison]()
     for by in _by_strategy(records):
         model, tuning, link, micro_batches = _setting(by["fcdp"].cell)
         if (model, link) == ("gpt2-4x256", "100 Mbit/s"):
             deepspeed, fsdp2, fcdp = (by[name] for name in _THREE)
             over = [Comparison(fcdp, other) for other in (deepspeed, fsdp2)]
             speeds.append(min(over, key=lambda speed: speed.ratio or math.inf))
-            columns = [
+            columns = (
                 f"{tuning}, k = {micro_batches}".replace(" = ", "\u00a0=\u00a0"),
                 *(text.number(_seconds(record)) for record in (deepspeed, fsdp2, fcdp)),
                 text.compared(speeds[-1]),
-                text.number(_least_megabytes(fsdp2)),
-                *(text.number(_megabytes(record)) for record in (deepspeed, fsdp2, fcdp)),
-            ]
-            lines.append(f"| {' | '.join(columns)} |")
-    return "\n".join([*lines, *_noted(speeds)])
+                text.megabytes(_least(fsdp2)),
+                *(text.megabytes(_sent(record)) for record in (deepspeed, fsdp2, fcdp)),
+            )
+            rows.append(columns)
+    return text.table(_RESULT_HEAD, rows) + noted(speeds)
 
 
 def _by_strategy(records: Sequence[Record]) -> list[dict[str, Record]]:
@@ -59,7 +60,7 @@ def condensed(records: Sequence[Record]) -> str:
     """One row per comparison, as Markdown."""
     found = _by_strategy(records)
     speeds = [Comparison(by["fcdp"], by.get(name)) for by in found for name in _THREE[:2]]
-    return "\n".join([_HEAD, *map(_row, found), *_noted(speeds)])
+    return text.table(_HEAD, map(_row, found), _WORDS) + noted(speeds)
 
 
 def kept(records: Sequence[Record]) -> str:
@@ -70,66 +71,63 @@ def kept(records: Sequence[Record]) -> str:
         [r for r in records if r.cell.inter_bandwidth_bits_per_s == bits] for bits in links
     )
     first, speeds = slow[0], list[Comparison]()
-    lines = [
-        f"| Strategy | unshaped tokens/s | {format_link(links[1])} tokens/s | keeps "
-        f"| over {first.cell.strategy} | MB/step |",
-        "|---|--:|--:|--:|--:|--:|",
-    ]
+    rows, slow_link = [], format_link(links[1])
     for limited, fast in paired(slow, free, lambda record: record.cell.strategy):
         keeps, over = Comparison(limited, fast), Comparison(limited, first)
         speeds += [keeps, *([over] if limited is not first else [])]
-        columns = [
+        columns = (
             limited.cell.strategy,
             text.number(fast.tokens_per_s),
             text.number(limited.tokens_per_s),
             text.share(keeps),
             text.times(1) if limited is first else text.compared(over),
-            text.number(_megabytes(limited)),
-        ]
-        lines.append(f"| {' | '.join(columns)} |")
-    lines += _noted(speeds)
-    return "\n".join([*lines, "", _trained_share(records)])
+            text.megabytes(_sent(limited)),
+        )
+        rows.append(columns)
+    head = ("Strategy", "unshaped tokens/s", f"{slow_link} tokens/s", "keeps")
+    shown = text.table((*head, f"over {first.cell.strategy}", "MB/step"), rows)
+    return f"{shown}{noted(speeds)}\n\n{_trained_share(records)}"
 
 
 def bound_by_the_link(records: Sequence[Record]) -> str:
     """Each cell's step beside the seconds that its bytes take on the link, as Markdown."""
-    lines = [
-        "| Model | Strategy | MB/step | bytes ÷ bandwidth s | s/step | times that |",
-        "|---|---|--:|--:|--:|--:|",
-    ]
+    rows = []
     for record in records:
-        seconds, sent = _seconds(record), _megabytes(record)
+        seconds, sent = _seconds(record), _sent(record)
         bits = record.cell.inter_bandwidth_bits_per_s
         assert seconds is not None
         assert sent is not None
         assert bits is not None
-        least = sent * 8e6 / bits
-        columns = [
+        least = sent * 8 / bits
+        columns = (
             record.cell.model.name,
             record.cell.subject,
-            text.number(sent),
+            text.megabytes(sent),
             text.number(least),
             text.number(seconds),
             f"{seconds / least:.2f}×",
-        ]
-        lines.append(f"| {' | '.join(columns)} |")
-    return "\n".join(lines)
+        )
+        rows.append(columns)
+    words = ("Model", "Strategy")
+    numbers = ("MB/step", "bytes ÷ bandwidth s", "s/step", "times that")
+    return text.table((*words, *numbers), rows, words)
 
 
 def by_base(records: Sequence[Record]) -> str:
     """Steps, and DDP's memory, by the type in which frozen parameters are held, as Markdown."""
     names = list(dict.fromkeys(record.cell.strategy for record in records))
-    lines = [f"| Base in | {' | '.join(names)} |", f"|---|{'--:|' * len(names)}"]
     by = {(r.cell.frozen_dtype, r.cell.strategy): r.step_seconds_median for r in records}
-    for dtype in dict.fromkeys(dtype for dtype, _ in by):
-        columns = [text.number(by[dtype, name]) for name in names]
-        lines.append(f"| {dtype} | {' | '.join(columns)} |")
+    rows = [
+        (dtype, *(text.number(by[dtype, name]) for name in names))
+        for dtype in dict.fromkeys(dtype for dtype, _ in by)
+    ]
     peaks = [
         f"{record.measurement.peak_host_bytes / 1e6:.0f} MB with {record.cell.frozen_dtype}"
         for record in records
         if record.cell.strategy == "ddp" and record.measurement
     ]
-    return "\n".join([*lines, "", f"At its peak a rank of DDP takes {', '.join(peaks)}."])
+    shown = text.table(("Base in", *names), rows)
+    return f"{shown}\n\nAt its peak a rank of DDP takes {', '.join(peaks)}."
 
 
 def ablated(records: Sequence[Record]) -> str:
@@ -139,13 +137,9 @@ def ablated(records: Sequence[Record]) -> str:
         variants = ranked([record for record in records if record.cell.accumulation == count])
         rows = [variants_table.row(variant) for variant in variants]
         titles = [title for title in rows[0] if any(row[title] != "–" for row in rows)]
-        parts += [
-            f"{count} micro-batch{'es' * (count > 1)} per step:\n",
-            f"| {' | '.join(title.replace(chr(10), ' ') for title in titles)} |",
-            f"|---|{'--:|' * (len(titles) - 1)}",
-            *(f"| {' | '.join(row[title] for title in titles)} |" for row in rows),
-            "",
-        ]
+        head = [title.replace("\n", " ") for title in titles]
+        shown = text.table(head, ([row[title] for title in titles] for row in rows))
+        parts += [f"{count} micro-batch{'es' * (count > 1)} per step:\n", shown, ""]
     machines = [record.machine for record in records if record.machine]
     busy = [machine for machine in machines if machine.why_busy]
     worst = max(busy, key=lambda machine: (machine.steal_share, machine.load), default=None)
@@ -169,16 +163,16 @@ def speeds(records: Sequence[Record]) -> str:
     """Tokens per second of each strategy, one column per setting, as Markdown."""
     ran = [record for record in records if record.state != "skipped"]
     settings = list(dict.fromkeys(_setting(record.cell)[1:] for record in ran))
-    names = [f"{tuning}, {link}, k = {count}" for tuning, link, count in settings]
-    lines = [f"| Strategy | {' | '.join(names)} |", f"|---|{'--:|' * len(settings)}"]
+    names = (f"{tuning}, {link}, k = {count}" for tuning, link, count in settings)
     by = {(r.cell.strategy, *_setting(r.cell)[1:]): r for r in ran}
-    for strategy in dict.fromkeys(record.cell.strategy for record in ran):
-        rates = [_rate(by.get((strategy, *setting))) for setting in settings]
-        lines.append(f"| {strategy} | {' | '.join(rates)} |")
-    return "\n".join([*lines, *_noise(ran)])
+    rows = [
+        (strategy, *(_rate(by.get((strategy, *setting))) for setting in settings))
+        for strategy in dict.fromkeys(record.cell.strategy for record in ran)
+    ]
+    return text.table(("Strategy", *names), rows) + _noise(ran)
 
 
-def _noise(records: Sequence[Record]) -> list[str]:
+def _noise(records: Sequence[Record]) -> str:
     """What of their speeds no link explains, as a paragraph; nothing where there is nothing."""
     slowest = sorted(records, key=lambda record: record.cell.inter_bandwidth_bits_per_s or math.inf)
     alike = grouped(slowest, lambda of: (of.cell.strategy, *_setting(of.cell, link=False)))
@@ -189,38 +183,36 @@ def _noise(records: Sequence[Record]) -> list[str]:
     ]
     odd = [factor for factor in most if factor > 1]
     if not odd:
-        return []
-    return [
-        "",
-        f"In {len(odd)} of {len(most)} comparisons of links a slower one is faster, by up to "
+        return ""
+    return (
+        f"\n\nIn {len(odd)} of {len(most)} comparisons of links a slower one is faster, by up to "
         f"{text.times(max(odd))}: the machine was shared with other work, and differences of that "
-        "size are noise.",
-    ]
+        "size are noise."
+    )
 
 
 def audited(findings: Sequence[Finding]) -> str:
     """How much more than its least each strategy sends, one column per setting, as Markdown."""
     settings = list(dict.fromkeys((f.cell.tuning, f.cell.accumulation) for f in findings))
-    names = [f"{tuning}, k = {count}" for tuning, count in settings]
-    lines = [
-        f"| Strategy | {' | '.join(names)} | loss from fsdp2's, at most | verdict |",
-        f"|---|{'--:|' * (len(settings) + 1)}---|",
-    ]
+    names = (f"{tuning}, k = {count}" for tuning, count in settings)
+    rows = []
     by: dict[str, list[Finding]] = {}
     for finding in findings:
         by.setdefault(finding.cell.variant, []).append(finding)
     for strategy, own in by.items():
         differences = [f.loss_difference for f in own if f.loss_difference is not None]
         factors = {(f.cell.tuning, f.cell.accumulation): text.times(f.factor) for f in own}
-        columns = [
+        columns = (
             strategy,
             *(factors.get(setting, text.ABSENT) for setting in settings),
             text.number(max(differences, default=None), 2),
             "; ".join(dict.fromkeys(p for f in own for p in f.problems)) or "fair",
-        ]
-        lines.append(f"| {' | '.join(columns)} |")
+        )
+        rows.append(columns)
+    words = ("Strategy", "verdict")
+    shown = text.table((words[0], *names, "loss from fsdp2's, at most", words[1]), rows, words)
     reasons = dict.fromkeys(reason for f in findings for reason in f.explanations)
-    return "\n".join([*lines, "", *(f"- {reason}." for reason in reasons)])
+    return "\n".join([shown, "", *(f"- {reason}." for reason in reasons)])
 
 
 def _rate(record: Record | None) -> str:
@@ -234,37 +226,33 @@ def _setting(cell: Cell, link: bool = True) -> tuple[object, ...]:
     return cell.model.name, cell.tuning, of, cell.accumulation
 
 
-def _row(by_strategy: dict[str, Record]) -> str:
+def _row(by_strategy: dict[str, Record]) -> tuple[str, ...]:
     deepspeed, fsdp2, _ = map(by_strategy.get, _THREE)
     fcdp = by_strategy["fcdp"]
-    cells = [
+    return (
         *map(str, _setting(fcdp.cell)),
         *(text.number(_seconds(record)) for record in (deepspeed, fsdp2, fcdp)),
         *(text.compared(Comparison(fcdp, other)) for other in (deepspeed, fsdp2)),
-        *(text.number(_megabytes(record)) for record in (deepspeed, fsdp2, fcdp)),
-        text.number(_least_megabytes(fcdp)),
-    ]
-    return "| " + " | ".join(cells) + " |"
+        *(text.megabytes(_sent(record)) for record in (deepspeed, fsdp2, fcdp)),
+        text.megabytes(_least(fcdp)),
+    )
 
 
-def _noted(speeds: Sequence[Comparison]) -> list[str]:
-    """A warning about few rounds, as a paragraph."""
-    said = few(speeds)
-    return ["", f"{said}."] if said else []
+def noted(speeds: Iterable[Comparison]) -> str:
+    """A warning about few rounds, as a paragraph below a table; nothing where there are enough."""
+    warning = few(speeds)
+    return f"\n\n{warning}." if warning else ""
 
 
 def _seconds(record: Record | None) -> float | None:
     return None if record is None else record.step_seconds_median
 
 
-def _megabytes(record: Record | None) -> float | None:
-    if record is None or record.measurement is None:
-        return None
-    return record.measurement.inter_node_bytes_per_step / 1e6
+def _sent(record: Record | None) -> float | None:
+    measured = None if record is None else record.measurement
+    return None if measured is None else measured.inter_node_bytes_per_step
 
 
-def _least_megabytes(record: Record | None) -> float | None:
-    if record is None or record.measurement is None:
-        return None
-    least = record.measurement.inter_node_bytes_closed_form
-    return None if least is None else least / 1e6
+def _least(record: Record | None) -> float | None:
+    measured = None if record is None else record.measurement
+    return None if measured is None else measured.inter_node_bytes_closed_form

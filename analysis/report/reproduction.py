@@ -23,7 +23,6 @@ from analysis.paper import contents, figures
 from analysis.paper import tables as papers_tables
 from analysis.paper.chapter import Chapter, chapter
 from analysis.report import pages, simulator
-from analysis.report.tables import escaped
 from simulation.emulated import FITTED_TO
 from simulation.quantities import format_link
 
@@ -77,7 +76,7 @@ def document(claims: Claims, of: Sequence[AnyRun]) -> Document:
     """The document of these claims and records, which is not written anywhere."""
     values = _values(claims, of)
     written = pages.render(
-        "reproduction.md.j2", **values, cell=escaped, table=papers_tables.as_markdown
+        "reproduction.md.j2", **values, cell=text.escaped, table=papers_tables.as_markdown
     )
     return Document(written, [values["chapter"], *values["others"]], values)
 
