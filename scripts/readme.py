@@ -27,7 +27,7 @@ from docs import memory
 from experiments.records.record import Record, read
 from experiments.records.repeats import pooled
 from experiments.terminal.summary_table import summary
-from scripts import co2, differences, host_cost, matrices, tables
+from scripts import host_cost, matrices, tables
 
 ROOT = Path(__file__).resolve().parent.parent
 _PLAN = (
@@ -50,13 +50,13 @@ _PLANNED = ("fcdp", "deepspeed-hpz-offload", "deepspeed-zero3", "fsdp2", "fsdp2-
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
         "result": lambda: tables.result(_records("reference")),
-        "differences": lambda: differences.in_a_sentence(_records("delta")),
+        "differences": lambda: tables.in_a_sentence(_records("delta")),
         "planned": lambda: _planned(),
     },
     "docs/differences.md": {
-        "slow-link": lambda: differences.on_the_slow_link(_records("delta")),
-        "free-link": lambda: differences.on_a_free_link(_records("delta-unshaped")),
-        "quantised": lambda: differences.over_seeds(_records("quantised")),
+        "slow-link": lambda: tables.on_the_slow_link(_records("delta")),
+        "free-link": lambda: tables.on_a_free_link(_records("delta-unshaped")),
+        "quantised": lambda: tables.over_seeds(_records("quantised")),
     },
     "docs/quickstart.md": {"quickstart": lambda: _printed("quickstart")},
     "docs/planning.md": {"plan": lambda: _answered(_PLAN)},
@@ -88,13 +88,13 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/strategies.md": {
         "audit": lambda: tables.audited(audit(_records("parity"))),
         "baselines": lambda: tables.speeds(_records("baselines")),
-        "workers": lambda: co2.kept(
+        "workers": lambda: tables.kept_by_workers(
             [_records(f"co2-scaling/{workers}") for workers in ("two", "four", "eight")]
         ),
-        "lag-short": lambda: co2.lag(_records("co2-loss")),
-        "lag-longer": lambda: co2.lag(_records("co2-long")),
-        "lag-long": lambda: co2.lag(_records("co2-tuned")),
-        "behind": lambda: co2.behind(_records("co2-ablation")),
+        "lag-short": lambda: tables.lag(_records("co2-loss")),
+        "lag-longer": lambda: tables.lag(_records("co2-long")),
+        "lag-long": lambda: tables.lag(_records("co2-tuned")),
+        "behind": lambda: tables.behind(_records("co2-ablation")),
     },
 }
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import combinations
+from statistics import mean, stdev
 
 from analysis import text
 from analysis.compare.audit import Finding
+from baselines.settings import CO2Settings
 from experiments.records.cell import Cell
 from experiments.records.comparison import Comparison, few, grouped, groups, paired
 from experiments.records.record import Machine, Record
@@ -256,3 +258,174 @@ def _sent(record: Record | None) -> float | None:
 def _least(record: Record | None) -> float | None:
     measured = None if record is None else record.measurement
     return None if measured is None else measured.inter_node_bytes_closed_form
+
+
+def behind(records: Sequence[Record]) -> str:
+    """Held-out loss behind DDP's, seed by seed, of each penalty (rows) and clipping (columns)."""
+    by: dict[tuple[str, float | None], dict[int, float]] = {}
+    beside: dict[int, float] = {}
+    for record in records:
+        settings, loss = record.cell.settings, _held_out(record)
+        if loss is None:
+            continue
+        if isinstance(settings, CO2Settings):
+            by.setdefault((settings.penalty, settings.clip), {})[record.cell.seed] = loss
+        elif record.cell.strategy == "ddp":
+            beside[record.cell.seed] = loss
+    clips = dict.fromkeys(clip for _, clip in by)
+    names = ("no clipping" if clip is None else f"φ = {clip:g}" for clip in clips)
+    rows = [
+        (f"`{penalty}`", *(_lag(by.get((penalty, clip), {}), beside) for clip in clips))
+        for penalty in dict.fromkeys(penalty for penalty, _ in by)
+    ]
+    return text.table(("Penalty", *names), rows)
+
+
+def lag(records: Sequence[Record]) -> str:
+    """Held-out loss behind DDP's over intervals, each at the learning rate of most seeds."""
+    losses: dict[tuple[int, str], dict[float, dict[int, float]]] = {}
+    for record in records:
+        loss, cell = _held_out(record), record.cell
+        if loss is None:
+            continue
+        of = (getattr(cell.settings, "interval", 0), _name(record))
+        of_rates = losses.setdefault(of, {}).setdefault(cell.learning_rate, {})
+        of_rates[cell.seed] = loss
+    chosen = {of: max(rates.values(), key=len) for of, rates in losses.items()}
+    beside = chosen.pop((0, "ddp"), {})
+    names = list(dict.fromkeys(name for _, name in chosen))
+    rows = [
+        (str(interval), *(_lag(chosen.get((interval, name), {}), beside) for name in names))
+        for interval in sorted({interval for interval, _ in chosen})
+    ]
+    rates = dict.fromkeys(
+        f"{name} {max(of, key=lambda rate: len(of[rate])):g}" for (_, name), of in losses.items()
+    )
+    shown = text.table(("τ", *names), rows, words=())
+    return f"{shown}\n\nLearning rates: {', '.join(rates)}."
+
+
+def _name(record: Record) -> str:
+    settings, name = record.cell.settings, record.cell.strategy
+    unpenalised = isinstance(settings, CO2Settings) and settings.penalty == "none"
+    return f"{name}, no penalty" if unpenalised else name
+
+
+def kept_by_workers(matrices: Sequence[Sequence[Record]]) -> str:
+    """Shares of speed that strategies keep on the slow link; a column per number of workers."""
+    found: list[dict[str, Comparison]] = []
+    for records in matrices:
+        free, slow = (
+            [r for r in records if (r.cell.inter_bandwidth_bits_per_s is None) is unshaped]
+            for unshaped in (True, False)
+        )
+        pairs = paired(slow, free, lambda record: record.cell.subject)
+        found.append({_with_interval(one): Comparison(one, other) for one, other in pairs})
+    rows = [
+        (name, *(text.share(of[name]) if name in of else text.ABSENT for of in found))
+        for name in dict.fromkeys(name for of in found for name in of)
+    ]
+    workers = (str(of[0].cell.cluster.nodes) for of in matrices)
+    shown = text.table(("Keeps, with workers", *workers), rows)
+    return shown + noted(speed for of in found for speed in of.values())
+
+
+def _with_interval(record: Record) -> str:
+    settings = record.cell.settings
+    interval = f", τ = {settings.interval}" if isinstance(settings, CO2Settings) else ""
+    return f"{record.cell.strategy}{interval}"
+
+
+def _held_out(record: Record) -> float | None:
+    return None if record.measurement is None else record.measurement.held_out_loss
+
+
+def _lag(losses: dict[int, float], beside: dict[int, float]) -> str:
+    """How far losses are behind others of the same seeds.
+
+    Mean and standard deviation in per cent, to a whole one where the seeds are far apart.
+    """
+    shares = [loss / beside[seed] - 1 for seed, loss in losses.items() if seed in beside]
+    if not shares:
+        return text.ABSENT
+    if len(shares) == 1:
+        return f"{100 * shares[0]:.1f} %"
+    middle, apart = 100 * mean(shares), 100 * stdev(shares)
+    digits = 0 if apart >= 5 else 1
+    return f"{middle:.{digits}f} ± {apart:.{digits}f} %"
+
+
+def on_the_slow_link(records: Sequence[Record]) -> str:
+    """How much faster than the slowest each is, on the limited link with most micro-batches."""
+    chosen = _limited(records)
+    first = chosen[0].cell
+    link, count = format_link(first.inter_bandwidth_bits_per_s), first.accumulation
+    head = (f"On {link}, k = {count}", "tokens/s", f"over {first.subject}", "MB/step")
+    rows = []
+    for record, factor in zip(chosen, _factors(chosen), strict=True):
+        assert record.measurement is not None
+        sent = text.megabytes(record.measurement.inter_node_bytes_per_step)
+        rows.append((record.cell.subject, text.number(record.tokens_per_s), factor, sent))
+    return text.table(head, rows) + noted(Comparison(of, chosen[0]) for of in chosen[1:])
+
+
+def in_a_sentence(records: Sequence[Record]) -> str:
+    """The same of DeepSpeed's ZeRO-3, FCDP, its differences, and those with reductions in int8."""
+    chosen = _limited(records)
+    _, plain, told, rounded = _factors(chosen)
+    link = format_link(chosen[0].cell.inter_bandwidth_bits_per_s)
+    return (
+        f"Fine-tuned in full and in bf16 at {link} with k = {chosen[0].cell.accumulation}, the "
+        f"same model trains {plain} as fast with FCDP as with DeepSpeed's\nZeRO-3, {told} where "
+        f"gathers tell lossless [differences](docs/differences.md), and {rounded} with reductions "
+        "in int8 too\n([records](results/delta/records.jsonl))."
+    )
+
+
+def _limited(records: Sequence[Record]) -> list[Record]:
+    limited = [r for r in records if r.tokens_per_s and r.cell.inter_bandwidth_bits_per_s]
+    most = max(record.cell.accumulation for record in limited)
+    found = [record for record in limited if record.cell.accumulation == most]
+    return sorted(found, key=lambda record: record.tokens_per_s or 0.0)
+
+
+def _factors(records: Sequence[Record]) -> list[str]:
+    return [text.times(1), *(text.compared(Comparison(of, records[0])) for of in records[1:])]
+
+
+def on_a_free_link(records: Sequence[Record]) -> str:
+    """Steps with the rule for differences beside those without."""
+    by: dict[int, dict[str, Record]] = {}
+    for record in records:
+        codec = str(record.cell.settings.model_dump()["gather_codec"])
+        by.setdefault(record.cell.micro_batch, {})[codec] = record
+    rows = []
+    for size, of in by.items():
+        seconds = [text.number(of[codec].step_seconds_median) for codec in ("none", "delta")]
+        rows.append((str(size), *seconds, text.compared(Comparison(of["delta"], of["none"]))))
+    head = ("Micro-batch", "whole, s/step", "`delta`, s/step", "times as fast")
+    return text.table(head, rows, words=())
+
+
+def over_seeds(records: Sequence[Record]) -> str:
+    """Held-out losses of each codec of reductions, over seeds, beside those of exact ones."""
+    losses: dict[tuple[float, str], list[float]] = {}
+    for record in records:
+        found = record.measurement and record.measurement.held_out_loss
+        if found is not None:
+            codec = str(record.cell.settings.model_dump()["reduce_codec"])
+            losses.setdefault((record.cell.learning_rate, codec), []).append(found)
+    rows = []
+    for (rate, codec), of in losses.items():
+        exact = losses[rate, "none"]
+        apart = [100 * (mine / other - 1) for mine, other in zip(of, exact, strict=True)]
+        columns = (
+            f"{rate:g}",
+            "exact" if codec == "none" else codec,
+            str(len(of)),
+            f"{mean(of):.3f} ± {stdev(of):.3f}",
+            text.ABSENT if codec == "none" else f"{mean(apart):+.2f} ± {stdev(apart):.2f} %",
+        )
+        rows.append(columns)
+    head = ("Learning rate", "Reductions", "seeds", "held-out loss")
+    return text.table((*head, "over the exact one, seed by seed"), rows, words=head[1:2])

@@ -9,8 +9,7 @@ import pytest
 
 from analysis.__main__ import RESULTS
 from analysis.claims import papers
-from analysis.claims.causes import Cause, changed, setting_of
-from analysis.claims.computations import Ratio, Selection, Value
+from analysis.claims.computations import Cause, Ratio, Selection, Value, changed, setting_of
 from analysis.claims.verdicts import judge
 from analysis.load import runs
 from analysis.load.rows import Row
