@@ -20,6 +20,8 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from fcdp.durable import replace
+
 #: A part of a cell's id, and so of its directory's name: no separators, no spaces, not too long.
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
 
@@ -54,7 +56,7 @@ def append(record: Strict, path: Path) -> None:
     path, compressed = _forms(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     if stored(path) == compressed:
-        _replace(path, _content(compressed))
+        replace(path, _content(compressed))
         compressed.unlink()
     line = record.model_dump_json().encode() + b"\n"
     # Unbuffered, so that nothing is left to be written when the file is closed after an error.
@@ -76,7 +78,7 @@ def write(records: Iterable[Strict], path: Path) -> None:
     """Write a JSON Lines file in place of what there was, if any: all of it or nothing."""
     path, compressed = _forms(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    _replace(path, b"".join(record.model_dump_json().encode() + b"\n" for record in records))
+    replace(path, b"".join(record.model_dump_json().encode() + b"\n" for record in records))
     compressed.unlink(missing_ok=True)
 
 
@@ -93,7 +95,7 @@ def compress(path: Path) -> Path:
     # Without a name and a time, so that the same records are the same bytes.
     with gzip.GzipFile(filename="", mode="wb", fileobj=packed, mtime=0) as file:
         file.write(content)
-    _replace(compressed, packed.getvalue())
+    replace(compressed, packed.getvalue())
     path.unlink()
     return compressed
 
@@ -154,15 +156,6 @@ def _content(path: Path) -> bytes:
         return gzip.decompress(path.read_bytes())
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path}: cannot be decompressed: {error}") from error
-
-
-def _replace(path: Path, content: bytes) -> None:
-    new = path.with_name(f"{path.name}.new")
-    with new.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
 
 
 def _check_depth(value: Any, left: int) -> None:
