@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 import fcdp
-from scripts.reference import SETTING
+from scripts.documentation import SETTING
 from tests.ranks import Pools
 
 _FLAGS = doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL

@@ -208,7 +208,7 @@ def test_each_figure_is_small_and_has_its_records(page: str) -> None:
 
 
 def test_links_to_records_lead_to_files(document: str, given: reproduction.Document) -> None:
-    linked = re.findall(r"\[records\]\((.*?)\)", document)
+    linked = re.findall(r"\| \[records\]\((.*?)\)", document)
 
     assert len(linked) == len({*linked}) > 40
     assert [name for name in linked if not (ROOT / name).is_file()] == []
