@@ -207,7 +207,7 @@ def test_each_figure_is_small_and_has_its_records(page: str) -> None:
     assert "data:image" not in page
 
 
-def test_links_to_records_lead_to_files(document: str, given: reproduction.Document) -> None:
+def test_links_to_records_lead_to_files(document: str) -> None:
     linked = re.findall(r"\| \[records\]\((.*?)\)", document)
 
     assert len(linked) == len({*linked}) > 40
