@@ -31,6 +31,7 @@ reproduce: setup ## all matrices of results anew, then REPRODUCTION.md and its p
 	done
 	$(VENV)/bin/python -m experiments bound --output results/bound
 	$(VENV)/bin/python -m experiments validate
+	$(VENV)/bin/python -m simulation.files results
 	$(VENV)/bin/python -m analysis report
 
 check: setup ## linters, types and unit tests: before each commit

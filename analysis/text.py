@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from experiments.records.comparison import Comparison
 from experiments.records.record import Metric
@@ -19,6 +19,29 @@ EVIDENCE = {
     "are wall-clock times there, bytes the kernel's interface counters",
     "simulated": "computed by the cost model; nothing was run",
 }
+
+
+def table(
+    head: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    words: Collection[str] | None = None,
+    *,
+    spaced: bool = False,
+) -> str:
+    """A Markdown table; ``words``, by default its first column, flush left, all else right.
+
+    ``spaced`` is how the rule below the head is written.
+    """
+    left = head[:1] if words is None else words
+    rule = ["---" if name in left else "--:" for name in head]
+    ruled = f"| {' | '.join(rule)} |" if spaced else f"|{'|'.join(rule)}|"
+    top, *others = (f"| {' | '.join(row)} |" for row in (head, *rows))
+    return "\n".join([top, ruled, *others])
+
+
+def escaped(value: object) -> str:
+    """A cell's text that cannot break its row of a Markdown table."""
+    return " ".join(str(value).split()).replace("|", "\\|")
 
 
 def number(value: float | None, digits: int = 3) -> str:

@@ -1,12 +1,7 @@
-"""Draws docs/figures/ablation.svg: tokens per second of each variant of the committed ablation.
-
-python -m docs.draw_ablation [folder]
-"""
+"""Draws docs/figures/ablation.svg: tokens per second of each variant of the committed ablation."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -16,7 +11,6 @@ from analysis.compare.baseline import compare
 from analysis.figures import axes
 from analysis.figures.drawings import label_width, put_source, style
 from analysis.load.table import latest, load
-from docs import drawn
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "results" / "ablation" / "records.jsonl"
@@ -38,10 +32,6 @@ def draw() -> Figure:
     return figure
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Write the figure into the folder, by default that of the committed ones."""
-    drawn.write({"ablation": draw()}, arguments)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def figures() -> dict[str, Figure]:
+    """The figures by the names of their files."""
+    return {"ablation": draw()}

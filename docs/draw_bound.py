@@ -1,18 +1,12 @@
-"""Draws docs/figures/bound.svg: the closed form of memory and bandwidth beside the simulator.
-
-python -m docs.draw_bound [folder]
-"""
+"""Draws docs/figures/bound.svg: the closed form of memory and bandwidth beside the simulator."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from analysis.figures.drawings import style
-from docs import drawn
 from simulation import bound
 from simulation.bound import points_on
 from simulation.compute import rates_of
@@ -128,10 +122,6 @@ def _distance(ax: Any) -> None:
     ax.plot(sizes, simulated, color="#0072B2", label="simulator, eager loss over 50,257 words")
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Write the figure into the folder, by default that of the committed ones."""
-    drawn.write({"bound": draw()}, arguments)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def figures() -> dict[str, Figure]:
+    """The figures by the names of their files."""
+    return {"bound": draw()}

@@ -1,17 +1,10 @@
-"""Draws docs/figures/compute.svg: predicted over measured tokens per second of published runs.
-
-python -m docs.draw_compute [folder]
-"""
+"""Draws docs/figures/compute.svg: predicted over measured tokens per second of published runs."""
 
 from __future__ import annotations
-
-import sys
-from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
 from analysis.figures.drawings import style
-from docs import drawn
 from simulation import compute
 from simulation.compute import Predicted
 
@@ -67,10 +60,6 @@ def _ratio(one: Predicted, *, held_out: bool) -> float:
     return min(max(predicted / one.row.tokens_per_s_per_gpu, _LEAST), _MOST)
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Write the figure into the folder, by default that of the committed ones."""
-    drawn.write({"compute": draw()}, arguments)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def figures() -> dict[str, Figure]:
+    """The figures by the names of their files."""
+    return {"compute": draw()}

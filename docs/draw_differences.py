@@ -1,19 +1,14 @@
-"""Draws docs/figures/differences.svg: bits per parameter of gathers by learning rate.
-
-python -m docs.draw_differences [folder]
-"""
+"""Draws docs/figures/differences.svg: bits per parameter of gathers by learning rate."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
 from analysis.figures.drawings import put_source, style
 from analysis.load.table import frame, latest, load
-from docs import drawn
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "results" / "delta" / "records.jsonl"
@@ -75,10 +70,6 @@ def draw() -> Figure:
     return figure
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Write the figure into the folder, by default that of the committed ones."""
-    drawn.write({"differences": draw()}, arguments)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def figures() -> dict[str, Figure]:
+    """The figures by the names of their files."""
+    return {"differences": draw()}

@@ -1,11 +1,7 @@
-"""Draws docs/figures/fuyou-published.svg and fuyou-measured.svg: Fuyou modelled, and here.
-
-python -m docs.draw_fuyou [folder]
-"""
+"""Draws docs/figures/fuyou-published.svg and fuyou-measured.svg: Fuyou modelled, and here."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +11,7 @@ from matplotlib.figure import Figure
 
 from analysis.figures.drawings import style
 from analysis.load.table import latest, load
-from docs import drawn, fuyou
+from docs import fuyou
 from docs.fuyou import Point
 from experiments.records.record import Record
 
@@ -118,10 +114,6 @@ def chosen(record: Record) -> float:
     return record.measurement.chosen_bytes
 
 
-def main(arguments: Sequence[str] = ()) -> None:
-    """Write both figures."""
-    drawn.write({"fuyou-published": published(), "fuyou-measured": measured()}, arguments)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def figures() -> dict[str, Figure]:
+    """The figures by the names of their files."""
+    return {"fuyou-published": published(), "fuyou-measured": measured()}

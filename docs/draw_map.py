@@ -1,14 +1,13 @@
 """Draws docs/figures/map.svg and scale.svg: which strategy pays where, by the planner.
 
-python -m docs.draw_map [folder]: computes docs/figures/map.json anew in about a minute, and draws
-both; ``--drawn`` draws from the file as it is.
+Both are drawn from docs/figures/map.json, which ``compute`` writes.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -16,13 +15,12 @@ from matplotlib.patches import Patch
 
 from analysis.figures.drawings import style
 from baselines.registry import find
-from docs import drawn
 from simulation.compute import with_rates
 from simulation.hardware import Hardware, cluster, reported
 from simulation.planner.plan import plan
 from simulation.planner.request import Request
 
-DATA = drawn.FIGURES / "map.json"
+DATA = Path(__file__).resolve().parent / "figures" / "map.json"
 MODELS = ("gemma-2b", "llama-3-8b", "phi-4", "qwen2.5-32b", "llama-3-70b")
 GPUS = ("a40", "a100-80gb")
 GBIT_S = (0.1, 0.3, 1, 3, 10, 30, 100, 400)
@@ -67,8 +65,8 @@ def cell(model: str, gpu: str, nodes: int, gbit_s: float, tuning: str) -> dict[s
     }
 
 
-def compute() -> list[dict[str, Any]]:
-    """All cells of both figures."""
+def compute() -> None:
+    """Write all cells of both figures, one line each."""
     map_cells = [
         cell(model, gpu, _NODES, gbit_s, tuning)
         for tuning in TUNINGS
@@ -82,7 +80,8 @@ def compute() -> list[dict[str, Any]]:
         for nodes in NODES
         if nodes != _NODES
     ]
-    return map_cells + more
+    lines = ",\n".join(json.dumps(one) for one in map_cells + more)
+    DATA.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 
 
 def draw_map(cells: Sequence[Mapping[str, Any]]) -> Figure:
@@ -153,18 +152,7 @@ def _gain(one: Mapping[str, Any]) -> str:
     return f"{own / max(speeds.values()):.2f}"
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Compute, unless told to draw alone, and write the figures."""
-    rest = [argument for argument in arguments if argument != "--drawn"]
-    if rest == list(arguments):
-        folder = drawn.folder(rest)
-        lines = ",\n".join(json.dumps(one) for one in compute())
-        (folder / DATA.name).write_text(f"[\n{lines}\n]\n", encoding="utf-8")
-    else:
-        folder = drawn.FIGURES
-    cells = json.loads((folder / DATA.name).read_text(encoding="utf-8"))
-    drawn.write({"map": draw_map(cells), "scale": draw_scale(cells)}, rest)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def figures() -> dict[str, Figure]:
+    """The figures by the names of their files."""
+    cells = json.loads(DATA.read_text(encoding="utf-8"))
+    return {"map": draw_map(cells), "scale": draw_scale(cells)}

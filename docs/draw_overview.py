@@ -1,15 +1,11 @@
 """Draws docs/figures/overview-*.svg: one step of ZeRO-3 beside one of FCDP, with their bytes.
 
-python -m docs.draw_overview [folder]
-
 The bytes are those of docs/memory.md's equations, for the model and the cluster that are drawn.
 One file per palette, light and dark, since a page may be read in either.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from matplotlib.axes import Axes
@@ -17,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 import fcdp
-from docs import drawn, memory
+from docs import memory
 
 NODES, RANKS_PER_NODE = 2, 2
 #: 10B parameters, of which adapters are a hundredth more; gathers and reductions in bf16.
@@ -244,10 +240,6 @@ def draw(palette: Palette) -> Figure:
     return figure
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Write the figures into the folder, by default that of the committed ones."""
-    drawn.write({f"overview-{palette.name}": draw(palette) for palette in PALETTES}, arguments)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def figures() -> dict[str, Figure]:
+    """The figures by the names of their files."""
+    return {f"overview-{palette.name}": draw(palette) for palette in PALETTES}

@@ -1,7 +1,5 @@
 """Draws docs/figures/schedule-*.svg: what one rank does when, by the rules of docs/schedule.md.
 
-python -m docs.draw_schedule [folder]
-
 Durations are made up (a link between nodes that is slow, a host link that is not); the order of
 calls and what waits for what are the library's. tests/docs/test_schedule.py compares the order
 with a profile of a real step.
@@ -9,7 +7,6 @@ with a profile of a real step.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -18,7 +15,6 @@ from itertools import pairwise
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from docs import drawn
 from fcdp.in_flight import MOST_IN_FLIGHT
 from fcdp.prefetch import BLOCKS_AHEAD
 
@@ -365,10 +361,6 @@ def draw(line: Timeline) -> Figure:
     return figure
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Write the figures into the folder, by default that of the committed ones."""
-    drawn.write({f"schedule-{name}": draw(line) for name, line in schedules().items()}, arguments)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def figures() -> dict[str, Figure]:
+    """The figures by the names of their files."""
+    return {f"schedule-{name}": draw(line) for name, line in schedules().items()}

@@ -1,25 +1,18 @@
-"""The equations of docs/memory.md, as functions; tests compare them with what fcdp allocates.
-
-python -m docs.memory            print the tables of docs/memory.md
-python -m docs.memory --write    write them into it
-"""
+"""The equations of docs/memory.md, as functions; tests compare them with what fcdp allocates."""
 
 from __future__ import annotations
 
-import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import fcdp
+from analysis import text
 from fcdp.arena import aligned
 from fcdp.cache.named import parse
 from simulation.models import PAPER_MODELS, SEQUENCE_LENGTH
 from simulation.transformer import Transformer
 
-PAGE = Path(__file__).resolve().parent / "memory.md"
 GB = 1e9
 
 
@@ -151,29 +144,28 @@ class Example:
     cluster: Cluster = Cluster(4, 8)
     adapters: float = 0.01
 
-    def memory_row(self, name: str) -> str:
+    def memory_row(self, name: str) -> list[str]:
         cluster, ranks = self.cluster, self.cluster.ranks_per_node
         memory = cache(parse(name), blocks(self.parameters, self.layers, 2, cluster), cluster)
         most = "≤ " if name.startswith(("threshold", "auto")) else ""
-        cells = [
+        return [
+            self.name,
+            f"`{name}`",
             f"{most}{memory.device / GB:.2f}" if memory.device else "0",
             f"{memory.slices / GB:.3f}" if memory.slices else "0",
             _gb(memory.host),
             _gb(memory.host * ranks),
             _gb(memory.disk * ranks),
         ]
-        return f"| {self.name} | `{name}` | " + " | ".join(cells) + " |"
 
-    def traffic_row(self, tuning: str, micro_batches: int) -> str:
+    def traffic_row(self, tuning: str, micro_batches: int) -> list[str]:
         gathered = 2 * self.parameters
         lora = tuning == "LoRA"
         trained = self.adapters * gathered if lora else gathered
         total = gathered + trained if lora else gathered
         zero3, here = traffic(total, trained, self.cluster.nodes, micro_batches)
-        return (
-            f"| {self.name} | {tuning} | {micro_batches} | {zero3 / GB:,.1f} | {here / GB:,.1f} "
-            f"| {100 * here / zero3:.2g} % |"
-        )
+        sent = [f"{zero3 / GB:,.1f}", f"{here / GB:,.1f}", f"{100 * here / zero3:.2g} %"]
+        return [self.name, tuning, str(micro_batches), *sent]
 
 
 def traffic(
@@ -204,67 +196,58 @@ EXAMPLES = [
 ]
 
 
-def tables() -> dict[str, str]:
-    """The text of each marked place of the page, by its name."""
-    memory = [
-        "| Model | Policy | device GB per rank | slices GB per rank | host GB per rank "
-        "| host GB per node | disk GB per node |",
-        "|---|---|--:|--:|--:|--:|--:|",
-        *(example.memory_row(policy) for example in EXAMPLES for policy in POLICIES),
-    ]
-    others = [
-        "| Model | partial gradients, full | partial gradients, LoRA | second reduction buffer "
-        "| `verify` keeps | `detect_writes` keeps |",
-        "|---|--:|--:|--:|--:|--:|",
-        *(_others_row(example) for example in EXAMPLES),
-    ]
-    sent = [
-        "| Model | Tuning | Micro-batches | ZeRO-3 GB | FCDP GB | FCDP / ZeRO-3 |",
-        "|---|---|--:|--:|--:|--:|",
-        *(
-            example.traffic_row(tuning, micro_batches)
-            for example in EXAMPLES
-            for tuning in ("full", "LoRA")
-            for micro_batches in (1, 8)
-        ),
-    ]
-    return {
-        "memory": "\n".join(memory),
-        "others": "\n".join(others),
-        "traffic": "\n".join(sent),
-    }
+def of_caches() -> str:
+    """What caches take of the examples, by policy, as Markdown."""
+    words = ("Model", "Policy")
+    numbers = (
+        "device GB per rank",
+        "slices GB per rank",
+        "host GB per rank",
+        "host GB per node",
+        "disk GB per node",
+    )
+    rows = [example.memory_row(policy) for example in EXAMPLES for policy in POLICIES]
+    return text.table((*words, *numbers), rows, words)
 
 
-def _others_row(example: Example) -> str:
+def of_traffic() -> str:
+    """Bytes that the examples send per step, as Markdown."""
+    words = ("Model", "Tuning")
+    rows = [
+        example.traffic_row(tuning, micro_batches)
+        for example in EXAMPLES
+        for tuning in ("full", "LoRA")
+        for micro_batches in (1, 8)
+    ]
+    numbers = ("Micro-batches", "ZeRO-3 GB", "FCDP GB", "FCDP / ZeRO-3")
+    return text.table((*words, *numbers), rows, words)
+
+
+def of_others() -> str:
+    """What beside the cache takes memory of the examples, as Markdown."""
+    numbers = (
+        "partial gradients, full",
+        "partial gradients, LoRA",
+        "second reduction buffer",
+        "`verify` keeps",
+        "`detect_writes` keeps",
+    )
+    return text.table(("Model", *numbers), map(_others_row, EXAMPLES))
+
+
+def _others_row(example: Example) -> list[str]:
     cluster = example.cluster
     full = blocks(example.parameters, example.layers, 2, cluster)
     lora = blocks(example.adapters * example.parameters, example.layers, 2, cluster)
-    cells = [
+    return [
+        example.name,
         f"{partials(full, cluster.nodes) / GB:.3g} GB",
         f"{partials(lora, cluster.nodes) / GB:.3g} GB",
         f"{reduction_buffer(full, cluster, 2) / GB:.2g} GB",
         f"{checksums(full, cluster.nodes)} bytes",
         f"{guard(full, cluster.nodes)} bytes",
     ]
-    return f"| {example.name} | " + " | ".join(cells) + " |"
 
 
 def _gb(nbytes: int) -> str:
     return f"{nbytes / GB:.2f}" if nbytes else "0"
-
-
-def rewritten(page: str) -> str:
-    """The page with each marked place filled; raises ``ValueError`` if one is missing."""
-    for name, table in tables().items():
-        place = re.compile(f"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
-        page, count = place.subn(rf"\g<1>{table}\n\g<2>", page)
-        if count != 1:
-            raise ValueError(f"memory.md: found {count} places for {name}, expected 1")
-    return page
-
-
-if __name__ == "__main__":
-    if "--write" in sys.argv:
-        PAGE.write_text(rewritten(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    else:
-        print("\n\n".join(tables().values()))

@@ -17,9 +17,10 @@ from typing import Any
 from baselines import registry
 from baselines.settings import Settings
 from experiments.records.record import Record
+from simulation import files
 
 
-def carried_over(lines: Iterable[str]) -> Iterator[Record]:
+def carried_over(lines: Iterable[str | bytes]) -> Iterator[Record]:
     """The records of these lines of JSON, those of today's form as they are.
 
     Raises ``ValueError`` for a cell that was run with a setting which its strategy does not have,
@@ -69,10 +70,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     for file in parser.parse_args().files:
-        before = file.read_text(encoding="utf-8").splitlines()
+        before = files.lines(file)
         records = list(carried_over(before))
-        text = "".join(f"{record.model_dump_json()}\n" for record in records)
-        file.write_text(text, encoding="utf-8")
+        files.write(records, file)
+        files.compress(file)
         print(f"{file}: {len(records)} of {len(before)} records")
 
 

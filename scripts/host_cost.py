@@ -1,7 +1,7 @@
 """What one unit's gather and reduction cost the host, on groups whose other ranks are imitated.
 
 python -m scripts.host_cost            measure, and print the tables of docs/host-cost.md
-python -m scripts.host_cost --write    measure, and write the record and the tables
+python -m scripts.host_cost --write    measure, and write the record; scripts.readme the tables
 
 The library's accelerator path runs on the CPU: collectives instead of messages, an accelerator's
 checksums, and streams, which order nothing there. A collective takes its lists of tensors through
@@ -15,7 +15,6 @@ import contextlib
 import gc
 import json
 import platform
-import re
 import statistics
 import sys
 import time
@@ -35,13 +34,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 
 import fcdp
+from analysis import text
 from experiments.records import provenance
 from fcdp.engine import Engine, engine_of
 from fcdp.streams import Streams
 from scripts.gpu import fake
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "host-cost.md"
 RECORD = ROOT / "results" / "host-cost" / "record.json"
 #: Nodes, and ranks per node: 16, 128, 512 and 1024 ranks.
 SHAPES = ((2, 8), (16, 8), (64, 8), (128, 8))
@@ -270,55 +269,45 @@ def measured(shapes: Sequence[tuple[int, int]] = SHAPES, repeats: int = REPEATS)
 def tables(record: dict[str, Any]) -> str:
     """The tables of the page, as Markdown."""
     shapes = list(dict.fromkeys((row["nodes"], row["ranks_per_node"]) for row in record["rows"]))
-    named = " | ".join(f"{n * ranks} ranks ({n} × {ranks})" for n, ranks in shapes)
+    named = [f"{n * ranks} ranks ({n} × {ranks})" for n, ranks in shapes]
     by: dict[tuple[str, bool], list[dict[str, Any]]] = defaultdict(list)
     for row in record["rows"]:
         by[row["path"], row["detect_writes"]].append(row)
-    issued = [f"| Call | {named} |", f"|---|{'---|' * len(shapes)}"]
-    head = [f"| Call | `detect_writes` | {named} |", f"|---|---|{'--:|' * len(shapes)}"]
-    times, multiples = [*head], [*head]
+    issued, times, multiples = [], [], []
     for path, name in PATHS.items():
         plain = path.startswith("FSDP2")
-        issued.append(f"| {name} | {' | '.join(_issued(row) for row in by[path, True])} |")
+        issued.append((name, *(_issued(row) for row in by[path, True])))
         for detects in (False,) if plain else (True, False):
             rows = by[path, detects]
             switch = "–" if plain else "on" if detects else "off"
             cells = [f"{row['quartiles_us'][1]:.0f}" for row in rows]
-            times.append(f"| {name} | {switch} | {' | '.join(cells)} |")
+            times.append((name, switch, *cells))
             if not plain:
                 cells = ["{1:.1f} ({0:.1f}–{2:.1f})".format(*row["multiple"]) for row in rows]
-                multiples.append(f"| {name} | {switch} | {' | '.join(cells)} |")
+                multiples.append((name, switch, *cells))
     made = (
         f"Made by `{record['command']}` on {record['date']}: {record['machine']}, torch "
         f"{record['torch']}, Python {record['python']}; {record['calls']:,} calls each, shards of "
         f"{record['elements_per_rank']} elements."
     )
-    return "\n".join(
+    words = ("Call", "`detect_writes`")
+    return "\n\n".join(
         [
             made,
-            "",
             "Collectives issued per call:",
-            "",
-            *issued,
-            "",
+            text.table(("Call", *named), issued, words=("Call", *named)),
             "Host time per call as multiples of FSDP2's own, medians and quartiles of turns:",
-            "",
-            *multiples,
-            "",
+            text.table((*words, *named), multiples, words),
             "Host microseconds per call, medians:",
-            "",
-            *times,
+            text.table((*words, *named), times, words),
         ]
     )
 
 
-def rewritten(page: str, record: dict[str, Any]) -> str:
-    """The page with its tables filled in; raises ``ValueError`` if it has no place for them."""
-    place = re.compile(r"(<!-- host-time -->\n).*?(<!-- end of host-time -->)", re.DOTALL)
-    page, count = place.subn(lambda found: f"{found[1]}{tables(record)}\n{found[2]}", page)
-    if count != 1:
-        raise ValueError(f"{PAGE.name}: found {count} places for host-time, expected 1")
-    return page
+def committed() -> dict[str, Any]:
+    """The record of the last measurement that was kept."""
+    record: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
+    return record
 
 
 def _quartiles(values: Sequence[float]) -> list[float]:
@@ -344,8 +333,6 @@ def main(arguments: Sequence[str]) -> int:
     if "--write" in arguments:
         RECORD.parent.mkdir(parents=True, exist_ok=True)
         RECORD.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", "utf-8")
-        page = PAGE.read_text(encoding="utf-8")
-        PAGE.write_text(rewritten(page, record), encoding="utf-8")
     print(tables(record))
     return 0
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from analysis import text
 from baselines import registry
 from baselines.optimizers import SGD, AdamW
 from baselines.settings import Setting
@@ -35,6 +36,7 @@ from experiments.records.workload import (
 from simulation.transformer import ModelSpec
 
 _HEAD = ("Key", "Value", "Default", "Meaning")
+_HEAD_OF = (*_HEAD, "Of")
 _REQUIRED = "–"
 #: What the file has in another form than a cell: what it takes, and its default.
 _IN_A_FILE = {
@@ -55,7 +57,7 @@ def of_cells() -> str:
     """What all cells have: one row for each key that axes and workload take."""
     names = {name: FILE_NAMES.get(name, name) for name in Cell.model_fields}
     rows = _rows(Cell, {name: file for name, file in names.items() if file in SETTINGS})
-    return _table(_HEAD, rows)
+    return text.table(_HEAD, rows, words=_HEAD)
 
 
 def of_strategies() -> str:
@@ -71,7 +73,7 @@ def of_strategies() -> str:
         defaults = [_default(each.settings, key) for each in have]
         row[2] = ", ".join(dict.fromkeys(defaults))
         row.append(_either(each.name for each in have))
-    return _table((*_HEAD, "Of"), list(rows.values()))
+    return text.table(_HEAD_OF, rows.values(), words=_HEAD_OF)
 
 
 def of_clusters() -> str:
@@ -83,7 +85,7 @@ def of_clusters() -> str:
                 same[-1] = "all"
             else:
                 rows.append([*row, of])
-    return _table((*_HEAD, "Of"), rows)
+    return text.table(_HEAD_OF, rows, words=_HEAD_OF)
 
 
 def of_models() -> str:
@@ -106,16 +108,13 @@ def _parts(kinds: Collection[type[BaseModel]], added: Collection[str] = ()) -> s
     """A table per kind, under what it is; without what the reader adds to the file's."""
     return "\n\n".join(
         f"{_as_markdown(inspect.cleandoc(kind.__doc__ or ''))}\n\n"
-        + _table(
-            _HEAD, _rows(kind, {name: name for name in kind.model_fields if name not in added})
+        + text.table(
+            _HEAD,
+            _rows(kind, {name: name for name in kind.model_fields if name not in added}),
+            words=_HEAD,
         )
         for kind in kinds
     )
-
-
-def _table(head: Collection[str], rows: Collection[Collection[str]]) -> str:
-    lines = [f"| {' | '.join(row)} |" for row in (head, *rows)]
-    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
 
 
 def _rows(kind: type[BaseModel], names: Mapping[str, str] | None = None) -> list[list[str]]:

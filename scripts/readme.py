@@ -17,15 +17,17 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
+from analysis import text
 from analysis.claims import papers
 from analysis.compare.audit import audit
 from analysis.load import runs
 from analysis.report import simulator
 from baselines import registry
+from docs import memory
 from experiments.records.record import Record, read
 from experiments.records.repeats import pooled
 from experiments.terminal.summary_table import summary
-from scripts import co2, differences, matrices, tables
+from scripts import host_cost, matrices, tables
 
 ROOT = Path(__file__).resolve().parent.parent
 _PLAN = (
@@ -48,13 +50,13 @@ _PLANNED = ("fcdp", "deepspeed-hpz-offload", "deepspeed-zero3", "fsdp2", "fsdp2-
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
         "result": lambda: tables.result(_records("reference")),
-        "differences": lambda: differences.in_a_sentence(_records("delta")),
+        "differences": lambda: tables.in_a_sentence(_records("delta")),
         "planned": lambda: _planned(),
     },
     "docs/differences.md": {
-        "slow-link": lambda: differences.on_the_slow_link(_records("delta")),
-        "free-link": lambda: differences.on_a_free_link(_records("delta-unshaped")),
-        "quantised": lambda: differences.over_seeds(_records("quantised")),
+        "slow-link": lambda: tables.on_the_slow_link(_records("delta")),
+        "free-link": lambda: tables.on_a_free_link(_records("delta-unshaped")),
+        "quantised": lambda: tables.over_seeds(_records("quantised")),
     },
     "docs/quickstart.md": {"quickstart": lambda: _printed("quickstart")},
     "docs/planning.md": {"plan": lambda: _answered(_PLAN)},
@@ -67,7 +69,13 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "paper-emulated": lambda: tables.speeds(_records("paper-emulated")),
     },
     "docs/simulator.md": {"orders": lambda: _ordered()},
-    "docs/memory.md": {"frozen": lambda: tables.by_base(_records("frozen"))},
+    "docs/memory.md": {
+        "frozen": lambda: tables.by_base(_records("frozen")),
+        "memory": memory.of_caches,
+        "others": memory.of_others,
+        "traffic": memory.of_traffic,
+    },
+    "docs/host-cost.md": {"host-time": lambda: host_cost.tables(host_cost.committed())},
     "docs/ablations.md": {"ablation": lambda: tables.ablated(_records("ablation"))},
     "docs/matrices.md": {
         "cells": matrices.of_cells,
@@ -80,13 +88,13 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/strategies.md": {
         "audit": lambda: tables.audited(audit(_records("parity"))),
         "baselines": lambda: tables.speeds(_records("baselines")),
-        "workers": lambda: co2.kept(
+        "workers": lambda: tables.kept_by_workers(
             [_records(f"co2-scaling/{workers}") for workers in ("two", "four", "eight")]
         ),
-        "lag-short": lambda: co2.lag(_records("co2-loss")),
-        "lag-longer": lambda: co2.lag(_records("co2-long")),
-        "lag-long": lambda: co2.lag(_records("co2-tuned")),
-        "behind": lambda: co2.behind(_records("co2-ablation")),
+        "lag-short": lambda: tables.lag(_records("co2-loss")),
+        "lag-longer": lambda: tables.lag(_records("co2-long")),
+        "lag-long": lambda: tables.lag(_records("co2-tuned")),
+        "behind": lambda: tables.behind(_records("co2-ablation")),
     },
 }
 
@@ -99,27 +107,24 @@ def _ordered() -> str:
         "together, if nothing ran beside": "beside which nothing is known to have run",
         "together": "all",
     }
-    lines = [
-        "| Matrices | Pairs | In the right order | Choices | Cost more, median | at most |",
-        "|---|--:|--:|--:|--:|--:|",
-    ]
-    for row in rows:
-        if row.matrix in names:
-            of = (names[row.matrix], row.pairs, row.right, row.choices)
-            costs = (row.median_cost, row.largest_cost)
-            lines.append(f"| {' | '.join(map(str, (*of, *costs)))} |")
-    return "\n".join(lines)
+    head = ("Matrices", "Pairs", "In the right order", "Choices", "Cost more, median", "at most")
+    cells = (
+        (names[of.matrix], of.pairs, of.right, of.choices, of.median_cost, of.largest_cost)
+        for of in rows
+        if of.matrix in names
+    )
+    return text.table(head, ([*map(str, row)] for row in cells))
 
 
-def rewritten(page: str, text: str) -> str:
+def rewritten(page: str, content: str) -> str:
     """The page's text with each marked place filled; raises ``ValueError`` if one is missing."""
     for name, table in PAGES[page].items():
         place = re.compile(f"(<!-- {name}: .*? -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
         filled = table().replace("\\", r"\\")
-        text, count = place.subn(rf"\g<1>{filled}\n\g<2>", text)
+        content, count = place.subn(rf"\g<1>{filled}\n\g<2>", content)
         if count != 1:
             raise ValueError(f"{page}: found {count} places for {name}, expected 1")
-    return text
+    return content
 
 
 def _records(matrix: str) -> list[Record]:
@@ -146,12 +151,12 @@ def _answered(command: str) -> str:
 def _planned() -> str:
     """The planner's answer to each case: tokens per second with their range."""
     cases = [_rows(command) for command in _CASES.values()]
-    lines = [f"| Tokens per second | {' | '.join(_CASES)} |", f"|---|{'--:|' * len(cases)}"]
-    for name in _PLANNED:
-        cells = " | ".join(_speed(rows.get(name)) for rows in cases)
-        label = registry.find(name).label
-        lines.append(f"| {label if label != name else f'`{name}`'} | {cells} |")
-    return "\n".join(lines)
+    labels = {name: registry.find(name).label for name in _PLANNED}
+    rows = [
+        (f"`{name}`" if label == name else label, *(_speed(case.get(name)) for case in cases))
+        for name, label in labels.items()
+    ]
+    return text.table(("Tokens per second", *_CASES), rows)
 
 
 def _rows(command: str) -> dict[str, dict[str, str]]:

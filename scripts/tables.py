@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import combinations
+from statistics import mean, stdev
 
 from analysis import text
 from analysis.compare.audit import Finding
+from baselines.settings import CO2Settings
 from experiments.records.cell import Cell
 from experiments.records.comparison import Comparison, few, grouped, groups, paired
 from experiments.records.record import Machine, Record
@@ -16,37 +18,38 @@ from experiments.terminal.variants_table import ranked
 from simulation.quantities import format_link
 
 _RESULT_HEAD = (
-    "| Trained | DeepSpeed s | FSDP2 s | FCDP s | over the faster | ZeRO-3 at least MB "
-    "| DeepSpeed MB | FSDP2 MB | FCDP MB |\n"
-    "|---|--:|--:|--:|--:|--:|--:|--:|--:|"
+    "Trained",
+    *("DeepSpeed s", "FSDP2 s", "FCDP s", "over the faster"),
+    *("ZeRO-3 at least MB", "DeepSpeed MB", "FSDP2 MB", "FCDP MB"),
 )
 _THREE = ("deepspeed-zero3", "fsdp2", "fcdp")
+_WORDS = ("Model", "Tuning", "Link")
 _HEAD = (
-    "| Model | Tuning | Link | Micro-batches | ZeRO-3, DeepSpeed s/step | ZeRO-3, FSDP2 s/step "
-    "| FCDP s/step | speed-up | over FSDP2 | DeepSpeed MB/step | FSDP2 MB/step | FCDP MB/step "
-    "| FCDP minimum |\n"
-    "|---|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
+    *(*_WORDS, "Micro-batches"),
+    *("ZeRO-3, DeepSpeed s/step", "ZeRO-3, FSDP2 s/step", "FCDP s/step"),
+    *("speed-up", "over FSDP2"),
+    *("DeepSpeed MB/step", "FSDP2 MB/step", "FCDP MB/step", "FCDP minimum"),
 )
 
 
 def result(records: Sequence[Record]) -> str:
     """The README's four rows: one model on one link, by what is trained and micro-batches."""
-    lines, speeds = [_RESULT_HEAD], list[Comparison]()
+    rows, speeds = [], list[Comparison]()
     for by in _by_strategy(records):
         model, tuning, link, micro_batches = _setting(by["fcdp"].cell)
         if (model, link) == ("gpt2-4x256", "100 Mbit/s"):
             deepspeed, fsdp2, fcdp = (by[name] for name in _THREE)
             over = [Comparison(fcdp, other) for other in (deepspeed, fsdp2)]
             speeds.append(min(over, key=lambda speed: speed.ratio or math.inf))
-            columns = [
+            columns = (
                 f"{tuning}, k = {micro_batches}".replace(" = ", "\u00a0=\u00a0"),
                 *(text.number(_seconds(record)) for record in (deepspeed, fsdp2, fcdp)),
                 text.compared(speeds[-1]),
-                text.number(_least_megabytes(fsdp2)),
-                *(text.number(_megabytes(record)) for record in (deepspeed, fsdp2, fcdp)),
-            ]
-            lines.append(f"| {' | '.join(columns)} |")
-    return "\n".join([*lines, *_noted(speeds)])
+                text.megabytes(_least(fsdp2)),
+                *(text.megabytes(_sent(record)) for record in (deepspeed, fsdp2, fcdp)),
+            )
+            rows.append(columns)
+    return text.table(_RESULT_HEAD, rows) + noted(speeds)
 
 
 def _by_strategy(records: Sequence[Record]) -> list[dict[str, Record]]:
@@ -59,7 +62,7 @@ def condensed(records: Sequence[Record]) -> str:
     """One row per comparison, as Markdown."""
     found = _by_strategy(records)
     speeds = [Comparison(by["fcdp"], by.get(name)) for by in found for name in _THREE[:2]]
-    return "\n".join([_HEAD, *map(_row, found), *_noted(speeds)])
+    return text.table(_HEAD, map(_row, found), _WORDS) + noted(speeds)
 
 
 def kept(records: Sequence[Record]) -> str:
@@ -70,66 +73,63 @@ def kept(records: Sequence[Record]) -> str:
         [r for r in records if r.cell.inter_bandwidth_bits_per_s == bits] for bits in links
     )
     first, speeds = slow[0], list[Comparison]()
-    lines = [
-        f"| Strategy | unshaped tokens/s | {format_link(links[1])} tokens/s | keeps "
-        f"| over {first.cell.strategy} | MB/step |",
-        "|---|--:|--:|--:|--:|--:|",
-    ]
+    rows, slow_link = [], format_link(links[1])
     for limited, fast in paired(slow, free, lambda record: record.cell.strategy):
         keeps, over = Comparison(limited, fast), Comparison(limited, first)
         speeds += [keeps, *([over] if limited is not first else [])]
-        columns = [
+        columns = (
             limited.cell.strategy,
             text.number(fast.tokens_per_s),
             text.number(limited.tokens_per_s),
             text.share(keeps),
             text.times(1) if limited is first else text.compared(over),
-            text.number(_megabytes(limited)),
-        ]
-        lines.append(f"| {' | '.join(columns)} |")
-    lines += _noted(speeds)
-    return "\n".join([*lines, "", _trained_share(records)])
+            text.megabytes(_sent(limited)),
+        )
+        rows.append(columns)
+    head = ("Strategy", "unshaped tokens/s", f"{slow_link} tokens/s", "keeps")
+    shown = text.table((*head, f"over {first.cell.strategy}", "MB/step"), rows)
+    return f"{shown}{noted(speeds)}\n\n{_trained_share(records)}"
 
 
 def bound_by_the_link(records: Sequence[Record]) -> str:
     """Each cell's step beside the seconds that its bytes take on the link, as Markdown."""
-    lines = [
-        "| Model | Strategy | MB/step | bytes ÷ bandwidth s | s/step | times that |",
-        "|---|---|--:|--:|--:|--:|",
-    ]
+    rows = []
     for record in records:
-        seconds, sent = _seconds(record), _megabytes(record)
+        seconds, sent = _seconds(record), _sent(record)
         bits = record.cell.inter_bandwidth_bits_per_s
         assert seconds is not None
         assert sent is not None
         assert bits is not None
-        least = sent * 8e6 / bits
-        columns = [
+        least = sent * 8 / bits
+        columns = (
             record.cell.model.name,
             record.cell.subject,
-            text.number(sent),
+            text.megabytes(sent),
             text.number(least),
             text.number(seconds),
             f"{seconds / least:.2f}×",
-        ]
-        lines.append(f"| {' | '.join(columns)} |")
-    return "\n".join(lines)
+        )
+        rows.append(columns)
+    words = ("Model", "Strategy")
+    numbers = ("MB/step", "bytes ÷ bandwidth s", "s/step", "times that")
+    return text.table((*words, *numbers), rows, words)
 
 
 def by_base(records: Sequence[Record]) -> str:
     """Steps, and DDP's memory, by the type in which frozen parameters are held, as Markdown."""
     names = list(dict.fromkeys(record.cell.strategy for record in records))
-    lines = [f"| Base in | {' | '.join(names)} |", f"|---|{'--:|' * len(names)}"]
     by = {(r.cell.frozen_dtype, r.cell.strategy): r.step_seconds_median for r in records}
-    for dtype in dict.fromkeys(dtype for dtype, _ in by):
-        columns = [text.number(by[dtype, name]) for name in names]
-        lines.append(f"| {dtype} | {' | '.join(columns)} |")
+    rows = [
+        (dtype, *(text.number(by[dtype, name]) for name in names))
+        for dtype in dict.fromkeys(dtype for dtype, _ in by)
+    ]
     peaks = [
         f"{record.measurement.peak_host_bytes / 1e6:.0f} MB with {record.cell.frozen_dtype}"
         for record in records
         if record.cell.strategy == "ddp" and record.measurement
     ]
-    return "\n".join([*lines, "", f"At its peak a rank of DDP takes {', '.join(peaks)}."])
+    shown = text.table(("Base in", *names), rows)
+    return f"{shown}\n\nAt its peak a rank of DDP takes {', '.join(peaks)}."
 
 
 def ablated(records: Sequence[Record]) -> str:
@@ -139,13 +139,9 @@ def ablated(records: Sequence[Record]) -> str:
         variants = ranked([record for record in records if record.cell.accumulation == count])
         rows = [variants_table.row(variant) for variant in variants]
         titles = [title for title in rows[0] if any(row[title] != "–" for row in rows)]
-        parts += [
-            f"{count} micro-batch{'es' * (count > 1)} per step:\n",
-            f"| {' | '.join(title.replace(chr(10), ' ') for title in titles)} |",
-            f"|---|{'--:|' * (len(titles) - 1)}",
-            *(f"| {' | '.join(row[title] for title in titles)} |" for row in rows),
-            "",
-        ]
+        head = [title.replace("\n", " ") for title in titles]
+        shown = text.table(head, ([row[title] for title in titles] for row in rows))
+        parts += [f"{count} micro-batch{'es' * (count > 1)} per step:\n", shown, ""]
     machines = [record.machine for record in records if record.machine]
     busy = [machine for machine in machines if machine.why_busy]
     worst = max(busy, key=lambda machine: (machine.steal_share, machine.load), default=None)
@@ -169,16 +165,16 @@ def speeds(records: Sequence[Record]) -> str:
     """Tokens per second of each strategy, one column per setting, as Markdown."""
     ran = [record for record in records if record.state != "skipped"]
     settings = list(dict.fromkeys(_setting(record.cell)[1:] for record in ran))
-    names = [f"{tuning}, {link}, k = {count}" for tuning, link, count in settings]
-    lines = [f"| Strategy | {' | '.join(names)} |", f"|---|{'--:|' * len(settings)}"]
+    names = (f"{tuning}, {link}, k = {count}" for tuning, link, count in settings)
     by = {(r.cell.strategy, *_setting(r.cell)[1:]): r for r in ran}
-    for strategy in dict.fromkeys(record.cell.strategy for record in ran):
-        rates = [_rate(by.get((strategy, *setting))) for setting in settings]
-        lines.append(f"| {strategy} | {' | '.join(rates)} |")
-    return "\n".join([*lines, *_noise(ran)])
+    rows = [
+        (strategy, *(_rate(by.get((strategy, *setting))) for setting in settings))
+        for strategy in dict.fromkeys(record.cell.strategy for record in ran)
+    ]
+    return text.table(("Strategy", *names), rows) + _noise(ran)
 
 
-def _noise(records: Sequence[Record]) -> list[str]:
+def _noise(records: Sequence[Record]) -> str:
     """What of their speeds no link explains, as a paragraph; nothing where there is nothing."""
     slowest = sorted(records, key=lambda record: record.cell.inter_bandwidth_bits_per_s or math.inf)
     alike = grouped(slowest, lambda of: (of.cell.strategy, *_setting(of.cell, link=False)))
@@ -189,38 +185,36 @@ def _noise(records: Sequence[Record]) -> list[str]:
     ]
     odd = [factor for factor in most if factor > 1]
     if not odd:
-        return []
-    return [
-        "",
-        f"In {len(odd)} of {len(most)} comparisons of links a slower one is faster, by up to "
+        return ""
+    return (
+        f"\n\nIn {len(odd)} of {len(most)} comparisons of links a slower one is faster, by up to "
         f"{text.times(max(odd))}: the machine was shared with other work, and differences of that "
-        "size are noise.",
-    ]
+        "size are noise."
+    )
 
 
 def audited(findings: Sequence[Finding]) -> str:
     """How much more than its least each strategy sends, one column per setting, as Markdown."""
     settings = list(dict.fromkeys((f.cell.tuning, f.cell.accumulation) for f in findings))
-    names = [f"{tuning}, k = {count}" for tuning, count in settings]
-    lines = [
-        f"| Strategy | {' | '.join(names)} | loss from fsdp2's, at most | verdict |",
-        f"|---|{'--:|' * (len(settings) + 1)}---|",
-    ]
+    names = (f"{tuning}, k = {count}" for tuning, count in settings)
+    rows = []
     by: dict[str, list[Finding]] = {}
     for finding in findings:
         by.setdefault(finding.cell.variant, []).append(finding)
     for strategy, own in by.items():
         differences = [f.loss_difference for f in own if f.loss_difference is not None]
         factors = {(f.cell.tuning, f.cell.accumulation): text.times(f.factor) for f in own}
-        columns = [
+        columns = (
             strategy,
             *(factors.get(setting, text.ABSENT) for setting in settings),
             text.number(max(differences, default=None), 2),
             "; ".join(dict.fromkeys(p for f in own for p in f.problems)) or "fair",
-        ]
-        lines.append(f"| {' | '.join(columns)} |")
+        )
+        rows.append(columns)
+    words = ("Strategy", "verdict")
+    shown = text.table((words[0], *names, "loss from fsdp2's, at most", words[1]), rows, words)
     reasons = dict.fromkeys(reason for f in findings for reason in f.explanations)
-    return "\n".join([*lines, "", *(f"- {reason}." for reason in reasons)])
+    return "\n".join([shown, "", *(f"- {reason}." for reason in reasons)])
 
 
 def _rate(record: Record | None) -> str:
@@ -234,37 +228,204 @@ def _setting(cell: Cell, link: bool = True) -> tuple[object, ...]:
     return cell.model.name, cell.tuning, of, cell.accumulation
 
 
-def _row(by_strategy: dict[str, Record]) -> str:
+def _row(by_strategy: dict[str, Record]) -> tuple[str, ...]:
     deepspeed, fsdp2, _ = map(by_strategy.get, _THREE)
     fcdp = by_strategy["fcdp"]
-    cells = [
+    return (
         *map(str, _setting(fcdp.cell)),
         *(text.number(_seconds(record)) for record in (deepspeed, fsdp2, fcdp)),
         *(text.compared(Comparison(fcdp, other)) for other in (deepspeed, fsdp2)),
-        *(text.number(_megabytes(record)) for record in (deepspeed, fsdp2, fcdp)),
-        text.number(_least_megabytes(fcdp)),
-    ]
-    return "| " + " | ".join(cells) + " |"
+        *(text.megabytes(_sent(record)) for record in (deepspeed, fsdp2, fcdp)),
+        text.megabytes(_least(fcdp)),
+    )
 
 
-def _noted(speeds: Sequence[Comparison]) -> list[str]:
-    """A warning about few rounds, as a paragraph."""
-    said = few(speeds)
-    return ["", f"{said}."] if said else []
+def noted(speeds: Iterable[Comparison]) -> str:
+    """A warning about few rounds, as a paragraph below a table; nothing where there are enough."""
+    warning = few(speeds)
+    return f"\n\n{warning}." if warning else ""
 
 
 def _seconds(record: Record | None) -> float | None:
     return None if record is None else record.step_seconds_median
 
 
-def _megabytes(record: Record | None) -> float | None:
-    if record is None or record.measurement is None:
-        return None
-    return record.measurement.inter_node_bytes_per_step / 1e6
+def _sent(record: Record | None) -> float | None:
+    measured = None if record is None else record.measurement
+    return None if measured is None else measured.inter_node_bytes_per_step
 
 
-def _least_megabytes(record: Record | None) -> float | None:
-    if record is None or record.measurement is None:
-        return None
-    least = record.measurement.inter_node_bytes_closed_form
-    return None if least is None else least / 1e6
+def _least(record: Record | None) -> float | None:
+    measured = None if record is None else record.measurement
+    return None if measured is None else measured.inter_node_bytes_closed_form
+
+
+def behind(records: Sequence[Record]) -> str:
+    """Held-out loss behind DDP's, seed by seed, of each penalty (rows) and clipping (columns)."""
+    by: dict[tuple[str, float | None], dict[int, float]] = {}
+    beside: dict[int, float] = {}
+    for record in records:
+        settings, loss = record.cell.settings, _held_out(record)
+        if loss is None:
+            continue
+        if isinstance(settings, CO2Settings):
+            by.setdefault((settings.penalty, settings.clip), {})[record.cell.seed] = loss
+        elif record.cell.strategy == "ddp":
+            beside[record.cell.seed] = loss
+    clips = dict.fromkeys(clip for _, clip in by)
+    names = ("no clipping" if clip is None else f"φ = {clip:g}" for clip in clips)
+    rows = [
+        (f"`{penalty}`", *(_lag(by.get((penalty, clip), {}), beside) for clip in clips))
+        for penalty in dict.fromkeys(penalty for penalty, _ in by)
+    ]
+    return text.table(("Penalty", *names), rows)
+
+
+def lag(records: Sequence[Record]) -> str:
+    """Held-out loss behind DDP's over intervals, each at the learning rate of most seeds."""
+    losses: dict[tuple[int, str], dict[float, dict[int, float]]] = {}
+    for record in records:
+        loss, cell = _held_out(record), record.cell
+        if loss is None:
+            continue
+        of = (getattr(cell.settings, "interval", 0), _name(record))
+        of_rates = losses.setdefault(of, {}).setdefault(cell.learning_rate, {})
+        of_rates[cell.seed] = loss
+    chosen = {of: max(rates.values(), key=len) for of, rates in losses.items()}
+    beside = chosen.pop((0, "ddp"), {})
+    names = list(dict.fromkeys(name for _, name in chosen))
+    rows = [
+        (str(interval), *(_lag(chosen.get((interval, name), {}), beside) for name in names))
+        for interval in sorted({interval for interval, _ in chosen})
+    ]
+    rates = dict.fromkeys(
+        f"{name} {max(of, key=lambda rate: len(of[rate])):g}" for (_, name), of in losses.items()
+    )
+    shown = text.table(("τ", *names), rows, words=())
+    return f"{shown}\n\nLearning rates: {', '.join(rates)}."
+
+
+def _name(record: Record) -> str:
+    settings, name = record.cell.settings, record.cell.strategy
+    unpenalised = isinstance(settings, CO2Settings) and settings.penalty == "none"
+    return f"{name}, no penalty" if unpenalised else name
+
+
+def kept_by_workers(matrices: Sequence[Sequence[Record]]) -> str:
+    """Shares of speed that strategies keep on the slow link; a column per number of workers."""
+    found: list[dict[str, Comparison]] = []
+    for records in matrices:
+        free, slow = (
+            [r for r in records if (r.cell.inter_bandwidth_bits_per_s is None) is unshaped]
+            for unshaped in (True, False)
+        )
+        pairs = paired(slow, free, lambda record: record.cell.subject)
+        found.append({_with_interval(one): Comparison(one, other) for one, other in pairs})
+    rows = [
+        (name, *(text.share(of[name]) if name in of else text.ABSENT for of in found))
+        for name in dict.fromkeys(name for of in found for name in of)
+    ]
+    workers = (str(of[0].cell.cluster.nodes) for of in matrices)
+    shown = text.table(("Keeps, with workers", *workers), rows)
+    return shown + noted(speed for of in found for speed in of.values())
+
+
+def _with_interval(record: Record) -> str:
+    settings = record.cell.settings
+    interval = f", τ = {settings.interval}" if isinstance(settings, CO2Settings) else ""
+    return f"{record.cell.strategy}{interval}"
+
+
+def _held_out(record: Record) -> float | None:
+    return None if record.measurement is None else record.measurement.held_out_loss
+
+
+def _lag(losses: dict[int, float], beside: dict[int, float]) -> str:
+    """How far losses are behind others of the same seeds.
+
+    Mean and standard deviation in per cent, to a whole one where the seeds are far apart.
+    """
+    shares = [loss / beside[seed] - 1 for seed, loss in losses.items() if seed in beside]
+    if not shares:
+        return text.ABSENT
+    if len(shares) == 1:
+        return f"{100 * shares[0]:.1f} %"
+    middle, apart = 100 * mean(shares), 100 * stdev(shares)
+    digits = 0 if apart >= 5 else 1
+    return f"{middle:.{digits}f} ± {apart:.{digits}f} %"
+
+
+def on_the_slow_link(records: Sequence[Record]) -> str:
+    """How much faster than the slowest each is, on the limited link with most micro-batches."""
+    chosen = _limited(records)
+    first = chosen[0].cell
+    link, count = format_link(first.inter_bandwidth_bits_per_s), first.accumulation
+    head = (f"On {link}, k = {count}", "tokens/s", f"over {first.subject}", "MB/step")
+    rows = []
+    for record, factor in zip(chosen, _factors(chosen), strict=True):
+        assert record.measurement is not None
+        sent = text.megabytes(record.measurement.inter_node_bytes_per_step)
+        rows.append((record.cell.subject, text.number(record.tokens_per_s), factor, sent))
+    return text.table(head, rows) + noted(Comparison(of, chosen[0]) for of in chosen[1:])
+
+
+def in_a_sentence(records: Sequence[Record]) -> str:
+    """The same of DeepSpeed's ZeRO-3, FCDP, its differences, and those with reductions in int8."""
+    chosen = _limited(records)
+    _, plain, told, rounded = _factors(chosen)
+    link = format_link(chosen[0].cell.inter_bandwidth_bits_per_s)
+    return (
+        f"Fine-tuned in full and in bf16 at {link} with k = {chosen[0].cell.accumulation}, the "
+        f"same model trains {plain} as fast with FCDP as with DeepSpeed's\nZeRO-3, {told} where "
+        f"gathers tell lossless [differences](docs/differences.md), and {rounded} with reductions "
+        "in int8 too\n([records](results/delta/records.jsonl))."
+    )
+
+
+def _limited(records: Sequence[Record]) -> list[Record]:
+    limited = [r for r in records if r.tokens_per_s and r.cell.inter_bandwidth_bits_per_s]
+    most = max(record.cell.accumulation for record in limited)
+    found = [record for record in limited if record.cell.accumulation == most]
+    return sorted(found, key=lambda record: record.tokens_per_s or 0.0)
+
+
+def _factors(records: Sequence[Record]) -> list[str]:
+    return [text.times(1), *(text.compared(Comparison(of, records[0])) for of in records[1:])]
+
+
+def on_a_free_link(records: Sequence[Record]) -> str:
+    """Steps with the rule for differences beside those without."""
+    by: dict[int, dict[str, Record]] = {}
+    for record in records:
+        codec = str(record.cell.settings.model_dump()["gather_codec"])
+        by.setdefault(record.cell.micro_batch, {})[codec] = record
+    rows = []
+    for size, of in by.items():
+        seconds = [text.number(of[codec].step_seconds_median) for codec in ("none", "delta")]
+        rows.append((str(size), *seconds, text.compared(Comparison(of["delta"], of["none"]))))
+    head = ("Micro-batch", "whole, s/step", "`delta`, s/step", "times as fast")
+    return text.table(head, rows, words=())
+
+
+def over_seeds(records: Sequence[Record]) -> str:
+    """Held-out losses of each codec of reductions, over seeds, beside those of exact ones."""
+    losses: dict[tuple[float, str], list[float]] = {}
+    for record in records:
+        found = record.measurement and record.measurement.held_out_loss
+        if found is not None:
+            codec = str(record.cell.settings.model_dump()["reduce_codec"])
+            losses.setdefault((record.cell.learning_rate, codec), []).append(found)
+    rows = []
+    for (rate, codec), of in losses.items():
+        exact = losses[rate, "none"]
+        apart = [100 * (mine / other - 1) for mine, other in zip(of, exact, strict=True)]
+        columns = (
+            f"{rate:g}",
+            "exact" if codec == "none" else codec,
+            str(len(of)),
+            f"{mean(of):.3f} ± {stdev(of):.3f}",
+            text.ABSENT if codec == "none" else f"{mean(apart):+.2f} ± {stdev(apart):.2f} %",
+        )
+        rows.append(columns)
+    head = ("Learning rate", "Reductions", "seeds", "held-out loss")
+    return text.table((*head, "over the exact one, seed by seed"), rows, words=head[1:2])

@@ -1,19 +1,36 @@
-"""Types that are kept in files and allow nothing unknown, and JSON Lines files of them."""
+"""Types that are kept in files and allow nothing unknown, and JSON Lines files of them.
+
+    python -m simulation.files FOLDER ...
+
+compresses what is long of the records below: a file is either ``NAME.jsonl`` or ``NAME.jsonl.gz``,
+and whoever names the first reads the second as well.
+"""
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 import os
+import sys
+import zlib
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fcdp.durable import replace
 
 #: A part of a cell's id, and so of its directory's name: no separators, no spaces, not too long.
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
 
 #: Levels of lists and objects in a line; records have half as many.
 _DEEPEST = 20
+
+#: Bytes of the longest file that is kept as it is; what is shorter can be read where it lies.
+LONGEST = 200_000
+_COMPRESSED = ".gz"
 
 
 class Strict(BaseModel):
@@ -33,9 +50,14 @@ def append(record: Strict, path: Path) -> None:
     """Append one line to a JSON Lines file and flush it to the disk: all of it or nothing.
 
     A torn last line, which a killed run leaves, is cut off first. If the line cannot be written
-    (a full disk), the file is as it was before and the ``OSError`` is raised.
+    (a full disk), the file is as it was before and the ``OSError`` is raised. A compressed file
+    is written out, as more lines may follow.
     """
+    path, compressed = _forms(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    if stored(path) == compressed:
+        replace(path, _content(compressed))
+        compressed.unlink()
     line = record.model_dump_json().encode() + b"\n"
     # Unbuffered, so that nothing is left to be written when the file is closed after an error.
     with path.open("r+b" if path.exists() else "x+b", buffering=0) as file:
@@ -52,28 +74,88 @@ def append(record: Strict, path: Path) -> None:
             raise
 
 
+def write(records: Iterable[Strict], path: Path) -> None:
+    """Write a JSON Lines file in place of what there was, if any: all of it or nothing."""
+    path, compressed = _forms(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace(path, b"".join(record.model_dump_json().encode() + b"\n" for record in records))
+    compressed.unlink(missing_ok=True)
+
+
+def compress(path: Path) -> Path:
+    """Leave a file in one form, compressed where it is long; return where it is."""
+    path, compressed = _forms(path)
+    if stored(path) == compressed:
+        return compressed
+    content = path.read_bytes()
+    if len(content) <= LONGEST:
+        compressed.unlink(missing_ok=True)  # of other records, in whose place these are
+        return path
+    packed = io.BytesIO()
+    # Without a name and a time, so that the same records are the same bytes.
+    with gzip.GzipFile(filename="", mode="wb", fileobj=packed, mtime=0) as file:
+        file.write(content)
+    replace(compressed, packed.getvalue())
+    path.unlink()
+    return compressed
+
+
+def stored(path: Path) -> Path:
+    """Where a file is: compressed if it is there in that form alone, else as it is."""
+    path, compressed = _forms(path)
+    return compressed if compressed.is_file() and not path.exists() else path
+
+
+def below(folder: Path, name: str) -> list[Path]:
+    """Where all files of a name below a folder are, compressed or not; in order."""
+    found = {path.with_name(name) for end in ("", ".gz") for path in folder.rglob(f"{name}{end}")}
+    return [stored(path) for path in sorted(found)]
+
+
+def lines(path: Path) -> list[bytes]:
+    """The lines of a file, compressed or not, without a last one that lacks its newline.
+
+    Raises ``ValueError`` for what is compressed and cut short.
+    """
+    content = _content(stored(path))
+    # Not splitlines(): JSON strings may hold U+2028 and other characters that it splits at.
+    return content[: _end_of_complete_lines(content)].split(b"\n")[:-1]
+
+
 def read_as(path: Path, kind: type[AnyStrict]) -> list[AnyStrict]:
-    """Read a JSON Lines file of records of one ``kind``.
+    """Read a JSON Lines file of records of one ``kind``, compressed or not.
 
     A last line without its newline is what a killed run leaves; it is dropped, so that the cell
     runs again. Any other malformed line raises ``ValueError`` with its file and line number.
     """
-    content = path.read_bytes()
-    # Not splitlines(): JSON strings may hold U+2028 and other characters that it splits at.
-    lines = content[: _end_of_complete_lines(content)].split(b"\n")[:-1]
     records = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(lines(path), start=1):
         try:
             found = json.loads(line)
             _check_depth(found, _DEEPEST)
             records.append(kind.model_validate(found))
         except RecursionError as error:  # json's own
-            raise ValueError(f"{path}:{number}: not a record: nested too deeply") from error
+            raise ValueError(f"{stored(path)}:{number}: not a record: nested too deeply") from error
         except ValueError as error:
             raise ValueError(
-                f"{path}:{number}: not a record of this version: {problem(error)}"
+                f"{stored(path)}:{number}: not a record of this version: {problem(error)}"
             ) from error
     return records
+
+
+def _forms(path: Path) -> tuple[Path, Path]:
+    """A file's path and, compressed, the one beside it; either names it."""
+    path = path.with_suffix("") if path.suffix == _COMPRESSED else path
+    return path, path.with_name(f"{path.name}{_COMPRESSED}")
+
+
+def _content(path: Path) -> bytes:
+    if path.suffix != _COMPRESSED:
+        return path.read_bytes()
+    try:
+        return gzip.decompress(path.read_bytes())
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: cannot be decompressed: {error}") from error
 
 
 def _check_depth(value: Any, left: int) -> None:
@@ -97,3 +179,15 @@ def problem(error: ValueError) -> str:
 
 def _end_of_complete_lines(content: bytes) -> int:
     return content.rfind(b"\n") + 1
+
+
+def main(folders: Sequence[str]) -> None:
+    """Compress what is long below these folders, and say what."""
+    for folder in folders:
+        for path in sorted(Path(folder).rglob("*.jsonl")):
+            if (kept := compress(path)) != path:
+                print(kept)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

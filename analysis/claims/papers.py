@@ -12,8 +12,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from analysis.claims.causes import Cause, setting_of
-from analysis.claims.computations import SCALES, Computation, Unit
+from analysis.claims.computations import SCALES, Cause, Computation, Unit, setting_of
 from analysis.load import matrices
 from experiments.records.cell import MatrixName
 from simulation import yaml_lines

@@ -8,8 +8,18 @@ from math import isinf
 from typing import Literal
 
 from analysis import strategies, text
-from analysis.claims.causes import Cause, changed, setting_of
-from analysis.claims.computations import SCALES, Ratio, Sample, Timing, Unit, Value, taken
+from analysis.claims.computations import (
+    SCALES,
+    Cause,
+    Ratio,
+    Sample,
+    Timing,
+    Unit,
+    Value,
+    changed,
+    setting_of,
+    taken,
+)
 from analysis.claims.papers import Check, Claim, Claims, Role
 from analysis.load.rows import Row
 from experiments.records.abilities import Evidence

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from analysis.text import ABSENT, number, times
+from analysis import text
 from experiments.records import modelled, parity
 from experiments.records.cell import Cell
 from experiments.records.modelled import why_not_simulated
@@ -89,12 +89,9 @@ def audit(records: Sequence[Record]) -> list[Finding]:
 
 def markdown(findings: Sequence[Finding]) -> str:
     """A table of the findings, and the reasons that it refers to."""
-    lines = [
-        "| Strategy | Tuning | Micro-batches | MB a step | least MB | factor | loss from "
-        f"{REFERENCE}'s | verdict |",
-        "|---|---|--:|--:|--:|--:|--:|---|",
-    ]
+    numbers = ("Micro-batches", "MB a step", "least MB", "factor", f"loss from {REFERENCE}'s")
     reasons: dict[str, int] = {}
+    rows = []
     for finding in findings:
         notes = [f" [{reasons.setdefault(why, len(reasons) + 1)}]" for why in finding.explanations]
         cell = finding.cell
@@ -102,19 +99,17 @@ def markdown(findings: Sequence[Finding]) -> str:
             cell.variant,
             cell.tuning,
             str(cell.accumulation),
-            _megabytes(finding.sent),
-            _megabytes(finding.least),
-            times(finding.factor) + "".join(notes),
-            number(finding.loss_difference, 2),
-            "; ".join(finding.problems).replace("|", "\\|") or "fair",
+            text.megabytes(finding.sent),
+            text.megabytes(finding.least),
+            text.times(finding.factor) + "".join(notes),
+            text.number(finding.loss_difference, 2),
+            text.escaped("; ".join(finding.problems)) or "fair",
         ]
-        lines.append(f"| {' | '.join(columns)} |")
-    lines += ["", *(f"[{index}] {reason}." for reason, index in reasons.items())]
-    return "\n".join(lines) + "\n"
-
-
-def _megabytes(count: float | None) -> str:
-    return ABSENT if count is None else number(count / 1e6)
+        rows.append(columns)
+    words = ("Strategy", "Tuning", "verdict")
+    shown = text.table((*words[:2], *numbers, words[2]), rows, words)
+    below = [f"[{index}] {reason}." for reason, index in reasons.items()]
+    return "\n".join([shown, "", *below]) + "\n"
 
 
 def _find(of: Parity) -> Finding:

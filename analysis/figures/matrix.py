@@ -18,9 +18,15 @@ from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
 from analysis import strategies
 from analysis.compare.baseline import AXES, PANEL, SETTINGS, setting_in_words, varying
-from analysis.figures import axes, captions
+from analysis.figures import axes
 from analysis.figures.drawings import (
     Drawing,
+    caption_of_both,
+    caption_of_intervals,
+    caption_of_losses,
+    caption_of_slots,
+    caption_of_throughput,
+    caption_of_traffic,
     drawing,
     label_width,
     least_mark,
@@ -118,7 +124,7 @@ def draw_traffic(cells: pd.DataFrame, looks: axes.Looks, setting: str = "") -> D
         _name_outer_axes(pairs, len(panels) <= WIDEST, one_link)
         put_legend(figure, [*map(line, looks.values()), *least_mark(cells), *missing_mark(cells)])
         put_source(figure, cells, setting)
-    caption = captions.both(cells)
+    caption = caption_of_both(cells)
     return drawing(
         figure, cells, "traffic", "Throughput and traffic between nodes", setting, caption
     )
@@ -139,7 +145,7 @@ def draw_losses(cells: pd.DataFrame, looks: axes.Looks, setting: str = "") -> Dr
             ax.set_axis_off()
         grid[0].set_ylabel("training loss")
         put_legend(figure, [stroke(look) for look in looks.values()])
-    return drawing(figure, cells, "losses", "Training loss", setting, captions.losses(cells))
+    return drawing(figure, cells, "losses", "Training loss", setting, caption_of_losses(cells))
 
 
 def _pairs_of_axes(panels: int, label: float) -> tuple[Figure, list[tuple[Axes, Axes]]]:
@@ -187,7 +193,7 @@ def _crowd_throughput(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> D
             ax.set_ylabel("tokens/s")
             axes.tick_throughput(ax)
     put_source(figure, cells, setting)
-    return drawing(figure, cells, "throughput", "Throughput", setting, captions.throughput(cells))
+    return drawing(figure, cells, "throughput", "Throughput", setting, caption_of_throughput(cells))
 
 
 def _crowd_bytes(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> Drawing:
@@ -196,7 +202,7 @@ def _crowd_bytes(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> Drawin
     figure = _bars(cells, looks, axes.draw_bytes, name, least_mark(cells))
     put_source(figure, cells, setting)
     title = "Traffic between nodes"
-    return drawing(figure, cells, "traffic", title, setting, captions.traffic(cells))
+    return drawing(figure, cells, "traffic", title, setting, caption_of_traffic(cells))
 
 
 def _crowd_losses(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> Drawing:
@@ -204,7 +210,7 @@ def _crowd_losses(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> Drawi
     figure = _multiples(cells, looks, axes.draw_loss, "optimizer step", _legend(looks, stroke))
     for ax in _first_column(figure, looks):
         ax.set_ylabel("training loss")
-    return drawing(figure, cells, "losses", "Training loss", setting, captions.losses(cells))
+    return drawing(figure, cells, "losses", "Training loss", setting, caption_of_losses(cells))
 
 
 def _multiples(
@@ -300,7 +306,7 @@ def _draw_intervals(cells: pd.DataFrame, setting: str) -> Drawing:
             _interval_lines(ax, panel, looks)
         grid[0].set_ylabel("held-out loss")
         put_legend(figure, [*map(line, looks.values())])
-    caption = captions.intervals(known)
+    caption = caption_of_intervals(known)
     return drawing(figure, cells, "intervals", "Held-out loss over the interval", setting, caption)
 
 
@@ -374,7 +380,7 @@ def _draw_slots(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> list[Dr
             drawn |= {name: line(looks[name]) for name in having}
         put_legend(figure, [*drawn.values(), _level_mark()])
         put_source(figure, cells, setting)
-    return [drawing(figure, cells, "slots", "Slots of a step", setting, captions.slots(cells))]
+    return [drawing(figure, cells, "slots", "Slots of a step", setting, caption_of_slots(cells))]
 
 
 def _slot_lines(ax: Axes, panel: _Panel, cells: pd.DataFrame, looks: axes.Looks) -> None:

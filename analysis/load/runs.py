@@ -16,8 +16,10 @@ from analysis.load.rows import Quantity, Row, row, settings_of
 from analysis.load.table import frame, latest
 from experiments.records.cell import Cell
 from experiments.records.record import Record, read
+from experiments.records.select import FILE, PREDICTIONS
 from simulation import bound
 from simulation.bound import BoundRecord
+from simulation.files import stored
 from simulation.imitated import records as imitated
 from simulation.imitated.records import MemoryRecord
 from simulation.quantities import format_link
@@ -55,7 +57,9 @@ class _Held(Generic[_Any]):
 class Run(_Held[Record]):
     """The records of one matrix."""
 
-    #: What the simulator says of the same cells; see ``python -m experiments validate``.
+    #: What the simulator says of the same cells, and the file of it if there is one; see
+    #: ``python -m experiments validate``.
+    predicted: str | None
     predictions: list[Record]
 
     @cached_property
@@ -165,25 +169,26 @@ def load(results: Path) -> list[AnyRun]:
 
     Raises ``ValueError`` if there are none or one holds a malformed record.
     """
-    names = ((name, f"{name}/records.jsonl") for name in matrices.named())
-    found: list[AnyRun] = [
-        Run(name, file, latest(read(results / file)), _predictions(results / name))
-        for name, file in names
-        if (results / file).exists()
-    ]
-    if (results / MEMORY).exists():
-        found.append(MemoryStudy("memory", MEMORY, of_memory(results / MEMORY)))
-    if (results / BOUND).exists():
-        found.append(BoundStudy("bound", BOUND, bound.read(results / BOUND)))
+    found: list[AnyRun] = []
+    for name in matrices.named():
+        if file := _file(results, f"{name}/{FILE}"):
+            predicted = _file(results, f"{name}/{PREDICTIONS}")
+            known = read(results / predicted) if predicted else []
+            found.append(Run(name, file, latest(read(results / file)), predicted, known))
+    if file := _file(results, MEMORY):
+        found.append(MemoryStudy("memory", file, of_memory(results / file)))
+    if file := _file(results, BOUND):
+        found.append(BoundStudy("bound", file, bound.read(results / file)))
     if not found:
         allowed = ", ".join(matrices.named())
         raise ValueError(f"{results}: no records of any matrix; there are {allowed}")
     return found
 
 
-def _predictions(folder: Path) -> list[Record]:
-    file = folder / "predicted.jsonl"
-    return read(file) if file.exists() else []
+def _file(results: Path, name: str) -> str | None:
+    """The file of records of this name, compressed or not; ``None`` if there is none."""
+    file = stored(results / name)
+    return file.relative_to(results).as_posix() if file.exists() else None
 
 
 def of_memory(file: Path) -> list[MemoryRecord]:

@@ -12,8 +12,7 @@ from analysis.figures.drawings import Drawing
 from analysis.load.runs import AnyRun, BoundStudy, Run
 from analysis.paper import figures, fit, tables, words
 from analysis.paper.contents import Contents, Fit, Section
-from analysis.paper.fit import Fitted
-from analysis.paper.sensitivity import Sweeps, sweeps
+from analysis.paper.fit import Fitted, Sweeps, sweeps
 from analysis.paper.tables import Table
 from experiments.records.workload import AnyModel, Images
 from simulation.transformer import ModelSpec

@@ -22,8 +22,7 @@ from analysis.load.rows import Quantity, Row
 from analysis.load.runs import BoundStudy, MemoryStudy, Run
 from analysis.paper import words
 from analysis.paper.contents import Fit
-from analysis.paper.fit import Fitted
-from analysis.paper.sensitivity import Setting, Sweeps
+from analysis.paper.fit import Fitted, Setting, Sweeps
 from simulation.imitated.records import MemoryRecord
 from simulation.quantities import format_link, link
 from simulation.transformer import Tuning

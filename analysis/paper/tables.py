@@ -39,9 +39,8 @@ class Table:
 
 def as_markdown(table: Table) -> str:
     """The table with escaped bars."""
-    rule = ["---", *["--:"] * (len(table.columns) - 1)]
-    rows = [[_escaped(value) for value in row] for row in table.rows]
-    return "\n".join(f"| {' | '.join(row)} |" for row in [table.columns, rule, *rows])
+    rows = ([*map(text.escaped, row)] for row in table.rows)
+    return text.table(table.columns, rows, spaced=True)
 
 
 def as_csv(table: Table) -> str:
@@ -65,10 +64,6 @@ def write(tables: Sequence[Table], directory: Path) -> None:
     for table in tables:
         (directory / f"{table.name}.csv").write_text(as_csv(table), encoding="utf-8")
         (directory / f"{table.name}.tex").write_text(as_latex(table), encoding="utf-8")
-
-
-def _escaped(value: str) -> str:
-    return " ".join(value.split()).replace("|", "\\|")
 
 
 def _latex(value: str) -> str:

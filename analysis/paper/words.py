@@ -10,8 +10,7 @@ from analysis import text
 from analysis.claims.papers import Claim
 from analysis.claims.verdicts import quoted, rounded
 from analysis.paper.contents import Fit
-from analysis.paper.fit import Fitted, Region, moved
-from analysis.paper.sensitivity import Setting, Sweeps
+from analysis.paper.fit import Fitted, Region, Setting, Sweeps, moved
 from analysis.paper.tables import Table
 
 #: Marks a number that is the paper's within the fit's tolerance.

@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
 import matplotlib as mpl
-from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -30,16 +30,17 @@ READABLE_DPI = 100
 
 
 def render(template: str, **values: Any) -> str:
-    """The template's text; in an HTML page all values are escaped."""
+    """The template's text; in an HTML page all values are escaped, those of its parts too."""
+    kind = template.removesuffix(".j2").rpartition(".")[2]
     environment = Environment(
         loader=PackageLoader("analysis.report"),
-        autoescape=select_autoescape(["html", "html.j2"]),
+        autoescape=kind == "html",
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    return environment.get_template(template).render(**values)
+    return environment.get_template(template).render(marks=f"marks.{kind}.j2", **values)
 
 
 class Figures:

@@ -23,7 +23,6 @@ from analysis.paper import contents, figures
 from analysis.paper import tables as papers_tables
 from analysis.paper.chapter import Chapter, chapter
 from analysis.report import pages, simulator
-from analysis.report.tables import escaped
 from simulation.emulated import FITTED_TO
 from simulation.quantities import format_link
 
@@ -77,7 +76,7 @@ def document(claims: Claims, of: Sequence[AnyRun]) -> Document:
     """The document of these claims and records, which is not written anywhere."""
     values = _values(claims, of)
     written = pages.render(
-        "reproduction.md.j2", **values, cell=escaped, table=papers_tables.as_markdown
+        "reproduction.md.j2", **values, cell=text.escaped, table=papers_tables.as_markdown
     )
     return Document(written, [values["chapter"], *values["others"]], values)
 
@@ -88,6 +87,7 @@ def _page(claims: Claims, of: Sequence[AnyRun], values: Mapping[str, Any]) -> st
     fit = contents.load(claims).fit
     swept = {sweep.matrix for sweep in (fit.sweeps if fit else ()) if sweep.unknowns}
     figure, file = pages.Figures(), {run.matrix: run.file for run in of}
+    predicted = {run.matrix: run.predicted for run in of if isinstance(run, Run)}
     drawn = {
         run.matrix: []
         if run.matrix in swept
@@ -95,14 +95,14 @@ def _page(claims: Claims, of: Sequence[AnyRun], values: Mapping[str, Any]) -> st
         for run in of
     }
     pairs = values["pairs"]
-    timed = [] if pairs.empty else [file[name] for name in pairs["matrix"].unique()]
-    predictions = [name.replace("records.jsonl", "predicted.jsonl") for name in timed]
+    timed = [] if pairs.empty else [*pairs["matrix"].unique()]
+    beside = [there for by in (file, predicted) for name in timed if (there := by[name])]
     return pages.render(
         "reproduction.html.j2",
         **values,
         summary=_in_short(of, values["chapter"]),
         figures=drawn,
-        validated=[figure(simulator.draw(pairs), timed + predictions)] if timed else [],
+        validated=[figure(simulator.draw(pairs), beside)] if timed else [],
         figure=figure,
         files=lambda names: [file[name] for name in names if name in file],
         swept=sorted(swept),

@@ -67,9 +67,8 @@ def presentable(compared: pd.DataFrame) -> pd.DataFrame:
 def markdown(table: pd.DataFrame) -> str:
     """A Markdown table; words flush left, numbers flush right."""
     header = [str(name) for name in table.columns]
-    rule = ["---" if name in WORDS else "--:" for name in header]
-    rows = [[escaped(value) for value in row] for row in table.itertuples(index=False)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in [header, rule, *rows])
+    rows = ([*map(text.escaped, row)] for row in table.itertuples(index=False))
+    return text.table(header, rows, WORDS, spaced=True)
 
 
 def notes(compared: pd.DataFrame) -> list[str]:
@@ -123,8 +122,3 @@ def _baselines(compared: pd.DataFrame) -> list[str]:
         f"{strategies.label(str(name))} ({count} of {len(chosen)} settings)"
         for name, count in counts.items()
     ]
-
-
-def escaped(value: object) -> str:
-    """A cell's text that cannot break the table's row."""
-    return " ".join(str(value).split()).replace("|", "\\|")

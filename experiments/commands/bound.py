@@ -29,9 +29,7 @@ def bound(
     file = output / "bound.jsonl"
     try:
         terminal.check_writable("--output", file)
-        file.unlink(missing_ok=True)
-        for record in found:
-            files.append(record, file)
+        files.write(found, file)
     except (ValueError, OSError) as error:
         terminal.stop(error)
     console = terminal.console()

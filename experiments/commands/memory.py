@@ -81,7 +81,7 @@ def settle(
     file, page = output / "memory.jsonl", output / "memory.md"
     for written in (file, page):
         terminal.check_writable("--output", written)
-    known = {record.case: record for record in (read(file) if file.exists() else [])}
+    known = {record.case: record for record in (read(file) if files.stored(file).exists() else [])}
     pending = [case for case in cases if case not in known]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:

@@ -28,6 +28,7 @@ from experiments.records.cell import Cell
 from experiments.records.modelled import measured_step, why_not_simulated
 from experiments.records.provenance import Provenance
 from experiments.records.record import Record, read
+from experiments.records.select import FILE, PREDICTIONS
 from simulation import files
 from simulation.emulated import (
     TWO_CORES,
@@ -43,8 +44,6 @@ from simulation.hardware import Hardware
 Compared = list[tuple[Record, Comparison]]
 
 
-#: File of the predictions, beside the records of the cells.
-PREDICTIONS = "predicted.jsonl"
 #: The matrix whose cells show what this machine's constants are.
 CALIBRATION = "calibration"
 _RESULTS = Path("results")
@@ -141,12 +140,13 @@ def validate(
                 "predicted, such as runs/quickstart"
             )
         known = _known(calibrate, preflight, gpu)
-        for folder in results or sorted(file.parent for file in _RESULTS.rglob("records.jsonl")):
+        for folder in results or [file.parent for file in files.below(_RESULTS, FILE)]:
             found = _compare(read(_records(folder)), known, folder)
             if found:
                 compared[terminal.shown(folder)] = found
                 terminal.check_writable("RESULTS", folder / PREDICTIONS)
-                _write(found, known, folder / PREDICTIONS, origin)
+                predicted = [_predicted(*each, known, origin) for each in found]
+                files.write(predicted, folder / PREDICTIONS)
     except ValueError as error:
         terminal.stop(error)
     if not compared:
@@ -158,10 +158,10 @@ def validate(
 
 def _records(folder: Path) -> Path:
     """The folder's records. Raises ``ValueError`` where it holds none that can be read."""
-    file = folder / "records.jsonl"
+    file = files.stored(folder / FILE)
     if not os.access(file, os.R_OK) or not file.is_file():
         raise ValueError(
-            f"RESULTS = {str(folder)!r}: holds no records.jsonl that can be read; give a folder "
+            f"RESULTS = {str(folder)!r}: holds no {FILE} that can be read; give a folder "
             "that `python -m experiments run` has written, such as runs/quickstart"
         )
     return file
@@ -204,13 +204,6 @@ def _compare(records: Sequence[Record], known: _Known, folder: Path) -> Compared
         if step is not None:
             found.append((record, compare(step)))
     return found
-
-
-def _write(compared: Compared, known: _Known, file: Path, origin: Provenance) -> None:
-
-    file.unlink(missing_ok=True)
-    for record, comparison in compared:
-        files.append(_predicted(record, comparison, known, origin), file)
 
 
 def _predicted(of: Record, comparison: Comparison, known: _Known, origin: Provenance) -> Record:

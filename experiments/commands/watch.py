@@ -12,8 +12,10 @@ import typer
 from experiments import terminal
 from experiments.records.record import Record, read
 from experiments.records.repeats import pooled
+from experiments.records.select import FILE
 from experiments.terminal.progress import Tail
 from experiments.terminal.summary_table import summary
+from simulation.files import stored
 
 #: Seconds between two looks.
 _INTERVAL = 1.0
@@ -26,7 +28,7 @@ def watch(
 
     It ends when the run does, and then shows the table. Exit status: 0; 2 if there is no run.
     """
-    console, file, seen = terminal.console(), run / "records.jsonl", 0
+    console, file, seen = terminal.console(), run / FILE, 0
     if not (run / ".lock").is_file():
         terminal.stop(f"{run}: no run was started here; python -m experiments run writes to runs/")
     records: list[Record] = []
@@ -34,7 +36,7 @@ def watch(
         while True:
             ended = not _is_locked(run / ".lock")
             try:
-                records = read(file) if file.exists() else []
+                records = read(file) if stored(file).exists() else []
             except (ValueError, OSError) as error:
                 terminal.stop(error)
             for record in records[seen:]:

@@ -13,6 +13,7 @@ from experiments.records.cell import FILE_NAMES, Cell
 from experiments.records.record import Record, read
 from experiments.records.repeats import pooled
 from experiments.records.settings import Described, described
+from simulation import files as jsonl
 from simulation import quantities
 
 #: Other names of settings than their own: as matrix files and ids have them.
@@ -91,7 +92,8 @@ def _written(item: Described, value: Any) -> str:
     return item.written(value)
 
 
-FILE = "records.jsonl"
+#: Of a run: a record per cell, and what the simulator says of the same cells.
+FILE, PREDICTIONS = "records.jsonl", "predicted.jsonl"
 #: Parts of a run's directory that hold no records, or those of runs since replaced.
 _NO_RECORDS = {"cells", "earlier", "report", "wandb"}
 
@@ -101,13 +103,12 @@ def files(path: Path) -> list[Path]:
 
     Raises ``ValueError`` if there is none.
     """
-    if path.is_file():
-        return [path]
+    file = jsonl.stored(path / FILE if path.is_dir() else path)
+    if file.is_file():
+        return [file]
     if not path.is_dir():
         raise ValueError(f"{path}: no such file or directory")
-    if (path / FILE).is_file():
-        return [path / FILE]
-    found = sorted(path.rglob(FILE))
+    found = jsonl.below(path, FILE)
     found = [file for file in found if not _NO_RECORDS & set(file.relative_to(path).parts)]
     if not found:
         raise ValueError(f"{path}: holds no {FILE}; python -m experiments run writes them")

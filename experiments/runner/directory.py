@@ -22,6 +22,7 @@ from pathlib import Path
 from experiments.matrix.matrix import Matrix
 from experiments.records.record import Record
 from experiments.records.record import read as read_records
+from experiments.records.select import FILE
 from simulation import files
 
 #: States whose cells run again on request; an OOM and a skip would only repeat themselves.
@@ -33,7 +34,7 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.records = path / "records.jsonl"
+        self.records = path / FILE
         self.cells = path / "cells"
         self.wandb = path / "wandb"
         self.report = path / "report"
@@ -68,7 +69,8 @@ class RunDirectory:
     def start_afresh(self) -> Path | None:
         """Move what an earlier run left to ``earlier/<time>``; return where, if there was any."""
         # The records last: if this is cut short, they still say what was finished.
-        left = [p for p in (self.report, self.wandb, self.cells, self.records) if p.exists()]
+        records = files.stored(self.records)
+        left = [p for p in (self.report, self.wandb, self.cells, records) if p.exists()]
         if not left:
             return None
         archive = self._new_archive()
@@ -82,7 +84,7 @@ class RunDirectory:
         Raises ``ValueError`` for records of another matrix, or that another kind of cluster left:
         a simulated cell has the id of the same cell where it runs.
         """
-        finished = read_records(self.records) if self.records.exists() else []
+        finished = read_records(self.records) if files.stored(self.records).exists() else []
         for record in finished:
             for what, theirs, ours in (
                 ("of matrix", record.cell.matrix, matrix.name),
@@ -111,18 +113,14 @@ class RunDirectory:
     def _forget(self, dropped: list[Record], kept: list[Record]) -> None:
         """Rewrite the records without ``dropped``, whose lines and logs go to ``earlier``."""
         archive = self._new_archive()
-        shutil.copy2(self.records, archive / self.records.name)
+        records = files.stored(self.records)
+        shutil.copy2(records, archive / records.name)
         for record in dropped:
             path = self.cells / record.cell_id
             if path.exists():
                 (archive / "cells").mkdir(exist_ok=True)
                 path.rename(archive / "cells" / record.cell_id)
-        rewritten = self.records.with_suffix(".jsonl.new")
-        rewritten.unlink(missing_ok=True)
-        rewritten.touch()
-        for record in kept:
-            files.append(record, rewritten)
-        rewritten.replace(self.records)
+        files.write(kept, self.records)
 
     def _new_archive(self) -> Path:
         self._earlier.mkdir(exist_ok=True)

@@ -23,6 +23,8 @@ from urllib.parse import urlsplit
 from experiments.records.cell import Cell
 from experiments.records.provenance import scrub
 from experiments.records.record import Measurement, Record
+from experiments.records.select import FILE
+from simulation.files import stored
 from simulation.quantities import format_link
 
 #: What ``WANDB_MODE`` may say, and what W&B's own aliases mean.
@@ -253,7 +255,7 @@ def report_run(records: Sequence[Record], directory: Path, report: Path) -> Wand
         # A suite's matrix has a slash in its name, which an artifact's may not.
         artifact = wandb.Artifact(f"{matrix.replace('/', '-')}-report", type="report")
         with _staging(directory / "wandb" / "data"):
-            artifact.add_file(str(directory / "records.jsonl"), skip_cache=True)
+            artifact.add_file(str(stored(directory / FILE)), skip_cache=True)
             for file in sorted(path for path in report.rglob("*") if path.is_file()):
                 artifact.add_file(str(file), str(file.relative_to(report)), skip_cache=True)
             run.log_artifact(artifact)

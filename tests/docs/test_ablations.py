@@ -12,7 +12,6 @@ from experiments.__main__ import app
 from experiments.commands import COMMANDS
 from experiments.matrix import reader
 from experiments.records.record import read
-from scripts.readme import rewritten
 from tests.docs import DOCS
 
 PAGE = (DOCS / "ablations.md").read_text(encoding="utf-8")
@@ -27,9 +26,7 @@ def test_the_records_are_those_of_the_matrix() -> None:
     assert {cell.accumulation for cell in cells} == {1, 4}
 
 
-def test_the_table_is_that_of_the_records() -> None:
-    assert "(figures/ablation.svg)" in PAGE
-    assert rewritten("docs/ablations.md", PAGE) == PAGE
+def test_the_table_has_both_policies_in_both_parts() -> None:
     rows = [line for line in PAGE.splitlines() if line.startswith(("| none |", "| host |"))]
     assert len(rows) == 4
 

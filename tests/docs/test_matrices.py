@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from experiments.matrix.reader import SETTINGS, MatrixFile
-from scripts.readme import ROOT, rewritten
+from scripts.readme import ROOT
 from tests.docs import table
 
 PAGE = "docs/matrices.md"
@@ -16,9 +16,8 @@ def test_the_keys_of_the_file_are_the_readers() -> None:
     assert sorted(keys) == sorted(MatrixFile.model_fields)
 
 
-def test_the_tables_are_those_of_the_types() -> None:
+def test_every_setting_has_a_row_that_says_something() -> None:
     text = (ROOT / PAGE).read_text(encoding="utf-8")
-    assert rewritten(PAGE, text) == text
     for setting in SETTINGS:
         assert f"\n| `{setting}` | " in text
     assert "|  |\n" not in text.partition("## Cluster")[0], "a setting says nothing of itself"

@@ -16,7 +16,6 @@ import fcdp
 from docs import memory
 from fcdp.engine import engine_of
 from fcdp.partial_gradients import PartialsPlace
-from tests.docs import DOCS
 from tests.fcdp.training import (
     Settings,
     batches,
@@ -39,11 +38,6 @@ POLICIES: dict[str, fcdp.CachePolicy] = {
     "budget": fcdp.Budget(device=1500, host=1500, disk=1500, directory=FOLDER),
     "auto": fcdp.Auto(),
 }
-
-
-def test_the_tables_of_the_page_are_up_to_date() -> None:
-    page = (DOCS / "memory.md").read_text(encoding="utf-8")
-    assert memory.rewritten(page) == page, "run python -m docs.memory --write"
 
 
 def test_the_worked_example() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from experiments.records.cell import ClusterSpec
 from experiments.records.record import Record
-from scripts import co2
+from scripts import tables
 from tests.experiments.stand_in import cell, record
 
 
@@ -24,7 +24,7 @@ def test_each_seed_is_compared_with_its_own_ddp() -> None:
         trained("co2", 0, 2.02, **clipped),
         trained("co2", 1, 4.04, **clipped),
     ]
-    head, _, row = co2.behind([*ddp, *late]).splitlines()
+    head, _, row = tables.behind([*ddp, *late]).splitlines()
     assert head == "| Penalty | no clipping | φ = 1 |"
     assert row == "| `none` | 15 ± 7 % | 1.0 ± 0.0 % |"
 
@@ -37,7 +37,7 @@ def test_a_lag_is_at_the_learning_rate_of_most_seeds() -> None:
         *(trained("co2", seed, 2.4 * (seed + 1), interval=12) for seed in (0, 1)),
         *(trained("local-sgd", seed, 2.02 * (seed + 1), interval=12) for seed in (0, 1)),
     ]
-    head, _, *rows = co2.lag(records).splitlines()
+    head, _, *rows = tables.lag(records).splitlines()
     assert head == "| τ | co2 | local-sgd |"
     assert rows == [
         "| 3 | 10.0 ± 0.0 % | – |",
@@ -49,10 +49,10 @@ def test_a_lag_is_at_the_learning_rate_of_most_seeds() -> None:
 
 def test_what_there_is_no_record_of_is_left_out() -> None:
     alone = [trained("co2", 0, 2.2, penalty="none", clip=None, interval=3)]
-    assert co2.behind(alone).splitlines()[-1] == "| `none` | – |"
-    assert "| 3 | – |" in co2.lag(alone)
+    assert tables.behind(alone).splitlines()[-1] == "| `none` | – |"
+    assert "| 3 | – |" in tables.lag(alone)
     paired = [trained("ddp", 0, 2.0), *alone, trained("co2", 1, 9.0, penalty="none", clip=None)]
-    assert co2.behind(paired).splitlines()[-1] == "| `none` | 10.0 % |"
+    assert tables.behind(paired).splitlines()[-1] == "| `none` | 10.0 % |"
 
 
 def test_each_keeps_a_share_of_its_own_speed_with_as_many_workers() -> None:
@@ -75,7 +75,7 @@ def test_each_keeps_a_share_of_its_own_speed_with_as_many_workers() -> None:
         ]
         for nodes, slow in ((2, 10.0), (4, 20.0))
     ]
-    head, _, *rows, _, note = co2.kept(matrices).splitlines()
+    head, _, *rows, _, note = tables.kept_by_workers(matrices).splitlines()
     assert note.startswith("4 speed-ups are of fewer than 6 rounds")
     assert head == "| Keeps, with workers | 2 | 4 |"
     assert rows == ["| ddp | 10 % | 5.0 % |", "| co2, τ = 3 | 80 % | 80 % |"]

@@ -9,6 +9,8 @@ import pytest
 from experiments.records import modelled
 from experiments.records.modelled import why_not_simulated
 from experiments.records.record import Record, read
+from experiments.records.select import FILE
+from simulation import files
 from simulation.framing import MESSAGE_BYTES, SHARE
 from tests.experiments.cells import cell
 
@@ -77,7 +79,7 @@ def test_deepspeed_keeps_vectors_and_adapters_whole() -> None:
 
 
 def ran() -> list[Record]:
-    every = [record for file in sorted(RESULTS.rglob("records.jsonl")) for record in read(file)]
+    every = [record for file in files.below(RESULTS, FILE) for record in read(file)]
     return [
         r
         for r in every

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from analysis.claims import papers
-from analysis.claims.causes import Cause, changed, setting_of
-from analysis.claims.computations import Ratio, Selection
+from analysis.claims.computations import Cause, Ratio, Selection, changed, setting_of
 from analysis.claims.verdicts import judge
 from analysis.load.rows import Row
 

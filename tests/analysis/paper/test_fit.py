@@ -9,7 +9,7 @@ from analysis.claims import papers
 from analysis.claims.papers import Claim
 from analysis.paper import contents, fit
 from analysis.paper.contents import Fit
-from analysis.paper.sensitivity import Curve, Setting, Sweeps
+from analysis.paper.fit import Curve, Setting, Sweeps
 
 SHORT: Setting = (("length", 1.0),)
 LONG: Setting = (("length", 2.0),)

@@ -196,15 +196,19 @@ def test_the_page_opens_with_what_the_records_say(page: str) -> None:
     assert "FCDP paper’s own results" in opening
 
 
-def test_the_committed_page_is_small_and_each_figure_has_its_records() -> None:
-    file = RESULTS / "report.html"
-    committed = file.read_text("utf-8")
-    captions = committed.split("<figcaption>")[1:]
+def test_each_figure_is_small_and_has_its_records(page: str) -> None:
+    captions = page.split("<figcaption>")[1:]
 
-    assert file.stat().st_size < 3_000_000
-    assert "data:image" not in committed
-    assert len(captions) == committed.count("<svg ") > 50
+    assert len(captions) == page.count("<svg ")
     for caption in captions:
         linked = re.findall('href="(.*?)"', caption.split("</figcaption>")[0])
-        assert linked
-        assert [name for name in linked if not (RESULTS / name).is_file()] == []
+        assert set(linked) == {"parity/records.jsonl"}
+    assert max(len(each) for each in re.findall("<svg .*?</svg>", page, re.DOTALL)) < 40_000
+    assert "data:image" not in page
+
+
+def test_links_to_records_lead_to_files(document: str) -> None:
+    linked = re.findall(r"\| \[records\]\((.*?)\)", document)
+
+    assert len(linked) == len({*linked}) > 40
+    assert [name for name in linked if not (ROOT / name).is_file()] == []

@@ -14,10 +14,11 @@ from experiments.__main__ import app
 from experiments.records.provenance import ROOT
 from experiments.records.record import read
 from experiments.records.repeats import pooled
+from experiments.records.select import FILE
 from simulation import files
 from tests.experiments.stand_in import cell, record
 
-RUNS = sorted(file.parent for file in (ROOT / "results").rglob("records.jsonl"))
+RUNS = [file.parent for file in files.below(ROOT / "results", FILE)]
 
 
 def call(*arguments: str) -> Result:

@@ -11,11 +11,12 @@ from typer.testing import CliRunner
 
 from experiments.__main__ import app
 from experiments.commands import kinds
-from experiments.commands.validate import CALIBRATION, PREDICTIONS
+from experiments.commands.validate import CALIBRATION
 from experiments.matrix import reader
 from experiments.records.cell import Cell, ClusterSpec
 from experiments.records.modelled import cluster_of, measured_step, workload_of
 from experiments.records.record import Record, read
+from experiments.records.select import PREDICTIONS
 from simulation import files
 from simulation.emulated import TWO_CORES, Constants, MeasuredStep, calibrate, emulated
 from simulation.prediction import predict

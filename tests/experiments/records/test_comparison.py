@@ -28,6 +28,8 @@ from experiments.records.comparison import (
 )
 from experiments.records.provenance import ROOT
 from experiments.records.record import Record, read
+from experiments.records.select import FILE
+from simulation import files
 from tests.experiments.stand_in import cell, record
 
 #: Matrices of long runs, of which no speed is published.
@@ -143,11 +145,11 @@ def test_each_is_paired_with_the_one_that_is_alike_and_no_other() -> None:
 def test_each_published_speed_has_the_interval_that_a_second_computation_gives() -> None:
     """From the lines as they are, by a sign test of each round."""
     compared = 0
-    for file in (ROOT / "results").rglob("records.jsonl"):
+    for file in files.below(ROOT / "results", FILE):
         if "paper" in file.parts or file.parent.name in LOSSES_ALONE:
             continue
         ends = {}
-        for raw in map(json.loads, file.open(encoding="utf-8")):
+        for raw in map(json.loads, files.lines(file)):
             if measured := raw["measurement"]:
                 steps = measured["step_seconds"]
                 size = min(measured.get("steps_per_round", 1), len(steps))

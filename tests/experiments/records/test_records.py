@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
+import os
 import resource
 import signal
 from pathlib import Path
@@ -14,12 +16,16 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from analysis.load.table import latest
+from experiments.records import select
 from experiments.records.record import Machine, Record
 from experiments.records.record import read as read_records
 from experiments.records.repeats import pooled
+from experiments.records.select import FILE
 from simulation import files
 from simulation.transformer import ModelSpec
 from tests.experiments.stand_in import cell, measurement, record
+
+RESULTS = Path(__file__).parents[3] / "results"
 
 
 def test_what_is_appended_is_read_back(tmp_path: Path) -> None:
@@ -127,9 +133,70 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     assert [r.cell.seed for r in read_records(file)] == [1, 2]
 
 
+def long_records() -> list[Record]:
+    return [record(cell(seed=seed), losses=[seed / 3] * 6000) for seed in range(3)]
+
+
+def test_a_long_file_is_compressed_and_read_and_appended_to_as_any_other(tmp_path: Path) -> None:
+    file, written = tmp_path / "a" / FILE, long_records()
+    files.write(written, file)
+    content = file.read_bytes()
+    assert len(content) > files.LONGEST
+
+    compressed = files.compress(file)
+
+    assert [*file.parent.iterdir()] == [compressed]
+    assert gzip.decompress(compressed.read_bytes()) == content
+    assert read_records(file) == read_records(compressed) == written
+    assert select.files(file) == select.files(file.parent) == select.files(tmp_path) == [compressed]
+    files.append(record(cell(seed=9)), file)
+    assert [*file.parent.iterdir()] == [file]
+    assert read_records(file) == [*written, record(cell(seed=9))]
+
+
+def test_the_same_records_are_the_same_bytes_whatever_the_day_and_the_folder(
+    tmp_path: Path,
+) -> None:
+    packed = []
+    for name in ("a", "b"):
+        files.write(long_records(), tmp_path / name / FILE)
+        os.utime(tmp_path / name / FILE, (0, 0) if name == "a" else None)
+        packed.append(files.compress(tmp_path / name / FILE).read_bytes())
+    assert packed[0] == packed[1]
+    assert packed[0][3:8] == bytes(5), "neither a name nor a time"
+
+
+def test_records_in_place_of_compressed_ones_leave_one_form(tmp_path: Path) -> None:
+    file, short = tmp_path / FILE, [record(cell())]
+    for put in (
+        lambda: files.write(short, file),
+        lambda: file.write_bytes(short[0].model_dump_json().encode() + b"\n"),  # as cp does
+    ):
+        files.write(long_records(), file)
+        files.compress(file)
+        put()
+        assert files.compress(file) == file
+        assert [*tmp_path.iterdir()] == [file]
+        assert read_records(file) == short
+
+
+def test_a_compressed_file_that_is_cut_short_is_named(tmp_path: Path) -> None:
+    files.write(long_records(), tmp_path / FILE)
+    compressed = files.compress(tmp_path / FILE)
+    compressed.write_bytes(compressed.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"records\.jsonl\.gz: cannot be decompressed"):
+        read_records(tmp_path / FILE)
+
+
+def test_committed_records_are_compressed_where_they_are_long() -> None:
+    there = sorted(RESULTS.rglob("*.jsonl*"))
+    assert [file for file in there if files.stored(file) != file] == []
+    plain = [file for file in there if file.suffix == ".jsonl"]
+    assert [file for file in plain if file.stat().st_size > files.LONGEST] == []
+
+
 def test_committed_cells_keep_their_ids() -> None:
-    files = sorted((Path(__file__).parents[3] / "results").glob("*/records.jsonl"))
-    cells = [each for file in files for each in read_records(file)]
+    cells = [each for file in files.below(RESULTS, FILE) for each in read_records(file)]
     assert cells
     assert all(each.cell.id == each.cell_id for each in cells)
 

@@ -8,12 +8,13 @@ import pytest
 
 from experiments.records.cell import Cell
 from experiments.records.record import read
-from experiments.records.select import chosen
+from experiments.records.select import FILE, chosen
 from experiments.records.settings import described
+from simulation import files
 from tests.experiments.stand_in import cell
 
 RESULTS = Path(__file__).parents[3] / "results"
-FILES = sorted(RESULTS.rglob("records.jsonl"))
+FILES = files.below(RESULTS, FILE)
 CELLS = [
     cell(policy="none"),
     cell(policy="disk"),

@@ -1,0 +1,68 @@
+"""Draws the figures of these pages, into docs/figures or another folder.
+
+python -m docs.draw                     all of them
+python -m docs.draw map schedule        these
+python -m docs.draw map --anew          with docs/figures/map.json computed again, in about a minute
+python -m docs.draw bound --into FOLDER
+
+Tests draw into a folder of their own, and compare.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+from docs import (
+    draw_ablation,
+    draw_bound,
+    draw_compute,
+    draw_differences,
+    draw_fuyou,
+    draw_map,
+    draw_overview,
+    draw_schedule,
+)
+
+FOLDER = Path(__file__).resolve().parent / "figures"
+#: What each draws: figures by the names of their files.
+FIGURES: dict[str, Callable[[], Mapping[str, Figure]]] = {
+    "ablation": draw_ablation.figures,
+    "bound": draw_bound.figures,
+    "compute": draw_compute.figures,
+    "differences": draw_differences.figures,
+    "fuyou": draw_fuyou.figures,
+    "map": draw_map.figures,
+    "overview": draw_overview.figures,
+    "schedule": draw_schedule.figures,
+}
+
+
+def write(name: str, folder: Path) -> None:
+    """Write each figure as SVG: text stays text, and the same drawing gives the same file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fcdp"}):
+        for stem, figure in FIGURES[name]().items():
+            figure.savefig(folder / f"{stem}.svg", metadata={"Date": None, "Creator": None})
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Draw the figures of these pages.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(FIGURES)}")
+    parser.add_argument("--into", type=Path, default=FOLDER, metavar="FOLDER")
+    parser.add_argument("--anew", action="store_true", help="compute map.json again")
+    given = parser.parse_args(arguments)
+    if unknown := [name for name in given.names if name not in FIGURES]:
+        parser.error(f"{unknown[0]!r} is no figure; allowed: {', '.join(FIGURES)}")
+    if given.anew:
+        draw_map.compute()
+    for name in given.names or FIGURES:
+        write(name, given.into)
+
+
+if __name__ == "__main__":
+    main()
