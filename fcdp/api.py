@@ -51,6 +51,7 @@ def shard(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
     offload_policy: OffloadPolicy = OffloadPolicy(),
     reshard_after_forward: bool | None = None,
+    ignored_params: Iterable[nn.Parameter] = (),
     look_ahead: int = 1,
     partial_gradients: PartialsPlace = "device",
     detect_writes: bool = True,
@@ -86,6 +87,7 @@ def shard(
         mp_policy: As of ``fully_shard``.
         offload_policy: As of ``fully_shard``.
         reshard_after_forward: As of ``fully_shard``; ``None`` keeps small adapters gathered.
+        ignored_params: As of ``fully_shard``: they stay whole, and are nobody's business here.
         look_ahead: As of ``cache_parameters``, as are the arguments up to ``adapters``.
         partial_gradients: As of ``cache_parameters``.
         detect_writes: As of ``cache_parameters``.
@@ -128,7 +130,15 @@ def shard(
         Codecs(gather_codec, reduce_codec, error_feedback),
     )
     blocks = blocks_of(model, units)
-    sharding = (tuple(map(id, blocks)), mp_policy, offload_policy, reshard_after_forward, adapters)
+    ignored = {*ignored_params}
+    sharding = (
+        tuple(map(id, blocks)),
+        mp_policy,
+        offload_policy,
+        reshard_after_forward,
+        frozenset(map(id, ignored)),
+        adapters,
+    )
     setup = Setup(_ranks(topology), policy, options, sharding)
     if is_set_up(model, setup):
         return model
@@ -139,10 +149,10 @@ def shard(
             f"reshard_after_forward = {reshard_after_forward!r}: must be True, False or None; what "
             "an integer does in FSDP2 (hpZ), fcdp.DeviceCache() does here"
         )
-    check_plain(model, topology)
+    check_plain(model, topology, ignored)
     warn_without_blocks(blocks, topology)
     on_all_ranks(f"policy = {policy}", topology, lambda: _check_directory(policy))
-    splits = split_off(model, blocks)
+    splits = split_off(model, blocks, ignored)
     replicated: list[nn.Parameter] = []
     if adapters == "replicated":
         splits, replicated = set_trained_apart(splits)
@@ -164,7 +174,7 @@ def shard(
             mp_policy=mp_policy,
             offload_policy=offload_policy,
             reshard_after_forward=reshard,
-            ignored_params=set(replicated),
+            ignored_params=ignored | {*replicated},
             shard_placement_fn=functools.partial(placement, world_size=topology.world_size),
         )
     if topology.mesh.device_type == "cpu":

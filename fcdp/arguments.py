@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import torch.nn as nn
@@ -87,9 +87,11 @@ def blocks_of(model: nn.Module, units: Any) -> list[nn.Module]:
     return blocks
 
 
-def check_plain(model: nn.Module, topology: Topology) -> None:
+def check_plain(model: nn.Module, topology: Topology, ignored: Set[nn.Parameter]) -> None:
     """Raise ``ValueError`` for a model that is sharded already, but by tensor parallelism."""
     for name, param in model.named_parameters():
+        if param in ignored:
+            continue
         if isinstance(param, DTensor) and not topology.is_beside(param.device_mesh):
             raise ValueError(
                 f"{name}: is a DTensor on mesh {param.device_mesh}; fcdp.shard takes plain "
