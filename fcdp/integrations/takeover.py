@@ -34,18 +34,13 @@ def check_version(package: str, known: str) -> None:
         )
 
 
-def replace(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Set an attribute of a module or a class until ``stack`` closes."""
-    stack.callback(setattr, owner, name, vars(owner)[name])
-    setattr(owner, name, value)
-
-
-def replace_in(stack: contextlib.ExitStack, package: str, function: Any, value: Any) -> None:
+def replace_in(package: str, function: Any, value: Any) -> None:
     """Replace a function wherever a package's imported modules have it by its name."""
     name: str = function.__name__
     for at, module in [*sys.modules.items()]:
-        if at.partition(".")[0] == package and getattr(module, "__dict__", {}).get(name) is function:
-            replace(stack, module, name, value)
+        here = at.partition(".")[0] == package
+        if here and getattr(module, "__dict__", {}).get(name) is function:
+            setattr(module, name, value)
 
 
 def check_options(options: dict[str, Any], theirs: tuple[str, ...] = _THEIRS) -> None:
@@ -88,10 +83,12 @@ class Takeover:
                 self._calls.append((module, given))
             return module
 
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._calls.clear)
-            replace(stack, owner, "fully_shard", take)
+        plain, owner.fully_shard = owner.fully_shard, take
+        try:
             yield
+        finally:
+            owner.fully_shard = plain
+            self._calls.clear()
 
     def accumulating(
         self, model: nn.Module, *, last: bool

@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import accelerate.accelerator
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -22,6 +21,8 @@ from fcdp.integrations import hugging_face
 from tests.clients import tiny
 
 STEPS = 3
+#: What trainers log that does not depend on time.
+SHOWN = ("loss", "grad_norm", "eval_loss", "rewards/margins", "reward", "kl")
 
 
 def settings(kind: Any, output: str, **others: Any) -> Any:
@@ -83,7 +84,10 @@ def grpo(output: str, adapters: bool, tokens: int = 8, **others: Any) -> Any:
             GRPOConfig,
             output,
             model_init_kwargs={"dtype": "float32"},
-            num_generations=2, max_completion_length=tokens, beta=0.1, **others
+            num_generations=2,
+            max_completion_length=tokens,
+            beta=0.1,
+            **others,
         ),
         train_dataset=tiny.prompts(),
         processing_class=tiny.tokenizer(),
@@ -119,7 +123,7 @@ def stock() -> Iterator[None]:
     def init_here(self: Any, *args: Any, **given: Any) -> None:
         init(self, *args, **given)
         if given.get("_from_accelerator"):
-            hugging_face._allow_cpus(self, given["fsdp_plugin"])
+            hugging_face.allow_cpus(self, given["fsdp_plugin"])
 
     AcceleratorState.__init__ = init_here
     try:
@@ -140,7 +144,8 @@ def trained(how: Any, make: Callable[..., Any], **given: Any) -> dict[str, Any]:
                     {
                         key: value
                         for key, value in entry.items()
-                        if key in ("loss", "grad_norm", "eval_loss", "rewards/margins", "reward", "kl")
+                        if key
+                        in ("loss", "grad_norm", "eval_loss", "rewards/margins", "reward", "kl")
                     }
                     for entry in trainer.state.log_history
                 ],
