@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from typing import Any
 from weakref import WeakSet
@@ -73,12 +73,15 @@ class Takeover:
         self._models: WeakSet[nn.Module] = WeakSet()
 
     @contextlib.contextmanager
-    def of(self, root: nn.Module, owner: Any) -> Iterator[None]:
-        """Take the calls of ``owner.fully_shard`` in the body, of which that of ``root`` counts."""
+    def of(self, root: nn.Module, owner: Any, apart: Sequence[nn.Module] = ()) -> Iterator[None]:
+        """Take the calls of ``owner.fully_shard`` in the body, of which that of ``root`` counts.
+
+        Units of their own are ``apart`` too.
+        """
 
         def take(module: nn.Module | list[nn.Module], **given: Any) -> Any:
             if module is root:
-                self._shard(root, given)
+                self._shard(root, given, apart)
             else:
                 self._calls.append((module, given))
             return module
@@ -100,7 +103,7 @@ class Takeover:
         """Whether the model was sharded here."""
         return model in self._models
 
-    def _shard(self, root: nn.Module, given: dict[str, Any]) -> None:
+    def _shard(self, root: nn.Module, given: dict[str, Any], apart: Sequence[nn.Module]) -> None:
         single = [each for module, each in self._calls if isinstance(module, nn.Module)] or [given]
         reshard = {each.get("reshard_after_forward", True) for each in single}
         kinds = {each.get("mp_policy", MixedPrecisionPolicy()) for each in [*single, given]}
@@ -113,23 +116,23 @@ class Takeover:
         shard(
             root,
             self._over(given.get("mesh")),
-            units=self._units(root),
+            units=self._units(root, apart),
             policy=self._policy,
             mp_policy=kinds.pop(),
             offload_policy=given.get("offload_policy") or OffloadPolicy(),
-            # By FSDP2's default, which the client asks for by True, a root stays gathered.
-            reshard_after_forward=None if keep is True else keep,
+            # By FSDP2's default blocks do not stay gathered, and a root does.
+            reshard_after_forward=given.get("reshard_after_forward") if keep is True else keep,
             ignored_params=given.get("ignored_params") or (),
             **self._options,
         )
         self._models.add(root)
 
-    def _units(self, root: nn.Module) -> list[nn.Module] | None:
+    def _units(self, root: nn.Module, apart: Sequence[nn.Module]) -> list[nn.Module] | None:
         """What the client shards by itself, and the model's blocks, if it has left them whole.
 
         Of a list of modules that it keeps gathered the root is the unit, which stays gathered too.
         """
-        asked: list[nn.Module] = []
+        asked = [*apart]
         for module, given in self._calls:
             if isinstance(module, nn.Module):
                 asked.append(module)
