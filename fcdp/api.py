@@ -18,6 +18,7 @@ from fcdp.arguments import (
     check_kinds,
     check_plain,
     policy_of,
+    warn_of_mixed,
     warn_without_blocks,
 )
 from fcdp.cache.cache import Safety
@@ -207,7 +208,8 @@ def cache_parameters(
 ) -> nn.Module:
     """Cache the gathered parameters of a model that ``fully_shard`` has already sharded.
 
-    Collective: every rank calls it. Setting up again with equal arguments changes nothing.
+    Collective: every rank calls it. Setting up again with equal arguments changes nothing. Where
+    units mix a few trained parameters with frozen ones, rank 0 says what that costs.
 
     Args:
         model: Sharded over ``topology.mesh`` or a 1-D mesh over the same ranks.
@@ -261,7 +263,7 @@ def cache_parameters(
     )
     setup = Setup(_ranks(topology), policy_of(policy), options)
     if not is_set_up(model, setup):
-        Engine(model, topology, setup)
+        warn_of_mixed(Engine(model, topology, setup).units, topology)
     return model
 
 

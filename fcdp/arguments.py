@@ -124,6 +124,34 @@ def warn_of_sizes(policy: CachePolicy, units: Sequence[Unit], topology: Topology
             )
 
 
+def warn_of_mixed(units: Sequence[Unit], topology: Topology) -> None:
+    """Rank 0 says what frozen parameters cost that share units with a few trained ones.
+
+    A group of FSDP2's is gathered whole: what is frozen in it is stale with what is trained.
+    """
+    if topology.nodes == 1 or topology.rank:
+        return
+    frozen, trained = zip(*map(_bytes_by_kind, units), strict=True)
+    mixed = [at for at in range(len(units)) if frozen[at] > trained[at] > 0]
+    if mixed:
+        others = topology.nodes - 1
+        logger.warning(
+            f"fcdp.cache_parameters: {len(mixed)} units, such as {units[mixed[0]].name}, have a "
+            "few trained parameters among frozen ones, so that all of them cross nodes each step: "
+            f"{others * sum(frozen[at] + trained[at] for at in mixed):,} bytes per rank. Sharded "
+            f"by fcdp.shard instead of fully_shard {others * sum(trained[at] for at in mixed):,} "
+            "would; in other people's trainers, fcdp.integrations does that"
+        )
+
+
+def _bytes_by_kind(unit: Unit) -> tuple[int, int]:
+    """This rank's part of the gather: what is frozen, and what is trained."""
+    parts = [0, 0]
+    for param, (numel, dtype) in zip(unit.params, unit.parts, strict=True):
+        parts[param.requires_grad] += numel * dtype.itemsize
+    return parts[0], parts[1]
+
+
 def _shown(value: Any) -> str:
     """The value if it is a short text or number, else what it is."""
     if isinstance(value, str | int | float | None):

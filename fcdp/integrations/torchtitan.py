@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+from collections import defaultdict
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -135,4 +137,26 @@ def _allow_cpus() -> None:
     for name, module in [*sys.modules.items()]:
         held = getattr(module, "__dict__", {})
         if name.partition(".")[0] == "torchtitan" and held.get("device_type") == "cuda":
-            held.update(device_type="cpu", device_module=torch.cpu)
+            held.update(device_type="cpu", device_module=_Cpu())
+
+
+class _Cpu:
+    """``torch.cpu``, and what torchtitan's metrics ask of an accelerator."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cpu, name)
+
+    def get_device_name(self, device: torch.device) -> str:
+        return "CPU"
+
+    def get_device_properties(self, device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(total_memory=1)
+
+    def memory_stats(self, device: torch.device) -> dict[str, int]:
+        return defaultdict(int)
+
+    def reset_peak_memory_stats(self) -> None:
+        pass
+
+    def empty_cache(self) -> None:
+        pass
