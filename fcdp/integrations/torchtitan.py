@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torchtitan.distributed.fsdp
+import torchtitan.distributed.utils
 import torchtitan.trainer
 from torchtitan.trainer import Trainer
 
@@ -106,9 +107,15 @@ def _replace() -> None:
         with _takeover.accumulating(model, last=last):
             return micro_batch(self, **given)
 
+    if not hasattr(torch.distributed, "set_timeout"):  # 0.3 asks it of a torch after 2.13
+        torchtitan.distributed.utils.set_pg_timeouts = _keep_timeouts
     replace_in("torchtitan", apply, apply_here)
     Trainer.__init__, Trainer.train_step = init_here, train_step_here
     Trainer.forward_backward_step = micro_batch_here
+
+
+def _keep_timeouts(**_: Any) -> None:
+    """Leave process groups the timeouts that they were made with."""
 
 
 def _check_configuration(config: Any) -> None:
@@ -145,6 +152,9 @@ class _Cpu:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)
+
+    def current_device(self) -> int:
+        return 0
 
     def get_device_name(self, device: torch.device) -> str:
         return "CPU"

@@ -133,9 +133,12 @@ def stock() -> Iterator[None]:
 
 
 def trained(how: Any, make: Callable[..., Any], **given: Any) -> dict[str, Any]:
-    after = given.pop("after", None)
+    after, shared = given.pop("after", None), given.pop("shared", False)
     try:
-        with tempfile.TemporaryDirectory() as folder, how:
+        with tempfile.TemporaryDirectory() as own, how:
+            names = [own]
+            dist.broadcast_object_list(names)
+            folder = names[0] if shared else own
             torch.manual_seed(1)
             trainer = make(folder, **given)
             trainer.train()
@@ -188,3 +191,63 @@ def compared(topology: fcdp.Topology, make: Callable[..., Any], **given: Any) ->
         "theirs": theirs["history"],
         **{key: ours.get(key) for key in ("ledger", "ref", "hits", "misses", "after")},
     }
+
+
+def resumed(topology: fcdp.Topology) -> dict[str, Any]:
+    """Save after two steps, go on from there in a new trainer, and save the model whole."""
+
+    def go_on(trainer: Any, folder: str) -> Any:
+        trainer.save_model(f"{folder}/whole")
+        AcceleratorState._reset_state(reset_partial_state=False)
+        again = sft(folder, False, save_strategy="steps", save_steps=2, eval_strategy="no")
+        again.train(resume_from_checkpoint=folders(folder))
+        held = parameters(again.model)
+        return max(
+            (held[name] - each).abs().max().item()
+            for name, each in parameters(trainer.model).items()
+        )
+
+    def folders(folder: str) -> str:
+        shared = [f"{folder}/checkpoint-2"]
+        dist.broadcast_object_list(shared)
+        return shared[0]
+
+    given = {"adapters": False, "save_strategy": "steps", "save_steps": 2, "after": go_on}
+    result = compared(topology, sft, shared=True, **given)
+    assert result["after"] == 0.0, "what was resumed is not what was trained on"
+    return result
+
+
+def accumulated(topology: fcdp.Topology) -> dict[str, Any]:
+    """LoRA in two micro-batches, and how many bytes between nodes one and two of them take."""
+    results = [
+        compared(topology, sft, adapters=True, gradient_accumulation_steps=count)
+        for count in (1, 2)
+    ]
+    sent = [sum(result["ledger"]["inter_node"].values()) for result in results]
+    return {**results[1], "by_accumulation": sent}
+
+
+def _case(make: Callable[..., Any], adapters: bool = False, **given: Any) -> Any:
+    return lambda topology: compared(topology, make, adapters=adapters, **given)
+
+
+_SYNC = {"sync_ref_model": True, "ref_model_sync_steps": 1}
+
+CASES: dict[str, Callable[[fcdp.Topology], dict[str, Any]]] = {
+    "trainer": _case(plain),
+    "sft": _case(sft),
+    "sft-lora": _case(sft, True),
+    "dpo": _case(dpo),
+    "dpo-lora": _case(dpo, True),
+    "grpo": _case(grpo),
+    "grpo-lora": _case(grpo, True),
+    "dpo-sync": _case(dpo, **_SYNC),
+    "grpo-sync": _case(grpo, **_SYNC),
+    "grpo-long": _case(grpo, tokens=24, **_SYNC),
+    "sft-bf16": _case(sft, bf16=True, fsdp_config={"activation_checkpointing": True}),
+    "sft-ram": _case(sft, True, fsdp_config={"cpu_ram_efficient_loading": True}),
+    "sft-offload": _case(sft, fsdp_config={"offload_params": True}),
+    "sft-resume": resumed,
+    "sft-lora-accumulated": accumulated,
+}

@@ -141,3 +141,11 @@ def compared(
         "hits": ledger.hits,
         "misses": ledger.misses,
     }
+
+
+CASES: dict[str, Callable[[fcdp.Topology], dict[str, Any]]] = {
+    "fabric": lambda topology: compared(topology, fabric),
+    "fabric-lora-accumulated": lambda topology: compared(topology, fabric, True, 2),
+    "trainer": lambda topology: compared(topology, trainer),
+    "trainer-lora-accumulated": lambda topology: compared(topology, trainer, True, 2),
+}
