@@ -95,6 +95,7 @@ def _replace_accelerate() -> None:
         for model in args:
             if _takeover is not None and isinstance(model, nn.Module):
                 _check_plain(model, _takeover)
+                _check_plugin(self.state, getattr(self.state, "fsdp_plugin", None))
         return prepare(self, *args, **given)
 
     @functools.wraps(shard)
@@ -167,7 +168,7 @@ def _check_plugin(state: AcceleratorState, plugin: Any) -> None:
         raise ValueError(
             f"fsdp_plugin = None: accelerate would train by {state.distributed_type.value}; must "
             "be FullyShardedDataParallelPlugin(fsdp_version=2), which the Trainer makes of its "
-            "arguments fsdp=True, fsdp_config={'version': 2}"
+            "arguments fsdp=True, fsdp_config={'version': 2}, and on CPUs after hugging_face.use"
         )
     if plugin.fsdp_version != 2:
         raise ValueError(
