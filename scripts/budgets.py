@@ -31,14 +31,14 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "lines of source": Budget(most=45_900, aim=34_000),
-    "lines of fcdp": Budget(most=9_910, aim=7_500),
+    "lines of source": Budget(most=46_720, aim=34_000),
+    "lines of fcdp": Budget(most=10_730, aim=7_500),
     "lines of baselines": Budget(most=8_690, aim=6_500),
     "lines of simulation": Budget(most=9_330, aim=6_500),
     "lines of experiments": Budget(most=11_360, aim=8_500),
     "lines of analysis": Budget(most=6_630, aim=5_000),
-    "lines of scripts": Budget(most=4_840, aim=3_000),
-    "lines of tests": Budget(most=46_930, aim=32_000),
+    "lines of scripts": Budget(most=4_860, aim=3_000),
+    "lines of tests": Budget(most=47_810, aim=32_000),
     "imports inside of functions": Budget(most=60, aim=60),
     "modules with one importer": Budget(most=62, aim=40),
     "packages in a circle of imports": Budget(most=0, aim=0),

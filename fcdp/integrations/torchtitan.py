@@ -104,7 +104,10 @@ def _replace() -> None:
             return micro_batch(self, **given)
         self._fcdp_micro_batches += 1
         last = self._fcdp_micro_batches == self.gradient_accumulation_steps
-        with _takeover.accumulating(model, last=last):
+        # Not around the last: a decoder uses all its units, and of several backwards, one for each
+        # chunk of the loss, the first would have what waits of all of them reduced.
+        deferring = contextlib.nullcontext() if last else _takeover.accumulating(model, last=False)
+        with deferring:
             return micro_batch(self, **given)
 
     if not hasattr(torch.distributed, "set_timeout"):  # 0.3 asks it of a torch after 2.13
