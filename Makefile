@@ -16,7 +16,7 @@ EMULATED := quickstart reference unshaped unshaped-repeated slow-link parity vol
 TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: quickstart reproduce check test ci lint unit operators docs mutants gpu setup baselines pins clean help
+.PHONY: quickstart reproduce check test ci lint unit operators docs mutants gpu setup baselines clients pins clean help
 
 quickstart: setup ## FCDP next to ZeRO-3 on this machine: table, figure, report
 	$(VENV)/bin/python -m experiments run quickstart
@@ -76,11 +76,14 @@ setup: ## make the virtual environment with everything in it
 baselines: ## setup, and beside it an environment with the DeepSpeed of the paper
 	@PYTHON='$(PYTHON)' VENV='$(VENV)' TORCH='$(TORCH)' scripts/setup.sh --pins
 
+clients: ## setup, and beside it an environment with other people's trainers
+	@PYTHON='$(PYTHON)' VENV='$(VENV)' TORCH='$(TORCH)' scripts/setup.sh --clients
+
 pins: ## write constraints.txt anew (PINS=--upgrade for newer versions)
 	PYTHON='$(PYTHON)' scripts/pins.sh $(PINS)
 
 clean: ## remove the virtual environments and all caches; results stay
-	rm -rf '$(VENV)' '$(VENV)-paper' build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .mutants
+	rm -rf '$(VENV)' '$(VENV)-paper' '$(VENV)-clients' build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .mutants
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help: ## this list

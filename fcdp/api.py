@@ -18,6 +18,7 @@ from fcdp.arguments import (
     check_kinds,
     check_plain,
     policy_of,
+    warn_of_mixed,
     warn_without_blocks,
 )
 from fcdp.cache.cache import Safety
@@ -51,6 +52,7 @@ def shard(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
     offload_policy: OffloadPolicy = OffloadPolicy(),
     reshard_after_forward: bool | None = None,
+    ignored_params: Iterable[nn.Parameter] = (),
     look_ahead: int = 1,
     partial_gradients: PartialsPlace = "device",
     detect_writes: bool = True,
@@ -86,6 +88,7 @@ def shard(
         mp_policy: As of ``fully_shard``.
         offload_policy: As of ``fully_shard``.
         reshard_after_forward: As of ``fully_shard``; ``None`` keeps small adapters gathered.
+        ignored_params: As of ``fully_shard``: they stay whole, and are nobody's business here.
         look_ahead: As of ``cache_parameters``, as are the arguments up to ``adapters``.
         partial_gradients: As of ``cache_parameters``.
         detect_writes: As of ``cache_parameters``.
@@ -128,7 +131,15 @@ def shard(
         Codecs(gather_codec, reduce_codec, error_feedback),
     )
     blocks = blocks_of(model, units)
-    sharding = (tuple(map(id, blocks)), mp_policy, offload_policy, reshard_after_forward, adapters)
+    ignored = {*ignored_params}
+    sharding = (
+        tuple(map(id, blocks)),
+        mp_policy,
+        offload_policy,
+        reshard_after_forward,
+        frozenset(map(id, ignored)),
+        adapters,
+    )
     setup = Setup(_ranks(topology), policy, options, sharding)
     if is_set_up(model, setup):
         return model
@@ -139,10 +150,10 @@ def shard(
             f"reshard_after_forward = {reshard_after_forward!r}: must be True, False or None; what "
             "an integer does in FSDP2 (hpZ), fcdp.DeviceCache() does here"
         )
-    check_plain(model, topology)
+    check_plain(model, topology, ignored)
     warn_without_blocks(blocks, topology)
     on_all_ranks(f"policy = {policy}", topology, lambda: _check_directory(policy))
-    splits = split_off(model, blocks)
+    splits = split_off(model, blocks, ignored)
     replicated: list[nn.Parameter] = []
     if adapters == "replicated":
         splits, replicated = set_trained_apart(splits)
@@ -164,7 +175,7 @@ def shard(
             mp_policy=mp_policy,
             offload_policy=offload_policy,
             reshard_after_forward=reshard,
-            ignored_params=set(replicated),
+            ignored_params=ignored | {*replicated},
             shard_placement_fn=functools.partial(placement, world_size=topology.world_size),
         )
     if topology.mesh.device_type == "cpu":
@@ -197,7 +208,8 @@ def cache_parameters(
 ) -> nn.Module:
     """Cache the gathered parameters of a model that ``fully_shard`` has already sharded.
 
-    Collective: every rank calls it. Setting up again with equal arguments changes nothing.
+    Collective: every rank calls it. Setting up again with equal arguments changes nothing. Where
+    units mix a few trained parameters with frozen ones, rank 0 says what that costs.
 
     Args:
         model: Sharded over ``topology.mesh`` or a 1-D mesh over the same ranks.
@@ -251,7 +263,7 @@ def cache_parameters(
     )
     setup = Setup(_ranks(topology), policy_of(policy), options)
     if not is_set_up(model, setup):
-        Engine(model, topology, setup)
+        warn_of_mixed(Engine(model, topology, setup).units, topology)
     return model
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import torch.nn as nn
@@ -87,9 +87,11 @@ def blocks_of(model: nn.Module, units: Any) -> list[nn.Module]:
     return blocks
 
 
-def check_plain(model: nn.Module, topology: Topology) -> None:
+def check_plain(model: nn.Module, topology: Topology, ignored: Set[nn.Parameter]) -> None:
     """Raise ``ValueError`` for a model that is sharded already, but by tensor parallelism."""
     for name, param in model.named_parameters():
+        if param in ignored:
+            continue
         if isinstance(param, DTensor) and not topology.is_beside(param.device_mesh):
             raise ValueError(
                 f"{name}: is a DTensor on mesh {param.device_mesh}; fcdp.shard takes plain "
@@ -120,6 +122,34 @@ def warn_of_sizes(policy: CachePolicy, units: Sequence[Unit], topology: Topology
                 f"policy: {name} = {size}: no unit fits, the smallest takes {in_words(smallest)}; "
                 "sizes are bytes per rank, 2**30 for a GiB"
             )
+
+
+def warn_of_mixed(units: Sequence[Unit], topology: Topology) -> None:
+    """Rank 0 says what frozen parameters cost that share units with a few trained ones.
+
+    A group of FSDP2's is gathered whole: what is frozen in it is stale with what is trained.
+    """
+    if topology.nodes == 1 or topology.rank:
+        return
+    frozen, trained = zip(*map(_bytes_by_kind, units), strict=True)
+    mixed = [at for at in range(len(units)) if frozen[at] > trained[at] > 0]
+    if mixed:
+        others = topology.nodes - 1
+        logger.warning(
+            f"fcdp.cache_parameters: {len(mixed)} units, such as {units[mixed[0]].name}, have a "
+            "few trained parameters among frozen ones, so that all of them cross nodes each step: "
+            f"{others * sum(frozen[at] + trained[at] for at in mixed):,} bytes per rank. Sharded "
+            f"by fcdp.shard instead of fully_shard {others * sum(trained[at] for at in mixed):,} "
+            "would; in other people's trainers, fcdp.integrations does that"
+        )
+
+
+def _bytes_by_kind(unit: Unit) -> tuple[int, int]:
+    """This rank's part of the gather: what is frozen, and what is trained."""
+    parts = [0, 0]
+    for param, (numel, dtype) in zip(unit.params, unit.parts, strict=True):
+        parts[param.requires_grad] += numel * dtype.itemsize
+    return parts[0], parts[1]
 
 
 def _shown(value: Any) -> str:

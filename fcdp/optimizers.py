@@ -22,7 +22,8 @@ from fcdp.passes import untraced
 class Follower(Protocol):
     """Who wants to know."""
 
-    def before_step(self, optimizer: Optimizer) -> None: ...
+    def before_step(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step: what it is given to compute gradients has done so."""
 
     def after_step(self, optimizer: Optimizer) -> None: ...
 
@@ -105,7 +106,28 @@ def follow_optimizers(follower: Follower) -> None:
 
 
 @untraced
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    """Tell that a step begins: with a closure, not before it has first computed gradients."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if not callable(closure):
+        _tell(optimizer)
+        return None
+    told = False
+
+    def evaluated(*given: Any, **named: Any) -> Any:
+        nonlocal told
+        found = closure(*given, **named)
+        if not told:
+            told = True
+            _tell(optimizer)
+        return found
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": evaluated}
+    return (args[0], evaluated, *args[2:]), kwargs
+
+
+def _tell(optimizer: Optimizer) -> None:
     for follower in [*_followers]:
         follower.before_step(optimizer)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -39,9 +39,11 @@ class Split:
         return sum(map(_nbytes, self.modules))
 
 
-def split_off(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Split]:
+def split_off(
+    model: nn.Module, blocks: Sequence[nn.Module], ignored: Set[nn.Parameter] = frozenset()
+) -> list[Split]:
     """What must not share a block's own unit, block by block, then the model's own."""
-    return [split for block in [*blocks, model] for split in _separate(block, blocks)]
+    return [split for block in [*blocks, model] for split in _separate(block, blocks, ignored)]
 
 
 def set_trained_apart(splits: Sequence[Split]) -> tuple[list[Split], list[nn.Parameter]]:
@@ -104,23 +106,26 @@ def bucket(splits: Sequence[Split], model: nn.Module) -> list[Split]:
     return joined
 
 
-def _separate(block: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[Split]:
+def _separate(
+    block: nn.Module, blocks: Sequence[nn.Module], ignored: Set[nn.Parameter]
+) -> Iterator[Split]:
     """Split off one block.
 
     The block keeps the kind of parameter that it has most of. A module that holds several kinds
     itself, or is never called (``ParameterList``), cannot be split off and stays with the block.
     """
-    holders = [module for module in _own_modules(block, blocks) if _kinds(module)]
+    kinds_of = {module: _kinds(module, ignored) for module in _own_modules(block, blocks)}
+    holders = [module for module, kinds in kinds_of.items() if kinds]
     sizes: dict[_Key, int] = defaultdict(int)
     for module in holders:
-        for key, numel in _kinds(module).items():
+        for key, numel in kinds_of[module].items():
             sizes[key] += numel
     if len(sizes) < 2:
         return
     stays = max(sizes, key=lambda key: sizes[key])
     groups: dict[_Key, list[nn.Module]] = defaultdict(list)
     for module in holders:
-        kinds = _kinds(module)
+        kinds = kinds_of[module]
         if set(kinds) == {stays}:
             continue
         if len(kinds) > 1 or not _is_called(module) or module is block:
@@ -147,11 +152,12 @@ def _own_modules(block: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Modul
     return found
 
 
-def _kinds(module: nn.Module) -> dict[_Key, int]:
+def _kinds(module: nn.Module, ignored: Set[nn.Parameter]) -> dict[_Key, int]:
     """Elements that the module itself holds, by kind of parameter."""
     sizes: dict[_Key, int] = defaultdict(int)
     for param in module.parameters(recurse=False):
-        sizes[param.dtype, param.requires_grad] += param.numel()
+        if param not in ignored:
+            sizes[param.dtype, param.requires_grad] += param.numel()
     return dict(sizes)
 
 

@@ -41,6 +41,11 @@ class Unit:
         return fsdp2.sharded_params(self.group)
 
     @property
+    def parts(self) -> list[tuple[int, torch.dtype]]:
+        """Elements and dtype of each parameter's part of the gather, padding included."""
+        return _parts(self.group)
+
+    @property
     def trainable(self) -> bool:
         return any(param.requires_grad for param in self.params)
 
@@ -122,16 +127,20 @@ def _unit(name: str, module: FSDPModule, group: Any, topology: Topology, kept: b
         _check_extension(param)
     in_backward = fsdp2.gathers_in_backward(group) and not kept
     frozen = not any(param.requires_grad for param in params)
-    shards = [(data.numel(), _gather_dtype(data, dtype)) for data, dtype in fsdp2.shards(group)]
+    parts = _parts(group)
     return Unit(
         name,
         module,
         group,
-        shard_bytes=sum(numel * dtype.itemsize for numel, dtype in shards),
-        shard_numel=sum(numel for numel, _ in shards),
-        gather_dtypes=frozenset(dtype for _, dtype in shards),
+        shard_bytes=sum(numel * dtype.itemsize for numel, dtype in parts),
+        shard_numel=sum(numel for numel, _ in parts),
+        gather_dtypes=frozenset(dtype for _, dtype in parts),
         reuses=in_backward + frozen,
     )
+
+
+def _parts(group: Any) -> list[tuple[int, torch.dtype]]:
+    return [(data.numel(), _gather_dtype(data, dtype)) for data, dtype in fsdp2.shards(group)]
 
 
 def _check_mesh(name: str, group: Any, topology: Topology) -> None:

@@ -6,6 +6,7 @@
 #                              where it cannot be installed; each call tries it again
 #   scripts/setup.sh --pins    the same, and beside it VENV-paper, with the DeepSpeed of the paper;
 #                              fails where one of the two is missing
+#   scripts/setup.sh --clients the same, and beside it VENV-clients, with other people's trainers
 #   scripts/setup.sh --check   say what would be done, and fail where a system package is missing
 #
 #   PYTHON=python3.12          the interpreter (default: python3)
@@ -121,19 +122,29 @@ install_current() {
         pip_install --constraint constraints.txt --no-build-isolation --group baselines
 }
 
-# The paper's DeepSpeed, in an environment that sees all of the first one's packages behind its own:
-# torch and the rest must be the same files for a comparison, and are too large to have twice.
-install_paper() {
-    "$PYTHON" -m venv --clear --without-pip "$paper" &&
-        "$paper/bin/python" -c 'import pathlib, sys, sysconfig
+# An environment that sees all of the first one's packages behind its own: torch and the rest must be
+# the same files for a comparison, and are too large to have twice.
+make_beside() { # make_beside ENVIRONMENT
+    "$PYTHON" -m venv --clear --without-pip "$1" &&
+        "$1/bin/python" -c 'import pathlib, sys, sysconfig
 own = pathlib.Path(sysconfig.get_path("purelib"))
 shared = str(pathlib.Path(sys.argv[1]).absolute() / own.relative_to(sys.prefix))
-(own / "shared.pth").write_text(f"import site; site.addsitedir({shared!r})\n")' "$VENV" &&
+(own / "shared.pth").write_text(f"import site; site.addsitedir({shared!r})\n")' "$VENV"
+}
+
+install_paper() {
+    make_beside "$paper" &&
         sed '/^deepspeed==/d' constraints.txt >"$paper/constraints.txt" &&
         cat constraints-paper.txt >>"$paper/constraints.txt" &&
         DS_BUILD_OPS=0 DS_ACCELERATOR=cpu VENV=$paper \
             pip_install --constraint "$paper/constraints.txt" --no-build-isolation deepspeed &&
         "$paper/bin/python" -c 'import deepspeed'
+}
+
+# Of a complete list: torchtitan asks for an older datasets than TRL, and needs none.
+install_clients() {
+    make_beside "$clients" && VENV=$clients pip_install --no-deps --requirement constraints-clients.txt &&
+        "$clients/bin/python" -c 'import lightning, torchtitan, trl'
 }
 
 pin_of() { sed -n 's/^deepspeed==\([^ ;]*\).*/\1/p' "$1"; }
@@ -166,6 +177,12 @@ set_up_paper() {
         "$VENV works without it, and cells that need it are skipped; try again: make baselines"
 }
 
+set_up_clients() {
+    step "installing constraints-clients.txt in $clients" install_clients || fail \
+        "other people's trainers are missing, for the reason above" \
+        "$VENV works without them, and their tests are skipped; try again: make clients"
+}
+
 fail() {
     printf 'setup: %s\n' "$@" >&2
     return 1
@@ -196,10 +213,10 @@ bring_up_to_date() { # bring_up_to_date ENVIRONMENT COMMAND FILE...
 # ---------------------------------------------------------------- main
 
 case ${1:-} in
-"" | --pins | --check) ;;
-*) die "usage: scripts/setup.sh [--pins | --check]" ;;
+"" | --pins | --clients | --check) ;;
+*) die "usage: scripts/setup.sh [--pins | --clients | --check]" ;;
 esac
-paper=$VENV-paper
+paper=$VENV-paper clients=$VENV-clients
 
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
@@ -230,5 +247,9 @@ status=0
 set_up_deepspeed || status=1
 if [[ ${1:-} == --pins ]]; then
     bring_up_to_date "$paper" set_up_paper constraints.txt constraints-paper.txt || status=1
+    exit "$status"
+fi
+if [[ ${1:-} == --clients ]]; then
+    bring_up_to_date "$clients" set_up_clients constraints.txt constraints-clients.txt || status=1
     exit "$status"
 fi

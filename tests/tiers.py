@@ -32,6 +32,7 @@ PLACES = {
     "tests/examples": "system",
     "tests/launch": "cluster",
     "tests/experiments/clusters": "cluster",
+    "tests/clients": "system",
     "tests/docs": "system",
     "tests/packaging": "system",
     "tests/test_readme.py": "system",

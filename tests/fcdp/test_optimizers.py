@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
+import pytest
 import torch
 from torch.optim import Optimizer
 
@@ -41,3 +43,30 @@ def test_a_follower_may_end_while_an_optimizer_steps() -> None:
     assert told == ["kept: before", "kept: after"]
     assert kept is not None
     assert weight.item() == -1.0
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_step_begins_when_its_closure_has_computed_gradients(named: bool) -> None:
+    told: list[str] = []
+    follower = Follower(told, "it")
+    follow_optimizers(follower)
+    weight = torch.nn.Parameter(torch.ones(1))
+
+    def closure() -> torch.Tensor:
+        told.append("closure")
+        weight.grad = torch.ones(1)
+        return weight.detach().clone()
+
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    given = {"closure": closure} if named else {}
+    assert optimizer.step(*(() if named else (closure,)), **given) == 1.0
+    assert told == ["closure", "it: before", "it: after"]
+
+    def forever(self: object, closure: Callable[[], object]) -> None:
+        closure()
+        closure()
+
+    told.clear()
+    several = type("Several", (torch.optim.SGD,), {"step": forever})([weight], lr=1.0)
+    several.step(closure)
+    assert told == ["closure", "it: before", "closure", "it: after"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 from typing import Any
 
 import pytest
@@ -159,3 +161,38 @@ def test_an_evaluation_after_adapters_were_merged(
         ranks.run(2, evaluated, adapters, compares, merge), expected, strict=True
     ):
         assert got == pytest.approx(wanted, rel=1e-6 if adapters == "replicated" else 0.0)
+
+
+def warned_of(engine: str) -> tuple[str, int]:
+    """What set-up warns of, and what this rank's gathers send in the second step."""
+    topology = topology_of(2, 1)
+    model, blocks = make_model("lora")
+    warned = io.StringIO()
+    handler = logging.StreamHandler(warned)
+    logging.getLogger("fcdp").addHandler(handler)
+    try:
+        if engine == "shard":
+            fcdp.shard(model, topology, units=blocks)
+        else:
+            for module in [*blocks, model]:
+                fully_shard(module, mesh=topology.mesh)
+            fcdp.cache_parameters(model, topology)
+    finally:
+        logging.getLogger("fcdp").removeHandler(handler)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    tokens = torch.randint(64, (2, 9))
+    for _ in range(2):
+        fcdp.ledger(model).reset()
+        take_step(model(input_ids=tokens, labels=tokens, use_cache=False).loss, optimizer)
+    sent = fcdp.ledger(model).snapshot()["inter_node"]
+    return warned.getvalue(), sent["forward"] + sent.get("backward", 0)
+
+
+def test_mixed_units_are_told_in_the_bytes_that_cross(ranks: Pools) -> None:
+    (said, mixed), (nothing, _) = ranks.run(2, warned_of, "cache_parameters")
+    (silent, split), _ = ranks.run(2, warned_of, "shard")
+    assert f": {mixed:,} bytes per rank" in said
+    assert f" {split:,} would; in other" in said
+    assert said.count("\n") == 1
+    assert nothing == silent == ""
+    assert mixed > 10 * split > 0

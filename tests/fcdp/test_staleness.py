@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from tests.fcdp.training import (
     make_model,
     make_optimizer,
     shard_with_fcdp,
+    shard_with_fsdp2,
     topology_of,
 )
 from tests.ranks import Pools
@@ -386,3 +388,71 @@ def test_what_was_passed_over_and_missed_is_kept_from_then_on(ranks: Pools) -> N
     for first, second, *more in ranks.run(2, misses_of_given_up_steps):
         assert first == second > 0
         assert more == [0, 0]
+
+
+def stepped_by_closures(kind: str) -> tuple[list[torch.Tensor], int]:
+    """Train three steps by ``optimizer.step(closure)``; the parameters, and misses."""
+    topology = topology_of(2, 1)
+    model = make_model(PLAIN)
+    shard = shard_with_fsdp2 if kind.startswith("fsdp2 ") else shard_with_fcdp
+    model = shard(model, topology, PLAIN)
+    params = list(model.parameters())
+    optimizer: torch.optim.Optimizer = {
+        "sgd": lambda: torch.optim.SGD(params, lr=0.1),
+        "twice": lambda: Twice(params, lr=0.1),
+        "sharpness": lambda: Sharpness(params, lr=0.1),
+    }[kind.split()[-1]]()
+    data = batches(PLAIN, topology.rank)
+    for _ in range(3):
+        batch = next(data)
+
+        def closure(batch: torch.Tensor = batch) -> float:
+            optimizer.zero_grad()
+            loss = loss_of(model, batch) + loss_of(model, batch)  # two passes
+            loss.backward()
+            return loss.item()
+
+        optimizer.step(closure)
+    held = [param.full_tensor().detach() for param in params]
+    return held, fcdp.ledger(model).misses if shard is shard_with_fcdp else 0
+
+
+class Sharpness(torch.optim.SGD):
+    """Writes before its closure is called, in place, and after it."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.no_grad():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.add_(0.01)
+        with torch.enable_grad():
+            closure()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.sub_(0.01)
+        return super().step()
+
+
+class Twice(torch.optim.SGD):
+    """Calls its closure again after a write that no stamp shows."""
+
+    def step(self, closure: Any = None) -> Any:
+        for _ in range(2):
+            with torch.enable_grad():
+                closure()
+            with torch.no_grad():
+                for group in self.param_groups:
+                    torch._foreach_mul_(group["params"], 0.9)
+        return super().step()
+
+
+# The root stays gathered from one pass to the next.
+@pytest.mark.parametrize(("kind", "misses"), [("sgd", 9), ("sharpness", 9), ("twice", 24)])
+def test_closures_gather_once_until_something_is_written(
+    kind: str, misses: int, ranks: Pools
+) -> None:
+    (theirs, _), _ = ranks.run(2, stepped_by_closures, f"fsdp2 {kind}")
+    (ours, found), _ = ranks.run(2, stepped_by_closures, kind)
+    assert all(map(torch.equal, ours, theirs))
+    assert found == misses

@@ -73,7 +73,8 @@ def closure(walk: Walk) -> None:
             if writes:
                 for group in side.optimizer.param_groups:
                     with torch.no_grad():
-                        torch._foreach_mul_(group["params"], 0.75)
+                        for param in group["params"]:  # in place, as SAM's: its stamp shows it
+                            param.mul_(0.75)
             return side.backward(tokens, frozenset(), "plain").item()
 
         return side.optimizer.step(loss)

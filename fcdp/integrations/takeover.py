@@ -1,0 +1,177 @@
+"""A client's calls of ``fully_shard``, gathered up and carried out as one of ``fcdp.shard``."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from typing import Any
+from weakref import WeakSet
+
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+from fcdp.api import accumulate, shard
+from fcdp.arguments import check_kinds, policy_of
+from fcdp.blocks import find_blocks
+from fcdp.cache.policy import CachePolicy
+from fcdp.topology import Topology
+
+#: Arguments of ``fcdp.shard`` that a client's call of ``fully_shard`` has of its own.
+_THEIRS = ("units", "mp_policy", "offload_policy", "reshard_after_forward", "ignored_params")
+
+
+def check_version(package: str, known: str) -> None:
+    """Raise ``ValueError`` unless a client is of the release that was read and is tested."""
+    found = version(package)
+    if found.split(".")[:2] != known.split(".")[:2]:
+        raise ValueError(
+            f"{package} {found}: fcdp.integrations knows {known}; install {package}=={known}.*, or "
+            "shard the model by fcdp.shard in a loop of your own"
+        )
+
+
+def replace_in(package: str, function: Any, value: Any) -> None:
+    """Replace a function wherever a package's imported modules have it by its name."""
+    name: str = function.__name__
+    for at, module in [*sys.modules.items()]:
+        here = at.partition(".")[0] == package
+        if here and getattr(module, "__dict__", {}).get(name) is function:
+            setattr(module, name, value)
+
+
+def check_options(options: dict[str, Any], theirs: tuple[str, ...] = _THEIRS) -> None:
+    """Raise ``ValueError`` for arguments that are none of ``fcdp.shard``, or the client's."""
+    names = [*inspect.signature(shard).parameters][2:]
+    allowed = [name for name in names if name not in (*theirs, "policy")]
+    for name, value in options.items():
+        if name not in allowed:
+            why = "follows from the client's own settings" if name in theirs else "is not known"
+            raise ValueError(f"{name} = {value!r}: {why}; must be one of {', '.join(allowed)}")
+
+
+class Takeover:
+    """Stands in the place of ``fully_shard``, and shards a model when its root is asked for."""
+
+    def __init__(
+        self, topology: Topology | None, policy: CachePolicy | str, options: dict[str, Any]
+    ) -> None:
+        """Without a topology, the client's mesh or torchrun's environment tells it.
+
+        Raises ``ValueError`` for arguments that ``fcdp.shard`` would refuse.
+        """
+        if topology is not None:
+            check_kinds(nn.Module(), topology)
+        check_options(options)
+        self._topology = topology
+        self._policy = policy_of(policy)
+        self._options = options
+        self._calls: list[tuple[nn.Module | list[nn.Module], dict[str, Any]]] = []
+        self._models: WeakSet[nn.Module] = WeakSet()
+
+    @contextlib.contextmanager
+    def of(self, root: nn.Module, owner: Any, apart: Sequence[nn.Module] = ()) -> Iterator[None]:
+        """Take the calls of ``owner.fully_shard`` in the body, of which that of ``root`` counts.
+
+        Units of their own are ``apart`` too.
+        """
+
+        def take(module: nn.Module | list[nn.Module], **given: Any) -> Any:
+            if module is root:
+                self._shard(root, given, apart)
+            else:
+                self._calls.append((module, given))
+            return module
+
+        plain, owner.fully_shard = owner.fully_shard, take
+        try:
+            yield
+        finally:
+            owner.fully_shard = plain
+            self._calls.clear()
+
+    def accumulating(
+        self, model: nn.Module, *, last: bool
+    ) -> contextlib.AbstractContextManager[None]:
+        """``fcdp.accumulate`` for a model that was sharded here; nothing for another."""
+        return accumulate(model, last=last) if model in self._models else contextlib.nullcontext()
+
+    def has(self, model: nn.Module) -> bool:
+        """Whether the model was sharded here."""
+        return model in self._models
+
+    def _shard(self, root: nn.Module, given: dict[str, Any], apart: Sequence[nn.Module]) -> None:
+        single = [each for module, each in self._calls if isinstance(module, nn.Module)] or [given]
+        reshard = {each.get("reshard_after_forward", True) for each in single}
+        kinds = {each.get("mp_policy", MixedPrecisionPolicy()) for each in [*single, given]}
+        if len(kinds | reshard) > 2:
+            raise ValueError(
+                f"{type(root).__name__}: mp_policy or reshard_after_forward differs between its "
+                "modules; must be one for all"
+            )
+        (keep,) = reshard
+        shard(
+            root,
+            self._over(given.get("mesh")),
+            units=self._units(root, apart),
+            policy=self._policy,
+            mp_policy=kinds.pop(),
+            offload_policy=given.get("offload_policy") or OffloadPolicy(),
+            # By FSDP2's default blocks do not stay gathered, and a root does.
+            reshard_after_forward=given.get("reshard_after_forward") if keep is True else keep,
+            ignored_params=given.get("ignored_params") or (),
+            **self._options,
+        )
+        self._models.add(root)
+
+    def _units(self, root: nn.Module, apart: Sequence[nn.Module]) -> list[nn.Module] | None:
+        """What the client shards by itself, and the model's blocks, if it has left them whole.
+
+        Of a list of modules that it keeps gathered the root is the unit, which stays gathered too.
+        """
+        asked = [*apart]
+        for module, given in self._calls:
+            if isinstance(module, nn.Module):
+                asked.append(module)
+            elif given.get("reshard_after_forward") is not False:
+                asked += module
+        try:
+            blocks = find_blocks(root)
+        except ValueError:
+            blocks = []
+        inside = {part for module in asked for part in module.modules()}
+        around = {module for module in asked if not inside.isdisjoint(blocks)}
+        if not around:
+            asked += blocks
+        units = [*dict.fromkeys(asked)]
+        # An activation checkpoint's wrapper holds nothing that its layer does not.
+        return [unit for unit in units if [*_own_params(unit, {*units})]] or None
+
+    def _over(self, mesh: DeviceMesh | None) -> Topology:
+        """The topology, which lies over the client's mesh."""
+        if mesh is not None and mesh.ndim > 1:
+            raise ValueError(
+                f"mesh: has {mesh.ndim} dimensions {mesh.mesh_dim_names}; must be one that "
+                "parameters are sharded over and none that they are replicated over: set the "
+                "degree of replication (dp_replicate_size, data_parallel_replicate_degree) to 1"
+            )
+        if self._topology is None:
+            self._topology = Topology.from_env() if mesh is None else Topology.of_mesh(mesh)
+        ranks = self._topology.mesh.mesh.tolist()
+        if mesh is not None and mesh.mesh.tolist() != ranks:
+            raise ValueError(
+                f"topology: is of the ranks {ranks}; must be of those that the client shards over, "
+                f"{mesh.mesh.tolist()}: leave it out, or pass fcdp.Topology.of_mesh(mesh)"
+            )
+        return self._topology
+
+
+def _own_params(module: nn.Module, others: set[nn.Module]) -> Iterator[nn.Parameter]:
+    """The parameters of a module that are not inside ``others``."""
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if child not in others:
+            yield from _own_params(child, others)

@@ -1,0 +1,175 @@
+"""torchtitan's decoders, sharded by ``fcdp.shard``."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torchtitan.distributed.fsdp
+import torchtitan.distributed.utils
+import torchtitan.trainer
+from torchtitan.trainer import Trainer
+
+from fcdp.cache.policy import CachePolicy, HostCache
+from fcdp.integrations.takeover import Takeover, check_version, replace_in
+from fcdp.topology import Topology
+
+#: What ``use`` was asked for last; ``None``: torchtitan does as without FCDP.
+_takeover: Takeover | None = None
+
+
+def use(
+    topology: Topology | None = None, policy: CachePolicy | str = HostCache(), **options: Any
+) -> contextlib.ExitStack:
+    """Have torchtitan shard its decoders by ``fcdp.shard``, where it would by ``fully_shard``.
+
+    Call it on every rank before the ``Trainer`` is built. Its configuration says what it says
+    without FCDP: mixed precision, CPU offload, tensor parallelism, activation checkpointing,
+    compilation, ``fsdp_reshard_after_forward``. LoRA's adapters are split from frozen weights, and
+    micro-batches accumulate by ``fcdp.accumulate``.
+
+    Args:
+        topology: Where the data-parallel ranks stand; by default torchtitan's mesh and torchrun's
+            environment tell it.
+        policy: As of ``fcdp.shard``.
+        options: Arguments of ``fcdp.shard`` that the configuration does not stand for.
+
+    Returns:
+        What ends it: ``close()`` it, or use it in ``with``.
+
+    Raises:
+        ValueError: For a release of torchtitan that is not known, and for arguments that
+            ``fcdp.shard`` would refuse; where a ``Trainer`` is built for what FCDP cannot do, with
+            the option to change.
+    """
+    global _takeover
+    check_version("torchtitan", "0.3")
+    _takeover = Takeover(topology, policy, options)
+    _replace()
+    end = contextlib.ExitStack()
+    end.callback(_end, _takeover)
+    return end
+
+
+def _end(used: Takeover) -> None:
+    global _takeover
+    if _takeover is used:
+        _takeover = None
+
+
+@functools.cache
+def _replace() -> None:
+    """Once: what is replaced looks at ``_takeover``, however early others have imported it."""
+    apply = torchtitan.distributed.fsdp.apply_fsdp_to_decoder
+    init, train_step = Trainer.__init__, Trainer.train_step
+    micro_batch = Trainer.forward_backward_step
+
+    @functools.wraps(apply)
+    def apply_here(model: Any, *args: Any, **given: Any) -> None:
+        taking: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if _takeover is not None:
+            # The chunked loss calls it by itself, outside of the model's forward.
+            head = [] if model.enable_weight_tying else [model.lm_head]
+            taking = _takeover.of(model, torchtitan.distributed.fsdp, apart=head)
+        with taking:
+            apply(model, *args, **given)
+
+    @functools.wraps(init)
+    def init_here(self: Trainer, config: Any) -> None:
+        if _takeover is not None:
+            _check_configuration(config)
+            _allow_cpus()
+        init(self, config)
+        if _takeover is not None and not all(map(_takeover.has, self.model_parts)):
+            raise ValueError(
+                f"model_spec = {config.model_spec.name}: its parallelize_fn shards by itself; must "
+                "be of a model whose parallelize_fn calls apply_fsdp_to_decoder"
+            )
+
+    @functools.wraps(train_step)
+    def train_step_here(self: Trainer, *args: Any, **given: Any) -> Any:
+        self._fcdp_micro_batches = 0
+        return train_step(self, *args, **given)
+
+    @functools.wraps(micro_batch)
+    def micro_batch_here(self: Trainer, **given: Any) -> Any:
+        model: nn.Module = self.model_parts[0]
+        if _takeover is None:
+            return micro_batch(self, **given)
+        self._fcdp_micro_batches += 1
+        last = self._fcdp_micro_batches == self.gradient_accumulation_steps
+        # Not around the last: a decoder uses all its units, and of several backwards, one for each
+        # chunk of the loss, the first would have what waits of all of them reduced.
+        deferring = contextlib.nullcontext() if last else _takeover.accumulating(model, last=False)
+        with deferring:
+            return micro_batch(self, **given)
+
+    if not hasattr(torch.distributed, "set_timeout"):  # 0.3 asks it of a torch after 2.13
+        torchtitan.distributed.utils.set_pg_timeouts = _keep_timeouts
+    replace_in("torchtitan", apply, apply_here)
+    Trainer.__init__, Trainer.train_step = init_here, train_step_here
+    Trainer.forward_backward_step = micro_batch_here
+
+
+def _keep_timeouts(**_: Any) -> None:
+    """Leave process groups the timeouts that they were made with."""
+
+
+def _check_configuration(config: Any) -> None:
+    """Raise ``ValueError`` for what cannot be cached, with the option to change."""
+    of, must = config.parallelism, []
+    for name in ("pipeline_parallel_degree", "expert_parallel_degree"):
+        if getattr(of, name) > 1:
+            must.append(f"parallelism.{name} = {getattr(of, name)}: must be 1")
+    if of.spmd_backend != "partial_dtensor" and of.tensor_parallel_degree > 1:
+        must.append(
+            f"parallelism.spmd_backend = {of.spmd_backend!r}: must be 'partial_dtensor' beside "
+            "tensor parallelism"
+        )
+    if of.enable_fsdp_symm_mem:
+        must.append("parallelism.enable_fsdp_symm_mem = True: must be False")
+    if not config.training.disable_cuda_graphs:  # a replay would repeat the first step's misses
+        must.append("training.disable_cuda_graphs = False: must be True")
+    if must:
+        raise ValueError("; ".join(must))
+
+
+def _allow_cpus() -> None:
+    """Have torchtitan take the CPU where it would take CUDA, and there is none."""
+    if torch.accelerator.is_available():
+        return
+    for name, module in [*sys.modules.items()]:
+        held = getattr(module, "__dict__", {})
+        if name.partition(".")[0] == "torchtitan" and held.get("device_type") == "cuda":
+            held.update(device_type="cpu", device_module=_Cpu())
+
+
+class _Cpu:
+    """``torch.cpu``, and what torchtitan's metrics ask of an accelerator."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cpu, name)
+
+    def current_device(self) -> int:
+        return 0
+
+    def get_device_name(self, device: torch.device) -> str:
+        return "CPU"
+
+    def get_device_properties(self, device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(total_memory=1)
+
+    def memory_stats(self, device: torch.device) -> dict[str, int]:
+        return defaultdict(int)
+
+    def reset_peak_memory_stats(self) -> None:
+        pass
+
+    def empty_cache(self) -> None:
+        pass

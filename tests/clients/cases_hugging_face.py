@@ -1,0 +1,253 @@
+"""TRL's trainers and the Trainer, with FSDP2 and with FCDP, on the ranks of one process group."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from accelerate.state import AcceleratorState, GradientState
+from torch.distributed.tensor import DTensor
+from transformers import Trainer, TrainingArguments
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+
+import fcdp
+from fcdp.integrations import hugging_face
+from tests.clients import tiny
+
+STEPS = 3
+#: What trainers log that does not depend on time.
+SHOWN = ("loss", "grad_norm", "eval_loss", "rewards/margins", "reward", "kl")
+
+
+def settings(kind: Any, output: str, **others: Any) -> Any:
+    return kind(
+        **{
+            "output_dir": output,
+            "use_cpu": True,
+            "bf16": False,
+            "fsdp": True,
+            "fsdp_config": {
+                "version": 2,
+                "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+                **others.pop("fsdp_config", {}),
+            },
+            "max_steps": STEPS,
+            "per_device_train_batch_size": 2,
+            "learning_rate": 1e-2,
+            "lr_scheduler_type": "constant",
+            "logging_steps": 1,
+            "report_to": [],
+            "save_strategy": "no",
+            "disable_tqdm": True,
+            "gradient_checkpointing": False,
+            **others,
+        }
+    )
+
+
+def sft(output: str, adapters: bool, **others: Any) -> Any:
+    return SFTTrainer(
+        tiny.llama(),
+        settings(SFTConfig, output, max_length=16, **others),
+        train_dataset=tiny.texts(),
+        processing_class=tiny.tokenizer(),
+        peft_config=tiny.lora() if adapters else None,
+    )
+
+
+def dpo(output: str, adapters: bool, **others: Any) -> Any:
+    return DPOTrainer(
+        tiny.llama(),
+        ref_model=None if adapters else tiny.llama(),
+        args=settings(DPOConfig, output, **others),
+        train_dataset=tiny.pairs(),
+        processing_class=tiny.tokenizer(),
+        peft_config=tiny.lora() if adapters else None,
+    )
+
+
+def _reward(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(set(text.split()))) for text in completions]
+
+
+def grpo(output: str, adapters: bool, tokens: int = 8, **others: Any) -> Any:
+    return GRPOTrainer(
+        tiny.saved(output),
+        reward_funcs=_reward,
+        args=settings(
+            GRPOConfig,
+            output,
+            model_init_kwargs={"dtype": "float32"},
+            num_generations=2,
+            max_completion_length=tokens,
+            beta=0.1,
+            **others,
+        ),
+        train_dataset=tiny.prompts(),
+        processing_class=tiny.tokenizer(),
+        peft_config=tiny.lora() if adapters else None,
+    )
+
+
+def plain(output: str, adapters: bool, **others: Any) -> Any:
+    rows = [
+        {"input_ids": each, "labels": each}
+        for each in (torch.arange(1, 17) * (1 + index) % 128 for index in range(64))
+    ]
+    model: Any = tiny.llama()
+    if adapters:
+        from peft import get_peft_model
+
+        model = get_peft_model(model, tiny.lora())
+    return Trainer(model, settings(TrainingArguments, output, **others), train_dataset=rows)
+
+
+def parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name: (each.full_tensor() if isinstance(each, DTensor) else each).detach().clone()
+        for name, each in model.named_parameters()
+    }
+
+
+@contextlib.contextmanager
+def stock() -> Iterator[None]:
+    """accelerate's own sharding, on CPUs."""
+    init = AcceleratorState.__init__
+
+    def init_here(self: Any, *args: Any, **given: Any) -> None:
+        init(self, *args, **given)
+        if given.get("_from_accelerator"):
+            hugging_face.allow_cpus(self, given["fsdp_plugin"])
+
+    AcceleratorState.__init__ = init_here
+    try:
+        yield
+    finally:
+        AcceleratorState.__init__ = init
+
+
+def trained(how: Any, make: Callable[..., Any], **given: Any) -> dict[str, Any]:
+    after, shared = given.pop("after", None), given.pop("shared", False)
+    try:
+        with tempfile.TemporaryDirectory() as own, how:
+            names = [own]
+            dist.broadcast_object_list(names)
+            folder = names[0] if shared else own
+            torch.manual_seed(1)
+            trainer = make(folder, **given)
+            trainer.train()
+            found: dict[str, Any] = {
+                "history": [
+                    {
+                        key: value
+                        for key, value in entry.items()
+                        if key
+                        in ("loss", "grad_norm", "eval_loss", "rewards/margins", "reward", "kl")
+                    }
+                    for entry in trainer.state.log_history
+                ],
+                "parameters": parameters(trainer.model),
+            }
+            if fcdp.is_cached(trainer.model):
+                ledger = fcdp.ledger(trainer.model)
+                found["ledger"] = ledger.snapshot()
+                found["misses"], found["hits"] = ledger.misses, ledger.hits
+                ref = getattr(trainer, "ref_model", None)
+                if ref is not None:
+                    found["ref"] = fcdp.ledger(ref).snapshot()
+            if after is not None:
+                found["after"] = after(trainer, folder)
+            dist.barrier()  # before the first rank removes its folder
+            return found
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=False)
+        GradientState._reset_state()
+        from accelerate import PartialState
+
+        if dist.is_initialized():
+            PartialState._shared_state.clear()
+        gc.collect()
+
+
+def compared(topology: fcdp.Topology, make: Callable[..., Any], **given: Any) -> dict[str, Any]:
+    """How far FCDP is from FSDP2, and what crossed nodes."""
+    theirs = trained(stock(), make, **given)
+    ours = trained(hugging_face.use(topology), make, **given)
+    assert "ledger" in ours
+    assert ours["parameters"].keys() == theirs["parameters"].keys()
+    return {
+        "history": ours["history"],
+        "same_history": ours["history"] == theirs["history"],
+        "apart": max(
+            (ours["parameters"][name] - each).abs().max().item()
+            for name, each in theirs["parameters"].items()
+        ),
+        "theirs": theirs["history"],
+        **{key: ours.get(key) for key in ("ledger", "ref", "hits", "misses", "after")},
+    }
+
+
+def resumed(topology: fcdp.Topology) -> dict[str, Any]:
+    """Save after two steps, go on from there in a new trainer, and save the model whole."""
+
+    def go_on(trainer: Any, folder: str) -> Any:
+        trainer.save_model(f"{folder}/whole")
+        AcceleratorState._reset_state(reset_partial_state=False)
+        again = sft(folder, False, save_strategy="steps", save_steps=2, eval_strategy="no")
+        again.train(resume_from_checkpoint=folders(folder))
+        held = parameters(again.model)
+        return max(
+            (held[name] - each).abs().max().item()
+            for name, each in parameters(trainer.model).items()
+        )
+
+    def folders(folder: str) -> str:
+        shared = [f"{folder}/checkpoint-2"]
+        dist.broadcast_object_list(shared)
+        return shared[0]
+
+    given = {"adapters": False, "save_strategy": "steps", "save_steps": 2, "after": go_on}
+    result = compared(topology, sft, shared=True, **given)
+    assert result["after"] == 0.0, "what was resumed is not what was trained on"
+    return result
+
+
+def accumulated(topology: fcdp.Topology) -> dict[str, Any]:
+    """LoRA in two micro-batches, and how many bytes between nodes one and two of them take."""
+    results = [
+        compared(topology, sft, adapters=True, gradient_accumulation_steps=count)
+        for count in (1, 2)
+    ]
+    sent = [sum(result["ledger"]["inter_node"].values()) for result in results]
+    return {**results[1], "by_accumulation": sent}
+
+
+def _case(make: Callable[..., Any], adapters: bool = False, **given: Any) -> Any:
+    return lambda topology: compared(topology, make, adapters=adapters, **given)
+
+
+_SYNC = {"sync_ref_model": True, "ref_model_sync_steps": 1}
+
+CASES: dict[str, Callable[[fcdp.Topology], dict[str, Any]]] = {
+    "trainer": _case(plain),
+    "sft": _case(sft),
+    "sft-lora": _case(sft, True),
+    "dpo": _case(dpo),
+    "dpo-lora": _case(dpo, True),
+    "grpo": _case(grpo),
+    "grpo-lora": _case(grpo, True),
+    "dpo-sync": _case(dpo, **_SYNC),
+    "grpo-sync": _case(grpo, **_SYNC),
+    "grpo-long": _case(grpo, tokens=24, **_SYNC),
+    "sft-bf16": _case(sft, bf16=True, fsdp_config={"activation_checkpointing": True}),
+    "sft-ram": _case(sft, True, fsdp_config={"cpu_ram_efficient_loading": True}),
+    "sft-offload": _case(sft, fsdp_config={"offload_params": True}),
+    "sft-resume": resumed,
+    "sft-lora-accumulated": accumulated,
+}

@@ -1,0 +1,81 @@
+"""Models, tokenizers and texts of a few kilobytes, made here: there is no hub to ask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from datasets import Dataset
+from peft import LoraConfig
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+WORDS = [f"w{index}" for index in range(120)]
+
+
+def tokenizer() -> Any:
+    names = ["<pad>", "<eos>", "<unk>", *WORDS]
+    model = WordLevel({name: index for index, name in enumerate(names)}, unk_token="<unk>")
+    plain = Tokenizer(model)
+    plain.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def llama(layers: int = 2, hidden: int = 64, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+        tie_word_embeddings=False,
+    )
+    return LlamaForCausalLM(config).to(dtype)
+
+
+def saved(folder: str) -> str:
+    """The folder of a model as the hub has them; TRL makes its references from such."""
+    folders = [f"{folder}/model"]
+    dist.broadcast_object_list(folders)
+    if dist.get_rank() == 0:
+        llama().save_pretrained(folders[0])
+    dist.barrier()
+    return folders[0]
+
+
+def lora() -> LoraConfig:
+    return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+
+def _text(start: int, length: int) -> str:
+    return " ".join(WORDS[(start * 7 + index * 3) % len(WORDS)] for index in range(length))
+
+
+def texts(count: int = 64) -> Dataset:
+    return Dataset.from_dict({"text": [_text(index, 12) for index in range(count)]})
+
+
+def pairs(count: int = 64) -> Dataset:
+    return Dataset.from_dict(
+        {
+            "prompt": [_text(index, 4) for index in range(count)],
+            "chosen": [" " + _text(index + 1, 6) for index in range(count)],
+            "rejected": [" " + _text(index + 2, 6) for index in range(count)],
+        }
+    )
+
+
+def prompts(count: int = 64) -> Dataset:
+    return Dataset.from_dict({"prompt": [_text(index, 4) for index in range(count)]})
