@@ -52,10 +52,16 @@ TESTS: dict[str, tuple[str, ...]] = {
 }
 
 
+def sources(root: Path) -> Iterator[Source]:
+    """The library's files, but for other people's trainers, whose tests have an environment."""
+    for path in sorted(root.glob("fcdp/**/*.py")):
+        if path.parent.name != "integrations":
+            yield Source(str(path.relative_to(root)), path.read_text(encoding="utf-8"))
+
+
 def mutants(root: Path) -> Iterator[Mutant]:
-    """All mutants of the library, file by file; other people's trainers are another environment."""
-    for path in sorted({*root.glob("fcdp/**/*.py")} - {*root.glob("fcdp/integrations/*.py")}):
-        source = Source(str(path.relative_to(root)), path.read_text(encoding="utf-8"))
+    """All mutants of the library, file by file."""
+    for source in sources(root):
         found = source.mutants("order", order(source))
         if part_of(source.file) in ARITHMETIC:
             have = {mutant.source for mutant in found}

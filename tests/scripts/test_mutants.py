@@ -64,9 +64,7 @@ def test_a_mutant_has_the_same_name_wherever_its_function_stands() -> None:
 
 
 def test_every_file_that_has_mutants_has_tests() -> None:
-    files = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("fcdp/**/*.py")]
-    sources = [Source(file, (ROOT / file).read_text(encoding="utf-8")) for file in files]
-    with_mutants = {part_of(each.file) for each in sources if changed(each)} | {*ARITHMETIC}
-    assert with_mutants == {*TESTS}
-    missing = [test for file in files if part_of(file) in TESTS for test in parts.tests_of(file)]
-    assert [test for test in missing if not (ROOT / test).exists()] == []
+    with_mutants = {part_of(each.file) for each in parts.sources(ROOT) if changed(each)}
+    assert with_mutants | {*ARITHMETIC} == {*TESTS}
+    tests = {test for part in TESTS for test in parts.tests_of(f"fcdp/{part}")}
+    assert [test for test in tests if not (ROOT / test).exists()] == []
