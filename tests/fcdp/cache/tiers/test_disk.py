@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from fcdp import direct_io
 from fcdp.cache.tiers.disk import DiskTier
 from tests.fcdp.stand_ins import CPU, STREAMS, Place, StandInUnit, slice_of
 
@@ -68,6 +69,27 @@ def test_a_tier_goes_without_waiting_for_its_threads(
         assert not thread.is_alive()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
+
+
+def test_files_wait_for_what_the_device_does_with_the_memory(tmp_path: Path) -> None:
+    """It fills what is written, and has read what is filled anew, by the time of the events."""
+    memory, seen = torch.zeros(4096, dtype=torch.uint8), []
+
+    class Filled:
+        def synchronize(self) -> None:
+            memory.fill_(7)
+
+    class HasRead:
+        def synchronize(self) -> None:
+            seen.append(memory.clone())
+
+    file = direct_io.File(os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT))
+    total = direct_io.write(file, 0, memory, [Filled()])
+    assert memory.eq(7).all()
+    memory.fill_(3)
+    assert direct_io.read(file, 0, memory, [HasRead()], total) == total
+    assert seen[0].eq(3).all()
+    assert memory.eq(7).all()
 
 
 def test_the_page_cache_is_bypassed(tmp_path: Path) -> None:
