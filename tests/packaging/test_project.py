@@ -25,6 +25,7 @@ TARGETS = (
     "gpu",
     "setup",
     "baselines",
+    "clients",
     "pins",
     "clean",
     "help",
