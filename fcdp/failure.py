@@ -59,6 +59,10 @@ TEXT_LIMIT = 300
 
 _FINAL = "final"
 _LOST = "the process group's store does not answer; rank 0 was lost?"
+_OUT_OF_STEP = (
+    "ranks are not at the same exchange: one has left some out, as by an error that it alone "
+    "raised and caught; go on from the last checkpoint"
+)
 _STORE_TIMEOUT = timedelta(seconds=20)
 #: Exchanges use no tags so large. Consecutive ones go by the interfaces in turn.
 _UNUSED_TAG = 1 << 20
@@ -181,11 +185,7 @@ class Failures:
 
     def raise_out_of_step(self) -> NoReturn:
         """End what all ranks do together: some have left out exchanges that others were in."""
-        reason = (
-            "ranks are not at the same exchange: one has left some out, as by an error that it "
-            "alone raised and caught; go on from the last checkpoint"
-        )
-        raise RankFailed(self._end(reason))
+        raise RankFailed(self._end(_OUT_OF_STEP))
 
     def forward_ends(self) -> None:
         """Announce the error that ends the forward, if one does: for an ``always_call`` hook.
@@ -306,14 +306,18 @@ class Failures:
         until = time.monotonic() + ROLL_CALL_S
         assert self._board is not None
         try:
+            self._board.sign(here := f"{key}/{self._exchanges}")
             self._board.sign(key)
             while self._board.signed(key) < self._ranks and self._over is None:
                 if final := self._board.read(_FINAL):
                     self._end(final.text)
                 elif time.monotonic() > until:
-                    here = f"rank {dist.get_rank()}"
-                    self._end(f"some ranks did not leave the pass that failed on {here}")
+                    rank = f"rank {dist.get_rank()}"
+                    self._end(f"some ranks did not leave the pass that failed on {rank}")
                 time.sleep(PAUSE_S)
+            if self._over is None and self._board.signed(here) < self._ranks:
+                # On the CPU what one left in flight would take another's next message for its own.
+                self._end(_OUT_OF_STEP)
         except Exception as error:
             self._end(f"{_LOST} {_brief(error)}")
         if self._over is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fcdp import failure
-from fcdp.exchange import any_rank
+from fcdp.exchange import any_rank, swap, wait_all
 from fcdp.failure import Failures, RankFailed
 from tests.fcdp.failures.made_up import SOON_S
 from tests.ranks import Pools
@@ -192,6 +192,41 @@ def _raise_at_different_exchanges() -> list[str]:
 def test_ranks_that_raise_at_different_exchanges_do_not_go_on(ranks: Pools) -> None:
     """One would take for its next exchange what another has left out."""
     for (seen,) in ranks.run(4, _raise_at_different_exchanges):
+        assert "ranks are not at the same exchange" in seen
+
+
+def _prefetch_what_another_never_gathers(numel: int) -> list[str]:
+    with exchanges(f"prefetched {numel}") as every:
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        topology: Any = SimpleNamespace(
+            control_intra=alone, control_inter=every.group, failures=every.failures
+        )
+        rank = dist.get_rank()
+
+        def passes() -> None:
+            every.failures.begins()
+            assert any_rank([False], topology) == [False]
+            left: Sequence[dist.Work] = []
+            arriving, own = torch.zeros(2, numel, dtype=torch.uint8)
+            if rank == 1:
+                with every.failures.waiting():
+                    left = swap([(1 - rank, arriving)], [(1 - rank, own)], every.group)
+            every.failures.announce(ValueError(f"row {rank}"))
+            every.failures.begins()
+            if left:
+                with every.failures.waiting():
+                    wait_all(left)
+            any_rank([False], topology)
+
+        return [ended(passes)]
+
+
+@pytest.mark.parametrize("numel", [33, 1024])
+def test_what_one_rank_alone_left_in_flight_is_not_taken_for_the_next_exchange(
+    ranks: Pools, numel: int
+) -> None:
+    """On the CPU all exchanges of two ranks share a connection, and match in order."""
+    for (seen,) in ranks.run(2, _prefetch_what_another_never_gathers, numel):
         assert "ranks are not at the same exchange" in seen
 
 
