@@ -328,7 +328,7 @@ class Failures:
     def _explain(self, error: BaseException) -> None:
         """Raise the reason for a transport's error; return if it is none."""
         others = RankFailed | torch.OutOfMemoryError
-        if not isinstance(error, RuntimeError) or isinstance(error, others):
+        if not isinstance(error, RuntimeError) or isinstance(error, others) or self._ranks == 1:
             return
         reason = self._over
         if reason is None:
