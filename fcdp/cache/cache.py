@@ -130,9 +130,11 @@ class Cache:
         """
         if given_bytes != entry.unit.shard_bytes:
             return False
-        if entry.unit.reuses or not self.requires_sync or not self._with_gradients:
+        if entry.unit.reuses:
             return True
         entry.missed |= entry.passed_over == entry.generation
+        if not self.requires_sync or not self._with_gradients:
+            return True
         entry.passed_over = entry.generation
         return entry.missed
 

@@ -250,4 +250,5 @@ CASES: dict[str, Callable[[fcdp.Topology], dict[str, Any]]] = {
     "sft-offload": _case(sft, fsdp_config={"offload_params": True}),
     "sft-resume": resumed,
     "sft-lora-accumulated": accumulated,
+    "alone": tiny.alone,
 }

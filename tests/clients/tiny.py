@@ -8,11 +8,13 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import fcdp
 
 WORDS = [f"w{index}" for index in range(120)]
 
@@ -57,6 +59,20 @@ def saved(folder: str) -> str:
 
 def lora() -> LoraConfig:
     return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+
+def alone(topology: fcdp.Topology) -> dict[str, Any]:
+    """Train LoRA for three steps in a loop by ``fcdp.shard``, as no client does; its bytes."""
+    model: Any = get_peft_model(llama(), lora())
+    fcdp.shard(model, topology)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    rows = torch.randint(3, 128, (2, 16))
+    for _ in range(3):
+        model(input_ids=rows, labels=rows).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"ledger": fcdp.ledger(model).snapshot()}
 
 
 def _text(start: int, length: int) -> str:

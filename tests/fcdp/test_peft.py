@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import fcdp
 from fcdp.engine import engine_of
@@ -196,3 +197,46 @@ def test_mixed_units_are_told_in_the_bytes_that_cross(ranks: Pools) -> None:
     assert said.count("\n") == 1
     assert nothing == silent == ""
     assert mixed > 10 * split > 0
+
+
+def ignored_in_a_block() -> tuple[bool, bool, bool]:
+    """Whether an ignored parameter stays whole and the others do not, and set-up is known again."""
+    topology = topology_of(2, 1)
+    model, blocks = make_model("lora")
+    kept = next(blocks[0].parameters())
+    shape = kept.shape
+    fcdp.shard(model, topology, units=blocks, ignored_params=[kept])
+    held = [*model.parameters()]
+    whole = [param for param in held if not isinstance(param, DTensor)]
+    fcdp.shard(model, topology, units=blocks, ignored_params=[kept])  # changes nothing
+    tokens = torch.randint(64, (2, 9))
+    model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    units = fcdp.ledger(model).misses
+    return len(whole) == 1 and whole[0] is kept, kept.shape == shape, units > 0
+
+
+def test_ignored_parameters_stay_whole(ranks: Pools) -> None:
+    assert ranks.run(2, ignored_in_a_block) == [(True, True, True)] * 2
+
+
+def misses_with_references() -> list[int]:
+    """Gathers in each step whose backward follows a reference's pass, as DPO's does."""
+    topology = topology_of(2, 1)
+    model, blocks = make_model("lora")
+    fcdp.shard(model, topology, units=blocks)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    tokens = torch.randint(64, (2, 9))
+    misses = []
+    for _ in range(3):
+        fcdp.ledger(model).reset()
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        with torch.no_grad():
+            model(input_ids=tokens, labels=tokens, use_cache=False)
+        take_step(loss, optimizer)
+        misses.append(fcdp.ledger(model).misses)
+    return misses
+
+
+def test_adapters_cross_once_per_step_beside_a_reference(ranks: Pools) -> None:
+    for _, *more in ranks.run(2, misses_with_references):
+        assert more == [1, 1]
