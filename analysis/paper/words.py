@@ -11,6 +11,7 @@ from analysis.claims.papers import Claim
 from analysis.claims.verdicts import quoted, rounded
 from analysis.paper.contents import Fit
 from analysis.paper.fit import Fitted, Region, Setting, Sweeps, moved
+from analysis.paper.region import in_words
 from analysis.paper.tables import Table
 
 #: Marks a number that is the paper's within the fit's tolerance.
@@ -45,7 +46,7 @@ def predictions(found: Fitted) -> Table:
     rows = []
     for item in found.predictions:
         claim = item.curve.claim
-        agrees = "agrees" if item.holds else "contradicts"
+        agrees = "agrees" if item.holds else "differs"
         rows.append(
             (
                 item.curve.target.short,
@@ -113,6 +114,7 @@ def best(found: Fitted) -> dict[str, str]:
         "between": f"{low} to {high}",
         "setting": setting(found.fit, region.setting),
         "missing": ", ".join(missing),
+        "found": in_words(),
     }
 
 
