@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isinf
 from typing import Literal
 
@@ -20,7 +20,7 @@ from analysis.claims.computations import (
     setting_of,
     taken,
 )
-from analysis.claims.papers import Check, Claim, Claims, Role
+from analysis.claims.papers import Check, Claim, Claims, Label, Role
 from analysis.load.rows import Row
 from experiments.records.abilities import Evidence
 from experiments.records.comparison import FEWEST
@@ -29,6 +29,7 @@ from experiments.records.settings import Described
 Verdict = Literal[
     "reproduced", "not reproduced", "not run", "agrees", "differs",
     "as set up", "not as set up", "consistent", "inconsistent", "fitted", "undecided",
+    "over the whole range", "in part of the range", "outside the range",
 ]  # fmt: skip
 #: By what a comparison is for: near enough, and not.
 VERDICTS: dict[Role, tuple[Verdict, Verdict]] = {
@@ -40,8 +41,51 @@ VERDICTS: dict[Role, tuple[Verdict, Verdict]] = {
 }
 #: A claim by its results alone: they may not agree, and one without any is set apart.
 Summary = Literal[
-    "reproduced", "reproduced in part", "not reproduced", "undecided", "not run", "set apart"
-]
+    "reproduced", "reproduced in part", "not reproduced",
+    "over the whole range", "in part of the range", "outside the range",
+    "undecided", "not run", "set apart",
+]  # fmt: skip
+#: Numbers that no paper gives: they are hypotheses, and what agrees with them reproduces nothing.
+HYPOTHESES: tuple[Label, ...] = ("derived", "recalled")
+
+
+@dataclass(frozen=True)
+class Ranged:
+    """A simulated number over all that its paper does not say."""
+
+    low: float
+    high: float
+    #: Of the settings at which there is one, how many agree with the paper's.
+    share: float
+    #: Which settings these are, in words; nothing where they are all, or none.
+    part: str
+    #: At the setting with which the paper's numbers hold together best.
+    best: float
+    #: Whether what is simulated was read from it, so that it says nothing.
+    fitted: bool = False
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether it is the paper's at all settings, at some, or at none."""
+        if self.fitted:
+            return "fitted"
+        if self.share == 1:
+            return "over the whole range"
+        return "in part of the range" if self.share else "outside the range"
+
+    def span(self, unit: Unit | None) -> str:
+        """The least and the most."""
+        ends = dict.fromkeys(rounded(end, unit) for end in (self.low, self.high))
+        return " to ".join(ends)
+
+    def words(self, unit: Unit | None) -> str:
+        """A sentence on all of it."""
+        asks = f": with {self.part}" if self.part else ""
+        return (
+            f"The paper's system, simulated over what the paper does not say, has "
+            f"{self.span(unit)}; the paper's number at "
+            f"{text.number(100 * self.share)} % of the settings that fit{asks}."
+        )
 
 
 @dataclass(frozen=True)
@@ -65,13 +109,23 @@ class Finding:
     @property
     def decides(self) -> bool:
         """Whether the claim's verdict rests on it."""
-        return self.check is None or self.check.role == "result"
+        return self.check is None or _role(self.claim, self.check) == "result"
 
 
-def judge(claims: Claims, rows: Mapping[str, Sequence[Row]]) -> list[Finding]:
+def _role(claim: Claim, check: Check) -> Role:
+    """What the comparison is for; with a hypothesis, consistency at most."""
+    return "consistency" if claim.label in HYPOTHESES and check.role == "result" else check.role
+
+
+def judge(
+    claims: Claims,
+    rows: Mapping[str, Sequence[Row]],
+    ranges: Mapping[str, Ranged] | None = None,
+) -> list[Finding]:
     """One finding for each check, or for each claim without one, in the order of the file.
 
-    ``rows`` are the cells of each matrix that has been run.
+    ``rows`` are the cells of each matrix that has been run, ``ranges`` what is simulated of claims
+    over what their paper does not say, which judges them where it is there.
     """
     found = []
     for claim in claims.claims:
@@ -79,7 +133,19 @@ def judge(claims: Claims, rows: Mapping[str, Sequence[Row]]) -> list[Finding]:
             reason = claim.untested or claims.papers[claim.paper].untested
             assert reason is not None, "checked when the file was read"
             found.append(Finding(claim, None, "not run", None, None, "", (reason,)))
-        found += [_check(claims, claim, check, rows) for check in claim.checks]
+        ranged = (ranges or {}).get(claim.id)
+        for check in claim.checks:
+            finding = _check(claims, claim, check, rows)
+            if ranged and check.role == "result" and finding.evidence == "simulated":
+                said = (*finding.reasons, ranged.words(claim.unit))
+                role: Role = "fit" if ranged.fitted else check.role
+                finding = replace(
+                    finding,
+                    check=check.model_copy(update={"role": role}),
+                    verdict=ranged.verdict,
+                    reasons=said,
+                )
+            found.append(finding)
     return found
 
 
@@ -105,6 +171,9 @@ def _summary(verdicts: set[Verdict], apart: bool) -> Summary:
     decided = verdicts - {"undecided"}
     if not decided:
         return "undecided"
+    for ranged in ("over the whole range", "in part of the range", "outside the range"):
+        if decided == {ranged}:
+            return ranged
     if len(decided) > 1:
         return "reproduced in part"
     return "reproduced" if "reproduced" in decided else "not reproduced"
@@ -128,14 +197,15 @@ def _check(
     assert claim.unit is not None, "checked when the claim was read"
     ours = taken(samples, check.compute.take) * SCALES[claim.unit]
     near = check.tolerance.admits(ours, claim.number)
-    verdict = VERDICTS[check.role][0 if near else 1]
+    role = _role(claim, check)
+    verdict = VERDICTS[role][0 if near else 1]
     timed = check.compute.timing(samples) if isinstance(check.compute, Ratio) else None
     interval = None
     if timed is not None:
         low, high = (end * SCALES[claim.unit] for end in timed.interval)
         interval = low, high
     unsure = _unsure(timed, interval, claim, check)
-    if unsure is not None and check.role in ("result", "context"):
+    if unsure is not None and role in ("result", "context"):
         verdict = "undecided"
     reasons = [check.note, _noise(claims, check), unsure]
     if not near:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from analysis import text
 from analysis.claims.papers import Claim, Claims
 from analysis.claims.verdicts import Finding, Summary, between, quoted, rounded
 from analysis.figures.drawings import Drawing
 from analysis.load.runs import AnyRun, BoundStudy, Run
-from analysis.paper import figures, fit, tables, words
-from analysis.paper.contents import Contents, Fit, Section
-from analysis.paper.fit import Fitted, Sweeps, sweeps
+from analysis.paper import figures, tables
+from analysis.paper.contents import Contents, Section
+from analysis.paper.region import Region, in_words
 from analysis.paper.tables import Table
 from experiments.records.workload import AnyModel, Images
 from simulation.transformer import ModelSpec
@@ -28,10 +28,10 @@ class Part:
 
     section: Section
     table: Table
-    #: Notes that stand here, by number, and the numbers of those that stand in earlier sections;
+    #: Notes that stand here, by id, and the ids of those that stand in earlier sections;
     #: a document has each note once.
-    notes: Mapping[int, str]
-    earlier: tuple[int, ...]
+    notes: Mapping[str, str]
+    earlier: tuple[str, ...]
     pivots: tuple[Table, ...]
     assumptions: str
     commands: tuple[str, ...]
@@ -44,17 +44,13 @@ class Chapter:
 
     #: The paper, as the claims call it.
     paper: str
-    #: A row per result: what, paper, simulated, emulated, verdict, and its section's id.
+    #: A row per result: what, paper, simulated, emulated, verdict, why, and its section's id.
     opening: tuple[tuple[str, ...], ...]
     parts: tuple[Part, ...]
-    fitted: Fitted | None
-    #: The fit's tables, in words.
+    #: At which point the paper's numbers hold together, in words; nothing of papers without one.
+    together: str = ""
+    #: Each of them there and over its range.
     tables: tuple[Table, ...] = ()
-    contradictions: tuple[str, ...] = ()
-    best: Mapping[str, str] = field(default_factory=dict)
-    assumed: str = ""
-    #: How near a prediction must be.
-    tolerance: str = ""
     drawings: tuple[Drawing, ...] = ()
 
     @property
@@ -70,8 +66,8 @@ class Chapter:
         return own + list(self.tables)
 
     @property
-    def noted(self) -> set[int]:
-        """The notes that stand in its sections, by number."""
+    def noted(self) -> set[str]:
+        """The notes that stand in its sections, by id."""
         return {at for part in self.parts for at in part.notes}
 
 
@@ -81,17 +77,17 @@ def chapter(
     runs: Sequence[AnyRun],
     findings: Sequence[Finding],
     verdicts: Mapping[str, Summary],
-    number: Mapping[str, int],
-    noted: Collection[int] = (),
+    number: Mapping[str, str],
+    noted: Collection[str] = (),
+    of: Region | None = None,
 ) -> Chapter:
     """The chapter of these records.
 
-    ``number`` has each note's, ``noted`` those of chapters before.
+    ``number`` has each note's id, ``noted`` those of chapters before, and ``of``
+    where the paper's numbers hold together.
     """
     by_matrix = {run.matrix: run for run in runs}
-    swept = _swept(holds.fit, claims, by_matrix)
-    found = None if holds.fit is None or swept is None else fit.fitted(holds.fit, swept)
-    shown = _Shown(claims, findings, verdicts, words.as_predicted(found), found)
+    shown = _Shown(claims, findings, verdicts, of)
     notes = _placed(holds.sections, shown, number, noted)
     parts = tuple(
         Part(
@@ -102,29 +98,46 @@ def chapter(
             _own_tables(section, by_matrix),
             _assumptions(section, by_matrix),
             tuple(_command(claims, name) for name in section.matrices),
-            _drawing(section, shown, by_matrix, found, swept),
+            _drawing(section, shown, by_matrix),
         )
         for section, (own, earlier) in zip(holds.sections, notes, strict=True)
     )
     opening = tuple(
-        (short, *shown.row(name, briefly=True)[1:], section.id)
+        (short, *shown.row(name, briefly=True)[1:], shown.why(name), section.id)
         for section in holds.sections
         for name, short in section.first.items()
     )
-    if found is None or swept is None:
-        return Chapter(holds.paper, opening, parts, None)
+    if of is None:
+        return Chapter(holds.paper, opening, parts)
+    first = {name: short for section in holds.sections for name, short in section.first.items()}
+    numbers = [shown.of(name) for name in of.holds.numbers]
     return Chapter(
         holds.paper,
         opening,
         parts,
-        found,
-        (words.predictions(found), words.changes(found, swept)),
-        tuple(words.contradictions(found)),
-        words.best(found),
-        words.setting(found.fit, found.assumed),
-        f"{100 * found.fit.tolerance:g} %",
-        (figures.regions(found, swept),),
+        in_words(of.holds, of.found, of.paper),
+        (_together(numbers, first, of),),
+        (figures.ranges("paper-region", numbers, of),),
     )
+
+
+def _together(numbers: Sequence[Claim], first: Mapping[str, str], of: Region) -> Table:
+    rows = []
+    for claim in numbers:
+        found, asks = of.ranges[claim.id], of.paper[claim.id]
+        near = "yes" if asks.away(found.best) <= 1 else "no"
+        rows.append(
+            (
+                first.get(claim.id, claim.claim),
+                f"{quoted(claim.number, claim.unit)} [{claim.label}]",
+                rounded(found.best, claim.unit),
+                near,
+                found.span(claim.unit),
+                f"{text.number(100 * found.share)} %",
+            )
+        )
+    columns = ("Number", "Paper", "At the best point", "Near enough", "Over the range", "Agrees at")
+    return Table("together", "The paper's numbers together", columns, tuple(rows))
 
 
 def _own_tables(section: Section, runs: Mapping[str, AnyRun]) -> tuple[Table, ...]:
@@ -136,26 +149,18 @@ def _own_tables(section: Section, runs: Mapping[str, AnyRun]) -> tuple[Table, ..
     return tuple(found)
 
 
-def _swept(of: Fit | None, claims: Claims, runs: Mapping[str, AnyRun]) -> Sweeps | None:
-    """What the sweeps of unknowns come to; ``None`` without one, or without its records."""
-    if of is None:
-        return None
-    rows = {sweep.matrix: runs[sweep.matrix].rows for sweep in of.sweeps if sweep.matrix in runs}
-    return sweeps(of, claims, rows)
-
-
 def _placed(
     sections: Sequence[Section],
     shown: _Shown,
-    number: Mapping[str, int],
-    noted: Collection[int],
-) -> list[tuple[dict[int, str], tuple[int, ...]]]:
-    """Of each section the notes that stand there first, and the numbers of the others."""
+    number: Mapping[str, str],
+    noted: Collection[str],
+) -> list[tuple[dict[str, str], tuple[str, ...]]]:
+    """Of each section the notes that stand there first, and the ids of the others."""
     there = set(noted)
     found = []
     for section in sections:
         reasons = [note for note in shown.notes(section) if note in number]
-        notes = dict(sorted((number[note], note) for note in reasons))
+        notes = {number[note]: note for note in reasons}
         own = {at: note for at, note in notes.items() if at not in there}
         found.append((own, tuple(at for at in notes if at in there)))
         there |= set(own)
@@ -169,21 +174,25 @@ class _Shown:
     claims: Claims
     findings: Sequence[Finding]
     verdicts: Mapping[str, Summary]
-    predicted: Mapping[str, str]
-    found: Fitted | None
+    region: Region | None
 
     def of(self, name: str) -> Claim:
         return next(claim for claim in self.claims.claims if claim.id == name)
 
     def table(self, section: Section) -> Table:
-        fitted = self.found
-        at = "" if fitted is None else words.value(fitted.fit.unknown, fitted.value)
-        rows = [(*self.row(name), self.predicted.get(name, text.ABSENT)) for name in section.claims]
-        # What is simulated of no claim at all is no column; nor is what nothing was fitted for.
-        simulated = bool(fitted) or any(row[2] != text.ABSENT for row in rows)
-        order = [0, 1, *([2] if simulated else []), *([5] if fitted else []), 3, 4]
+        ranges = self.region.ranges if self.region else {}
+        rows = [
+            (
+                *self.row(name),
+                ranges[name].span(self.of(name).unit) if name in ranges else text.ABSENT,
+            )
+            for name in section.claims
+        ]
+        # What is simulated of no claim at all is no column; nor is a range that none has.
+        simulated, ranged = (any(row[at] != text.ABSENT for row in rows) for at in (2, 5))
+        order = [0, 1, *([2] if simulated else []), *([5] if ranged else []), 3, 4]
         names = ("Result", "Paper", "Simulated", "Emulated", "Verdict")
-        columns = (*names, f"Simulated, {at} of the link")
+        columns = (*names, "The paper's system, over its unknowns")
         return Table(
             section.id,
             section.title,
@@ -219,6 +228,21 @@ class _Shown:
         said += ["undecided"] if found[0].verdict == "undecided" else []
         return f"{ours} ({'; '.join(said)})" if said else ours
 
+    def why(self, name: str) -> str:
+        """A clause on the verdict: over the range, the reason found, or its cells."""
+        claim, ranged = self.of(name), self.region.ranges.get(name) if self.region else None
+        if ranged is not None:
+            if ranged.fitted:
+                return f"{ranged.span(claim.unit)}; the system was read from it"
+            share = f"{text.number(100 * ranged.share)} % of settings agree"
+            return f"{ranged.span(claim.unit)}; {share}"
+        every = [f for f in self.findings if f.claim.id == name]
+        finding = next((f for f in every if f.decides), every[0])
+        because = finding.check.because if finding.check else None
+        if because and finding.verdict == "not reproduced":
+            return because.split(". ")[0].rstrip(".")
+        return finding.cells
+
     def notes(self, section: Section) -> list[str]:
         """The reasons of what decides the section's claims; of all else where nothing does."""
         decided = {finding.claim.id for finding in self.findings if finding.decides}
@@ -248,11 +272,11 @@ def _assumptions(section: Section, runs: Mapping[str, AnyRun]) -> str:
         if isinstance(run := runs.get(name), Run)
         for record in run.records
     ]
-    models = words.distinct([_sized(c.model) for c in cells])
-    clusters = words.distinct(
+    models = _distinct([_sized(c.model) for c in cells])
+    clusters = _distinct(
         [f"{c.cluster.nodes} nodes × {c.cluster.ranks_per_node} ranks" for c in cells]
     )
-    lengths = words.distinct(
+    lengths = _distinct(
         [
             f"{c.sequence_length} tokens per sequence"
             for c in cells
@@ -262,8 +286,8 @@ def _assumptions(section: Section, runs: Mapping[str, AnyRun]) -> str:
     parts = [models, clusters, lengths]
     simulated = [c.cluster for c in cells if c.cluster.kind == "simulated"]
     if simulated:
-        shares = words.distinct([f"{c.link_efficiency * 100:g} %" for c in simulated])
-        again = words.distinct([f"{c.recomputed * 100:g} %" for c in cells])
+        shares = _distinct([f"{c.link_efficiency * 100:g} %" for c in simulated])
+        again = _distinct([f"{c.recomputed * 100:g} %" for c in cells])
         parts += [f"{again} of the blocks recomputed", f"{shares} of each link reached"]
     return "; ".join(part for part in parts if part)
 
@@ -279,16 +303,11 @@ def _drawing(
     section: Section,
     shown: _Shown,
     runs: Mapping[str, AnyRun],
-    found: Fitted | None,
-    swept: Sweeps | None,
 ) -> Drawing | None:
     """The section's figure; ``None`` without its records."""
-    if section.figure == "sweep":
-        if found is None or swept is None:
-            return None
-        fitted_to = {target.claim for target in found.fit.targets}
-        drawn = [name for name in section.claims if name in fitted_to]
-        return figures.curves(f"paper-{section.id}", drawn, found, swept)
+    if section.figure == "ranges":
+        drawn = [shown.of(name) for name in section.claims]
+        return figures.ranges(f"paper-{section.id}", drawn, shown.region) if shown.region else None
     run = runs.get(section.matrices[0])
     if isinstance(run, BoundStudy):
         return figures.bound([shown.of(name) for name in section.claims], run)
@@ -300,3 +319,8 @@ def _drawing(
     if section.figure in ("volume", "bandwidth"):
         return getattr(figures, section.figure)(claims, run)  # type: ignore[no-any-return]
     return getattr(figures, section.figure)(run)  # type: ignore[no-any-return]
+
+
+def _distinct(words: Sequence[str]) -> str:
+    """Each once, in order."""
+    return ", ".join(dict.fromkeys(words))

@@ -1,4 +1,4 @@
-"""What the chapter on a paper holds: its sections, and what is fitted to which number.
+"""What the chapter on a paper holds: its sections.
 
 ``contents.yaml``, of the FCDP paper, and the files beside it, of others, name claims, matrices and
 settings; the papers' numbers stand in ``analysis/claims.yaml``. A mistake raises ``ValueError``
@@ -12,7 +12,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from analysis.claims.computations import Computation, Selection
+from analysis.claims.computations import Selection
 from analysis.claims.papers import Claims
 from experiments.records.cell import MatrixName
 from simulation import yaml_lines
@@ -25,54 +25,9 @@ OTHERS = tuple(
 )
 
 
-class Sweep(Strict):
-    """A matrix over what is not known: which setting of its cells is which unknown."""
-
-    matrix: MatrixName
-    #: None where none of them changes what its cells are asked for.
-    unknowns: dict[str, Name] = Field(default_factory=dict)
-
-
-class Target(Strict):
-    """A claim as the sweeps answer it."""
-
-    claim: Name
-    #: The sweep whose cells alone answer it; by default all that have unknowns.
-    matrix: MatrixName | None = None
-    #: In as few words as a figure's axis has room for.
-    short: str
-    compute: Computation
-
-
-class Fit(Strict):
-    """One unknown is chosen so that one number comes out; all others are predicted."""
-
-    #: The unknown that is fitted; all others keep their values of ``assumed``.
-    unknown: Name
-    assumed: dict[Name, float]
-    #: The claim whose number is fitted.
-    fitted: Name
-    #: How near a prediction must be, as a share of the paper's number.
-    tolerance: float = Field(gt=0, lt=1)
-    sweeps: tuple[Sweep, ...]
-    #: What readers call an unknown.
-    words: dict[Name, str]
-    targets: tuple[Target, ...]
-
-    @model_validator(mode="after")
-    def _is_whole(self) -> Fit:
-        unknowns = {name for sweep in self.sweeps for name in sweep.unknowns.values()}
-        for key, named in (("assumed", {*self.assumed, self.unknown}), ("words", {*self.words})):
-            if named != unknowns:
-                raise ValueError(f"{key}: {sorted(named)}; the sweeps have {sorted(unknowns)}")
-        if self.fitted not in [target.claim for target in self.targets]:
-            raise ValueError(f"fitted: {self.fitted!r} is not among the targets")
-        return self
-
-
 #: What a section's figure draws.
 Figure = Literal[
-    "volume", "sweep", "scaling", "bandwidth", "policies", "memory", "losses",
+    "volume", "ranges", "scaling", "bandwidth", "policies", "memory", "losses",
     "throughput", "traffic", "intervals", "slots", "bound",
 ]  # fmt: skip
 
@@ -131,8 +86,6 @@ class Contents(Strict):
     #: The paper, as the claims call it.
     paper: Name
     sections: tuple[Section, ...]
-    #: None where the paper's numbers are of runs as ours, or none of ours can be fitted to them.
-    fit: Fit | None = None
 
 
 def load(claims: Claims, path: Path = CONTENTS) -> Contents:
@@ -144,9 +97,7 @@ def load(claims: Claims, path: Path = CONTENTS) -> Contents:
         where = ".".join(map(str, first["loc"]))
         raise ValueError(f"{path.name}: {where}: {first['msg']}") from error
     known = {claim.id for claim in claims.claims if claim.paper == contents.paper}
-    targets = contents.fit.targets if contents.fit else ()
-    named = [("fit.targets", target.claim) for target in targets]
-    named += [(section.id, name) for section in contents.sections for name in section.claims]
+    named = [(section.id, name) for section in contents.sections for name in section.claims]
     for where, name in named:
         if name not in known:
             raise ValueError(f"{path.name}: {where}: {name!r} is no claim of the paper")

@@ -8,16 +8,19 @@ The paper's system (flat exchanges) is simulated; what the paper does not say is
 
 from __future__ import annotations
 
-import json
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import Field, model_validator
 
 from analysis.claims import papers
+from analysis.claims.papers import Claims, Tolerance
+from analysis.claims.verdicts import Ranged
 from simulation import yaml_lines
 from simulation.files import Name, Strict
 from simulation.hardware import cluster
@@ -37,6 +40,8 @@ _FAST, _SLOW = 100e9, 1e9
 _ROUNDS = 3
 #: Values tried of an unknown that is between two, in each round; later ones are nearer.
 _TRIED = 5
+#: A number is said to ask for part of an unknown's range that is less than this share of it.
+_NARROWER = 0.85
 
 #: The value of each unknown.
 Point = Mapping[str, float]
@@ -48,12 +53,25 @@ class Unknown(Strict):
     values: tuple[float, ...] = ()
     between: tuple[float, float] | None = None
     source: str
+    #: As readers call it.
+    words: str
 
     @model_validator(mode="after")
     def _has_a_range(self) -> Unknown:
         if bool(self.values) == bool(self.between):
             raise ValueError("has values, or is between two; one of them")
         return self
+
+    def has(self, value: float) -> bool:
+        """Whether it may be so."""
+        if self.between is None:
+            return value in self.values
+        return self.between[0] <= value <= self.between[1]
+
+    def written(self, value: float) -> str:
+        """The value; shares in per cent."""
+        share = max(self.between or self.values) <= 1
+        return f"{100 * value:.3g} %" if share else f"{value:g}"
 
     def near(self, value: float, width: float) -> list[float]:
         """What it may be within this share of its range around a value."""
@@ -69,9 +87,13 @@ class Unknowns(Strict):
     """The file."""
 
     seed: int
+    #: Points over which verdicts are given.
+    drawn: int = Field(ge=1)
     unknowns: dict[Name, Unknown]
-    #: By claim.
-    tolerances: dict[Name, float] = Field(min_length=1)
+    #: Claims that the search brings together.
+    numbers: tuple[Name, ...] = Field(min_length=1)
+    #: Claims from which the paper's system was read.
+    fitted: tuple[Name, ...] = ()
 
 
 def load(path: Path = UNKNOWNS) -> Unknowns:
@@ -93,7 +115,7 @@ def _predicted(
         micro_batch=micro_batch,
         recomputed=recomputed,
         policy=policy,
-        exchanges="flat" if strategy == "fcdp" else "hierarchical",
+        exchanges="flat" if strategy.startswith("fcdp") else "hierarchical",
     )
     hardware = cluster(
         "a40", nodes=4 if full else 2, ranks_per_node=8, inter_bits_per_s=bits,
@@ -117,15 +139,26 @@ def numbers(point: Point) -> dict[str, float]:
 
     zero3, hpz, full = (cell(one, "full") for one in ("deepspeed-zero3", "deepspeed-hpz", "fcdp"))
     table = cell("deepspeed-zero3", "table")
-    fast = {one: cell(one, "bandwidth") for one in ("deepspeed-zero3", "fsdp2-reshard", "fcdp")}
-    slow = {one: cell(one, "bandwidth", bits=_SLOW) for one in fast}
+    systems = ("deepspeed-zero3", "fsdp2-reshard", "fcdp-sched", "fcdp")
+    fast = {one: cell(one, "bandwidth") for one in systems}
+    slow = {one: cell(one, "bandwidth", bits=_SLOW) for one in systems}
     sent = {one: 2 * found.inter_node_bytes / 1e9 for one, found in fast.items()}
+    forward = {
+        one: 2 * found.moved_bytes["inter_node"]["forward"] / 1e9 for one, found in fast.items()
+    }
+    backward = {one: sent[one] - forward[one] for one in systems}
     ends = [hpz.state == "oom", zero3.state == "ok", full.state == "ok"]
-    return {
-        "fcdp-volume-zero3-total": sent["deepspeed-zero3"],
-        "fcdp-volume-zeropp-total": sent["fsdp2-reshard"],
-        "fcdp-volume-comm-total": sent["fcdp"],
-        "fcdp-full-gain": 100 * (over(full, zero3) - 1),
+    volumes = {
+        f"fcdp-volume-{name}-{part}": of[one]
+        for name, one in zip(("zero3", "zeropp", "sched", "comm"), systems, strict=True)
+        for part, of in (("total", sent), ("forward", forward), ("backward", backward))
+    }
+    gain = 100 * (over(full, zero3) - 1)
+    return volumes | {
+        "fcdp-volume-zeropp-saves": 100 * (1 - sent["fsdp2-reshard"] / sent["deepspeed-zero3"]),
+        "fcdp-volume-comm-saves": 100 * (1 - sent["fcdp"] / sent["deepspeed-zero3"]),
+        "fcdp-full-gain": gain,
+        "fcdp-full-gain-summary": gain,
         "fcdp-zeropp-oom-30b": 100 * sum(ends) / len(ends),
         "fcdp-lora-6x": over(cell("fcdp", "table"), table),
         "fcdp-lora-7x-adaptive": over(cell("fcdp", "table", policy="auto"), table),
@@ -137,28 +170,42 @@ def numbers(point: Point) -> dict[str, float]:
     }
 
 
-def papers_numbers() -> dict[str, float]:
-    """The paper's; of how systems end, that all end so."""
-    return {c.id: 100.0 if c.number is None else c.number for c in papers.load().claims}
+class Asked(NamedTuple):
+    """A number of the paper, and how near ours must be."""
+
+    number: float
+    tolerance: Tolerance
+
+    def away(self, ours: float) -> float:
+        """How far ours is, 1 where it is as far as it may be; infinite where there is none."""
+        if math.isnan(ours):
+            return math.inf
+        if self.tolerance.relative is None:
+            return 0.0 if self.tolerance.admits(ours, self.number) else 2.0
+        return abs(ours / self.number - 1) / self.tolerance.relative
 
 
-def away(point: Point, paper: Mapping[str, float]) -> dict[str, float]:
-    """How far ours is from each number of the paper, as a share; infinite where ours has none."""
-    found = {name: abs(value / paper[name] - 1) for name, value in numbers(point).items()}
-    return {name: math.inf if math.isnan(value) else value for name, value in found.items()}
+def asked(claims: Claims) -> dict[str, Asked]:
+    """By claim, as its first check asks; of how systems end, that all end as the paper says."""
+    return {
+        claim.id: Asked(100.0 if claim.number is None else claim.number, claim.checks[0].tolerance)
+        for claim in claims.claims
+        if claim.paper == "fcdp" and claim.checks
+    }
 
 
-def search(holds: Unknowns) -> dict[str, float]:
-    """The point at which the most numbers are within their tolerances; of these, the nearest."""
-    drawn, paper = random.Random(holds.seed), papers_numbers()
+def search(holds: Unknowns, paper: Mapping[str, Asked]) -> dict[str, float]:
+    """The point at which the most numbers are near enough; of these, the nearest."""
+    order = random.Random(holds.seed)
 
     def badness(point: Point) -> tuple[int, float]:
-        by = {name: value / holds.tolerances[name] for name, value in away(point, paper).items()}
-        return sum(value > 1 for value in by.values()), sum(min(v, 10.0) for v in by.values())
+        ours = numbers(point)
+        by = [paper[name].away(ours[name]) for name in holds.numbers]
+        return sum(value > 1 for value in by), sum(min(value, 10.0) for value in by)
 
     point = {name: _middle(one) for name, one in holds.unknowns.items()}
     for turn in range(_ROUNDS):
-        for name, one in drawn.sample(list(holds.unknowns.items()), len(holds.unknowns)):
+        for name, one in order.sample(list(holds.unknowns.items()), len(holds.unknowns)):
             tried = [{**point, name: value} for value in one.near(point[name], 0.8 / 2**turn)]
             point = min([point, *tried], key=badness)
     return point
@@ -170,29 +217,119 @@ def _middle(unknown: Unknown) -> float:
     return round(sum(unknown.between) / 2, 2)
 
 
-def in_words(path: Path = FOUND) -> str:
-    """The committed point, and how many of the numbers hold together there."""
-    found, holds, paper = json.loads(path.read_text(encoding="utf-8")), load(), papers_numbers()
-    ours: Mapping[str, float] = found["numbers"]
-    near = {name: abs(value / paper[name] - 1) for name, value in ours.items()}
-    within = sum(share <= holds.tolerances[name] for name, share in near.items())
-    at = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in found["point"].items())
-    return f"{within} of {len(ours)} numbers within their tolerances, at {at}"
+class Simulated(Strict):
+    """A point, and the claims' numbers there; ``None`` where a system is out of memory."""
+
+    point: dict[Name, float]
+    numbers: dict[Name, float | None]
+
+
+def simulated(point: Point) -> Simulated:
+    """What the simulator says at a point."""
+    ours = {
+        name: None if math.isnan(v) else float(f"{v:.6g}") for name, v in numbers(point).items()
+    }
+    return Simulated(point=dict(point), numbers=ours)
+
+
+class Found(Strict):
+    """What was found: the best point, and points drawn from all ranges."""
+
+    best: Simulated
+    drawn: tuple[Simulated, ...]
+
+
+def found(path: Path = FOUND) -> Found:
+    """Read what is committed."""
+    return Found.model_validate_json(path.read_text(encoding="utf-8"))
+
+
+def draw(holds: Unknowns) -> list[dict[str, float]]:
+    """Points from all ranges, each alike probable."""
+    drawn = random.Random(holds.seed)
+    return [
+        {
+            name: drawn.choice(one.values)
+            if one.between is None
+            else round(drawn.uniform(*one.between), 3)
+            for name, one in holds.unknowns.items()
+        }
+        for _ in range(holds.drawn)
+    ]
+
+
+def ranges(holds: Unknowns, of: Found, paper: Mapping[str, Asked]) -> dict[str, Ranged]:
+    """What each claim's number is over the points that lie in the ranges as declared."""
+    inside = [
+        one for one in of.drawn if all(holds.unknowns[n].has(v) for n, v in one.point.items())
+    ]
+    result = {}
+    for name, asks in paper.items():
+        if name not in of.best.numbers:
+            continue
+        pairs = [(one, value) for one in inside if (value := one.numbers[name]) is not None]
+        near = [one.point for one, value in pairs if asks.away(value) <= 1]
+        values = [value for _, value in pairs]
+        best = of.best.numbers[name]
+        if values and best is not None:
+            share = len(near) / len(pairs)
+            part = _part(holds, near) if 0 < share < 1 else ""
+            fitted = name in holds.fitted
+            result[name] = Ranged(min(values), max(values), share, part, best, fitted)
+    return result
+
+
+@dataclass(frozen=True)
+class Region:
+    """All that is known of where the paper's numbers hold together."""
+
+    holds: Unknowns
+    found: Found
+    paper: Mapping[str, Asked]
+    ranges: Mapping[str, Ranged]
+
+
+def region(claims: Claims) -> Region:
+    """What the committed points say of these claims."""
+    holds, of, paper = load(), found(), asked(claims)
+    return Region(holds, of, paper, ranges(holds, of, paper))
+
+
+def _part(holds: Unknowns, near: Sequence[Point]) -> str:
+    """Within which values of the unknowns a number holds, where these are not all that may be."""
+    said = []
+    for name, one in holds.unknowns.items():
+        low, high = min(at[name] for at in near), max(at[name] for at in near)
+        least, most = one.between or (min(one.values), max(one.values))
+        if high - low < _NARROWER * (most - least):
+            said.append(f"{one.words} {one.written(low)} to {one.written(high)}")
+    return ", ".join(said)
+
+
+def in_words(holds: Unknowns, of: Found, paper: Mapping[str, Asked]) -> str:
+    """The best point, and how many of the numbers hold together there."""
+    near = sum(paper[name].away(_or_nan(of.best.numbers[name])) <= 1 for name in holds.numbers)
+    at = "; ".join(
+        f"{one.words} {one.written(of.best.point[name])}" for name, one in holds.unknowns.items()
+    )
+    return f"{near} of {len(holds.numbers)} numbers hold together with {at}"
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 def main() -> None:
-    """Search, and write what was found."""
-    holds = load()
-    point, paper = search(holds), papers_numbers()
-    ours, off = numbers(point), away(point, paper)
-    within = [name for name, value in off.items() if value <= holds.tolerances[name]]
-    for name, value in ours.items():
-        print(f"{name:28} {value:10.4g} {paper[name]:10.4g} {100 * off[name]:6.1f} %")
-    print(f"{len(within)} of {len(ours)} within their tolerances; {point}")
-    near = sum(value <= 0.15 for value in off.values())
-    print(f"{near} within 15 %")
-    found = {"point": point, "numbers": {name: round(value, 6) for name, value in ours.items()}}
-    FOUND.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    """Search, draw, and write what was found."""
+    holds, paper = load(), asked(papers.load())
+    best = simulated(search(holds, paper))
+    for name in holds.numbers:
+        ours = _or_nan(best.numbers[name])
+        off = 100 * (ours / paper[name].number - 1)
+        print(f"{name:28} {ours:8.4g} of {paper[name].number:8.4g} {off:+7.1f} %")
+    of = Found(best=best, drawn=tuple(simulated(point) for point in draw(holds)))
+    print(in_words(holds, of, paper))
+    FOUND.write_text(of.model_dump_json() + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from analysis.load.runs import AnyRun, MemoryStudy, Run
 from analysis.paper import contents, figures
 from analysis.paper import tables as papers_tables
 from analysis.paper.chapter import Chapter, chapter
+from analysis.paper.region import Region, region
 from analysis.report import pages, simulator
 from simulation.emulated import FITTED_TO
 from simulation.quantities import format_link
@@ -83,17 +85,9 @@ def document(claims: Claims, of: Sequence[AnyRun]) -> Document:
 
 def _page(claims: Claims, of: Sequence[AnyRun], values: Mapping[str, Any]) -> str:
     """The self-contained HTML page, which has the figures of every run too."""
-    # What sweeps of unknowns come to stands in the chapter.
-    fit = contents.load(claims).fit
-    swept = {sweep.matrix for sweep in (fit.sweeps if fit else ()) if sweep.unknowns}
     figure, file = pages.Figures(), {run.matrix: run.file for run in of}
     predicted = {run.matrix: run.predicted for run in of if isinstance(run, Run)}
-    drawn = {
-        run.matrix: []
-        if run.matrix in swept
-        else [figure(drawing, [run.file]) for drawing in _drawn(run)]
-        for run in of
-    }
+    drawn = {run.matrix: [figure(drawing, [run.file]) for drawing in _drawn(run)] for run in of}
     pairs = values["pairs"]
     timed = [] if pairs.empty else [*pairs["matrix"].unique()]
     beside = [there for by in (file, predicted) for name in timed if (there := by[name])]
@@ -105,7 +99,6 @@ def _page(claims: Claims, of: Sequence[AnyRun], values: Mapping[str, Any]) -> st
         validated=[figure(simulator.draw(pairs), beside)] if timed else [],
         figure=figure,
         files=lambda names: [file[name] for name in names if name in file],
-        swept=sorted(swept),
     )
 
 
@@ -121,14 +114,18 @@ def _drawn(run: AnyRun) -> list[Drawing]:
 def _values(claims: Claims, of: Sequence[AnyRun]) -> dict[str, Any]:
     """What both documents show."""
     by_matrix = {run.matrix: run for run in of}
-    findings = judge(claims, {run.matrix: run.rows for run in of})
+    where = region(claims)
+    findings = judge(claims, {run.matrix: run.rows for run in of}, where.ranges)
     notes = _notes(claims, findings)
-    first, *others = _written(claims, of, findings, notes)
+    first, *others = _written(claims, of, findings, notes, where)
     lines = [_line(claims, finding, by_matrix, notes) for finding in findings]
     summary = summarise(findings)
     verdicts = Counter(summary.values())
     evidence = {finding.evidence for finding in findings}
     timed = [run for run in of if isinstance(run, Run)]
+    ran: Counter[str] = Counter(
+        r.evidence for run in timed for r in run.records if r.state != "skipped"
+    )
     ordered, pairs = simulator.orders(claims, timed), simulator.predicted(claims, timed)
     return {
         "counts": [(verdict, verdicts[verdict]) for verdict in get_args(Summary)],
@@ -142,6 +139,8 @@ def _values(claims: Claims, of: Sequence[AnyRun]) -> dict[str, Any]:
             for name, paper in claims.papers.items()
         ],
         "chapter": first,
+        "ours": {f.claim.id: rounded(f.ours, f.claim.unit) for f in findings if f.decides},
+        "cells": [(name, ran[name]) for name in text.EVIDENCE],
         "others": others,
         "titles": {name: paper.title for name, paper in claims.papers.items()},
         "noted": {note for one in (first, *others) for note in one.noted},
@@ -166,30 +165,35 @@ def _values(claims: Claims, of: Sequence[AnyRun]) -> dict[str, Any]:
 
 
 def _written(
-    claims: Claims, of: Sequence[AnyRun], findings: Sequence[Finding], notes: Mapping[str, int]
+    claims: Claims,
+    of: Sequence[AnyRun],
+    findings: Sequence[Finding],
+    notes: Mapping[str, str],
+    where: Region,
 ) -> list[Chapter]:
     """The chapters in their order; each note stands in the first that has it."""
-    verdicts, noted, written = summarise(findings), set[int](), list[Chapter]()
+    verdicts, noted, written = summarise(findings), set[str](), list[Chapter]()
     for path in (contents.CONTENTS, *contents.OTHERS):
         holds = contents.load(claims, path)
-        written.append(chapter(holds, claims, of, findings, verdicts, notes, noted))
+        together = where if path == contents.CONTENTS else None
+        written.append(chapter(holds, claims, of, findings, verdicts, notes, noted, together))
         noted |= written[-1].noted
     return written
 
 
-def _notes(claims: Claims, findings: Sequence[Finding]) -> dict[str, int]:
-    """Each reason once, however many claims it is given for, with its number."""
+def _notes(claims: Claims, findings: Sequence[Finding]) -> dict[str, str]:
+    """Each reason once, however many claims it is given for, with an id that is its own text's."""
     reasons = (
         reason
         for finding in findings
         for reason in finding.reasons
         if reason != claims.papers[finding.claim.paper].untested
     )
-    return {reason: at for at, reason in enumerate(dict.fromkeys(reasons), start=1)}
+    return {reason: hashlib.sha256(reason.encode()).hexdigest()[:5] for reason in reasons}
 
 
 def _line(
-    claims: Claims, finding: Finding, of: Mapping[str, AnyRun], notes: Mapping[str, int]
+    claims: Claims, finding: Finding, of: Mapping[str, AnyRun], notes: Mapping[str, str]
 ) -> dict[str, Any]:
     """A finding's figures as text."""
     claim, check = finding.claim, finding.check
@@ -224,12 +228,8 @@ _REFERENCE = "reference"
 def _in_short(of: Sequence[AnyRun], chapter: Chapter) -> dict[str, Any]:
     """The page's opening: cells by evidence, gains, the FCDP paper's results by verdict."""
     timed = [run for run in of if isinstance(run, Run)]
-    ran: Counter[str] = Counter(
-        r.evidence for run in timed for r in run.records if r.state != "skipped"
-    )
     reference = [run for run in timed if run.matrix == _REFERENCE]
     return {
-        "evidence": [(name, ran[name]) for name in text.EVIDENCE],
         "matrices": len(timed),
         "gains": [_gain(one.best) for run in reference for one in headlines(compare(run.records))],
         "verdicts": list(Counter(row[4] for row in chapter.opening).items()),

@@ -23,7 +23,8 @@ DECIDING = [
 
 
 def verdict(claim: Claim, check: Check, rows: Sequence[Row]) -> str:
-    alone = claim.model_copy(update={"checks": (check,)})
+    # As if a paper gave its number, where none does.
+    alone = claim.model_copy(update={"checks": (check,), "label": "text"})
     of = Claims(papers=CLAIMS.papers, matrices=CLAIMS.matrices, claims=(alone,))
     (finding,) = judge(of, {check.matrix: rows})
     return finding.verdict

@@ -2,59 +2,80 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
+from analysis.claims import papers
+from analysis.claims.papers import Tolerance
 from analysis.paper import region
+from analysis.paper.region import Asked, Found, Unknown
 
-FOUND = json.loads(region.FOUND.read_text(encoding="utf-8"))
+KNOWN = region.region(papers.load())
+BEST = KNOWN.found.best
 
 
-def test_at_the_committed_point_eleven_of_twelve_are_within_15_percent() -> None:
-    off = region.away(FOUND["point"], region.papers_numbers())
+def verdict(name: str, asks: Asked, **narrower: Unknown) -> str:
+    """The verdict on a claim with another number or tolerance, or other ranges."""
+    holds = KNOWN.holds.model_copy(update={"unknowns": KNOWN.holds.unknowns | narrower})
+    return region.ranges(holds, KNOWN.found, {name: asks})[name].verdict
+
+
+def test_at_the_best_point_eleven_of_twelve_are_within_15_percent() -> None:
+    near = Tolerance(relative=0.15)
+    off = [
+        Asked(KNOWN.paper[name].number, near).away(BEST.numbers[name] or 0.0)
+        for name in KNOWN.holds.numbers
+    ]
 
     assert len(off) == 12
-    assert sum(share <= 0.15 for share in off.values()) >= 11
+    assert sum(value <= 1 for value in off) >= 11
 
 
-def test_the_committed_numbers_are_what_the_simulator_says_there() -> None:
-    assert region.numbers(FOUND["point"]) == pytest.approx(FOUND["numbers"], rel=1e-5)
+def test_the_search_finds_the_committed_point_again() -> None:
+    assert region.simulated(region.search(KNOWN.holds, KNOWN.paper)) == BEST
 
 
-def test_the_committed_point_lies_in_the_declared_ranges() -> None:
-    unknowns = region.load().unknowns
+def test_the_committed_numbers_are_what_the_simulator_says_of_the_drawn_points() -> None:
+    points = region.draw(KNOWN.holds)
 
-    assert list(FOUND["point"]) == list(unknowns)
-    for name, value in FOUND["point"].items():
-        low, high = unknowns[name].between or (value, value)
-        assert low <= value <= high, name
-        assert value in (unknowns[name].values or (value,)), name
+    assert [one.point for one in KNOWN.found.drawn] == points
+    assert region.simulated(points[-1]) == KNOWN.found.drawn[-1]
+    assert all(KNOWN.holds.unknowns[name].has(at) for name, at in BEST.point.items())
 
 
-def test_what_is_said_depends_on_the_numbers(tmp_path: Path) -> None:
-    altered = tmp_path / "region.json"
-    numbers = FOUND["numbers"] | {"fcdp-100x-zero3": 10.0}
-    altered.write_text(json.dumps(FOUND | {"numbers": numbers}), encoding="utf-8")
+def test_a_tolerance_flips_the_verdict() -> None:
+    asks = KNOWN.paper["fcdp-100x-zero3"]
 
-    assert region.in_words(altered) != region.in_words()
+    assert verdict("fcdp-100x-zero3", asks) == "in part of the range"
+    wide, exact = (asks._replace(tolerance=Tolerance(relative=by)) for by in (1e3, 1e-9))
+    assert verdict("fcdp-100x-zero3", wide) == "over the whole range"
+    assert verdict("fcdp-100x-zero3", exact) == "outside the range"
+
+
+def test_an_unknowns_range_flips_the_verdict() -> None:
+    name = "fcdp-lora-6x"
+    asks = KNOWN.paper[name]
+    only = KNOWN.holds.unknowns["table_micro_batch"].model_copy(update={"values": (8.0,)})
+
+    assert verdict(name, asks) == "in part of the range"
+    assert verdict(name, asks, table_micro_batch=only) == "outside the range"
+
+
+def test_a_record_flips_the_verdict() -> None:
+    name = "fcdp-volume-comm-total"
+    drawn = [
+        one.model_copy(update={"numbers": one.numbers | {name: 2 * (one.numbers[name] or 0)}})
+        for one in KNOWN.found.drawn
+    ]
+    altered = Found(best=BEST, drawn=tuple(drawn))
+
+    assert KNOWN.ranges[name].verdict == "over the whole range"
+    assert region.ranges(KNOWN.holds, altered, KNOWN.paper)[name].verdict == "outside the range"
 
 
 def test_an_unknown_without_a_range_is_refused() -> None:
     with pytest.raises(ValueError, match="has values, or is between two"):
-        region.Unknown(source="nowhere")
+        Unknown(source="nowhere", words="anything")
 
 
-def test_the_search_finds_the_committed_point_again() -> None:
-    assert region.search(region.load()) == FOUND["point"]
-
-
-def test_a_narrower_range_moves_what_is_found_or_loses_it() -> None:
-    holds = region.load()
-    narrow = region.Unknown(values=(8.0,), source="as of full fine-tuning")
-    altered = holds.model_copy(update={"unknowns": holds.unknowns | {"table_micro_batch": narrow}})
-
-    off = region.away(region.search(altered), region.papers_numbers())
-
-    assert off["fcdp-lora-6x"] > holds.tolerances["fcdp-lora-6x"]
+def test_what_the_system_was_read_from_counts_for_nothing() -> None:
+    assert {KNOWN.ranges[name].verdict for name in KNOWN.holds.fitted} == {"fitted"}
