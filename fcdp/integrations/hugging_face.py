@@ -157,7 +157,7 @@ def _check_plugin(state: AcceleratorState, plugin: Any) -> None:
     if plugin.fsdp_version != 2:
         raise ValueError(
             f"fsdp_version = {plugin.fsdp_version}: must be 2, in the Trainer's arguments "
-            "fsdp_config={'version': 2}"
+            "fsdp=True, fsdp_config={'version': 2}"
         )
 
 

@@ -99,6 +99,13 @@ def test_two_nodes_of_two_ranks_train_as_fsdp2_to_rounding(
         assert result["apart"] < 1e-4, case
 
 
+def test_what_cannot_be_taken_over_names_the_option_to_change(python: str, tmp_path: Path) -> None:
+    sentences = found(python, "hugging_face", 2, 1, ("refused",), tmp_path)["refused"]
+    for wrapped in ("DDP", "fully_shard", "fcdp.shard"):
+        assert "pass it as from_pretrained makes it" in sentences[wrapped], wrapped
+    assert "fsdp=True, fsdp_config={'version': 2}" in sentences["no plugin"]
+
+
 @pytest.fixture(scope="module")
 def alone(python: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An environment of the wheel and of the clients, without the checkout."""
