@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from accelerate.state import AcceleratorState, GradientState
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainingArguments
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
@@ -228,6 +230,35 @@ def accumulated(topology: fcdp.Topology) -> dict[str, Any]:
     return {**results[1], "by_accumulation": sent}
 
 
+def refused(topology: fcdp.Topology) -> dict[str, Any]:
+    """The sentences for models and settings that cannot be taken over."""
+    layers = tiny.llama()
+    for layer in layers.get_submodule("model.layers").children():
+        fully_shard(layer, mesh=topology.mesh)
+    whole = fcdp.shard(tiny.llama(), topology)
+    tries: dict[str, tuple[nn.Module, dict[str, Any]]] = {
+        "no plugin": (tiny.llama(), {"fsdp": False}),
+        "DDP": (DistributedDataParallel(tiny.llama()), {}),
+        "fully_shard": (layers, {}),
+        "fcdp.shard": (whole, {}),
+    }
+    sentences = {}
+    for name, (model, others) in tries.items():
+        try:
+            trained(hugging_face.use(topology), _of(model), **others)
+            sentences[name] = "none"
+        except ValueError as error:
+            sentences[name] = str(error)
+    return sentences
+
+
+def _of(model: nn.Module) -> Callable[..., Any]:
+    rows = [{"input_ids": each, "labels": each} for each in torch.ones(64, 16, dtype=torch.long)]
+    return lambda output, **others: Trainer(
+        model, settings(TrainingArguments, output, **others), train_dataset=rows
+    )
+
+
 def _case(make: Callable[..., Any], adapters: bool = False, **given: Any) -> Any:
     return lambda topology: compared(topology, make, adapters=adapters, **given)
 
@@ -251,4 +282,5 @@ CASES: dict[str, Callable[[fcdp.Topology], dict[str, Any]]] = {
     "sft-resume": resumed,
     "sft-lora-accumulated": accumulated,
     "alone": tiny.alone,
+    "refused": refused,
 }

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
+import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -96,27 +99,72 @@ def test_two_nodes_of_two_ranks_train_as_fsdp2_to_rounding(
         assert result["apart"] < 1e-4, case
 
 
+def test_what_cannot_be_taken_over_names_the_option_to_change(python: str, tmp_path: Path) -> None:
+    sentences = found(python, "hugging_face", 2, 1, ("refused",), tmp_path)["refused"]
+    for wrapped in ("DDP", "fully_shard", "fcdp.shard"):
+        assert "pass it as from_pretrained makes it" in sentences[wrapped], wrapped
+    assert "fsdp=True, fsdp_config={'version': 2}" in sentences["no plugin"]
+
+
+@pytest.fixture(scope="module")
+def alone(python: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment of the wheel and of the clients, without the checkout."""
+    folder = tmp_path_factory.mktemp("alone")
+    source = folder / "source"
+    shutil.copytree(ROOT / "fcdp", source / "fcdp", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    build = "import sys, setuptools.build_meta as backend; backend.build_wheel(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, folder], cwd=source, check=True)
+    subprocess.run([python, "-m", "venv", "--without-pip", folder / "venv"], check=True)
+    (packages,) = folder.glob("venv/lib/*/site-packages")
+    (wheel,) = folder.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(packages)
+    # Folders that a file of paths adds have none of theirs read: no editable install of fcdp.
+    paths = "import sys; print(*(path for path in sys.path if path.endswith('site-packages')))"
+    seen = subprocess.run([python, "-c", paths], capture_output=True, text=True, check=True)
+    (packages / "clients.pth").write_text("\n".join(seen.stdout.split()))
+    return folder / "venv/bin/python"
+
+
+#: Ends where a part of the checkout beside the library can be imported.
+APART = """
+import importlib.util, sys
+import fcdp
+assert fcdp.__file__.startswith(sys.prefix), fcdp.__file__
+assert not any(map(importlib.util.find_spec, ("experiments", "baselines", "simulation")))
+"""
+
+
 @pytest.mark.parametrize(
     "name", ["sft", "dpo", "grpo", "trainer", "lightning_trainer", "torchtitan_llama"]
 )
-def test_examples_run_from_an_empty_folder(python: str, name: str, tmp_path: Path) -> None:
+def test_examples_run_from_an_empty_folder(alone: Path, name: str, tmp_path: Path) -> None:
     script = ROOT / "examples/trainers" / f"{name}.py"
     assert len(script.read_text(encoding="utf-8").splitlines()) <= 60
+    script = Path(shutil.copy(script, tmp_path))
+    (tmp_path / "empty").mkdir()
     flags = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     flags += ["--master-addr", "127.0.0.1", "--master-port", "29533"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment.pop("PYTHONPATH", None)
+    where: Any = {"cwd": tmp_path / "empty", "env": environment}
+    subprocess.run([alone, "-c", APART], check=True, **where)
     nodes = [
         subprocess.Popen(
-            [python, *flags, "--node-rank", str(node), str(script)],
-            cwd=tmp_path,
-            env=environment,
+            [alone, *flags, "--node-rank", str(node), str(script)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            **where,
         )
         for node in range(2)
     ]
-    for node in nodes:
-        output, _ = node.communicate(timeout=400)
-        assert node.returncode == 0, output[-4000:]
-        assert "hits" in output
+    try:
+        for node in nodes:
+            output, _ = node.communicate(timeout=400)
+            assert node.returncode == 0, output[-4000:]
+            assert "hits" in output
+    finally:
+        for node in nodes:
+            node.kill()
