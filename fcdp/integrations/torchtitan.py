@@ -30,8 +30,7 @@ def use(
 
     Call it on every rank before the ``Trainer`` is built. Its configuration says what it says
     without FCDP: mixed precision, CPU offload, tensor parallelism, activation checkpointing,
-    compilation, ``fsdp_reshard_after_forward``. LoRA's adapters are split from frozen weights, and
-    micro-batches accumulate by ``fcdp.accumulate``.
+    compilation, ``fsdp_reshard_after_forward``. Micro-batches accumulate by ``fcdp.accumulate``.
 
     Args:
         topology: Where the data-parallel ranks stand; by default torchtitan's mesh and torchrun's
@@ -87,6 +86,8 @@ def _replace() -> None:
     @functools.wraps(micro_batch)
     def micro_batch_here(self: Trainer, **given: Any) -> Any:
         model: nn.Module = self.model_parts[0]
+        if not _takeover.has(model):
+            return micro_batch(self, **given)
         self._fcdp_micro_batches += 1
         last = self._fcdp_micro_batches == self.gradient_accumulation_steps
         # Not around the last: a decoder uses all its units, and of several backwards, one for each
@@ -100,6 +101,7 @@ def _replace() -> None:
     replace_in("torchtitan", apply, apply_here)
     Trainer.__init__, Trainer.train_step = init_here, train_step_here
     Trainer.forward_backward_step = micro_batch_here
+    Trainer._fcdp_micro_batches = 0  # of the step
 
 
 def _keep_timeouts(**_: Any) -> None:
