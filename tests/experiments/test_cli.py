@@ -11,23 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from baselines import registry
 from experiments import terminal
-from experiments.__main__ import app
 from experiments.matrix import reader
 from experiments.records.provenance import ROOT
 from experiments.records.record import read as read_records
 from experiments.runner.directory import RunDirectory
+from tests.experiments.command_line import command
 from tests.experiments.stand_in import matrix_file, take_the_place_of_clusters
 
 pytestmark = pytest.mark.ranks
-
-
-def command(*arguments: str, **environment: str) -> Result:
-    """Call ``python -m experiments`` in this process, as seen on a hundred columns."""
-    return CliRunner(env={"COLUMNS": "100", **environment}).invoke(app, arguments)
 
 
 def stand_in(*arguments: str, cluster: dict[str, Any] | None = None) -> Result:

@@ -56,22 +56,6 @@ def test_it_measures_an_emulated_cluster_and_says_how_to_plan_for_it(tmp_path: P
     assert "take " in planned.output
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--bandwidth", "fast"], "'fast' is not a bandwidth; allowed: "),
-        (["--output", "tests"], "--output = 'tests': cannot be written: "),
-        (["--cluster", "rented"], "no rented nodes: set FCDP_HOSTS"),
-    ],
-)
-def test_mistakes_are_one_clear_message(arguments: list[str], message: str) -> None:
-    done = command(*arguments)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-
-
 def test_a_rank_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failed = Outcome("failed", 3, "ValueError: the cause of it all")
     monkeypatch.setattr(StandInCluster, "run", lambda *_, **__: failed)

@@ -116,12 +116,6 @@ def test_a_calibrated_machine_is_predicted_by_its_own_constants(
     assert {str(predicted.network) for predicted in read(folder / PREDICTIONS)} == {"{}"}
 
 
-def test_the_committed_records_are_not_predicted_with_this_machines_constants() -> None:
-    result = CliRunner().invoke(app, ["validate", "--calibrate"])
-    assert result.exit_code == 2
-    assert "RESULTS: is missing" in result.output
-
-
 class TestNodesThatWereMeasured:
     """Cells of rented GPU nodes."""
 
