@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -25,12 +25,6 @@ from experiments.clusters.interface import ClusterError
 from experiments.records.abilities import HIGHEST_RATE, LOWEST_RATE
 
 pytestmark = pytest.mark.usefixtures("privileged")
-
-
-@pytest.fixture(scope="module")
-def network() -> Iterator[Network]:
-    with Network(2) as built:
-        yield built
 
 
 def goodput(network: Network, sender: int, receiver: int, seconds: float = 1.0) -> float:
