@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from baselines import pins
 from baselines.registry import STRATEGY_NAMES
 from experiments.matrix import reader
+from experiments.matrix.matrix import Matrix
 from experiments.records.cell import ClusterSpec
 from simulation.quantities import format_link
 from simulation.yaml_lines import load
@@ -55,10 +56,22 @@ overrides:
 """
 
 
+LLAMA = "name: llama-b, family: llama, layers: 2, width: 16, heads: 2"
+TUNING = "  tuning: full"
+
+
 def written(directory: Path, text: str = FILE) -> str:
     file = directory / "example.yaml"
     file.write_text(text, encoding="utf-8")
     return str(file)
+
+
+def read(folder: Path, *changes: tuple[str, str], text: str = FILE, **options: Any) -> Matrix:
+    """Read the file with other words in the place of some, which stand in it once."""
+    for old, new in changes:
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    return reader.read(written(folder, text), **options)
 
 
 def test_axes_are_multiplied_and_strategies_follow_one_another(tmp_path: Path) -> None:
@@ -245,7 +258,6 @@ ADDED = [
     ("held_out: -1", "held_out: -1 is not allowed: input should be greater than or equal to 0"),
     ("origin: x", "origin: unknown key 'origin'; allowed: "),
 ]
-LLAMA = "name: llama-b, family: llama, layers: 2, width: 16, heads: 2"
 MISTAKES = [
     ("- fcdp\n", "- ddp\n  policy: [disk]\n", 12, "axes.policy: no strategy of this matrix has it; "
      "those that do: fcdp-sched, fcdp"),
