@@ -102,16 +102,6 @@ def test_a_matrix_for_rented_nodes_is_emulated_on_request(tmp_path: Path) -> Non
     assert [(r.cell.cluster.kind, r.state) for r in found] == [("emulated", "ok")] * 2
 
 
-def test_simulated_records_are_not_resumed_as_emulated_ones(tmp_path: Path) -> None:
-    options = [str(matrix_file(tmp_path)), "--output", str(tmp_path / "run"), "--no-wandb"]
-    options += ["--only", "fsdp2-full-tiny-10mbit"]
-    result = stand_in(*options, "--cluster", "simulated")
-    assert result.exit_code == 0, result.stderr
-    result = stand_in(*options, "--resume")
-    assert result.exit_code == 2
-    assert "holds records that are 'simulated', not 'emulated'; give another" in result.stderr
-
-
 def test_a_run_from_start_to_report(tmp_path: Path) -> None:
     file, output = matrix_file(tmp_path), tmp_path / "run"
     result = stand_in(str(file), "--output", str(output), cluster={"report": True})

@@ -19,22 +19,19 @@ from tests.experiments.stand_in import StandInCluster
 from tests.simulation.planner.made_up import config_file
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "experiments", "preflight", *arguments],
+@pytest.mark.system
+@pytest.mark.usefixtures("privileged")
+def test_it_measures_an_emulated_cluster_and_says_how_to_plan_for_it(tmp_path: Path) -> None:
+    file = tmp_path / "preflight.json"
+    words = ("--bandwidth", "100 Mbit/s", "--ranks", "1", "--output", str(file))
+    done = subprocess.run(
+        [sys.executable, "-m", "experiments", "preflight", *words],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=200,
         check=False,
     )
-
-
-@pytest.mark.system
-@pytest.mark.usefixtures("privileged")
-def test_it_measures_an_emulated_cluster_and_says_how_to_plan_for_it(tmp_path: Path) -> None:
-    file = tmp_path / "preflight.json"
-    done = command("--bandwidth", "100 Mbit/s", "--ranks", "1", "--output", str(file))
     assert done.returncode == 0, done.stderr
     measured = Preflight.read(file)
     assert measured.evidence == "emulated"
