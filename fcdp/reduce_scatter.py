@@ -252,8 +252,7 @@ class HierarchicalReduceScatter(ReduceScatter):
 
         Not where a hook is to be called with it.
         """
-        crosses = self._topology.nodes > 1 and self.requires_sync
-        return device.type == "cpu" and crosses and not self._unit.hooked
+        return device.type == "cpu" and self._topology.nodes > 1 and not self._unit.hooked
 
     def _check_layout(self, numel: int) -> None:
         """Raise ``RuntimeError`` if what waits is not as long as a partial gradient of now."""

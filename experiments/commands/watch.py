@@ -13,7 +13,7 @@ from experiments import terminal
 from experiments.records.record import Record, read
 from experiments.records.repeats import pooled
 from experiments.records.select import FILE
-from experiments.terminal.progress import Tail
+from experiments.terminal.progress import last_step
 from experiments.terminal.summary_table import summary
 from simulation.files import stored
 
@@ -72,6 +72,6 @@ def _now(run: Path, finished: set[str]) -> str:
     if not started:
         return "no cell runs"
     newest = max(started, key=lambda each: each.stat().st_mtime)
-    step = Tail(newest / "progress.jsonl").last()
+    step = last_step(newest)
     at = "starting" if step is None else f"step {step.step} of {step.of}, {step.seconds:.2f} s/step"
     return f"{newest.name}: {at}"

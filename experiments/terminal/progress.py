@@ -41,34 +41,20 @@ class Step:
     seconds: float
 
 
-class Tail:
-    """Follows a cell's ``progress.jsonl`` while rank 0 writes it."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._position = 0
-        self._last: Step | None = None
-
-    def last(self) -> Step | None:
-        """The newest step whose line is complete; ``None`` before the first."""
-        try:
-            with self._file.open("rb") as file:
-                file.seek(self._position)
-                new = file.read()
-        except OSError:  # The worker has not come to its first step yet.
-            return None
-        end = new.rfind(b"\n") + 1
-        self._position += end
-        lines = new[:end].splitlines()
-        if lines:
-            self._last = Step(**json.loads(lines[-1]))
-        return self._last
+def last_step(directory: Path) -> Step | None:
+    """The newest step of the cell that runs here, whose line is complete; ``None`` before one."""
+    try:
+        written = (directory / "progress.jsonl").read_bytes()
+    except OSError:  # The worker has not come to its first step yet.
+        return None
+    *_, line, _ = (b"", *written.rsplit(b"\n", 2))
+    return Step(**json.loads(line)) if line else None
 
 
 @dataclass(frozen=True)
 class _Current:
     cell: Cell
-    tail: Tail
+    directory: Path
     started: float
 
 
@@ -123,7 +109,7 @@ class Progress:
         """Show this cell as the current one."""
         if not self._begun:
             self._begin()
-        self._current = _Current(cell, Tail(directory / "progress.jsonl"), time.monotonic())
+        self._current = _Current(cell, directory, time.monotonic())
 
     def cell_finished(self, record: Record) -> None:
         """Add the cell's line; a skipped cell was announced at the start."""
@@ -136,7 +122,7 @@ class Progress:
         """Lines about the current cell and the whole run, as of now."""
         current = self._current
         elapsed = 0.0 if current is None else time.monotonic() - current.started
-        step = None if current is None else current.tail.last()
+        step = None if current is None else last_step(current.directory)
         overall = self._overall(elapsed, step)
         if current is None:
             return Group(Text(), overall)

@@ -48,9 +48,12 @@ def small(channels: int, classes: int, *, layers: int, width: int) -> Network:
 
     Each channel of each image is normalised by itself: what else is in the batch does not matter.
     """
-    norm = _by_channel
+
+    def norm(channels: int) -> nn.Module:
+        return nn.GroupNorm(channels, channels)
+
     stem = nn.Sequential(_convolution(channels, width, 3), norm(width), nn.ReLU())
-    blocks = [_basic(width, width, 1, norm) for _ in range(layers)]
+    blocks = [_residual(_basic(width, width, 1), norm) for _ in range(layers)]
     return Network(stem, blocks, nn.Linear(width, classes))
 
 
@@ -66,12 +69,13 @@ def resnet(channels: int, classes: int, size: int, *, layers: Literal[18, 50]) -
     stem = [_convolution(channels, 64, 3), norm(64), nn.ReLU()]
     if size >= 64:
         stem = [_convolution(channels, 64, 7, 2), norm(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
-    blocks, inputs = [], 64
+    blocks, inputs, shape = [], 64, _basic if layers == 18 else _bottleneck
     for group, (width, depth) in enumerate(zip(_WIDTHS, _DEPTHS[layers], strict=True)):
         for index in range(depth):
             stride = 2 if group and not index else 1
-            block, inputs = _block(layers, inputs, width, stride, norm)
-            blocks.append(block)
+            convolutions = shape(inputs, width, stride)
+            blocks.append(_residual(convolutions, norm))
+            inputs = convolutions[-1][1]
     network = Network(nn.Sequential(*stem), blocks, nn.Linear(inputs, classes))
     for module in network.modules():
         if isinstance(module, nn.Conv2d):
@@ -89,47 +93,30 @@ def average_statistics(model: nn.Module) -> None:
                 statistic /= dist.get_world_size()
 
 
-def _block(layers: int, inputs: int, width: int, stride: int, norm: Norm) -> tuple[Residual, int]:
-    """A block of a ResNet, and the channels that it gives."""
-    if layers == 18:
-        return _basic(inputs, width, stride, norm), width
-    return _bottleneck(inputs, width, stride, norm), 4 * width
-
-
-def _by_channel(channels: int) -> nn.Module:
-    return nn.GroupNorm(channels, channels)
-
-
 def _convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Conv2d:
     return nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)
 
 
-def _basic(inputs: int, outputs: int, stride: int, norm: Norm) -> Residual:
-    inside = [
-        _convolution(inputs, outputs, 3, stride),
-        norm(outputs),
-        nn.ReLU(),
-        _convolution(outputs, outputs, 3),
-        norm(outputs),
-    ]
-    return Residual(inside, _past(inputs, outputs, stride, norm))
+#: Inputs, outputs, size and stride of a convolution.
+_Shape = tuple[int, int, int, int]
 
 
-def _bottleneck(inputs: int, width: int, stride: int, norm: Norm) -> Residual:
-    inside = [
-        _convolution(inputs, width, 1),
-        norm(width),
-        nn.ReLU(),
-        _convolution(width, width, 3, stride),
-        norm(width),
-        nn.ReLU(),
-        _convolution(width, 4 * width, 1),
-        norm(4 * width),
-    ]
-    return Residual(inside, _past(inputs, 4 * width, stride, norm))
+def _basic(inputs: int, width: int, stride: int) -> list[_Shape]:
+    return [(inputs, width, 3, stride), (width, width, 3, 1)]
 
 
-def _past(inputs: int, outputs: int, stride: int, norm: Norm) -> nn.Module:
-    if inputs == outputs and stride == 1:
-        return nn.Identity()
-    return nn.Sequential(_convolution(inputs, outputs, 1, stride), norm(outputs))
+def _bottleneck(inputs: int, width: int, stride: int) -> list[_Shape]:
+    return [(inputs, width, 1, 1), (width, width, 3, stride), (width, 4 * width, 1, 1)]
+
+
+def _residual(convolutions: Sequence[_Shape], norm: Norm) -> Residual:
+    """A block of these convolutions, each normalised."""
+    inside: list[nn.Module] = []
+    for shape in convolutions:
+        inside += [_convolution(*shape), norm(shape[1]), nn.ReLU()]
+    inputs, outputs = convolutions[0][0], convolutions[-1][1]
+    stride = max(shape[3] for shape in convolutions)
+    past: nn.Module = nn.Identity()
+    if inputs != outputs or stride > 1:
+        past = nn.Sequential(_convolution(inputs, outputs, 1, stride), norm(outputs))
+    return Residual(inside[:-1], past)  # the sum is what the last rectifier takes

@@ -23,8 +23,7 @@ from fcdp.cache.policy import CachePolicy, HostCache
 from fcdp.integrations.takeover import Takeover, check_version, replace_in
 from fcdp.topology import Topology
 
-#: What ``use`` was asked for last; ``None``: accelerate does as without FCDP.
-_takeover: Takeover | None = None
+_takeover = Takeover()
 #: Models whose gradients wait for a later micro-batch.
 _deferring: set[nn.Module] = set()
 
@@ -56,24 +55,15 @@ def use(
             ``fcdp.shard`` would refuse. Later, where the trainer's settings or the model do not
             allow it, with the option to change.
     """
-    global _takeover
     check_version("accelerate", "1.15")
     has_trl = find_spec("trl") is not None
     if has_trl:
         check_version("trl", "1.16")
-    _takeover = Takeover(topology, policy, options)
+    end = _takeover.use(topology, policy, options)
     _replace_accelerate()
     if has_trl:
         _replace_trl()
-    end = contextlib.ExitStack()
-    end.callback(_end, _takeover)
     return end
-
-
-def _end(used: Takeover) -> None:
-    global _takeover
-    if _takeover is used:
-        _takeover = None
 
 
 @functools.cache
@@ -86,28 +76,29 @@ def _replace_accelerate() -> None:
     @functools.wraps(init)
     def init_here(self: AcceleratorState, *args: Any, **given: Any) -> None:
         init(self, *args, **given)
-        if _takeover is not None and given.get("_from_accelerator"):
+        if _takeover.in_use and given.get("_from_accelerator"):
             _check_plugin(self, given.get("fsdp_plugin"))
             allow_cpus(self, given["fsdp_plugin"])
 
     @functools.wraps(prepare)
     def prepare_here(self: Accelerator, *args: Any, **given: Any) -> Any:
         for model in args:
-            if _takeover is not None and isinstance(model, nn.Module):
-                _check_plain(model, _takeover)
+            if _takeover.in_use and isinstance(model, nn.Module):
+                _check_plain(model)
                 _check_plugin(self.state, getattr(self.state, "fsdp_plugin", None))
         return prepare(self, *args, **given)
 
     @functools.wraps(shard)
     def shard_here(accelerator: Accelerator, model: nn.Module) -> nn.Module:
-        with _sharding(model):
+        # Both accelerate and TRL import ``fully_shard`` from there at each call.
+        with _takeover.of(model, torch.distributed.fsdp):
             sharded: nn.Module = shard(accelerator, model)
         return sharded
 
     @functools.wraps(no_sync)
     @contextlib.contextmanager
     def no_sync_here(self: Accelerator, model: nn.Module) -> Iterator[None]:
-        if _takeover is None or not _takeover.has(model):
+        if not _takeover.has(model):
             with no_sync(self, model):
                 yield
             return
@@ -122,7 +113,7 @@ def _replace_accelerate() -> None:
     def backward_here(self: Accelerator, loss: Any, **given: Any) -> None:
         with contextlib.ExitStack() as models:
             for model in self._models:
-                if _takeover is not None and model not in _deferring:
+                if model not in _deferring:
                     models.enter_context(_takeover.accumulating(model, last=True))
             backward(self, loss, **given)
 
@@ -141,25 +132,18 @@ def _replace_trl() -> None:
 
     @functools.wraps(prepare)
     def prepare_here(model: nn.Module, accelerator: Accelerator) -> nn.Module:
-        with _sharding(model):
+        with _takeover.of(model, torch.distributed.fsdp):
             prepared: nn.Module = prepare(model, accelerator)
         return prepared
 
     @functools.wraps(sync)
     def sync_here(model: nn.Module, target_model: nn.Module, alpha: float) -> None:
         sync(model, target_model, alpha)
-        if _takeover is not None and _takeover.has(target_model):
+        if _takeover.has(target_model):
             invalidate(target_model)  # it writes through ``.data``
 
     replace_in("trl", prepare, prepare_here)
     callback.sync_target_model = staticmethod(sync_here)
-
-
-def _sharding(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    if _takeover is None:
-        return contextlib.nullcontext()
-    # Both import ``fully_shard`` from there at each call.
-    return _takeover.of(model, torch.distributed.fsdp)
 
 
 def _check_plugin(state: AcceleratorState, plugin: Any) -> None:
@@ -173,7 +157,7 @@ def _check_plugin(state: AcceleratorState, plugin: Any) -> None:
     if plugin.fsdp_version != 2:
         raise ValueError(
             f"fsdp_version = {plugin.fsdp_version}: must be 2, in the Trainer's arguments "
-            "fsdp_config={'version': 2}"
+            "fsdp=True, fsdp_config={'version': 2}"
         )
 
 
@@ -187,11 +171,11 @@ def allow_cpus(state: AcceleratorState, plugin: Any) -> None:
         PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
 
-def _check_plain(model: nn.Module, takeover: Takeover) -> None:
+def _check_plain(model: nn.Module) -> None:
     """Raise ``ValueError`` for a model that somebody else has wrapped."""
     for name, module in model.named_modules():
         wrapped = isinstance(module, FSDPModule | FullyShardedDataParallel)
-        if (wrapped or isinstance(module, DistributedDataParallel)) and not takeover.has(model):
+        if (wrapped or isinstance(module, DistributedDataParallel)) and not _takeover.has(model):
             raise ValueError(
                 f"model: {name or type(module).__name__} is sharded or wrapped already; pass it "
                 "as from_pretrained makes it, without distributed_config, fully_shard or "

@@ -37,14 +37,25 @@ class _Sharding:
     _data_parallel_size: int
     _tensor_parallel_size: int
 
-    def _ask(
-        self, topology: Topology | None, policy: CachePolicy | str, options: dict[str, Any]
+    def __init__(
+        self,
+        topology: Topology | None = None,
+        policy: CachePolicy | str = HostCache(),
+        *theirs: Any,
+        tensor_parallel_size: int = 1,
+        save_distributed_checkpoint: bool = True,
+        **options: Any,
     ) -> None:
         check_version("lightning", "2.6")
         check_options(options, theirs=())
         self._topology = topology
         self._policy = policy_of(policy)
         self._options = options
+        super().__init__(
+            *theirs,  # type: ignore[call-arg]
+            tensor_parallel_size=tensor_parallel_size,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+        )
 
     def setup_environment(self) -> None:
         """Give tensor parallelism what it asks for, and data parallelism all other ranks."""
@@ -77,7 +88,7 @@ class FabricStrategy(_Sharding, of_fabric.ModelParallelStrategy):  # type: ignor
         tensor_parallel_size: As of Lightning's ``ModelParallelStrategy``; the other ranks are
             data-parallel.
         parallelize_fn: As there, for tensor parallelism alone; called before the model is sharded.
-        options: Other arguments of ``fcdp.shard``.
+        given: ``save_distributed_checkpoint``, as there, and other arguments of ``fcdp.shard``.
 
     Raises:
         ValueError: For a release of Lightning that is not known, and for arguments that
@@ -89,24 +100,16 @@ class FabricStrategy(_Sharding, of_fabric.ModelParallelStrategy):  # type: ignor
         topology: Topology | None = None,
         policy: CachePolicy | str = HostCache(),
         *,
-        tensor_parallel_size: int = 1,
         parallelize_fn: _Parallelize | None = None,
-        save_distributed_checkpoint: bool = True,
-        **options: Any,
+        **given: Any,
     ) -> None:
-        self._ask(topology, policy, options)
-
         def parallelize(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
             if parallelize_fn is not None:
                 module = parallelize_fn(module, mesh)
             self._shard(module)
             return module
 
-        super().__init__(
-            parallelize,
-            tensor_parallel_size=tensor_parallel_size,
-            save_distributed_checkpoint=save_distributed_checkpoint,
-        )
+        super().__init__(topology, policy, parallelize, **given)
         self._backward_sync_control = _Accumulating()
 
 
@@ -133,21 +136,7 @@ class TrainerStrategy(_Sharding, of_trainer.ModelParallelStrategy):  # type: ign
         ValueError: As ``FabricStrategy``.
     """
 
-    def __init__(
-        self,
-        topology: Topology | None = None,
-        policy: CachePolicy | str = HostCache(),
-        *,
-        tensor_parallel_size: int = 1,
-        save_distributed_checkpoint: bool = True,
-        **options: Any,
-    ) -> None:
-        self._ask(topology, policy, options)
-        super().__init__(
-            tensor_parallel_size=tensor_parallel_size,
-            save_distributed_checkpoint=save_distributed_checkpoint,
-        )
-        self._last = True
+    _last = True
 
     def setup(self, trainer: Any) -> None:
         """Do as ``ModelParallelStrategy``, which casts the module after it was sharded."""

@@ -54,14 +54,20 @@ def check_options(options: dict[str, Any], theirs: tuple[str, ...] = _THEIRS) ->
 
 
 class Takeover:
-    """Stands in the place of ``fully_shard``, and shards a model when its root is asked for."""
+    """In use, stands in the place of ``fully_shard``, and shards when a root is asked for."""
 
-    def __init__(
+    def __init__(self) -> None:
+        self._end: contextlib.ExitStack | None = None
+        self._calls: list[tuple[nn.Module | list[nn.Module], dict[str, Any]]] = []
+        self._models: WeakSet[nn.Module] = WeakSet()
+
+    def use(
         self, topology: Topology | None, policy: CachePolicy | str, options: dict[str, Any]
-    ) -> None:
-        """Without a topology, the client's mesh or torchrun's environment tells it.
+    ) -> contextlib.ExitStack:
+        """Start, and return what ends it; models that were sharded stay as they are.
 
-        Raises ``ValueError`` for arguments that ``fcdp.shard`` would refuse.
+        Without a topology, the client's mesh or torchrun's environment tells it. Raises
+        ``ValueError`` for arguments that ``fcdp.shard`` would refuse.
         """
         if topology is not None:
             check_kinds(nn.Module(), topology)
@@ -69,15 +75,28 @@ class Takeover:
         self._topology = topology
         self._policy = policy_of(policy)
         self._options = options
-        self._calls: list[tuple[nn.Module | list[nn.Module], dict[str, Any]]] = []
-        self._models: WeakSet[nn.Module] = WeakSet()
+        self._end = end = contextlib.ExitStack()
+        end.callback(self._finish, end)
+        return end
+
+    def _finish(self, end: contextlib.ExitStack) -> None:
+        if self._end is end:  # of a later use it is another
+            self._end = None
+
+    @property
+    def in_use(self) -> bool:
+        """Whether the client is to shard by FCDP; else it does as without."""
+        return self._end is not None
 
     @contextlib.contextmanager
     def of(self, root: nn.Module, owner: Any, apart: Sequence[nn.Module] = ()) -> Iterator[None]:
         """Take the calls of ``owner.fully_shard`` in the body, of which that of ``root`` counts.
 
-        Units of their own are ``apart`` too.
+        Units of their own are ``apart`` too. Where this is not in use, it does nothing.
         """
+        if not self.in_use:
+            yield
+            return
 
         def take(module: nn.Module | list[nn.Module], **given: Any) -> Any:
             if module is root:

@@ -20,8 +20,7 @@ from fcdp.cache.policy import CachePolicy, HostCache
 from fcdp.integrations.takeover import Takeover, check_version, replace_in
 from fcdp.topology import Topology
 
-#: What ``use`` was asked for last; ``None``: torchtitan does as without FCDP.
-_takeover: Takeover | None = None
+_takeover = Takeover()
 
 
 def use(
@@ -31,8 +30,7 @@ def use(
 
     Call it on every rank before the ``Trainer`` is built. Its configuration says what it says
     without FCDP: mixed precision, CPU offload, tensor parallelism, activation checkpointing,
-    compilation, ``fsdp_reshard_after_forward``. LoRA's adapters are split from frozen weights, and
-    micro-batches accumulate by ``fcdp.accumulate``.
+    compilation, ``fsdp_reshard_after_forward``. Micro-batches accumulate by ``fcdp.accumulate``.
 
     Args:
         topology: Where the data-parallel ranks stand; by default torchtitan's mesh and torchrun's
@@ -48,19 +46,10 @@ def use(
             ``fcdp.shard`` would refuse; where a ``Trainer`` is built for what FCDP cannot do, with
             the option to change.
     """
-    global _takeover
     check_version("torchtitan", "0.3")
-    _takeover = Takeover(topology, policy, options)
+    end = _takeover.use(topology, policy, options)
     _replace()
-    end = contextlib.ExitStack()
-    end.callback(_end, _takeover)
     return end
-
-
-def _end(used: Takeover) -> None:
-    global _takeover
-    if _takeover is used:
-        _takeover = None
 
 
 @functools.cache
@@ -72,21 +61,18 @@ def _replace() -> None:
 
     @functools.wraps(apply)
     def apply_here(model: Any, *args: Any, **given: Any) -> None:
-        taking: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if _takeover is not None:
-            # The chunked loss calls it by itself, outside of the model's forward.
-            head = [] if model.enable_weight_tying else [model.lm_head]
-            taking = _takeover.of(model, torchtitan.distributed.fsdp, apart=head)
-        with taking:
+        # The chunked loss calls it by itself, outside of the model's forward.
+        head = [] if model.enable_weight_tying else [model.lm_head]
+        with _takeover.of(model, torchtitan.distributed.fsdp, apart=head):
             apply(model, *args, **given)
 
     @functools.wraps(init)
     def init_here(self: Trainer, config: Any) -> None:
-        if _takeover is not None:
+        if _takeover.in_use:
             _check_configuration(config)
             _allow_cpus()
         init(self, config)
-        if _takeover is not None and not all(map(_takeover.has, self.model_parts)):
+        if _takeover.in_use and not all(map(_takeover.has, self.model_parts)):
             raise ValueError(
                 f"model_spec = {config.model_spec.name}: its parallelize_fn shards by itself; must "
                 "be of a model whose parallelize_fn calls apply_fsdp_to_decoder"
@@ -100,7 +86,7 @@ def _replace() -> None:
     @functools.wraps(micro_batch)
     def micro_batch_here(self: Trainer, **given: Any) -> Any:
         model: nn.Module = self.model_parts[0]
-        if _takeover is None:
+        if not _takeover.has(model):
             return micro_batch(self, **given)
         self._fcdp_micro_batches += 1
         last = self._fcdp_micro_batches == self.gradient_accumulation_steps
@@ -115,6 +101,7 @@ def _replace() -> None:
     replace_in("torchtitan", apply, apply_here)
     Trainer.__init__, Trainer.train_step = init_here, train_step_here
     Trainer.forward_backward_step = micro_batch_here
+    Trainer._fcdp_micro_batches = 0  # of the step
 
 
 def _keep_timeouts(**_: Any) -> None:
@@ -144,32 +131,14 @@ def _allow_cpus() -> None:
     """Have torchtitan take the CPU where it would take CUDA, and there is none."""
     if torch.accelerator.is_available():
         return
+    cpu = SimpleNamespace(**vars(torch.cpu))
+    cpu.current_device = lambda: 0
+    # What torchtitan's metrics ask of an accelerator.
+    cpu.get_device_name = lambda device: "CPU"
+    cpu.get_device_properties = lambda device: SimpleNamespace(total_memory=1)
+    cpu.memory_stats = lambda device: defaultdict(int)
+    cpu.reset_peak_memory_stats = cpu.empty_cache = lambda: None
     for name, module in [*sys.modules.items()]:
         held = getattr(module, "__dict__", {})
         if name.partition(".")[0] == "torchtitan" and held.get("device_type") == "cuda":
-            held.update(device_type="cpu", device_module=_Cpu())
-
-
-class _Cpu:
-    """``torch.cpu``, and what torchtitan's metrics ask of an accelerator."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch.cpu, name)
-
-    def current_device(self) -> int:
-        return 0
-
-    def get_device_name(self, device: torch.device) -> str:
-        return "CPU"
-
-    def get_device_properties(self, device: torch.device) -> SimpleNamespace:
-        return SimpleNamespace(total_memory=1)
-
-    def memory_stats(self, device: torch.device) -> dict[str, int]:
-        return defaultdict(int)
-
-    def reset_peak_memory_stats(self) -> None:
-        pass
-
-    def empty_cache(self) -> None:
-        pass
+            held.update(device_type="cpu", device_module=cpu)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import tempfile
 from collections.abc import Callable, Iterator
@@ -12,7 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from accelerate.state import AcceleratorState, GradientState
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainingArguments
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
@@ -95,24 +97,13 @@ def grpo(output: str, adapters: bool, tokens: int = 8, **others: Any) -> Any:
     )
 
 
-def plain(output: str, adapters: bool, **others: Any) -> Any:
+def plain(output: str, adapters: bool, model: Any = None, **others: Any) -> Any:
     rows = [
         {"input_ids": each, "labels": each}
         for each in (torch.arange(1, 17) * (1 + index) % 128 for index in range(64))
     ]
-    model: Any = tiny.llama()
-    if adapters:
-        from peft import get_peft_model
-
-        model = get_peft_model(model, tiny.lora())
-    return Trainer(model, settings(TrainingArguments, output, **others), train_dataset=rows)
-
-
-def parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        name: (each.full_tensor() if isinstance(each, DTensor) else each).detach().clone()
-        for name, each in model.named_parameters()
-    }
+    arguments = settings(TrainingArguments, output, **others)
+    return Trainer(model or tiny.llama(), arguments, train_dataset=rows)
 
 
 @contextlib.contextmanager
@@ -132,8 +123,18 @@ def stock() -> Iterator[None]:
         AcceleratorState.__init__ = init
 
 
-def trained(how: Any, make: Callable[..., Any], **given: Any) -> dict[str, Any]:
-    after, shared = given.pop("after", None), given.pop("shared", False)
+def trained(
+    how: Any,
+    make: Callable[..., Any],
+    look: Callable[[nn.Module, Any], Any],
+    after: Callable[[Any, str], Any] | None = None,
+    shared: bool = False,
+    **given: Any,
+) -> Any:
+    """What ``look`` finds in the model that a trainer has trained, and in what it has logged.
+
+    In its folder, which ranks may share, ``after`` is called with the trainer.
+    """
     try:
         with tempfile.TemporaryDirectory() as own, how:
             names = [own]
@@ -142,27 +143,13 @@ def trained(how: Any, make: Callable[..., Any], **given: Any) -> dict[str, Any]:
             torch.manual_seed(1)
             trainer = make(folder, **given)
             trainer.train()
-            found: dict[str, Any] = {
-                "history": [
-                    {
-                        key: value
-                        for key, value in entry.items()
-                        if key
-                        in ("loss", "grad_norm", "eval_loss", "rewards/margins", "reward", "kl")
-                    }
-                    for entry in trainer.state.log_history
-                ],
-                "parameters": parameters(trainer.model),
-            }
-            if fcdp.is_cached(trainer.model):
-                ledger = fcdp.ledger(trainer.model)
-                found["ledger"] = ledger.snapshot()
-                found["misses"], found["hits"] = ledger.misses, ledger.hits
-                ref = getattr(trainer, "ref_model", None)
-                if ref is not None:
-                    found["ref"] = fcdp.ledger(ref).snapshot()
+            shown = [
+                {key: value for key, value in entry.items() if key in SHOWN}
+                for entry in trainer.state.log_history
+            ]
+            found = look(trainer.model, shown)
             if after is not None:
-                found["after"] = after(trainer, folder)
+                after(trainer, folder)
             dist.barrier()  # before the first rank removes its folder
             return found
     finally:
@@ -177,55 +164,56 @@ def trained(how: Any, make: Callable[..., Any], **given: Any) -> dict[str, Any]:
 
 def compared(topology: fcdp.Topology, make: Callable[..., Any], **given: Any) -> dict[str, Any]:
     """How far FCDP is from FSDP2, and what crossed nodes."""
-    theirs = trained(stock(), make, **given)
-    ours = trained(hugging_face.use(topology), make, **given)
-    assert "ledger" in ours
-    assert ours["parameters"].keys() == theirs["parameters"].keys()
-    return {
-        "history": ours["history"],
-        "same_history": ours["history"] == theirs["history"],
-        "apart": max(
-            (ours["parameters"][name] - each).abs().max().item()
-            for name, each in theirs["parameters"].items()
-        ),
-        "theirs": theirs["history"],
-        **{key: ours.get(key) for key in ("ledger", "ref", "hits", "misses", "after")},
-    }
+    theirs = trained(stock(), make, lambda *found: (tiny.parameters(found[0]), found[1]), **given)
+    ours: dict[str, Any] = trained(
+        hugging_face.use(topology), make, functools.partial(tiny.beside, *theirs), **given
+    )
+    return ours
 
 
 def resumed(topology: fcdp.Topology) -> dict[str, Any]:
     """Save after two steps, go on from there in a new trainer, and save the model whole."""
 
-    def go_on(trainer: Any, folder: str) -> Any:
+    def go_on(trainer: Any, folder: str) -> None:
         trainer.save_model(f"{folder}/whole")
         AcceleratorState._reset_state(reset_partial_state=False)
         again = sft(folder, False, save_strategy="steps", save_steps=2, eval_strategy="no")
-        again.train(resume_from_checkpoint=folders(folder))
-        held = parameters(again.model)
-        return max(
-            (held[name] - each).abs().max().item()
-            for name, each in parameters(trainer.model).items()
-        )
-
-    def folders(folder: str) -> str:
-        shared = [f"{folder}/checkpoint-2"]
-        dist.broadcast_object_list(shared)
-        return shared[0]
+        again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+        held = tiny.parameters(again.model)
+        for name, each in tiny.parameters(trainer.model).items():
+            assert torch.equal(held[name], each), f"{name}: resumed is not what was trained on"
 
     given = {"adapters": False, "save_strategy": "steps", "save_steps": 2, "after": go_on}
-    result = compared(topology, sft, shared=True, **given)
-    assert result["after"] == 0.0, "what was resumed is not what was trained on"
-    return result
+    return compared(topology, sft, shared=True, **given)
 
 
-def accumulated(topology: fcdp.Topology) -> dict[str, Any]:
-    """LoRA in two micro-batches, and how many bytes between nodes one and two of them take."""
-    results = [
-        compared(topology, sft, adapters=True, gradient_accumulation_steps=count)
-        for count in (1, 2)
-    ]
-    sent = [sum(result["ledger"]["inter_node"].values()) for result in results]
-    return {**results[1], "by_accumulation": sent}
+def refused(topology: fcdp.Topology) -> dict[str, Any]:
+    """The sentences for models and settings that cannot be taken over."""
+    layers = tiny.llama()
+    for layer in layers.get_submodule("model.layers").children():
+        fully_shard(layer, mesh=topology.mesh)
+    whole = fcdp.shard(tiny.llama(), topology)
+    tries: dict[str, tuple[nn.Module, dict[str, Any]]] = {
+        "no plugin": (tiny.llama(), {"fsdp": False}),
+        "DDP": (DistributedDataParallel(tiny.llama()), {}),
+        "fully_shard": (layers, {}),
+        "fcdp.shard": (whole, {}),
+    }
+    sentences = {}
+    for name, (model, others) in tries.items():
+        try:
+            trained(
+                hugging_face.use(topology),
+                plain,
+                tiny.beside,
+                adapters=False,
+                model=model,
+                **others,
+            )
+            sentences[name] = "none"
+        except ValueError as error:
+            sentences[name] = str(error)
+    return sentences
 
 
 def _case(make: Callable[..., Any], adapters: bool = False, **given: Any) -> Any:
@@ -249,6 +237,11 @@ CASES: dict[str, Callable[[fcdp.Topology], dict[str, Any]]] = {
     "sft-ram": _case(sft, True, fsdp_config={"cpu_ram_efficient_loading": True}),
     "sft-offload": _case(sft, fsdp_config={"offload_params": True}),
     "sft-resume": resumed,
-    "sft-lora-accumulated": accumulated,
+    "sft-recomputed": _case(sft, gradient_checkpointing=True),
+    "trainer-accumulated": _case(plain, gradient_accumulation_steps=2),
+    "sft-lora-accumulated": _case(sft, True, gradient_accumulation_steps=2),
+    "dpo-lora-accumulated": _case(dpo, True, gradient_accumulation_steps=2),
+    "grpo-lora-accumulated": _case(grpo, True, gradient_accumulation_steps=2),
     "alone": tiny.alone,
+    "refused": refused,
 }

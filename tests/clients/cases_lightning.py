@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, Dataset
 import fcdp
 from fcdp.integrations.lightning import FabricStrategy, TrainerStrategy
 from tests.clients import tiny
-from tests.clients.cases_hugging_face import parameters
 
 STEPS = 3
 
@@ -128,24 +127,15 @@ def compared(
         plain, cached = OfTrainer(nodes * per_node, 1), TrainerStrategy(topology)
     theirs, expected = make(plain, *given)
     ours, losses = make(cached, *given)
-    ledger = fcdp.ledger(ours)
-    held = parameters(ours)
-    return {
-        "history": losses,
-        "theirs": expected,
-        "same_history": losses == expected,
-        "apart": max(
-            (held[name] - each).abs().max().item() for name, each in parameters(theirs).items()
-        ),
-        "ledger": ledger.snapshot(),
-        "hits": ledger.hits,
-        "misses": ledger.misses,
-    }
+    return tiny.beside(tiny.parameters(theirs), expected, ours, losses)
 
 
 CASES: dict[str, Callable[[fcdp.Topology], dict[str, Any]]] = {
     "fabric": lambda topology: compared(topology, fabric),
+    "fabric-lora": lambda topology: compared(topology, fabric, True),
     "fabric-lora-accumulated": lambda topology: compared(topology, fabric, True, 2),
     "trainer": lambda topology: compared(topology, trainer),
+    "trainer-lora": lambda topology: compared(topology, trainer, True),
     "trainer-lora-accumulated": lambda topology: compared(topology, trainer, True, 2),
+    "alone": tiny.alone,
 }

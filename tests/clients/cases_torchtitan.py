@@ -17,7 +17,7 @@ from torchtitan.distributed import fsdp
 import fcdp
 from examples.trainers import torchtitan_llama
 from fcdp.integrations import torchtitan
-from tests.clients.cases_hugging_face import parameters
+from tests.clients import tiny
 
 DIVIDE = fsdp.disable_fsdp_gradient_division
 
@@ -65,20 +65,8 @@ def compared(
     """How far FCDP is from FSDP2, and what crossed nodes."""
     theirs, expected = trained(topology, "fsdp2", accumulation, tensor_parallel)
     ours, losses = trained(topology, "fcdp", accumulation, tensor_parallel)
-    ledger = fcdp.ledger(ours.model_parts[0])
-    held = parameters(ours.model_parts[0])
-    return {
-        "history": losses,
-        "theirs": expected,
-        "same_history": losses == expected,
-        "apart": max(
-            (held[name] - each).abs().max().item()
-            for name, each in parameters(theirs.model_parts[0]).items()
-        ),
-        "ledger": ledger.snapshot(),
-        "hits": ledger.hits,
-        "misses": ledger.misses,
-    }
+    (theirs_model,), (model,) = theirs.model_parts, ours.model_parts
+    return tiny.beside(tiny.parameters(theirs_model), expected, model, losses)
 
 
 CASES: dict[str, Callable[[fcdp.Topology], dict[str, Any]]] = {

@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import fcdp
@@ -73,6 +74,30 @@ def alone(topology: fcdp.Topology) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
     return {"ledger": fcdp.ledger(model).snapshot()}
+
+
+def parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name: (each.full_tensor() if isinstance(each, DTensor) else each).detach().clone()
+        for name, each in model.named_parameters()
+    }
+
+
+def beside(
+    theirs: dict[str, torch.Tensor], expected: Any, model: nn.Module, history: Any
+) -> dict[str, Any]:
+    """How far FCDP's model is from FSDP2's parameters and history, and what crossed nodes."""
+    ledger, ours = fcdp.ledger(model), parameters(model)
+    assert ours.keys() == theirs.keys()
+    return {
+        "history": history,
+        "theirs": expected,
+        "same_history": history == expected,
+        "apart": max((ours[name] - each).abs().max().item() for name, each in theirs.items()),
+        "ledger": ledger.snapshot(),
+        "hits": ledger.hits,
+        "misses": ledger.misses,
+    }
 
 
 def _text(start: int, length: int) -> str:

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from baselines import pins, registry
-from experiments.clusters.emulated import EmulatedCluster
-from experiments.clusters.interface import Outcome
+from experiments.clusters.interface import Cluster, Outcome
 from experiments.clusters.start_barrier import StartBarrier
 from experiments.records.cell import Cell, ClusterSpec
 from experiments.records.record import Measurement
@@ -74,7 +73,7 @@ class CellResult:
 
 
 def run(
-    cluster: EmulatedCluster, cell: Cell, directory: Path, entry: str = WORKER, *arguments: str
+    cluster: Cluster, cell: Cell, directory: Path, entry: str = WORKER, *arguments: str
 ) -> CellResult:
     """Run one cell as the runner does; ``entry`` takes the worker's arguments and more."""
     directory.mkdir()

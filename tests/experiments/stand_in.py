@@ -10,12 +10,14 @@ from __future__ import annotations
 import functools
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,10 @@ from baselines.description import ExtraProcess
 from experiments.clusters.causes import describe_exit
 from experiments.clusters.interface import ClusterError, Outcome
 from experiments.records.abilities import ABILITIES
-from experiments.records.cell import Cell, ClusterSpec
+from experiments.records.cell import Cell
 from experiments.records.record import Measurement, Record, State
 from experiments.runner.runner import OPERATORS, WORKER
-from simulation.transformer import ModelSpec
+from tests.experiments import cells
 
 #: What each rank runs; it imports nothing of ours, so that a rank costs milliseconds.
 _RANK = """
@@ -189,6 +191,19 @@ def _end_a_forked_helper() -> None:
         raise ClusterError("the helper handled a signal that was meant to end it")
 
 
+@contextmanager
+def full_disk(at_bytes: int) -> Iterator[None]:
+    """Have the kernel write a file up to so many bytes and refuse the rest, as a full disk does."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (at_bytes, limit[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
 class Observer:
     """Counts the cells of a run."""
 
@@ -244,24 +259,15 @@ def matrix_file(
 
 def cell(**changes: Any) -> Cell:
     """A cell with some of its settings changed."""
-    settings: dict[str, Any] = {
+    usual: dict[str, Any] = {
         "matrix": "small",
         "strategy": "fcdp",
-        "model": ModelSpec(name="llama-4x128", family="llama", layers=4, width=128, heads=4),
-        "tuning": "full",
-        "cluster": ClusterSpec(nodes=2, ranks_per_node=2),
+        "model": cells.model_spec("llama", layers=4),
         "inter_bandwidth_bits_per_s": 100_000_000,
         "sequence_length": 128,
-        "micro_batch": 1,
-        "accumulation": 1,
-        "dtype": "float32",
-        "lora_rank": 8,
-        "learning_rate": 1e-3,
-        "warmup_steps": 1,
-        "steps": 3,
         "timeout_s": 60.0,
     }
-    return Cell.of(**(settings | changes))
+    return cells.cell(**(usual | changes))
 
 
 def measurement(**changes: Any) -> Measurement:

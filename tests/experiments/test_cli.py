@@ -11,23 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from baselines import registry
 from experiments import terminal
-from experiments.__main__ import app
 from experiments.matrix import reader
 from experiments.records.provenance import ROOT
 from experiments.records.record import read as read_records
 from experiments.runner.directory import RunDirectory
+from tests.experiments.command_line import command
 from tests.experiments.stand_in import matrix_file, take_the_place_of_clusters
 
 pytestmark = pytest.mark.ranks
-
-
-def command(*arguments: str, **environment: str) -> Result:
-    """Call ``python -m experiments`` in this process, as seen on a hundred columns."""
-    return CliRunner(env={"COLUMNS": "100", **environment}).invoke(app, arguments)
 
 
 def stand_in(*arguments: str, cluster: dict[str, Any] | None = None) -> Result:
@@ -105,16 +100,6 @@ def test_a_matrix_for_rented_nodes_is_emulated_on_request(tmp_path: Path) -> Non
     assert result.exit_code == 0, result.stderr
     found = read_records(tmp_path / "run" / "records.jsonl")
     assert [(r.cell.cluster.kind, r.state) for r in found] == [("emulated", "ok")] * 2
-
-
-def test_simulated_records_are_not_resumed_as_emulated_ones(tmp_path: Path) -> None:
-    options = [str(matrix_file(tmp_path)), "--output", str(tmp_path / "run"), "--no-wandb"]
-    options += ["--only", "fsdp2-full-tiny-10mbit"]
-    result = stand_in(*options, "--cluster", "simulated")
-    assert result.exit_code == 0, result.stderr
-    result = stand_in(*options, "--resume")
-    assert result.exit_code == 2
-    assert "holds records that are 'simulated', not 'emulated'; give another" in result.stderr
 
 
 def test_a_run_from_start_to_report(tmp_path: Path) -> None:

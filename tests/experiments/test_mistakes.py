@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,57 +15,148 @@ import pytest
 from experiments.commands import COMMANDS
 from experiments.matrix.files import MATRICES
 from experiments.records.provenance import ROOT
-from tests.experiments.test_cli import command
+from tests.experiments.command_line import command
+from tests.experiments.stand_in import matrix_file
 
 _WORDS = re.compile(r"--[\w-]+|\w[\w./=-]*\w|\w")
+#: What stands for a cluster that can be planned for; of an option given twice, the last counts.
+_CLUSTER = "--model gpt-10b --nodes 4 --gpus 8 --gpu a40 --inter-node 1Gbps"
+#: Commands, and below each how its error begins; HERE is the folder of ``somewhere``.
+_MISTAKES = """\
+run volume --cluster simulated --output /proc/x
+    --output = '/proc/x': records cannot be written there: nothing can be made there
+run volume --cluster simulated --output HERE/file/x
+    --output = 'HERE/file/x': records cannot be written there: HERE/file is a file, not a
+run quikstart
+    MATRIX: unknown matrix 'quikstart'; allowed: ablation,
+run none/at/all.yaml
+    MATRIX: there is no file none/at/all.yaml
+run quickstart --only zero9
+    --only: no cell id matches 'zero9';
+run paper/volume --cluster emulated
+    --cluster emulated: the matrix is for
+run README.md
+    MATRIX: README.md is no matrix, which is a file that ends in .yaml
+run HERE/empty
+    MATRIX: the folder HERE/empty holds no file that ends in .yaml
+run quickstart --instance g5.48xlarge
+    --instance goes with --dry-run, of a matrix on rented nodes
+run quickstart --dry-run --instance g5.48xlarge --cluster emulated
+    --instance goes with --dry-run, of a matrix on rented nodes
+run quickstart --dry-run --instance g5
+    instance = 'g5': allowed are
+matrix new HERE/file/x.yaml
+    FILE = 'HERE/file/x.yaml': cannot be written: HERE/file is
+trace volume --only fcdp-full --output /proc/x
+    --output = '/proc/x': cannot be written:
+trace HERE/empty --only fcdp
+    MATRIX: HERE/empty is a folder; give one of its files
+trace HERE/small.yaml --only fcdp --output HERE/trace.json
+    --only: 2 cells match 'fcdp', give one: fcdp-full-tiny-100mbit
+trace HERE/small.yaml --only zero9 --output HERE/trace.json
+    --only: no cell id matches 'zero9'
+show nowhere
+    nowhere: no such file or directory
+show docs
+    docs: holds no records.jsonl
+show results/ablation:polcy=disk
+    results/ablation: there is no setting 'polcy'; did you mean 'policy'?
+compare results results/ablation
+    results: holds
+compare results/ablation results/baselines
+    results/ablation and results/baselines have no cell in common
+watch docs
+    docs: no run was started here
+bound --output HERE/file
+    --output = 'HERE/file/bound.jsonl': cannot be written: HERE
+validate HERE/empty
+    RESULTS = 'HERE/empty': holds no records.jsonl that can be read
+validate --calibrate
+    RESULTS: is missing; with --calibrate say
+memory --model 30B --output HERE
+    model = '30B': allowed are gpt-10b, gpt-20b, gpt-30b
+memory --strategy fcpd --output HERE
+    strategy = 'fcpd': allowed are
+memory --length 4096 --output HERE
+    length = 4096: allowed are 512, 1024, 2048
+memory --model gpt-10b --strategy ddp --output HERE/records
+    --output = 'HERE/records/memory.jsonl': cannot be written:
+memory --model gpt-10b --strategy ddp --output HERE/page
+    --output = 'HERE/page/memory.md': cannot be written:
+preflight --bandwidth fast
+    'fast' is not a bandwidth; allowed:
+preflight --output tests
+    --output = 'tests': cannot be written:
+preflight --cluster rented
+    no rented nodes: set FCDP_HOSTS
+plan --model gpt-30b --gpu a40 --preflight HERE/none
+    HERE/none: no such file or directory
+plan --model gpt-10b --gpus 8 --gpu a40 --inter-node 1Gbps
+    --nodes is missing: give it, or what was measured (--preflight)
+plan --model gpt-10b --nodes 4 --gpus 8 --gpu a40
+    --inter-node is missing: give it, or what was measured
+plan CLUSTER --gpu a41
+    gpu = 'a41': allowed are a40,
+plan CLUSTER --inter-node -1Gbps
+    --inter-node = '-1Gbps': allowed: a number above 0 and a unit
+plan CLUSTER --inter-node '0 Gbit/s'
+    --inter-node = '0 Gbit/s': allowed:
+plan CLUSTER --nodes 0
+    --nodes = '0': allowed: whole numbers, 1 or more
+plan CLUSTER --gpus eight
+    --gpus = 'eight': allowed: whole numbers, 1 or more
+plan CLUSTER --host-memory '0 GiB'
+    --host-memory = '0 GiB': allowed: bytes, 1 or more
+plan CLUSTER --peft dora:8
+    --peft = 'dora:8': allowed: lora:RANK
+plan CLUSTER --strategies zero9
+    strategy = 'zero9': allowed are deepspeed-zero3,
+plan CLUSTER --policies hosts --strategies fcdp
+    policy = 'hosts': allowed are
+plan CLUSTER --policies hosts --strategies fsdp2
+    policy = 'hosts': allowed are
+plan CLUSTER --checkpointing 2
+    --checkpointing = '2': allowed: numbers from 0 to 1
+plan CLUSTER --tokens 0
+    --tokens = '0': allowed: a number above 0
+plan CLUSTER --json HERE
+    --json = 'HERE': cannot be written:
+plan CLUSTER --server 100Gbps
+    --server = '100Gbps': allowed: a bandwidth and a number of NVMe drives
+plan CLUSTER --server 100Gbps,0
+    --server = '0': allowed:
+plan CLUSTER --server 12,100Gbps
+    --server = '12': allowed:
+plan CLUSTER --server fast,2
+    --server = 'fast': allowed:
+""".splitlines()
 
 
 @pytest.fixture(scope="module")
 def somewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a file and an empty folder in it."""
+    """A folder with a matrix, a file and an empty folder in it, and folders in files' places."""
     folder = tmp_path_factory.mktemp("somewhere")
     (folder / "file").touch()
-    (folder / "empty").mkdir()
+    for name in ("empty", "records/memory.jsonl", "page/memory.md"):
+        (folder / name).mkdir(parents=True)
+    matrix_file(folder)
     return folder
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (
-            "run volume --cluster simulated --output /proc/x",
-            "--output = '/proc/x': records cannot be written there: nothing can be made there",
-        ),
-        (
-            "run volume --cluster simulated --output HERE/file/x",
-            "--output = 'HERE/file/x': records cannot be written there: HERE/file is a file, not a",
-        ),
-        ("trace volume --only fcdp-full --output /proc/x", "--output = '/proc/x': cannot be writ"),
-        ("bound --output HERE/file", "--output = 'HERE/file/bound.jsonl': cannot be written: HERE"),
-        ("validate HERE/empty", "RESULTS = 'HERE/empty': holds no records.jsonl that can be read"),
-        (
-            "plan --model gpt-30b --gpu a40 --preflight HERE/none",
-            "HERE/none: no such file or direc",
-        ),
-        (
-            "matrix new HERE/file/x.yaml",
-            "FILE = 'HERE/file/x.yaml': cannot be written: HERE/file is",
-        ),
-        ("run quikstart", "MATRIX: unknown matrix 'quikstart'; allowed: ablation, "),
-        ("run none/at/all.yaml", "MATRIX: there is no file none/at/all.yaml"),
-        ("run quickstart --only zero9", "--only: no cell id matches 'zero9'; "),
-        ("run paper/volume --cluster emulated", "--cluster emulated: the matrix is for "),
-        ("run README.md", "MATRIX: README.md is no matrix, which is a file that ends in .yaml"),
-        ("run HERE/empty", "MATRIX: the folder HERE/empty holds no file that ends in .yaml"),
-        ("trace HERE/empty --only fcdp", "MATRIX: HERE/empty is a folder; give one of its files"),
-    ],
+    ("line", "message"), [*zip(_MISTAKES[::2], map(str.strip, _MISTAKES[1::2]), strict=True)]
 )
-def test_a_mistake_has_one_line(line: str, message: str, somewhere: Path) -> None:
-    result = command(*line.replace("HERE", str(somewhere)).split())
-    assert result.exit_code == 2
+def test_a_mistake_has_one_line_and_leaves_nothing(
+    line: str, message: str, somewhere: Path
+) -> None:
+    before = sorted(somewhere.rglob("*"))
+    words = line.replace("CLUSTER", _CLUSTER).replace("HERE", str(somewhere))
+    result = command(*shlex.split(words))
+    assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith(f"error: {message}".replace("HERE", str(somewhere)))
     assert len(result.stderr.splitlines()) == 1
     assert "Errno" not in result.stderr
+    assert sorted(somewhere.rglob("*")) == before
 
 
 def test_a_folder_of_own_matrices_runs_as_a_suite(tmp_path: Path) -> None:

@@ -164,6 +164,25 @@ def test_backward_goes_on_where_gradients_cross_and_nobody_looks(
     assert not reducer.reduce._goes_on(torch.device("meta"))
 
 
+def test_what_waits_is_read_by_nobody_and_what_is_frozen_by_all() -> None:
+    weights = Weight(), Weight()
+    place: Any = Place(2, 0)
+    reducer = Reducer(place, StandInUnit("unit", 4, params=weights))
+    shown = torch.ones(1)
+    for weight in weights:
+        weight.grad = SimpleNamespace(_local_tensor=shown)
+    weights[1].requires_grad = False
+    reducer.reduce.requires_sync = False
+    buffer, output = (reducer.allocate(numel, torch.float32) for numel in (4, 2))
+    assert isinstance(output, Waiting)
+    assert output.stride() == (1,)
+    group: Any = None
+    reducer.reduce(output, buffer.fill_(1.0), group, SUM)
+    hidden, frozen = (weight.grad._local_tensor for weight in weights)
+    assert isinstance(hidden, Waiting)
+    assert frozen is shown
+
+
 def waiting() -> tuple[Reducer, list[Weight]]:
     """Partial gradients of three parameters: of two in this micro-batch; the last is frozen."""
     weights = [Weight() for _ in range(4)]

@@ -41,6 +41,7 @@ class Rank:
         nodes: int = 2,
         verify: bool = False,
         lacking: tuple[str, ...] | None = None,
+        without_gradients: bool = False,
         units: str = "ab",
     ) -> None:
         self.asked: list[list[bool]] = []
@@ -60,7 +61,7 @@ class Rank:
             topology,
             self.guard,
             lambda unit: self._begins,
-            lambda: False,
+            lambda: without_gradients,
             verify=verify,
             lacks_base=lacks,
         )
@@ -184,6 +185,18 @@ def test_contents_are_compared_on_the_cpu_alone(
     rank.gather()
     rank.units[1].params[0].data.add_(1)
     assert rank.gather() == seen
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_what_is_compared_already_the_guard_does_not_check_again(
+    device_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank(monkeypatch, device_type=device_type, without_gradients=True)
+    checked: list[str] = []
+    nothing = [False] * len(rank.units)
+    monkeypatch.setattr(rank.guard, "check", lambda: checked.append("") or (nothing, nothing))
+    rank.gather()
+    assert len(checked) == (device_type != "cpu")
 
 
 def test_and_elsewhere_while_somebody_holds_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:

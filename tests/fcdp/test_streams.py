@@ -49,6 +49,7 @@ TRAININGS: dict[str, Settings] = {
     "half on the device": replace(SMALL, policy=fcdp.Threshold(0.5), checkpointing=True),
     "LoRA": LORA,
     "LoRA, replicated": replace(LORA, adapters="replicated"),
+    "LoRA, taken over": replace(LORA, accumulation=2),
     "micro-batches": Settings(steps=2, accumulation=2, clip=0.5),
     "micro-batches, on the host": Settings(steps=2, accumulation=3, partial_gradients="host"),
     "kept gathered": replace(SMALL, reshard_after_forward=False, optimizer="fused"),
@@ -78,8 +79,9 @@ def compare(name: str, directory: Path, seeds: range) -> list[str]:
         train, settings.world_size, name, settings, directory, "fsdp2", seed=seeds[0]
     )
     wrong = [f"FSDP2's own: {race}" for race in tape.races[:1]]
+    engine = "takeover" if name.endswith("taken over") else "fcdp"
     ours, tape = accelerator.run(
-        train, settings.world_size, name, settings, directory, "fcdp", seed=seeds[0]
+        train, settings.world_size, name, settings, directory, engine, seed=seeds[0]
     )
     tolerance = ROUNDED.get(name, 1e-5)
     for rank, (mine, other) in enumerate(zip(ours, theirs, strict=True)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import fcdp
+from fcdp.integrations.takeover import Takeover
 from fcdp.partial_gradients import PartialsPlace
 
 VOCABULARY = 29
@@ -195,6 +197,14 @@ def shard_with_fcdp_uncached(model: TinyLM, topology: fcdp.Topology, settings: S
     return shard_with_fcdp(model, topology, replace(settings, policy=fcdp.NoCache()))
 
 
+def take_over_from_fsdp2(model: TinyLM, topology: fcdp.Topology, settings: Settings) -> TinyLM:
+    """Shard by the calls for FSDP2, as where another trainer makes them."""
+    takeover = Takeover()
+    takeover.use(topology, settings.policy, {})
+    with takeover.of(model, sys.modules[__name__]):
+        return shard_with_fsdp2(model, topology, settings)
+
+
 def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
     params = [param for param in model.parameters() if param.requires_grad]
     if settings.optimizer == "sgd":
@@ -214,12 +224,13 @@ def take_step(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> float:
 
 
 def train(settings: Settings, engine: str) -> Result:
-    """Train on this rank with ``engine``: "fsdp2", "fcdp", "uncached"."""
+    """Train on this rank with ``engine``: "fsdp2", "fcdp", "uncached", "takeover"."""
     topology = topology_of(settings.nodes, settings.ranks_per_node)
     wrap: Callable[[TinyLM, fcdp.Topology, Settings], TinyLM] = {
         "fsdp2": shard_with_fsdp2,
         "fcdp": shard_with_fcdp,
         "uncached": shard_with_fcdp_uncached,
+        "takeover": take_over_from_fsdp2,
     }[engine]
     model = wrap(make_model(settings), topology, settings)
     optimizer = make_optimizer(model, settings)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import wheels
 from tests.packaging import ROOT
 
 pytest.importorskip("packaging", reason="not in an environment made by `make setup`")
@@ -37,35 +37,19 @@ assert fcdp.__file__.startswith(sys.prefix), fcdp.__file__
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the checkout, in which no build has left anything."""
-    source = tmp_path_factory.mktemp("source")
-    for name in ("fcdp", "baselines", "tests"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "LICENSE"):
-        shutil.copy(ROOT / name, source / name)
-    return source
-
-
-def built(hook: str, source: Path, target: Path) -> Path:
-    """What the build backend's ``hook`` makes, without pip and so without a network."""
-    code = f"import sys, setuptools.build_meta as backend; backend.{hook}(sys.argv[1])"
-    command = [sys.executable, "-c", code, target]
-    done = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    (found,) = target.glob("*.whl")
-    return found
+    return wheels.source(tmp_path_factory.mktemp("source"), "fcdp", "baselines", "tests")
 
 
 @pytest.fixture(scope="module")
 def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return built("build_wheel", source, tmp_path_factory.mktemp("wheels"))
+    return wheels.built("build_wheel", source, tmp_path_factory.mktemp("wheels"))
 
 
 def test_an_editable_install_finds_the_parts_beside_the_library(
     source: Path, tmp_path: Path
 ) -> None:
     """By the path of the checkout, so that a part that is added later is found as well."""
-    with zipfile.ZipFile(built("build_editable", source, tmp_path)) as archive:
+    with zipfile.ZipFile(wheels.built("build_editable", source, tmp_path)) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".pth"))
         assert archive.read(name).decode().strip() == str(source)
 

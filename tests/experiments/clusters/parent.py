@@ -7,15 +7,9 @@ from pathlib import Path
 
 from experiments.clusters.emulated import EmulatedCluster
 from experiments.records.cell import ClusterSpec
+from tests.experiments.clusters.launches import ON_RANKS, run
 
 if __name__ == "__main__":
     directory = sys.argv[1]
-    on_ranks = "tests.experiments.clusters.on_ranks"
-    with EmulatedCluster(ClusterSpec(nodes=2, ranks_per_node=2), preload=[on_ranks]) as cluster:
-        cluster.run(
-            f"{on_ranks}:linger",
-            [directory],
-            logs=Path(directory),
-            environment={},
-            timeout_s=600,
-        )
+    with EmulatedCluster(ClusterSpec(nodes=2, ranks_per_node=2), preload=[ON_RANKS]) as cluster:
+        run(cluster, Path(directory), "linger", directory, timeout_s=600)

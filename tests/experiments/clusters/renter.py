@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tests.experiments.clusters.test_rented import cluster_of, run
+from tests.experiments.clusters.launches import run
+from tests.experiments.clusters.test_rented import cluster_of
 
 if __name__ == "__main__":
     with cluster_of("localhost", "localhost", ranks=1) as cluster:

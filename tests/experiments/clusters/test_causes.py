@@ -24,54 +24,49 @@ def failed(**exits: tuple[int, int]) -> dict[int, NodeResult]:
     return {0: NodeResult({int(rank[4:]): Exit(*exit_) for rank, exit_ in exits.items()})}
 
 
-def test_all_nodes_done_is_ok() -> None:
-    done = {0: NodeResult(), 1: NodeResult()}
-    assert outcome(done, [], out_of_memory_kills=0) == Outcome("ok")
+KILLED, ABORTED = -signal.SIGKILL, -signal.SIGABRT
+LOST_AGENT = {1: NodeResult(error="the agent of node 1 was killed")}
+OUTCOMES: dict[str, tuple[dict[int, NodeResult], list[Report], int, Outcome]] = {
+    "all nodes are done": ({0: NodeResult(), 1: NodeResult()}, [], 0, Outcome("ok")),
+    "the earliest exception is the cause": (
+        {}, [report(0, 20), report(3, 10)], 0, Outcome("failed", 3, "error of 3"),
+    ),
+    "a lost connection is an effect of any other exception": (
+        {}, [report(0, 10, lost_peer=True), report(3, 20)], 0, Outcome("failed", 3, "error of 3"),
+    ),
+    "a silent end precedes the exceptions that know of it": (
+        failed(rank0=(1, 30), rank1=(1, 30), rank2=(KILLED, 30)),
+        [report(0, 10, silent_before=(2,)), report(1, 11, lost_peer=True)],
+        0, Outcome("failed", 2, "killed by signal SIGKILL"),
+    ),
+    "a silent end that followed an exception is an effect": (
+        failed(rank0=(1, 20), rank1=(ABORTED, 20)), [report(0, 10)],
+        0, Outcome("failed", 0, "error of 0"),
+    ),
+    "the kernel says that it killed for memory": (
+        failed(rank1=(KILLED, 1)), [],
+        1, Outcome("oom", 1, "killed by signal SIGKILL: the kernel ran out of memory"),
+    ),
+    "it says nothing": (
+        failed(rank1=(KILLED, 1)), [], 0, Outcome("failed", 1, "killed by signal SIGKILL"),
+    ),
+    "it killed another": (
+        failed(rank1=(ABORTED, 1)), [], 1, Outcome("failed", 1, "killed by signal SIGABRT"),
+    ),
+    "an agent that could not launch its ranks": (
+        {0: NodeResult(), **LOST_AGENT}, [], 0, Outcome("failed", None, LOST_AGENT[1].error),
+    ),
+    "a rank that died with its agent": (
+        LOST_AGENT, [report(0, 10, lost_peer=True, silent_before=(2,))],
+        0, Outcome("failed", 2, f"ended before its function returned; {LOST_AGENT[1].error}"),
+    ),
+}  # fmt: skip
 
 
-def test_the_earliest_exception_is_the_cause() -> None:
-    ended = outcome({}, [report(0, 20), report(3, 10)], out_of_memory_kills=0)
-    assert ended == Outcome("failed", 3, "error of 3")
-
-
-def test_a_lost_connection_is_an_effect_of_any_other_exception() -> None:
-    reports = [report(0, 10, lost_peer=True), report(3, 20)]
-    assert outcome({}, reports, out_of_memory_kills=0).rank == 3
-
-
-def test_a_silent_end_precedes_the_exceptions_that_know_of_it() -> None:
-    reports = [report(0, 10, silent_before=(2,)), report(1, 11, lost_peer=True)]
-    results = failed(rank0=(1, 30), rank1=(1, 30), rank2=(-signal.SIGKILL, 30))
-    ended = outcome(results, reports, out_of_memory_kills=0)
-    assert ended == Outcome("failed", 2, "killed by signal SIGKILL")
-
-
-def test_a_silent_end_that_followed_an_exception_is_an_effect() -> None:
-    reports = [report(0, 10)]
-    results = failed(rank0=(1, 20), rank1=(-signal.SIGABRT, 20))
-    assert outcome(results, reports, out_of_memory_kills=0).rank == 0
-
-
-def test_sigkill_is_out_of_memory_only_if_the_kernel_says_so() -> None:
-    killed, aborted = failed(rank1=(-signal.SIGKILL, 1)), failed(rank1=(-signal.SIGABRT, 1))
-    assert outcome(killed, [], out_of_memory_kills=1).state == "oom"
-    assert outcome(killed, [], out_of_memory_kills=0).state == "failed"
-    assert outcome(aborted, [], out_of_memory_kills=1).state == "failed"
-
-
-def test_an_agent_that_could_not_launch_its_ranks_is_named() -> None:
-    results = {0: NodeResult(), 1: NodeResult(error="the agent of node 1 failed")}
-    ended = outcome(results, [], out_of_memory_kills=0)
-    assert ended == Outcome("failed", None, "the agent of node 1 failed")
-
-
-def test_a_rank_that_died_with_its_agent_is_named_with_the_agent() -> None:
-    results = {1: NodeResult(error="the agent of node 1 was killed")}
-    reports = [report(0, 10, lost_peer=True, silent_before=(2,))]
-    ended = outcome(results, reports, out_of_memory_kills=0)
-    assert ended.rank == 2
-    assert ended.error is not None
-    assert "the agent of node 1 was killed" in ended.error
+@pytest.mark.parametrize("case", OUTCOMES)
+def test_the_cause_is_who_failed_first(case: str) -> None:
+    results, reports, kills, expected = OUTCOMES[case]
+    assert outcome(results, reports, out_of_memory_kills=kills) == expected
 
 
 @pytest.mark.parametrize(

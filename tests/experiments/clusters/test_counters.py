@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,12 +9,6 @@ from experiments.clusters import counters, namespaces
 from experiments.clusters.counters import transmitted_bytes
 from experiments.clusters.emulated import INTERFACE, Network
 from tests.experiments.waiting import wait_until
-
-
-@pytest.fixture(scope="module")
-def network(privileged: None) -> Iterator[Network]:
-    with Network(2) as built:
-        yield built
 
 
 def test_counts_what_leaves_the_callers_node(network: Network) -> None:

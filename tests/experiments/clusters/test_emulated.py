@@ -18,11 +18,10 @@ from experiments.clusters import lifetimes, namespaces
 from experiments.clusters.emulated import EmulatedCluster
 from experiments.clusters.interface import ClusterError, Outcome
 from experiments.records.cell import ClusterSpec
+from tests.experiments.clusters.launches import ON_RANKS, pids_below, run
 from tests.experiments.waiting import is_running, wait_until, wait_until_ended
 
 pytestmark = pytest.mark.usefixtures("privileged")
-
-ON_RANKS = "tests.experiments.clusters.on_ranks"
 ROOT = Path(__file__).parents[3]
 SECRET = "a value that no rank is to see"
 PRELOAD = ("torch.distributed", ON_RANKS)
@@ -46,15 +45,6 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
         assert [namespaces.processes(name) for name in own] == [[]] * len(own)
 
 
-def run(
-    cluster: EmulatedCluster, logs: Path, function: str, *arguments: str, timeout_s: float = 60
-) -> Outcome:
-    environment = {"TEST_CGROUP": os.environ.get("TEST_CGROUP", "")}
-    return cluster.run(
-        f"{ON_RANKS}:{function}", arguments, logs=logs, environment=environment, timeout_s=timeout_s
-    )
-
-
 def test_ranks_meet_and_a_further_run_has_no_cold_start(
     cluster: EmulatedCluster, tmp_path: Path
 ) -> None:
@@ -66,13 +56,8 @@ def test_ranks_meet_and_a_further_run_has_no_cold_start(
 
 
 def test_what_a_rank_sees(cluster: EmulatedCluster, tmp_path: Path) -> None:
-    outcome = cluster.run(
-        f"{ON_RANKS}:describe",
-        [str(tmp_path)],
-        logs=tmp_path / "logs",
-        environment={"GIVEN": "$value", "OMP_NUM_THREADS": "2"},
-        timeout_s=60,
-    )
+    given = {"GIVEN": "$value", "OMP_NUM_THREADS": "2"}
+    outcome = run(cluster, tmp_path / "logs", "describe", str(tmp_path), **given)
     assert outcome == Outcome("ok")
     texts = [(tmp_path / f"{rank}.json").read_text() for rank in range(4)]
     seen = [json.loads(text) for text in texts]
@@ -118,13 +103,7 @@ def test_a_module_that_was_preloaded_from_elsewhere_is_an_error(
 ) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch/__init__.py").touch()
-    outcome = cluster.run(
-        f"{ON_RANKS}:add_up",
-        [],
-        logs=tmp_path / "logs",
-        environment={"PYTHONPATH": str(tmp_path)},
-        timeout_s=60,
-    )
+    outcome = run(cluster, tmp_path / "logs", "add_up", PYTHONPATH=str(tmp_path))
     assert outcome.state == "failed"
     assert f"torch: preloaded, so not imported from {tmp_path}" in str(outcome.error)
 
@@ -279,10 +258,6 @@ def parent(tmp_path: Path, temporary: Path) -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             process.kill()
-
-
-def pids_below(directory: Path) -> list[int]:
-    return [pid for path in directory.glob("*.pids") for pid in json.loads(path.read_text())]
 
 
 def names_of(owner: int) -> list[str]:

@@ -4,9 +4,8 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -25,12 +24,6 @@ from experiments.clusters.interface import ClusterError
 from experiments.records.abilities import HIGHEST_RATE, LOWEST_RATE
 
 pytestmark = pytest.mark.usefixtures("privileged")
-
-
-@pytest.fixture(scope="module")
-def network() -> Iterator[Network]:
-    with Network(2) as built:
-        yield built
 
 
 def goodput(network: Network, sender: int, receiver: int, seconds: float = 1.0) -> float:
@@ -166,25 +159,6 @@ def test_leaving_ends_what_still_runs_inside() -> None:
     assert started[0].wait(timeout=60) == -signal.SIGKILL
 
 
-def test_namespaces_of_a_killed_owner_are_removed_and_those_of_a_live_one_stay(
-    network: Network,
-) -> None:
-    script = (
-        "import os, signal\n"
-        "from experiments.clusters.emulated import Network\n"
-        "print(*Network(2).__enter__().nodes, flush=True)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    killed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    left = set(killed.stdout.split())
-    assert left <= set(netns.listnetns())
-    assert len(left) == 2
-
-    assert left <= set(namespaces.remove_stale())
-    assert not left & set(netns.listnetns())
-    assert set(network.nodes) <= set(netns.listnetns())
-
-
 def test_a_namespace_whose_owners_pid_was_given_away_is_stale() -> None:
     scope, pid, started, cluster = lifetimes.new_prefix().split("-")[1:]
     name = f"fcdp-{scope}-{pid}-{int(started) - 1}-{cluster}-node0"
@@ -192,13 +166,16 @@ def test_a_namespace_whose_owners_pid_was_given_away_is_stale() -> None:
     assert name in namespaces.remove_stale()
 
 
-def test_names_of_others_and_of_other_pid_namespaces_are_not_touched() -> None:
-    names = [f"fcdp-1-{2**22 + 1}-1-0-node0", f"other-{os.getpid()}-node0"]
+def test_names_of_others_of_a_live_owner_and_of_other_pid_namespaces_are_not_touched(
+    network: Network,
+) -> None:
+    made = [f"fcdp-1-{2**22 + 1}-1-0-node0", f"other-{os.getpid()}-node0"]
     try:
-        for name in names:
+        for name in made:
             namespaces.create(name)
+        names = [*made, *network.nodes]
         assert not set(names) & set(namespaces.remove_stale())
         assert set(names) <= set(netns.listnetns())
     finally:
-        for name in names:
+        for name in made:
             namespaces.remove(name)

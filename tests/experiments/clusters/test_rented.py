@@ -24,9 +24,9 @@ from experiments.clusters.rented import RentedCluster
 from experiments.records.cell import ClusterSpec
 from experiments.records.provenance import ROOT
 from tests.experiments.clusters.engines import program
+from tests.experiments.clusters.launches import pids_below, run
 from tests.experiments.waiting import is_running, wait_until, wait_until_ended
 
-ON_RANKS = "tests.experiments.clusters.on_ranks"
 SECRET = "a secret that only these tests know"
 RANKS = 1
 
@@ -68,20 +68,6 @@ def larger(cluster: RentedCluster) -> Iterator[RentedCluster]:
         yield built
 
 
-def run(
-    cluster: RentedCluster, logs: Path, function: str, *arguments: str, timeout_s: float = 100
-) -> Outcome:
-    return cluster.run(
-        f"{ON_RANKS}:{function}", arguments, logs=logs, environment={}, timeout_s=timeout_s
-    )
-
-
-def pids_below(directory: Path) -> list[int]:
-    """Ranks, what started them, and the ranks' own children."""
-    texts = [path.read_text() for path in directory.glob("*.pids")]
-    return [pid for text in texts for pid in json.loads(text)]
-
-
 def test_ranks_of_both_nodes_meet(cluster: RentedCluster, tmp_path: Path) -> None:
     assert run(cluster, tmp_path, "add_up") == Outcome("ok")
     logs = ["node0.log", "node1.log", "rank0.log", "rank1.log"]
@@ -98,13 +84,7 @@ def test_a_rank_that_returned_is_not_aborted_by_a_thread_of_torch(
 
 
 def test_what_a_rank_sees(larger: RentedCluster, tmp_path: Path) -> None:
-    outcome = larger.run(
-        f"{ON_RANKS}:describe",
-        [str(tmp_path)],
-        logs=tmp_path / "logs",
-        environment={"GIVEN": "$value"},
-        timeout_s=100,
-    )
+    outcome = run(larger, tmp_path / "logs", "describe", str(tmp_path), GIVEN="$value")
     assert outcome == Outcome("ok")
     for rank in range(4):
         text = (tmp_path / f"{rank}.json").read_text()

@@ -14,14 +14,12 @@ from experiments.clusters.simulated import SimulatedCluster
 from experiments.matrix import reader
 from experiments.matrix.matrix import MatrixCell
 from experiments.records.cell import Cell, ClusterSpec, SimulatedSpec
-from experiments.records.modelled import hardware_of
 from experiments.records.record import Record
 from experiments.records.record import read as read_records
 from experiments.runner import runner
 from experiments.runner.directory import RunDirectory
 from tests.experiments.cells import cell, model_spec
 from tests.experiments.stand_in import Observer
-from tests.simulation.workloads import paper_cluster
 
 SPEC = SimulatedSpec(kind="simulated", nodes=2, ranks_per_node=8, gpu="a40")
 
@@ -100,11 +98,6 @@ def test_emulated_cells_are_simulated_as_the_host_they_ran_on(tmp_path: Path) ->
 def test_rented_nodes_are_not_known() -> None:
     with pytest.raises(ClusterError, match=r"cluster\.kind = 'rented': is not simulated"):
         SimulatedCluster(ClusterSpec(kind="rented", nodes=2, ranks_per_node=8))
-
-
-def test_the_papers_cluster_can_be_written_in_a_matrix_file() -> None:
-    paper = hardware_of(SPEC.model_copy(update={"nodes": 4}), 10**11)
-    assert paper == paper_cluster()
 
 
 @pytest.mark.parametrize(

@@ -24,12 +24,6 @@ pytestmark = pytest.mark.usefixtures("privileged")
 
 
 @pytest.fixture(scope="module")
-def network(privileged: None) -> Iterator[Network]:
-    with Network(2) as built:
-        yield built
-
-
-@pytest.fixture(scope="module")
 def cluster(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     require("slurmctld slurmd slurm-client munge", "slurmctld", "slurmd", "srun", "munged")
     with slurm(network, tmp_path_factory.mktemp("slurm")) as started:

@@ -23,12 +23,6 @@ from tests.experiments.waiting import wait_until
 pytestmark = pytest.mark.usefixtures("privileged")
 
 
-@pytest.fixture(scope="module")
-def network(privileged: None) -> Iterator[Network]:
-    with Network(2) as built:
-        yield built
-
-
 @pytest.fixture
 def run(network: Network, tmp_path: Path) -> Iterator[Run]:
     require("openssh-server openssh-client", "sshd", "ssh", "ssh-keygen")

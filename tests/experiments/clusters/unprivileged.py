@@ -17,11 +17,9 @@ if __name__ == "__main__":
 
     from experiments.clusters.emulated import EmulatedCluster
     from experiments.records.cell import ClusterSpec
+    from tests.experiments.clusters.launches import ON_RANKS, run
 
-    on_ranks = "tests.experiments.clusters.on_ranks"
-    with EmulatedCluster(ClusterSpec(nodes=2, ranks_per_node=1), preload=[on_ranks]) as cluster:
+    with EmulatedCluster(ClusterSpec(nodes=2, ranks_per_node=1), preload=[ON_RANKS]) as cluster:
         settings = cluster.shape(100_000_000)
-        outcome = cluster.run(
-            f"{on_ranks}:add_up", [], logs=Path(sys.argv[1]), environment={}, timeout_s=60
-        )
+        outcome = run(cluster, Path(sys.argv[1]), "add_up")
     print(sys.argv[2:], settings["rate_bits_per_s"], outcome)

@@ -5,27 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from experiments.__main__ import app
 from experiments.matrix import reader
 from experiments.records import provenance
 from simulation import files
+from tests.experiments.command_line import command, flat
 from tests.experiments.stand_in import record
-
-
-def call(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def flat(result: Result) -> str:
-    return " ".join(result.output.split())
 
 
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
     file = tmp_path / "folder" / "own.yaml"
-    result = call("matrix", "new", file)
+    result = command("matrix", "new", file)
     assert result.exit_code == 0, result.output
     return file
 
@@ -40,14 +31,14 @@ def test_a_new_file_is_a_matrix(own: Path) -> None:
 
 def test_no_file_is_overwritten(own: Path) -> None:
     before = own.read_text()
-    result = call("matrix", "new", own)
+    result = command("matrix", "new", own)
     assert (result.exit_code, own.read_text()) == (2, before)
     assert "is there already, and stays as it is" in flat(result)
-    assert call("matrix", "new", own.with_suffix(".txt")).exit_code == 2
+    assert command("matrix", "new", own.with_suffix(".txt")).exit_code == 2
 
 
 def test_a_dry_run_has_simulated_times_and_memory(own: Path) -> None:
-    lines = call("run", own, "--dry-run").output.splitlines()
+    lines = command("run", own, "--dry-run").output.splitlines()
     assert len(lines) == 7
     assert all(" s/step, " in line and " MB of this machine" in line for line in lines[:-1])
     assert lines[-1].startswith("own: 6 cells to run, 24 steps in all, 0 skipped; simulated, 0:")
@@ -59,7 +50,7 @@ def test_a_dry_run_honours_resume(own: Path, tmp_path: Path) -> None:
         files.append(record(cell, state, "an error"), tmp_path / "run" / "records.jsonl")
     before = (tmp_path / "run" / "records.jsonl").read_bytes()
     for option, count in (("--no-wandb", 6), ("--resume", 4), ("--retry-failed", 5)):
-        result = call("run", own, "--dry-run", "--output", tmp_path / "run", option)
+        result = command("run", own, "--dry-run", "--output", tmp_path / "run", option)
         assert f"own: {count} cells to run" in flat(result)
     assert (tmp_path / "run" / "records.jsonl").read_bytes() == before
 
@@ -68,13 +59,13 @@ def test_what_this_machine_cannot_hold_is_refused(
     own: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(provenance, "memory_bytes", lambda: 500_000_000)
-    result = call("run", own, "--dry-run")
+    result = command("run", own, "--dry-run")
     assert result.exit_code == 2
     assert " MB, and this machine has 500 MB: make it smaller" in flat(result)
 
 
 def test_a_simulated_matrix_says_the_memory_of_its_own_devices() -> None:
-    result = call("run", "paper/volume", "--dry-run")
+    result = command("run", "paper/volume", "--dry-run")
     assert result.exit_code == 0, result.output
     assert "GB per device" in flat(result)
 
@@ -82,32 +73,13 @@ def test_a_simulated_matrix_says_the_memory_of_its_own_devices() -> None:
 def test_instances_to_rent_have_a_price(own: Path) -> None:
     """Of a matrix without a limit on links: of others nothing limits them there."""
     changes = ("--set", "dtype=bfloat16", "--set", "inter_bandwidth=unshaped")
-    result = call("run", own, "--dry-run", "--instance", "g5.48xlarge", *changes)
+    result = command("run", own, "--dry-run", "--instance", "g5.48xlarge", *changes)
     assert result.exit_code == 0, result.output
     assert " MB per device" in flat(result)
     assert " USD on 2 × g5.48xlarge (16.288 USD per hour)" in flat(result)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("--instance", "g5.48xlarge"), "instance goes with --dry-run"),
-        (
-            ("--dry-run", "--instance", "g5.48xlarge", "--cluster", "emulated"),
-            "instance goes with --dry-run, of a matrix on rented nodes",
-        ),
-        (("--dry-run", "--instance", "g5"), "instance = 'g5': allowed are "),
-    ],
-)
-def test_instances_are_known_and_for_dry_runs_alone(
-    own: Path, options: tuple[str, ...], said: str
-) -> None:
-    result = call("run", own, *options)
-    assert result.exit_code == 2
-    assert said in flat(result)
-
-
 def test_what_is_not_simulated_says_why(own: Path) -> None:
     changes = ("--set", "inter_bandwidth=unshaped")
-    result = call("run", own, "--dry-run", "--instance", "g5.48xlarge", *changes)
+    result = command("run", own, "--dry-run", "--instance", "g5.48xlarge", *changes)
     assert "dtype = 'float32': a simulated GPU computes in bfloat16" in flat(result)

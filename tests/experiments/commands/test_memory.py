@@ -7,11 +7,8 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
-from experiments.__main__ import app
 from experiments.commands.memory import settle
-from experiments.terminal import UNUSABLE
 from simulation.imitated import study
 from simulation.imitated.records import read
 
@@ -35,34 +32,6 @@ def test_finished_cases_are_kept_and_not_run_again(
     monkeypatch.setattr(study, "_settle", None)  # nothing is settled any more
     assert settle(["gpt-30b"], ["ddp"], [512], tmp_path, 1, shown) == first
     assert (tmp_path / "memory.md").read_text(encoding="utf-8") == page
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--model", "30B"], "model = '30B': allowed are gpt-10b, gpt-20b, gpt-30b"),
-        (["--strategy", "fcpd"], "strategy = 'fcpd': allowed are"),
-        (["--length", "4096"], "length = 4096: allowed are 512, 1024, 2048"),
-    ],
-)
-def test_unknown_names_are_refused(tmp_path: Path, arguments: list[str], message: str) -> None:
-    result = CliRunner().invoke(app, ["memory", *arguments, "--output", str(tmp_path)])
-    assert result.exit_code == UNUSABLE
-    assert message in result.output
-    assert not any(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("name", ["memory.jsonl", "memory.md"])
-def test_a_destination_that_cannot_be_written_is_refused_first(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(study, "settle", lambda *_, **__: pytest.fail("settled"))
-    (tmp_path / name).mkdir()
-    arguments = ["memory", "--model", "gpt-10b", "--strategy", "ddp", "--output", str(tmp_path)]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == UNUSABLE
-    assert f"--output = '{tmp_path / name}': cannot be written: " in result.stderr
-    assert len(result.stderr.splitlines()) == 1
 
 
 def test_a_file_that_is_not_ours_is_named(tmp_path: Path) -> None:

@@ -8,25 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from experiments.__main__ import app
 from experiments.records.provenance import ROOT
 from experiments.records.record import read
 from experiments.records.repeats import pooled
 from experiments.records.select import FILE
 from simulation import files
+from tests.experiments.command_line import command, flat
 from tests.experiments.stand_in import cell, record
 
 RUNS = [file.parent for file in files.below(ROOT / "results", FILE)]
-
-
-def call(*arguments: str) -> Result:
-    return CliRunner().invoke(app, arguments)
-
-
-def flat(result: Result) -> str:
-    return " ".join(result.output.split())
 
 
 @pytest.fixture
@@ -39,31 +30,31 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.name)
 def test_each_committed_run_is_shown_and_compared_with_itself(path: Path) -> None:
-    shown = call("show", str(path))
+    shown = command("show", str(path))
     assert shown.exit_code == 0, shown.output
     ids = {each.cell_id for each in pooled(read(path / "records.jsonl"))}
     assert all(each in shown.output for each in ids)
-    compared = call("compare", str(path), str(path))
+    compared = command("compare", str(path), str(path))
     assert compared.exit_code == 0, compared.output
     assert f"0 of {len(ids)} cells differ beyond their intervals" in flat(compared)
 
 
 def test_all_committed_runs_are_listed() -> None:
-    shown = call("show", str(ROOT / "results"))
+    shown = command("show", str(ROOT / "results"))
     assert shown.exit_code == 0, shown.output
     names = [str(path.relative_to(ROOT / "results")) for path in RUNS]
     assert [line.split()[0] for line in shown.output.splitlines()[1:]] == names
 
 
 def test_cells_of_a_run_are_picked_by_their_settings(run: Path) -> None:
-    shown = call("show", f"{run}:policy=disk")
+    shown = command("show", f"{run}:policy=disk")
     assert "fcdp-disk-full-" in shown.output
     assert "fcdp-none-full-" not in shown.output
 
 
 @pytest.mark.parametrize(("policy", "ratio"), [("host", "0.476"), ("disk", "none")])
 def test_two_cells_are_compared_in_full(run: Path, policy: str, ratio: str) -> None:
-    lines = call("compare", f"{run}:policy=none", f"{run}:policy={policy}").output.splitlines()
+    lines = command("compare", f"{run}:policy=none", f"{run}:policy={policy}").output.splitlines()
     rows = {line.split()[0]: line.split() for line in lines if line.strip()}
     assert rows["policy"] == ["policy", "none", policy]
     assert rows["s/step"][-1] == ratio
@@ -74,7 +65,7 @@ def test_a_difference_between_runs_counts_beyond_the_spread(run: Path) -> None:
     again = run.parent / "again"
     for policy, seconds in (("none", [1.05, 1.1]), ("host", [0.25, 0.25])):
         files.append(record(cell(policy=policy), step_seconds=seconds), again / "records.jsonl")
-    said = flat(call("compare", str(run), str(again)))
+    said = flat(command("compare", str(run), str(again)))
     assert "1 of 2 cells differ beyond their intervals; 1 cells of the larger" in said
     assert "2.00×" in said
 
@@ -82,7 +73,7 @@ def test_a_difference_between_runs_counts_beyond_the_spread(run: Path) -> None:
 def test_a_run_that_cannot_be_read_hides_no_other(run: Path, tmp_path: Path) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "records.jsonl").write_text("{}\n", encoding="utf-8")
-    shown = call("show", str(tmp_path))
+    shown = command("show", str(tmp_path))
     assert shown.exit_code == 0, shown.output
     assert "broken/records.jsonl:1: not a record of this version" in flat(shown)
     assert [line.split()[0] for line in shown.output.splitlines()[-2:]] == ["broken", "mine"]
@@ -93,27 +84,9 @@ def test_a_step_of_no_time_is_no_record(run: Path, seconds: float) -> None:
     made = record(cell(policy="auto"), step_seconds=[1.0]).model_dump_json()
     with (run / "records.jsonl").open("a", encoding="utf-8") as file:
         file.write(made.replace('"step_seconds":[1.0]', f'"step_seconds":["{seconds}"]') + "\n")
-    said = call("show", str(run))
+    said = command("show", str(run))
     assert said.exit_code == 2
     assert "measurement.step_seconds.0: Input should be" in flat(said)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("show", "nowhere"), "nowhere: no such file or directory"),
-        (("show", str(ROOT / "docs")), "holds no records.jsonl"),
-        (("show", f"{RUNS[0]}:polcy=disk"), "there is no setting 'polcy'; did you mean 'policy'?"),
-        (("compare", str(ROOT / "results"), str(RUNS[0])), "runs; give one: "),
-        (("compare", str(RUNS[0]), str(RUNS[1])), "have no cell in common"),
-        (("watch", str(ROOT / "docs")), "no run was started here"),
-    ],
-)
-def test_a_mistake_is_one_line(arguments: tuple[str, ...], message: str) -> None:
-    result = call(*arguments)
-    assert result.exit_code == 2
-    assert message in flat(result)
-    assert "Traceback" not in result.output
 
 
 @pytest.mark.ranks
@@ -136,6 +109,6 @@ def test_a_run_is_watched_to_its_end(run: Path) -> None:
 
 
 def test_the_version_is_said() -> None:
-    result = call("--version")
+    result = command("--version")
     assert result.exit_code == 0
     assert result.output.startswith("fcdp ")

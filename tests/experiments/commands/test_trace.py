@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 from typer.testing import CliRunner
 
 from experiments.__main__ import app
@@ -23,19 +22,3 @@ def test_the_step_of_one_cell_is_written(tmp_path: Path) -> None:
     assert trace["otherData"] == {"evidence": "simulated"}
     rows = {event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
     assert {"compute", "gather"} <= rows
-
-
-@pytest.mark.parametrize(
-    ("only", "message"),
-    [
-        ("fcdp", "error: --only: 2 cells match 'fcdp', give one: fcdp-full-tiny-100mbit"),
-        ("zero9", "error: --only: no cell id matches 'zero9'"),
-    ],
-)
-def test_it_is_of_one_cell(only: str, message: str, tmp_path: Path) -> None:
-    file = tmp_path / "trace.json"
-    matrix = str(matrix_file(tmp_path))
-    result = CliRunner().invoke(app, ["trace", matrix, "--only", only, "--output", str(file)])
-    assert result.exit_code == 2
-    assert message in result.output
-    assert not file.exists()

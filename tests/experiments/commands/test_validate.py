@@ -7,19 +7,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from experiments.__main__ import app
 from experiments.commands import kinds
 from experiments.commands.validate import CALIBRATION
 from experiments.matrix import reader
-from experiments.records.cell import Cell, ClusterSpec
+from experiments.records.cell import ClusterSpec
 from experiments.records.modelled import cluster_of, measured_step, workload_of
 from experiments.records.record import Record, read
 from experiments.records.select import PREDICTIONS
 from simulation import files
 from simulation.emulated import TWO_CORES, Constants, MeasuredStep, calibrate, emulated
 from simulation.prediction import predict
+from tests.experiments.command_line import command, flat
 from tests.experiments.preflight.made_up import preflight
 from tests.experiments.stand_in import cell, record
 
@@ -34,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_every_cell_that_ran_is_predicted(folder: Path) -> None:
     for _ in range(2):  # the second time anew, not once more
-        result = CliRunner().invoke(app, ["validate", str(folder)])
+        result = command("validate", folder)
         assert result.exit_code == 0, result.output
         ran, predicted = (read(folder / file) for file in ("records.jsonl", PREDICTIONS))
         assert [record.cell_id for record in predicted] == [record.cell_id for record in ran]
@@ -47,7 +46,7 @@ def test_simulated_cells_are_no_evidence(folder: Path) -> None:
     file = folder / "records.jsonl"
     emulated, simulated = ('"evidence":"emulated"', '"evidence":"simulated"')
     file.write_text(file.read_text("utf-8").replace(emulated, simulated), "utf-8")
-    result = CliRunner().invoke(app, ["validate", str(folder)])
+    result = command("validate", folder)
     assert result.exit_code == 2
     assert "no cell of an emulated cluster" in result.output
     assert not (folder / PREDICTIONS).exists()
@@ -104,76 +103,54 @@ def test_a_calibrated_machine_is_predicted_by_its_own_constants(
     monkeypatch.setattr(kinds, "enter_namespace", lambda: None)
     for made_up in timed_on(OTHER):  # it was calibrated before, so that nothing is run
         files.append(made_up, tmp_path / "runs" / CALIBRATION / "records.jsonl")
-    result = CliRunner().invoke(app, ["validate", "--calibrate", str(folder)])
+    result = command("validate", "--calibrate", folder)
     assert result.exit_code == 0, result.output
     assert "constants of this machine, from runs/calibration: 99.9" in result.output
     for predicted in read(folder / PREDICTIONS):
         constants = predicted.network["overheads"]["block_seconds"]
         assert constants == pytest.approx(dict(OTHER.block_seconds), rel=0.01)
 
-    result = CliRunner().invoke(app, ["validate", str(folder)])
+    result = command("validate", folder)
     assert "constants of the host of the committed records: 306.2 GFLOP/s" in result.output
     assert {str(predicted.network) for predicted in read(folder / PREDICTIONS)} == {"{}"}
 
 
-def test_the_committed_records_are_not_predicted_with_this_machines_constants() -> None:
-    result = CliRunner().invoke(app, ["validate", "--calibrate"])
-    assert result.exit_code == 2
-    assert "RESULTS: is missing" in result.output
-
-
-class TestNodesThatWereMeasured:
-    """Cells of rented GPU nodes."""
-
-    @pytest.fixture
-    def folder(self, tmp_path: Path) -> Path:
-        (tmp_path / "preflight.json").write_text(preflight().model_dump_json(), "utf-8")
-        self._write([cell(strategy="fcdp", **self.rented(ranks_per_node=8))], tmp_path)
-        return tmp_path
-
-    @staticmethod
-    def rented(ranks_per_node: int) -> dict[str, object]:
-        nodes = ClusterSpec(kind="rented", nodes=2, ranks_per_node=ranks_per_node)
-        return {"cluster": nodes, "dtype": "bfloat16", "inter_bandwidth_bits_per_s": None}
-
-    @staticmethod
-    def _write(cells: Sequence[Cell], folder: Path) -> None:
-        (folder / "records.jsonl").unlink(missing_ok=True)
-        for of in cells:
-            measured = record(of).model_copy(update={"evidence": "measured"})
-            files.append(measured, folder / "records.jsonl")
-
-    def validate(self, folder: Path, *options: str) -> tuple[int, str]:
-        result = CliRunner().invoke(app, ["validate", str(folder), *options])
-        return result.exit_code, " ".join(result.output.split())
-
-    def test_are_left_out_where_nothing_is_known_of_them(self, folder: Path) -> None:
-        status, said = self.validate(folder)
-        assert status == 2
-        assert "1 measured cells are left out, as their nodes are not known" in said
-        assert "--preflight" in said
-
-    def test_are_predicted_by_what_preflight_measured(self, folder: Path) -> None:
-        file = str(folder / "preflight.json")
-        status, said = self.validate(folder, "--preflight", file, "--gpu", "a40")
-        assert status == 0, said
-        (predicted,) = read(folder / PREDICTIONS)
+@pytest.mark.parametrize(
+    ("ranks", "options", "status", "said"),
+    [
+        (8, (), 2, ("1 measured cells are left out, as their nodes are not known", "--preflight")),
+        (8, ("--preflight", "HERE/preflight.json", "--gpu", "a40"), 0, ()),
+        (
+            4,
+            ("--preflight", "HERE/preflight.json", "--gpu", "a40"),
+            2,
+            ("--preflight: is of 2 × 8 ranks", "ran on 2 × 4"),
+        ),
+    ],
+    ids=["of nothing known", "measured by preflight", "of another preflight"],
+)
+def test_rented_nodes_are_predicted_by_what_preflight_measured_of_them(
+    tmp_path: Path, ranks: int, options: tuple[str, ...], status: int, said: tuple[str, ...]
+) -> None:
+    (tmp_path / "preflight.json").write_text(preflight().model_dump_json(), "utf-8")
+    nodes = ClusterSpec(kind="rented", nodes=2, ranks_per_node=ranks)
+    of = cell(strategy="fcdp", cluster=nodes, dtype="bfloat16", inter_bandwidth_bits_per_s=None)
+    measured = record(of).model_copy(update={"evidence": "measured"})
+    files.append(measured, tmp_path / "records.jsonl")
+    given = [option.replace("HERE", str(tmp_path)) for option in options]
+    result = command("validate", tmp_path, *given)
+    assert result.exit_code == status, result.output
+    assert all(part in flat(result) for part in said)
+    if status == 0:
+        (predicted,) = read(tmp_path / PREDICTIONS)
         assert predicted.evidence == "simulated"
         assert predicted.network["name"] == "2x8-a40-measured"
         assert predicted.network["inter_bytes_per_s"] == 1e9
 
-    def test_need_the_preflight_of_their_own(self, folder: Path) -> None:
-        self._write([cell(strategy="fcdp", **self.rented(ranks_per_node=4))], folder)
-        file = str(folder / "preflight.json")
-        status, said = self.validate(folder, "--preflight", file, "--gpu", "a40")
-        assert status == 2
-        assert "--preflight: is of 2 × 8 ranks" in said
-        assert "ran on 2 × 4" in said
-
 
 def test_luwus_cells_are_predicted_by_link_with_its_server_beside_the_nodes(tmp_path: Path) -> None:
     shutil.copy(RESULTS / "luwu/speed/records.jsonl", tmp_path)
-    result = CliRunner().invoke(app, ["validate", str(tmp_path)])
+    result = command("validate", tmp_path)
     assert result.exit_code == 0, result.output
     assert "left out" not in result.output
     found = [record for record in read(tmp_path / PREDICTIONS) if record.cell.strategy == "luwu"]

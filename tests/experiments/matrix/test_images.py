@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from baselines.optimizers import SGD, AdamW, Decay
 from experiments.matrix import reader
-from experiments.matrix.matrix import Matrix
 from experiments.records.provenance import ROOT
 from experiments.records.workload import NEEDED, Convolutional, Images, ResNet
-from tests.experiments.matrix.test_reader import FILE, LLAMA, written
+from tests.experiments.matrix.test_reader import FILE, LLAMA, TUNING, read
 
 GPT2 = "name: gpt2-a, family: gpt2, layers: 2, width: 16, heads: 2"
 LENGTH = "  sequence_length: 16\n"
-TUNING = "  tuning: full"
 IMAGES = (
     FILE.replace(GPT2, "name: cnn, family: convolutional, layers: 2, width: 4")
     .replace(LLAMA, "name: resnet, family: resnet, layers: 18")
@@ -37,16 +34,8 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def read(folder: Path, *changes: tuple[str, str], **options: Any) -> Matrix:
-    text = IMAGES
-    for old, new in changes:
-        assert text.count(old) == 1
-        text = text.replace(old, new)
-    return reader.read(written(folder, text), **options)
-
-
 def test_models_of_images_train_on_images(tmp_path: Path) -> None:
-    entries = read(tmp_path).cells
+    entries = read(tmp_path, text=IMAGES).cells
     cells = [entry.cell for entry in entries]
     assert {cell.model for cell in cells} == {
         Convolutional(name="cnn", family="convolutional", layers=2, width=4),
@@ -67,87 +56,66 @@ def test_without_what_reads_them_cells_are_skipped(
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: name != "sklearn" and there(name, *rest)
     )
-    reasons = {entry.skip_reason for entry in read(tmp_path).cells}
+    reasons = {entry.skip_reason for entry in read(tmp_path, text=IMAGES).cells}
     assert reasons == {"not interesting", f"{NEEDED}; there is no sklearn here"}
 
 
 def test_images_are_not_simulated(tmp_path: Path) -> None:
-    reasons = {entry.skip_reason for entry in read(tmp_path, simulated=True).cells}
+    reasons = {entry.skip_reason for entry in read(tmp_path, text=IMAGES, simulated=True).cells}
     assert "is not simulated: cnn classifies images; language models are simulated alone" in reasons
     assert None not in reasons
 
 
 def test_optimizers(tmp_path: Path) -> None:
     decayed = "{kind: sgd, weight_decay: 0.1, decay: {every: 3, by: 0.5}}"
-    (silent,) = {p.cell.optimizer for p in read(tmp_path).cells}
+    (silent,) = {p.cell.optimizer for p in read(tmp_path, text=IMAGES).cells}
     (said,) = {
         p.cell.optimizer
-        for p in read(tmp_path, (TUNING, f"{TUNING}\n  optimizer: {decayed}")).cells
+        for p in read(tmp_path, (TUNING, f"{TUNING}\n  optimizer: {decayed}"), text=IMAGES).cells
     }
     assert silent == AdamW()
     assert said == SGD(kind="sgd", weight_decay=0.1, decay=Decay(every=3, by=0.5))
-    usual = read(tmp_path, (TUNING, f"{TUNING}\n  optimizer: {{kind: adamw}}")).cells
-    assert [p.cell.id for p in usual] == [p.cell.id for p in read(tmp_path).cells]
+    usual = read(tmp_path, (TUNING, f"{TUNING}\n  optimizer: {{kind: adamw}}"), text=IMAGES).cells
+    assert [p.cell.id for p in usual] == [p.cell.id for p in read(tmp_path, text=IMAGES).cells]
 
 
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        (
-            [("{images: digits}", "{images: digits, folder: here}")],
-            "17: workload.data.folder: is not for digits, which scikit-learn brings",
-        ),
-        (
-            [("{images: digits}", "{images: cifar-10}")],
-            "17: workload.data: folder is missing: the one that cifar-10 lies in",
-        ),
-        (
-            [("{images: digits}", "{images: imagenet, folder: gone}")],
-            "17: workload.data.folder: there is no file or folder gone beside this matrix file",
-        ),
-        (
-            [("{images: digits}", "{library: python}")],
-            "17: workload.data: standard library and model cnn do not go together: models of "
-            "family convolutional and resnet train on images, all others on text",
-        ),
-        (
-            [("{images: digits}", "{images: digits}\n  sequence_length: 4")],
-            "18: workload.sequence_length: 4 is not allowed: an image is 1; leave it out",
-        ),
-        (
-            [("tuning: full", "tuning: lora")],
-            "16: workload.tuning: lora is not allowed: models of images train in full",
-        ),
-        (
-            [("layers: 18", "layers: 34")],
-            "6: models[1].layers: 34 is not allowed: input should be 18 or 50",
-        ),
-        (
-            [(TUNING, f"{TUNING}\n  optimizer: {{kind: sgdm}}")],
-            "17: workload.optimizer.kind: unknown optimizer 'sgdm'; allowed: adamw, sgd; did you "
-            "mean 'sgd'?",
-        ),
-        (
-            [(TUNING, f"{TUNING}\n  optimizer: sgd")],
-            "17: workload.optimizer: 'sgd' is not a mapping such as {kind: sgd}",
-        ),
-        (
-            [(TUNING, f"{TUNING}\n  optimizer: {{kind: sgd, momentum: 1.0}}")],
-            "17: workload.optimizer.momentum: 1.0 is not allowed: input should be less than 1",
-        ),
-    ],
-)
-def test_mistakes_name_line_and_key(
-    tmp_path: Path, changes: list[tuple[str, str]], problem: str
-) -> None:
+DIGITS = "{images: digits}"
+MISTAKES = [
+    (DIGITS, "{images: digits, folder: here}",
+     "17: workload.data.folder: is not for digits, which scikit-learn brings"),
+    (DIGITS, "{images: cifar-10}",
+     "17: workload.data: folder is missing: the one that cifar-10 lies in"),
+    (DIGITS, "{images: imagenet, folder: gone}",
+     "17: workload.data.folder: there is no file or folder gone beside this matrix file"),
+    (DIGITS, "{library: python}",
+     "17: workload.data: standard library and model cnn do not go together: models of family "
+     "convolutional and resnet train on images, all others on text"),
+    (DIGITS, "{images: digits}\n  sequence_length: 4",
+     "18: workload.sequence_length: 4 is not allowed: an image is 1; leave it out"),
+    ("tuning: full", "tuning: lora",
+     "16: workload.tuning: lora is not allowed: models of images train in full"),
+    ("layers: 18", "layers: 34",
+     "6: models[1].layers: 34 is not allowed: input should be 18 or 50"),
+    (TUNING, f"{TUNING}\n  optimizer: {{kind: sgdm}}",
+     "17: workload.optimizer.kind: unknown optimizer 'sgdm'; allowed: adamw, sgd; did you mean "
+     "'sgd'?"),
+    (TUNING, f"{TUNING}\n  optimizer: sgd",
+     "17: workload.optimizer: 'sgd' is not a mapping such as {kind: sgd}"),
+    (TUNING, f"{TUNING}\n  optimizer: {{kind: sgd, momentum: 1.0}}",
+     "17: workload.optimizer.momentum: 1.0 is not allowed: input should be less than 1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new", "problem"), MISTAKES)
+def test_mistakes_name_line_and_key(tmp_path: Path, old: str, new: str, problem: str) -> None:
     with pytest.raises(ValueError, match=r"^example\.yaml:") as raised:
-        read(tmp_path, *changes)
+        read(tmp_path, (old, new), text=IMAGES)
     assert str(raised.value) == f"example.yaml:{problem}"
 
 
 def test_text_has_sequences(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="sequence_length: 1 is not allowed: text has 2 tokens"):
-        reader.read(written(tmp_path, FILE.replace(LENGTH, "")))
+        read(tmp_path, (LENGTH, ""))
 
 
 @pytest.mark.parametrize(

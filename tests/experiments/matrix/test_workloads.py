@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from experiments.matrix import reader
-from experiments.matrix.matrix import Matrix
 from experiments.records.workload import ConfiguredModel, JsonLines, Library, Origin, TextFile
 from tests.experiments import families
-from tests.experiments.matrix.test_reader import FILE, LLAMA, written
-
-TUNING = "  tuning: full"
+from tests.experiments.matrix.test_reader import FILE, LLAMA, TUNING, read, written
 
 
 @pytest.fixture
@@ -28,14 +24,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def read(folder: Path, old: str, new: str, **options: Any) -> Matrix:
-    assert FILE.count(old) == 1
-    return reader.read(written(folder, FILE.replace(old, new)), **options)
-
-
 def test_a_configuration_travels_with_its_cells(folder: Path) -> None:
     matrices = [
-        read(folder, LLAMA, f"name: llama-b, config: {given}")
+        read(folder, (LLAMA, f"name: llama-b, config: {given}"))
         for given in ("qwen", "qwen/config.json")
     ]
     for matrix, given in zip(matrices, ("qwen", "qwen/config.json"), strict=True):
@@ -55,7 +46,7 @@ def test_built_in_workloads_have_no_origin(tmp_path: Path) -> None:
 
 def test_data_are_known_by_their_content(folder: Path) -> None:
     file, new = folder / "prose.txt", TUNING + "\n  data: {text: prose.txt}"
-    first = read(folder, TUNING, new).cells[0].cell
+    first = read(folder, (TUNING, new)).cells[0].cell
     assert isinstance(first.data, TextFile)
     assert (first.data.name, first.origin.key("data")) == (
         "prose.txt",
@@ -64,9 +55,9 @@ def test_data_are_known_by_their_content(folder: Path) -> None:
     moved = folder / "elsewhere"
     folder.joinpath("elsewhere").mkdir()
     (moved / "prose.txt").write_bytes(file.read_bytes())
-    assert read(moved, TUNING, new).cells[0].cell.id == first.id
+    assert read(moved, (TUNING, new)).cells[0].cell.id == first.id
     file.write_text("Another text.", encoding="utf-8")
-    assert read(folder, TUNING, new).cells[0].cell.id != first.id
+    assert read(folder, (TUNING, new)).cells[0].cell.id != first.id
 
 
 def test_data_may_be_an_axis_and_part_of_a_rule(folder: Path) -> None:
@@ -93,7 +84,7 @@ workload:
 def test_the_default_said_aloud_is_the_default(tmp_path: Path) -> None:
     said = TUNING + "\n  data: {library: python}\n  loss: cross entropy\n  held_out: 0"
     silent = [entry.cell.id for entry in reader.read(written(tmp_path)).cells]
-    assert [entry.cell.id for entry in read(tmp_path, TUNING, said).cells] == silent
+    assert [entry.cell.id for entry in read(tmp_path, (TUNING, said)).cells] == silent
 
 
 def test_only_what_the_simulator_knows_is_simulated(folder: Path) -> None:
@@ -101,7 +92,7 @@ def test_only_what_the_simulator_knows_is_simulated(folder: Path) -> None:
     llama.write_text(json.dumps(families.configuration("llama")), encoding="utf-8")
 
     def reasons(model: str) -> set[str | None]:
-        matrix = read(folder, LLAMA, f"name: llama-b, {model}", simulated=True)
+        matrix = read(folder, (LLAMA, f"name: llama-b, {model}"), simulated=True)
         return {
             p.skip_reason
             for p in matrix.cells
@@ -136,7 +127,7 @@ def test_mistakes_in_models_name_line_and_key(folder: Path, name: str) -> None:
     content, model, key, problem = MISTAKES[name]
     (folder / name).write_text(content, encoding="utf-8")
     with pytest.raises(ValueError, match="example") as raised:
-        read(folder, LLAMA, f"name: llama-b, {model}")
+        read(folder, (LLAMA, f"name: llama-b, {model}"))
     assert str(raised.value).startswith(f"example.yaml:6: models[1].{key}: ")
     assert problem in str(raised.value)
 
@@ -155,13 +146,13 @@ def test_mistakes_in_models_name_line_and_key(folder: Path, name: str) -> None:
 def test_mistakes_in_data_name_line_and_key(folder: Path, content: str, problem: str) -> None:
     (folder / "chat.jsonl").write_text(content, encoding="utf-8")
     with pytest.raises(ValueError, match="example") as raised:
-        read(folder, TUNING, TUNING + "\n  data: {jsonl: chat.jsonl}")
+        read(folder, (TUNING, TUNING + "\n  data: {jsonl: chat.jsonl}"))
     assert str(raised.value).startswith(f"example.yaml:17: workload.data.jsonl: {problem}")
 
 
 def test_a_folder_is_no_text(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"workload\.data\.text: \. is a folder, not a file"):
-        read(folder, TUNING, TUNING + "\n  data: {text: .}")
+        read(folder, (TUNING, TUNING + "\n  data: {text: .}"))
 
 
 def test_a_data_set_needs_its_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +162,7 @@ def test_a_data_set_needs_its_package(folder: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(
         ValueError, match=r"17: workload\.data\.dataset: needs the package datasets"
     ):
-        read(folder, TUNING, TUNING + "\n  data: {dataset: squad}")
+        read(folder, (TUNING, TUNING + "\n  data: {dataset: squad}"))
 
 
 def test_a_name_that_is_no_path_is_looked_for_on_the_hub(
@@ -184,4 +175,4 @@ def test_a_name_that_is_no_path_is_looked_for_on_the_hub(
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
     with pytest.raises(ValueError, match=r"models\[1\]\.config: .*'Qwen/none': is no path, and co"):
-        read(folder, LLAMA, "name: llama-b, config: Qwen/none")
+        read(folder, (LLAMA, "name: llama-b, config: Qwen/none"))

@@ -6,8 +6,6 @@ import gzip
 import json
 import math
 import os
-import resource
-import signal
 from pathlib import Path
 
 import pytest
@@ -23,7 +21,7 @@ from experiments.records.repeats import pooled
 from experiments.records.select import FILE
 from simulation import files
 from simulation.transformer import ModelSpec
-from tests.experiments.stand_in import cell, measurement, record
+from tests.experiments.stand_in import cell, full_disk, measurement, record
 
 RESULTS = Path(__file__).parents[3] / "results"
 
@@ -118,16 +116,8 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     file = tmp_path / "records.jsonl"
     files.append(record(cell(seed=1)), file)
     before = file.read_bytes()
-    # The kernel writes up to the limit and refuses the rest, as a full disk does.
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 100, limit[1]))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            files.append(record(cell(seed=2)), file)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        signal.signal(signal.SIGXFSZ, handler)
+    with full_disk(len(before) + 100), pytest.raises(OSError, match="File too large"):
+        files.append(record(cell(seed=2)), file)
     assert file.read_bytes() == before
     files.append(record(cell(seed=2)), file)
     assert [r.cell.seed for r in read_records(file)] == [1, 2]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import signal
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,7 +22,7 @@ from experiments.records.record import read as read_records
 from experiments.runner import runner
 from experiments.runner.directory import RunDirectory
 from simulation import files
-from tests.experiments.stand_in import Observer, StandInCluster, matrix_file, record
+from tests.experiments.stand_in import Observer, StandInCluster, full_disk, matrix_file, record
 
 pytestmark = pytest.mark.ranks
 
@@ -267,15 +265,9 @@ def test_a_full_disk_is_a_clear_error_and_loses_nothing(
     kept = read_records(directory.records)[:-1]
     directory.records.write_text("".join(r.model_dump_json() + "\n" for r in kept))
     size = directory.records.stat().st_size
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, limit[1]))
-    try:
-        with pytest.raises(runner.RunError, match=r"cannot write to .*File too large.*--resume"):
-            run(matrix, directory, StandInCluster(behaviours={"": "oom"}), kept)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        signal.signal(signal.SIGXFSZ, handler)
+    said = r"cannot write to .*File too large.*--resume"
+    with full_disk(size + 10), pytest.raises(runner.RunError, match=said):
+        run(matrix, directory, StandInCluster(behaviours={"": "oom"}), kept)
     assert read_records(directory.records) == kept
     run(matrix, directory, StandInCluster(behaviours={"": "oom"}), kept)
     assert len(read_records(directory.records)) == before.count(b"\n")

@@ -15,7 +15,7 @@ from rich.console import Console, RenderableType
 from experiments import terminal
 from experiments.matrix import reader
 from experiments.records.record import Record
-from experiments.terminal.progress import Progress, Step, Tail, clock, seconds_left
+from experiments.terminal.progress import Progress, Step, clock, last_step, seconds_left
 from experiments.terminal.summary_table import summary
 from tests.experiments.stand_in import cell, record
 
@@ -189,17 +189,18 @@ def test_a_terminal_shows_the_current_cell_and_the_whole_run(tmp_path: Path) -> 
         assert "about 4:36 left" in lines[1]
 
 
-def test_tail_follows_complete_lines(tmp_path: Path) -> None:
+def test_the_last_step_is_of_a_complete_line(tmp_path: Path) -> None:
     file = tmp_path / "progress.jsonl"
-    tail = Tail(file)
-    assert tail.last() is None
+    assert last_step(tmp_path) is None
     line = '{"step": 1, "of": 2, "loss": 5.0, "seconds": 0.5}\n'
-    file.write_text(line[:20])
-    assert tail.last() is None
-    file.write_text(line)
-    assert tail.last() == Step(1, 2, 5.0, 0.5)
+    for torn in ("", line[:20]):
+        file.write_text(torn)
+        assert last_step(tmp_path) is None
+    for torn in ("", line[:20]):
+        file.write_text(line + torn)
+        assert last_step(tmp_path) == Step(1, 2, 5.0, 0.5)
     file.write_text(line + '{"step": 2, "of": 2, "loss": NaN, "seconds": 0.5}\n{"st')
-    last = tail.last()
+    last = last_step(tmp_path)
     assert last is not None
     assert last.step == 2
     assert math.isnan(last.loss)

@@ -102,19 +102,14 @@ def test_a_cells_run_is_read_back(tmp_path: Path) -> None:
     assert {"fcdp", "llama-4x128", "full", "100 Mbit/s", "emulated"} <= set(run.tags)
     assert run.config["policy"] == "disk"
     assert not {"deepspeed", "lora_rank", "origin", "threads"} & set(run.config)
+    theirs = sink._config(cell(strategy="deepspeed-zero3", tuning="lora"))
+    assert (theirs["deepspeed"], theirs["lora_rank"]) == ("current", cell().lora_rank)
+    assert not {"policy", "gather_codec", "adapters"} & set(theirs)
     assert [point["_step"] for point in run.history] == [1, 2, 3, 4]
     assert [point["loss"] for point in run.history] == [5.6, 5.5, 5.4, 5.3]
     assert [point.get("step_seconds") for point in run.history] == [None, 0.4, 0.5, 0.6]
     assert not any("step" in point for point in run.history)
     assert run.summary["step_seconds_median"] == 0.5
-
-
-def test_a_strategy_has_its_own_settings_alone(tmp_path: Path) -> None:
-    export([record(cell(strategy="deepspeed-zero3", tuning="lora"))], tmp_path)
-    (run,) = offline.runs(tmp_path)
-    assert run.config["deepspeed"] == "current"
-    assert run.config["lora_rank"] == cell().lora_rank
-    assert not {"policy", "gather_codec", "adapters"} & set(run.config)
 
 
 def test_the_reports_run_has_a_table_and_charts(tmp_path: Path) -> None:

@@ -39,8 +39,9 @@ def kept(nodes: int = 3) -> tuple[Sent, Entry, Any, torch.Tensor]:
     entry, economy = Entry(unit), Told()
     sent = Sent(entry, economy, nodes)  # type: ignore[arg-type]
     assert not sent.usable
-    entry.tier, entry.held, entry.offered = "host", 4, 4
-    assert not sent.usable  # nothing was given to keep
+    for generation in (1, 4):
+        entry.tier, entry.held, entry.offered = "host", generation, generation
+        assert not sent.usable  # nothing was given to keep
     own = torch.randn(64).bfloat16()
     sent.keep(own)
     return sent, entry, economy, own
@@ -83,6 +84,31 @@ def test_what_this_rank_does_not_hold_itself_it_cannot_take_a_difference_of(
     assert not sent.usable
 
 
+def test_the_first_version_is_told_a_difference_of() -> None:
+    sent, entry, _, own = kept()
+    entry.held = entry.offered = 1
+    sent.keep(own)
+    assert sent.usable
+    sent.forget()
+    assert not sent.usable
+
+
+@pytest.mark.parametrize("numel", [64, 0])
+def test_coding_takes_seconds_per_byte_of_the_shard(
+    numel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent, _, economy, _ = kept()
+    clock = iter([10.0, 10.5, 20.0, 20.25, 30.0])
+    monkeypatch.setattr("fcdp.delta.sent.time.perf_counter", lambda: next(clock))
+    own = torch.ones(numel, dtype=torch.bfloat16)
+    sent.keep(own)
+    sent.read(sent.write(own), own)
+    nbytes = 2 * numel or 1
+    assert economy.told.value == 0.5 / nbytes
+    assert economy.applied.value == 0.25 / nbytes
+    sent.read(message.whole(own), own)
+
+
 def test_a_unit_that_was_not_kept_keeps_nothing_sent() -> None:
     unit: Any = StandInUnit("unit", 8)
     sent = Sent(Entry(unit), Told(), 2)  # type: ignore[arg-type]
@@ -108,15 +134,6 @@ def test_a_shard_of_another_size_or_dtype_is_kept_anew() -> None:
         row = new.clone()
         sent.read(sent.write(new * 2), row)
         assert torch.equal(row, new * 2)
-
-
-def test_an_empty_shard_takes_no_time() -> None:
-    sent, _, economy, _ = kept()
-    own = torch.empty(0, dtype=torch.bfloat16)
-    sent.keep(own)
-    sent.read(sent.write(own), own)
-    assert economy.told.value > 0
-    sent.read(message.whole(own), own)
 
 
 def test_another_version_is_an_error_that_names_the_unit() -> None:
