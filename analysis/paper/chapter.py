@@ -117,7 +117,7 @@ def chapter(
         parts,
         in_words(of.holds, of.found, of.paper),
         (_together(numbers, first, of),),
-        (figures.ranges("paper-region", numbers, of),),
+        (figures.ranges("paper-region", "All numbers", numbers, of),),
     )
 
 
@@ -307,7 +307,9 @@ def _drawing(
     """The section's figure; ``None`` without its records."""
     if section.figure == "ranges":
         drawn = [shown.of(name) for name in section.claims]
-        return figures.ranges(f"paper-{section.id}", drawn, shown.region) if shown.region else None
+        if shown.region is None:
+            return None
+        return figures.ranges(f"paper-{section.id}", section.title, drawn, shown.region)
     run = runs.get(section.matrices[0])
     if isinstance(run, BoundStudy):
         return figures.bound([shown.of(name) for name in section.claims], run)

@@ -323,7 +323,7 @@ def _memory_bars(ax: Axes, cases: list[tuple[str, str, MemoryRecord | None]]) ->
 PAPER = "#7F7F7F"
 
 
-def ranges(name: str, claims: Sequence[Claim], of: Region) -> Drawing:
+def ranges(name: str, title: str, claims: Sequence[Claim], of: Region) -> Drawing:
     """A line per number: ours over its range as a share of the paper's, and at the best point."""
     numbers = [claim for claim in claims if claim.id in of.ranges and claim.number]
     with style():
@@ -352,10 +352,11 @@ def ranges(name: str, claims: Sequence[Claim], of: Region) -> Drawing:
         ]
         put_legend(figure, handles)
     caption = (
-        "The paper's system, simulated: each number over what the paper does not say, as a share "
-        "of the paper's own (a line), and where its numbers hold together best (a point)."
+        f"{title}, by the paper's system, simulated: each number over what the paper does not "
+        "say, as a share of the paper's own (a line), and where its numbers hold together best "
+        "(a point)."
     )
-    return Drawing(name, "Where the paper's numbers hold together", caption, figure)
+    return Drawing(name, title, caption, figure)
 
 
 #: Shares below it are drawn at it: a gain may be next to nothing, or a loss.

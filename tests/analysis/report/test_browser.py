@@ -65,7 +65,7 @@ addEventListener("load", () => {
       };
     }),
     records: [...document.querySelectorAll("figure")]
-      .every(figure => figure.querySelector("figcaption a[href$='.jsonl']")),
+      .every(figure => figure.querySelector("figcaption a[href*='.json']")),
     unnamed: document.querySelectorAll(
       "svg:not([aria-label]), img:not([alt]), [role=region]:not([aria-label])").length,
   }, "*");
