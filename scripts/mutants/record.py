@@ -51,10 +51,10 @@ class Cache:
 @cache
 def _digest(root: Path, tests: tuple[str, ...]) -> str:
     """Of the tests' files and of what they share."""
-    files = [path for path in root.glob("tests/fcdp/**/*.py") if "test_" not in path.name]
+    shared = [path for path in root.glob("tests/fcdp/**/*.py") if "test_" not in path.name]
     for test in tests:
-        files += [root / test] if test.endswith(".py") else (root / test).glob("**/test_*.py")
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted({*files}))).hexdigest()
+        shared += [root / test] if test.endswith(".py") else (root / test).glob("**/test_*.py")
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted({*shared}))).hexdigest()
 
 
 def catchers(root: Path) -> dict[tuple[str | int, ...], str]:
