@@ -14,6 +14,7 @@ import yaml
 
 from scripts.mutants.files import tests_of
 from scripts.mutants.mutant import Mutant
+from simulation import files
 
 _FOLDER = "results/mutants"
 
@@ -50,17 +51,16 @@ class Cache:
 @cache
 def _digest(root: Path, tests: tuple[str, ...]) -> str:
     """Of the tests' files and of what they share."""
-    files = [path for path in root.glob("tests/fcdp/**/*.py") if "test_" not in path.name]
+    shared = [path for path in root.glob("tests/fcdp/**/*.py") if "test_" not in path.name]
     for test in tests:
-        files += [root / test] if test.endswith(".py") else (root / test).glob("**/test_*.py")
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted({*files}))).hexdigest()
+        shared += [root / test] if test.endswith(".py") else (root / test).glob("**/test_*.py")
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted({*shared}))).hexdigest()
 
 
 def catchers(root: Path) -> dict[tuple[str | int, ...], str]:
     """By a mutant's name the test that caught it when the record was made."""
-    file = root / _FOLDER / "mutants.jsonl"
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    records = [json.loads(line) for line in lines]
+    file = files.stored(root / _FOLDER / "mutants.jsonl")
+    records = map(json.loads, files.lines(file) if file.exists() else [])
     return {tuple(record[:-1]): record[-1] for record in records}
 
 
@@ -80,6 +80,7 @@ def write(root: Path, found: Mapping[Mutant, str]) -> None:
     folder.mkdir(exist_ok=True)
     lines = [json.dumps([*each.name, found[each]], ensure_ascii=False) for each in found]
     (folder / "mutants.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    files.compress(folder / "mutants.jsonl")
     page = root / "docs/mutants.md"
     head, _, _ = page.read_text(encoding="utf-8").partition(_MARK)
     explained = _explained(root)
