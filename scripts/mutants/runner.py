@@ -20,6 +20,8 @@ from scripts.mutants.mutant import Mutant
 
 #: The tests are copied too: pytest keeps what it compiles beside them, with the copy's path.
 _COPIED = ("fcdp", "tests")
+#: Packages of this repository that whoever forks may have imported: each tree has its own.
+_OWN = {"fcdp", "scripts", "simulation"}
 #: Not the tree's own.
 _LEFT_OUT = {"build", "runs", "dist", ".venv", ".mutants"}
 
@@ -108,7 +110,7 @@ def _test(place: Path, log: Path, arguments: Sequence[str], compiled: bool) -> N
         os.dup2(output, 2)
         os.chdir(place)
         sys.path[0] = str(place)
-        for name in [name for name in sys.modules if name.partition(".")[0] == "scripts"]:
+        for name in [name for name in sys.modules if name.partition(".")[0] in _OWN]:
             del sys.modules[name]
         if not compiled:
             # A mutant's byte code would pass for the next one's: same size, same second.

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from scripts.mutants import files as parts
 from scripts.mutants.files import ARITHMETIC, TESTS, part_of
@@ -68,3 +72,31 @@ def test_every_file_that_has_mutants_has_tests() -> None:
     assert with_mutants | {*ARITHMETIC} == {*TESTS}
     tests = {test for part in TESTS for test in parts.tests_of(f"fcdp/{part}")}
     assert [test for test in tests if not (ROOT / test).exists()] == []
+
+
+@pytest.mark.ranks
+def test_what_is_tried_is_the_mutant_and_not_what_its_parent_has_imported(tmp_path: Path) -> None:
+    (tmp_path / "fcdp").mkdir()
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "fcdp/__init__.py").write_text("ONE = 1\n")
+    (tmp_path / "tests/test_one.py").write_text(
+        "import fcdp\ndef test_one(): assert fcdp.ONE == 1\n"
+    )
+    program = f"""if True:
+        import dataclasses, pathlib, fcdp
+        from scripts.mutants.files import mutants
+        from scripts.mutants.runner import Tree, run
+        root = pathlib.Path({str(tmp_path)!r})
+        any_ = next(mutants(pathlib.Path()))
+        tree = Tree(root, root / "tree")
+        for source in ("ONE = 1", "ONE = 2"):
+            tree.put(dataclasses.replace(any_, file="fcdp/__init__.py", source=source))
+            print(*run(tree, ["tests"], 60))
+        """
+    ran = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.splitlines() == [
+        "0 the end of the process",
+        "1 tests/test_one.py::test_one",
+    ]
