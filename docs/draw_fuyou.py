@@ -10,9 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from analysis.figures.drawings import style
+from analysis.load import fuyou
+from analysis.load.fuyou import Point
 from analysis.load.table import latest, load
-from docs import fuyou
-from docs.fuyou import Point
 from experiments.records.record import Record
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -279,6 +279,8 @@ class Hardware(Checked):
     #: Rates of a node's local disks; NVMe of two drives: ours.
     disk_read_bytes_per_s: Positive = 6 * GB
     disk_write_bytes_per_s: Positive = 4 * GB
+    #: NVMe drives of a server beside the nodes (LuWu's); without any it has a node's disks.
+    server_drives: NotNegative = 0
     #: Rate of Adam on a node's CPUs, bound by memory: 28 bytes per element at about 110 GB/s: ours.
     cpu_adam_elements_per_s: Positive = 4e9
     #: Memory of each device for the CUDA context, NCCL's buffers and fragmentation: ours.
@@ -342,6 +344,7 @@ def cluster(
     link_efficiency: float = LINK_EFFICIENCY,
     inter_efficiency: float | None = None,
     inter_latency_seconds: float = 15e-6,
+    server_drives: int = 0,
 ) -> Hardware:
     """A cluster of nodes with one kind of GPU, of which only the data sheets are known.
 
@@ -368,6 +371,7 @@ def cluster(
         device_to_host_bytes_per_s=pcie,
         intra_shares_pcie=device.link_is_pcie,
         host_memory_bytes=host_memory_bytes,
+        server_drives=server_drives,
     )
 
 

@@ -166,13 +166,14 @@ class Server(Checked):
 
 
 def like(hardware: Hardware) -> Server:
-    """A server that has what a node has, as on an emulated cluster."""
+    """A server that has what a node has, as on an emulated cluster, but for drives of its own."""
+    drives = hardware.server_drives
     return Server(
         link_bytes_per_s=hardware.inter_bytes_per_s,
-        disk_read_bytes_per_s=hardware.disk_read_bytes_per_s,
-        disk_write_bytes_per_s=hardware.disk_write_bytes_per_s,
+        disk_read_bytes_per_s=drives * DRIVE_READ or hardware.disk_read_bytes_per_s,
+        disk_write_bytes_per_s=drives * DRIVE_WRITE or hardware.disk_write_bytes_per_s,
         adam_elements_per_s=hardware.cpu_adam_elements_per_s,
-        description="a server like a node",
+        description=f"a server with {drives} NVMe drives" if drives else "a server like a node",
     )
 
 

@@ -23,13 +23,27 @@ from simulation.transformer import Tuning
 
 #: What a number is written in, and what a number in basic units (a ratio, bytes) is multiplied by.
 Unit = Literal["×", "%", "GB", "MB", "tokens/s", "TFLOPS", "words/s", "perplexity", "servers"]
-SCALES: dict[Unit, float] = {"×": 1, "%": 100, "GB": 1e-9, "MB": 1e-6, "tokens/s": 1}
+SCALES: dict[Unit, float] = {
+    "×": 1,
+    "%": 100,
+    "GB": 1e-9,
+    "MB": 1e-6,
+    "tokens/s": 1,
+    "words/s": 1,
+    "TFLOPS": 1,
+}
 #: Of several numbers; the middle one unless a claim says "up to" or "at least".
 Take = Literal["max", "min", "median"]
 _TAKE: dict[Take, Callable[[Sequence[float]], float]] = {"max": max, "min": min, "median": median}
 
 #: A cell that ended otherwise, and was not skipped, left no figures, and is as bad as can be.
 ENDED_WELL: tuple[State, ...] = ("ok",)
+#: Of quantities that are neither bytes nor shares.
+_UNITS: dict[Quantity, tuple[Unit, ...]] = {
+    "tokens_per_s": ("tokens/s", "words/s"),
+    "tokens_per_s_per_gpu": ("tokens/s",),
+    "tflops": ("TFLOPS",),
+}
 _MORE_IS_BETTER: tuple[Quantity, ...] = ("tokens_per_s", "largest_micro_batch")
 
 _LINK = re.compile(r"unshaped|\d+(\.\d+)? [MG]bit/s")
@@ -62,6 +76,9 @@ class Selection(Strict):
     #: Fuyou's: when the optimizer steps, and what is swapped.
     update: str | None = None
     swap: str | None = None
+    #: Of Fuyou's published table.
+    gpus: int | None = Field(default=None, ge=1)
+    ssds: int | None = Field(default=None, ge=1)
     #: Of a study of memory: whether blocks are computed again in backward.
     checkpointing: bool | None = None
 
@@ -182,8 +199,8 @@ class Value(Strict):
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        if self.quantity == "tokens_per_s":
-            return ("tokens/s",)
+        if self.quantity in _UNITS:
+            return _UNITS[self.quantity]
         return ("GB", "MB") if self.quantity.endswith("bytes") else ("×", "%")
 
     def samples(self, rows: Sequence[Row]) -> list[Sample]:

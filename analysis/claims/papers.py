@@ -122,7 +122,10 @@ class Claim(Strict):
     number: float | None = None
     unit: Unit | None = None
     checks: tuple[Check, ...] = ()
-    #: Why nothing tests it yet; by default what its paper says.
+    #: The tests that show it where no record could, as pytest names them; a definition, or an order
+    #: of events inside a step.
+    shown_by: tuple[str, ...] = ()
+    #: Why no record tests it; by default what its paper says.
     untested: str | None = None
     #: What a test would take, such as ``128 A100``.
     needs: str | None = None

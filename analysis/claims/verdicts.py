@@ -30,6 +30,7 @@ Verdict = Literal[
     "reproduced", "not reproduced", "not run", "agrees", "differs",
     "as set up", "not as set up", "consistent", "inconsistent", "fitted", "undecided",
     "over the whole range", "in part of the range", "outside the range",
+    "shown by a test", "read in code",
 ]  # fmt: skip
 #: By what a comparison is for: near enough, and not.
 VERDICTS: dict[Role, tuple[Verdict, Verdict]] = {
@@ -43,8 +44,13 @@ VERDICTS: dict[Role, tuple[Verdict, Verdict]] = {
 Summary = Literal[
     "reproduced", "reproduced in part", "not reproduced",
     "over the whole range", "in part of the range", "outside the range",
-    "undecided", "not run", "set apart",
+    "undecided", "shown by a test", "not run", "set apart",
 ]  # fmt: skip
+#: Verdicts that stand as they are where no other is beside them.
+_ALONE: tuple[Summary, ...] = (
+    *("over the whole range", "in part of the range", "outside the range"),
+    "shown by a test",
+)
 #: Numbers that no paper gives: they are hypotheses, and what agrees with them reproduces nothing.
 HYPOTHESES: tuple[Label, ...] = ("derived", "recalled")
 
@@ -109,7 +115,9 @@ class Finding:
     @property
     def decides(self) -> bool:
         """Whether the claim's verdict rests on it."""
-        return self.check is None or _role(self.claim, self.check) == "result"
+        if self.check is None:
+            return self.verdict != "read in code"
+        return _role(self.claim, self.check) == "result"
 
 
 def _role(claim: Claim, check: Check) -> Role:
@@ -132,7 +140,7 @@ def judge(
         if not claim.checks:
             reason = claim.untested or claims.papers[claim.paper].untested
             assert reason is not None, "checked when the file was read"
-            found.append(Finding(claim, None, "not run", None, None, "", (reason,)))
+            found.append(_without_records(claim, reason))
         ranged = (ranges or {}).get(claim.id)
         for check in claim.checks:
             finding = _check(claims, claim, check, rows)
@@ -147,6 +155,17 @@ def judge(
                 )
             found.append(finding)
     return found
+
+
+def _without_records(claim: Claim, reason: str) -> Finding:
+    """A claim that no matrix tests: by its tests, by what it is of, or not at all."""
+    verdict: Verdict = "not run"
+    if claim.shown_by:
+        verdict = "shown by a test"
+        reason = f"{reason} Shown by {', '.join(claim.shown_by)}."
+    elif claim.label == "code":
+        verdict = "read in code"
+    return Finding(claim, None, verdict, None, None, "", (reason,))
 
 
 def summarise(findings: Sequence[Finding]) -> dict[str, Summary]:
@@ -171,9 +190,9 @@ def _summary(verdicts: set[Verdict], apart: bool) -> Summary:
     decided = verdicts - {"undecided"}
     if not decided:
         return "undecided"
-    for ranged in ("over the whole range", "in part of the range", "outside the range"):
-        if decided == {ranged}:
-            return ranged
+    for alone in _ALONE:
+        if decided == {alone}:
+            return alone
     if len(decided) > 1:
         return "reproduced in part"
     return "reproduced" if "reproduced" in decided else "not reproduced"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -16,6 +17,7 @@ from experiments.records.abilities import Evidence
 from experiments.records.cell import Cell
 from experiments.records.parity import promised
 from experiments.records.record import METRICS, Record, State
+from simulation.hardware import gpu
 from simulation.quantities import format_link
 
 #: A record's values by column of the table.
@@ -37,7 +39,8 @@ _NAMES = (
     "node_received_per_parameter", "node_sent_per_parameter", "server_received_per_parameter",
     "server_sent_per_parameter",
     "hfu_bound", "parameters_over_named", "gain_of_bandwidth", "gain_of_free_memory",
-    "gain_of_length", "gain_of_length_in_tokens", *METRICS,
+    "gain_of_length", "gain_of_length_in_tokens",
+    "tokens_per_s_per_gpu", "tflops", "mfu", "idle_share", "unhidden_share", "over_ideal", *METRICS,
 )  # fmt: skip
 
 
@@ -77,7 +80,7 @@ def row(record: Record) -> Row:
         chosen,
         record.state,
         record.evidence,
-        {name: value for name, value in found.items() if value is not None},
+        {name: value for name, value in found.items() if value is not None} | _simulated(record),
         promised(record) if record.evidence != "simulated" else (),
         record,
     )
@@ -170,5 +173,26 @@ _QUANTITIES: dict[Quantity, Callable[[_Columns], float | None]] = {
     "node_sent_per_parameter": _per_parameter("node_sent"),
     "server_received_per_parameter": _per_parameter("server_received"),
     "server_sent_per_parameter": _per_parameter("server_sent"),
+    "tokens_per_s_per_gpu": lambda c: c["tokens_per_s"] / (c["nodes"] * c["ranks_per_node"]),
     **{name: itemgetter(name) for name in METRICS},
 }
+
+
+def _simulated(record: Record) -> dict[Quantity, float]:
+    """Quantities of a simulated step's time alone."""
+    cluster, measured = record.cell.cluster, record.measurement
+    if cluster.kind != "simulated" or measured is None or measured.simulation is None:
+        return {}
+    found = measured.simulation
+    peak = gpu(cluster.gpu).peak_flops * cluster.nodes * cluster.ranks_per_node
+    quantities: dict[Quantity, float] = {
+        "mfu": found.mfu,
+        "tflops": found.mfu * peak / 1e12,
+        "idle_share": 1 - found.busy["compute"],
+        "over_ideal": 1 / max(found.busy.values()) - 1,
+    }
+    if on_link := found.busy.get("inter_node"):
+        waited = sum(found.critical_seconds.get(name, 0.0) for name in ("gather", "reduce"))
+        seconds = on_link * statistics.median(measured.step_seconds)
+        quantities["unhidden_share"] = waited / seconds
+    return quantities

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 import pandas as pd
 
 from analysis import text
-from analysis.load import matrices, provenance
+from analysis.load import fuyou, matrices, provenance
 from analysis.load.rows import Quantity, Row, row, settings_of
 from analysis.load.table import frame, latest
 from experiments.records.cell import Cell
@@ -160,8 +160,38 @@ class BoundStudy(_Held[BoundRecord]):
         return [self._commits]
 
 
+@dataclass(frozen=True)
+class FuyouTable:
+    """The table that Fuyou's authors published, predicted by its cost model."""
+
+    matrix: str
+    file: str
+    points: list[fuyou.Point]
+
+    @property
+    def rows(self) -> list[Row]:
+        """One a point; the one fitted constant is that of the points of one GPU."""
+        adam = fuyou.fitted([point for point in self.points if point.gpus == 1])
+        return [_fuyou_row(point, fuyou.predicted(point, adam)) for point in self.points]
+
+    @property
+    def resources(self) -> str:
+        """The cost of the table: its points."""
+        return f"{len(self.points)} points"
+
+    @property
+    def summary(self) -> str:
+        """Where the points come from, in a sentence."""
+        return "The authors' published points, and the cost model that the strategy itself has"
+
+    @property
+    def origin(self) -> list[tuple[str, str]]:
+        """The same in full: what, and its value."""
+        return [("Source", self.summary)]
+
+
 #: Whatever claims are compared with.
-AnyRun = Run | MemoryStudy | BoundStudy
+AnyRun = Run | MemoryStudy | BoundStudy | FuyouTable
 
 
 def load(results: Path) -> list[AnyRun]:
@@ -179,6 +209,9 @@ def load(results: Path) -> list[AnyRun]:
         found.append(MemoryStudy("memory", file, of_memory(results / file)))
     if file := _file(results, BOUND):
         found.append(BoundStudy("bound", file, bound.read(results / file)))
+    if (results / fuyou.FILE).exists():
+        points = fuyou.published(results / fuyou.FILE)
+        found.append(FuyouTable("fuyou-published", fuyou.FILE, points))
     if not found:
         allowed = ", ".join(matrices.named())
         raise ValueError(f"{results}: no records of any matrix; there are {allowed}")
@@ -230,3 +263,15 @@ def _bound_row(record: BoundRecord) -> Row:
             "gain_of_length_in_tokens": gains.longer_sequences_tokens_per_s,
         },
     )
+
+
+def _fuyou_row(point: fuyou.Point, tflops: float) -> Row:
+    settings = {
+        "strategy": "fuyou",
+        "model": point.model,
+        "micro_batch": point.batch,
+        "gpus": point.gpus,
+        "ssds": point.ssds,
+        "link": "unshaped",
+    }
+    return Row(settings, "ok", "simulated", {"tflops": tflops})

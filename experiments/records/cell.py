@@ -109,6 +109,10 @@ class SimulatedSpec(Strict):
     inter_latency_us: Annotated[float, Setting("Latency", place="run", write="{:g} µs".format)] = (
         Field(default=15.0, ge=0)
     )
+    #: NVMe drives of the server that LuWu has beside the nodes; 0: it has a node's disks.
+    server_drives: Annotated[int, Setting("Server's drives", place="run", in_id="later")] = Field(
+        default=0, ge=0
+    )
 
     @property
     def can(self) -> Abilities:

@@ -87,6 +87,7 @@ def hardware_of(spec: AnyCluster, inter_bits_per_s: float | None) -> Hardware:
         link_efficiency=spec.link_efficiency,
         inter_efficiency=spec.inter_efficiency,
         inter_latency_seconds=spec.inter_latency_us / 1e6,
+        server_drives=spec.server_drives,
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from docs import fuyou
+from analysis.load import fuyou
 from simulation.hardware import Hardware, cluster, share_of_peak
 from simulation.luwu import nominal
 from simulation.models import shape

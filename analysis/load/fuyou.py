@@ -16,7 +16,9 @@ from statistics import median
 from baselines.fuyou import cost
 from baselines.fuyou.cost import Item, Rates, Work
 
-PUBLISHED = Path(__file__).parents[1] / "results/fuyou-published/points.csv"
+#: The points, relative to the folder of results.
+FILE = "fuyou-published/points.csv"
+PUBLISHED = Path(__file__).parents[2] / "results" / FILE
 #: Layers and width.
 MODELS = {"13B": (40, 5120), "70B": (80, 8192), "175B": (96, 12288)}
 SEQUENCE = 1024
@@ -54,9 +56,9 @@ class Point:
         return 12.0 * layers * width**2
 
 
-def published() -> list[Point]:
+def published(file: Path = PUBLISHED) -> list[Point]:
     """What the authors published."""
-    with PUBLISHED.open(encoding="ascii", newline="") as file:
+    with file.open(encoding="ascii", newline="") as file:
         return [
             Point(
                 row["table"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import median
 
-from docs import fuyou
+from analysis.load import fuyou
 
 #: The issue's: the median of errors over all published points.
 MOST = 0.15
