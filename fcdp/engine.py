@@ -225,13 +225,16 @@ class Engine:
                 reduction.requires_sync = True
 
     def discard(self) -> None:
-        """Forget gradients that wait to cross nodes, or to be reduced at all.
-
-        A backward that raised leaves gradients of whole parameters, which FSDP2 would add to those
-        of the next.
-        """
+        """Forget gradients that wait to cross nodes, or to be reduced at all."""
         for reduction in self._reductions.values():
             reduction.discard()
+        self._drop_whole_gradients()
+
+    def _drop_whole_gradients(self) -> None:
+        """Forget what a backward that raised has left: FSDP2 would add it to the next gradients.
+
+        A unit of several blocks' adapters has more of it than FSDP2's blocks would.
+        """
         for unit in self.units:
             fsdp2.drop_gradients(unit.group)
 
@@ -269,6 +272,8 @@ class Engine:
             module.register_load_state_dict_post_hook(self._after_load)
             # A partial, as PyTorch sets an attribute on what it is given.
             module.register_state_dict_post_hook(functools.partial(self._after_state_dict))
+        for unit in self.units:
+            fsdp2.after_reset(unit.module, self._drop_whole_gradients)
         follow_optimizers(self)
 
     def _begin_pass(self) -> None:

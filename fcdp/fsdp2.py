@@ -197,6 +197,19 @@ def drop_gradients(group: Any) -> None:
             whole.grad = None
 
 
+def after_reset(module: FSDPModule, then: Callable[[], None]) -> None:
+    """Call a function when ``reset_iter_state`` has dropped a failed pass; torch 2.12 has none."""
+    found = state(module)
+    if (plain := getattr(found, "_reset_iter_state", None)) is None:
+        return
+
+    def reset() -> None:
+        plain()
+        then()
+
+    found._reset_iter_state = reset
+
+
 @contextmanager
 def around_reductions(
     group: Any, before: Callable[[], None], after: Callable[[], None]

@@ -76,6 +76,18 @@ def test_a_refused_micro_batch_leaves_no_memory_to_which_a_stream_still_writes(
     assert failure is None, failure
 
 
+@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="torch 2.13's")
+def test_what_a_backward_that_raised_has_left_is_in_no_later_gradient(
+    ranks: Pools, tmp_path: Path
+) -> None:
+    """Adapters of all blocks are one unit, of which no part has been reduced when it raises."""
+    options = Options(setup="shard", adapter_rank=1, frozen=True, policy="host")
+    kinds = {"train": 637911, "boom_in_backward": 433330, "backward": 529913}
+    case = Case(172, options, tuple(Event(kind, seed) for kind, seed in kinds.items()))
+    failure = run(ranks, case, tmp_path)
+    assert failure is None, failure
+
+
 def shard_of(tensor: torch.Tensor | None) -> torch.Tensor:
     assert isinstance(tensor, DTensor)
     local: torch.Tensor = tensor.to_local()

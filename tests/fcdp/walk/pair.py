@@ -113,8 +113,13 @@ class Side:
         fcdp.discard(self.model)
 
     def reset(self) -> None:
-        """What FSDP2 asks for after an exception in a pass (torch ≥ 2.13)."""
+        """What FSDP2 asks for after an exception in a pass (torch ≥ 2.13): its gradients are lost.
+
+        FSDP2 keeps those of whole parameters, though, and would add them to the next ones.
+        """
         self.root.reset_iter_state()
+        if not self.cached:
+            self._forget_unsharded_gradients()
 
     def recover(self) -> None:
         """After an error amid a pass: begin anew with the parameters as they are."""
@@ -123,12 +128,9 @@ class Side:
         self.discard()
         if self.cached:
             fcdp.invalidate(self.model)
-        else:  # what fcdp.discard has done for the other
-            self._forget_unsharded_gradients()
         self.optimizer.zero_grad()
 
     def _forget_unsharded_gradients(self) -> None:
-        """FSDP2's reset leaves what a backward had computed but not yet reduced when it failed."""
         for unit in self.units():
             unit.unshard()
             assert isinstance(unit, nn.Module)

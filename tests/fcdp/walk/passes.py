@@ -93,8 +93,13 @@ def zero_grad(walk: Walk) -> None:
             side.discard()
     elif walk.waiting:
         walk.uneven = "abandoned micro-batches"
+    dropped = walk.waiting and discards
     walk.waiting = False
     walk.zero_grad()
+    if dropped:  # a micro-batch that never was leaves nothing, where FSDP2 has zeros of it
+        for name, param in walk.pair.reference.params.items():
+            if walk.pair.cached.params[name].grad is None:
+                param.grad = None
 
 
 def evaluate(walk: Walk) -> None:

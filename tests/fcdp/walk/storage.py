@@ -46,8 +46,9 @@ def rebuild(walk: Walk) -> None:
     if walk.waiting or walk.uneven:
         return
     walk.tidy()
-    # State dicts cloned value by value know of no ties.
-    assign = walk.random.random() < 0.5 and not walk.options.tied
+    # State dicts cloned value by value know of no ties; of replicated adapters it is refused.
+    allowed = not (walk.options.tied or walk.options.replicated)
+    assign = walk.random.random() < 0.5 and allowed
     walk.note("assign" if assign else "copy")
     before, after = walk.replace_pair()
     for old, new in zip(before.sides, after.sides, strict=True):
