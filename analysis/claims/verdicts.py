@@ -40,11 +40,11 @@ VERDICTS: dict[Role, tuple[Verdict, Verdict]] = {
     "consistency": ("consistent", "inconsistent"),
     "fit": ("fitted", "fitted"),
 }
-#: A claim by its results alone: they may not agree, and one without any is set apart.
+#: A claim by its results alone: they may not agree, and one without any is not judged.
 Summary = Literal[
     "reproduced", "reproduced in part", "not reproduced",
     "over the whole range", "in part of the range", "outside the range",
-    "undecided", "shown by a test", "not run", "set apart",
+    "undecided", "shown by a test", "not run", "not judged",
 ]  # fmt: skip
 #: Verdicts that stand as they are where no other is beside them.
 _ALONE: tuple[Summary, ...] = (
@@ -84,14 +84,13 @@ class Ranged:
         ends = dict.fromkeys(rounded(end, unit) for end in (self.low, self.high))
         return " to ".join(ends)
 
-    def words(self, unit: Unit | None) -> str:
-        """A sentence on all of it."""
-        asks = f": with {self.part}" if self.part else ""
-        return (
-            f"The paper's system, simulated over what the paper does not say, has "
-            f"{self.span(unit)}; the paper's number at "
-            f"{text.number(100 * self.share)} % of the settings that fit{asks}."
-        )
+    @property
+    def words(self) -> str | None:
+        """A sentence on where the paper's number is ours; ``None`` where no setting tells it."""
+        if not self.part:
+            return None
+        share = text.number(100 * self.share)
+        return f"At {share} % of the settings that fit, the paper's number: with {self.part}."
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,7 @@ def judge(
         for check in claim.checks:
             finding = _check(claims, claim, check, rows)
             if ranged and check.role == "result" and finding.evidence == "simulated":
-                said = (*finding.reasons, ranged.words(claim.unit))
+                said = (*finding.reasons, *filter(None, [ranged.words]))
                 role: Role = "fit" if ranged.fitted else check.role
                 finding = replace(
                     finding,
@@ -184,7 +183,7 @@ def summarise(findings: Sequence[Finding]) -> dict[str, Summary]:
 
 def _summary(verdicts: set[Verdict], apart: bool) -> Summary:
     if apart:
-        return "set apart"
+        return "not judged"
     if not verdicts:
         return "not run"
     decided = verdicts - {"undecided"}

@@ -58,7 +58,7 @@ class Point:
 
 def published(file: Path = PUBLISHED) -> list[Point]:
     """What the authors published."""
-    with file.open(encoding="ascii", newline="") as file:
+    with file.open(encoding="ascii", newline="") as opened:
         return [
             Point(
                 row["table"],
@@ -68,7 +68,7 @@ def published(file: Path = PUBLISHED) -> list[Point]:
                 int(row["batch"]),
                 float(row["tflops"]),
             )
-            for row in csv.DictReader(file)
+            for row in csv.DictReader(opened)
         ]
 
 

@@ -78,17 +78,16 @@ def chapter(
     findings: Sequence[Finding],
     verdicts: Mapping[str, Summary],
     number: Mapping[str, str],
-    noted: Collection[str] = (),
     of: Region | None = None,
 ) -> Chapter:
     """The chapter of these records.
 
-    ``number`` has each note's id, ``noted`` those of chapters before, and ``of``
-    where the paper's numbers hold together.
+    ``number`` has each note's id, and ``of`` where the paper's numbers hold together.
     """
     by_matrix = {run.matrix: run for run in runs}
     shown = _Shown(claims, findings, verdicts, of)
-    notes = _placed(holds.sections, shown, number, noted)
+    notes = _placed(holds.sections, shown, number)
+    sized = set[str]()
     parts = tuple(
         Part(
             section,
@@ -96,7 +95,7 @@ def chapter(
             own,
             earlier,
             _own_tables(section, by_matrix),
-            _assumptions(section, by_matrix),
+            _assumptions(section, by_matrix, sized),
             tuple(_command(claims, name) for name in section.matrices),
             _drawing(section, shown, by_matrix),
         )
@@ -153,10 +152,9 @@ def _placed(
     sections: Sequence[Section],
     shown: _Shown,
     number: Mapping[str, str],
-    noted: Collection[str],
 ) -> list[tuple[dict[str, str], tuple[str, ...]]]:
     """Of each section the notes that stand there first, and the ids of the others."""
-    there = set(noted)
+    there = set[str]()
     found = []
     for section in sections:
         reasons = [note for note in shown.notes(section) if note in number]
@@ -214,7 +212,7 @@ class _Shown:
             paper,
             simulated,
             emulated,
-            (apart[0] if verdict == "set apart" else verdict),
+            (apart[0] if verdict == "not judged" else verdict),
         )
 
     def _ours(self, claim: Claim, evidence: str, briefly: bool) -> str:
@@ -264,15 +262,19 @@ def _command(claims: Claims, matrix: str) -> str:
     return (use.command if use else None) or f"python -m experiments run {matrix}"
 
 
-def _assumptions(section: Section, runs: Mapping[str, AnyRun]) -> str:
-    """Dimensions, length, recomputation and share of the link of the section's cells."""
+def _assumptions(section: Section, runs: Mapping[str, AnyRun], sized: set[str]) -> str:
+    """Models, length, recomputation and share of the link of the section's cells.
+
+    A model has its dimensions where it is not among those that are ``sized`` already.
+    """
     cells = [
         record.cell
         for name in section.matrices
         if isinstance(run := runs.get(name), Run)
         for record in run.records
     ]
-    models = _distinct([_sized(c.model) for c in cells])
+    models = _distinct([_sized(c.model, sized) for c in cells])
+    sized |= {c.model.name for c in cells}
     clusters = _distinct(
         [f"{c.cluster.nodes} nodes × {c.cluster.ranks_per_node} ranks" for c in cells]
     )
@@ -292,9 +294,9 @@ def _assumptions(section: Section, runs: Mapping[str, AnyRun]) -> str:
     return "; ".join(part for part in parts if part)
 
 
-def _sized(model: AnyModel) -> str:
+def _sized(model: AnyModel, sized: Collection[str]) -> str:
     """A model and, where it is one of the built-in ones, its dimensions."""
-    if not isinstance(model, ModelSpec):
+    if model.name in sized or not isinstance(model, ModelSpec):
         return model.name
     return f"{model.name} ({model.layers} blocks of width {model.width})"
 

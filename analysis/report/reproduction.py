@@ -1,11 +1,11 @@
-"""REPRODUCTION.md and its page: the papers' results next to what the committed records say."""
+"""REPRODUCTION.md and the pages beside it: the papers' results next to what the records say."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -43,18 +43,22 @@ class Written:
 def write(results: Path) -> Written:
     """Write REPRODUCTION.md beside the folder of results, and the rest into it.
 
+    The other papers, every claim and the records have pages of their own beside tables and figures.
+
     Raises ``ValueError`` for malformed claims or records, or without any.
     """
     claims, of = papers.load(), runs.load(results)
     where = Written(
-        results.resolve().parent / "REPRODUCTION.md",
+        results.resolve().parent / DOCUMENT,
         results / "report.html",
         results / "paper" / "tables",
         results / "paper" / "figures",
     )
     made = document(claims, of)
     chapters = made.chapters
-    where.document.write_text(made.markdown, encoding="utf-8")
+    where.tables.parent.mkdir(parents=True, exist_ok=True)
+    for name, written in made.markdown.items():
+        (where.document.parent / name).write_text(written, encoding="utf-8")
     where.page.write_text(_page(claims, of, made.values), encoding="utf-8")
     papers_tables.write([table for one in chapters for table in one.written], where.tables)
     where.figures.mkdir(parents=True, exist_ok=True)
@@ -65,27 +69,44 @@ def write(results: Path) -> Written:
 
 @dataclass(frozen=True)
 class Document:
-    """The document, which depends on the claims and the records alone."""
+    """The pages, which depend on the claims and the records alone."""
 
-    markdown: str
+    #: By their files' names, relative to the repository.
+    markdown: Mapping[str, str]
     #: That on the FCDP paper first.
     chapters: list[Chapter]
     #: Values that it and its page show.
     values: Mapping[str, Any]
 
 
+#: The page on the FCDP paper, and the folder of all others.
+DOCUMENT, PAGES = "REPRODUCTION.md", "results/paper"
+
+
 def document(claims: Claims, of: Sequence[AnyRun]) -> Document:
-    """The document of these claims and records, which is not written anywhere."""
+    """The pages of these claims and records, which are not written anywhere."""
     values = _values(claims, of)
-    written = pages.render(
-        "reproduction.md.j2", **values, cell=text.escaped, table=papers_tables.as_markdown
-    )
+
+    def page(template: str, **more: Any) -> str:
+        given = values | more
+        return pages.render(template, **given, cell=text.escaped, table=papers_tables.as_markdown)
+
+    written = {DOCUMENT: page("reproduction.md.j2", base=f"{PAGES}/")}
+    for other in values["others"]:
+        title = values["titles"][other.paper]
+        written[f"{PAGES}/{other.paper}.md"] = page(
+            "paper.md.j2", base="", chapter=other, title=title
+        )
+    for name in ("claims", "runs"):
+        written[f"{PAGES}/{name}.md"] = page(f"{name}.md.j2", base="")
     return Document(written, [values["chapter"], *values["others"]], values)
 
 
 def _page(claims: Claims, of: Sequence[AnyRun], values: Mapping[str, Any]) -> str:
     """The self-contained HTML page, which has the figures of every run too."""
     figure, file = pages.Figures(), {run.matrix: run.file for run in of}
+    first, *others = _once([values["chapter"], *values["others"]])
+    values = {**values, "chapter": first, "others": others}
     predicted = {run.matrix: run.predicted for run in of if isinstance(run, Run)}
     drawn = {run.matrix: [figure(drawing, [run.file]) for drawing in _drawn(run)] for run in of}
     pairs = values["pairs"]
@@ -94,6 +115,7 @@ def _page(claims: Claims, of: Sequence[AnyRun], values: Mapping[str, Any]) -> st
     return pages.render(
         "reproduction.html.j2",
         **values,
+        noted={note for one in (first, *others) for note in one.noted},
         summary=_in_short(of, values["chapter"]),
         figures=drawn,
         validated=[figure(simulator.draw(pairs), beside)] if timed else [],
@@ -143,7 +165,6 @@ def _values(claims: Claims, of: Sequence[AnyRun]) -> dict[str, Any]:
         "cells": [(name, ran[name]) for name in text.EVIDENCE],
         "others": others,
         "titles": {name: paper.title for name, paper in claims.papers.items()},
-        "noted": {note for one in (first, *others) for note in one.noted},
         "notes": notes,
         "labels": LABELS,
         "evidence": {name: text.EVIDENCE[name] for name in text.EVIDENCE if name in evidence},
@@ -171,14 +192,27 @@ def _written(
     notes: Mapping[str, str],
     where: Region,
 ) -> list[Chapter]:
-    """The chapters in their order; each note stands in the first that has it."""
-    verdicts, noted, written = summarise(findings), set[str](), list[Chapter]()
+    """The chapters in their order."""
+    verdicts, written = summarise(findings), list[Chapter]()
     for path in (contents.CONTENTS, *contents.OTHERS):
         holds = contents.load(claims, path)
         together = where if path == contents.CONTENTS else None
-        written.append(chapter(holds, claims, of, findings, verdicts, notes, noted, together))
-        noted |= written[-1].noted
+        written.append(chapter(holds, claims, of, findings, verdicts, notes, together))
     return written
+
+
+def _once(chapters: Sequence[Chapter]) -> list[Chapter]:
+    """The chapters as one page has them: each note stands in the first that has it."""
+    there, found = set[str](), []
+    for one in chapters:
+        parts = []
+        for part in one.parts:
+            own = {at: note for at, note in part.notes.items() if at not in there}
+            earlier = tuple(at for at in part.notes if at in there)
+            parts.append(replace(part, notes=own, earlier=(*part.earlier, *earlier)))
+            there |= set(own)
+        found.append(replace(one, parts=tuple(parts)))
+    return found
 
 
 def _notes(claims: Claims, findings: Sequence[Finding]) -> dict[str, str]:

@@ -97,6 +97,7 @@ def test_a_row_has_the_quantities_of_its_record() -> None:
     assert row(record).quantities == pytest.approx(
         {
             "tokens_per_s": record.tokens_per_s,
+            "tokens_per_s_per_gpu": (record.tokens_per_s or 0) / 4,
             "inter_node_bytes": sent,
             "all_nodes_bytes": 2 * sent,
             "inter_node_bytes_over_least": 1 / 0.99,

@@ -15,6 +15,7 @@ from analysis.claims.computations import Ratio
 from analysis.claims.papers import Claim
 from analysis.load import matrices
 
+ROOT = Path(__file__).parents[3]
 CHECK: dict[str, Any] = {
     "matrix": "parity",
     "compute": {
@@ -217,3 +218,11 @@ def test_speeds_over_zero3_are_over_both_engines_at_every_link() -> None:
                 compared += 1
                 assert over >= there, (claim.id, matrix)
     assert compared > 10
+
+
+def test_the_tests_that_claims_name_exist() -> None:
+    named = [test for claim in papers.load().claims for test in claim.shown_by]
+    assert named
+    for test in named:
+        file, name = test.split("::")
+        assert f"def {name}(" in (ROOT / file).read_text("utf-8"), test

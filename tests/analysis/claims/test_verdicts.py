@@ -148,7 +148,7 @@ def test_only_results_decide(role: str, near: str, far: str) -> None:
     assert [finding.verdict for finding in apart] == [near, far]
     assert not any(finding.decides for finding in apart)
     assert summarise([result, *apart]) == {"bytes": "reproduced"}
-    assert summarise(apart) == {"bytes": "set apart"}
+    assert summarise(apart) == {"bytes": "not judged"}
 
 
 def test_numbers_are_written_as_the_paper_has_them_and_ours_with_three_digits() -> None:

@@ -64,14 +64,15 @@ def test_claims_are_compared_with_it(study: runs.MemoryStudy, tmp_path: Path) ->
     path.write_text("".join(f"{item.model_dump_json()}\n" for item in study.records), "utf-8")
 
     of = runs.load(tmp_path)
-    document = reproduction.document(papers.load(), of).markdown
+    pages = reproduction.document(papers.load(), of).markdown
+    document = pages["results/paper/claims.md"]
 
     assert [run.matrix for run in of] == ["memory"]
     (row,) = [line for line in document.splitlines() if line.startswith("| ZeRO++ runs out of mem")
               and "experiments memory" in line]  # fmt: skip
     assert "| 100 % | at least 100 % | simulated | agrees |" in row
     assert "32 cases, 32 min" in row
-    assert "[records](results/memory/memory.jsonl)" in document
+    assert "[records](../memory/memory.jsonl)" in pages["results/paper/runs.md"]
 
 
 def test_of_a_case_that_was_settled_again_the_last_record_counts(

@@ -46,23 +46,34 @@ def given() -> reproduction.Document:
 
 @pytest.fixture
 def document(given: reproduction.Document) -> str:
-    return given.markdown
+    return given.markdown[reproduction.DOCUMENT]
 
 
-def test_the_committed_document_is_up_to_date(document: str) -> None:
-    assert (ROOT / "REPRODUCTION.md").read_text("utf-8") == document, (
-        "REPRODUCTION.md differs from the records: run python -m analysis report"
-    )
+@pytest.fixture
+def every(given: reproduction.Document) -> str:
+    """The page of every claim."""
+    return given.markdown[f"{reproduction.PAGES}/claims.md"]
 
 
-def test_every_claim_is_in_its_papers_table_with_its_verdict(document: str) -> None:
-    tables = document.split("\n## FCDP: ")[1]
+def test_the_committed_pages_are_up_to_date(given: reproduction.Document) -> None:
+    for name, written in given.markdown.items():
+        assert (ROOT / name).read_text("utf-8") == written, (
+            f"{name} differs from the records: run python -m analysis report"
+        )
+
+
+def test_it_is_read_in_a_quarter_of_an_hour(document: str) -> None:
+    assert len(re.findall(r"[^\s|*:-][^\s|]*", document)) <= 5_000
+
+
+def test_every_claim_is_in_its_papers_table_with_its_verdict(every: str) -> None:
+    tables = every.split("\n## FCDP: ")[1]
     for claim in papers.load().claims:
         lines = [line for line in tables.splitlines() if line.startswith(f"| {claim.claim} |")]
         assert len(lines) == max(len(claim.checks), 1), claim.id
     rows = [line for line in tables.splitlines() if "`python -m experiments run" in line]
     known = [f"| {verdict} |" for pair in VERDICTS.values() for verdict in pair]
-    known += [f"| {verdict} |" for verdict in get_args(Verdict) if "range" in verdict]
+    known += [f"| {verdict} |" for verdict in get_args(Verdict) if " " in verdict]
     known += ["| **not reproduced** |", "| not run |", "| undecided |"]
     assert all(any(verdict in row for verdict in known) for row in rows if row.startswith("|"))
 
@@ -81,32 +92,34 @@ def test_the_document_opens_with_a_row_for_each_result_of_the_paper(document: st
         assert document.count(f'<a id="{section.id}"></a>') == 1
 
 
-def test_no_paragraph_is_there_twice(document: str) -> None:
-    prose = [line for line in document.splitlines() if len(line) > 60 and line[0] not in "|!`"]
-    # Without the number of a note.
-    prose = [re.sub(r'^- <a id="note-\w+"></a>\(\w+\) ', "", line) for line in prose]
+def test_no_paragraph_is_twice_on_a_page(given: reproduction.Document) -> None:
+    for page in given.markdown.values():
+        prose = [line for line in page.splitlines() if len(line) > 60 and line[0] not in "|!`"]
+        # Without the number of a note.
+        prose = [re.sub(r'^- <a id="note-\w+"></a>\(\w+\) ', "", line) for line in prose]
 
-    assert len(prose) == len(set(prose))
-    for claim in papers.load().claims:
-        for check in claim.checks:
-            for said in filter(None, (check.note, check.because)):
-                assert document.count(said.strip()) <= 1, said
-
-
-def test_every_note_stands_once_and_sections_have_their_own(document: str) -> None:
-    there = re.findall(r'<a id="note-(\w+)"></a>', document)
-    first = document.split("\n## FCDP: ")[0]
-
-    assert len(there) == len(set(there))
-    assert set(re.findall(r"\(#note-(\w+)\)", document)) <= set(there)
-    assert "alone changed from" in first
+        assert len(prose) == len(set(prose))
+        for claim in papers.load().claims:
+            for check in claim.checks:
+                for said in filter(None, (check.note, check.because)):
+                    assert page.count(said.strip()) <= 1, said
 
 
-def test_other_papers_have_chapters_with_their_findings_figures_and_spreads(document: str) -> None:
-    chapters = document.split("\n## FCDP: ")[0].split(" paper, result by result\n")[1:]
-    assert len(chapters) == len(contents.OTHERS)
-    for path, chapter in zip(contents.OTHERS, chapters, strict=True):
-        sections = contents.load(papers.load(), path).sections
+def test_every_page_has_its_notes_once(given: reproduction.Document, document: str) -> None:
+    for page in given.markdown.values():
+        there = re.findall(r'<a id="note-(\w+)"></a>', page)
+
+        assert len(there) == len(set(there))
+        assert set(re.findall(r"\(#note-(\w+)\)", page)) <= set(there)
+    assert "alone changed from" in document
+
+
+def test_other_papers_have_pages_with_their_findings_figures_and_spreads(
+    given: reproduction.Document,
+) -> None:
+    for path in contents.OTHERS:
+        holds = contents.load(papers.load(), path)
+        chapter, sections = given.markdown[f"results/paper/{holds.paper}.md"], holds.sections
         assert chapter.count("![") == len(sections)
         for section in sections:
             assert f'<a id="{section.id}"></a>' in chapter
@@ -121,9 +134,9 @@ def test_other_papers_have_chapters_with_their_findings_figures_and_spreads(docu
         assert "Why:" in chapter
 
 
-def test_the_finding_about_hpz_is_noted_where_the_51_times_are(document: str) -> None:
-    rows = [line for line in document.splitlines() if line.startswith("| Up to 51 times")]
-    (note,) = re.findall(r"\((\w+)\) .*keeps those of frozen ones", document)
+def test_the_finding_about_hpz_is_noted_where_the_51_times_are(every: str) -> None:
+    rows = [line for line in every.splitlines() if line.startswith("| Up to 51 times")]
+    (note,) = re.findall(r"\((\w+)\) .*keeps those of frozen ones", every)
 
     assert any(f"(#note-{note})" in row for row in rows)
 
@@ -218,8 +231,10 @@ def test_each_figure_is_small_and_has_its_records(page: str) -> None:
     assert "data:image" not in page
 
 
-def test_links_to_records_lead_to_files(document: str) -> None:
-    linked = re.findall(r"\| \[records\]\((.*?)\)", document)
-
-    assert len(linked) == len({*linked}) > 40
-    assert [name for name in linked if not (ROOT / name).is_file()] == []
+def test_links_lead_to_files(given: reproduction.Document) -> None:
+    for name, page in given.markdown.items():
+        linked = [each for each in re.findall(r"\]\((.*?)\)", page) if each[0] not in "#h"]
+        here = (ROOT / name).parent
+        assert [each for each in linked if not (here / each.split("#")[0]).exists()] == []
+    records = re.findall(r"\| \[records\]", given.markdown[f"{reproduction.PAGES}/runs.md"])
+    assert len(records) > 40
