@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
@@ -115,6 +116,34 @@ def audit(records: Records) -> None:
         _fail(f"{records}: {error}")
     typer.echo(markdown(findings), nl=False)
     if any(finding.problems for finding in findings):
+        raise typer.Exit(1)
+
+
+@app.command()
+def check(records: Records) -> None:
+    """Judge your own run by the papers' claims that its matrix tests, beside the committed run.
+
+    Exit status: 0; 1 if a number is not the committed one's; 2 without records that a claim tests.
+    """
+    from analysis.check import check
+
+    try:
+        checked = check(records, RESULTS)
+    except (OSError, ValueError) as error:
+        _fail(str(error))
+    failed = 0
+    for of in checked:
+        typer.echo(f"{of.matrix}: `{of.command}`; the committed run took {of.resources}")
+        for line in of.lines:
+            failed += bool(line.problem)
+            said = f"paper {line.paper}, committed {line.committed}, yours {line.ours}"
+            outcome = f"{line.tolerance}: {line.verdict}"
+            for text in filter(None, (line.claim, said, outcome, line.problem)):
+                first = ("FAIL" if line.problem else "pass") if text is line.claim else ""
+                typer.echo(fill(text, 80, initial_indent=f"{first:6}", subsequent_indent=" " * 6))
+    every = sum(len(of.lines) for of in checked)
+    typer.echo(f"{every - failed} of {every} comparisons have the committed number")
+    if failed:
         raise typer.Exit(1)
 
 

@@ -144,6 +144,8 @@ def draw(console: Console, directory: RunDirectory) -> bool:
         kind = _KINDS.get(file.suffix)
         if kind is not None:
             terminal.say(console, kind, file)
+    records = terminal.shown(directory.records)
+    terminal.say_as_it_is(console, f"claims   python -m analysis check {records}", "dim")
     return True
 
 

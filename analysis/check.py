@@ -1,0 +1,119 @@
+"""A reader's own run, judged by the claims that its matrix tests, beside the committed run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from analysis.claims import papers
+from analysis.claims.papers import Claims
+from analysis.claims.verdicts import Finding, asked, between, judge, quoted, rounded
+from analysis.load import matrices, runs, table
+from analysis.load.rows import row
+from analysis.paper.region import region
+from experiments.records.record import Record
+
+#: By how much of the committed number one may be apart that no clock has told.
+NEAR = 0.01
+
+
+@dataclass(frozen=True)
+class Line:
+    """One comparison: the paper's number, the committed one, and the reader's."""
+
+    claim: str
+    paper: str
+    committed: str
+    ours: str
+    tolerance: str
+    verdict: str
+    #: How the reader's is not the committed one; nothing where it is.
+    problem: str
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One matrix's comparisons."""
+
+    matrix: str
+    lines: list[Line]
+    #: How to run it, and what the committed run took.
+    command: str
+    resources: str
+
+
+def check(records: Path, results: Path) -> list[Checked]:
+    """Judge the records of a run, or of all runs below a directory, by matrix.
+
+    Raises ``ValueError`` where there are none, or their matrix tests no claim.
+    """
+    own = [record for found in table.by_file(records).values() for record in found]
+    claims = papers.load()
+    tested = {check.matrix for claim in claims.claims for check in claim.checks}
+    ran = dict.fromkeys(record.cell.matrix for record in own)
+    if not tested.intersection(ran):
+        raise ValueError(
+            f"{records}: no claim is tested by {', '.join(ran)}; those that test some: "
+            f"{', '.join(sorted(tested & matrices.named().keys()))}"
+        )
+    return [
+        _checked(claims, matrix, [each for each in own if each.cell.matrix == matrix], results)
+        for matrix in ran
+        if matrix in tested
+    ]
+
+
+def _checked(claims: Claims, matrix: str, own: Sequence[Record], results: Path) -> Checked:
+    testing = tuple(
+        claim.model_copy(update={"checks": checks})
+        for claim in claims.claims
+        if (checks := tuple(check for check in claim.checks if check.matrix == matrix))
+    )
+    alone = claims.model_copy(update={"claims": testing})
+    (committed,) = (run for run in runs.load(results) if run.matrix == matrix)
+    ranges = region(claims).ranges
+    known = judge(alone, {matrix: committed.rows}, ranges)
+    found = judge(alone, {matrix: [row(record) for record in table.latest(own)]}, ranges)
+    use = claims.matrices[matrix]
+    return Checked(
+        matrix,
+        [_line(ours, theirs) for ours, theirs in zip(found, known, strict=True)],
+        use.command or f"python -m experiments run {matrix}",
+        committed.resources,
+    )
+
+
+def _line(ours: Finding, committed: Finding) -> Line:
+    claim = ours.claim
+    assert ours.check is not None, "claims without checks have no matrix"
+    sure = between(ours.interval, claim.unit)
+    return Line(
+        claim.claim,
+        f"{quoted(claim.number, claim.unit)} [{claim.label}]",
+        rounded(committed.ours, claim.unit),
+        f"{rounded(ours.ours, claim.unit)}{f' ({sure})' if sure else ''}",
+        asked(ours.check, claim.unit),
+        ours.verdict,
+        _problem(ours, committed),
+    )
+
+
+def _problem(ours: Finding, committed: Finding) -> str:
+    """How the reader's number is not the committed one; nothing where it is.
+
+    Numbers that no clock has told are alike within ``NEAR``; of others, whose committed one has an
+    interval, the intervals overlap.
+    """
+    if ours.ours is None:
+        return ours.reasons[0]
+    if ours.evidence != committed.evidence:
+        return f"{ours.evidence}, where the committed one is {committed.evidence}"
+    assert committed.ours is not None, "of the same evidence"
+    if ours.interval and committed.interval:
+        (low, high), (least, most) = ours.interval, committed.interval
+        return "" if low <= most and least <= high else "its interval is apart from the committed"
+    away = abs(ours.ours - committed.ours)
+    if away > NEAR * abs(committed.ours) and ours.ours != committed.ours:
+        return f"more than {NEAR:.0%} from the committed number"
+    return ""
