@@ -274,6 +274,7 @@ class Engine:
             module.register_state_dict_post_hook(functools.partial(self._after_state_dict))
         for unit in self.units:
             fsdp2.after_reset(unit.module, self._drop_whole_gradients)
+            fsdp2.after_replaced(unit.group, functools.partial(self.staleness.replaced, unit))
         follow_optimizers(self)
 
     def _begin_pass(self) -> None:

@@ -126,6 +126,7 @@ _sharded = _of(FSDPParam, "sharded_param")
 _shard = _of(FSDPParam, "_sharded_param_data", "mp_policy")
 # A gradient is reduced from the second, in the reduce dtype, or from ``.grad`` of the first, which
 # is there once the parameter has been gathered. ``unsharded_param`` is the same, while it is.
+_of(FSDPParam, "reset_sharded_param")
 _of(FSDPParam, "_unsharded_param", "unsharded_accumulated_grad", "unsharded_param")
 # Called on the group: to begin a gather, and when backward has its gradients, to reduce them.
 _of(FSDPParamGroup, "unshard", "post_backward")
@@ -142,6 +143,21 @@ def writes(group: Any) -> int:
         param = of_group.sharded_param
         count += param._version + param._local_tensor._version
     return count
+
+
+def after_replaced(group: Any, then: Callable[[], None]) -> None:
+    """Call a function when a parameter's tensor has been replaced, as by ``Module._apply``.
+
+    FSDP2 looks at each parameter then. Counts of writes begin anew with a new tensor, and may come
+    to the same sum.
+    """
+    for param in _params(group):
+
+        def replaced(plain: Callable[[], None] = param.reset_sharded_param) -> None:
+            plain()
+            then()
+
+        param.reset_sharded_param = replaced
 
 
 def shards(group: Any) -> list[tuple[torch.Tensor, torch.dtype | None]]:

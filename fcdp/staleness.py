@@ -43,7 +43,7 @@ class Staleness:
 
     What a rank sees of writes, from the cheapest:
 
-    - hooks: optimizer steps and loads;
+    - hooks: optimizer steps, loads, and parameters whose tensors are replaced (``model.to``);
     - stamps: in-place writes that autograd counts;
     - contents: checksums of this rank's shards, on the CPU before each pass. On an accelerator the
       host has to wait for them, and does so before a pass without gradients;
@@ -89,6 +89,10 @@ class Staleness:
         for watched in self._watched.values():
             watched.written = True
         self.ask()
+
+    def replaced(self, unit: Unit) -> None:
+        """Declare a unit written on this rank: its parameters are other tensors now."""
+        self._watched[unit].written = True
 
     def hand_out(self, given: Iterable[torch.Tensor]) -> None:
         """Note what units hold: somebody is given their memory and may write to it unseen.

@@ -88,6 +88,15 @@ def test_what_a_backward_that_raised_has_left_is_in_no_later_gradient(
     assert failure is None, failure
 
 
+def test_a_model_that_was_converted_is_gathered_anew(apart: Pools, tmp_path: Path) -> None:
+    """Its parameters are new tensors, whose writes happen to add up to what they did before."""
+    options = Options(policy="device", width=6, adapter_rank=3, look_ahead=2, detect_writes=False)
+    kinds = {"rebuild": 696658, "evaluate": 267604, "convert": 448672, "train": 232008}
+    case = Case(221, options, tuple(Event(kind, seed) for kind, seed in kinds.items()))
+    (failure,) = apart.run(1, walk_on_an_accelerator, case, tmp_path)
+    assert failure is None, failure
+
+
 def shard_of(tensor: torch.Tensor | None) -> torch.Tensor:
     assert isinstance(tensor, DTensor)
     local: torch.Tensor = tensor.to_local()
