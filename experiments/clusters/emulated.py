@@ -34,6 +34,7 @@ from experiments.clusters.launch import (
 )
 from experiments.records.abilities import ABILITIES, HIGHEST_RATE, LOWEST_RATE
 from experiments.records.cell import ClusterSpec
+from experiments.records.environment import named, passed_on
 
 #: Seconds that the other ranks have to end by themselves after the first failure, ...
 _GRACE_S = 2.0
@@ -106,12 +107,11 @@ class EmulatedCluster:
     ) -> Outcome:
         """Call ``entry`` on every rank, in fresh processes; see ``Cluster.run``.
 
-        The ranks see this process's environment and ``environment``, what torchrun sets, and
-        ``FCDP_INTERFACE``, the interface to the other nodes, whose counters
+        The ranks see what passes of this process's environment, ``environment``, what torchrun
+        sets, and ``FCDP_INTERFACE``, the interface to the other nodes, whose counters
         ``counters.transmitted_bytes`` reads; ``FCDP_GROUP_INTERFACE`` is that to other groups where
-        there are several. ``logs`` gets one ``rank<r>.log`` per
-        rank and one ``node<n>.log`` per node. A launch that does not end within ``timeout_s``
-        seconds is ended.
+        there are several. ``logs`` gets one ``rank<r>.log`` per rank and one ``node<n>.log`` per
+        node. A launch that does not end within ``timeout_s`` seconds is ended.
 
         Raises ``ClusterError`` if the port is taken, and ``ValueError`` for an ``entry`` that is
         not of the form "package.module:function". Whatever is raised, no process is left.
@@ -175,7 +175,7 @@ class EmulatedCluster:
         """The environment of a launch's processes, but for what torchrun adds."""
         return {
             "OMP_NUM_THREADS": "1",
-            **os.environ,
+            **passed_on(os.environ, named(os.environ)),
             "FCDP_INTERFACE": INTERFACE,
             **({"FCDP_GROUP_INTERFACE": TO_GROUPS} if network.groups > 1 else {}),
             "GLOO_SOCKET_IFNAME": INTERFACE,

@@ -25,7 +25,7 @@ from multiprocessing.context import ForkServerContext
 
 from experiments.clusters import lifetimes
 from experiments.clusters.interface import ClusterError
-from experiments.records import provenance
+from experiments.records.environment import named, passed_on
 
 #: The environment variable with the JSON list of modules.
 _MODULES_VARIABLE = "FCDP_PRELOAD"
@@ -57,7 +57,7 @@ def start(modules: Sequence[str]) -> ForkServerContext:
     }
     _own_sockets()
     # Of a forked process, the kernel shows the environment that the fork server started with.
-    with _environment({**provenance.without_secrets(os.environ), **variables}):
+    with _environment({**passed_on(os.environ, named(os.environ)), **variables}):
         forkserver.ensure_running()
     failures = _failures(context, list(modules))
     if failures:
