@@ -175,6 +175,7 @@ class EmulatedCluster:
         """The environment of a launch's processes, but for what torchrun adds."""
         return {
             "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
             **passed_on(os.environ, named(os.environ)),
             "FCDP_INTERFACE": INTERFACE,
             **({"FCDP_GROUP_INTERFACE": TO_GROUPS} if network.groups > 1 else {}),

@@ -51,6 +51,8 @@ def start(modules: Sequence[str]) -> ForkServerContext:
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         # OpenMP reads it once, when torch is imported.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        # Emulated nodes reach no hub, which transformers would ask for long.
+        "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
         # A library that asks for GPUs while it is imported must not start the CUDA runtime, which
         # no forked process could use any more.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
