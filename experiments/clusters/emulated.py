@@ -5,7 +5,6 @@ from __future__ import annotations
 import ipaddress
 import os
 import secrets
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -22,7 +21,7 @@ from baselines.description import ExtraProcess
 from experiments.clusters import causes, lifetimes, namespaces, preload, privileges
 from experiments.clusters.causes import Board
 from experiments.clusters.counters import out_of_memory_kills
-from experiments.clusters.interface import ClusterError, Outcome
+from experiments.clusters.interface import ClusterError, Outcome, check_port
 from experiments.clusters.launch import (
     AGENT,
     Launch,
@@ -193,20 +192,7 @@ class EmulatedCluster:
 
     def _check_port(self, network: Network) -> None:
         address = network.addresses[0]
-
-        def bind() -> None:
-            with socket.socket() as probe:
-                # A port whose last connections merely wait to expire is free.
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind((address, self._port))
-
-        try:
-            namespaces.call_in(network.nodes[0], bind)
-        except OSError as error:
-            raise ClusterError(
-                f"the ranks cannot meet at {address} port {self._port}: {error.strerror}; "
-                "end what listens there, or choose another port in the cluster's settings"
-            ) from error
+        namespaces.call_in(network.nodes[0], lambda: check_port(address, self._port))
 
 
 def _watch(

@@ -25,6 +25,7 @@ import psutil
 from experiments.clusters import lifetimes
 from experiments.clusters.causes import Board, NodeResult
 from experiments.clusters.counters import out_of_memory_kills, transmitted_bytes
+from experiments.clusters.interface import ClusterError, check_port
 from experiments.clusters.launch import Launch, Node, start_agent
 from experiments.clusters.messages import (
     BEAT_S,
@@ -128,8 +129,8 @@ def run(order: Order) -> Ended:
             logs.mkdir()
         board = Board(folder, range(order.node * order.ranks, (order.node + 1) * order.ranks))
         board.create()
-        if order.node == 0 and not shared:
-            result = NodeResult(error=f"node 0 does not see {order.logs}: {_APART}")
+        if why := _why_not_here(order, shared=shared):
+            result = NodeResult(error=why)
         else:
             launch = Launch(order.entry, _arguments(order, folder), logs, board)
             result = _launched(order, launch, str(folder / "temporary"))
@@ -142,6 +143,19 @@ def run(order: Order) -> Ended:
             logs={} if shared else _logs(logs, own),
             out_of_memory_kills=out_of_memory_kills() - kills_before,
         )
+
+
+def _why_not_here(order: Order, *, shared: bool) -> str | None:
+    """Why the first node cannot begin; ``None`` on the others."""
+    if order.node:
+        return None
+    if not shared:
+        return f"node 0 does not see {order.logs}: {_APART}"
+    try:
+        check_port(order.address, order.port)
+    except ClusterError as error:
+        return str(error)
+    return None
 
 
 def _launched(order: Order, launch: Launch, scratch: str) -> NodeResult:

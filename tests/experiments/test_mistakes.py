@@ -106,6 +106,8 @@ preflight --bandwidth fast
     'fast' is not a bandwidth; allowed:
 preflight --output tests
     --output = 'tests': cannot be written:
+run HERE/huge.yaml
+    fcdp-full-huge-10mbit-k1-381389d6 needs about 29.7 TB, and this machine has
 preflight --cluster rented
     no rented nodes: set FCDP_HOSTS
 plan --model gpt-30b --gpu a40 --preflight HERE/none
@@ -162,6 +164,8 @@ def somewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, model in (("config", "random"), ("weights", "no/folder")):
         given = f"config: no/folder, weights: {model}"
         (folder / f"{name}.yaml").write_text(text.replace(tiny, given))
+    huge = "family: gpt2, layers: 96, width: 32768, heads: 8"
+    (folder / "huge.yaml").write_text(text.replace(tiny, huge).replace("tiny", "huge"))
     (folder / "deep.yaml").write_text("name: " + "{a: " * 100_000)
     repeated = "".join(f"a{i}: &a{i} [{f'*a{i - 1}, ' * 10}]\n" for i in range(1, 7))
     (folder / "aliases.yaml").write_text(f"a0: &a0 [x]\n{repeated}")

@@ -170,7 +170,8 @@ def test_a_taken_port_is_the_launchs_error(cluster: RentedCluster, tmp_path: Pat
     with socket.create_server(("127.0.0.1", cluster._port)):
         outcome = run(cluster, tmp_path, "add_up")
     assert outcome.state == "failed"
-    assert "Address already in use" in str(outcome.error)
+    assert "Address already in use; " in str(outcome.error)
+    assert "FCDP_PORT=" in str(outcome.error)
 
 
 def _launchers() -> list[psutil.Process]:

@@ -136,6 +136,8 @@ def test_another_cluster_takes_the_place_of_the_files(tmp_path: Path) -> None:
     own, expanded = reader.read(written(tmp_path)), reader.read(written(tmp_path), rented)
     assert expanded.cluster == rented
     assert {entry.cell.cluster for entry in expanded.cells} == {rented}
+    ported = FILE.replace("nodes: 2", "port: 29600, nodes: 2", 1)
+    assert reader.read(written(tmp_path, ported), rented).cluster.port == 29600
     assert not {p.cell.id for p in own.cells} & {p.cell.id for p in expanded.cells}
     reasons = {p.cell.inter_bandwidth_bits_per_s: p.skip_reason for p in expanded.cells}
     assert "nothing limits them to a bandwidth" in str(reasons[10_000_000])
