@@ -132,14 +132,14 @@ def shard(
     )
     blocks = blocks_of(model, units)
     ignored = {*ignored_params}
-    sharding = (
-        tuple(map(id, blocks)),
-        mp_policy,
-        offload_policy,
-        reshard_after_forward,
-        frozenset(map(id, ignored)),
-        adapters,
-    )
+    sharding = {
+        "units": tuple(map(id, blocks)),
+        "mp_policy": mp_policy,
+        "offload_policy": offload_policy,
+        "reshard_after_forward": reshard_after_forward,
+        "ignored_params": frozenset(map(id, ignored)),
+        "adapters": adapters,
+    }
     setup = Setup(_ranks(topology), policy, options, sharding)
     if is_set_up(model, setup):
         return model

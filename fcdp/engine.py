@@ -378,8 +378,7 @@ def is_set_up(model: nn.Module, setup: Setup) -> bool:
         before = replace(before, sharding=None)
     if before != setup:
         raise ValueError(
-            f"model: FCDP is set up on it already, with other arguments: {before}; must be equal, "
-            f"not {setup}"
+            f"model: FCDP is set up on it already, with {before.differences(setup)}; must be equal"
         )
     return True
 

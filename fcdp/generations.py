@@ -81,6 +81,10 @@ class Generations:
             self._resume(path, size)
             direct_io.reserve(self.file, 0, self.end + more, path, field)
         except BaseException:
+            if size is None:
+                path.unlink(missing_ok=True)
+            else:
+                os.ftruncate(self.file.descriptor, size)
             self.close()
             raise
         self._left = self._lacking()

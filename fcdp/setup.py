@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -40,4 +41,30 @@ class Setup:
     policy: CachePolicy
     options: Options
     #: Arguments of ``fcdp.shard`` beside these; ``None`` after ``cache_parameters``.
-    sharding: tuple[Any, ...] | None = None
+    sharding: Mapping[str, Any] | None = None
+
+    def differences(self, other: Setup) -> str:
+        """The arguments that are others in ``other``, as a user gives them, and both values."""
+        theirs = other._arguments()
+        different = [
+            f"other {name}"
+            if name in ("units", "ignored_params")  # modules, which are long to show
+            else f"{name} = {value!r} (now {theirs.get(name)!r})"
+            for name, value in self._arguments().items()
+            if value != theirs.get(name)
+        ]
+        return ", ".join(different) or "fcdp.cache_parameters"
+
+    def _arguments(self) -> dict[str, Any]:
+        codecs = self.options.codecs
+        return {
+            "topology": "{} nodes × {} ranks".format(*self.ranks),
+            "policy": self.policy,
+            "look_ahead": self.options.look_ahead,
+            "partial_gradients": self.options.partials,
+            **vars(self.options.safety),
+            "gather_codec": codecs.gather,
+            "reduce_codec": codecs.reduce,
+            "error_feedback": codecs.error_feedback,
+            **(self.sharding or {}),
+        }

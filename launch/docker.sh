@@ -28,7 +28,8 @@ kept=${image//[^a-zA-Z0-9_.-]/-}-operators
 operators="--volume $kept:/opt/venv/operators --volume $kept-paper:/opt/venv-paper/operators"
 export FCDP_HOSTS=$1 FCDP_PREFIX="docker run --interactive ${options[*]} $operators $image"
 # By name: the values are on no command line.
-for name in "${!FCDP_@}" "${!NCCL_@}" "${!WANDB_@}"; do
+IFS=', ' read -r -a named <<<"${FCDP_PASS:-}"
+for name in "${!FCDP_@}" "${!NCCL_@}" "${!WANDB_@}" "${named[@]}"; do
     options+=(--env "$name")
 done
 

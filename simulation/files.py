@@ -12,6 +12,7 @@ import gzip
 import io
 import json
 import os
+import re
 import sys
 import zlib
 from collections.abc import Iterable, Sequence
@@ -25,6 +26,8 @@ from fcdp.durable import replace
 #: A part of a cell's id, and so of its directory's name: no separators, no spaces, not too long.
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
 
+#: Characters that terminals obey, but for tabs and ends of lines; and those that turn text around.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 #: Levels of lists and objects in a line; records have half as many.
 _DEEPEST = 20
 
@@ -131,8 +134,7 @@ def read_as(path: Path, kind: type[AnyStrict]) -> list[AnyStrict]:
     records = []
     for number, line in enumerate(lines(path), start=1):
         try:
-            found = json.loads(line)
-            _check_depth(found, _DEEPEST)
+            found = _checked(json.loads(line), _DEEPEST)
             records.append(kind.model_validate(found))
         except RecursionError as error:  # json's own
             raise ValueError(f"{stored(path)}:{number}: not a record: nested too deeply") from error
@@ -158,13 +160,18 @@ def _content(path: Path) -> bytes:
         raise ValueError(f"{path}: cannot be decompressed: {error}") from error
 
 
-def _check_depth(value: Any, left: int) -> None:
-    """Raise ``ValueError`` for what is nested deeper than any record: a file may be anybody's."""
+def _checked(value: Any, left: int) -> Any:
+    """The value, whose texts a terminal takes for no commands: a file may be anybody's.
+
+    Raises ``ValueError`` for what is nested deeper than any record.
+    """
     if not left:
         raise ValueError(f"nested more than {_DEEPEST} deep")
-    if isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            _check_depth(each, left - 1)
+    if isinstance(value, dict):
+        return {_CONTROL.sub("�", key): _checked(each, left - 1) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_checked(each, left - 1) for each in value]
+    return _CONTROL.sub("�", value) if isinstance(value, str) else value
 
 
 def problem(error: ValueError) -> str:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,8 @@ _BIASES = {
 #: whose heads have this width, whatever the width of the model.
 _TIED = ("gpt2", "gemma", "gemma2")
 _HEAD_WIDTHS = {"qwen3": 128, "gemma": 256, "gemma2": 256}
+#: Seconds that the hub has for an answer.
+_ANSWERS_S = 2
 #: Most tokens per sequence of a configuration that nobody named a length for: ours.
 _LONGEST = 8192
 
@@ -207,7 +210,12 @@ def read(source: str | Path) -> dict[str, Any]:
     path = Path(source)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        file = _from_hub(str(source))
+        try:
+            found = from_hub(str(source), "config.json", fetch=True)
+        except ValueError as error:
+            raise ValueError(f"model = {error}") from error
+        assert found is not None
+        file = found
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -217,21 +225,34 @@ def read(source: str | Path) -> dict[str, Any]:
     return config
 
 
-def _from_hub(name: str) -> Path:
-    """The configuration of a model on the hub, from the local cache if it is there."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HFValidationError
+def from_hub(name: str, *files: str, fetch: bool = False) -> Path | None:
+    """The first of these files that a name on the hub has, if it is cached or to be ``fetch``ed.
+
+    Raises ``ValueError`` where none is in the local cache, and the hub has none or is not reached.
+    It is asked once: of a folder that does not exist nobody is to wait for an answer.
+    """
+    from huggingface_hub import (
+        get_hf_file_metadata,
+        hf_hub_download,
+        hf_hub_url,
+        try_to_load_from_cache,
+    )
+    from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 
     try:
-        return Path(hf_hub_download(name, "config.json", etag_timeout=10))
+        for file in files:
+            if isinstance(found := try_to_load_from_cache(name, file), str):
+                return Path(found)
+        for file in files:
+            with suppress(EntryNotFoundError):
+                get_hf_file_metadata(hf_hub_url(name, file), timeout=_ANSWERS_S)
+                return Path(hf_hub_download(name, file)) if fetch else None
+        reason = f"has no {' or '.join(files)}"
     except HFValidationError:
         reason = "is no path that exists and no name on the hub"
     except Exception as error:
         reason = f"is no path, and could not be had from the hub ({type(error).__name__})"
-    raise ValueError(
-        f"model = {name!r}: {reason}; give the path of its config.json, or a name whose "
-        "configuration is cached or can be fetched"
-    )
+    raise ValueError(f"{name!r}: {reason}; give a path, or a name that is cached or can be fetched")
 
 
 def shape(model: str, sequence_length: int) -> Transformer:

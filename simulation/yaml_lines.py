@@ -17,6 +17,9 @@ import yaml
 #: The loader over libyaml, where PyYAML was built with it.
 _Quick: type[yaml.CSafeLoader] | None = getattr(yaml, "CSafeLoader", None)
 
+#: Levels of mappings and lists, and values with those that aliases repeat, of the largest file.
+_DEEPEST, _MOST = 20, 100_000
+
 #: Where a value stands: keys of mappings and indices of lists, from the top of the file.
 KeyPath = tuple[str | int, ...]
 
@@ -81,11 +84,13 @@ def _parse(file: str, text: str) -> Document:
     if _Quick is not None:
         # A tenth of the time; what is wrong with a file the other loader says in plainer words.
         with contextlib.suppress(yaml.YAMLError):
-            return _parsed(file, _Quick(text))
-    return _parsed(file, yaml.SafeLoader(text))
+            return _parsed(file, text, _Quick)
+    return _parsed(file, text, yaml.SafeLoader)
 
 
-def _parsed(file: str, loader: yaml.SafeLoader | yaml.CSafeLoader) -> Document:
+def _parsed(file: str, text: str, kind: type[yaml.SafeLoader | yaml.CSafeLoader]) -> Document:
+    _check_depth(file, text, kind)
+    loader = kind(text)
     try:
         root = loader.get_single_node()
         if root is None:
@@ -96,6 +101,17 @@ def _parsed(file: str, loader: yaml.SafeLoader | yaml.CSafeLoader) -> Document:
         loader.dispose()
 
 
+def _check_depth(file: str, text: str, kind: type[yaml.SafeLoader | yaml.CSafeLoader]) -> None:
+    """Raise ``ValueError`` for what is nested deeper than Python, or C, can follow."""
+    depth = 0
+    for event in yaml.parse(text, kind):
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > _DEEPEST:
+            line = event.start_mark.line + 1 if event.start_mark else 1
+            raise ValueError(f"{file}:{line}: nested too deeply; allowed are {_DEEPEST} levels")
+
+
 class _Reader:
     """Turns YAML nodes into values and notes the line of each path."""
 
@@ -103,6 +119,7 @@ class _Reader:
         self.lines: dict[KeyPath, int] = {}
         self._file = file
         self._loader = loader
+        self._values = 0
         #: Nodes around the current one: an alias to one of them has no finite value.
         self._around: list[yaml.Node] = []
         #: Mappings whose merge keys are resolved; an alias leads to the same mapping again.
@@ -110,6 +127,9 @@ class _Reader:
 
     def value(self, node: yaml.Node, path: KeyPath) -> Any:
         self.lines.setdefault(path, node.start_mark.line + 1)
+        self._values += 1
+        if self._values > _MOST:
+            self._fail(node, path, f"aliases repeat too much; allowed are {_MOST:,} values")
         if node in self._around:
             self._fail(node, path, f"the alias contains itself (anchor on line {self._line(node)})")
         self._around.append(node)

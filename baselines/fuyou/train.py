@@ -18,7 +18,7 @@ import tempfile
 import time
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
@@ -177,10 +177,12 @@ def build(model: nn.Module, job: Job) -> Fuyou:
         ) from error
     cleared = weakref.finalize(job.topology, shutil.rmtree, folder, ignore_errors=True)
     try:
-        return Fuyou(model, job, folder)
+        made = Fuyou(model, job, folder)
     except BaseException:
         cleared()
         raise
+    made.on_failure = cleared
+    return made
 
 
 def _sweep(parent: Path) -> None:
@@ -194,6 +196,8 @@ class Fuyou(Trainable):
     """A model whose state lies in a folder."""
 
     engine = "fuyou"
+    #: Called when a step has failed: a rank ends then without what is to happen at its end.
+    on_failure: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(self, model: nn.Module, job: Job, folder: Path) -> None:
         """Go on from the last complete step in ``folder``, or begin there with the model's values.
@@ -259,6 +263,13 @@ class Fuyou(Trainable):
 
         Raises ``RuntimeError`` after a step that failed: the folder has the last complete one.
         """
+        try:
+            return self._step(micro_batches)
+        except BaseException:
+            self.on_failure()
+            raise
+
+    def _step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
         self._require_whole()
         self._broken = True
         memory.forget_peak()

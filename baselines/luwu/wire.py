@@ -225,7 +225,8 @@ def send(socket: zmq.Socket[bytes], message: Message, name: str | None = None) -
     try:
         socket.send_multipart(frames, zmq.NOBLOCK)
     except zmq.ZMQError as error:
-        who = name or "the other end"
+        # Of those who connect, the switch alone connects to the server.
+        who = name or ("server" if socket.identity == b"switch" else "switch")
         raise Lost(f"{who} is gone, or takes nothing: {error.strerror}") from error
 
 

@@ -40,7 +40,6 @@ from torch.multiprocessing.spawn import ProcessContext
 from experiments.clusters import lifetimes, preload
 from experiments.clusters.causes import Exit, NodeResult
 from experiments.clusters.launch import SECRET, Launch, Machine, Node, function
-from experiments.records import provenance
 
 #: Seconds between two looks at the ranks, ...
 _MONITOR_INTERVAL_S = 0.05
@@ -94,7 +93,7 @@ def _begin(log: Path, end_others: Callable[[], None]) -> None:
 def _settle(machine: Machine) -> None:
     """Have this process on its machine, with its environment and modules."""
     os.environ.clear()
-    os.environ.update(provenance.without_secrets(machine.environment))
+    os.environ.update(machine.environment)
     if machine.secret is not None:
         os.environ[SECRET] = machine.secret
     _put_temporary_files_in(machine.scratch)

@@ -187,6 +187,14 @@ def _ranks(environment: Mapping[str, str]) -> int:
     return gpus
 
 
+def port(environment: Mapping[str, str], otherwise: int) -> int:
+    """Where the ranks meet: ``FCDP_PORT``, or what the matrix says."""
+    text = environment.get("FCDP_PORT", "")
+    if text and not (text.isdigit() and 1024 <= int(text) <= 65535):
+        raise ClusterError(f"FCDP_PORT = {text!r}: allowed are whole numbers from 1024 to 65535")
+    return int(text) if text else otherwise
+
+
 def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> int:
     """Number of GPUs that a rank would see, by the driver's files: CUDA must not start here."""
     chosen = environment.get("CUDA_VISIBLE_DEVICES")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ipaddress
 import os
 import secrets
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -22,7 +21,7 @@ from baselines.description import ExtraProcess
 from experiments.clusters import causes, lifetimes, namespaces, preload, privileges
 from experiments.clusters.causes import Board
 from experiments.clusters.counters import out_of_memory_kills
-from experiments.clusters.interface import ClusterError, Outcome
+from experiments.clusters.interface import ClusterError, Outcome, check_port
 from experiments.clusters.launch import (
     AGENT,
     Launch,
@@ -34,6 +33,7 @@ from experiments.clusters.launch import (
 )
 from experiments.records.abilities import ABILITIES, HIGHEST_RATE, LOWEST_RATE
 from experiments.records.cell import ClusterSpec
+from experiments.records.environment import named, passed_on
 
 #: Seconds that the other ranks have to end by themselves after the first failure, ...
 _GRACE_S = 2.0
@@ -106,12 +106,11 @@ class EmulatedCluster:
     ) -> Outcome:
         """Call ``entry`` on every rank, in fresh processes; see ``Cluster.run``.
 
-        The ranks see this process's environment and ``environment``, what torchrun sets, and
-        ``FCDP_INTERFACE``, the interface to the other nodes, whose counters
+        The ranks see what passes of this process's environment, ``environment``, what torchrun
+        sets, and ``FCDP_INTERFACE``, the interface to the other nodes, whose counters
         ``counters.transmitted_bytes`` reads; ``FCDP_GROUP_INTERFACE`` is that to other groups where
-        there are several. ``logs`` gets one ``rank<r>.log`` per
-        rank and one ``node<n>.log`` per node. A launch that does not end within ``timeout_s``
-        seconds is ended.
+        there are several. ``logs`` gets one ``rank<r>.log`` per rank and one ``node<n>.log`` per
+        node. A launch that does not end within ``timeout_s`` seconds is ended.
 
         Raises ``ClusterError`` if the port is taken, and ``ValueError`` for an ``entry`` that is
         not of the form "package.module:function". Whatever is raised, no process is left.
@@ -175,7 +174,8 @@ class EmulatedCluster:
         """The environment of a launch's processes, but for what torchrun adds."""
         return {
             "OMP_NUM_THREADS": "1",
-            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            **passed_on(os.environ, named(os.environ)),
             "FCDP_INTERFACE": INTERFACE,
             **({"FCDP_GROUP_INTERFACE": TO_GROUPS} if network.groups > 1 else {}),
             "GLOO_SOCKET_IFNAME": INTERFACE,
@@ -192,20 +192,7 @@ class EmulatedCluster:
 
     def _check_port(self, network: Network) -> None:
         address = network.addresses[0]
-
-        def bind() -> None:
-            with socket.socket() as probe:
-                # A port whose last connections merely wait to expire is free.
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind((address, self._port))
-
-        try:
-            namespaces.call_in(network.nodes[0], bind)
-        except OSError as error:
-            raise ClusterError(
-                f"the ranks cannot meet at {address} port {self._port}: {error.strerror}; "
-                "end what listens there, or choose another port in the cluster's settings"
-            ) from error
+        namespaces.call_in(network.nodes[0], lambda: check_port(address, self._port))
 
 
 def _watch(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,26 @@ from experiments.records.abilities import Abilities
 
 class ClusterError(RuntimeError):
     """An error of a cluster that cannot be built or used; it says what to do."""
+
+
+def check_port(address: str, port: int) -> None:
+    """Raise ``ClusterError`` if the ranks cannot meet there, with a port where they can."""
+
+    def bind(port: int) -> int:
+        with socket.socket() as probe:
+            # A port whose last connections merely wait to expire is free.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((address, port))
+            return int(probe.getsockname()[1])
+
+    try:
+        bind(port)
+    except OSError as error:
+        other = f"FCDP_PORT={bind(0)} is free" if error.errno == errno.EADDRINUSE else "FCDP_PORT"
+        raise ClusterError(
+            f"the ranks cannot meet at {address} port {port}: {error.strerror}; end what listens "
+            f"there, or take another port: {other}"
+        ) from error
 
 
 class LostNodeError(ClusterError):

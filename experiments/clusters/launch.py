@@ -42,7 +42,7 @@ class Machine:
 
     #: The network namespace that is the machine; ``None`` for one that is real.
     namespace: str | None
-    #: The whole environment of its processes, but for what torchrun adds and for secrets.
+    #: The whole environment of its processes, but for what torchrun adds and the secret.
     environment: dict[str, str]
     #: A secret that all processes of the launch share, if it has processes beside its ranks.
     secret: str | None = field(default=None, repr=False)

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -24,6 +25,7 @@ import psutil
 from experiments.clusters import lifetimes
 from experiments.clusters.causes import Board, NodeResult
 from experiments.clusters.counters import out_of_memory_kills, transmitted_bytes
+from experiments.clusters.interface import ClusterError, check_port
 from experiments.clusters.launch import Launch, Node, start_agent
 from experiments.clusters.messages import (
     BEAT_S,
@@ -35,6 +37,7 @@ from experiments.clusters.messages import (
     question,
 )
 from experiments.records import provenance
+from experiments.records.environment import named, passed_on, without_secrets
 
 #: Bytes of each log that travel; the end says why a rank failed.
 _LONGEST_LOG = 1_000_000
@@ -117,6 +120,7 @@ def run(order: Order) -> Ended:
     """Launch the ranks and wait until they have ended, the input is closed, or time is over."""
     lifetimes.adopt_orphans()
     kills_before = out_of_memory_kills()
+    own = dict(os.environ)
     with lifetimes.folder() as folder:
         logs = Path(order.logs)
         shared = (logs / order.marker).exists()
@@ -125,18 +129,33 @@ def run(order: Order) -> Ended:
             logs.mkdir()
         board = Board(folder, range(order.node * order.ranks, (order.node + 1) * order.ranks))
         board.create()
-        if order.node == 0 and not shared:
-            result = NodeResult(error=f"node 0 does not see {order.logs}: {_APART}")
+        if why := _why_not_here(order, shared=shared):
+            result = NodeResult(error=why)
         else:
             launch = Launch(order.entry, _arguments(order, folder), logs, board)
             result = _launched(order, launch, str(folder / "temporary"))
         return Ended(
             result=result,
-            reports=board.reports(),
+            reports=[
+                replace(each, error=without_secrets(each.error, own)) for each in board.reports()
+            ],
             now_ns=time.monotonic_ns(),
-            logs={} if shared else _logs(logs),
+            logs={} if shared else _logs(logs, own),
             out_of_memory_kills=out_of_memory_kills() - kills_before,
         )
+
+
+def _why_not_here(order: Order, *, shared: bool) -> str | None:
+    """Why the first node cannot begin; ``None`` on the others."""
+    if order.node:
+        return None
+    if not shared:
+        return f"node 0 does not see {order.logs}: {_APART}"
+    try:
+        check_port(order.address, order.port)
+    except ClusterError as error:
+        return str(error)
+    return None
 
 
 def _launched(order: Order, launch: Launch, scratch: str) -> NodeResult:
@@ -179,7 +198,7 @@ def _environment(order: Order) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": interface,
         "TP_SOCKET_IFNAME": interface,
         "NCCL_SOCKET_IFNAME": f"={interface}",
-        **provenance.without_secrets(os.environ),
+        **passed_on(os.environ, named(order.environment)),
         **order.environment,
     }
 
@@ -204,10 +223,11 @@ def _says(file: Path, text: str) -> bool:
     return file.is_file() and file.read_bytes() == text.encode()
 
 
-def _logs(directory: Path) -> dict[str, str]:
+def _logs(directory: Path, environment: Mapping[str, str]) -> dict[str, str]:
     texts = {}
     for file in sorted(directory.glob("*.log")):
-        texts[file.name] = file.read_bytes()[-_LONGEST_LOG:].decode("utf-8", errors="replace")
+        text = file.read_bytes()[-_LONGEST_LOG:].decode("utf-8", errors="replace")
+        texts[file.name] = without_secrets(text, environment)
     return texts
 
 

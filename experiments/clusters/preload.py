@@ -25,7 +25,7 @@ from multiprocessing.context import ForkServerContext
 
 from experiments.clusters import lifetimes
 from experiments.clusters.interface import ClusterError
-from experiments.records import provenance
+from experiments.records.environment import named, passed_on
 
 #: The environment variable with the JSON list of modules.
 _MODULES_VARIABLE = "FCDP_PRELOAD"
@@ -51,13 +51,15 @@ def start(modules: Sequence[str]) -> ForkServerContext:
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         # OpenMP reads it once, when torch is imported.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        # Emulated nodes reach no hub, which transformers would ask for long.
+        "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
         # A library that asks for GPUs while it is imported must not start the CUDA runtime, which
         # no forked process could use any more.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     }
     _own_sockets()
     # Of a forked process, the kernel shows the environment that the fork server started with.
-    with _environment({**provenance.without_secrets(os.environ), **variables}):
+    with _environment({**passed_on(os.environ, named(os.environ)), **variables}):
         forkserver.ensure_running()
     failures = _failures(context, list(modules))
     if failures:

@@ -30,6 +30,7 @@ from experiments.clusters.messages import BEAT_S, SILENCE_S, Description, Ended,
 from experiments.records import provenance
 from experiments.records.abilities import ABILITIES
 from experiments.records.cell import ClusterSpec
+from experiments.records.environment import named, of_launchers, passed_on
 from experiments.records.provenance import ROOT
 from simulation.files import Strict
 
@@ -39,7 +40,8 @@ _DESCRIBING_S = 120.0
 _GRACE_S = 5.0
 #: ... and for a node to end what still runs.
 _FINISHING_S = 30.0
-#: What ranks on other nodes see of the runner's environment, by how it begins.
+#: What ranks on other nodes see of the runner's environment, by how it begins, beside what
+#: ``FCDP_PASS`` names; all else that they need is their own node's.
 _PASSED_ON = ("FCDP_", "NCCL_")
 #: Seconds that a launcher has to end once its input is closed, and after SIGTERM.
 _ENDING_S = 20.0
@@ -112,11 +114,11 @@ class RentedCluster:
     ) -> Outcome:
         """Call ``entry`` on every rank, in fresh processes; see ``Cluster.run``.
 
-        Ranks see their node's environment, the runner's variables of NCCL and FCDP,
-        ``environment``, what torchrun sets, and ``FCDP_INTERFACE``. Arguments that name text files
-        here are carried to nodes that do not see them. Raises ``LostNodeError`` if a node's
-        launcher ends without an answer, and ``ValueError`` for an ``entry`` that is not of the
-        form "package.module:function".
+        Ranks see what passes of their node's environment, the runner's variables of NCCL and FCDP
+        and those that ``FCDP_PASS`` names, ``environment``, what torchrun sets, and
+        ``FCDP_INTERFACE``. Arguments that name text files here are carried to nodes that do not
+        see them. Raises ``LostNodeError`` if a node's launcher ends without an answer, and
+        ``ValueError`` for an ``entry`` that is not of the form "package.module:function".
         """
         assert not extra, "matrices skip cells that need some"
         split(entry)
@@ -166,13 +168,17 @@ class RentedCluster:
 
     def _launched(self, questions: Sequence[Strict]) -> AbstractContextManager[list[Launched]]:
         # Slurm passes the launcher's environment on to the node.
-        return launched(self._launcher, questions, provenance.without_secrets(os.environ))
+        return launched(self._launcher, questions, of_launchers(os.environ))
 
     def _passed_on(self, node: int) -> dict[str, str]:
         """What the ranks of a node see of the runner's environment, and what is counted there."""
-        environment = provenance.without_secrets(os.environ)
         counted = self._described[node].network["counted_interface"]
-        chosen = {name: text for name, text in environment.items() if name.startswith(_PASSED_ON)}
+        names = named(os.environ)
+        chosen = {
+            name: text
+            for name, text in passed_on(os.environ, names).items()
+            if name.startswith(_PASSED_ON) or name in names
+        }
         return {**chosen, "FCDP_INTERFACE": counted}
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 
 from baselines import registry
 from experiments import terminal
 from experiments.clusters import privileges
-from experiments.clusters.allocation import Allocation
+from experiments.clusters.allocation import Allocation, port
 from experiments.clusters.interface import Cluster, ClusterError
 from experiments.clusters.simulated import SimulatedCluster
 from experiments.records.abilities import Kind
@@ -55,6 +56,7 @@ def cluster(spec: AnyCluster, preload: Sequence[str] = PRELOADED) -> Cluster:
     """The cluster that ``spec`` describes, not yet built, for launches that need these modules."""
     if spec.kind == "simulated":
         return SimulatedCluster(spec)
+    spec = spec.model_copy(update={"port": port(os.environ, spec.port)})
     # Those that reach nodes, and pyroute2 with them, take their time.
     if spec.kind == "rented":
         from experiments.clusters.rented import RentedCluster

@@ -22,7 +22,7 @@ from experiments.records.cell import Cell, ClusterSpec
 from experiments.records.modelled import cluster_of, why_not_simulated, workload_of
 from experiments.records.record import Record
 from experiments.runner import runner
-from experiments.runner.directory import RETRIED, RunDirectory
+from experiments.runner.directory import RunDirectory
 from experiments.terminal.progress import clock
 from fcdp import sizes
 from simulation.planner import rent
@@ -43,7 +43,10 @@ def run(
         typer.Option(metavar="DIR", help="Where records, logs and report go (runs/MATRIX)."),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Run only the cells that have no record yet.")
+        bool,
+        typer.Option(
+            "--resume", help="Run only cells without a record, or that failed before a step."
+        ),
     ] = False,
     retry_failed: Annotated[
         bool, typer.Option("--retry-failed", help="--resume, and run failed and timed-out ones.")
@@ -109,6 +112,11 @@ def run(
             finished = _finished(each, path, resume=resume, retry_failed=retry_failed)
             _show(each, cells, finished, provenance.memory_bytes(), rented)
         return
+    for each, cells in chosen:
+        path = _path(each, output, suite=len(matrices) > 1)
+        if each.cluster.can.make_nodes and not each.simulated:
+            finished = _finished(each, path, resume=resume, retry_failed=retry_failed)
+            _check_memory(cells, finished, provenance.memory_bytes())
     well = True
     for each, cells in chosen:
         path = _path(each, output, suite=len(matrices) > 1)
@@ -128,12 +136,9 @@ def _finished(matrix: Matrix, path: Path, *, resume: bool, retry_failed: bool) -
     if not (resume or retry_failed):
         return []
     try:
-        finished = RunDirectory(path).resume(matrix, retry_failed=False)
+        return RunDirectory(path).kept(matrix, retry_failed)
     except (ValueError, OSError) as error:
         terminal.stop(error)
-    if retry_failed:
-        return [record for record in finished if record.state not in RETRIED]
-    return finished
 
 
 def _instance(name: str | None, cluster: Kind | None, *, dry_run: bool) -> Instance | None:
@@ -260,6 +265,25 @@ def _show(
         times += _price(instance, matrix.cluster.nodes, total)
     beside = f", {unknown} cells unknown" if unknown and times else ""
     console.print(f"{matrix.name}: {counts}{times}{beside}", style="bold", highlight=False)
+    _refuse_larger(largest, memory_bytes)
+
+
+def _check_memory(
+    cells: Sequence[MatrixCell], finished: Sequence[Record], memory_bytes: float
+) -> None:
+    """End the command where a cell that is to run needs more than this machine has."""
+    done = {record.cell_id for record in finished}
+    pending = [p.cell for p in cells if p.skip_reason is None and p.cell.id not in done]
+    found = {cell.id: _estimate(cell, None) for cell in pending}
+    needed = [
+        (each.here_bytes or 0.0, cell_id)
+        for cell_id, each in found.items()
+        if isinstance(each, _Estimate)
+    ]
+    _refuse_larger(max(needed, default=(0.0, "")), memory_bytes)
+
+
+def _refuse_larger(largest: tuple[float, str], memory_bytes: float) -> None:
     if largest[0] > memory_bytes:
         terminal.stop(
             f"{largest[1]} needs about {sizes.written(largest[0])}, and this machine has "

@@ -160,7 +160,7 @@ def export(
     exported = sink.export(records, directory.path, report, sweep_run)
     for warning in exported.warnings:
         console.print(f"W&B: {warning}", style="yellow", soft_wrap=True, markup=False)
-    if exported.mode == "disabled":
+    if exported.mode == "disabled" or not exported.whole:
         return
     terminal.say(console, "W&B", directory.wandb)
     if exported.mode == "offline" and directory.wandb.exists():

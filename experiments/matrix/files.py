@@ -85,8 +85,10 @@ def parse(given: Sequence[str]) -> dict[str, Any]:
             raise ValueError(f"--set: {text!r} is not a setting and its value, as in steps=10")
         try:
             found[name.strip()] = yaml.safe_load(_quoted(value))
-        except yaml.YAMLError as error:
-            raise ValueError(f"--set: {value!r} is not YAML, such as 10 or [host, disk]") from error
+        except (yaml.YAMLError, RecursionError) as error:
+            raise ValueError(
+                f"--set: {value[:80]!r} is not YAML, such as 10 or [host, disk]"
+            ) from error
     return found
 
 
@@ -199,8 +201,8 @@ class Sections:
 def _choose(item: object, allowed: Iterable[str], others: str = "") -> str:
     names = list(allowed)
     close = get_close_matches(str(item), names, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    return f"{item!r}; allowed: {', '.join(names)}{others}{hint}"
+    hint = f"; did you mean {close[0]!r}?" if close else ";"
+    return f"{item!r}{hint} allowed: {', '.join(names)}{others}"
 
 
 def explain(value: object, message: str) -> str:

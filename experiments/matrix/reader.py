@@ -130,6 +130,8 @@ class _Expansion:
         self._top = self._file.spec(MatrixFile, ())
         own_cluster = self._cluster_spec()
         self._cluster = cluster or own_cluster
+        if cluster is not None and isinstance(own_cluster, ClusterSpec):
+            self._cluster = cluster.model_copy(update={"port": own_cluster.port})
         self._simulated = simulated or not self._cluster.can.start_processes
         self._models = self._workloads.models()
         self._axes = self._axis_values()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -38,6 +38,9 @@ _LOSS: str = Cell.model_fields["loss"].default
 _SOURCES = ("library", "text", "jsonl", "dataset", "images")
 #: Models of images by family; the other families are built-in language models.
 _NETWORKS: dict[str, type[ImageModel]] = {"convolutional": Convolutional, "resnet": ResNet}
+#: Files, of which a name on the hub has one: of pretrained weights, and of tokenizers.
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+_TOKENIZERS = ("tokenizer_config.json", "tokenizer.json")
 #: What decides nothing of the model; it changes with each version that saves a configuration.
 _VOLATILE = ("transformers_version", "_name_or_path")
 
@@ -95,6 +98,8 @@ class Workloads:
         data = self._from(source, path)
         if data.tokenizer is not None:
             tokenizer = self._path_or_name(data.tokenizer, (*path, "tokenizer"))
+            if not is_path(tokenizer):
+                self._is_on_hub(tokenizer, _TOKENIZERS, (*path, "tokenizer"))
             data = data.model_copy(update={"tokenizer": tokenizer})
         return data
 
@@ -133,6 +138,7 @@ class Workloads:
         config = self._file.at(place)
         if not isinstance(config, str):
             self._file.fail(place, f"{config!r} is not text")
+        self._file.spec(ConfiguredModel, path, configuration={})  # before anything is fetched
         source = self._path_or_name(config, place)
         given = self._path(config)
         try:
@@ -147,6 +153,8 @@ class Workloads:
             folder = given if given.is_dir() else given.parent
             if not any(folder.glob("*.safetensors")):
                 self._file.fail((*path, "weights"), f"there are no *.safetensors in {folder.name}")
+        elif model.weights == "pretrained":
+            self._is_on_hub(source, _WEIGHTS, (*path, "weights"))
         return model.model_copy(update={"config": source})
 
     def _images(self, path: KeyPath) -> Images:
@@ -174,8 +182,10 @@ class Workloads:
             return self._file.spec(TextFile, path, digest=workload.digest(file))
         lines = self._file.spec(JsonLines, path, digest=workload.digest(file))
         try:
-            if sum(1 for _ in workload.json_lines(file, lines.field)) == 0:
-                raise ValueError(f"{file.name} has empty lines alone")
+            texts = [len(text) for text in workload.json_lines(file, lines.field)]
+            if not sum(texts):
+                what = f"texts ({lines.field})" if texts else "lines"
+                raise ValueError(f"{file.name} has empty {what} alone")
         except ValueError as error:
             self._file.fail((*path, source), str(error))
         return lines
@@ -200,6 +210,12 @@ class Workloads:
         if is_path(given) or given.endswith(".json") or given.count("/") > 1:
             self._no_file(given, path)
         return given
+
+    def _is_on_hub(self, name: str, files: Sequence[str], path: KeyPath) -> None:
+        try:
+            shapes.from_hub(name, *files)
+        except ValueError as error:
+            self._file.fail(path, str(error))
 
     def _no_file(self, given: str, path: KeyPath) -> NoReturn:
         self._file.fail(path, f"there is no file or folder {given} beside this matrix file")

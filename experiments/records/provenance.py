@@ -12,22 +12,14 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from experiments.records.environment import without_secrets
+
 ROOT = Path(__file__).resolve().parents[2]
-#: Variables whose values are in no record, no error and no rank's environment: keys and tokens,
-#: by a word of their name, as in ``WANDB_API_KEY``, ``HF_TOKEN``, ``AWS_SECRET_ACCESS_KEY``.
-_SECRET = re.compile(
-    r"(?:^|_)(?:TOKENS?|API_?KEY|ACCESS_KEY|PRIVATE_KEY|SECRETS?|PASSWORD|PASSWD|CREDENTIALS?)"
-    r"(?:_|$)",
-    re.IGNORECASE,
-)
-#: A shorter value is a switch (``HF_HUB_DISABLE_IMPLICIT_TOKEN=1``), and part of any text.
-_SHORTEST_SECRET = 8
 _PACKAGES = ("torch", "deepspeed", "transformers", "peft", "pyzmq")
 _NVIDIA = Path("/proc/driver/nvidia")
 #: An error text keeps its beginning, where the rank is named, and its end, where the cause is.
@@ -50,10 +42,7 @@ def gather() -> Provenance:
 
 def scrub(text: str) -> str:
     """The text without this machine's paths and names and without secrets, and not too long."""
-    secrets = {value: name for name, value in os.environ.items() if is_secret(name)}
-    for secret in sorted(secrets, key=len, reverse=True):
-        if len(secret) >= _SHORTEST_SECRET:
-            text = text.replace(secret, f"<{secrets[secret]}>")
+    text = without_secrets(text, os.environ)
     replacements = {f"{ROOT}{os.sep}": "", f"{sys.prefix}{os.sep}": "<python>/"}
     for home in (os.environ.get("HOME"), str(Path.home())):
         if home and home != os.sep:
@@ -68,16 +57,6 @@ def scrub(text: str) -> str:
         text = f"{head}\n… {cut} characters left out …\n{tail}"
     # A rank's output may hold half a character; a record is UTF-8.
     return text.encode("utf-8", errors="replace").decode("utf-8")
-
-
-def is_secret(name: str) -> bool:
-    """Whether a variable of this name holds a key, a token or a password."""
-    return _SECRET.search(name) is not None
-
-
-def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment for processes that need no keys, tokens or passwords."""
-    return {name: value for name, value in environment.items() if not is_secret(name)}
 
 
 def _commit() -> str | None:

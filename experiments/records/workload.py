@@ -255,4 +255,9 @@ def text_of(found: dict[str, Any], field: str, where: str) -> str:
     text = found[field]
     if not isinstance(text, str):
         raise ValueError(f"{where}: {field} is a {type(text).__name__}, not text")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise ValueError(f"{where}: {field} has half a character, {half!r}") from error
     return text

@@ -27,6 +27,8 @@ from simulation import files
 
 #: States whose cells run again on request; an OOM and a skip would only repeat themselves.
 RETRIED = ("failed", "timeout")
+#: Where rank 0 of a cell writes a line for each step.
+PROGRESS = "progress.jsonl"
 
 
 class RunDirectory:
@@ -79,12 +81,24 @@ class RunDirectory:
         return archive
 
     def resume(self, matrix: Matrix, retry_failed: bool) -> list[Record]:
-        """Records of the finished cells; with ``retry_failed`` without those to run again.
+        """Records of the finished cells; of those to run again lines and logs go to ``earlier``.
 
-        Raises ``ValueError`` for records of another matrix, or that another kind of cluster left:
-        a simulated cell has the id of the same cell where it runs.
+        Raises as ``kept``.
         """
-        finished = read_records(self.records) if files.stored(self.records).exists() else []
+        kept = self.kept(matrix, retry_failed)
+        dropped = [record for record in self._all() if record not in kept]
+        if dropped:
+            self._forget(dropped, kept)
+        return kept
+
+    def kept(self, matrix: Matrix, retry_failed: bool) -> list[Record]:
+        """Records that ``resume`` keeps: not of failures before the first step of a cell.
+
+        With ``retry_failed`` of no failure. Raises ``ValueError`` for records of another matrix, or
+        that another kind of cluster left: a simulated cell has the id of the same cell where it
+        runs.
+        """
+        finished = self._all()
         for record in finished:
             for what, theirs, ours in (
                 ("of matrix", record.cell.matrix, matrix.name),
@@ -95,12 +109,19 @@ class RunDirectory:
                         f"{self.records}: holds records {what} {theirs!r}, "
                         f"not {ours!r}; give another directory with --output"
                     )
-        if not retry_failed:
-            return finished
-        kept = [record for record in finished if record.state not in RETRIED]
-        if len(kept) < len(finished):
-            self._forget([r for r in finished if r.state in RETRIED], kept)
-        return kept
+        return [
+            record
+            for record in finished
+            if record.state not in RETRIED or not (retry_failed or self._never_began(record))
+        ]
+
+    def _never_began(self, record: Record) -> bool:
+        """Whether the cell's logs are here, and no step is in them."""
+        folder = self.cells / record.cell_id
+        return folder.is_dir() and not (folder / PROGRESS).exists()
+
+    def _all(self) -> list[Record]:
+        return read_records(self.records) if files.stored(self.records).exists() else []
 
     def new_cell(self, cell_id: str) -> Path:
         """An empty directory for a cell; a cell cut short earlier leaves nothing in it."""

@@ -9,6 +9,7 @@ complete is written again under the same id, which online resumes it.
 from __future__ import annotations
 
 import hashlib
+import logging
 import netrc
 import os
 import shutil
@@ -55,6 +56,8 @@ _SETTINGS: dict[str, Any] = {
 }
 #: File in the folder of a W&B run: all of it has been written.
 _COMPLETE = "complete"
+#: Bytes that a disk has left which is not full.
+_ROOM = 2**16
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,8 @@ class Export:
     mode: str
     runs: int
     warnings: tuple[str, ...]
+    #: Whether all that was to be written is there, to be uploaded.
+    whole: bool = True
 
 
 def export(
@@ -87,6 +92,8 @@ def export(
     if mode == "disabled" or not new:
         return Export(mode, 0, tuple(warnings))
     written: list[WandbRun] = []
+    # On a full disk W&B's log cannot be written either, which Python would show as tracebacks.
+    shows_errors, logging.raiseExceptions = logging.raiseExceptions, False
     try:
         for wandb_run in new:
             _remove(directory, wandb_run)
@@ -97,8 +104,17 @@ def export(
             written.append(wandb_run)
     except Exception as error:
         warnings.append(f"{len(new) - len(written)} W&B runs not written: {_brief(error)}")
+    finally:
+        _end_service()
+        logging.raiseExceptions = shows_errors
+    if shutil.disk_usage(directory).free < _ROOM:
+        written = []  # what is there may be cut, without a word of W&B's
+        warnings.append(
+            f"no room is left where {directory.name} is: W&B's files are cut; make room, and the "
+            "same command with --resume writes them again"
+        )
     _complete(written, directory)
-    return Export(mode, len(written), tuple(warnings))
+    return Export(mode, len(written), tuple(warnings), whole=len(written) == len(new))
 
 
 def _try_online(wandb_run: WandbRun, directory: Path, warnings: list[str]) -> bool:
@@ -145,10 +161,13 @@ def _folders(directory: Path, wandb_run: WandbRun) -> list[Path]:
     return list(directory.glob(f"wandb/*run-*-{wandb_run.id}"))
 
 
-def _complete(wandb_runs: Sequence[WandbRun], directory: Path) -> None:
-    # Its service process writes files when it pleases, and all of them before it ends.
+def _end_service() -> None:
+    """End W&B's service process, which writes files when it pleases, and all before it ends."""
     if (wandb := sys.modules.get("wandb")) is not None:
         wandb.teardown()
+
+
+def _complete(wandb_runs: Sequence[WandbRun], directory: Path) -> None:
     for wandb_run in wandb_runs:
         for folder in _folders(directory, wandb_run):
             (folder / _COMPLETE).touch()

@@ -12,7 +12,11 @@ import torch.nn as nn
 
 from experiments.records.cell import Cell
 from experiments.records.workload import ConfiguredModel, OwnModel
+from fcdp.arguments import blocks_of
 from fcdp.blocks import find_blocks
+
+#: Characters of a library's error that are quoted.
+_LONGEST = 300
 
 
 def configured(spec: ConfiguredModel, cell: Cell) -> tuple[nn.Module, Sequence[nn.Module]]:
@@ -21,11 +25,21 @@ def configured(spec: ConfiguredModel, cell: Cell) -> tuple[nn.Module, Sequence[n
     Raises ``ValueError`` naming line and key for a configuration that it does not know or cannot
     build, for weights that are not there, and for a model without blocks.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM
     where = cell.origin.key("model", "config")
     config = _configuration(spec, where)
+    # Of these, such as BERT, tokens see those after them too, unless their configuration says so.
+    causal = config.is_encoder_decoder or any(
+        getattr(config, name, False) for name in ("is_decoder", "causal")
+    )
+    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not causal:
+        raise ValueError(
+            f"{where}: {spec.config} is of model_type {spec.model_type!r}, whose tokens see those "
+            "that they are to predict; allowed are causal families, such as gpt2, and this one "
+            "with is_decoder: true"
+        )
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and cell.sequence_length > longest:
         raise ValueError(
@@ -40,7 +54,7 @@ def configured(spec: ConfiguredModel, cell: Cell) -> tuple[nn.Module, Sequence[n
         except Exception as error:  # each family refuses what it cannot build in its own way
             raise ValueError(
                 f"{where}: transformers cannot build {spec.config}, of model_type "
-                f"{spec.model_type!r}, as a causal language model: {error}"
+                f"{spec.model_type!r}, as a causal language model: {brief(error)}"
             ) from error
     return model.train(), _blocks(model, where)
 
@@ -52,19 +66,27 @@ def own(spec: OwnModel, cell: Cell) -> tuple[nn.Module, Sequence[nn.Module]]:
     else. What it raises itself passes through.
     """
     where = cell.origin.key("model", "function")
-    made = find_function(spec.function, where)(cell.sequence_length)
+    must = f"{spec.function} must return a tuple of the model and its blocks, at least 1"
+    try:
+        made = find_function(spec.function, where)(cell.sequence_length)
+    except SystemExit as error:
+        raise ValueError(f"{where}: {must}; it has ended the program") from error
     if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
-        raise ValueError(
-            f"{where}: {spec.function} returned a {type(made).__name__}; it must return a tuple of "
-            "the model and its blocks"
-        )
-    model, found = made[0], list(made[1])
-    inside = set(model.modules()) - {model}
-    if not found or not all(block in inside for block in found):
-        raise ValueError(
-            f"{where}: {spec.function} must return the blocks of its model, at least 1"
-        )
+        raise ValueError(f"{where}: {must}; it returned a {type(made).__name__}")
+    model, given = made
+    try:
+        found = [] if given is None else blocks_of(model, given)
+    except ValueError as error:
+        raise ValueError(f"{where}: {must}; {str(error).replace('units', 'blocks')}") from error
+    if not found:
+        raise ValueError(f"{where}: {must}; it returned none")
     return model, found
+
+
+def brief(error: Exception) -> str:
+    """What a library says, in one line that is not too long: it may name all that there is."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
 
 
 def vocabulary(model: Any) -> int | None:
@@ -87,7 +109,7 @@ def _configuration(spec: ConfiguredModel, where: str) -> Any:
     except Exception as error:  # of types and values, from wherever the family checks them
         raise ValueError(
             f"{where}: transformers does not know {spec.config}, of model_type "
-            f"{spec.model_type!r}: {error}"
+            f"{spec.model_type!r}: {brief(error)}"
         ) from error
     for part in (config, *(getattr(config, name) for name in config.sub_configs)):
         for name, value in part.to_dict().items():
@@ -116,7 +138,7 @@ def _pretrained(spec: ConfiguredModel, config: Any, cell: Cell) -> Any:
         )
     except Exception as error:  # of files, of the network, of shapes
         raise ValueError(
-            f"{where}: no pretrained weights of {spec.config} on this node: {error}"
+            f"{where}: no pretrained weights of {spec.config} on this node: {brief(error)}"
         ) from error
     lacking = sorted([*loaded["missing_keys"], *map(str, loaded["mismatched_keys"])])
     if lacking:
@@ -142,7 +164,7 @@ def find_function(name: str, where: str) -> Callable[..., Any]:
     module, _, function = name.partition(":")
     try:
         found: Any = getattr(importlib.import_module(module), function, None)
-    except ImportError as error:
+    except (ImportError, SystemExit) as error:
         raise ValueError(
             f"{where}: {module} cannot be imported: {error}; each node imports it from the folder "
             "that ranks start in, this repository's, or from installed packages"

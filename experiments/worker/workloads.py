@@ -89,7 +89,25 @@ class TextWorkload:
 def _loss(cell: Cell) -> Loss:
     if cell.loss == Cell.model_fields["loss"].default:
         return causal_loss
-    return configured.find_function(cell.loss, cell.origin.key("loss"))
+    where = cell.origin.key("loss")
+    given = configured.find_function(cell.loss, where)
+
+    def checked(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        found = given(model, batch)
+        if not isinstance(found, torch.Tensor):
+            wrong = f"a {type(found).__name__}"
+        elif found.numel() != 1:
+            wrong = f"a tensor of shape {tuple(found.shape)}"
+        elif torch.is_grad_enabled() and not found.requires_grad:
+            wrong = "a tensor that depends on no parameter, as after .detach() and .item()"
+        else:
+            return found
+        raise ValueError(
+            f"{where}: {cell.loss} returned {wrong}; it must return the mean loss of the batch, a "
+            "tensor of one number to call backward() on"
+        )
+
+    return checked
 
 
 #: Share of the tokens, the last ones: where sequences are held out, nothing of it is trained on.
@@ -173,7 +191,9 @@ def _tokenizer(given: str, origin: Origin) -> Any:
     try:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # of files, of the network, of a format
-        raise ValueError(f"{where}: no tokenizer {given} on this node: {error}") from error
+        raise ValueError(
+            f"{where}: no tokenizer {given} on this node: {configured.brief(error)}"
+        ) from error
 
 
 def _texts(given: AnyText, origin: Origin) -> Iterator[str]:
@@ -208,6 +228,8 @@ def _of_dataset(given: Dataset, origin: Origin) -> Iterator[str]:
     try:
         rows = load_dataset(source, given.subset, split=given.split)
     except Exception as error:  # of files, of the network, of names
-        raise ValueError(f"{where}: {given.source} cannot be had on this node: {error}") from error
+        raise ValueError(
+            f"{where}: {given.source} cannot be had on this node: {configured.brief(error)}"
+        ) from error
     for number, row in enumerate(rows):
         yield workload.text_of(row, given.field, f"{where}: row {number}")

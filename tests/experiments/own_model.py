@@ -56,3 +56,28 @@ def with_blocks_of_another(sequence_length: int) -> tuple[nn.Module, Sequence[nn
 
 def model_alone(sequence_length: int) -> Any:
     return Model()
+
+
+def with_a_number(sequence_length: int) -> Any:
+    return Model(), 3
+
+
+def with_a_block_twice(sequence_length: int) -> Any:
+    model = Model()
+    return model, [model.blocks[0]] * 2
+
+
+def exits(sequence_length: int) -> Any:
+    raise SystemExit
+
+
+def float_loss(model: nn.Module, sequences: torch.Tensor) -> Any:
+    return loss(model, sequences).item()
+
+
+def vector_loss(model: nn.Module, sequences: torch.Tensor) -> torch.Tensor:
+    return loss(model, sequences).repeat(2)
+
+
+def detached_loss(model: nn.Module, sequences: torch.Tensor) -> torch.Tensor:
+    return loss(model, sequences).detach()

@@ -126,6 +126,8 @@ class StandInCluster:
         behaviour = next((b for part, b in self.behaviours.items() if part in cell.id), "train")
         if behaviour == "broken":
             raise ClusterError("the port is taken")
+        if behaviour == "quote":
+            raise RuntimeError(f"all that is here: {os.environ}")
         if behaviour == "helper":
             _end_a_forked_helper()
         if behaviour == "oom":

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -22,13 +23,31 @@ _WORDS = re.compile(r"--[\w-]+|\w[\w./=-]*\w|\w")
 #: What stands for a cluster that can be planned for; of an option given twice, the last counts.
 _CLUSTER = "--model gpt-10b --nodes 4 --gpus 8 --gpu a40 --inter-node 1Gbps"
 #: Commands, and below each how its error begins; HERE is the folder of ``somewhere``.
+#: Seconds of a command that asks a hub once, with two to wait, after the first one's imports.
+WITHIN_S = 10
 _MISTAKES = """\
 run volume --cluster simulated --output /proc/x
     --output = '/proc/x': records cannot be written there: nothing can be made there
 run volume --cluster simulated --output HERE/file/x
     --output = 'HERE/file/x': records cannot be written there: HERE/file is a file, not a
 run quikstart
-    MATRIX: unknown matrix 'quikstart'; allowed: ablation,
+    MATRIX: unknown matrix 'quikstart'; did you mean 'quickstart'? allowed: ablation,
+run HERE/small.yaml --set setps=1
+    --set setps: unknown key 'setps'; did you mean 'steps'? allowed:
+run HERE/small.yaml --set 'data={jsonl: empty.jsonl}'
+    --set data: empty.jsonl has empty texts (text) alone
+run HERE/small.yaml --set 'data={jsonl: half.jsonl}'
+    --set data: half.jsonl:1: text has half a character, '\\ud800'
+run HERE/small.yaml --set 'data={library: python, tokenizer: no/folder}'
+    --set data: 'no/folder': is no path, and could not be had from the hub
+run HERE/config.yaml
+    config.yaml:5: models[0].config: model = 'no/folder': is no path, and could not be had
+run HERE/weights.yaml
+    weights.yaml:5: models[0].weights: 'no/folder' is not allowed: input should be 'random' or
+run HERE/deep.yaml
+    deep.yaml:1: nested too deeply; allowed are 20 levels
+run HERE/aliases.yaml
+    aliases.yaml:
 run none/at/all.yaml
     MATRIX: there is no file none/at/all.yaml
 run quickstart --only zero9
@@ -87,6 +106,8 @@ preflight --bandwidth fast
     'fast' is not a bandwidth; allowed:
 preflight --output tests
     --output = 'tests': cannot be written:
+run HERE/huge.yaml
+    fcdp-full-huge-10mbit-k1-381389d6 needs about 29.7 TB, and this machine has
 preflight --cluster rented
     no rented nodes: set FCDP_HOSTS
 plan --model gpt-30b --gpu a40 --preflight HERE/none
@@ -139,7 +160,17 @@ def somewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "file").touch()
     for name in ("empty", "records/memory.jsonl", "page/memory.md"):
         (folder / name).mkdir(parents=True)
-    matrix_file(folder)
+    tiny, text = "family: gpt2, layers: 1, width: 8, heads: 1", matrix_file(folder).read_text()
+    for name, model in (("config", "random"), ("weights", "no/folder")):
+        given = f"config: no/folder, weights: {model}"
+        (folder / f"{name}.yaml").write_text(text.replace(tiny, given))
+    huge = "family: gpt2, layers: 96, width: 32768, heads: 8"
+    (folder / "huge.yaml").write_text(text.replace(tiny, huge).replace("tiny", "huge"))
+    (folder / "deep.yaml").write_text("name: " + "{a: " * 100_000)
+    repeated = "".join(f"a{i}: &a{i} [{f'*a{i - 1}, ' * 10}]\n" for i in range(1, 7))
+    (folder / "aliases.yaml").write_text(f"a0: &a0 [x]\n{repeated}")
+    (folder / "empty.jsonl").write_text('{"text": ""}\n')
+    (folder / "half.jsonl").write_text('{"text": "a\\ud800"}\n')
     return folder
 
 
@@ -151,7 +182,9 @@ def test_a_mistake_has_one_line_and_leaves_nothing(
 ) -> None:
     before = sorted(somewhere.rglob("*"))
     words = line.replace("CLUSTER", _CLUSTER).replace("HERE", str(somewhere))
+    started = time.monotonic()
     result = command(*shlex.split(words))
+    assert time.monotonic() - started < WITHIN_S
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith(f"error: {message}".replace("HERE", str(somewhere)))
     assert len(result.stderr.splitlines()) == 1

@@ -75,7 +75,7 @@ def test_bad_input_is_refused(ranks: Pools) -> None:
         "no_engine": "FCDP is not set up",
         "foreign_unit": "units[0]: Linear is not a submodule",
         "model_as_unit": "units[0]: is the model itself",
-        "twice": "set up on it already",
+        "twice": "set up on it already, with policy = HostCache() (now NoCache()); must be equal",
         "sharded_already": "is a DTensor",
         "hybrid": "2 dimensions ('a', 'b')",
         "reshard_integer": "reshard_after_forward is an integer",

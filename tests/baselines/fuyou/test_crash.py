@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from baselines.fuyou.train import Fuyou
+from baselines.fuyou.train import Fuyou, build
 from fcdp.generations import RECORD
 from tests.baselines.fuyou.training import (
     batches,
@@ -213,4 +213,16 @@ def test_a_full_disk_is_refused_before_anything_is_written(ranks: Pools, small_d
 def _full(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"ssd = .*: .* are needed \(No space left on device\)"):
         Fuyou(*made(settings()), folder)
-    assert not (folder / RECORD).exists()
+    assert not any(folder.iterdir())
+
+
+def test_a_run_whose_step_fails_leaves_no_state(ranks: Pools, tmp_path: Path) -> None:
+    ranks.run(1, _failing, tmp_path)
+
+
+def _failing(parent: Path) -> None:
+    trainer = build(*made(settings(ssd=str(parent))))
+    assert any(parent.iterdir())
+    with pytest.raises(RuntimeError):  # the model's own
+        trainer.step([next(batches()).to(torch.float32)])
+    assert not any(parent.iterdir())

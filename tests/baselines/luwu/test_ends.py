@@ -123,7 +123,7 @@ def _ends(folder: Path, who: str, how: int, after_s: float) -> None:
             if name != who:
                 error = role.last_words(WITHIN_S)
                 assert isinstance(error, Lost)
-                assert who in str(error) or "the other end is gone" in str(error), (name, error)
+                assert who in str(error), (name, error)
     _goes_on(folder)
 
 

@@ -156,3 +156,13 @@ def test_a_message_that_is_not_in_the_plan_ends_the_run_in_all_roles(tmp_path: P
         with pytest.raises(Lost, match="worker 0: server: GRADIENTS of unit 7"):
             port.wait(1)
     assert {"server", "switch"} == made.ended().keys()
+
+
+@pytest.mark.parametrize(("name", "gone"), [("switch", "server"), ("worker 0", "switch")])
+def test_who_takes_nothing_any_more_is_named(name: str, gone: str) -> None:
+    connection = Connection(KEYS, "127.0.0.1:1", name)
+    connection.socket.linger = 0
+    with pytest.raises(Lost, match=f"^{gone} is gone, or takes nothing"):
+        for _ in range(10_000):
+            send(connection.socket, Message(Kind.BEAT))
+    connection.close()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.clusters.allocation import Allocation, Srun, Ssh, visible_gpus
+from experiments.clusters.allocation import Allocation, Srun, Ssh, port, visible_gpus
 from experiments.clusters.interface import ClusterError
 from experiments.records.cell import ClusterSpec
 from experiments.records.provenance import ROOT
@@ -75,6 +75,13 @@ def test_slurm_without_its_programs_is_an_error(
 def test_a_mistake_names_the_variable(name: str, value: str, message: str) -> None:
     with pytest.raises(ClusterError, match=message):
         Allocation.from_env(GOOD | {name: value})
+
+
+def test_the_port_is_the_matrixs_unless_it_is_said() -> None:
+    assert port({}, 29600) == 29600
+    assert port({"FCDP_PORT": "29700"}, 29600) == 29700
+    with pytest.raises(ClusterError, match="FCDP_PORT = '80': allowed are whole numbers from 1024"):
+        port({"FCDP_PORT": "80"}, 29600)
 
 
 def test_a_head_that_others_cannot_reach_is_refused() -> None:

@@ -19,19 +19,21 @@ from experiments.clusters.emulated import EmulatedCluster
 from experiments.clusters.interface import ClusterError, Outcome
 from experiments.records.cell import ClusterSpec
 from tests.experiments.clusters.launches import ON_RANKS, pids_below, run
+from tests.experiments.planted import PLANTED, markers
 from tests.experiments.waiting import is_running, wait_until, wait_until_ended
 
 pytestmark = pytest.mark.usefixtures("privileged")
 ROOT = Path(__file__).parents[3]
-SECRET = "a value that no rank is to see"
 PRELOAD = ("torch.distributed", ON_RANKS)
 
 
 @pytest.fixture(scope="module")
 def cluster(privileged: None, fork_server: None) -> Iterator[EmulatedCluster]:
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("WANDB_API_KEY", "HF_TOKEN"):
-            patch.setenv(name, SECRET)
+        for name, value in PLANTED.items():
+            patch.setenv(name, value)
+        patch.setenv("FCDP_PASS", "MY_TOKEN")
+        patch.setenv("MY_TOKEN", "a gated model's")
         with EmulatedCluster(ClusterSpec(nodes=2, ranks_per_node=2), preload=PRELOAD) as built:
             yield built
 
@@ -63,7 +65,8 @@ def test_what_a_rank_sees(cluster: EmulatedCluster, tmp_path: Path) -> None:
     seen = [json.loads(text) for text in texts]
     for rank, each in enumerate(seen):
         environment = each["environment"]
-        assert SECRET not in texts[rank]
+        assert markers(texts[rank]) == []
+        assert environment["MY_TOKEN"] == "a gated model's"
         assert environment["RANK"] == str(rank)
         assert environment["WORLD_SIZE"] == "4"
         assert environment["LOCAL_RANK"] == str(rank % 2)
@@ -210,7 +213,9 @@ def test_temporary_files_are_the_nodes_own_and_end_with_the_launch(
 def test_a_port_in_use_is_named(cluster: EmulatedCluster, tmp_path: Path) -> None:
     (node,) = (name for name in netns.listnetns() if f"-{os.getpid()}-" in name and "node0" in name)
     with namespaces.call_in(node, lambda: socket.create_server(("", 29500))):
-        with pytest.raises(ClusterError, match=r"198\.18\.0\.1 port 29500: Address already in use"):
+        with pytest.raises(
+            ClusterError, match=r"198\.18\.0\.1 port 29500: Address .* FCDP_PORT=\d+ is"
+        ):
             run(cluster, tmp_path, "add_up")
         assert not list(tmp_path.iterdir())
     assert run(cluster, tmp_path, "add_up") == Outcome("ok")

@@ -25,9 +25,9 @@ from experiments.records.cell import ClusterSpec
 from experiments.records.provenance import ROOT
 from tests.experiments.clusters.engines import program
 from tests.experiments.clusters.launches import pids_below, run
+from tests.experiments.planted import PLANTED, markers
 from tests.experiments.waiting import is_running, wait_until, wait_until_ended
 
-SECRET = "a secret that only these tests know"
 RANKS = 1
 
 
@@ -56,7 +56,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RentedCluster]
         patch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
         patch.setenv("NCCL_DEBUG", "WARN")
         patch.setenv("NCCL_TOPO_FILE", "/x")
-        patch.setenv("WANDB_API_KEY", SECRET)
+        for name, value in PLANTED.items():
+            patch.setenv(name, value)
+        patch.setenv("FCDP_PASS", "MY_TOKEN")
+        patch.setenv("MY_TOKEN", "a gated model's")
         with cluster_of("localhost", "localhost") as built:
             yield built
 
@@ -88,7 +91,7 @@ def test_what_a_rank_sees(larger: RentedCluster, tmp_path: Path) -> None:
     assert outcome == Outcome("ok")
     for rank in range(4):
         text = (tmp_path / f"{rank}.json").read_text()
-        assert SECRET not in text
+        assert markers(text) == []
         seen = json.loads(text)["environment"]
         assert (seen["RANK"], seen["WORLD_SIZE"]) == (str(rank), "4")
         assert (seen["LOCAL_RANK"], seen["LOCAL_WORLD_SIZE"]) == (str(rank % 2), "2")
@@ -97,6 +100,7 @@ def test_what_a_rank_sees(larger: RentedCluster, tmp_path: Path) -> None:
         assert seen["NCCL_SOCKET_IFNAME"] == "=lo"
         assert seen["NCCL_DEBUG"] == "WARN"
         assert seen["GIVEN"] == "$value"
+        assert seen["MY_TOKEN"] == "a gated model's"
 
 
 def test_the_network_is_described_without_secrets_and_not_limited(cluster: RentedCluster) -> None:
@@ -166,7 +170,8 @@ def test_a_taken_port_is_the_launchs_error(cluster: RentedCluster, tmp_path: Pat
     with socket.create_server(("127.0.0.1", cluster._port)):
         outcome = run(cluster, tmp_path, "add_up")
     assert outcome.state == "failed"
-    assert "Address already in use" in str(outcome.error)
+    assert "Address already in use; " in str(outcome.error)
+    assert "FCDP_PORT=" in str(outcome.error)
 
 
 def _launchers() -> list[psutil.Process]:

@@ -97,8 +97,8 @@ MISTAKES = [
     ("layers: 18", "layers: 34",
      "6: models[1].layers: 34 is not allowed: input should be 18 or 50"),
     (TUNING, f"{TUNING}\n  optimizer: {{kind: sgdm}}",
-     "17: workload.optimizer.kind: unknown optimizer 'sgdm'; allowed: adamw, sgd; did you mean "
-     "'sgd'?"),
+     "17: workload.optimizer.kind: unknown optimizer 'sgdm'; did you mean 'sgd'? allowed: adamw, "
+     "sgd"),
     (TUNING, f"{TUNING}\n  optimizer: sgd",
      "17: workload.optimizer: 'sgd' is not a mapping such as {kind: sgd}"),
     (TUNING, f"{TUNING}\n  optimizer: {{kind: sgd, momentum: 1.0}}",

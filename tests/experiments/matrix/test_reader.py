@@ -136,6 +136,8 @@ def test_another_cluster_takes_the_place_of_the_files(tmp_path: Path) -> None:
     own, expanded = reader.read(written(tmp_path)), reader.read(written(tmp_path), rented)
     assert expanded.cluster == rented
     assert {entry.cell.cluster for entry in expanded.cells} == {rented}
+    ported = FILE.replace("nodes: 2", "port: 29600, nodes: 2", 1)
+    assert reader.read(written(tmp_path, ported), rented).cluster.port == 29600
     assert not {p.cell.id for p in own.cells} & {p.cell.id for p in expanded.cells}
     reasons = {p.cell.inter_bandwidth_bits_per_s: p.skip_reason for p in expanded.cells}
     assert "nothing limits them to a bandwidth" in str(reasons[10_000_000])
@@ -253,10 +255,10 @@ ADDED = [
 MISTAKES = [
     ("- fcdp\n", "- ddp\n  policy: [disk]\n", 12, "axes.policy: no strategy of this matrix has it; "
      "those that do: fcdp-sched, fcdp"),
-    ("    - fcdp\n", "    - fcdpp\n", 11, "axes.strategy[2]: unknown strategy 'fcdpp'; allowed: "
-     "deepspeed-zero3, "),
+    ("    - fcdp\n", "    - fcdpp\n", 11, "axes.strategy[2]: unknown strategy 'fcdpp'; did you "
+     "mean 'fcdp'? allowed: deepspeed-zero3, "),
     ("[gpt2-a, llama-b]", "[gpt2-a, lama-b]", 12, "axes.model[1]: unknown model 'lama-b'; "
-     "allowed: gpt2-a, llama-b; did you mean 'llama-b'?"),
+     "did you mean 'llama-b'? allowed: gpt2-a, llama-b"),
     ("10 Mbit/s]\n  acc", "0 Mbit/s]\n  acc", 13, "axes.inter_bandwidth[1]: '0 Mbit/s' is not a "
      "bandwidth; allowed: a number above 0 and a unit, such as '10 Mbit/s', or 'unshaped'"),
     ("10 Mbit/s]\n  acc", "10 MiB/s]\n  acc", 13, "axes.inter_bandwidth[1]: '10 MiB/s' is not a "
@@ -269,7 +271,7 @@ MISTAKES = [
      "allowed: input should be a valid integer"),
     ("accumulation: [1, 4]", "accumulation: [1, true]", 14, "axes.accumulation[1]: True is "),
     ("accumulation: [1, 4]", "acumulation: [1, 4]", 14, "axes.acumulation: unknown key "
-     "'acumulation'; allowed: "),
+     "'acumulation'; did you mean 'accumulation'? allowed: "),
     ("  steps: 5", "  steps: 0", 23, "workload.steps: 0 is not allowed: input should be greater "
      "than or equal to 1"),
     ("  steps: 5", "  steps: five", 23, "workload.steps: 'five' is not allowed: input should be "
@@ -325,15 +327,16 @@ MISTAKES = [
      "allowed: input should be greater than or equal to 1"),
     ("- fcdp\n", "- fcdp\n    - co2\n  clip: [0.0]\n", 13, "axes.clip[0]: 0.0 is not allowed: "
      "input should be greater than 0"),
-    ("nodes: 2", "node: 2", 3, "cluster.node: unknown key 'node'; allowed: nodes, "),
+    ("nodes: 2", "node: 2", 3, "cluster.node: unknown key 'node'; did you mean 'nodes'? "
+     "allowed: nodes, "),
     ("accumulation: 4, inter", "accumulation: 3, inter", 26, "skip[0].when.accumulation: 3 is "
      "not a value of accumulation in this matrix"),
     ("    reason: not interesting\n", "    reason:\n", 27, "skip[0].reason: None is not "
      "allowed: input should be a valid string"),
     ("[fcdp, fsdp2]", "[fcdp, zero]", 29, "overrides[0].when.strategy[1]: unknown strategy "),
     ("{steps: 2}", "{accumulation: 2}", 30, "overrides[0].set.accumulation: unknown key "),
-    ("name: example", "nam: example", 1, "nam: unknown key 'nam'; allowed: name, description, "
-     "cluster, models, axes, reference, repeats, workload, skip, overrides; did you mean 'name'?"),
+    ("name: example", "nam: example", 1, "nam: unknown key 'nam'; did you mean 'name'? allowed: "
+     "name, description, cluster, models, axes, reference, repeats, workload, skip, overrides"),
     ("axes:\n", "reference: ddp\naxes:\n", 7, "reference: not in this matrix: 'ddp'; allowed: "
      "deepspeed-zero3, fsdp2, fcdp"),
     ("axes:\n", "repeats: twice\naxes:\n", 7, "repeats: 'twice' is not allowed: input should be "
@@ -342,6 +345,9 @@ MISTAKES = [
     ("axes:\n", "axes: [\n", 9, "not valid YAML: "),
     ("  tuning: full", "  tuning: !!python/name:os.system", 16, "not valid YAML: could not "),
     ("name: example", "name: &loop [*loop]", 1, "name[0]: the alias contains itself"),
+    ("name: example", "name: " + 21 * "[" + 21 * "]", 1, "nested too deeply; allowed are 20 lev"),
+    ("name: example", "a: &a [" + 999 * "1, " + "1]\nb: &b [" + 101 * "*a, " + "]", 1, "b[98][898]"
+     ": aliases repeat too much; allowed are 100,000 values"),
     ("name: example", "name: 2026-13-45", 1, "name: '2026-13-45' cannot be read: "),
     ("name: example", "name: \x07", 1, "not valid YAML: "),
     *(("workload:", f"workload:\n  {line}", 16, f"workload.{said}") for line, said in ADDED),

@@ -140,6 +140,8 @@ def test_mistakes_in_models_name_line_and_key(folder: Path, name: str) -> None:
         ('{"text": 3}\n', "chat.jsonl:1: text is a int, not text"),
         ('["text"]\n', "chat.jsonl:1: is no JSON object"),
         ("\n\n", "chat.jsonl has empty lines alone"),
+        ('{"text": ""}\n' * 2, "chat.jsonl has empty texts (text) alone"),
+        ('{"text": "a\\ud800"}\n', "chat.jsonl:1: text has half a character, '\\ud800'"),
         ("", "chat.jsonl is empty"),
     ],
 )

@@ -58,7 +58,8 @@ def test_any_error_text_stays_one_line(tmp_path: Path, text: str) -> None:
     written = record(cell(), "failed", text + "\u2028\x85\x1c\r\n")
     files.append(written, file)
     assert file.read_bytes().count(b"\n") == 1
-    assert read_records(file) == [written]
+    said = files._CONTROL.sub("�", str(written.error))  # what a terminal would obey
+    assert read_records(file) == [written.model_copy(update={"error": said})]
 
 
 def test_a_diverged_loss_is_read_back_as_such(tmp_path: Path) -> None:
@@ -290,3 +291,10 @@ def test_a_round_that_had_not_ended_is_left_out_between_repetitions() -> None:
 )
 def test_a_busy_machine_says_so(load: float, steal: float, said: str | None) -> None:
     assert Machine(load=load, cores=2, steal_share=steal).why_busy == said
+
+
+def test_a_record_that_is_anybodys_gives_a_terminal_no_commands(tmp_path: Path) -> None:
+    said = "red \x1b[31m\x9b1A\r\u202e\n\tand a line"
+    files.append(record(cell(), "failed", said), tmp_path / "records.jsonl")
+    (found,) = read_records(tmp_path / "records.jsonl")
+    assert found.error == "red �[31m�1A��\n\tand a line"

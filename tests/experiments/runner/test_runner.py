@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,7 +21,7 @@ from experiments.records.provenance import ROOT
 from experiments.records.record import Record
 from experiments.records.record import read as read_records
 from experiments.runner import runner
-from experiments.runner.directory import RunDirectory
+from experiments.runner.directory import PROGRESS, RunDirectory
 from simulation import files
 from tests.experiments.stand_in import Observer, StandInCluster, full_disk, matrix_file, record
 
@@ -218,6 +219,20 @@ def test_a_resumed_matrix_has_every_cell_once(
     # Nothing of what ran again is lost either.
     earlier = [r for file in directory.path.glob("earlier/*/*.jsonl") for r in read_records(file)]
     assert retried <= {ids.index(r.cell_id) for r in earlier}
+
+
+def test_a_cell_that_failed_before_its_first_step_runs_again(
+    matrix: Matrix, directory: RunDirectory
+) -> None:
+    of = [entry.cell for entry in matrix.cells]
+    for each, state in zip(of, ("failed", "timeout", "oom", "failed"), strict=False):
+        files.append(record(each, state, None), directory.records)  # type: ignore[arg-type]
+        directory.new_cell(each.id)
+    (directory.cells / of[1].id / PROGRESS).touch()
+    shutil.rmtree(directory.cells / of[3].id)  # its logs are gone: nobody knows
+    kept = directory.resume(matrix, retry_failed=False)
+    assert [each.cell_id for each in kept] == [of[i].id for i in (1, 2, 3)]
+    assert read_records(directory.records) == kept
 
 
 def test_starting_afresh_keeps_the_earlier_run(matrix: Matrix, directory: RunDirectory) -> None:

@@ -155,6 +155,8 @@ def test_weights_of_fewer_layers_are_no_pretrained_model(tmp_path: Path) -> None
             "config: Qwen2ForCausalLM has no list of blocks (nn.ModuleList)",
         ),
         ({"num_key_value_heads": "two"}, 16, "config: transformers "),
+        ({"model_type": "t5"}, 16, "config: transformers cannot build ./saved, of model_type 't5'"),
+        ({"model_type": "bert"}, 16, "config: ./saved is of model_type 'bert', whose tokens see "),
         ({}, 65, "config: ./saved allows sequences of up to 64 tokens, and sequence_length is 65"),
     ],
 )
@@ -162,26 +164,33 @@ def test_configurations_that_cannot_be_trained_name_the_key(
     configuration: dict[str, Any], sequence_length: int, said: str
 ) -> None:
     wanted = of("qwen2", configuration=configuration, sequence_length=sequence_length)
-    assert problem(wanted).startswith(said)
+    error = problem(wanted)
+    assert error.startswith(said)
+    assert len(error.splitlines()) == 1
+    assert len(error) < 600
+
+
+def test_a_decoder_of_a_masked_family_is_causal() -> None:
+    assert models.build(of("qwen2", configuration={"model_type": "bert", "is_decoder": True}))
 
 
 @pytest.mark.parametrize(
     ("function", "said"),
     [
         ("nonesuch", "tests.experiments.own_model has no function 'nonesuch'"),
-        ("without_blocks", "tests.experiments.own_model:without_blocks must return the blocks of"),
-        (
-            "with_blocks_of_another",
-            "tests.experiments.own_model:with_blocks_of_another must return",
-        ),
-        (
-            "model_alone",
-            "tests.experiments.own_model:model_alone returned a Model; it must return a ",
-        ),
+        ("without_blocks", "at least 1; it returned none"),
+        ("with_blocks_of_another", "at least 1; blocks[0]: Sequential is not a submodule of"),
+        ("model_alone", "a tuple of the model and its blocks, at least 1; it returned a Model"),
+        ("with_a_number", "at least 1; blocks = 3: must be a list of modules"),
+        ("with_a_block_twice", "at least 1; blocks[1]: is blocks[0] again; each counts once"),
+        ("exits", "at least 1; it has ended the program"),
     ],
 )
 def test_functions_that_make_no_model_name_the_key(function: str, said: str) -> None:
-    assert problem(own(function)).startswith(f"function: {said}")
+    error = problem(own(function))
+    assert error.startswith("function: tests.experiments.own_model")
+    assert said in error
+    assert len(error.splitlines()) == 1
 
 
 def test_a_module_that_is_not_on_this_node_names_the_key() -> None:

@@ -15,6 +15,7 @@ from experiments.records import workload
 from experiments.records.cell import Cell
 from experiments.records.workload import Dataset, JsonLines, Library, Origin, TextFile
 from experiments.worker import data, workloads
+from tests.experiments import own_model
 from tests.experiments.cells import cell
 
 WHERE = "mine.yaml:7: workload.data"
@@ -172,3 +173,22 @@ def test_more_held_out_sequences_than_there_are_is_an_error() -> None:
         ValueError, match=r"held_out = 5: the last 10% of standard library have 20 "
     ):
         workloads.split(found, cell("fcdp", held_out=5, sequence_length=4))
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        ("float_loss", "returned a float"),
+        ("vector_loss", "returned a tensor of shape (2,)"),
+        ("detached_loss", "returned a tensor that depends on no parameter"),
+    ],
+)
+def test_a_loss_that_cannot_be_trained_on_names_the_key(loss: str, said: str) -> None:
+    where = "mine.yaml:9: workload.loss"
+    named = f"tests.experiments.own_model:{loss}"
+    wanted = cell("fcdp", loss=named, origin=Origin(loss=where), sequence_length=4)
+    model = own_model.Model()
+    batch = torch.ones(1, 5, dtype=torch.int64)
+    with pytest.raises(ValueError, match=re.escape(f"{where}: {named} {said}")) as raised:
+        workloads.TextWorkload(wanted, model, 0).loss(model, batch)
+    assert len(str(raised.value).splitlines()) == 1

@@ -1,0 +1,97 @@
+"""What of an environment reaches ranks, by a list of what passes; values of the rest are secrets.
+
+A list of what does not pass would have to know the name of every key and of every password.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Mapping
+from urllib.parse import unquote
+
+#: Names of further variables that reach ranks, with commas between them.
+PASS = "FCDP_PASS"
+#: Names, and beginnings of names, of what processes, the loader, compilers of operators, PyTorch,
+#: NCCL, CUDA, OpenMP, DeepSpeed and Hugging Face's caches go by.
+_PASSES = """
+PATH HOME USER LOGNAME SHELL TERM PWD OLDPWD HOSTNAME LANG LANGUAGE LC_* TZ TZDIR TMPDIR TEMP TMP
+XDG_CACHE_HOME XDG_RUNTIME_DIR LD_* MALLOC_* GLIBC_TUNABLES PYTHON* VIRTUAL_ENV CONDA_PREFIX CC CXX
+CFLAGS CXXFLAGS LDFLAGS CPATH C_INCLUDE_PATH CPLUS_INCLUDE_PATH LIBRARY_PATH MAX_JOBS
+TORCH* PYTORCH_* TRITON_* GLOO_* TP_SOCKET_IFNAME NCCL_* RCCL_* UCX_* FI_* IBV_* OFI_* MLX5_*
+CUDA* CUDNN_* CUBLAS* NVIDIA_* HIP_* ROCR_* HSA_* OMP_* GOMP_* KMP_* MKL_* OPENBLAS_* DNNL_*
+ONEDNN_* DS_* HF_HOME HF_HUB_* HF_DATASETS_* HF_ENDPOINT HF_XET_* HUGGINGFACE_HUB_CACHE
+TRANSFORMERS_* TOKENIZERS_PARALLELISM SAFETENSORS_* SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE
+CURL_CA_BUNDLE HTTP_PROXY HTTPS_PROXY ALL_PROXY NO_PROXY http_proxy https_proxy all_proxy no_proxy
+FCDP_PASS FCDP_(?!PREFIX|DOCKER_OPTIONS)*
+"""
+_NAMES = frozenset(_PASSES.split())
+_ALLOWED = re.compile("|".join(name.replace("*", r"\w*") for name in _NAMES))
+#: A key or a password by a word of its name: ``HF_HUB_TOKEN`` begins as one that passes.
+_SECRET = re.compile(
+    r"(?:^|_)(?:TOKENS?|(?:API_?|ACCESS_?)?KEY|PAT|JWT|AUTH|SECRETS?|CREDENTIALS?"
+    r"|\w*PASS(?:WORD|WD|PHRASE)?)(?:_|$)",
+    re.IGNORECASE,
+)
+#: A URL, or a proxy without its scheme, with a user's name or password in it.
+_LOGIN = re.compile(r"://\S*@|^[^/:\s]+:[^/\s]*@")
+#: Passwords in URLs and in lists of settings.
+_INSIDE = re.compile(r":([^/:@\s][^\s]*)@|(?i:password|passwd|pwd|key|secret|token)=([^\s;&]+)")
+#: What ``srun`` and ``ssh`` need beside, which ranks do not.
+_OF_LAUNCHERS = re.compile(r"SLURM_(?!JWT)\w*|SSH_AUTH_SOCK|KRB5CCNAME")
+#: A shorter value is a switch (``HF_HUB_DISABLE_IMPLICIT_TOKEN=1``), and part of any text; below
+#: the second number a password is found as a whole word, and another value is taken for a word.
+_SHORTEST, _SHORTEST_PART = 4, 8
+
+
+def named(environment: Mapping[str, str]) -> frozenset[str]:
+    """What ``FCDP_PASS`` names."""
+    return frozenset(re.split(r"[,\s]+", environment.get(PASS, "")))
+
+
+def passed_on(environment: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
+    """What of the environment reaches ranks: what they need, and what is ``named``."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in names or _is_needed(name, value)
+    }
+
+
+def of_launchers(environment: Mapping[str, str]) -> dict[str, str]:
+    """What of the environment a node's launcher sees."""
+    return passed_on(environment, [*filter(_OF_LAUNCHERS.fullmatch, environment)])
+
+
+def _is_needed(name: str, value: str) -> bool:
+    if not _ALLOWED.fullmatch(name) or _LOGIN.search(value):
+        return False
+    return name in _NAMES or len(value) < _SHORTEST or not _SECRET.search(name)
+
+
+def without_secrets(text: str, environment: Mapping[str, str]) -> str:
+    """The text without values that reach no rank, or do so only because they are ``named``.
+
+    Paths that are on this machine stay: they are no secrets.
+    """
+    values = {
+        part: name
+        for name, value in environment.items()
+        if not _is_needed(name, value) and not (os.path.isabs(value) and os.path.exists(value))
+        for part in _parts(name, value)
+    }
+    for value in sorted(values, key=len, reverse=True):
+        edges = (r"(?<!\w)", r"(?!\w)") if len(value) < _SHORTEST_PART else ("", "")
+        found, shown = re.escape(value).join(edges), f"<{values[value]}>"
+        text = re.sub(found, lambda _, shown=shown: shown, text)  # type: ignore[misc]
+    return text
+
+
+def _parts(name: str, value: str) -> set[str]:
+    """The value, its lines and the passwords in it, as a text may quote them."""
+    inside = {part for found in _INSIDE.findall(value) for part in found}
+    inside |= set(map(unquote, inside))
+    whole = {line.strip() for line in (value, *value.splitlines())}
+    if not _SECRET.search(name):
+        whole = {part for part in whole if len(part) >= _SHORTEST_PART}
+    return {part for part in inside | whole if len(part) >= _SHORTEST}

@@ -1,0 +1,64 @@
+"""What passes reaches ranks; the values of all else are cut out of texts."""
+
+from __future__ import annotations
+
+import pytest
+
+from experiments.records.environment import named, of_launchers, passed_on, without_secrets
+from tests.experiments.planted import PLANTED, markers
+
+PLAIN = {
+    "PATH": "/opt/python@3/bin:/usr/bin",
+    "LC_ALL": "C.UTF-8",
+    "TOKENIZERS_PARALLELISM": "false",
+    "NCCL_IB_PKEY": "0x8001",
+    "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1",
+    "HF_HOME": "/data/hub",
+    "HF_HUB_OFFLINE": "1",
+    "CUDA_VISIBLE_DEVICES": "0,1",
+    "OMP_NUM_THREADS": "4",
+    "LD_PRELOAD": "/usr/lib/libjemalloc.so",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    "https_proxy": "http://proxy.example.org:3128",
+    "no_proxy": "localhost,.example.org",
+    "FCDP_INTERFACE": "eth1",
+}
+
+
+def test_what_ranks_need_passes_and_no_secret() -> None:
+    assert len(PLANTED) == 20
+    assert passed_on({**PLANTED, "EDITOR": "vi"}, ()) == {}
+    assert passed_on(PLAIN, ()) == PLAIN
+
+
+def test_what_is_named_passes_and_is_cut_out_of_texts_all_the_same() -> None:
+    environment = {**PLANTED, "FCDP_PASS": "HF_TOKEN, GH_PAT"}
+    seen = passed_on(environment, named(environment))
+    assert sorted(seen) == ["FCDP_PASS", "GH_PAT", "HF_TOKEN"]
+    assert without_secrets(f"401 for {seen['HF_TOKEN']}", environment) == "401 for <HF_TOKEN>"
+
+
+def test_launchers_have_what_srun_and_ssh_need() -> None:
+    needed = {"SLURM_JOB_ID": "1", "SSH_AUTH_SOCK": "/tmp/agent"}
+    assert of_launchers({**PLANTED, **needed}) == needed
+
+
+def test_secrets_are_cut_out_of_texts_whole_and_in_parts() -> None:
+    said = [*PLANTED.values(), repr(PLANTED["SSH_PRIVATE_KEY"]), "denied: 'marker3'", "(marker4)"]
+    for text in said:
+        assert markers(without_secrets(text, PLANTED)) == []
+    assert without_secrets("it was marker1.", PLANTED) == "it was <PGPASSWORD>."
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1", "1 of 2"),
+        ("GITHUB_REF_NAME", "main", "line 3, in main"),
+        ("GITHUB_WORKSPACE", "/usr/lib", "/usr/lib/x.so"),
+        ("DB_PASSWORD", "worker", "a coworker"),
+        ("PGUSER", "", "nobody"),
+    ],
+)
+def test_ordinary_words_and_paths_stay(name: str, value: str, text: str) -> None:
+    assert without_secrets(text, {name: value}) == text
