@@ -58,7 +58,7 @@ class Codec(Protocol):
         ...
 
 
-When = Literal["pays", "always"]
+When = Literal["pays", "always", "smallest"]
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,9 @@ class Delta:
 
     Args:
         when: ``"pays"``: a rank tells a difference where coding it takes less time than is waited
-            for the bytes that it saves, and sends its shard whole otherwise. ``"always"``: whatever
-            it takes.
+            for the bytes that it saves, and sends its shard whole otherwise; entropy codes, of half
+            the bytes, where these save more than they take. ``"always"``: a difference whatever it
+            takes. ``"smallest"``: that with entropy codes.
 
     Raises:
         ValueError: another ``when``.
@@ -92,7 +93,7 @@ class Delta:
 
     def __post_init__(self) -> None:
         if self.when not in get_args(When):
-            raise ValueError(f"when = {self.when!r}: must be 'pays' or 'always'")
+            raise ValueError(f"when = {self.when!r}: must be 'pays', 'always' or 'smallest'")
 
 
 @dataclass(frozen=True)

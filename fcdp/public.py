@@ -23,6 +23,8 @@ from fcdp.checkpoint import load, save
 from fcdp.codec import BlockInt4, BlockInt8, Codec, Delta
 from fcdp.counts import Ledger
 from fcdp.exporting import export, save_adapters
+from fcdp.publication.publisher import Publication, publish
+from fcdp.publication.subscriber import Subscriber
 from fcdp.topology import Topology
 
 __all__ = [
@@ -38,6 +40,8 @@ __all__ = [
     "HostCache",
     "Ledger",
     "NoCache",
+    "Publication",
+    "Subscriber",
     "Threshold",
     "Topology",
     "accumulate",
@@ -48,6 +52,7 @@ __all__ = [
     "is_cached",
     "ledger",
     "load",
+    "publish",
     "save",
     "save_adapters",
     "shard",

@@ -50,6 +50,7 @@ _PARTS = {
     "Set-up": ("shard", "cache_parameters", "is_cached", "Topology"),
     "Training": ("accumulate", "discard", "invalidate", "ledger", "Ledger"),
     "Checkpoints and exports": ("save", "load", "save_adapters", "export"),
+    "Publications": ("publish", "Publication", "Subscriber"),
     "Policies": (
         "HostCache", "DeviceCache", "DiskCache", "NoCache", "Threshold", "Budget", "Auto",
         "CachePolicy",

@@ -55,6 +55,8 @@ class Economy:
         self._waits: deque[float] = deque(maxlen=_REMEMBERED)
         #: Seconds per byte of a shard: to tell a difference, and to apply one.
         self.told, self.applied = Mean(), Mean()
+        #: To tell one with entropy codes; applying them takes about as long.
+        self.finer = Mean()
 
     def saw_whole(self, waited: float, nbytes: int) -> None:
         """Note how long ``nbytes`` of whole shards were waited for, in seconds."""
@@ -63,9 +65,16 @@ class Economy:
 
     def pays(self, ratio: float, others: int) -> bool:
         """Whether to tell ``others`` nodes a difference of ``ratio`` times the shard's bytes."""
-        if self._when == "always":
+        if self._when != "pays":
             return True
         if len(self._waits) < _ENOUGH:
             return False
         coding = (self.told.value or 0.0) + others * (self.applied.value or 0.0)
         return coding < others * (1 - ratio) * min(self._waits)
+
+    def finer_pays(self, ratio: float, finer: float, others: int) -> bool:
+        """Whether to tell it with entropy codes, in ``finer`` times the shard's bytes."""
+        if self._when != "pays":
+            return self._when == "smallest"
+        coding = (self.finer.value or 0.0) - (self.told.value or 0.0)
+        return coding < others * (ratio - finer) * min(self._waits)

@@ -36,7 +36,9 @@ def is_whole(message: torch.Tensor) -> bool:
     return _preamble(message)[0] == _WHOLE
 
 
-def write(new: torch.Tensor, base: torch.Tensor, version: int) -> torch.Tensor:
+def write(
+    new: torch.Tensor, base: torch.Tensor, version: int, coding: difference.Coding = "packed"
+) -> torch.Tensor:
     """What leads from ``base`` (n), which is ``version``, to ``new`` (n), as uint8.
 
     Both are contiguous, on the host, and of the same one of :data:`DTYPES`.
@@ -50,7 +52,7 @@ def write(new: torch.Tensor, base: torch.Tensor, version: int) -> torch.Tensor:
         parts.append(_packed(low).view(torch.uint8))
         parts.append(preamble.view(torch.uint8)[: _low_bytes(new) - 2 * low.numel()])  # fills up
         now, before = _packed(now), _packed(before)
-    return torch.cat([*parts, difference.encode(now, before)])
+    return torch.cat([*parts, difference.encode(now, before, coding)])
 
 
 def read(message: torch.Tensor, row: torch.Tensor, version: int) -> bool:

@@ -86,6 +86,13 @@ def places(flags: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(numpy.flatnonzero(flags.numpy()))
 
 
+def order_of(keys: torch.Tensor) -> torch.Tensor:
+    """The places of ``keys`` (n, uint8) from the smallest to the largest, equal ones in order."""
+    if numpy is None:
+        return keys.argsort(stable=True)
+    return torch.from_numpy(numpy.argsort(keys.numpy(), kind="stable"))
+
+
 def pack_flags(flags: torch.Tensor) -> torch.Tensor:
     """``flags`` (n, bool; n a multiple of 8) as uint8 (n / 8), the first in the lowest bit."""
     eights = flags.view(torch.int64) * _GATHER_BITS

@@ -9,11 +9,12 @@ import torch
 
 from fcdp.cache.entry import Entry
 from fcdp.delta import message
+from fcdp.delta.difference import Coding
 from fcdp.delta.economy import Economy, Watch
 from fcdp.topology import Topology
 from fcdp.unit import Unit
 
-#: Shards told whole before one is told as a difference again, to see what that takes.
+#: Messages that are no packed difference before one is again, to see what that takes.
 _MEASURED_AFTER = 16
 
 
@@ -28,9 +29,10 @@ class Sent:
         self._entry = entry
         self._economy = economy
         self._others = nodes - 1
-        #: Bytes of the last difference per byte of the shard; and messages since it was told.
-        self._ratio = 0.0
-        self._whole = 0
+        #: Bytes of the last difference per byte of the shard, packed and with entropy codes; and
+        #: messages since one was packed.
+        self._ratio = self._finer = 0.0
+        self._since = 0
         self._memory: torch.Tensor | None = None
         self._version = 0
 
@@ -48,16 +50,24 @@ class Sent:
         self.forget()  # whoever interrupts the exchange leaves nodes with different versions
         economy = self._economy
         # What a difference takes changes with the learning rate: it is measured anew at times.
-        ratio = 0.0 if self._whole >= _MEASURED_AFTER else self._ratio
+        ratio = 0.0 if self._since >= _MEASURED_AFTER else self._ratio
         if not economy.pays(ratio, self._others):
-            self._whole += 1
+            self._since += 1
             return message.whole(own)
-        self._whole = 0
+        finer = economy.finer_pays(ratio, self._finer, self._others)
         begun = time.perf_counter()
-        written = message.write(own, self._memory, self._entry.offered)
+        coding: Coding = "entropy" if finer else "packed"
+        written = message.write(own, self._memory, self._entry.offered, coding)
         size = max(1, own.nbytes)
-        self._ratio = written.nbytes / size
-        economy.told.add((time.perf_counter() - begun) / size)
+        took = (time.perf_counter() - begun) / size
+        if finer:
+            self._since += 1
+            self._finer = written.nbytes / size
+            economy.finer.add(took)
+        else:
+            self._since = 0
+            self._ratio = written.nbytes / size
+            economy.told.add(took)
         return written
 
     def read(self, arrived: torch.Tensor, row: torch.Tensor) -> None:

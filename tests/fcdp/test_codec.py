@@ -146,7 +146,7 @@ def test_bad_settings_are_refused() -> None:
         Codecs(reduce=8)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="error_feedback = True: needs a reduce_codec"):
         Codecs(gather=fcdp.BlockInt8(), error_feedback=True)
-    with pytest.raises(ValueError, match="when = 'often': must be 'pays' or 'always'"):
+    with pytest.raises(ValueError, match="when = 'often': must be 'pays', 'always' or 'smallest'"):
         fcdp.Delta("often")  # type: ignore[arg-type]
 
 

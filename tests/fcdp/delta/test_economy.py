@@ -106,3 +106,17 @@ def test_what_is_not_known_yet_takes_no_time() -> None:
     assert economy.pays(0.5, 1)
     assert not economy.pays(1.0, 1)  # saves nothing
     assert not _after(1.0, 1.0, nbytes=2**16 - 1).pays(0.1, 1)
+
+
+def test_entropy_codes_are_held_against_the_wait_that_they_save_beside_packed_ones() -> None:
+    """2 nanoseconds more of coding a byte pay where 1 of 20 bytes less is waited for longer."""
+    for wait, pays in ((4.1e-8, True), (3.9e-8, False)):
+        economy = _after(wait * SHARD, wait * SHARD)
+        assert economy.finer_pays(0.1, 0.05, 1)  # it is not known yet what they take
+        economy.finer.add(4e-9)
+        assert economy.finer_pays(0.1, 0.05, 1) is pays
+        assert economy.finer_pays(0.1, 0.05, 2)
+        assert not economy.finer_pays(0.05, 0.05, 1)
+    assert not Economy("always").finer_pays(1.0, 0.0, 1)
+    assert Economy("smallest").finer_pays(0.0, 1.0, 1)
+    assert Economy("smallest").pays(1.0, 1)

@@ -11,7 +11,7 @@ import torch
 import fcdp
 from fcdp.cache.entry import Entry
 from fcdp.delta import message
-from fcdp.delta.economy import Economy, Watch
+from fcdp.delta.economy import Mean, Watch
 from fcdp.delta.sent import Sent, check_differences
 from tests.fcdp.stand_ins import StandInUnit
 
@@ -21,13 +21,19 @@ class Told:
 
     def __init__(self) -> None:
         self.asked: list[tuple[float, int]] = []
+        self.finer_asked: list[tuple[float, float, int]] = []
         self.answer = True
-        self.told, self.applied = Economy("always").told, Economy("always").applied
+        self.finer_answer = False
+        self.told, self.applied, self.finer = Mean(), Mean(), Mean()
         self.whole: list[tuple[float, int]] = []
 
     def pays(self, ratio: float, others: int) -> bool:
         self.asked.append((ratio, others))
         return self.answer
+
+    def finer_pays(self, ratio: float, finer: float, others: int) -> bool:
+        self.finer_asked.append((ratio, finer, others))
+        return self.finer_answer and ratio > 0
 
     def saw_whole(self, waited: float, nbytes: int) -> None:
         self.whole.append((waited, nbytes))
@@ -146,6 +152,23 @@ def test_another_version_is_an_error_that_names_the_unit() -> None:
         sent.read(told, own)
     sent.read(message.whole(own), own)
     assert economy.applied.value is None
+
+
+def test_entropy_codes_are_told_and_packed_ones_measured_again_at_times() -> None:
+    sent, _, economy, own = kept()
+    economy.finer_answer = True
+    for _ in range(20):
+        sent.keep(own)
+        changed = own + 1
+        row = own.clone()
+        assert message.read(sent.write(changed), row, 4)
+        assert torch.equal(row, changed)
+    packed = [step for step, (ratio, *_) in enumerate(economy.finer_asked) if ratio == 0.0]
+    assert packed == [0, 17]  # sixteen others later
+    assert economy.finer.value is not None
+    _, after, nodes = economy.finer_asked[5]
+    assert after > 0
+    assert nodes == 2
 
 
 def test_whole_shards_of_all_others_are_what_was_waited_for() -> None:

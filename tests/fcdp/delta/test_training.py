@@ -47,10 +47,13 @@ def equal(actual: Result, expected: Result) -> None:
         assert torch.equal(actual.params[name], param), name
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_training_is_bit_for_bit_as_without(ranks: Pools, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "when"),
+    [*((name, "always") for name in CASES), ("host", "smallest"), ("events", "smallest")],
+)
+def test_training_is_bit_for_bit_as_without(ranks: Pools, name: str, when: Any) -> None:
     raw = CASES[name]
-    with_differences = replace(raw, gather_codec=fcdp.Delta("always"))
+    with_differences = replace(raw, gather_codec=fcdp.Delta(when))
     expected = ranks.run(raw.world_size, train, raw, "fcdp")
     actual = ranks.run(raw.world_size, train, with_differences, "fcdp")
     for one, other in zip(actual, expected, strict=True):

@@ -1,0 +1,300 @@
+"""Writing what has changed since the last publication, each rank of its own shards."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from fcdp.agreement import on_all_ranks
+from fcdp.checkpoint.contents import split
+from fcdp.checksum import checksum
+from fcdp.delta import message
+from fcdp.delta.packing import places
+from fcdp.engine import Engine, engine_of
+from fcdp.exchange import any_rank, on_every_rank
+from fcdp.publication.parts import Part, flattened, words
+from fcdp.publication.patch import COMPRESSED, library, pack
+from fcdp.publication.place import File, Kind, Place
+
+
+@dataclass(frozen=True)
+class Publication:
+    """What all ranks together have written.
+
+    Attributes:
+        version: Its number, from 1 on.
+        words: Parameters and buffers that are followed.
+        changed: How many of them differ from the version before.
+        delta_bytes: Files that lead here from the version before, headers included; none of the
+            first.
+        anchor_bytes: Files that hold full values, if any.
+
+    Example:
+        >>> first, second = fcdp.publish(model, directory), fcdp.publish(model, directory)
+        >>> first.changed == first.words, second.changed
+        (True, 0)
+    """
+
+    version: int
+    words: int
+    changed: int
+    delta_bytes: int
+    anchor_bytes: int
+
+    @property
+    def bits_per_parameter(self) -> float:
+        """Bits of the difference per word that is followed.
+
+        Returns:
+            Headers included; 0 for the first version.
+        """
+        return 8 * self.delta_bytes / max(1, self.words)
+
+
+def publish(
+    model: nn.Module,
+    place: str | os.PathLike[str],
+    *,
+    anchor_every: int = 10,
+    compressed: bool = False,
+    trainable_only: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Publication:
+    """Write what has changed since the last publication, for those who generate with the model.
+
+    Collective: every rank calls it, between steps, and writes its own shards; nothing is gathered.
+    Readers follow with ``fcdp.Subscriber``. A version counts once all ranks' files are there, each
+    of which is there whole or not at all; a run that is killed and started again goes on behind
+    what it finds, by an anchor.
+
+    Files are as TRL's delta weight sync has them (its pull request 5417): in
+    ``deltas/step_000011-00001-of-00004.safetensors`` for each changed parameter ``NAME.indices``
+    (int32, in the whole flat parameter) and ``NAME.values``, which are vLLM's sparse patches, and
+    in the header ``sparse``, ``model_version``, ``sparsity`` and ``changed_params``; ``anchors/``
+    has full values. Other than there, a version has a file per rank, an anchor's tensors are the
+    rank's rows (``parts`` in the header tells of which), a difference leads to each anchor but the
+    first too, frozen parameters are in ``frozen/`` once and no anchor repeats them, and the header
+    has a checksum of the file.
+
+    Each rank keeps what it published last in host memory: of the followed parameters its shards.
+
+    Args:
+        model: A cached model.
+        place: A folder that all ranks and readers see, or whatever fsspec names (``s3://…``).
+        anchor_every: Versions from one anchor to the next; those who join read the last.
+        compressed: Differences of all parameters in one coded tensor instead, for
+            ``fcdp.Subscriber`` alone: a tenth of the bytes, near their entropy.
+        trainable_only: Leave frozen parameters out, as readers of adapters have them.
+        dtype: What parameters are rounded to; ``None``: what each is gathered in.
+
+    Returns:
+        Bytes and words of all ranks.
+
+    Raises:
+        ValueError: For ``anchor_every`` below 1, and where nothing is to be published.
+        ImportError: Without safetensors.
+        RuntimeError: On every rank if any rank could not write; the next publication starts anew.
+
+    Example:
+        >>> first = fcdp.publish(model, directory)
+        >>> model(torch.ones(1, 8)).sum().backward()
+        >>> optimizer.step()
+        >>> fcdp.publish(model, directory).version
+        2
+        >>> reader = fcdp.Subscriber(directory)
+        >>> reader.update(), sorted(reader.state)[0]
+        (2, 'blocks.0.bias')
+    """
+    if anchor_every < 1:
+        raise ValueError(f"anchor_every = {anchor_every}: must be 1 or more")
+    library()
+    engine = engine_of(model)
+    engine.staleness.conclude()
+    options = _Options(os.fspath(place), anchor_every, compressed, trainable_only, dtype)
+    # Taken out: one that does not get to its end is not gone on with.
+    publisher = _publishers.get(model, {}).pop(options, None)
+    if publisher is None:
+        publisher = _Publisher(model, engine, options)
+    published = publisher.publish(model)
+    _publishers[model] = {options: publisher}
+    return published
+
+
+@dataclass(frozen=True)
+class _Options:
+    place: str
+    anchor_every: int
+    compressed: bool
+    trainable_only: bool
+    dtype: torch.dtype | None
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """This rank's parts of the model; equal to others as long as a difference tells all."""
+
+    #: Data type by part: what is trained, and buffers.
+    followed: dict[Part, torch.dtype]
+    #: Checksum by part.
+    frozen: dict[Part, int]
+    dtypes: dict[str, torch.dtype]
+    blocks: dict[Part, torch.Tensor] = field(compare=False)
+
+
+class _Publisher:
+    """One rank's side of publishing one model to one place."""
+
+    def __init__(self, model: nn.Module, engine: Engine, options: _Options) -> None:
+        self._engine = engine
+        self._options = options
+        meshes = {param.device_mesh for param in model.parameters() if isinstance(param, DTensor)}
+        ranks = sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
+        self._part, self._parts = ranks.index(dist.get_rank()), len(ranks)
+        self._what = f"place = {options.place}"
+        self._place = on_all_ranks(self._what, engine.topology, lambda: Place(options.place))
+        highest = [on_all_ranks(self._what, engine.topology, self._place.highest)]
+        # All go on behind what the first has found: another may see a part of the next already.
+        mesh = max(meshes, key=lambda mesh: mesh.ndim)
+        for dim in range(mesh.ndim):
+            dist.broadcast_object_list(highest, group=mesh.get_group(dim), group_src=0)
+        self._version = highest[0]
+        self._contents: _Contents | None = None
+        #: Versions of the last anchor, and of what is frozen.
+        self._anchored = self._froze = 0
+        #: By dtype, what readers of the last version hold of this rank's parts, flat.
+        self._sent: dict[torch.dtype, torch.Tensor] = {}
+
+    def publish(self, model: nn.Module) -> Publication:
+        options, topology = self._options, self._engine.topology
+        contents = self._contents_of(model)
+        (renewed,) = any_rank([contents != self._contents], topology)
+        self._contents = contents
+        self._version += 1
+        anchors = renewed or self._version - self._anchored >= options.anchor_every
+        by_dtype = defaultdict(list)
+        for part, dtype in contents.followed.items():
+            by_dtype[dtype].append(part)
+        now = {
+            dtype: flattened([contents.blocks[part] for part in parts], dtype)
+            for dtype, parts in by_dtype.items()
+        }
+        total = sum(values.numel() for values in now.values())
+        if anchors:
+            self._anchored = self._version
+        if renewed:
+            self._froze = 0 if options.trainable_only else self._version
+
+        def write() -> list[int]:
+            changed, delta_bytes, anchor_bytes = total, 0, 0
+            if renewed and not options.trainable_only:
+                anchor_bytes += self._put_whole("frozen", contents.frozen)
+            if anchors:
+                anchor_bytes += self._put_whole("anchors", contents.followed)
+            if not renewed:
+                tensors, names, changed = self._difference(by_dtype, now)
+                sparsity = 1 - changed / max(1, total)
+                about = {"sparsity": f"{sparsity:.6f}", "changed_params": json.dumps(names)}
+                delta_bytes = self._put("deltas", tensors, {"sparse": "True", **about})
+            return [total, changed, delta_bytes, anchor_bytes]
+
+        counts = on_all_ranks(self._what, topology, write)
+        self._sent = now
+        sums = on_every_rank(torch.tensor(counts, device="cpu"), topology).sum(0)
+        return Publication(self._version, *map(int, sums.tolist()))
+
+    def _contents_of(self, model: nn.Module) -> _Contents:
+        gathered = {
+            id(param): dtype
+            for unit in self._engine.units
+            for param, (_, dtype) in zip(unit.params, unit.parts, strict=True)
+        }
+        found = _Contents({}, {}, {}, {})
+        tensors = split(model)[0]
+        if self._options.trainable_only:
+            tensors = {name: each for name, each in tensors.items() if each.requires_grad}
+        if not tensors:
+            raise ValueError("model: no parameter has requires_grad: nothing is to be published")
+        for name, value in tensors.items():
+            block = value.to_local() if isinstance(value, DTensor) else value
+            part = _part_of(name, value)
+            if part is None or not (self._part == 0 or isinstance(value, DTensor)):
+                continue  # another rank's
+            found.blocks[part] = block.detach()
+            dtype = self._options.dtype or gathered.get(id(value), value.dtype)
+            found.dtypes[name] = dtype if value.is_floating_point() else value.dtype
+            if isinstance(value, nn.Parameter) and not value.requires_grad:
+                found.frozen[part] = int(checksum(block.detach()))
+            else:
+                found.followed[part] = found.dtypes[name]
+        return found
+
+    def _put_whole(self, kind: Kind, parts: Iterable[Part]) -> int:
+        contents = self._contents
+        assert contents is not None
+        tensors = {
+            part.name: flattened([contents.blocks[part]], contents.dtypes[part.name]).view(
+                part.sizes
+            )
+            for part in parts
+        }
+        lie = json.dumps({part.name: [part.shape, part.offsets] for part in parts})
+        about = {"sparse": "False", "sparsity": "0.0", "parts": lie, "frozen": str(self._froze)}
+        return self._put(kind, tensors, about)
+
+    def _put(
+        self, kind: Kind, tensors: Mapping[str, torch.Tensor], about: Mapping[str, str]
+    ) -> int:
+        data = pack(tensors, {"model_version": str(self._version), **about})
+        self._place.write(File(kind, self._version, self._part, self._parts), data)
+        return len(data)
+
+    def _difference(
+        self,
+        by_dtype: Mapping[torch.dtype, Sequence[Part]],
+        now: Mapping[torch.dtype, torch.Tensor],
+    ) -> tuple[dict[str, torch.Tensor], list[str], int]:
+        """Tensors of the file, names of what changed (not where it is compressed), and words."""
+        tensors: dict[str, torch.Tensor] = {}
+        names, changed = [], 0
+        for dtype, parts in by_dtype.items():
+            new, old = now[dtype], self._sent[dtype]
+            differs = words(new) != words(old)
+            count = int(differs.sum())
+            changed += count
+            if count and self._options.compressed and dtype in message.DTYPES:
+                told = message.write(new, old, self._version - 1, "ordered")
+                tensors[f"{COMPRESSED}{dtype}"] = told
+                continue
+            sizes = [part.numel for part in parts]
+            for part, values, flags in zip(
+                parts, new.split(sizes), differs.split(sizes), strict=True
+            ):
+                if (at := places(flags)).numel():
+                    tensors[f"{part.name}.indices"] = part.flat(at)
+                    tensors[f"{part.name}.values"] = values.index_select(0, at)
+                    names.append(part.name)
+        return tensors, names, changed
+
+
+def _part_of(name: str, value: torch.Tensor) -> Part | None:
+    """What this rank publishes of a tensor; nothing of a copy that another has first."""
+    if not isinstance(value, DTensor):
+        return Part(name, tuple(value.shape), (0,) * value.ndim, tuple(value.shape))
+    (chunk,) = value.__create_chunk_list__()
+    place = value.device_mesh.get_coordinate() or ()
+    copies = [at for at, how in zip(place, value.placements, strict=True) if how.is_replicate()]
+    if any(copies) or not chunk.sizes.numel():
+        return None
+    return Part(name, tuple(value.shape), tuple(chunk.offsets), tuple(chunk.sizes))
+
+
+_publishers: WeakKeyDictionary[nn.Module, dict[_Options, _Publisher]] = WeakKeyDictionary()

@@ -1,0 +1,178 @@
+"""Reading what a trainer publishes, in any process that has torch and safetensors."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, MutableMapping
+
+import torch
+
+from fcdp.delta import message
+from fcdp.publication.parts import Part, flattened
+from fcdp.publication.patch import COMPRESSED, library, unpack
+from fcdp.publication.place import File, Place
+
+#: A tensor of the state, which of its flat elements change (``None``: a block of it), and to what.
+_Write = tuple[str, torch.Tensor | Part, torch.Tensor]
+
+
+class Subscriber:
+    """Follows what ``fcdp.publish`` writes, bit for bit, in a ``state_dict`` of plain tensors.
+
+    Tensors that are there are written in place, so that a model's own ``state_dict()`` updates the
+    model; those that are not are added.
+
+    Args:
+        place: As of ``fcdp.publish``.
+        state: Tensors by name, of the published dtypes; ``None``: an empty one, which the first
+            anchor fills.
+
+    Attributes:
+        state: The tensors.
+        version: What they hold; ``None`` before the first.
+
+    Raises:
+        ImportError: Without safetensors.
+
+    Example:
+        >>> _ = fcdp.publish(model, directory)
+        >>> reader = fcdp.Subscriber(directory)
+        >>> reader.update()
+        1
+        >>> reader.state["blocks.0.weight"].shape
+        torch.Size([8, 8])
+    """
+
+    def __init__(
+        self,
+        place: str | os.PathLike[str],
+        state: MutableMapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        library()
+        self._place = Place(place)
+        self.state: MutableMapping[str, torch.Tensor] = {} if state is None else state
+        self.version: int | None = None
+        self._frozen = 0
+        #: Of each rank, the parts by dtype whose differences it tells together.
+        self._parts: list[dict[str, list[Part]]] = []
+
+    def update(self) -> int | None:
+        """Apply all that is whole: differences, or an anchor where they do not lead on from here.
+
+        Nothing of a version is applied before all of it has been read and checked.
+
+        Returns:
+            The version that the state holds now; ``None`` if there is none yet.
+
+        Raises:
+            ValueError: For a damaged file, or one that does not fit the state, and no later anchor.
+            RuntimeError: Where versions are missing that later ones lead from. After either the
+                state holds ``version`` still; the next anchor heals it.
+        """
+        deltas, anchors = self._place.whole("deltas"), self._place.whole("anchors")
+        newest = max([*deltas, *anchors], default=0)
+        while (self.version or 0) < newest:
+            wrong: ValueError | RuntimeError = RuntimeError(
+                f"{self._place.name}: has versions up to {newest}, and nothing that leads on from "
+                f"{self.version}; the next anchor will"
+            )
+            if self.version is not None and self.version + 1 in deltas:
+                try:
+                    self._apply_difference(deltas[self.version + 1])
+                    continue
+                except ValueError as error:
+                    wrong = error
+            latest = max(anchors, default=0)
+            if latest <= (self.version or 0):
+                raise wrong
+            self._apply_anchor(anchors[latest])
+        return self.version
+
+    def _apply_difference(self, files: list[File]) -> None:
+        assert self.version is not None
+        writes: list[_Write] = []
+        for file in files:
+            tensors, _ = self._read(file)
+            for key, told in tensors.items():
+                if key.startswith(COMPRESSED):
+                    parts = self._parts[file.part][key.removeprefix(COMPRESSED)]
+                    blocks = [part.of(self.state[part.name]) for part in parts]
+                    row = flattened(blocks, blocks[0].dtype)
+                    message.read(told, row, self.version)
+                    values = row.split([part.numel for part in parts])
+                    writes += [
+                        (part.name, part, value) for part, value in zip(parts, values, strict=True)
+                    ]
+                elif key.endswith(".indices"):
+                    name = key.removesuffix(".indices")
+                    writes.append((name, told.long(), tensors[f"{name}.values"]))
+        self._write(writes)
+        self.version = files[0].version
+
+    def _apply_anchor(self, files: list[File]) -> None:
+        read = [self._read(file) for file in files]
+        frozen = int(read[0][1]["frozen"])
+        writes: list[_Write] = []
+        parts = []
+        for tensors, about in read:
+            by_dtype: dict[str, list[Part]] = {}
+            for part, values in _blocks(tensors, about):
+                by_dtype.setdefault(str(values.dtype), []).append(part)
+                writes.append((part.name, part, values))
+            parts.append(by_dtype)
+        if frozen not in (0, self._frozen):
+            files_of = self._place.whole("frozen")
+            if frozen not in files_of:
+                raise RuntimeError(
+                    f"{self._place.name}: has no whole version {frozen} of the frozen parameters, "
+                    f"which belong to {files[0].version}"
+                )
+            for file in files_of[frozen]:
+                writes += [(part.name, part, values) for part, values in _blocks(*self._read(file))]
+        self._write(writes)
+        self._parts, self._frozen, self.version = parts, frozen, files[0].version
+
+    def _read(self, file: File) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        path = self._place.path(file)
+        tensors, about = unpack(self._place.read(file), path)
+        if int(about["model_version"]) != file.version:
+            raise ValueError(f"{path}: is of version {about['model_version']}: was it renamed?")
+        return tensors, about
+
+    def _write(self, writes: list[_Write]) -> None:
+        """Write all or, where one does not fit, nothing."""
+        added: dict[str, torch.Tensor] = {}
+        for name, where, values in writes:
+            there = self.state.get(name, added.get(name))
+            if there is None and isinstance(where, Part):
+                added[name] = torch.empty(where.shape, dtype=values.dtype, device="cpu")
+                continue
+            if (
+                there is None
+                or there.dtype != values.dtype
+                or not there.is_contiguous()
+                or (isinstance(where, Part) and there.shape != where.shape)
+            ):
+                is_there = "missing" if there is None else f"{there.dtype} {tuple(there.shape)}"
+                raise ValueError(
+                    f"state: {name} is {is_there}; must be contiguous, and as published: "
+                    f"{values.dtype}{where.shape if isinstance(where, Part) else ''}"
+                )
+        self.state.update(added)
+        with torch.no_grad():
+            for name, where, values in writes:
+                whole = self.state[name]
+                if isinstance(where, Part):
+                    where.of(whole).copy_(values.view(where.sizes))
+                else:
+                    flat = whole.view(-1)
+                    flat.index_copy_(0, where.to(flat.device), values.to(flat.device))
+
+
+def _blocks(
+    tensors: Mapping[str, torch.Tensor], about: Mapping[str, str]
+) -> Iterator[tuple[Part, torch.Tensor]]:
+    for name, (shape, offsets) in json.loads(about["parts"]).items():
+        values = tensors[name]
+        yield Part(name, tuple(shape), tuple(offsets), tuple(values.shape)), values

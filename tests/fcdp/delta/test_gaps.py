@@ -1,0 +1,93 @@
+"""Numbers arrive, near their entropy, or are refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fcdp.delta import difference, gaps
+from fcdp.delta.difference import CHUNK, Coding, apply, encode
+
+CODINGS: tuple[Coding, ...] = ("entropy", "ordered")
+
+
+def _drawn(count: int, share: float) -> torch.Tensor:
+    """±1 mostly, larger ones at times."""
+    signs = torch.randint(2, (count,)) * 2 - 1
+    sizes = torch.where(torch.rand(count) < 0.05, torch.randint(1, 300, (count,)), 1)
+    return (signs * sizes * (torch.rand(count) < share)).to(torch.int16)
+
+
+def _arrives(new: torch.Tensor, base: torch.Tensor, coding: Coding) -> int:
+    encoded = encode(new, base, coding)
+    assert encoded.numel() <= difference.capacity(new.numel())
+    out = base.clone()
+    longer = torch.cat([encoded, encoded.new_full((5,), 255)])
+    assert apply(longer, out) == encoded.numel()
+    assert torch.equal(out, new)
+    return encoded.numel()
+
+
+@pytest.mark.parametrize("coding", CODINGS)
+@pytest.mark.parametrize("share", [0.0, 1e-4, 0.01, 0.3, 1.0])
+def test_numbers_arrive(share: float, coding: Coding) -> None:
+    for count in (0, 1, 127, 5000, CHUNK + 3):
+        base = torch.randn(count).bfloat16().view(torch.int16)
+        _arrives(base + _drawn(count, share), base, coding)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9000), st.integers(-(2**15), 2**15 - 1)), max_size=30),
+    st.sampled_from(CODINGS),
+)
+def test_any_gaps_arrive(runs: list[tuple[int, int]], coding: Coding) -> None:
+    numbers = [number for zeros, last in runs for number in (*[0] * zeros, last)]
+    base = torch.arange(len(numbers), dtype=torch.int32).to(torch.int16)
+    _arrives(base + torch.tensor(numbers, dtype=torch.int16), base, coding)
+
+
+@pytest.mark.parametrize("share", [0.008, 0.05, 0.12])
+def test_they_take_hardly_more_than_their_entropy(share: float) -> None:
+    count = 8 * CHUNK
+    numbers = _drawn(count, share)
+    _, counts = numbers.unique(return_counts=True)
+    frequencies = counts / count
+    entropy = float(-(frequencies * frequencies.log2()).sum())
+    base = torch.zeros(count, dtype=torch.int16)
+    bits = 8 * _arrives(numbers, base, "entropy") / count
+    assert bits <= 1.2 * entropy
+    packed = 8 * encode(numbers, base).numel() / count
+    assert bits < 0.7 * packed
+    # What changes depends on the old word's magnitude: told in its order it takes less.
+    small = (torch.rand(count) < 0.5).short()
+    words = (small * 0x3000 + (1 - small) * 0x3C00).short()
+    some = numbers * small
+    ordered = _arrives(words + some, words, "ordered")
+    assert ordered < 0.97 * _arrives(words + some, words, "entropy")
+
+
+def test_what_cannot_have_been_written_is_refused() -> None:
+    numbers = _drawn(5000, 0.1)
+    sizes, data = gaps.write(numbers, 8)
+
+    def refused(sizes: gaps.Sizes, data: torch.Tensor, count: int = 5000) -> bool:
+        return not gaps.read(sizes, data, torch.zeros(count, dtype=torch.int16))
+
+    assert not refused(sizes, data)
+    assert refused(sizes, data[:-1])
+    assert refused(sizes, data, count=1000)
+    for tokens, others in ((-1, 0), (0, -1), (1, 1), (2**30, 0)):
+        assert refused(sizes._replace(tokens=tokens, others=others), data)
+    assert refused(sizes._replace(tokens=sizes.tokens + 1), data)
+    assert refused(sizes._replace(others=sizes.others + 1), data)
+    base = torch.zeros(5000, dtype=torch.int16)
+    encoded = encode(numbers, base, "entropy")
+    for place in range(4, encoded.numel(), 7):
+        damaged = encoded.clone()
+        damaged[place] ^= 64
+        try:  # whatever is not refused here, the checksum of the version refuses
+            apply(damaged, base.clone())
+        except ValueError:
+            continue

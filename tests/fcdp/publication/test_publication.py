@@ -1,0 +1,351 @@
+"""What readers hold is what the trainer has, to the bit, or an earlier version, whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from safetensors import safe_open
+from torch.distributed.tensor import DTensor
+
+import fcdp
+from fcdp import durable
+from tests.fcdp.training import (
+    Settings,
+    TinyLM,
+    batches,
+    loss_of,
+    make_model,
+    shard_with_fcdp,
+    topology_of,
+    whole,
+)
+from tests.ranks import Pools, RankFailure, RankPool
+
+pytestmark = pytest.mark.ranks
+
+BF16 = Settings(param_dtype=torch.bfloat16)
+LORA = Settings(adapter_rank=3, param_dtype=torch.bfloat16)
+
+
+def held(model: TinyLM, settings: Settings) -> dict[str, torch.Tensor]:
+    """What the forward computes with, whole."""
+    return {
+        name: whole(value).detach().to(settings.param_dtype).clone()
+        for name, value in model.state_dict().items()
+        if name != "head.weight"  # tied
+    }
+
+
+def equal(actual: Any, expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(actual[name].view(torch.uint8), value.view(torch.uint8)), name
+
+
+@dataclass
+class Run:
+    """A model in training whose rank publishes it."""
+
+    settings: Settings
+    place: Any
+    options: dict[str, Any]
+    rate: float = 1e-6
+
+    def __post_init__(self) -> None:
+        self.topology = topology_of(self.settings.nodes, self.settings.ranks_per_node)
+        self.model = shard_with_fcdp(make_model(self.settings), self.topology, self.settings)
+        params = [param for param in self.model.parameters() if param.requires_grad]
+        self.optimizer = torch.optim.AdamW(params, lr=self.rate)
+        self.data = batches(self.settings, self.topology.rank)
+
+    def step(self) -> None:
+        loss_of(self.model, next(self.data)).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def publish(self) -> fcdp.Publication:
+        return fcdp.publish(self.model, self.place, **self.options)
+
+
+def train_and_read(
+    settings: Settings, place: Any, options: dict[str, Any], steps: int
+) -> tuple[list[fcdp.Publication], dict[str, torch.Tensor]]:
+    """One rank follows, and compares after each step."""
+    run = Run(settings, place, options)
+    reader = fcdp.Subscriber(place)
+    published = []
+    for version in range(1, steps + 1):
+        published.append(run.publish())
+        now = held(run.model, settings)
+        if run.topology.rank == 1:
+            assert reader.update() == version
+            equal(reader.state, now)
+        run.step()
+    return published, now
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("nodes", [(2, 1), (2, 2)])
+def test_each_version_is_read_bit_for_bit(
+    ranks: Pools, tmp_path: Path, nodes: tuple[int, int], compressed: bool
+) -> None:
+    settings = Settings(*nodes, param_dtype=torch.bfloat16)
+    options = {"anchor_every": 4, "compressed": compressed}
+    results = ranks.run(settings.world_size, train_and_read, settings, tmp_path, options, 7)
+    published, last = results[0]
+    assert all(others == published for others, _ in results)
+    late = fcdp.Subscriber(tmp_path)
+    assert late.update() == 7
+    equal(late.state, last)
+    anchors = [each.version for each in published if each.anchor_bytes]
+    assert anchors == [1, 5]
+    assert 0 < published[3].changed < published[3].words
+    files = {path.name for path in (tmp_path / "deltas").iterdir()}
+    assert len(files) == 6 * settings.world_size
+
+
+def test_files_are_those_of_trl(ranks: Pools, tmp_path: Path) -> None:
+    """Read as TRL's and vLLM's side reads them: names and flat indices, no word of ours."""
+    results = ranks.run(4, train_and_read, BF16, tmp_path, {"anchor_every": 99}, 2)
+    first = fcdp.Subscriber(tmp_path / "before")
+    shutil.copytree(tmp_path / "anchors", tmp_path / "before" / "anchors")
+    shutil.copytree(tmp_path / "frozen", tmp_path / "before" / "frozen")
+    assert first.update() == 1
+    changed = 0
+    for path in sorted((tmp_path / "deltas").iterdir()):
+        with safe_open(path, framework="pt") as file:
+            about = file.metadata()
+            assert (about["sparse"], about["model_version"]) == ("True", "2")
+            for name in json.loads(about["changed_params"]):
+                indices = file.get_tensor(f"{name}.indices")
+                assert indices.dtype == torch.int32
+                changed += indices.numel()
+                first.state[name].view(-1)[indices.long()] = file.get_tensor(f"{name}.values")
+    equal(first.state, results[0][1])
+    assert changed == results[0][0][1].changed > 0
+
+
+def train_adapters(place: Path, trainable_only: bool) -> list[fcdp.Publication]:
+    run = Run(LORA, place, {"trainable_only": trainable_only, "anchor_every": 2}, rate=1e-3)
+    reader = fcdp.Subscriber(place)
+    published = []
+    for step in range(4):
+        published.append(run.publish())
+        now = held(run.model, LORA)
+        if trainable_only:
+            now = {
+                name: value for name, value in now.items() if "first" in name or "second" in name
+            }
+        if run.topology.rank == 0:
+            reader.update()
+            equal(reader.state, now)
+            late = fcdp.Subscriber(place)
+            late.update()
+            equal(late.state, now)
+        run.step()
+        if step == 2:  # unseen, of what is frozen, on one rank
+            if run.topology.rank == 3:
+                param = run.model.blocks[1].up.weight
+                assert isinstance(param, DTensor)
+                param.detach().to_local().add_(1)
+            fcdp.invalidate(run.model)
+    return published
+
+
+@pytest.mark.parametrize("trainable_only", [False, True])
+def test_frozen_parameters_are_written_once_or_when_they_change(
+    ranks: Pools, tmp_path: Path, trainable_only: bool
+) -> None:
+    first, _, third, last = ranks.run(4, train_adapters, tmp_path, trainable_only)[0]
+    if trainable_only:
+        assert not (tmp_path / "frozen").exists()
+        assert last.changed < last.words
+    else:
+        assert first.anchor_bytes > third.anchor_bytes > 0
+        assert last.anchor_bytes > third.anchor_bytes
+        assert last.delta_bytes == 0
+
+
+def publish_versions(place: Path, versions: int) -> dict[str, torch.Tensor]:
+    run = Run(BF16, place, {"anchor_every": 4, "compressed": True})
+    for _ in range(versions):
+        run.step()
+        run.publish()
+    return held(run.model, BF16)
+
+
+def test_gaps_and_damage_are_refused_until_an_anchor_heals_them(
+    ranks: Pools, tmp_path: Path
+) -> None:
+    last = ranks.run(4, publish_versions, tmp_path / "all", 6)[0]
+
+    def read_after(damage: Any, upto: int) -> fcdp.Subscriber:
+        """Follow to version 2, and on where some later files are damaged."""
+        place = tmp_path / "some"
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(tmp_path / "all", place)
+        later = [path for path in place.rglob("step_*") if int(path.name[5:11]) > 2]
+        hidden = {path: path.read_bytes() for path in later}
+        for path in later:
+            path.unlink()
+        reader = fcdp.Subscriber(place)
+        assert reader.update() == 2
+        for path, data in hidden.items():
+            if int(path.name[5:11]) <= upto:
+                path.write_bytes(data)
+        damage(place / "deltas" / "step_000003-00002-of-00004.safetensors")
+        return reader
+
+    def flip(at: int) -> Any:
+        def write(path: Path) -> None:
+            data = bytearray(path.read_bytes())
+            data[at] ^= 16
+            path.write_bytes(data)
+
+        return write
+
+    damages = [flip(3), flip(40), flip(-1), lambda path: path.write_bytes(path.read_bytes()[:-1])]
+    for damage in [*damages, lambda path: path.write_bytes(b"")]:
+        reader = read_after(damage, upto=4)
+        before = {name: value.clone() for name, value in reader.state.items()}
+        with pytest.raises(ValueError, match=r"step_000003-00002-of-00004.safetensors: damaged"):
+            reader.update()
+        assert reader.version == 2
+        equal(reader.state, before)
+        reader = read_after(damage, upto=6)
+        assert reader.update() == 6
+        equal(reader.state, last)
+    reader = read_after(Path.unlink, upto=3)
+    assert reader.update() == 2  # not whole yet
+    reader = read_after(Path.unlink, upto=4)
+    with pytest.raises(RuntimeError, match="nothing that leads on from 2"):
+        reader.update()
+    reader = read_after(Path.unlink, upto=6)
+    assert reader.update() == 6
+    equal(reader.state, last)
+
+
+def test_a_state_that_does_not_fit_is_left_alone(ranks: Pools, tmp_path: Path) -> None:
+    ranks.run(4, publish_versions, tmp_path, 1)
+    state = {"norm.weight": torch.ones(5, dtype=torch.bfloat16)}
+    with pytest.raises(ValueError, match=r"norm.weight is torch.bfloat16 \(5,\); must be"):
+        fcdp.Subscriber(tmp_path, state).update()
+    assert [*state] == ["norm.weight"]
+
+
+def fail_once(place: Path) -> list[int]:
+    run = Run(BF16, place, {})
+    run.publish()
+    run.step()
+    replace = durable.replace
+    if run.topology.rank == 2:
+
+        def full(path: Path, data: bytes) -> None:
+            raise OSError(28, "No space left on device", str(path))
+
+        durable.replace = full
+    try:
+        with pytest.raises((OSError, RuntimeError), match="No space left on device"):
+            run.publish()
+    finally:
+        durable.replace = replace
+    reader = fcdp.Subscriber(place)
+    versions = [reader.update() or 0]
+    run.step()
+    run.publish()
+    versions.append(reader.update() or 0)
+    equal(reader.state, held(run.model, BF16))
+    return versions
+
+
+def test_a_rank_that_cannot_write_stops_all_and_the_next_starts_anew(
+    ranks: Pools, tmp_path: Path
+) -> None:
+    assert ranks.run(4, fail_once, tmp_path)[0] == [1, 3]
+
+
+def publish_and_die(place: Path, rank: int, killed_at: int) -> None:
+    """Publish a first version, and a second one in which one rank kills itself at some write."""
+    run = Run(Settings(2, 1, param_dtype=torch.bfloat16), place, {"compressed": True})
+    run.publish()
+    torch.save(held(run.model, BF16), f"{place}-expected")
+    run.step()
+    now = held(run.model, BF16)
+    if run.topology.rank == 0:
+        torch.save(now, f"{place}-next")
+    steps: list[None] = []
+
+    def follow(event: str, args: tuple[Any, ...]) -> None:
+        if event in ("open", "os.rename") and str(place) in str(args[0]):
+            steps.append(None)
+            if len(steps) == killed_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    if run.topology.rank == rank:
+        sys.addaudithook(follow)
+    run.publish()
+
+
+def test_writers_that_are_killed_leave_versions_whole(
+    ranks: Pools, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """At the draft, its renaming and the flush after it; then another run goes on there."""
+    places = [(rank, at) for rank in (0, 1) for at in (1, 2, 3, 4)]
+    if not request.config.getoption("--exhaustive"):
+        places = [(0, 1), (1, 2), (0, 3)]
+    for rank, killed_at in places:
+        place = tmp_path / f"{rank}-{killed_at}"
+        pool = RankPool(2)
+        with pytest.raises(RankFailure, match="its process has ended"):
+            pool.run(publish_and_die, place, rank, killed_at)
+        pool.close()
+        reader = fcdp.Subscriber(place)
+        version = reader.update()
+        names = {1: "expected", 2: "next"}
+        assert version in names, (rank, killed_at)
+        equal(reader.state, torch.load(f"{place}-{names[version]}"))
+        last = ranks.run(4, publish_versions, place, 2)[0]
+        assert (reader.update() or 0) >= 3
+        equal(reader.state, last)
+
+
+def publish_to_memory() -> None:
+    """A file system that fsspec names, inside one process."""
+    run = Run(Settings(1, 1, param_dtype=torch.bfloat16), "memory://rollouts/run", {})
+    reader = fcdp.Subscriber(run.place)
+    for _ in range(3):
+        run.publish()
+        reader.update()
+        equal(reader.state, held(run.model, BF16))
+        run.step()
+    names = fsspec.filesystem("memory").find("/rollouts/run/deltas")
+    assert len(names) == 2
+
+
+def test_any_file_system_of_fsspec(ranks: Pools) -> None:
+    ranks.run(1, publish_to_memory)
+
+
+def refuse() -> None:
+    run = Run(BF16, "unused", {"anchor_every": 0})
+    with pytest.raises(ValueError, match="anchor_every = 0: must be 1 or more"):
+        run.publish()
+    run.options = {"trainable_only": True}
+    for param in run.model.parameters():
+        param.requires_grad_(False)
+    with pytest.raises(ValueError, match="no parameter has requires_grad"):
+        run.publish()
+
+
+def test_mistakes_are_refused(ranks: Pools) -> None:
+    ranks.run(4, refuse)
