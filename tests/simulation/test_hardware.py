@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from simulation import hardware
-from simulation.compute import Row, rates_of, read_rows, run_of, with_rates
+from simulation.compute import rates_of, with_rates
 from simulation.hardware import CARDS, cluster, gpu, gpu_of, reported, share_of_peak
 from simulation.imitated.records import MemoryRecord
 from simulation.imitated.records import read as read_study
+from simulation.measured import Row, read_rows, run_of
 from simulation.models import shape
 from simulation.planner.plan import plan
 from simulation.planner.rent import Instance
@@ -135,7 +136,7 @@ def test_without_a_row_nothing_stands_in_for_it() -> None:
 
 
 def label(row: Row) -> str:
-    return f"{row.gpu}-{row.model}-{row.gpus}-{row.sequence_length}x{row.micro_batch}"
+    return f"{row.source[:12]}-{row.gpu}-{row.model}-{row.gpus}-{row.length}x{row.micro_batch}"
 
 
 @pytest.mark.parametrize("row", read_rows(), ids=label)

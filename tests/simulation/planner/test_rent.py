@@ -95,7 +95,7 @@ def test_each_offer_is_checked_with_the_global_batch() -> None:
             "nothing fits, .*lacks",
         ),
         ({"tokens": 1e13}, 1.0, r"2 kinds .* late: the soonest, 8 × p one, would compute for"),
-        ({"tokens": 1.08e9}, 1.0, r"2 kinds .* late: the soonest, 8 × p one, takes \S+ hours"),
+        ({"tokens": 1.2e9}, 1.0, r"2 kinds .* late: the soonest, 8 × p one, takes \S+ hours"),
         ({"global_batch": 16, "micro_batches": (4,)}, None, "global_batch = 16: is no multiple"),
     ],
 )
