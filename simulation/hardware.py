@@ -146,6 +146,32 @@ def card(name: str) -> Card:
         raise ValueError(f"gpu = {name!r}: allowed are {', '.join(CARDS)}") from None
 
 
+def described(text: str) -> str:
+    """Add the GPU ``NAME:tflops=71,gb=24,gb_s=936`` to the table; return its name.
+
+    ``pcie_gb_s`` (31.5) and ``nvlink_gb_s`` are of one direction, ``like`` is the GPU by whose
+    shares it computes (a100-80gb). Raises ``ValueError`` for what is missing or not known.
+    """
+    name, _, said = text.partition(":")
+    given = dict(one.partition("=")[::2] for one in said.split(","))
+    row = {"pcie_gb_s": "31.5", "nvlink_gb_s": "", "like": "a100-80gb"} | given
+    allowed = {"tflops", "gb", "gb_s", "pcie_gb_s", "nvlink_gb_s", "like"}
+    try:
+        if not name or set(row) != allowed or row["like"] not in CARDS:
+            raise ValueError
+        more = {"memory_gb": row["gb"], "memory_gb_s": row["gb_s"], "driver": "(?!)"}
+        reported = str(int(float(row["gb"]) * GB / _MIB))
+        CARDS[name] = _card(
+            row | more | {"name": name, "reported_mib": reported, "node_gbit_s": "1600"}
+        )
+    except ValueError:
+        raise ValueError(
+            f"gpu = {text!r}: allowed are {', '.join(CARDS)}, and NAME:tflops=71,gb=24,gb_s=936, "
+            "with pcie_gb_s, nvlink_gb_s and like"
+        ) from None
+    return name
+
+
 def gpu(name: str) -> Gpu:
     """The GPU of this name, by its data sheet; raises as ``card``."""
     return card(name).gpu

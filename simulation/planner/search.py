@@ -202,7 +202,7 @@ def rests_on(hardware: Hardware) -> str:
         return f"data sheet, of which {hardware.matmul_efficiency:.0%} are taken to be reached"
     span = f"{rates.lowest - 1:+.0%} to {rates.highest - 1:+.0%}"
     texts = {
-        "fitted": f"fitted to runs on {rates.measured_on}",
+        "fitted": f"fitted to runs on {rates.measured_on}; sources left out erred by",
         "nearest architecture": f"no run on {hardware.device.name} is known: data sheet, by the "
         f"shares that {rates.measured_on} reached",
         "preflight": "matrix products measured by preflight, the rest by the shares that "
@@ -210,7 +210,8 @@ def rests_on(hardware: Hardware) -> str:
         "preflight's block": "a transformer block measured by preflight, its parts by the shares "
         f"that {rates.measured_on} reached",
     }
-    return f"{texts[rates.basis]}; {span}"
+    text = texts[rates.basis]
+    return f"{text} {span}" if rates.basis == "fitted" else f"{text}; {span}"
 
 
 @dataclass(frozen=True)
