@@ -32,8 +32,9 @@ def fit_compute(
 ) -> None:
     """Fit the planner's rates of computation to published measurements, or check them on others.
 
-    Matrix products, attention and bytes through memory have a share of the data sheet per GPU;
-    what exchanges and scale cost is common to all. Rows that are not in bf16 are left out.
+    Matrix products have a share of the data sheet per GPU, attention and bytes through memory one
+    per architecture; what launches, exchanges and scale cost is common to all. Whole sources are
+    left out and predicted. Rows that are not in bf16 are left out.
     """
     console = terminal.console()
     try:
