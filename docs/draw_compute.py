@@ -13,13 +13,15 @@ _LOOKS = {
     "a100-40gb": ("#0072B2", "o"),
     "a100-80gb": ("#E69F00", "s"),
     "h100-sxm": ("#009E73", "^"),
+    "h100-96gb": ("#CC79A7", "v"),
+    "rtx4090": ("#D55E00", "D"),
 }
 #: The figure's limits; a run outside of them is drawn at the edge.
 _LEAST, _MOST = 0.8, 1.3
 
 
 def draw() -> Figure:
-    """Two panels by parameters: rows that the fit has seen, and rows of sizes that it has not."""
+    """Two panels by parameters: rows that the fit has seen, and rows of sources that it has not."""
     record = compute.read()
     with style():
         figure = Figure(figsize=(7.4, 3.0), layout="constrained")
@@ -37,8 +39,7 @@ def draw() -> Figure:
                     linewidths=0.8,
                 )
             ax.axhline(1, color="0.6", linewidth=0.8, zorder=0)
-            name = "the other half of the sizes" if held_out else "all rows, fitted"
-            check = record.check(name)
+            check = record.check(compute.SOURCES if held_out else "all rows, fitted")
             ax.set(
                 title=f"{'held out' if held_out else 'fitted'}: median error {check.median:.1%}, "
                 f"nine of ten within {check.nine_of_ten:.1%}",
@@ -52,7 +53,8 @@ def draw() -> Figure:
 
 
 def _parameters(one: Predicted) -> float:
-    return 12.0 * one.row.layers * one.row.width**2
+    model = one.row.shape()
+    return 1.0 * model.layers * model.block_parameters
 
 
 def _ratio(one: Predicted, *, held_out: bool) -> float:

@@ -16,7 +16,7 @@ import csv
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from math import inf, log2
+from math import inf
 from operator import add
 from pathlib import Path
 from types import MappingProxyType
@@ -45,14 +45,35 @@ _FRAGMENTED = 0.05
 #: programs and of transformers of this size; replace them by what ``preflight`` measures.
 LINK_EFFICIENCY = 0.8
 MATMUL_EFFICIENCY = 0.5
-#: Nodes at which what is lost with scale turns from linear to logarithmic.
-_MANY_NODES = 32
+#: Nodes beyond the first at which half of what can be lost with scale is.
+_MANY_NODES = 64
 
 
-#: Seconds of a message between nodes by fabric, as NCCL exchanges it: ours. With them a link has
-#: half of its rate at messages of latency × rate bytes, and all of it at long ones.
-FABRICS: Mapping[str, float] = MappingProxyType(
-    {"tcp": 50e-6, "roce": 10e-6, "infiniband": 6e-6, "unknown": 15e-6}
+@dataclass(frozen=True)
+class Fabric:
+    """What carries messages between nodes, as NCCL uses it: ours, where nothing was measured."""
+
+    #: Seconds of a message: a link has half of its rate at messages of latency × rate bytes.
+    latency_seconds: float
+    #: Share of the nominal rate that long messages reach.
+    reached: float
+    #: Most of a node: sockets are served by few threads, and published runs over TCP at 40, 50 and
+    #: 80 Gbit/s were all as fast as 25 Gbit/s allow.
+    most_bits_per_s: float = inf
+
+    def rate(self, nominal_bits_per_s: float) -> float:
+        """Bytes per second that a node reaches of its nominal rate."""
+        return min(self.reached * nominal_bits_per_s, self.most_bits_per_s) / 8
+
+
+FABRICS: Mapping[str, Fabric] = MappingProxyType(
+    {
+        "tcp": Fabric(50e-6, LINK_EFFICIENCY, 25e9),
+        "roce": Fabric(10e-6, 0.85),
+        "infiniband": Fabric(6e-6, 0.9),
+        "efa": Fabric(25e-6, 0.7),
+        "unknown": Fabric(15e-6, LINK_EFFICIENCY),
+    }
 )
 
 
@@ -125,6 +146,32 @@ def card(name: str) -> Card:
         raise ValueError(f"gpu = {name!r}: allowed are {', '.join(CARDS)}") from None
 
 
+def described(text: str) -> str:
+    """Add the GPU ``NAME:tflops=71,gb=24,gb_s=936`` to the table; return its name.
+
+    ``pcie_gb_s`` (31.5) and ``nvlink_gb_s`` are of one direction, ``like`` is the GPU by whose
+    shares it computes (a100-80gb). Raises ``ValueError`` for what is missing or not known.
+    """
+    name, _, said = text.partition(":")
+    given = dict(one.partition("=")[::2] for one in said.split(","))
+    row = {"pcie_gb_s": "31.5", "nvlink_gb_s": "", "like": "a100-80gb"} | given
+    allowed = {"tflops", "gb", "gb_s", "pcie_gb_s", "nvlink_gb_s", "like"}
+    try:
+        if not name or set(row) != allowed or row["like"] not in CARDS:
+            raise ValueError
+        more = {"memory_gb": row["gb"], "memory_gb_s": row["gb_s"], "driver": "(?!)"}
+        reported = str(int(float(row["gb"]) * GB / _MIB))
+        CARDS[name] = _card(
+            row | more | {"name": name, "reported_mib": reported, "node_gbit_s": "1600"}
+        )
+    except ValueError:
+        raise ValueError(
+            f"gpu = {text!r}: allowed are {', '.join(CARDS)}, and NAME:tflops=71,gb=24,gb_s=936, "
+            "with pcie_gb_s, nvlink_gb_s and like"
+        ) from None
+    return name
+
+
 def gpu(name: str) -> Gpu:
     """The GPU of this name, by its data sheet; raises as ``card``."""
     return card(name).gpu
@@ -163,7 +210,9 @@ class Rates(Checked):
     #: Rate at which bytes that are gathered or reduced take time from computation: by casts, copies
     #: into and out of buffers, and collectives' kernels.
     exchanged_bytes_per_s: Positive = inf
-    #: Share of the throughput that ``_MANY_NODES`` nodes more lose to one another's delays.
+    #: Seconds from a kernel to the next.
+    kernel_seconds: NotNegative = 0.0
+    #: Share of the throughput that ever more nodes lose to one another's delays.
     lost_with_scale: Share = 0.0
     #: Factors of tokens per second between which nine of ten measurements lay.
     lowest: Positive = 1.0
@@ -222,8 +271,8 @@ def share_of_peak(device: Gpu, share: float, sharing: int = 1) -> Rates:
 
 
 def scale(nodes: int) -> float:
-    """How far ``nodes`` are from one: linear up to ``_MANY_NODES``, then logarithmic."""
-    return log2(1 + (nodes - 1) / _MANY_NODES)
+    """Share of what can be lost with scale that so many nodes lose: linear first, then it ends."""
+    return (nodes - 1) / (nodes - 1 + _MANY_NODES)
 
 
 @dataclass(frozen=True)
@@ -313,7 +362,7 @@ class Hardware(Checked):
         return self.device.memory_bytes - self.device_reserve_bytes
 
     def over(self, fabric: str, oversubscription: float) -> Hardware:
-        """The same cluster over this fabric, of whose bandwidth nodes share so many times as much.
+        """The same cluster by data sheets over this fabric, which nodes share so many times over.
 
         Raises ``ValueError`` for a fabric that is not known, and for a factor below 1.
         """
@@ -321,10 +370,12 @@ class Hardware(Checked):
             raise ValueError(f"fabric = {fabric!r}: allowed are {', '.join(FABRICS)}")
         if not 1 <= oversubscription < float("inf"):
             raise ValueError(f"oversubscription = {oversubscription!r}: must be 1 or more")
+        of = FABRICS[fabric]
+        nominal = 8 * self.inter_bytes_per_s / LINK_EFFICIENCY
         return replace(
             self,
-            inter_latency_seconds=FABRICS[fabric],
-            inter_bytes_per_s=self.inter_bytes_per_s / oversubscription,
+            inter_latency_seconds=of.latency_seconds,
+            inter_bytes_per_s=of.rate(nominal) / oversubscription,
         )
 
     def with_inter_bandwidth(self, bits_per_s: float | None) -> Hardware:

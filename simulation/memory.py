@@ -16,13 +16,13 @@ from simulation.cycle import Held
 from simulation.cycle import held as of_cycle
 from simulation.hardware import Hardware
 from simulation.units import Layout, Unit, shard_numel
-from simulation.workload import Workload, block_bytes, kept_bytes, loss_bytes
+from simulation.workload import States, Workload, block_bytes, kept_bytes, loss_bytes
 
 if TYPE_CHECKING:
     from fcdp.cache.memory import Usage
 
 _MASTER_BYTES = 4
-_MOMENTS_BYTES = 8
+_MOMENTS_BYTES: Mapping[States, int] = {"fp32": 8, "bf16": 4, "int8": 2}
 #: Of workers that step apart: what a round began with, the outer momentum and what is exchanged.
 _OUTER_BYTES = 12
 #: While foreach AdamW steps: the roots of second moments, of all parameters that it is given.
@@ -153,6 +153,9 @@ def footprint(
     gradients, step = device.pop("gradients", 0.0), device.pop("optimizer step", 0.0)
     slices = _slices(schedule, cache, nodes, largest_slice)
     moments = _moments(workload, schedule, units, ranks, gradients, step, slices, held.in_flight)
+    if hardware.world_size == 1 and workload.states != "fp32":  # computed with as they are held
+        for moment in moments:
+            moment.pop("gathered", None)
     _, forward, *_ = moments
     fullest = max(moments, key=lambda moment: sum(moment.values()))
     return Footprint(
@@ -169,18 +172,22 @@ def _held(workload: Workload, schedule: Schedule, units: Layout, hardware: Hardw
         return of_cycle(workload, hardware.world_size)
     sharers = schedule.sharers(hardware.nodes, hardware.ranks_per_node)
     # FSDP2 shards fp32 parameters and gathers them in bf16; DeepSpeed shards bf16 beside a master.
-    stored = _MASTER_BYTES if schedule.shards_fp32 else workload.element_bytes
-    master = _MASTER_BYTES if stored < _MASTER_BYTES else 0
+    fp32 = workload.states == "fp32"
+    stored = _MASTER_BYTES if schedule.shards_fp32 and fp32 else workload.element_bytes
+    master = _MASTER_BYTES if stored < _MASTER_BYTES and fp32 else 0
+    moments = _MOMENTS_BYTES[workload.states]
     # Replicated adapters are stepped whole; what DeepSpeed replicates, it steps in shards.
     replicated = 0 if schedule.replicates_small else units.replicated
     stepped = (workload.trained - replicated) / sharers + replicated
     whole = (workload.parameters - replicated) / sharers + replicated
     frozen = 0.0 if workload.lora is None else min(float(stored), workload.frozen_bytes)
     gradients, step = _gradients_and_step(schedule, workload.element_bytes, stepped)
+    if not fp32:  # by a fused step, which keeps no roots; gradients are as the parameters are
+        gradients, step = stored * stepped, 0.0
     return Held(
         stored * stepped + frozen * (whole - stepped),
         gradients,
-        (_MOMENTS_BYTES + master) * stepped,
+        (moments + master) * stepped,
         step,
         outer=_OUTER_BYTES * stepped if schedule.averages else 0.0,
     )
@@ -296,11 +303,12 @@ def _cast(workload: Workload) -> int:
 
     What is frozen in bf16 is computed with as it is, and four bits a matrix at a time.
     """
+    trained = workload.trained if workload.states == "fp32" else 0
     if workload.lora is None or workload.frozen_dtype == "fp32":
-        return workload.parameters
+        return trained + workload.frozen
     if workload.frozen_dtype == "bf16":
-        return workload.trained
-    return workload.trained + max(matrix.size for matrix in workload.model.matrices)
+        return trained
+    return trained + max(matrix.size for matrix in workload.model.matrices)
 
 
 def _positive(parts: Mapping[str, float]) -> dict[str, float]:

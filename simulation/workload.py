@@ -11,6 +11,7 @@ of which fit by these figures: a test holds that.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,20 +25,35 @@ from simulation.transformer import Lora, Transformer
 #: Kernels: attention by matrix products; fused attention, as PyTorch has it; and fused norms,
 #: activation functions and loss besides, as a compiler or a library of such kernels makes them.
 Kernels = Literal["eager", "flash", "fused"]
-#: Whether backward computes a whole block again, or all but its matrix products and attention.
+#: Whether backward computes a whole block again, or all but attention and every second matrix
+#: product, as torchtitan does.
 Checkpointing = Literal["full", "selective"]
 #: What frozen parameters are held in: fp32 as FSDP2 has them unless told otherwise; bf16; blocks'
 #: matrices in 4 bits with doubly quantised scales (QLoRA), the rest in bf16.
 FrozenDtype = Literal["fp32", "bf16", "nf4"]
 ReduceDtype = Literal["same", "fp32"]
+#: Generation of the fused attention.
+Attention = Literal["flash-1", "flash-2", "flash-3"]
+#: What an optimizer keeps: parameters and moments in fp32; both in bf16, and no other copy; or
+#: parameters in bf16 and moments in 8 bits.
+States = Literal["fp32", "bf16", "int8"]
 Adapters = Literal["sharded", "replicated"]
 _NF4_BYTES = 0.5 + 0.127 / 8
 #: Operations of attention's backward per operation of its forward: a fused kernel computes the
 #: scores again.
 _ATTENTION_BACKWARD = 2.5
+#: Seconds of attention, by those of the second generation: the first took twice as many, the third
+#: takes two thirds (the papers on FlashAttention-2 and 3).
+_GENERATIONS: Mapping[Attention, float] = {"flash-1": 2.0, "flash-2": 1.0, "flash-3": 2 / 3}
+#: Bytes per element of AdamW: it reads parameter, gradient and two moments, and writes all but the
+#: gradient.
+_ADAM_BYTES: Mapping[States, int] = {"fp32": 28, "bf16": 14, "int8": 10}
 #: Bytes per head and earlier token where the scores are written out: scaled, masked, softmax.
 _SCORES_FORWARD, _SCORES_BACKWARD = 20.0, 30.0
 _FP32 = 4
+#: Kernels of a block's forward, or backward: ours, by traces of such blocks; and of an adapter's.
+_KERNELS: Mapping[Kernels, int] = {"eager": 60, "flash": 45, "fused": 20}
+_KERNELS_OF_ADAPTER = 6
 #: Bytes per token and word when the loss's backward begins, in fp32 whatever the logits are in:
 #: their log-softmax, its gradient and theirs.
 _LOSS_BYTES = 12
@@ -68,6 +84,8 @@ class Workload(Checked):
     frozen_dtype: FrozenDtype = "fp32"
     #: What gradients are summed in on their way: as they are, or in fp32.
     reduce_dtype: ReduceDtype = "same"
+    attention: Attention = "flash-2"
+    states: States = "fp32"
     #: Settings as a cell has them, for strategies that have the choice.
     policy: str = "host"
     gather_codec: str = "none"
@@ -149,6 +167,11 @@ class Workload(Checked):
         return self.element_bytes if self.reduce_dtype == "same" else 4
 
     @property
+    def adam_bytes(self) -> int:
+        """Bytes per trained parameter that the optimizer's step reads and writes on a device."""
+        return _ADAM_BYTES[self.states]
+
+    @property
     def tokens(self) -> int:
         """Tokens per rank and micro-batch."""
         return self.micro_batch * self.sequence_length
@@ -182,6 +205,7 @@ def block_work(workload: Workload) -> tuple[Work, Work]:
     again = 4.0 * weights if lora is None else 2.0 * weights + 4.0 * adapters
     attention = pairs / 2
     flops = products + pairs, again + 2 * pairs
+    attention *= _GENERATIONS[workload.attention]
     if workload.kernels == "eager":  # all pairs, by matrix products
         (products, again), attention = flops, 0.0
     forward = Work(flops[0], products, attention, forward_bytes)
@@ -209,7 +233,14 @@ def recomputed_work(workload: Workload) -> Work:
     forward, _ = block_work(workload)
     if workload.checkpointing == "full":
         return forward
-    return Work(0.0, 0.0, 0.0, _elementwise(workload)[0])
+    products = forward.products / 2
+    return Work(products, products, 0.0, _elementwise(workload)[0])
+
+
+def block_kernels(workload: Workload) -> int:
+    """Kernels that one pass through a block launches, roughly: ours."""
+    adapters = 0 if workload.lora is None else len(workload.lora.targets)
+    return _KERNELS[workload.kernels] + _KERNELS_OF_ADAPTER * adapters
 
 
 def dequantised_bytes(workload: Workload) -> float:
@@ -253,8 +284,9 @@ def _elementwise(workload: Workload) -> tuple[float, float]:
     rotated = model.attention_width + model.narrow
     fused = kernels == "fused"
     if model.family == "gpt2":
-        forward = 10 * width + (2 if fused else 18) * inner
-        backward = 12 * width + (3 if fused else 27) * inner
+        eager = kernels == "eager"  # an approximate GELU is written out
+        forward = 10 * width + (18 if eager else 2) * inner
+        backward = 12 * width + (27 if eager else 3) * inner
     elif fused:
         forward = 10 * width + 2 * rotated + 3 * inner
         backward = 12 * width + 2 * rotated + 5 * inner
@@ -304,13 +336,13 @@ def block_bytes(workload: Workload) -> float:
 def kept_bytes(workload: Workload) -> float:
     """Bytes that a block keeps of one token where its activations are recomputed.
 
-    Its input; and, if checkpointing is selective, what matrices and attention have given.
+    Its input; and, if checkpointing is selective, what attention and half the matrices have given.
     """
     model = workload.model
     width = model.width
     if workload.checkpointing == "full":
         return workload.element_bytes * width
-    given = sum(matrix.active * matrix.outputs for matrix in model.matrices) + width
+    given = sum(matrix.active * matrix.outputs for matrix in model.matrices) / 2 + width
     return workload.element_bytes * (width + given) + _scores(workload)
 
 

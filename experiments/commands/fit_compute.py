@@ -14,6 +14,7 @@ from experiments.records import provenance
 from simulation import compute
 from simulation.compute import Check
 from simulation.emulated import Constant
+from simulation.measured import ROWS, read_rows
 
 
 def fit_compute(
@@ -31,19 +32,20 @@ def fit_compute(
 ) -> None:
     """Fit the planner's rates of computation to published measurements, or check them on others.
 
-    Matrix products, attention and bytes through memory have a share of the data sheet per GPU;
-    what exchanges and scale cost is common to all. Rows that are not in bf16 are left out.
+    Matrix products have a share of the data sheet per GPU, attention and bytes through memory one
+    per architecture; what launches, exchanges and scale cost is common to all. Whole sources are
+    left out and predicted. Rows that are not in bf16 are left out.
     """
     console = terminal.console()
     try:
         if check is not None:
-            found = compute.errors(compute.read_rows(check), compute.read().fitted())
+            found = compute.errors(read_rows(check), compute.read().fitted())
             console.print(_checks([found]))
             return
         file = output / "fit.json"
         terminal.check_writable("--output", file)
         commit = provenance.gather().commit
-        record = compute.settle(compute.read_rows(rows or compute.ROWS), commit)
+        record = compute.settle(read_rows(rows or ROWS), commit)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")
     except (ValueError, OSError) as error:

@@ -18,7 +18,7 @@ from experiments.preflight.schema import Preflight, hardware_of
 from simulation import hardware
 from simulation import quantities as q
 from simulation.compute import with_rates
-from simulation.hardware import Hardware, cluster, reported
+from simulation.hardware import Hardware, cluster, described, reported
 from simulation.luwu import Server, nominal
 from simulation.planner import plan as planner
 from simulation.planner import rent, report
@@ -39,7 +39,11 @@ def plan(
         ),
     ],
     gpu: Annotated[
-        str | None, typer.Option(help="The GPU, by its data sheet, such as a40.")
+        str | None,
+        typer.Option(
+            help="The GPU, by its data sheet, such as a40; or your own, such as "
+            "mine:tflops=71,gb=24,gb_s=936."
+        ),
     ] = None,
     nodes: Annotated[str | None, typer.Option(help="Number of nodes.")] = None,
     gpus: Annotated[str | None, typer.Option(help="GPUs per node.")] = None,
@@ -51,7 +55,7 @@ def plan(
     ] = None,
     fabric: Annotated[
         str | None,
-        typer.Option(help="Between nodes: tcp, roce or infiniband, which differ in latency."),
+        typer.Option(help="Between nodes: tcp, roce, efa or infiniband."),
     ] = None,
     oversubscription: Annotated[
         str | None,
@@ -95,6 +99,15 @@ def plan(
             "functions and loss besides."
         ),
     ] = "flash",
+    attention: Annotated[
+        str, typer.Option(help="The fused attention's generation: flash-1, flash-2, flash-3.")
+    ] = "flash-2",
+    states: Annotated[
+        str,
+        typer.Option(
+            help="The optimizer's: fp32; bf16, as the parameters; int8 beside bf16 parameters."
+        ),
+    ] = "fp32",
     reduce_dtype: Annotated[
         str, typer.Option(help="What gradients are summed in: same, as they are; fp32.")
     ] = "same",
@@ -143,6 +156,8 @@ def plan(
     All figures are simulated. Exit status: 0; 2 if nothing fits, or for a mistake.
     """
     try:
+        if gpu is not None and ":" in gpu:
+            gpu = described(gpu)
         said = {
             "--nodes": nodes,
             "--gpus": gpus,
@@ -186,6 +201,8 @@ def plan(
             kernels=cast(Any, kernels),
             frozen_dtype=cast(Any, frozen_dtype),
             reduce_dtype=cast(Any, reduce_dtype),
+            attention=cast(Any, attention),
+            states=cast(Any, states),
             server=machine,
             policies=q.each("--policies", policies, q.name),
             global_batch=batch,

@@ -9,7 +9,9 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import log
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 from pydantic import Field
@@ -37,7 +39,9 @@ _HOST_MEMORY_BYTES = 1e9
 #: Strategies that are tried where none are named: what people use, and FCDP.
 STRATEGIES = ("ddp", "fsdp2", "fsdp2-hsdp", "fcdp", "deepspeed-hpz", "fsdp2-offload")
 #: Offers that are kept: what cannot be cheaper than the last of them is not simulated.
-MOST = 12
+MOST = 10
+#: Standard deviations of the end of a range that nine of ten are in.
+_NINE_OF_TEN = NormalDist().inv_cdf(0.95)
 #: Reasons for which an instance has no offer, in words.
 WHY = {
     "dearer": f"not one of the {MOST} cheapest, and not simulated",
@@ -66,6 +70,8 @@ class Instance(Strict):
     note: str = ""
     #: Most nodes that there are.
     nodes: int = Field(default=64, ge=1)
+    #: Sizes of pods, such as ``2 4 8``, which cost so many times as much.
+    pods: str = ""
 
     @property
     def name(self) -> str:
@@ -77,6 +83,16 @@ class Instance(Strict):
         """Dollars per hour, of those that are known."""
         known = (self.list_usd_per_hour, self.spot_usd_per_hour)
         return [price for price in known if price is not None]
+
+    def sized(self) -> Iterator[Instance]:
+        """The instance, and the pods that there are of it."""
+        yield self
+        for size in map(int, self.pods.split()):
+            fields = ("gpus", "host_memory_gib", "list_usd_per_hour", "spot_usd_per_hour")
+            values = {name: getattr(self, name) for name in fields}
+            more = {name: value and size * value for name, value in values.items()}
+            name = f"{size}x {self.instance}"
+            yield self.model_copy(update={**more, "instance": name, "pods": ""})
 
     @property
     def most_nodes(self) -> int:
@@ -108,7 +124,7 @@ def read(source: str | Path) -> list[Instance]:
     if not path.is_file():
         raise ValueError(f"instances = {str(source)!r}: allowed are {ALL}, and a CSV or YAML file")
     lines = _of_yaml(path) if path.suffix in (".yaml", ".yml") else _of_csv(path)
-    return [_instance(where, values) for where, values in lines]
+    return [one for where, values in lines for one in _instance(where, values).sized()]
 
 
 def named(name: str, source: str | Path = ALL) -> Instance:
@@ -183,6 +199,13 @@ class Offer:
         """Costs between which nine of ten such runs are expected, failures aside."""
         slowest, fastest = tokens_range(self.plan.option.speed, self.hardware)
         return self.price * self._hours(fastest), self.price * self._hours(slowest)
+
+    def chance(self, within_hours: float) -> float:
+        """Probability to be done in time, if the range's ends are those of nine of ten runs."""
+        fast = self.hours / within_hours
+        slowest, fastest = tokens_range(self.plan.option.speed, self.hardware)
+        end = (slowest if fast < 1 else fastest) / self.plan.option.tokens_per_s
+        return NormalDist().cdf(-_NINE_OF_TEN * log(fast) / abs(log(end)))
 
     def _hours(self, tokens_per_s: float) -> float:
         return self.plan.request.tokens / tokens_per_s / 3600 / self.goodput
@@ -335,8 +358,8 @@ def table(market: Market, request: Request, within_hours: float | None) -> Rende
     """Offers for a terminal, cheapest first, and what was left out."""
     grid = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     for name in ("rent\n", "price\n", "strategy\n"):
-        grid.add_column(name, no_wrap=True)
-    for name in ("tokens/s\n", "hours\n", "cost\n$", "range\n$", "lost to\nfailures"):
+        grid.add_column(name, no_wrap=name == "price\n", overflow="fold")
+    for name in ("hours\n", "cost\n$", "range\n$", "in\ntime"):
         grid.add_column(name, justify="right", no_wrap=True)
     grid.add_column("prices\nas of", no_wrap=True)
     for offer in market.offers:
@@ -345,11 +368,10 @@ def table(market: Market, request: Request, within_hours: float | None) -> Rende
             offer.name,
             "spot" if offer.spot else "list",
             offer.plan.strategy,
-            f"{offer.plan.option.tokens_per_s:,.0f}",
             f"{offer.hours:,.1f}",
             f"{offer.cost:,.0f}",
             f"{low:,.0f}–{high:,.0f}",
-            f"{1 - offer.goodput:.1%}",
+            "" if within_hours is None else f"{offer.chance(within_hours):.0%}",
             offer.instance.as_of,
         )
     lengths = ", ".join(map(str, request.sequence_lengths))
@@ -370,7 +392,8 @@ def table(market: Market, request: Request, within_hours: float | None) -> Rende
         "checkpoints as often as is best",
         style="dim",
     )
-    return Group(head, Text(), grid, Text(), *lines, risk)
+    then = Text("next, on one of them: python -m experiments preflight", style="dim")
+    return Group(head, Text(), grid, Text(), *lines, risk, then)
 
 
 def document(market: Market, request: Request, within_hours: float | None) -> dict[str, Any]:

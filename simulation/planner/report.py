@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any, Literal
 
@@ -19,7 +20,14 @@ from simulation.planner.siblings import lack
 from simulation.quantities import format_rate
 
 EVIDENCE = "simulated"
-_WAITS_FOR = "waits for\n"
+_WAITS_FOR = "waits\nfor"
+#: Most rows of a table; the rest is in its files.
+_MOST = 10
+#: What a step waits for, in a word.
+_SHORT = {"inter_node": "link", "intra_node": "node", "host_to_device": "copies"}
+_SHORT |= {"device_to_host": "copies"}
+#: Fewest steps that a training is thought to need: ours.
+_FEWEST_STEPS = 100
 #: Titles of columns, and texts in them.
 _Cells = tuple[tuple[str, str], ...]
 #: Fields of a workload that was tried, as JSON has them.
@@ -63,12 +71,17 @@ def table(plan: Plan) -> RenderableType:
     """The plan for a terminal: strategies that fit, fastest first; the others; the advice."""
     rows = _rows(plan)
     grid = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    grid.add_column("strategy\n", no_wrap=True)
+    grid.add_column("strategy\n", overflow="fold")
     for title, _ in rows[0][0]:
         side: Literal["left", "right"] = "left" if title == _WAITS_FOR else "right"
         grid.add_column(title, justify=side, no_wrap=True)
     notes = []
-    for cells, alike in rows:
+    shown = rows[:_MOST]
+    if late := [one for one in rows[_MOST:] if _name(plan.option) in one[1]]:
+        shown[-1:] = late
+    if len(rows) > len(shown):
+        notes.append(Text(f"{len(rows) - len(shown)} slower ones: --csv FILE", style="dim"))
+    for cells, alike in shown:
         first, *others = sorted(alike, key=lambda name: name != _name(plan.option))
         more = f" +{len(others)}" if others else ""
         style = "bold" if first == _name(plan.option) else ""
@@ -90,8 +103,28 @@ def table(plan: Plan) -> RenderableType:
     share = goodput.of(plan.option.workload, plan.request.hardware, spot=False)
     failures = f"failures, one in {goodput.GPU_HOURS_PER_FAILURE:,.0f} GPU-hours, leave {share:.1%}"
     notes.append(Text(f"{failures} of the time, which hours and cost do not count", style="dim"))
+    notes += [Text(line, style="yellow") for line in _absurd(plan)]
     head = (Text(line, style="bold cyan") for line in titles(plan.request))
-    return Group(*head, Text(), grid, Text(), *notes, advice)
+    return Group(*head, Text(), grid, Text(), *notes, advice, Text(_next(plan), style="dim"))
+
+
+def _absurd(plan: Plan) -> Iterator[str]:
+    """A batch that leaves too few steps, in a sentence."""
+    of, ranks = plan.option.workload, plan.request.hardware.world_size
+    step = of.tokens * of.accumulation * ranks
+    if step * _FEWEST_STEPS > plan.request.tokens:
+        steps = max(1.0, plan.request.tokens / step)
+        yield (
+            f"{step:.3g} tokens per step leave {steps:,.0f} for {plan.request.tokens:.3g} in all: "
+            "a smaller batch trains better (--global-batch, --micro-batch)"
+        )
+
+
+def _next(plan: Plan) -> str:
+    """The next command to run."""
+    if plan.request.hardware.rates.basis.startswith("preflight"):
+        return "next: python -m experiments run MATRIX --cluster rented (docs/rented-nodes.md)"
+    return "next, on a node of these: python -m experiments preflight; then plan --preflight FILE"
 
 
 def _rows(plan: Plan) -> list[tuple[_Cells, list[str]]]:
@@ -99,7 +132,7 @@ def _rows(plan: Plan) -> list[tuple[_Cells, list[str]]]:
     rows: dict[_Cells, list[str]] = {}
     for verdict in plan.verdicts:
         if verdict.best is not None:
-            cells = tuple(_cells(plan, verdict, verdict.best).items())
+            cells = tuple(_cells(plan, verdict.best).items())
             rows.setdefault(cells, []).append(_name(verdict.best))
     return list(rows.items())
 
@@ -195,7 +228,7 @@ def _name(option: Option) -> str:
     return ", ".join(parts)
 
 
-def _cells(plan: Plan, verdict: Verdict, option: Option) -> dict[str, str]:
+def _cells(plan: Plan, option: Option) -> dict[str, str]:
     """Texts of a row by the titles of their columns."""
     workload, speed = option.workload, option.speed
     batch = str(workload.micro_batch)
@@ -205,17 +238,15 @@ def _cells(plan: Plan, verdict: Verdict, option: Option) -> dict[str, str]:
     several = len(plan.request.sequence_lengths) > 1
     selective = workload.checkpointing == "selective"
     return {
-        "largest\nbatch": str(verdict.largest_micro_batch),
         **({"tokens\nlong": str(workload.sequence_length)} if several else {}),
-        "batch\nused": batch,
-        "recom-\nputed": "selective" if selective else f"{workload.recomputed:.0%}",
+        "batch\n": batch,
+        "redo\n": "sel." if selective else f"{workload.recomputed:.0%}",
         "device\nGB": f"{option.footprint.device_bytes / 1e9:.1f}",
         "host\nGB": f"{option.footprint.host_bytes / 1e9:.1f}",
-        "sent GB/\nM tokens": f"{option.sent_bytes_per_token / 1e3:.3g}",
         "tokens/s\n": f"{speed.tokens_per_s:,.0f}",
         "range\n": _range(plan, option),
-        "MFU/HFU\n%": f"{100 * speed.mfu:.0f}/{100 * speed.hfu:.0f}",
-        _WAITS_FOR: f"{speed.bottleneck} {speed.bottleneck_share:.0%}",
+        "MFU\n%": f"{100 * speed.mfu:.0f}",
+        _WAITS_FOR: _SHORT.get(speed.bottleneck, speed.bottleneck),
         "GPU-\nhours": f"{plan.hours(option):,.0f}",
         **({} if cost is None else {"cost\n": f"{cost:,.0f}"}),
     }

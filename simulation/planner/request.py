@@ -16,7 +16,15 @@ from simulation.luwu import Server
 from simulation.memory import check_policy
 from simulation.models import shape, usual_length
 from simulation.transformer import Lora, Transformer
-from simulation.workload import Adapters, FrozenDtype, Kernels, ReduceDtype, Workload
+from simulation.workload import (
+    Adapters,
+    Attention,
+    FrozenDtype,
+    Kernels,
+    ReduceDtype,
+    States,
+    Workload,
+)
 
 #: Shares of the blocks that are recomputed, or of all blocks what is no product.
 Recomputed = float | Literal["selective"]
@@ -71,6 +79,9 @@ class Request(Checked):
     #: What frozen parameters are held in, where adapters are trained.
     frozen_dtype: FrozenDtype = "bf16"
     reduce_dtype: ReduceDtype = "same"
+    #: Generation of the fused attention, and what the optimizer keeps.
+    attention: Attention = "flash-2"
+    states: States = "fp32"
     strategies: tuple[str, ...] = planned()
     #: Cache policies of strategies that have the choice.
     policies: tuple[str, ...] = ("host",)
@@ -149,6 +160,8 @@ class Request(Checked):
                 kernels=self.kernels,
                 frozen_dtype=self.frozen_dtype,
                 reduce_dtype=self.reduce_dtype,
+                attention=self.attention,
+                states=self.states,
                 element_bytes=2 if self.hardware.backend == "nccl" else 4,
                 policy=policy,
                 adapters=adapters,

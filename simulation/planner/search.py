@@ -33,7 +33,7 @@ _SIMULATED = 3
 #: ours.
 _NOMINAL_LINKS, _MEASURED_LINKS = (0.75, 1.2), (0.95, 1.05)
 _COMPUTE = ("compute",)
-_UNSEEN = "the other half of the sizes"
+_FITTED = "all rows, fitted"
 #: Options of one strategy this close are the same; the simplest, which comes first, is taken.
 SAME = 0.01
 
@@ -189,10 +189,10 @@ def tokens_range(speed: Speed, hardware: Hardware) -> tuple[float, float]:
 def tie() -> float:
     """Relative difference of two predictions below which the simulator cannot order them.
 
-    Two that err independently by the median error of runs that the fit had not seen differ by √2
-    times that. What all predictions for a GPU have in common does not change their order.
+    Two that err independently by the median error of the fit differ by √2 times that. What all
+    predictions for a GPU, or of a source, have in common does not change their order.
     """
-    return math.sqrt(2) * record().check(_UNSEEN).median
+    return math.sqrt(2) * record().check(_FITTED).median
 
 
 def rests_on(hardware: Hardware) -> str:
@@ -202,7 +202,7 @@ def rests_on(hardware: Hardware) -> str:
         return f"data sheet, of which {hardware.matmul_efficiency:.0%} are taken to be reached"
     span = f"{rates.lowest - 1:+.0%} to {rates.highest - 1:+.0%}"
     texts = {
-        "fitted": f"fitted to runs on {rates.measured_on}",
+        "fitted": f"fitted to runs on {rates.measured_on}; sources left out erred by",
         "nearest architecture": f"no run on {hardware.device.name} is known: data sheet, by the "
         f"shares that {rates.measured_on} reached",
         "preflight": "matrix products measured by preflight, the rest by the shares that "
@@ -210,7 +210,8 @@ def rests_on(hardware: Hardware) -> str:
         "preflight's block": "a transformer block measured by preflight, its parts by the shares "
         f"that {rates.measured_on} reached",
     }
-    return f"{texts[rates.basis]}; {span}"
+    text = texts[rates.basis]
+    return f"{text} {span}" if rates.basis == "fitted" else f"{text}; {span}"
 
 
 @dataclass(frozen=True)

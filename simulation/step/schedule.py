@@ -21,15 +21,13 @@ from simulation.units import Layout, Segment, Unit
 from simulation.workload import (
     Workload,
     block_bytes,
+    block_kernels,
     block_work,
     dequantised_bytes,
     head_work,
     recomputed_work,
 )
 
-#: Bytes per element of AdamW in fp32: it reads parameter, gradient and two moments, and writes all
-#: but the gradient.
-ADAM_BYTES = 28
 _STATES_BYTES = 12
 #: Per element of a worker at the end of a round, in fp32: the displacement takes what is trained
 #: and what the round began with (three passes), the momentum takes the mean (three), what the round
@@ -40,11 +38,12 @@ _GRADIENT_BYTES = 4
 
 
 def overhead_seconds(workload: Workload, hardware: Hardware) -> float:
-    """Seconds beside matrix products, in one forward or one backward of a block."""
+    """Seconds beside work and its bytes, in one forward or one backward of a block."""
+    launches = hardware.rates.kernel_seconds * block_kernels(workload)
     overheads = hardware.overheads
     kept = workload.tokens * block_bytes(workload) * hardware.ranks_sharing_device
     each = overheads.block_seconds.get(workload.engine, 0.0)
-    return (each + overheads.activation_byte_seconds * kept) / 2
+    return launches + (each + overheads.activation_byte_seconds * kept) / 2
 
 
 def call_seconds(workload: Workload, hardware: Hardware) -> float:
@@ -76,15 +75,15 @@ class StageSeconds:
             tuple(n * one + head[0] * (at == last) for at, n in enumerate(stages.blocks)),
             tuple(n * back + head[1] * (at == last) for at, n in enumerate(stages.blocks)),
             tuple(
-                adam_seconds(numel, hardware) + n * call_seconds(workload, hardware)
+                adam_seconds(workload, numel, hardware) + n * call_seconds(workload, hardware)
                 for numel, n in zip(stages.trained, stages.blocks, strict=True)
             ),
         )
 
 
-def adam_seconds(elements: float, hardware: Hardware) -> float:
+def adam_seconds(workload: Workload, elements: float, hardware: Hardware) -> float:
     """Seconds in which a rank's device steps so many parameters."""
-    return ADAM_BYTES * elements / _rate(hardware)
+    return workload.adam_bytes * elements / _rate(hardware)
 
 
 def optimizer_tasks(
@@ -94,7 +93,7 @@ def optimizer_tasks(
     hardware = tasks.hardware
     mine = workload.trained / schedule.sharers(hardware.nodes, hardware.ranks_per_node)
     if schedule.optimizer == "device":
-        at = tasks.compute("optimizer", adam_seconds(mine, hardware), ends)
+        at = tasks.compute("optimizer", adam_seconds(workload, mine, hardware), ends)
     else:
         of_node = mine * hardware.ranks_per_node
         demands = {"cpu": of_node / hardware.cpu_adam_elements_per_s}

@@ -25,9 +25,9 @@ def test_shares_and_tolerances() -> None:
 def test_errors_of_computation() -> None:
     text = " ".join((DOCS / "planning.md").read_text(encoding="utf-8").split())
     record = compute.read()
-    half, other = record.check("the other half of the sizes"), record.check("each architecture")
+    half, other = record.check(compute.SOURCES), record.check(compute.ARCHITECTURES)
     assert f"to {len(record.predictions)} published runs" in text
-    assert f"is predicted to {half.median:.1%} in the median" in text.replace(" %", "%")
+    assert f"are predicted to {half.median:.1%} in the median" in text.replace(" %", "%")
     assert f"nine of ten are within {half.nine_of_ten:.1%}" in text.replace(" %", "%")
     assert f"the other to {other.median:.0%} in the median" in text.replace(" %", "%")
     assert f"from −{1 - other.lowest:.0%} (" in text.replace(" %", "%")

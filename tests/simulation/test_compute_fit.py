@@ -8,28 +8,17 @@ from pathlib import Path
 import pytest
 
 from simulation import compute
-from simulation.compute import (
-    ROWS,
-    Fitted,
-    Row,
-    Run,
-    Shares,
-    fit,
-    rates_of,
-    read_rows,
-    run_of,
-    with_rates,
-)
+from simulation.compute import SOURCES, Fitted, fit, rates_of, spread, with_rates
 from simulation.hardware import CARDS, Rates, cluster, gpu, scale
+from simulation.measured import ROWS, Row, Run, read_rows, run_of
 from simulation.planner.search import simulated, tokens_range
 from tests.simulation.workloads import workload
 
 RUNS = [run_of(row) for row in read_rows() if row.bf16]
 RECORD = compute.read()
+VALUES = {"products": 0.8, "attention": 0.5, "bytes": 0.6}
 TRUE = Fitted(
-    {gpu: Shares(0.8, 0.3, 0.5) for gpu in {run.row.gpu for run in RUNS}},
-    exchange_passes=9.0,
-    lost_with_scale=0.05,
+    {name: VALUES.get(name.split()[-1], value) for name, value in RECORD.fitted().constants.items()}
 )
 
 
@@ -40,16 +29,17 @@ def made(run: Run) -> Run:
 
 
 def test_constants_are_found_again() -> None:
-    found = fit([made(run) for run in RUNS]).numbers()
-    for name, value in TRUE.numbers().items():
-        tolerance = 0.25 if name in ("exchange passes", "lost with scale") else 0.1
-        assert found[name] == pytest.approx(value, rel=tolerance), name
+    found = fit([made(run) for run in RUNS]).constants
+    for name, value in TRUE.constants.items():
+        tolerance = {"exchange passes": 0.4, "lost with scale": 0.25}.get(name, 0.1)
+        if name.split()[0] not in ("rtx4090", "kernel"):  # few rows tell them from what is usual
+            assert found[name] == pytest.approx(value, rel=tolerance), name
 
 
 def test_the_record_is_of_the_committed_rows_and_of_this_code() -> None:
     rows = [row for row in read_rows() if row.bf16]
     assert [one.row for one in RECORD.predictions] == rows
-    again = fit(RUNS).numbers()
+    again = fit(RUNS).constants
     for constant in RECORD.constants:
         assert constant.value == pytest.approx(again[constant.name], rel=1e-3)
         assert constant.low <= constant.value <= constant.high
@@ -57,22 +47,36 @@ def test_the_record_is_of_the_committed_rows_and_of_this_code() -> None:
         assert compute.tokens_per_gpu_s(run, RECORD.fitted()) == pytest.approx(one.fitted, rel=1e-3)
 
 
-@pytest.mark.parametrize("what", ["the other half of the sizes", "each size", "each length"])
-def test_rows_that_the_fit_has_not_seen_are_predicted(what: str) -> None:
-    check = RECORD.check(what)
-    assert check.rows == len(RUNS)
-    assert check.median <= 0.07
-    assert check.nine_of_ten <= 0.15
+def test_constants_are_possible_with_their_intervals() -> None:
+    for constant in RECORD.constants:
+        most = {"microseconds": 12.0, "passes": 8.0}.get(constant.name.split()[-1], 0.951)
+        assert 0 < constant.low <= constant.high <= most, constant.name
 
 
-def test_both_halves_are_held_out() -> None:
-    sizes = {run.row.model for run in RUNS}
-    assert sizes - compute.HALF
-    assert sizes & compute.HALF == compute.HALF
-    seen = fit([run for run in RUNS if run.row.model in compute.HALF])
+def test_sources_that_the_fit_has_not_seen_are_predicted() -> None:
+    check = RECORD.check(SOURCES)
+    assert check.rows == len(RUNS) >= 240
+    assert len({run.row.source for run in RUNS}) == 10
+    assert check.median <= 0.08
+    assert check.nine_of_ten <= 0.2
+    source = RUNS[200].row.source
+    seen = fit([run for run in RUNS if run.row.source != source])
     for one, run in zip(RECORD.predictions, RUNS, strict=True):
-        if run.row.model not in compute.HALF:
+        if run.row.source == source:
             assert one.held_out == pytest.approx(compute.tokens_per_gpu_s(run, seen), rel=1e-3)
+
+
+def test_the_range_of_other_sources_holds_nine_of_ten_rows_of_one_more() -> None:
+    ratios = [
+        (one.row.source, one.row.tokens_per_s_per_gpu / one.held_out) for one in RECORD.predictions
+    ]
+    inside = 0
+    for left_out in {source for source, _ in ratios}:
+        low, high = spread([one for one in ratios if one[0] != left_out])
+        inside += sum(source == left_out and low <= ratio <= high for source, ratio in ratios)
+    assert 0.85 <= inside / len(ratios) <= 0.95
+    check = RECORD.check(SOURCES)
+    assert (check.lowest, check.highest) == pytest.approx(spread(ratios), abs=1e-4)
 
 
 def test_given_rows_are_checked_by_committed_constants() -> None:
@@ -85,23 +89,48 @@ def test_given_rows_are_checked_by_committed_constants() -> None:
 def test_a_mistake_in_a_row_names_its_line(tmp_path: Path) -> None:
     lines = ROWS.read_text(encoding="utf-8").splitlines()
     file = tmp_path / "rows.csv"
-    file.write_text("\n".join([*lines[:2], lines[2].replace("256,2048", "0,2048")]) + "\n")
-    with pytest.raises(ValueError, match=r"rows\.csv:3: gpus: "):
+    file.write_text("\n".join([*lines[:2], lines[2].replace(",32,8,", ",0,8,")]) + "\n")
+    with pytest.raises(ValueError, match=r"rows\.csv:3: nodes: "):
         read_rows(file)
 
 
+FOUNDRY = {
+    "gpu": "h100-sxm",
+    "model": "7b",
+    "layers": "32",
+    "width": "4096",
+    "heads": "32",
+    "gpus": "512",
+    "sequence_length": "2048",
+    "micro_batch": "6",
+    "global_batch": "3072",
+    "precision": "amp_bf16",
+    "sharding": "FULL_SHARD",
+    "activation_checkpointing": "False",
+    "activation_cpu_offload": "False",
+    "mfu_percent": "42.2",
+    "hfu_percent": "42.2",
+    "tokens_per_s_per_gpu": "9670",
+}
+
+
+def test_foundrys_own_tables_are_rows_as_well() -> None:
+    row = Row.model_validate(FOUNDRY)
+    assert (row.nodes, row.gpus_per_node, row.length, row.kernels) == (64, 8, 2048, "fused")
+    same = next(one for one in read_rows() if one.tokens_per_s_per_gpu == 9670)
+    assert run_of(row).workload == replace(
+        run_of(same).workload, model=replace(run_of(same).workload.model, name="7b")
+    )
+    with pytest.raises(ValueError, match="gpus = 12: must be a multiple of 8"):
+        Row.model_validate(FOUNDRY | {"gpus": "12"})
+
+
 def test_too_few_rows_are_refused() -> None:
-    with pytest.raises(ValueError, match="rows: 3 were given, 5 constants need as many"):
+    with pytest.raises(ValueError, match="rows: 3 were given, 6 constants need as many"):
         fit(RUNS[:3])
 
 
-def test_gpus_fill_nodes() -> None:
-    row: Row = RUNS[0].row.model_copy(update={"gpus": 12})
-    with pytest.raises(ValueError, match="gpus = 12: must be a multiple of 8"):
-        run_of(row)
-
-
-MEASURED = ("a100-40gb", "a100-80gb", "h100-sxm")
+MEASURED = ("a100-40gb", "a100-80gb", "h100-96gb", "h100-sxm", "rtx4090")
 
 
 @pytest.mark.parametrize("name", CARDS)
@@ -126,13 +155,15 @@ def test_measured_products_take_the_place_of_the_share() -> None:
     assert faster.bytes_per_s == rates.bytes_per_s
 
 
-def test_scale_is_linear_first_and_then_logarithmic() -> None:
+def test_scale_is_linear_first_and_then_ends() -> None:
     assert scale(1) == 0
     assert scale(3) == pytest.approx(2 * scale(2), rel=0.05)
-    assert scale(1024) < 4 * scale(64)
-    rates = Rates(products_per_s=1.0, attention_per_s=1.0, bytes_per_s=1.0, lost_with_scale=0.1)
+    rates = RECORD.fitted().rates(gpu("h100-sxm"), "h100-sxm")
     assert rates.slower(1) == 1
-    assert rates.slower(33) == pytest.approx(1 / 0.9)
+    # Llama 3's MFU fell from 43 to 41 % where its GPUs became twice as many, batches aside.
+    assert 0.95 <= rates.slower(1024) / rates.slower(2048) <= 1
+    assert 1 / rates.slower(2048) > 0.7
+    assert Rates(lost_with_scale=0.1).slower(65) == pytest.approx(1 / 0.95)
 
 
 @pytest.mark.parametrize("gbit_s", [1, 1000])
@@ -152,6 +183,7 @@ def test_a_range_holds_the_prediction_and_the_steps_at_its_ends(gbit_s: float) -
             attention_per_s=times * rates.attention_per_s,
             bytes_per_s=times * rates.bytes_per_s,
             exchanged_bytes_per_s=times * rates.exchanged_bytes_per_s,
+            kernel_seconds=rates.kernel_seconds / times,
         )
         found = simulated(workload("fsdp2"), replace(hardware, rates=other))
         assert low <= found.tokens_per_s <= high

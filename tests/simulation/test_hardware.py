@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from simulation import hardware
-from simulation.compute import Row, rates_of, read_rows, run_of, with_rates
-from simulation.hardware import CARDS, cluster, gpu, gpu_of, reported, share_of_peak
+from simulation.compute import rates_of, with_rates
+from simulation.hardware import CARDS, FABRICS, cluster, gpu, gpu_of, reported, share_of_peak
 from simulation.imitated.records import MemoryRecord
 from simulation.imitated.records import read as read_study
+from simulation.measured import Row, read_rows, run_of
 from simulation.models import shape
 from simulation.planner.plan import plan
 from simulation.planner.rent import Instance
@@ -135,7 +136,7 @@ def test_without_a_row_nothing_stands_in_for_it() -> None:
 
 
 def label(row: Row) -> str:
-    return f"{row.gpu}-{row.model}-{row.gpus}-{row.sequence_length}x{row.micro_batch}"
+    return f"{row.source[:12]}-{row.gpu}-{row.model}-{row.gpus}-{row.length}x{row.micro_batch}"
 
 
 @pytest.mark.parametrize("row", read_rows(), ids=label)
@@ -208,3 +209,37 @@ def test_what_no_network_is() -> None:
         HARDWARE.over("string", 1)
     with pytest.raises(ValueError, match=r"oversubscription = 0\.5: must be 1 or more"):
         HARDWARE.over("tcp", 0.5)
+
+
+def test_fabrics_differ_in_the_share_that_they_reach() -> None:
+    nominal = replace(HARDWARE, inter_bytes_per_s=hardware.LINK_EFFICIENCY * 80e9 / 8)
+    reached = {fabric: 8 * nominal.over(fabric, 1).inter_bytes_per_s for fabric in FABRICS}
+    assert reached == pytest.approx(
+        {"tcp": 25e9, "roce": 68e9, "infiniband": 72e9, "efa": 56e9, "unknown": 64e9}
+    )
+    slow = replace(nominal, inter_bytes_per_s=hardware.LINK_EFFICIENCY * 1e9)
+    assert slow.over("tcp", 1) == replace(slow, inter_latency_seconds=50e-6)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fcdp", "ddp", "deepspeed-zero3", "fsdp2-offload"])
+def test_states_in_fewer_bits_take_less_memory_and_time(workload: Workload, strategy: str) -> None:
+    kept = [
+        replace(workload, strategy=strategy, states=states) for states in ("fp32", "bf16", "int8")
+    ]
+    places = [needed(one, HARDWARE) for one in kept]
+    assert [sum((one.device | one.host).values()) for one in places] == sorted(
+        (sum((one.device | one.host).values()) for one in places), reverse=True
+    )
+    assert predict(kept[2], HARDWARE).step_seconds <= predict(kept[0], HARDWARE).step_seconds
+    states = [(one.device | one.host)["optimizer states"] for one in places]
+    assert states[0] > states[1] == 2 * states[2]
+
+
+def test_later_generations_of_attention_are_faster(workload: Workload) -> None:
+    fitted = with_rates(HARDWARE)
+    generations = ("flash-1", "flash-2", "flash-3")
+    seconds = [
+        predict(replace(workload, attention=one), fitted).step_seconds for one in generations
+    ]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[0] > seconds[2]

@@ -171,7 +171,7 @@ def test_a_base_on_the_devices_goes_before_length() -> None:
     asked = {"model": "llama-3-8b", "hardware": rented("a10g", 1, 1), "lora_rank": 8}
     made = found(**asked, strategies=("ddp", "fsdp2-offload"))
     assert made.request.sequence_lengths == (2048,)
-    assert made.strategy == "ddp"
+    assert next(one for one in made.verdicts if one.strategy == "ddp").best is not None
     assert "(usual are 8192, with which the base fits host memory or disks alone)" in " ".join(
         titles(made.request)
     )

@@ -1,0 +1,166 @@
+"""Published measurements of training: one table of them, and each as the simulator sees it.
+
+``results/compute/measured.csv`` has what public sources say of a run: where and when, GPU, network,
+model, strategy, batch, kernels and tokens per second and GPU.
+"""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from simulation.files import Strict, problem
+from simulation.hardware import Hardware, card, cluster
+from simulation.models import shape
+from simulation.transformer import Transformer
+from simulation.workload import Attention, FrozenDtype, Kernels, States, Workload
+
+ROWS = Path(__file__).parents[1] / "results" / "compute" / "measured.csv"
+FOUNDRY = "mosaicml/llm-foundry scripts/train/benchmarking"
+#: Words of the tokenizer that llm-foundry's models are made for.
+_VOCABULARY = 50_368
+_GPUS_PER_NODE = 8
+#: Columns of llm-foundry's own tables that are as they are here.
+_FOUNDRY = ("gpu", "model", "layers", "width", "heads", "micro_batch", "precision")
+
+
+class Row(Strict):
+    """A line of the file: what ran where, as its source says it."""
+
+    source: str = "given"
+    date: str = ""
+    framework: str = ""
+    gpu: str
+    nodes: int = Field(ge=1)
+    gpus_per_node: int = Field(ge=1)
+    #: A node's bandwidth, by its data sheet or as it was measured, and its network.
+    gbit_s: float = Field(gt=0)
+    net_kind: Literal["nominal", "measured"] = "nominal"
+    fabric: str = "unknown"
+    #: A name that plans know, or of a GPT of the shape that follows.
+    model: str
+    layers: int | None = Field(default=None, ge=1)
+    width: int | None = Field(default=None, ge=1)
+    heads: int | None = Field(default=None, ge=1)
+    strategy: str = "fsdp2"
+    tuning: Literal["full", "lora"] = "full"
+    frozen: FrozenDtype = "bf16"
+    targets: Literal["attention", "all"] = "attention"
+    rank: int = Field(default=8, ge=1)
+    length: int = Field(ge=1)
+    micro_batch: int = Field(ge=1)
+    accumulation: int = Field(default=1, ge=1)
+    recomputed: float | Literal["selective"] = 0.0
+    kernels: Kernels = "flash"
+    attention: Attention = "flash-2"
+    states: States = "fp32"
+    precision: str = "bf16"
+    tokens_per_s_per_gpu: float = Field(gt=0)
+    note: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, line: dict[str, str]) -> dict[str, Any]:
+        """What is not said is not there; llm-foundry's own tables have names of their own."""
+        found: dict[str, Any] = {key: value for key, value in line.items() if value != ""}
+        if "activation_checkpointing" in found:
+            gpus, batch = int(found["gpus"]), int(found["micro_batch"])
+            ranks = min(gpus, _GPUS_PER_NODE)
+            if gpus < 1 or gpus % ranks:
+                raise ValueError(f"gpus = {gpus}: must be a multiple of {_GPUS_PER_NODE} above it")
+            kept = {key: found[key] for key in (*_FOUNDRY, "tokens_per_s_per_gpu") if key in found}
+            return kept | {
+                "source": FOUNDRY,
+                "nodes": gpus // ranks,
+                "gpus_per_node": ranks,
+                "gbit_s": card(found["gpu"]).node_bits_per_s / 1e9,
+                "length": found["sequence_length"],
+                "accumulation": max(1, int(found["global_batch"]) // (gpus * batch)),
+                "recomputed": float(found["activation_checkpointing"] == "True"),
+                "kernels": "fused",
+                "attention": "flash-1",
+            }
+        if found.get("recomputed") not in (None, "selective"):
+            found["recomputed"] = float(found["recomputed"])
+        return found
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all nodes."""
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def bf16(self) -> bool:
+        """Whether its matrix products are in bf16, as all that is predicted here."""
+        return "bf16" in self.precision
+
+    def shape(self) -> Transformer:
+        """The model. Raises ``ValueError`` for a name that is not known, where no shape follows."""
+        if self.layers is None or self.width is None or self.heads is None:
+            return shape(self.model, self.length)
+        return Transformer(
+            name=self.model,
+            family="gpt2",
+            layers=self.layers,
+            width=self.width,
+            heads=self.heads,
+            vocabulary=_VOCABULARY,
+            mlp_width=4 * self.width,
+            key_value_heads=self.heads,
+            tied=True,
+        )
+
+
+@dataclass(frozen=True)
+class Run:
+    """A row as the simulator sees it."""
+
+    row: Row
+    workload: Workload
+    #: The cluster by its data sheets.
+    hardware: Hardware
+
+
+def read_rows(path: Path = ROWS) -> list[Row]:
+    """Read a file of rows. Raises ``ValueError`` with the file and the line."""
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = []
+        for number, line in enumerate(csv.DictReader(file), start=2):
+            try:
+                rows.append(Row.model_validate(line))
+            except ValidationError as error:
+                raise ValueError(f"{path}:{number}: {problem(error)}") from error
+    return rows
+
+
+def run_of(row: Row) -> Run:
+    """The row's workload and cluster. Raises ``ValueError`` for a GPU or a model unknown."""
+    model = row.shape()
+    make = model.attention_lora if row.targets == "attention" else model.linear_lora
+    workload = Workload(
+        strategy=row.strategy,
+        model=model,
+        lora=make(row.rank) if row.tuning == "lora" else None,
+        sequence_length=row.length,
+        micro_batch=row.micro_batch,
+        accumulation=row.accumulation,
+        recomputed=1.0 if row.recomputed == "selective" else row.recomputed,
+        checkpointing="selective" if row.recomputed == "selective" else "full",
+        kernels=row.kernels,
+        attention=row.attention,
+        frozen_dtype=row.frozen,
+        states=row.states,
+    )
+    hardware = cluster(
+        row.gpu,
+        nodes=row.nodes,
+        ranks_per_node=row.gpus_per_node,
+        inter_bits_per_s=1e9 * row.gbit_s,
+    ).over(row.fabric, 1)
+    if row.net_kind == "measured":
+        hardware = hardware.with_inter_bandwidth(1e9 * row.gbit_s)
+    return Run(row, workload, hardware)

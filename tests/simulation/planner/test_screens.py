@@ -1,0 +1,103 @@
+"""Screens of 80 columns: no number is cut, at most ten rows, and the next command."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+from rich.console import Console, RenderableType
+
+from simulation import hardware
+from simulation.compute import with_rates
+from simulation.hardware import cluster, described, reported
+from simulation.planner import rent, report
+from simulation.planner.plan import Plan, plan
+from simulation.planner.rent import Instance
+from simulation.planner.request import Request
+
+
+def screen(shown: RenderableType) -> str:
+    console = Console(width=80, record=True, file=StringIO())
+    console.print(shown)
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    return text
+
+
+def made(nodes: int = 4, tokens: float = 1e12, gpu: str = "a100-80gb") -> Plan:
+    nominal = cluster(gpu, nodes=nodes, ranks_per_node=8, inter_bits_per_s=1e11)
+    request = Request(
+        model="llama-3-8b",
+        hardware=with_rates(reported(nominal)),
+        tokens=tokens,
+        price_per_gpu_hour=2.0,
+    )
+    answer = plan(request)
+    assert answer is not None
+    return answer
+
+
+def test_a_plan_of_all_strategies() -> None:
+    answer = made()
+    text = screen(report.table(answer))
+    rows = [line for line in text.splitlines() if " compute" in line or " link" in line]
+    assert 1 < len([line for line in rows if "%" in line and "for" not in line]) <= 10
+    for figure in (f"{answer.option.tokens_per_s:,.0f}", f"{answer.cost(answer.option):,.0f}"):
+        assert figure in text
+    assert "slower ones: --csv FILE" in text
+    assert "python -m experiments preflight" in text
+    assert "sources left out erred by" in " ".join(text.split())
+
+
+def test_a_batch_that_leaves_few_steps_is_named() -> None:
+    assert "tokens per step leave" in " ".join(screen(report.table(made(64, 1e8))).split())
+    assert "tokens per step leave" not in screen(report.table(made()))
+
+
+def test_offers_with_their_chance_to_be_in_time() -> None:
+    pods = Instance(
+        provider="a-provider",
+        instance="H100 SXM",
+        gpu="h100-sxm",
+        gpus=1,
+        host_memory_gib=125,
+        list_usd_per_hour=3.49,
+        as_of="2026-10-07",
+        pods="2 4 8",
+    )
+    kinds = [*pods.sized()]
+    assert [(one.gpus, one.list_usd_per_hour) for one in kinds] == [
+        (1, 3.49),
+        (2, 6.98),
+        (4, 13.96),
+        (8, 27.92),
+    ]
+    request = Request(
+        model="llama-3-8b",
+        hardware=replace(kinds[0].cluster(1), ranks_per_node=1),
+        lora_rank=8,
+        strategies=("ddp", "fsdp2"),
+    )
+    market = rent.rent(request, kinds, None)
+    costs = [offer.cost for offer in market.offers]
+    assert costs == sorted(costs)
+    first = market.offers[0]
+    low, high = first.cost_range
+    assert first.chance(first.hours) == pytest.approx(0.5)
+    assert first.chance(first.hours * high / first.cost) == pytest.approx(0.95)
+    assert first.chance(first.hours * low / first.cost) == pytest.approx(0.05)
+    text = screen(rent.table(market, request, 24.0))
+    assert f"{first.cost:,.0f}" in text
+    assert "2026-10-07" in text
+
+
+def test_a_gpu_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "CARDS", dict(hardware.CARDS))
+    name = described("mine:tflops=312,gb=80,gb_s=2039,nvlink_gb_s=300,like=a100-80gb")
+    own, known = made(gpu=name), made()
+    assert own.option.tokens_per_s == pytest.approx(known.option.tokens_per_s, rel=0.05)
+    for wrong in ("mine:tflops=312", "mine:tflops=x,gb=80,gb_s=1", "mine:tflops=1,gb=1,gb_s=1,a=2"):
+        with pytest.raises(ValueError, match="gpu = .*NAME:tflops=71,gb=24,gb_s=936"):
+            described(wrong)
