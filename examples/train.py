@@ -72,6 +72,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def join(time_out: timedelta) -> fcdp.Topology:
     """Meet the other ranks that torchrun has started this time."""
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+    if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        sys.exit(  # pytorch/pytorch#135712
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE: must be 1 with --max-restarts; ranks that are "
+            "started again would look for those before"
+        )
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         dist.init_process_group("gloo", timeout=time_out)
