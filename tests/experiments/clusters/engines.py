@@ -203,7 +203,7 @@ ClusterName=test
 SlurmctldHost=n0({head})
 AuthType=auth/munge
 CredType=cred/munge
-AuthInfo=socket={folder}/socket
+AuthInfo=socket={folder}/socket,cred_expire=5
 SlurmUser=root
 SlurmdUser=root
 ProctrackType=proctrack/linuxproc
