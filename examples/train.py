@@ -63,6 +63,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--wandb", metavar="PROJECT", help="log to it; WANDB_MODE=offline works")
     parser.add_argument("--profile", action="store_true", help="write a trace of the third step")
     options = parser.parse_args(arguments)
+    options.model = options.model.resolve()  # adapters name it
     if not (options.model / "config.json").is_file():
         parser.error(f"--model {options.model}: has no config.json; must be a folder with one")
     if not options.data.is_file():
@@ -91,7 +92,9 @@ def join(time_out: timedelta) -> fcdp.Topology:
 def tokenise(options: argparse.Namespace) -> Path:
     """Write the text's tokens, unless an earlier start has; the file's name is what it holds."""
     text = options.data.read_bytes()
-    which = hashlib.sha256(text + f"{options.model} {options.field}".encode()).hexdigest()
+    read = [text, options.field.encode()]
+    read += [file.read_bytes() for file in sorted(options.model.glob("tokenizer*"))]
+    which = hashlib.sha256(b"\0".join(read)).hexdigest()
     path: Path = options.output / f"tokens-{which[:16]}.pt"
     if not path.exists():
         tokenizer = AutoTokenizer.from_pretrained(options.model, local_files_only=True)

@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -84,17 +85,18 @@ class Run:
         self.output = place / name
         self.options = (*OPTIONS, "--output", name, *options)
         self.printed = place / f"{name}.txt"
+        self.python, self.path = place / "environment/bin/python", ""
 
     def start(self, *launcher: str, script: str = "train.py") -> subprocess.Popen[bytes]:
         """Have torchrun start ranks."""
-        command = [self.place / "environment/bin/python", "-m", "torch.distributed.run"]
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        command = [self.python, "-m", "torch.distributed.run"]
         with self.printed.open("ab") as printed:
             return subprocess.Popen(
                 [*command, "--monitor-interval", "0.1", *launcher, script, *self.options],
                 cwd=self.place,
                 env={
-                    **environment,
+                    **os.environ,
+                    "PYTHONPATH": self.path,
                     "OMP_NUM_THREADS": "1",
                     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
                 },
@@ -191,6 +193,32 @@ def test_from_pretrained_reads_what_it_exports(place: Path, undisturbed: Run) ->
     assert losses[1] < 0.75 * losses[0]
     held_out = undisturbed.lines()[-1]
     assert held_out["step"] == STEPS - 1
+
+
+def test_adapters_json_lines_and_a_live_history(place: Path) -> None:
+    """With peft and wandb, which are installed here; a rank has a sequence less than the other."""
+    pytest.importorskip("wandb", reason="not in an environment made by `make setup`")
+    from transformers import AutoModelForCausalLM
+
+    from tests.experiments.tracking import offline
+
+    text = (place / "text.txt").read_text()
+    rows = [{"body": text[at : at + 1000]} for at in range(0, len(text), 1000)]
+    (place / "text.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    run = Run(place, "adapters", "--steps", "9", "--lora-rank", "4", "--global-batch", "5")
+    run.options += ("--data", "text.jsonl", "--field", "body", "--wandb", "test")
+    run.python, run.path = Path(sys.executable), str(ROOT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_MODE", "offline")
+        run.ends(run.start(*ON_ONE_NODE))
+
+    (tracked,) = offline.runs(run.output)
+    lines = run.lines()
+    assert [point["loss"] for point in tracked.history] == [line["loss"] for line in lines]
+    for point, line in zip(tracked.history, lines, strict=True):
+        assert point["_timestamp"] == pytest.approx(line["time"], abs=1)
+    model = AutoModelForCausalLM.from_pretrained(run.output / "export")
+    assert sum("lora" in name for name, _ in model.named_parameters()) == 16
 
 
 class Nodes:

@@ -212,6 +212,7 @@ SelectType=select/linear
 MpiDefault=none
 ReturnToService=2
 SlurmdTimeout=8
+SchedulerParameters=sched_interval=2,bf_interval=2
 KillWait=5
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool.%n
