@@ -9,12 +9,13 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fcdp.failure import Failures
+from fcdp.failure import Failures, backends_of
 
 #: Makes gloo connect two ranks when they first exchange something.
 _LAZY = "TORCH_GLOO_LAZY_INIT"
@@ -198,15 +199,21 @@ class Topology:
         first = rank // size * size
         members = (ranks[first : first + size], ranks[rank % size :: size])
         backend = backends[mesh.device_type]
+        time_out = _time_out(mesh)
         intra, inter = (
-            mesh.get_group() if own == ranks else _group(own, backend, "gather") for own in members
+            mesh.get_group() if own == ranks else _group(own, backend, "gather", time_out)
+            for own in members
         )
         reduce_intra, reduce_inter = control_intra, control_inter = intra, inter
         if mesh.device_type != "cpu":
-            reduce_intra, reduce_inter = (_group(own, backend, "reduce") for own in members)
+            reduce_intra, reduce_inter = (
+                _group(own, backend, "reduce", time_out) for own in members
+            )
             # Not the world, where each process would connect to every other one.
             host = backends.get("cpu", "gloo")
-            control_intra, control_inter = (_group(own, host, "control") for own in members)
+            control_intra, control_inter = (
+                _group(own, host, "control", time_out) for own in members
+            )
         return cls(
             nodes=len(ranks) // size,
             ranks_per_node=size,
@@ -221,14 +228,29 @@ class Topology:
         )
 
 
-def _group(members: Sequence[int], backend: str, use: str) -> dist.ProcessGroup:
+def _time_out(mesh: DeviceMesh) -> timedelta | None:
+    """How long the mesh's own group waits for a rank that is silent, as the user has said.
+
+    A new group would wait for half an hour by default, or ten minutes with NCCL.
+    """
+    found = [getattr(backend, "options", None) for backend in backends_of(mesh.get_group())]
+    return max((each._timeout for each in found if each is not None), default=None)
+
+
+def _group(
+    members: Sequence[int], backend: str, use: str, time_out: timedelta | None
+) -> dist.ProcessGroup:
     """A new group, made by its members alone.
 
     Groups of the world are made by calls of all ranks for each of them, 64 + 8 on 64 × 8, and
     where the default group is bound to a device (``device_id``) each call splits its communicator.
     """
     group = dist.new_group(
-        members, backend=backend, use_local_synchronization=True, group_desc=f"fcdp_{use}"
+        members,
+        timeout=time_out,
+        backend=backend,
+        use_local_synchronization=True,
+        group_desc=f"fcdp_{use}",
     )
     assert isinstance(group, dist.ProcessGroup)
     return group

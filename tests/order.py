@@ -15,6 +15,7 @@ SECONDS: Mapping[str, float] = {
     "tests/experiments/clusters/test_slurm.py": 85,
     "tests/experiments/worker/test_worker.py": 55,
     "tests/experiments/clusters/test_ssh.py": 60,
+    "tests/examples/test_train.py": 70,
     "tests/scripts/test_gpu.py": 50,
     "tests/experiments/test_pins.py": 45,
 }

@@ -1,11 +1,17 @@
-"""Builds the wheel of a copy of the checkout."""
+"""Builds the wheel of a copy of the checkout, and environments that have it."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
+
+import pytest
+
+pytest.importorskip("packaging", reason="not in an environment made by `make setup`")
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 
@@ -27,3 +33,37 @@ def built(hook: str, source: Path, target: Path) -> Path:
     assert done.returncode == 0, done.stderr
     (found,) = target.glob("*.whl")
     return found
+
+
+def environment(wheel: Path, folder: Path, *packages: str) -> Path:
+    """The Python of a new environment with the wheel, and with packages installed here alone."""
+    made, shared = folder / "environment", folder / "shared"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", made], check=True)
+    python = made / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--quiet"]
+    subprocess.run([*pip, "--no-deps", "--disable-pip-version-check", wheel], check=True)
+    shared.mkdir()
+    for name in packages:
+        link(name, shared)
+    (site,) = made.glob("lib/*/site-packages")
+    (site / "shared.pth").write_text(f"{shared}\n")
+    return python
+
+
+def link(name: str, target: Path) -> None:
+    """Link a package that is installed here, and all that it asks for, into ``target``."""
+    queue, seen = [name], set[str]()
+    while queue:
+        found = metadata.distribution(queue.pop())
+        if found.name in seen:
+            continue
+        seen.add(found.name)
+        for root in {file.parts[0] for file in found.files or []} - {"..", "__pycache__"}:
+            if not (target / root).exists():  # several packages may share a folder
+                (target / root).symlink_to(str(found.locate_file(root)))
+        needed = map(Requirement, found.requires or [])
+        queue += [
+            other.name
+            for other in needed
+            if other.marker is None or other.marker.evaluate({"extra": ""})
+        ]

@@ -17,12 +17,15 @@ import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+from torch.distributed.run import get_args_parser
 from typer.main import get_group
 
 import analysis.__main__
 import experiments.__main__
+from examples import train
 from tests.docs import ROOT
 from tests.docs.commands import LANGUAGES, PAGES, Shown, fences, shown
 
@@ -41,6 +44,7 @@ WHY = {
     "docker ": _IMAGE,
     "launch/": _NODES,
     "sbatch ": _NODES,
+    "torchrun ": "needs nodes and a model; tests/examples/test_train.py has small ones",
     "sky ": _NODES,
     "python -m experiments run ": _NETWORK,
     "python -m experiments run paper --cluster simulated": _SIMULATED,
@@ -170,8 +174,15 @@ def check_program(words: list[str]) -> None:
             assert os.access(ROOT / script, os.X_OK)
             told = commands
         case ["sbatch", *_]:
-            at = words.index("launch/slurm.sbatch")
-            told = words[at + 1 :]
+            (script,) = [word for word in words if word.startswith("launch/")]
+            told = words[words.index(script) + 1 :]
+            if script == "launch/train.sbatch":
+                parse_training(told[1:])
+                told = []
+        case ["torchrun", *_]:
+            torchrun = get_args_parser().parse_args(words[1:])
+            parse_training(torchrun.training_script_args)
+            told = []
         case ["sky", "launch", *_]:
             assert (ROOT / words[-1]).is_file()
             told = []
@@ -186,6 +197,12 @@ def check_program(words: list[str]) -> None:
             raise AssertionError(f"{words[0]}: nobody knows how to check this")
     for text in told:
         parse("experiments", shlex.split(text))
+
+
+def parse_training(words: list[str]) -> None:
+    """Options of ``examples/train.py``; the files are the reader's."""
+    with mock.patch.object(Path, "is_file", return_value=True):
+        train.parse(words)
 
 
 def test_commands_in_sentences_name_what_there_is() -> None:

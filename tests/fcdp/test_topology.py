@@ -95,6 +95,16 @@ def test_on_an_accelerator_reductions_and_the_host_have_groups_of_their_own(rank
     assert ranks.run(4, groups_on_an_accelerator) == [([True, False], {2})] * 4
 
 
+def time_outs() -> set[float]:
+    groups = groups_of(topology_of(2, 2)).values()
+    backends = [group._get_backend(torch.device("cpu")) for group in groups]
+    return {backend.options._timeout.total_seconds() for backend in backends}
+
+
+def test_all_groups_wait_as_long_as_that_of_the_world(ranks: Pools) -> None:
+    assert ranks.run(4, time_outs)[0] == {200.0}, "those of the pool, not torch's half an hour"
+
+
 def groups_of_one_node() -> bool:
     mesh = world_as("cuda")
     topology = fcdp.Topology.of_mesh(mesh, 2)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import zipfile
 from email.message import Message
 from email.parser import Parser
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -74,45 +72,12 @@ def test_it_asks_for_torch_alone(wheel: Path) -> None:
 
 
 def test_an_environment_with_torch_alone_imports_all_of_it(wheel: Path, tmp_path: Path) -> None:
-    environment = tmp_path / "environment"
-    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-
-    def call(*command: str | Path) -> str:
-        done = subprocess.run(
-            command, cwd=tmp_path, env=clean, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    call(sys.executable, "-m", "venv", "--without-pip", environment)
-    python = environment / "bin" / "python"
-    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-index"]
-    call(*pip, "--no-deps", "--disable-pip-version-check", wheel)
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    link("torch", shared)
-    (packages,) = environment.glob("lib/*/site-packages")
-    (packages / "shared.pth").write_text(f"{shared}\n")
+    python = wheels.environment(wheel, tmp_path, "torch")
     modules = {path.relative_to(ROOT) for path in (ROOT / "fcdp").rglob("*.py")}
     modules -= {path for path in modules if path.parent.name == "integrations"}
     names = {".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in modules}
-    assert {*call(python, "-c", IMPORTS).split()} == names - {"fcdp"} | {"fcdp.integrations"}
-
-
-def link(name: str, target: Path) -> None:
-    """Link a package that is installed here, and all that it asks for, into ``target``."""
-    queue, seen = [name], set[str]()
-    while queue:
-        found = metadata.distribution(queue.pop())
-        if found.name in seen:
-            continue
-        seen.add(found.name)
-        for root in {file.parts[0] for file in found.files or []} - {"..", "__pycache__"}:
-            if not (target / root).exists():  # several packages may share a folder
-                (target / root).symlink_to(str(found.locate_file(root)))
-        needed = map(Requirement, found.requires or [])
-        queue += [
-            other.name
-            for other in needed
-            if other.marker is None or other.marker.evaluate({"extra": ""})
-        ]
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [python, "-c", IMPORTS]
+    done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {*done.stdout.split()} == names - {"fcdp"} | {"fcdp.integrations"}

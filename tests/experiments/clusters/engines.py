@@ -203,7 +203,7 @@ ClusterName=test
 SlurmctldHost=n0({head})
 AuthType=auth/munge
 CredType=cred/munge
-AuthInfo=socket={folder}/socket
+AuthInfo=socket={folder}/socket,cred_expire=5
 SlurmUser=root
 SlurmdUser=root
 ProctrackType=proctrack/linuxproc
@@ -212,6 +212,7 @@ SelectType=select/linear
 MpiDefault=none
 ReturnToService=2
 SlurmdTimeout=8
+SchedulerParameters=sched_interval=2,bf_interval=2
 KillWait=5
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool.%n

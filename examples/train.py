@@ -1,0 +1,313 @@
+"""Fine-tune a model of Hugging Face on a text, on nodes that may leave and come back.
+
+    torchrun --nproc-per-node 8 train.py --model llama --data text.txt --output run
+    torchrun --nnodes 1:4 --max-restarts 100 --rdzv-backend c10d ... train.py ...    # elastic
+
+It needs fcdp, torch and transformers; peft for ``--lora-rank``, wandb for ``--wandb``. ``--output``
+is on a file system that all nodes share. Whoever starts it again with the same one, torchrun after
+a lost rank, a scheduler or a hand, goes on from the last checkpoint there.
+
+All that a step depends on (sequences, dropout, learning rate) follows from the seed and the step's
+number, so that this number is all that a checkpoint needs beside the model and the optimizer. A
+step's gradient is that of ``--global-batch`` sequences, however many ranks there are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import json
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.utils import clip_grad_norm_
+from torch.profiler import profile
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import fcdp
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", type=Path, required=True, help="a folder with tokenizer")
+    parser.add_argument("--data", type=Path, required=True, help="text, or .jsonl with --field")
+    parser.add_argument("--output", type=Path, required=True, help="a folder, shared by all nodes")
+    parser.add_argument("--field", default="text", help="of each object in JSON Lines")
+    parser.add_argument("--held-out", type=float, default=0.05, help="share kept for evaluation")
+    parser.add_argument("--sequence-length", type=int, default=1024)
+    parser.add_argument("--global-batch", type=int, default=32, help="sequences per step")
+    parser.add_argument("--micro-batch", type=int, default=1, help="sequences per rank and pass")
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--steps", type=int, help="instead of --epochs")
+    parser.add_argument("--lr", type=float, default=2e-5)
+    parser.add_argument("--warm-up", type=int, default=100, help="steps; then half a cosine")
+    parser.add_argument("--lora-rank", type=int, default=0, help="0: train all parameters")
+    parser.add_argument("--precision", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--policy", default="host", help="where gathered parameters are kept")
+    parser.add_argument("--save-every", type=int, default=100, help="steps")
+    parser.add_argument("--evaluate-every", type=int, default=100, help="steps")
+    parser.add_argument("--time-out", type=float, default=300, help="s until a silent node is lost")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--wandb", metavar="PROJECT", help="log to it; WANDB_MODE=offline works")
+    parser.add_argument("--profile", action="store_true", help="write a trace of the third step")
+    options = parser.parse_args(arguments)
+    options.model = options.model.resolve()  # adapters name it
+    if not (options.model / "config.json").is_file():
+        parser.error(f"--model {options.model}: has no config.json; must be a folder with one")
+    if not options.data.is_file():
+        parser.error(f"--data {options.data}: must be a file of text or JSON Lines")
+    return options
+
+
+def join(time_out: timedelta) -> fcdp.Topology:
+    """Meet the other ranks that torchrun has started this time."""
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+    if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        sys.exit(  # pytorch/pytorch#135712
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE: must be 1 with --max-restarts; ranks that are "
+            "started again would look for those before"
+        )
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        dist.init_process_group("gloo", timeout=time_out)
+    else:
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+        backend = dist.get_default_backend_for_device(accelerator)
+        dist.init_process_group(f"cpu:gloo,{accelerator.type}:{backend}", timeout=time_out)
+    return fcdp.Topology.from_env()
+
+
+def tokenise(options: argparse.Namespace) -> Path:
+    """Write the text's tokens, unless an earlier start has; the file's name is what it holds."""
+    text = options.data.read_bytes()
+    read = [text, options.field.encode()]
+    read += [file.read_bytes() for file in sorted(options.model.glob("tokenizer*"))]
+    which = hashlib.sha256(b"\0".join(read)).hexdigest()
+    path: Path = options.output / f"tokens-{which[:16]}.pt"
+    if not path.exists():
+        tokenizer = AutoTokenizer.from_pretrained(options.model, local_files_only=True)
+        documents = [text.decode(errors="replace")]
+        if options.data.suffix == ".jsonl":
+            documents = [json.loads(line)[options.field] for line in text.splitlines() if line]
+        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        tokens = [t for each in tokenizer(documents)["input_ids"] for t in (*each, *end)]
+        draft = path.with_suffix(".new")
+        torch.save(torch.tensor(tokens, dtype=torch.int32), draft)
+        draft.replace(path)
+    return path
+
+
+def read(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, str]:
+    """Sequences to train on and held-out ones, the text's last; and which tokens they are."""
+    patient = dist.new_group(backend="gloo", timeout=timedelta(hours=4))
+    box = [tokenise(options) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box, group=patient)
+    assert box[0] is not None
+    tokens = torch.load(box[0], mmap=True)
+    windows = tokens[: len(tokens) // options.sequence_length * options.sequence_length]
+    windows = windows.view(-1, options.sequence_length)
+    held_out = math.ceil(len(windows) * options.held_out)
+    if len(windows) - held_out < options.global_batch:
+        raise ValueError(
+            f"--data {options.data}: has {len(windows) - held_out} sequences to train on; "
+            f"must have as many as --global-batch, {options.global_batch}"
+        )
+    return windows[: len(windows) - held_out], windows[len(windows) - held_out :], box[0].stem
+
+
+def build(options: argparse.Namespace, topology: fcdp.Topology) -> Any:
+    """The sharded model: trained parameters in float32, computed with in ``--precision``."""
+    computed = getattr(torch, options.precision)
+    kept = computed if options.lora_rank else torch.float32
+    load: Any = AutoModelForCausalLM.from_pretrained
+    model = load(options.model, dtype=kept, local_files_only=True)
+    if options.lora_rank:
+        from peft import LoraConfig, get_peft_model  # not needed without adapters
+
+        torch.manual_seed(options.seed)
+        lora = LoraConfig(r=options.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = get_peft_model(model, lora)
+    mixed = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=torch.float32)
+    return fcdp.shard(model.train(), topology, policy=options.policy, mp_policy=mixed)
+
+
+@functools.lru_cache(1)
+def order(epoch: int, count: int, seed: int) -> torch.Tensor:
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed + 7919 * epoch))
+
+
+def chosen(step: int, count: int, options: argparse.Namespace) -> torch.Tensor:
+    """The step's sequences, by number: of the epoch's order, the step's place in it."""
+    epoch, place = divmod(step, count // options.global_batch)
+    start = place * options.global_batch
+    return order(epoch, count, options.seed)[start : start + options.global_batch]
+
+
+def share(
+    rows: torch.Tensor, topology: fcdp.Topology, size: int
+) -> list[tuple[torch.Tensor, float]]:
+    """This rank's micro-batches of ``rows``, as many as on any rank, and the weight of each.
+
+    FSDP2 takes the mean of the ranks' gradients, so that weights are over the mean rank's share. A
+    rank that has no rows left goes along with one that counts for nothing.
+    """
+    mine = rows[topology.rank :: topology.world_size]
+    passes = math.ceil(len(rows) / (topology.world_size * size))
+    parts = [mine[at * size : (at + 1) * size] for at in range(passes)]
+    mean = len(rows) / topology.world_size
+    return [(part, len(part) / mean) if len(part) else (rows[:1], 0.0) for part in parts]
+
+
+def rate(step: int, steps: int, options: argparse.Namespace) -> float:
+    """Learning rate: grows over the warm-up, then falls by half a cosine."""
+    if step < options.warm_up:
+        return float(options.lr * (step + 1) / options.warm_up)
+    done = (step - options.warm_up) / max(1, steps - options.warm_up)
+    return float(options.lr * (1 + math.cos(math.pi * done)) / 2)
+
+
+@torch.no_grad()
+def evaluate(
+    model: Any, data: torch.Tensor, topology: fcdp.Topology, options: argparse.Namespace
+) -> float:
+    """The mean loss of the held-out sequences."""
+    device = topology.mesh.device_type
+    total = torch.zeros((), device=device)
+    model.eval()
+    for rows, weight in share(torch.arange(len(data)), topology, options.micro_batch):
+        tokens = data[rows].long().to(device)
+        total += model(input_ids=tokens, labels=tokens, use_cache=False).loss * weight
+    model.train()
+    dist.all_reduce(total)
+    return total.item() / topology.world_size
+
+
+def train(options: argparse.Namespace, leaving: threading.Event) -> None:
+    topology = join(timedelta(seconds=options.time_out))
+    device, first = topology.mesh.device_type, topology.rank == 0
+    launcher = os.getppid()
+    data, held_out, name = read(options)
+    model = build(options, topology)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=options.lr)
+    steps = options.steps or options.epochs * (len(data) // options.global_batch)
+    checkpoint: Path = options.output / "checkpoint"
+    told = {key: getattr(options, key) for key in ("seed", "sequence_length", "global_batch")}
+    told |= {"data": name, "sequences": len(data)}
+
+    # Rank 0 looks: others' view of a shared file system may be older.
+    there: list[Any] = [(checkpoint / "state.pt").exists()]
+    dist.broadcast_object_list(there)
+    start, saved = 0, {**told, "run": f"{time.time_ns():x}"}
+    if there[0]:
+        saved = fcdp.load(model, optimizer, checkpoint)
+        start = saved.pop("step")
+        if different := [key for key in told if saved[key] != told[key]]:
+            raise ValueError(
+                f"{checkpoint}: was trained with {different[0]} = {saved[different[0]]!r}; must be "
+                f"the same, not {told[different[0]]!r}, or --output another folder"
+            )
+    log, run = None, None
+    if first:
+        print(f"from step {start} of {steps}, on {topology}", flush=True)
+        log = (options.output / "log.jsonl").open("a", encoding="utf-8")
+        if options.wandb:
+            import wandb  # not needed without
+
+            run = wandb.init(
+                project=options.wandb, id=saved["run"], resume="allow", dir=options.output,
+                config={key: str(value) for key, value in vars(options).items()},
+            )  # fmt: skip
+
+    def save(step: int, *, asynchronous: bool) -> Any:
+        return fcdp.save(
+            model, optimizer, checkpoint, extra={**saved, "step": step}, asynchronous=asynchronous
+        )
+
+    saving = None
+    for step in range(start, steps):
+        begin = time.perf_counter()
+        tracing = options.profile and step == start + 2
+        torch.manual_seed((options.seed * 1_000_003 + step) * 65_537 + topology.rank)
+        optimizer.param_groups[0]["lr"] = rate(step, steps, options)
+        # The loss, and how many ranks are to leave: by a notice, or as their launcher has ended.
+        sums = torch.zeros(2, device=device)
+        with profile() if tracing else nullcontext() as tracer:
+            parts = share(chosen(step, len(data), options), topology, options.micro_batch)
+            for at, (rows, weight) in enumerate(parts, 1):
+                tokens = data[rows].long().to(device)
+                with fcdp.accumulate(model, last=at == len(parts)):
+                    loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss * weight
+                    loss.backward()
+                sums[0] += loss.detach()
+            norm: Any = clip_grad_norm_(trained, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            sums[1] = leaving.is_set() or os.getppid() != launcher
+            dist.all_reduce(sums)
+            total, leave = sums.tolist()
+        if tracer is not None:
+            tracer.export_chrome_trace(str(options.output / f"trace-{topology.rank}.json"))
+
+        if not leave and (step + 1) % options.save_every == 0 and step + 1 < steps:
+            if saving is not None:
+                saving.result()  # the one before: what went wrong, if something did
+            saving = save(step + 1, asynchronous=True)
+        told_step = {"loss": total / topology.world_size, "norm": norm.full_tensor().item()}
+        told_step |= {"lr": optimizer.param_groups[0]["lr"], "seconds": time.perf_counter() - begin}
+        if not leave and (step + 1) % options.evaluate_every == 0:
+            told_step["held_out_loss"] = evaluate(model, held_out, topology, options)
+        if first:
+            assert log is not None
+            line = {"step": step, "ranks": topology.world_size, "time": time.time(), **told_step}
+            print(json.dumps(line), file=log, flush=True)
+            print(", ".join(f"{key} {value:.6g}" for key, value in line.items()), flush=True)
+            if run is not None:
+                run.log(told_step, step=step)
+        if leave:
+            if saving is not None:
+                saving.result()
+            save(step + 1, asynchronous=False)
+            # Ranks of nodes that stay end as well, and their torchrun starts them again, fewer.
+            sys.exit(128 + signal.SIGTERM)
+
+    if saving is not None:
+        saving.result()
+    if start < steps:
+        save(steps, asynchronous=False)
+    if options.lora_rank:
+        fcdp.save_adapters(model, options.output / "export")
+    else:
+        fcdp.export(model, options.output / "export")
+    if first:
+        tokenizer = AutoTokenizer.from_pretrained(options.model, local_files_only=True)
+        tokenizer.save_pretrained(options.output / "export")
+        print(fcdp.ledger(model).table())
+    if run is not None:
+        run.finish()
+
+
+def main(arguments: list[str]) -> None:
+    options = parse(arguments)
+    options.output.mkdir(parents=True, exist_ok=True)
+    leaving = threading.Event()
+    # Of torchrun that stops its ranks, Slurm (--signal=TERM@120), a spot node's last minutes.
+    signal.signal(signal.SIGTERM, lambda *_: leaving.set())
+    train(options, leaving)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,316 @@
+"""The program that people copy, from an empty folder with the wheel: it outlives its ranks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from tests import wheels
+from tests.experiments.waiting import is_running, wait_until, wait_until_ended
+from tests.wheels import ROOT
+
+STEPS = 40
+SAVE_EVERY = 4
+OPTIONS = (
+    *("--model", "model", "--data", "text.txt", "--sequence-length", "32"),
+    *("--global-batch", "6", "--micro-batch", "2", "--warm-up", "3", "--lr", "0.003"),
+    *("--precision", "float32", "--evaluate-every", "5"),
+)
+#: Keeps a copy of the checkpoint that it goes on from.
+KEEP = """
+import runpy, shutil
+import torch.distributed as dist
+import fcdp
+
+plain = fcdp.load
+
+def load(model, optimizer, directory):
+    if dist.get_rank() == 0:
+        shutil.copytree(directory, directory.parent / "loaded")
+    return plain(model, optimizer, directory)
+
+fcdp.load = load
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the program, a model with dropout and a text, whose Python has the wheel."""
+    folder = tmp_path_factory.mktemp("place")
+    source = wheels.source(tmp_path_factory.mktemp("source"), "fcdp")
+    wheel = wheels.built("build_wheel", source, tmp_path_factory.mktemp("wheel"))
+    wheels.environment(wheel, folder, "torch", "transformers")
+    shutil.copy(ROOT / "examples/train.py", folder)
+    (folder / "keep.py").write_text(KEEP)
+    (folder / "text.txt").write_bytes(Path(argparse.__file__).read_bytes()[:20_000])
+    make_model(folder / "model")
+    return folder
+
+
+def make_model(folder: Path) -> None:
+    """A small GPT-2, and a tokenizer of bytes."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
+    GPT2LMHeadModel(GPT2Config(vocab_size=257, **sizes)).save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bytes_ = Tokenizer(models.BPE({sign: at for at, sign in enumerate(alphabet)}, []))
+    bytes_.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    PreTrainedTokenizerFast(tokenizer_object=bytes_).save_pretrained(folder)
+
+
+class Run:
+    """Starts of the program with one folder for output."""
+
+    def __init__(self, place: Path, name: str, *options: str) -> None:
+        self.place = place
+        self.output = place / name
+        self.options = (*OPTIONS, "--output", name, *options)
+        self.printed = place / f"{name}.txt"
+        self.python, self.path = place / "environment/bin/python", ""
+
+    def start(self, *launcher: str, script: str = "train.py") -> subprocess.Popen[bytes]:
+        """Have torchrun start ranks."""
+        command = [self.python, "-m", "torch.distributed.run"]
+        with self.printed.open("ab") as printed:
+            return subprocess.Popen(
+                [*command, "--monitor-interval", "0.1", *launcher, script, *self.options],
+                cwd=self.place,
+                env={
+                    **os.environ,
+                    "PYTHONPATH": self.path,
+                    "OMP_NUM_THREADS": "1",
+                    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+                },
+                stdout=printed,
+                stderr=printed,
+            )
+
+    def lines(self) -> list[dict[str, Any]]:
+        log = self.output / "log.jsonl"
+        text = log.read_text() if log.exists() else ""
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line[-1] == "\n"]
+
+    def trained(self) -> dict[int, tuple[Any, ...]]:
+        """What is the same wherever a run was interrupted, by step; the last word counts."""
+        return {
+            line["step"]: (line["loss"], line["norm"], line["lr"], line.get("held_out_loss"))
+            for line in self.lines()
+        }
+
+    def starts(self) -> list[int]:
+        """The steps that the ranks began with, each time."""
+        return [*map(int, re.findall(r"from step (\d+) of", self.printed.read_text()))]
+
+    def wait_for(self, lines: int) -> None:
+        """Wait until so many more steps are done."""
+        wanted = len(self.lines()) + lines
+        wait_until(lambda: len(self.lines()) >= wanted, within_s=120)
+
+    def ends(self, *agents: subprocess.Popen[bytes]) -> None:
+        for agent in agents:
+            assert agent.wait(timeout=180) == 0, self.printed.read_text()[-4000:]
+
+    def exported(self) -> bytes:
+        return (self.output / "export/model.safetensors").read_bytes()
+
+
+def workers(agent: subprocess.Popen[bytes]) -> list[int]:
+    """The ranks that an agent runs."""
+    return [child.pid for child in psutil.Process(agent.pid).children()]
+
+
+def kill(*pids: int) -> None:
+    for pid in pids:
+        if is_running(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+ON_ONE_NODE = ("--standalone", "--nproc-per-node", "2")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(place: Path) -> Run:
+    """A run of two ranks to its end."""
+    run = Run(place, "undisturbed", "--steps", str(STEPS), "--save-every", str(SAVE_EVERY))
+    run.ends(run.start(*ON_ONE_NODE))
+    return run
+
+
+@pytest.mark.ranks
+def test_after_a_kill_and_a_notice_it_goes_on_as_if_nothing_had_happened(
+    place: Path, undisturbed: Run
+) -> None:
+    run = Run(place, "killed", "--steps", str(STEPS), "--save-every", str(SAVE_EVERY))
+    launcher = (*ON_ONE_NODE, "--max-restarts", "1")
+    first = run.start(*launcher)
+    run.wait_for(SAVE_EVERY + 2)
+    kill(workers(first)[1])
+    wait_until(lambda: len(run.starts()) == 2, within_s=60)
+    run.wait_for(2)
+    first.terminate()
+    assert first.wait(timeout=60) != 0
+    noticed = run.lines()[-1]["step"]
+    assert not (run.output / "export").exists()
+    run.ends(run.start(*launcher))
+
+    begun, after_kill, after_notice = run.starts()
+    assert (begun, after_kill % SAVE_EVERY, after_notice) == (0, 0, noticed + 1)
+    assert run.trained() == undisturbed.trained()
+    assert [*run.trained()] == [*range(STEPS)]
+    assert run.exported() == undisturbed.exported()
+
+
+@pytest.mark.ranks
+def test_from_pretrained_reads_what_it_exports(place: Path, undisturbed: Run) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    export = undisturbed.output / "export"
+    model = AutoModelForCausalLM.from_pretrained(export)
+    text = (place / "text.txt").read_text()[-2000:]
+    tokens = AutoTokenizer.from_pretrained(export)(text, return_tensors="pt").input_ids[:, :32]
+    before = AutoModelForCausalLM.from_pretrained(place / "model")
+    with torch.no_grad():
+        losses = [each(input_ids=tokens, labels=tokens).loss.item() for each in (before, model)]
+    assert losses[1] < 0.75 * losses[0]
+    held_out = undisturbed.lines()[-1]
+    assert held_out["step"] == STEPS - 1
+
+
+def test_adapters_json_lines_and_a_live_history(place: Path) -> None:
+    """With peft and wandb, which are installed here; a rank has a sequence less than the other."""
+    pytest.importorskip("wandb", reason="not in an environment made by `make setup`")
+    from transformers import AutoModelForCausalLM
+
+    from tests.experiments.tracking import offline
+
+    text = (place / "text.txt").read_text()
+    rows = [{"body": text[at : at + 1000]} for at in range(0, len(text), 1000)]
+    (place / "text.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    run = Run(place, "adapters", "--steps", "9", "--lora-rank", "4", "--global-batch", "5")
+    run.options += ("--data", "text.jsonl", "--field", "body", "--wandb", "test")
+    run.python, run.path = Path(sys.executable), str(ROOT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_MODE", "offline")
+        run.ends(run.start(*ON_ONE_NODE))
+
+    (tracked,) = offline.runs(run.output)
+    lines = run.lines()
+    assert [point["loss"] for point in tracked.history] == [line["loss"] for line in lines]
+    for point, line in zip(tracked.history, lines, strict=True):
+        assert point["_timestamp"] == pytest.approx(line["time"], abs=1)
+    model = AutoModelForCausalLM.from_pretrained(run.output / "export")
+    assert sum("lora" in name for name, _ in model.named_parameters()) == 16
+
+
+class Nodes:
+    """Agents of torchrun, a node of one rank each, which meet at the first."""
+
+    def __init__(self, run: Run, nodes: str, script: str = "train.py") -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            meet = f"127.0.0.1:{free.getsockname()[1]}"
+        self.run, self.script = run, script
+        self.options = (
+            *("--nnodes", nodes, "--nproc-per-node", "1", "--max-restarts", "100"),
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", meet, "--rdzv-id", "test"),
+            *("--local-addr", "127.0.0.1"),
+        )
+        self.agents = [self.start(0), self.start(1)]
+
+    def start(self, node: int) -> subprocess.Popen[bytes]:
+        settings = f"is_host={int(node == 0)},last_call_timeout=1,keep_alive_interval=1"
+        return self.run.start(*self.options, "--rdzv-conf", settings, script=self.script)
+
+    def lose(self, node: int) -> None:
+        """Have a node go dark, as far as processes can."""
+        pids = [self.agents[node].pid, *workers(self.agents[node])]
+        kill(*pids)
+        self.agents[node].wait()
+        wait_until_ended(pids)
+
+
+def test_without_a_node_the_rest_train_the_same_global_batch(place: Path, undisturbed: Run) -> None:
+    """As ranks that are told so at the same step, and but for rounding as those of before."""
+    run = Run(place, "fewer", "--steps", str(STEPS), "--save-every", str(SAVE_EVERY))
+    nodes = Nodes(run, "1:2", "keep.py")
+    run.wait_for(SAVE_EVERY + 2)
+    nodes.lose(1)
+    run.ends(nodes.agents[0])
+    begun, went_on = run.starts()
+    assert (begun, went_on % SAVE_EVERY) == (0, 0)
+    assert [line["ranks"] for line in run.lines()][:: len(run.lines()) - 1] == [2, 1]
+
+    told = Run(place, "told", "--steps", str(STEPS), "--save-every", str(SAVE_EVERY))
+    told.output.mkdir()
+    shutil.copytree(run.output / "loaded", told.output / "checkpoint")
+    told.ends(told.start("--standalone", "--nproc-per-node", "1"))
+    assert told.starts() == [went_on]
+    expected, found = told.trained(), run.trained()
+    assert {step: found[step] for step in expected} == expected
+    for step, (loss, *_) in undisturbed.trained().items():
+        assert found[step][0] == pytest.approx(loss, rel=0.02), step
+
+
+LONG, KILLS = 1000, 10
+
+
+def test_ten_kills(place: Path, request: pytest.FixtureRequest) -> None:
+    """Of ranks, of a node that another one replaces, of all; and notices to all."""
+    if not request.config.getoption("--exhaustive"):
+        pytest.skip("trains for minutes: runs with --exhaustive")
+    options = ("--steps", str(LONG), "--save-every", "10", "--evaluate-every", "1000")
+    calm = Run(place, "calm", *options)
+    calm.ends(*Nodes(calm, "2").agents)
+
+    run, draw = Run(place, "tossed", *options), random.Random(0)
+    nodes = Nodes(run, "2")
+    kinds = ["rank", "node", "all", "notice"] * 2 + draw.sample(["rank", "node", "all"], 2)
+    draw.shuffle(kinds)
+    for kind in kinds:
+        run.wait_for(draw.randrange(1, 40))
+        before, begun = len(run.starts()), time.monotonic()
+        if kind == "rank":
+            kill(draw.choice([pid for agent in nodes.agents for pid in workers(agent)]))
+        elif kind == "node":
+            nodes.lose(1)
+            nodes.agents[1] = nodes.start(1)
+        else:
+            if kind == "notice":
+                for agent in nodes.agents:
+                    agent.terminate()
+                for agent in nodes.agents:
+                    agent.wait(timeout=60)
+            else:
+                nodes.lose(0)
+                nodes.lose(1)
+            nodes = Nodes(run, "2")
+        done = run.lines()[-1]["step"] + 1
+        wait_until(lambda before=before: len(run.starts()) > before, within_s=120)
+        seconds, lost = time.monotonic() - begun, done - run.starts()[-1]
+        print(f"{kind}: after {seconds:.1f} s from step {run.starts()[-1]}, {lost} steps lost")
+        assert 0 <= lost < 20, "an interval, and another one where a save was under way"
+        assert kind != "notice" or lost == 0
+    run.ends(*nodes.agents)
+    assert run.trained() == calm.trained()
+    assert run.exported() == calm.exported()
+    everybody = (process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"]))
+    assert [words for words in everybody if "tossed" in words] == []
