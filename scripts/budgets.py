@@ -31,14 +31,14 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "lines of source": Budget(most=45_400, aim=34_000),
+    "lines of source": Budget(most=45_520, aim=34_000),
     "lines of fcdp": Budget(most=10_550, aim=7_500),
     "lines of baselines": Budget(most=8_250, aim=6_500),
-    "lines of simulation": Budget(most=8_800, aim=6_500),
+    "lines of simulation": Budget(most=9_040, aim=6_500),
     "lines of experiments": Budget(most=11_300, aim=8_500),
     "lines of analysis": Budget(most=6_650, aim=5_000),
     "lines of scripts": Budget(most=4_150, aim=3_000),
-    "lines of tests": Budget(most=46_150, aim=32_000),
+    "lines of tests": Budget(most=46_290, aim=32_000),
     "imports inside of functions": Budget(most=57, aim=60),
     "modules with one importer": Budget(most=45, aim=40),
     "packages in a circle of imports": Budget(most=0, aim=0),
