@@ -13,6 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 from experiments.records import provenance
+from experiments.records.environment import named, passed_on
 from scripts.gpu.records import Brief, Deadline, Record
 
 _MARK = "pytest.mark.gpu"
@@ -54,7 +55,7 @@ def check(record: Record, brief: Brief, limit_s: float) -> None:
 def _run(file: Path, brief: Brief, limit_s: float) -> tuple[int | None, str]:
     """The exit status of pytest, ``None`` if it had to be ended, and what it wrote."""
     # PyTorch's own: a kernel that touches what another stream does, without a wait, is an error.
-    environment = {**provenance.without_secrets(os.environ), "TORCH_CUDA_SANITIZER": "1"}
+    environment = {**passed_on(os.environ, named(os.environ)), "TORCH_CUDA_SANITIZER": "1"}
     # Options that pytest's plugins define are left out: the plugins may be missing.
     options = ["-o", "addopts=", "-o", "minversion=0", "-p", "no:cacheprovider", "--color=no"]
     target = brief.scratch / f"{file.stem}.txt"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -161,9 +161,11 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-def shard_with_fsdp2(model: TinyLM, topology: fcdp.Topology, settings: Settings) -> TinyLM:
+def shard_with_fsdp2(
+    model: TinyLM, topology: fcdp.Topology, settings: Settings, shard: Any = fully_shard
+) -> TinyLM:
     for block in [*model.blocks, model]:
-        fully_shard(
+        shard(
             block,
             mesh=topology.mesh,
             mp_policy=settings.mp_policy,
@@ -198,11 +200,14 @@ def shard_with_fcdp_uncached(model: TinyLM, topology: fcdp.Topology, settings: S
 
 
 def take_over_from_fsdp2(model: TinyLM, topology: fcdp.Topology, settings: Settings) -> TinyLM:
-    """Shard by the calls for FSDP2, as where another trainer makes them."""
-    takeover = Takeover()
+    """Shard by the calls for FSDP2, as where another trainer makes them.
+
+    Ranks may be threads of one process: each replaces a name of its own.
+    """
+    takeover, owner = Takeover(), SimpleNamespace(fully_shard=fully_shard)
     takeover.use(topology, settings.policy, {})
-    with takeover.of(model, sys.modules[__name__]):
-        return shard_with_fsdp2(model, topology, settings)
+    with takeover.of(model, owner):
+        return shard_with_fsdp2(model, topology, settings, owner.fully_shard)
 
 
 def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:

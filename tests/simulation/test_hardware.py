@@ -19,7 +19,7 @@ from simulation.planner.plan import plan
 from simulation.planner.rent import Instance
 from simulation.planner.request import Request
 from simulation.prediction import largest_micro_batch, needed, predict
-from simulation.workload import Workload
+from simulation.workload import Attention, States, Workload
 from tests.simulation.test_memory import trained_in, unaware
 from tests.simulation.workloads import paper_cluster
 
@@ -221,25 +221,24 @@ def test_fabrics_differ_in_the_share_that_they_reach() -> None:
     assert slow.over("tcp", 1) == replace(slow, inter_latency_seconds=50e-6)
 
 
+STATES: tuple[States, ...] = ("fp32", "bf16", "int8")
+GENERATIONS: tuple[Attention, ...] = ("flash-1", "flash-2", "flash-3")
+
+
 @pytest.mark.parametrize("strategy", ["fsdp2", "fcdp", "ddp", "deepspeed-zero3", "fsdp2-offload"])
 def test_states_in_fewer_bits_take_less_memory_and_time(workload: Workload, strategy: str) -> None:
-    kept = [
-        replace(workload, strategy=strategy, states=states) for states in ("fp32", "bf16", "int8")
-    ]
-    places = [needed(one, HARDWARE) for one in kept]
-    assert [sum((one.device | one.host).values()) for one in places] == sorted(
-        (sum((one.device | one.host).values()) for one in places), reverse=True
-    )
+    kept = [replace(workload, strategy=strategy, states=states) for states in STATES]
+    places = [{**of.device, **of.host} for of in (needed(one, HARDWARE) for one in kept)]
+    sums = [sum(place.values()) for place in places]
+    assert sums == sorted(sums, reverse=True)
     assert predict(kept[2], HARDWARE).step_seconds <= predict(kept[0], HARDWARE).step_seconds
-    states = [(one.device | one.host)["optimizer states"] for one in places]
+    states = [place["optimizer states"] for place in places]
     assert states[0] > states[1] == 2 * states[2]
 
 
 def test_later_generations_of_attention_are_faster(workload: Workload) -> None:
     fitted = with_rates(HARDWARE)
-    generations = ("flash-1", "flash-2", "flash-3")
-    seconds = [
-        predict(replace(workload, attention=one), fitted).step_seconds for one in generations
-    ]
+    kept = [replace(workload, attention=one) for one in GENERATIONS]
+    seconds = [predict(one, fitted).step_seconds for one in kept]
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[0] > seconds[2]
