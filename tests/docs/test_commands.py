@@ -57,6 +57,8 @@ WHY = {
     "tests/experiments/commands/test_plan.py makes such a file",
     "python -m analysis report": "draws for minutes; tests/analysis/report/test_reproduction.py "
     "compares the document with what is committed",
+    "python -m analysis check runs/paper": "reads what the run before it has left; "
+    "tests/analysis/test_check.py has one",
     "python -m analysis table runs/mine": "reads what the run before it has left",
 }
 

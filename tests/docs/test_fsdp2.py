@@ -265,7 +265,7 @@ def set_up_again() -> tuple[bool, bool, str]:
     fully_shard(model, mesh=topology.mesh)
     fcdp.cache_parameters(model, topology)
     fcdp.cache_parameters(model, topology)
-    with pytest.raises(ValueError, match="with other arguments") as error:
+    with pytest.raises(ValueError, match="set up on it already") as error:
         fcdp.cache_parameters(model, topology, look_ahead=2)
     return before, fcdp.is_cached(model), str(error.value)
 
@@ -273,4 +273,4 @@ def set_up_again() -> tuple[bool, bool, str]:
 def test_setting_up_again(ranks: Pools) -> None:
     for before, after, message in ranks.run(2, set_up_again):
         assert (before, after) == (False, True)
-        assert "look_ahead=2" in message
+        assert "look_ahead = 1 (now 2)" in message
