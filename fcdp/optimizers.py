@@ -49,7 +49,8 @@ class Strays:
         """Raise ``RuntimeError`` if ``optimizer`` was made before the model was sharded."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
         model = self._model()
-        if model is None or self._known.get(optimizer) == len(params):
+        # Cyclic's ranks without a parameter of their own step an optimizer of none.
+        if model is None or not params or self._known.get(optimizer) == len(params):
             return
         lost = sum(map(self._is_replaced, params))
         if lost or self._may_be_older(params, model):
