@@ -45,6 +45,8 @@ _EMPTY = {
     aten.new_empty.default,
     aten.new_empty_strided.default,
 }
+#: Their second argument is a list of indices.
+_INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
 #: They read nothing of what they write to.
 _FILLS = ("copy_", "fill_", "zero_", "uniform_", "normal_", "_foreach_copy_", "_foreach_zero_")
 
@@ -324,15 +326,18 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         for target, source in zip(*args[:2], strict=True):  # as CUDA has it between devices
             target.copy_(source, *args[2:], **kwargs)
         return args[0]
+    if func.overloadpacket in _INDEXING:
+        args = (args[0], [_index(each) for each in args[1]], *args[2:])
+        given = _tensors((args, kwargs))
     known = func.namespace == "aten" and func.overloadpacket is not aten.set_
     assert known, f"{func}: what it touches is not known"
     crosses = func in (aten.copy_.default, aten._to_copy.default)
-    if not crosses:
+    if not crosses and func not in _EMPTY:
         for each in given:
             if not isinstance(each, DeviceTensor) and each.ndim and each.numel():
                 raise RuntimeError(f"{func}: expected all tensors on one device, got cpu too")
     read, written = _split(func, args, kwargs)
-    reads = device.touches(read)
+    reads = [] if func in _EMPTY else device.touches(read)
     # The same memory, by the tensors that the operation was given.
     aliases = {id(each): plain(each) for each in given if isinstance(each, DeviceTensor)}
     owners = {id(aliases[id(each)]): each for each in given if id(each) in aliases}
@@ -373,6 +378,14 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if not known or (crosses and _blocks(func, args, kwargs, to_host)):
         device.host.wait_for(device.current.clock)
     return results
+
+
+def _index(index: torch.Tensor | None) -> torch.Tensor | None:
+    """An index of a tensor of the device: of one that is on the host CUDA makes a copy."""
+    if index is None or isinstance(index, DeviceTensor):
+        return index
+    copied: torch.Tensor = _run(aten._to_copy.default, (index,), {"device": _device})
+    return copied
 
 
 def _map(change: Callable[[Any], Any], value: Any) -> Any:

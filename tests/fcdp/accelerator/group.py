@@ -78,8 +78,12 @@ class Hub:
             return self.mail[key].popleft()
 
     def _wait(self, until: Callable[[], bool], what: str) -> None:
+        with _unseen():
+            random_numbers = torch.get_rng_state()  # each rank's own, as in processes
         if not self.changed.wait_for(lambda: until() or self.failed, _PATIENCE_S) or not until():
             raise Abandoned(f"rank {here().rank} waits in vain for {what}")
+        with _unseen():
+            torch.set_rng_state(random_numbers)
 
     def fail(self) -> None:
         with self.changed:

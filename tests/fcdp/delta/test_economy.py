@@ -117,6 +117,18 @@ def test_entropy_codes_are_held_against_the_wait_that_they_save_beside_packed_on
         assert economy.finer_pays(0.1, 0.05, 1) is pays
         assert economy.finer_pays(0.1, 0.05, 2)
         assert not economy.finer_pays(0.05, 0.05, 1)
+    slow = _after(1e-7 * SHARD, 1e-7 * SHARD)
+    assert not slow.finer_pays(0.05, 0.1, 1)  # not known, but no gain
+    late = _after(2.0, 1e-9 * SHARD)
+    late.finer.add(4e-9)
+    assert not late.finer_pays(0.1, 0.05, 1)
+    for wait, pays in ((7e-8, False), (9e-8, True)):
+        economy = Economy("pays")
+        for _ in range(2):
+            economy.saw_whole(wait * SHARD, SHARD)
+        assert not economy.finer_pays(0.05, 0.05, 1)
+        economy.finer.add(4e-9)
+        assert economy.finer_pays(0.1, 0.05, 1) is pays
     assert not Economy("always").finer_pays(1.0, 0.0, 1)
     assert Economy("smallest").finer_pays(0.0, 1.0, 1)
     assert Economy("smallest").pays(1.0, 1)

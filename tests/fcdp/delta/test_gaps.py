@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 import pytest
 import torch
 from hypothesis import given
@@ -66,6 +68,23 @@ def test_they_take_hardly_more_than_their_entropy(share: float) -> None:
     some = numbers * small
     ordered = _arrives(words + some, words, "ordered")
     assert ordered < 0.97 * _arrives(words + some, words, "entropy")
+
+
+def test_files_of_publications_stay_readable() -> None:
+    """What is told of some numbers, byte by byte: later versions read what this one has written."""
+    tokens = [3 << 2, 3, 1, 1 << 2 | 3, 2 << 2 | 2, 2, 63 << 2 | 3, 3, 7 << 2 | 1]
+    others = [5, 0, *(300).to_bytes(2, "little")]
+    numbers = torch.zeros(5000, dtype=torch.int16)
+    at = torch.tensor([3, 3 + 65, 68 + 131, 200, 201 + 65 * 64 + 7])
+    numbers[at] = torch.tensor([1, -1, 5, 300, -1], dtype=torch.int16)
+    sizes, data = gaps.write(numbers, 8)
+    assert sizes == (len(tokens), 2, data.numel())
+    assert [*zlib.decompress(bytes(data.tolist()), -15)] == [*tokens, *others]
+    coder = zlib.compressobj(9, zlib.DEFLATED, -15)
+    given = coder.compress(bytes([*tokens, *others])) + coder.flush()
+    read = torch.zeros_like(numbers)
+    assert gaps.read(sizes, torch.tensor([*given], dtype=torch.uint8), read)
+    assert torch.equal(read, numbers)
 
 
 def test_what_cannot_have_been_written_is_refused() -> None:
