@@ -232,6 +232,7 @@ CASES: dict[str, Callable[[fcdp.Topology], dict[str, Any]]] = {
     "grpo-lora": _case(grpo, True),
     "dpo-sync": _case(dpo, **_SYNC),
     "grpo-sync": _case(grpo, **_SYNC),
+    "grpo-short": _case(grpo, tokens=2, **_SYNC),
     "grpo-long": _case(grpo, tokens=24, **_SYNC),
     "sft-bf16": _case(sft, bf16=True, fsdp_config={"activation_checkpointing": True}),
     "sft-ram": _case(sft, True, fsdp_config={"cpu_ram_efficient_loading": True}),

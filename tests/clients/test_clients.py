@@ -44,10 +44,20 @@ def python() -> str:
 def found(
     python: str, client: str, nodes: int, per_node: int, cases: tuple[str, ...], folder: Path
 ) -> dict[str, Any]:
+    return answered(
+        [python, "-m", "tests.clients.ranks", client, str(nodes), str(per_node)], cases, folder
+    )
+
+
+def answered(command: list[str], cases: tuple[str, ...], folder: Path) -> dict[str, Any]:
     out = folder / "found.json"
-    command = [python, "-m", "tests.clients.ranks", client, str(nodes), str(per_node), str(out)]
     done = subprocess.run(
-        [*command, *cases], cwd=ROOT, capture_output=True, text=True, timeout=800, check=False
+        [*command, str(out), *cases],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=800,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     results: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
@@ -107,6 +117,26 @@ def test_two_nodes_of_two_ranks_train_as_fsdp2_to_rounding(
 ) -> None:
     for case, result in found(python, client, 2, 2, cases, tmp_path).items():
         assert result["apart"] < 1e-4, case
+
+
+@pytest.mark.parametrize(
+    ("client", "cases"),
+    [
+        ("hugging_face", ("trainer-accumulated", "sft-lora", "dpo-sync", "grpo-short")),
+        ("lightning", ("fabric-lora", "trainer")),
+    ],
+    ids=["trl", "lightning"],
+)
+def test_two_nodes_with_accelerators_train_as_fsdp2_to_the_bit(
+    python: str, client: str, cases: tuple[str, ...], tmp_path: Path
+) -> None:
+    """On the accelerator of ``tests.fcdp``, without a race, and in a schedule that is drawn."""
+    command = [python, "-m", "tests.clients.on_streams", client]
+    for case, result in answered(command, cases, tmp_path).items():
+        assert result["same_history"], case
+        assert result["apart"] == 0.0, case
+        assert result["hits"] > 0, case
+        assert result["wrong"] is None, case
 
 
 def test_what_cannot_be_taken_over_names_the_option_to_change(python: str, tmp_path: Path) -> None:

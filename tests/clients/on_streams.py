@@ -1,0 +1,135 @@
+"""Run cases of one client on ranks that are threads with accelerators, and write what they found.
+
+python -m tests.clients.on_streams CLIENT OUT CASE...
+
+Clients keep one state per process. Here each thread has its own, as accelerate has it for TPUs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+os.environ.update(
+    RANK="0",
+    WORLD_SIZE="2",
+    LOCAL_RANK="0",
+    LOCAL_WORLD_SIZE="1",
+    MASTER_ADDR="127.0.0.1",
+    MASTER_PORT="29500",
+    TORCHELASTIC_RUN_ID="none",
+    TQDM_DISABLE="1",
+    HF_HUB_OFFLINE="1",
+    ACCELERATE_TORCH_DEVICE="taped:0",
+)
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as fsdp
+
+import fcdp
+from fcdp.integrations.takeover import Takeover
+from tests.clients import tiny
+from tests.fcdp import accelerator
+
+_own = threading.local()
+_for_good = contextlib.ExitStack()
+_fully_shard = fsdp.fully_shard
+
+
+def _owner() -> Any:
+    """What holds this thread's ``fully_shard``, in which a takeover puts its own."""
+    if not hasattr(_own, "owner"):
+        _own.owner = SimpleNamespace(fully_shard=_fully_shard)
+    return _own.owner
+
+
+class _Takeovers:
+    """A takeover for each thread."""
+
+    def __getattr__(self, name: str) -> Any:
+        if not hasattr(_own, "takeover"):
+            _own.takeover = Takeover()
+        if name == "of":
+            return lambda root, owner, apart=(): _own.takeover.of(root, _owner(), apart)
+        return getattr(_own.takeover, name)
+
+
+def hugging_face() -> Any:
+    """The cases of accelerate, the Trainer and TRL, whose models are made on the accelerator."""
+    from accelerate.state import (
+        AcceleratorState,
+        GradientState,
+        PartialState,
+        ThreadLocalSharedDict,
+    )
+    from transformers import PreTrainedModel
+
+    from fcdp.integrations import hugging_face
+    from tests.clients import cases_hugging_face as cases
+
+    for state in (PartialState, AcceleratorState, GradientState):
+        state._shared_state = ThreadLocalSharedDict()
+    hugging_face._takeover = _Takeovers()  # type: ignore[assignment]
+    fsdp.fully_shard = lambda *args, **given: _owner().fully_shard(*args, **given)
+    made: Any = tiny.llama
+    loaded = PreTrainedModel.from_pretrained.__func__
+    tiny.llama = lambda *args, **given: made(*args, **given).to(accelerator.NAME)
+    PreTrainedModel.from_pretrained = classmethod(
+        lambda kind, *args, **given: loaded(kind, *args, **given).to(accelerator.NAME)
+    )
+    # For all threads, and for good: one would end it while another is in it.
+    _for_good.enter_context(cases.stock())
+    cases.stock = contextlib.nullcontext  # type: ignore[assignment]
+    return cases
+
+
+def lightning() -> Any:
+    """The cases of Fabric and the Trainer, which take the accelerator for a CPU."""
+    import lightning.fabric.accelerators.cpu as cpu_of_fabric
+    import lightning.fabric.strategies.model_parallel as of_fabric
+    import lightning.pytorch.accelerators.cpu as cpu_of_trainer
+    import lightning.pytorch.strategies.model_parallel as of_trainer
+    from lightning.fabric.plugins.environments import TorchElasticEnvironment
+
+    from tests.clients import cases_lightning as cases
+
+    TorchElasticEnvironment.node_rank = TorchElasticEnvironment.global_rank = lambda self: (
+        dist.get_rank()
+    )
+    TorchElasticEnvironment.set_global_rank = lambda self, rank: None
+    for kind in (cpu_of_fabric.CPUAccelerator, cpu_of_trainer.CPUAccelerator):
+        kind.setup_device = lambda self, device: None
+    for strategy in (of_fabric.ModelParallelStrategy, of_trainer.ModelParallelStrategy):
+        strategy.root_device = property(lambda self: torch.device(accelerator.NAME, 0))
+    made = tiny.llama
+    tiny.llama = lambda *args, **given: made(*args, **given).to(accelerator.NAME)
+    return cases
+
+
+CLIENTS = {"hugging_face": hugging_face, "lightning": lightning}
+
+
+def main(client: str, out: str, *names: str) -> None:
+    cases = CLIENTS[client]().CASES
+
+    def case(name: str) -> Any:
+        topology = fcdp.Topology.build(2, 1, accelerator.NAME)
+        with torch.device("cpu"):  # clients move what they have made
+            return cases[name](topology)
+
+    found = {}
+    for name in names:
+        (found[name], _), tape = accelerator.run(case, 2, name)
+        found[name]["wrong"] = accelerator.check(tape, range(1))
+    Path(out).write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
