@@ -122,7 +122,7 @@ def test_two_nodes_of_two_ranks_train_as_fsdp2_to_rounding(
 @pytest.mark.parametrize(
     ("client", "cases"),
     [
-        ("hugging_face", ("trainer-accumulated", "sft-lora", "dpo-sync", "grpo-short")),
+        ("hugging_face", ("trainer-accumulated", "sft-lora", "grpo-short")),
         ("lightning", ("fabric-lora", "trainer")),
     ],
     ids=["trl", "lightning"],
