@@ -40,7 +40,7 @@ there() {
 # Runs it on another machine until it has ended well, again where that was lost meanwhile.
 follow() {
     trap 'kill "$!"; exit' TERM
-    while true; do
+    while kill -0 $$ 2>/dev/null; do # of the call; it may be killed
         ssh -tt -o BatchMode=yes -o ServerAliveInterval=5 -o ServerAliveCountMax=4 "$1" "$2" \
             </dev/null &
         wait $! && break
@@ -49,7 +49,7 @@ follow() {
     done
 }
 
-bash -c "$(there "$first" "${@:2}")" </dev/null &
+setpriv --pdeathsig TERM bash -c "$(there "$first" "${@:2}")" </dev/null &
 main=$!
 others=()
 for host in "${hosts[@]:1}"; do

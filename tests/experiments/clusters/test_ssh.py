@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -28,6 +29,8 @@ from tests.experiments.clusters.two_nodes import (
     programs_of_ranks,
 )
 from tests.experiments.waiting import wait_until
+
+PROGRAM = str(ROOT / "examples/train.py")
 
 pytestmark = pytest.mark.usefixtures("privileged")
 
@@ -63,7 +66,9 @@ def test_a_killed_ssh_is_a_lost_node(run: Run, network: Network) -> None:
     check_that_it_goes_on(run)
 
 
-def test_a_program_of_ones_own_outlives_its_nodes(network: Network, tmp_path: Path) -> None:
+def test_a_program_of_ones_own_outlives_its_nodes(
+    network: Network, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """By ``launch/train-ssh.sh``: a lost connection, ranks that are killed, and SIGTERM."""
     require("openssh-server openssh-client", "sshd", "ssh", "ssh-keygen")
     make_model(tmp_path / "model")
@@ -84,7 +89,7 @@ def test_a_program_of_ones_own_outlives_its_nodes(network: Network, tmp_path: Pa
             return subprocess.Popen(
                 [
                     *(*enter(network, 0), str(ROOT / "launch/train-ssh.sh")),
-                    *(" ".join(network.addresses), str(ROOT / "examples/train.py"), *words),
+                    *(" ".join(network.addresses), PROGRAM, *words),
                 ],
                 cwd=tmp_path,
                 env={
@@ -114,32 +119,41 @@ def test_a_program_of_ones_own_outlives_its_nodes(network: Network, tmp_path: Pa
             150,
         )
 
-    def begun() -> list[int]:
+    def resumed() -> list[int]:
         return [*map(int, re.findall(r"from step (\d+) of", log.read_text()))]
 
+    def ends(started: subprocess.Popen[bytes]) -> None:
+        """Tell all ranks to save and to end; nothing is left."""
+        started.terminate()
+        started.wait(timeout=90)
+        wait_until(lambda: programs(PROGRAM) == [], 60)
+
+    kinds, draw = ["connection", "rank", "notice"], random.Random(0)
+    if request.config.getoption("--exhaustive"):
+        kinds = draw.sample([*kinds, "agent"] * 3, 10)
     with sshd(network, tmp_path, hidden=tmp_path / "hidden") as client:
         started = start(client)
         goes_on(2)
-        (connection,) = [
-            each
-            for each in psutil.Process(started.pid).children(recursive=True)
-            if each.name() == "ssh"
-        ]
-        connection.kill()
-        goes_on(2)  # it is asked again
-        rank = next(pid for pid in programs(str(ROOT / "examples/train.py")) if is_rank(pid))
-        rank.kill()
-        goes_on(2)
-        started.terminate()
-        started.wait(timeout=90)
-        last = lines()[-1]["step"]
-        wait_until(lambda: programs(str(ROOT / "examples/train.py")) == [], 60)
-        again = start(client)
-        goes_on(2)
-        assert begun()[-1] == last + 1, "a notice loses no step"
-        again.terminate()
-        again.wait(timeout=90)
-        wait_until(lambda: programs(str(ROOT / "examples/train.py")) == [], 60)
+        for kind in kinds:
+            begun = time.monotonic()
+            if kind == "connection":
+                below = psutil.Process(started.pid).children(recursive=True)
+                next(each for each in below if each.name() == "ssh").kill()
+            elif kind == "notice":
+                ends(started)
+            else:
+                agents = [each for each in programs(PROGRAM) if is_agent(each)]
+                ranks = [each for each in programs(PROGRAM) if not is_agent(each)]
+                draw.choice(agents[1:] if kind == "agent" else ranks).kill()
+            last = lines()[-1]["step"]
+            if kind == "notice":
+                started = start(client)
+            goes_on(2)
+            lost = last + 1 - resumed()[-1]
+            print(f"{kind}: twenty steps on after {time.monotonic() - begun:.1f} s, {lost} lost")
+            assert lost <= 60, "an interval, and what was done before it was noticed"
+            assert kind != "notice" or lost == 0
+        ends(started)
 
 
 def programs(word: str) -> list[psutil.Process]:
@@ -151,5 +165,6 @@ def programs(word: str) -> list[psutil.Process]:
     ]
 
 
-def is_rank(process: psutil.Process) -> bool:
-    return "torch.distributed.run" not in process.cmdline() and process.name() != "bash"
+def is_agent(process: psutil.Process) -> bool:
+    """Whether a process is torchrun, and no rank of its."""
+    return "torch.distributed.run" in process.cmdline()
