@@ -168,12 +168,6 @@ def poisoned() -> tuple[bool, bool]:
     return bool(fresh.isnan().all()), bool(used.isnan().all())
 
 
-def two_devices() -> str:
-    with pytest.raises(RuntimeError) as caught:
-        _ = torch.ones(4) + torch.ones(4, device="cpu")
-    return str(caught.value)
-
-
 def alone(function: Callable[[], Any]) -> Any:
     from tests.fcdp import accelerator
 
@@ -183,11 +177,6 @@ def alone(function: Callable[[], Any]) -> Any:
 
 def test_memory_that_nobody_has_written_is_nan(apart: Pools) -> None:
     assert apart.run(1, alone, poisoned) == [(True, True)]
-
-
-def test_a_tensor_of_the_host_is_refused_beside_one_of_the_device(apart: Pools) -> None:
-    (text,) = apart.run(1, alone, two_devices)
-    assert "all tensors on one device" in text
 
 
 def leaves() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -144,58 +143,6 @@ def fail_in_mid_accumulation() -> int:
 
 def test_an_exception_drops_the_sums_that_wait(ranks: Pools) -> None:
     assert ranks.run(2, fail_in_mid_accumulation) == [0, 0]
-
-
-def unit_layout(settings: Settings) -> list[tuple[str, bool, int]]:
-    topology = topology_of(settings.nodes, settings.ranks_per_node)
-    model = shard_with_fcdp(make_model(settings), topology, settings)
-    return [
-        (unit.name, unit.params[0].requires_grad, len(unit.params))
-        for unit in engine_of(model).units
-    ]
-
-
-# Embedding (tied to the head) and the last norm: weight and bias.
-ROOT = ("root", False, 3)
-FROZEN = [(f"blocks.{index}", False, 6) for index in range(2)]
-
-
-def test_adapters_of_a_block_share_a_unit_apart_from_its_frozen_weights(ranks: Pools) -> None:
-    large = Settings(2, 2, adapter_rank=3)
-    adapters = [(f"blocks.{index}.first.down", True, 4) for index in range(2)]
-    layout = ranks.run(4, unit_layout, large)[0]
-    assert layout == [ROOT, FROZEN[0], adapters[0], FROZEN[1], adapters[1]]
-    plain = ranks.run(2, unit_layout, PLAIN)[0]
-    assert [name for name, _, _ in plain] == ["root", "blocks.0", "blocks.1"]
-
-
-def test_small_adapters_of_all_blocks_share_one_unit(ranks: Pools) -> None:
-    small = Settings(2, 2, adapter_rank=1)
-    layout = ranks.run(4, unit_layout, small)[0]
-    assert layout == [ROOT, FROZEN[0], ("blocks.0.first.down", True, 8), FROZEN[1]]
-
-
-def mixed_dtypes_and_mixed_modules() -> tuple[list[str], list[str]]:
-    """fp32 adapters on a bf16 base, and a frozen weight beside a trainable bias."""
-    settings = Settings(2, 2, adapter_rank=3)
-    topology = topology_of(2, 2)
-    model = make_model(settings)
-    for block in model.blocks:
-        for module in (block.norm, block.up, block.down):
-            module.to(torch.bfloat16)
-    model.blocks[0].up.bias.requires_grad_(True)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        shard_with_fcdp(model, topology, settings)
-    names = [unit.name for unit in engine_of(model).units]
-    return names, [str(warning.message) for warning in caught if "fcdp" in str(warning.message)]
-
-
-def test_units_are_keyed_by_dtype_and_requires_grad(ranks: Pools) -> None:
-    names, messages = ranks.run(4, mixed_dtypes_and_mixed_modules)[0]
-    assert "blocks.1.first.down" in names
-    assert len(messages) == 1
-    assert "Linear inside Block cannot have a unit of its own" in messages[0]
 
 
 def collected() -> bool:

@@ -16,7 +16,6 @@ import torch.nn as nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import fcdp
-from fcdp.checkpoint.files import SummingFileSystem
 from tests.fcdp.checkpoints import PLAIN, Run, assert_equal, errors_of
 from tests.fcdp.training import WIDTH, make_model, make_optimizer, shard_with_fcdp
 from tests.ranks import Pools
@@ -100,19 +99,6 @@ def test_a_full_disk_leaves_the_checkpoint_before_it(
         assert f"directory = {tmp_path}: cannot be written: rank {culprit}: " in message
         assert "File too large" in message
         assert name in message
-
-
-@pytest.mark.parametrize("elements", [10, 1_000_000], ids=["at the end", "on the way"])
-def test_what_the_disk_said_outlives_torch_save(tmp_path: Path, elements: int) -> None:
-    """Which reports positions in the file instead."""
-    path = tmp_path / "shard"
-    with (
-        files_end_at(1000),
-        pytest.raises(OSError, match="File too large") as error,
-        SummingFileSystem().create_stream(path, "wb") as stream,
-    ):
-        torch.save(torch.zeros(elements), stream)
-    assert error.value.filename == str(path)
 
 
 def save_where_nothing_can_be(directory: Path) -> dict[str, str]:

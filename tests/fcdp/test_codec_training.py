@@ -157,30 +157,6 @@ def test_frozen_parameters_cross_once_ever_encoded(ranks: Pools) -> None:
     assert across["reduce"] == settings.steps * adapters
 
 
-def test_narrow_gathers(ranks: Pools) -> None:
-    codec, dtype = fcdp.BlockInt8(32), torch.bfloat16
-    settings = Settings(2, 2, param_dtype=dtype, gather_codec=codec, reduce_codec=codec)
-    results = ranks.run(4, train_and_gather, settings)
-    uncached = ranks.run(4, train_and_gather, replace(settings, policy=fcdp.NoCache()))
-    exact = ranks.run(4, train, settings, "fsdp2")
-    for result, expected, reference in zip(results, uncached, exact, strict=True):
-        assert {param.dtype for param in result.gathered.values()} == {dtype}
-        assert_equal(result, results[0])
-        assert_equal(result, expected)
-        torch.testing.assert_close(
-            torch.tensor(result.losses), torch.tensor(reference.losses), rtol=0.03, atol=0.0
-        )
-
-
-def test_micro_batches_add_no_encoded_bytes(ranks: Pools) -> None:
-    codec = fcdp.BlockInt4(16)
-    settings = Settings(2, 2, gather_codec=codec, reduce_codec=codec, error_feedback=True)
-    one, four = (
-        ranks.run(4, train, replace(settings, accumulation=count), "fcdp")[0] for count in (1, 4)
-    )
-    assert one.ledger["inter_node"] == four.ledger["inter_node"]
-
-
 def sharded_weights_stay(settings: Settings) -> bool:
     topology = topology_of(settings.nodes, settings.ranks_per_node)
     model = shard_with_fcdp(make_model(settings), topology, settings)

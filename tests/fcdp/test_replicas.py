@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -35,8 +34,6 @@ SETTINGS = Settings(2, 2, adapter_rank=3, adapters="replicated")
 #: Beside those that tests/fcdp/test_product.py and the walks draw, and whether sums have one order.
 TRAININGS: list[tuple[dict[str, Any], bool]] = [
     ({"clip": 0.1}, False),
-    ({"checkpointing": True}, True),
-    ({"twice": True}, True),
     ({"adapter_rank": 1, "accumulation": 4}, False),
     ({"adapter_rank": 1, "nodes": 3}, False),  # 80 elements, which three ranks cannot share evenly
 ]
@@ -92,26 +89,6 @@ def test_all_ranks_start_as_rank_0(ranks: Pools) -> None:
     assert ranks.run(4, spread_of_start_values) == pytest.approx([0, 1, 2, 3], abs=1e-6)
 
 
-def two_backwards(accumulated: bool) -> list[float]:
-    """Gradients of a step of two micro-batches, both reduced or only the last."""
-    topology = topology_of(2, 1)
-    settings = replace(SETTINGS, ranks_per_node=1)
-    model = shard_with_fcdp(make_model(settings), topology, settings)
-    data = batches(settings, topology.rank)
-    for last in (False, True):
-        with fcdp.accumulate(model, last=last or not accumulated):
-            loss_of(model, next(data)).backward()
-    return [p.grad.abs().sum().item() for p in model.parameters() if p.grad is not None]
-
-
-def test_a_second_backward_adds_to_what_is_reduced(ranks: Pools) -> None:
-    deferred = ranks.run(2, two_backwards, True)
-    eager = ranks.run(2, two_backwards, False)
-    for one, other in zip(deferred, eager, strict=True):
-        assert one == pytest.approx(other, rel=1e-5, abs=1e-7)
-        assert one == deferred[0]
-
-
 def step_too_early() -> tuple[str, bool]:
     topology = topology_of(2, 1)
     settings = replace(SETTINGS, ranks_per_node=1)
@@ -158,51 +135,6 @@ def test_a_failed_backward_does_not_keep_the_next_from_reducing(ranks: Pools) ->
     one, other = ranks.run(2, backward_after_a_failed_one)
     assert len(one) == 8
     assert one == other
-
-
-def reduce_in(dtype: torch.dtype) -> list[torch.dtype]:
-    topology = topology_of(2, 1)
-    settings = replace(SETTINGS, ranks_per_node=1, reduce_dtype=dtype)
-    model = shard_with_fcdp(make_model(settings), topology, settings)
-    loss_of(model, next(batches(settings, topology.rank))).backward()
-    return [p.grad.dtype for p in model.parameters() if p.grad is not None]
-
-
-def test_gradients_keep_their_dtype_whatever_they_are_reduced_in(ranks: Pools) -> None:
-    assert set(ranks.run(2, reduce_in, torch.bfloat16)[0]) == {torch.float32}
-
-
-def save_and_load(directory: str) -> tuple[list[float], list[float]]:
-    topology = topology_of(2, 1)
-    settings = replace(SETTINGS, ranks_per_node=1)
-
-    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = shard_with_fcdp(make_model(settings), topology, settings)
-        return model, make_optimizer(model, settings)
-
-    def run(model: nn.Module, optimizer: torch.optim.Optimizer, data: Any) -> list[float]:
-        losses = []
-        for _ in range(3):
-            losses.append(take_step(loss_of(model, next(data)), optimizer))
-        return losses
-
-    data = batches(settings, topology.rank)
-    model, optimizer = build()
-    run(model, optimizer, data)
-    fcdp.save(model, optimizer, directory)
-    whole = run(model, optimizer, data)
-    data = batches(settings, topology.rank)
-    for _ in range(3):
-        next(data)
-    model, optimizer = build()
-    fcdp.load(model, optimizer, directory)
-    return whole, run(model, optimizer, data)
-
-
-def test_a_resumed_run_goes_on_bit_for_bit(ranks: Pools, tmp_path: Path) -> None:
-    for whole, resumed in ranks.run(2, save_and_load, str(tmp_path / "checkpoint")):
-        assert whole == resumed
-        assert len(set(whole)) == 3
 
 
 def refusals() -> list[str]:
