@@ -129,17 +129,14 @@ def test_the_second_time_runs_afresh_and_resume_does_not(tmp_path: Path) -> None
     assert result.exit_code == 1
     assert "failed 1 cell: RuntimeError: rank 1 raises" in result.stdout
     first = read_records(directory.records)
-
     result = stand_in(*options, "--resume")
     assert result.exit_code == 1
     assert read_records(directory.records) == first
-
     result = stand_in(*options, "--retry-failed")
     assert result.exit_code == 0
     repaired = read_records(directory.records)
     assert repaired[:5] == first[:5]
     assert repaired[5].state == "ok"
-
     result = stand_in(*options, "--only", "fsdp2")
     assert result.exit_code == 0
     assert f"the earlier run is now in {directory.path}/earlier/" in result.stdout
@@ -152,7 +149,6 @@ def test_a_matrix_with_a_reference_fails_where_losses_differ(tmp_path: Path) -> 
     result = stand_in(*options)
     assert result.exit_code == 0, result.stderr
     assert "losses   6 of 6 cells reach fsdp2's" in result.stdout
-
     result = stand_in(
         *options, cluster={"behaviours": {"fcdp-full-tiny-10mbit": "learn otherwise"}}
     )
@@ -161,7 +157,6 @@ def test_a_matrix_with_a_reference_fails_where_losses_differ(tmp_path: Path) -> 
     (problem, *_) = result.stderr.splitlines()
     assert problem.startswith("fcdp-full-tiny-10mbit")
     assert problem.endswith("learns something else")
-
     result = stand_in(*options, "--only", "fcdp")
     assert result.exit_code == 1
     assert "was not compared: no fsdp2 trained with the same settings" in result.stderr

@@ -50,15 +50,12 @@ def refusals() -> dict[str, str]:
     refused("twice", fcdp.cache_parameters, model, topology, fcdp.NoCache())
     plain = shard_with_fsdp2(make_model(PLAIN), topology, PLAIN)
     refused("sharded_already", fcdp.shard, plain, topology, units=plain.blocks)
-
     hybrid = nn.Linear(4, 4)
     fully_shard(hybrid, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")))
     refused("hybrid", fcdp.cache_parameters, hybrid, topology)
-
     elsewhere = nn.Linear(4, 4)
     fully_shard(elsewhere, mesh=topology.mesh, reshard_after_forward=2)
     refused("reshard_integer", fcdp.cache_parameters, elsewhere, topology)
-
     parallel = nn.Linear(4, 4)
     parallel.weight = nn.Parameter(
         distribute_tensor(parallel.weight.detach(), topology.mesh, [Shard(0)])

@@ -185,16 +185,13 @@ def refusals(directory: Path) -> dict[str, str]:
     before = run.params()
     messages = {"missing": errors_of(run.load, directory / "missing")}
     run.save(directory)
-
     other = Run(replace(PLAIN, adapter_rank=3))
     messages["keys"] = errors_of(other.load, directory)
-
     wider = make_model(PLAIN)
     wider.blocks[1].up = nn.Linear(WIDTH, 14)
     wider.blocks[1].down = nn.Linear(14, WIDTH)
     shard_with_fcdp(wider, run.topology, PLAIN)
     messages["shapes"] = errors_of(fcdp.load, wider, make_optimizer(wider, PLAIN), directory)
-
     grouped = torch.optim.AdamW(
         [{"params": list(block.parameters())} for block in run.model.blocks]
     )
@@ -203,14 +200,11 @@ def refusals(directory: Path) -> dict[str, str]:
     messages["params"] = errors_of(fcdp.load, run.model, fewer, directory)
     foreign = torch.optim.AdamW(make_model(PLAIN).parameters())
     messages["foreign"] = errors_of(fcdp.save, run.model, foreign, directory)
-
     extra = make_model if run.topology.rank == 0 else None
     messages["extra"] = errors_of(fcdp.save, run.model, run.optimizer, directory, extra=extra)
-
     odd = make_optimizer(run.model, PLAIN)
     odd.state[next(run.model.parameters())] = {"rows": torch.zeros(5)}
     messages["odd"] = errors_of(fcdp.save, run.model, odd, directory)
-
     assert_equal(run.params(), before)
     if run.topology.rank == 0:
         next(directory.glob("shards-*/__1_0.distcp")).unlink()

@@ -142,21 +142,6 @@ def test_the_ledger_counts_encoded_bytes(
     assert across.get("backward", 0) == (again if policy == "none" else 0)
 
 
-def test_frozen_parameters_cross_once_ever_encoded(ranks: Pools) -> None:
-    codec = fcdp.BlockInt8(32)
-    settings = Settings(2, 2, adapter_rank=3, gather_codec=codec, reduce_codec=codec)
-    results = ranks.run(4, train_and_gather, settings)
-    uncached = ranks.run(4, train_and_gather, replace(settings, policy=fcdp.NoCache()))
-    for result, expected in zip(results, uncached, strict=True):
-        assert_equal(result, results[0])
-        assert_equal(result, expected)
-    sizes = {unit: codec.encoded_bytes(numel) for unit, numel in results[0].shards.items()}
-    adapters = sum(size for unit, size in sizes.items() if "first" in unit)
-    across = results[0].ledger["inter_node"]
-    assert across["forward"] == sum(sizes.values()) + (settings.steps - 1) * adapters
-    assert across["reduce"] == settings.steps * adapters
-
-
 def sharded_weights_stay(settings: Settings) -> bool:
     topology = topology_of(settings.nodes, settings.ranks_per_node)
     model = shard_with_fcdp(make_model(settings), topology, settings)

@@ -194,7 +194,6 @@ def test_every_backward_waits_for_its_own() -> None:
     in_backward(step("a"), lambda: in_backward(step("b")), step("c"))
     inner = ["start a", "start b", "wait a", "wait b"]
     assert exchanges.log == [*inner, "start c", "wait c"]
-
     exchanges.log.clear()
 
     def fail() -> None:

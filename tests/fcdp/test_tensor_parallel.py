@@ -174,9 +174,7 @@ def compare(ranks: Pools, layout: Layout, engine: str) -> None:
 
 LAYOUTS = [
     Layout(2, 1),
-    Layout(1, 2),
     Layout(2, 1, norm=True),
-    Layout(2, 1, launched=True),
     Layout(2, 2, launched=True),
 ]
 

@@ -55,7 +55,6 @@ def found(of: Claims, **changes: Any) -> Finding:
 
 def test_near_enough_is_reproduced_and_says_how_to_read_it() -> None:
     finding = found(claims(check(note="By the counters.", because="Never shown.")))
-
     assert finding.verdict == "reproduced"
     assert finding.ours == pytest.approx(3.3 / 10.4)
     assert finding.evidence == "emulated"
@@ -65,9 +64,7 @@ def test_near_enough_is_reproduced_and_says_how_to_read_it() -> None:
 
 def test_too_far_is_not_reproduced_with_the_reason_found() -> None:
     far = check(tolerance={"at_least": 0.5}, note="A note.", because="A reason.")
-
     finding = found(claims(far))
-
     assert finding.verdict == "not reproduced"
     assert finding.reasons == ("A note.", "A reason.")
 
@@ -82,7 +79,6 @@ def test_what_was_not_run_says_why() -> None:
     planned = found(claims(check(matrix="soon")))
     nothing = found(claims(check(compute={**RATIO, "of": {"strategy": "ddp"}})))
     untested = found(claims())
-
     assert {f.verdict for f in (planned, nothing, untested)} == {"not run"}
     assert planned.reasons == ("Not run yet.",)
     assert nothing.reasons == ("No cell of parity has a result with which to compare.",)
@@ -96,16 +92,13 @@ def test_a_comparison_of_times_says_that_they_are_noisy() -> None:
     noisy = of.model_copy(
         update={"matrices": {"parity": MatrixUse(noise="Others used the machine.")}}
     )
-
     by_bytes, by_time = judge(noisy, {"parity": rows()})
-
     assert by_bytes.reasons == ()
     assert by_time.reasons[0] == "Others used the machine."
 
 
 def test_kinds_of_evidence_are_not_mixed_and_measured_goes_first() -> None:
     finding = found(claims(check()), parity=[*rows("simulated"), *rows("measured")])
-
     assert finding.evidence == "measured"
     assert finding.cells == "gpt2-4x128, 10 Mbit/s"
 
@@ -126,7 +119,6 @@ def test_a_claim_is_summarised_over_the_checks_that_were_run(
         check(matrix=matrix, tolerance={"relative": tolerance})
         for matrix, tolerance in zip(matrices, tolerances, strict=True)
     ]
-
     assert summarise(judge(claims(*checks), {"parity": rows()})) == {"bytes": summary}
 
 
@@ -142,9 +134,7 @@ def test_a_claim_is_summarised_over_the_checks_that_were_run(
 def test_only_results_decide(role: str, near: str, far: str) -> None:
     others = [check(role=role), check(role=role, tolerance={"at_least": 1})]
     of = claims(check(), *others)
-
     result, *apart = judge(of, {"parity": rows()})
-
     assert [finding.verdict for finding in apart] == [near, far]
     assert not any(finding.decides for finding in apart)
     assert summarise([result, *apart]) == {"bytes": "reproduced"}
@@ -163,7 +153,6 @@ def test_numbers_are_written_as_the_paper_has_them_and_ours_with_three_digits() 
 def test_a_tolerance_is_put_into_words() -> None:
     of = claims(check(), check(tolerance={"at_least": 1}), check(tolerance={"at_most": 2.5}))
     (claim,) = of.claims
-
     assert [asked(item, claim.unit) for item in claim.checks] == [
         "within 10 %",
         "at least 1×",

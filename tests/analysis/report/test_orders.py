@@ -79,17 +79,6 @@ def test_strategies_that_round_are_no_choice() -> None:
     assert (only.pairs, only.right, only.costs) == (1, 1, ())
 
 
-def test_repetitions_are_one_cell() -> None:
-    once = records(TIMED)
-    again = []
-    for record in records({name: 1.01 * seconds for name, seconds in TIMED.items()}):
-        cell = record.cell.model_copy(update={"repeat": 1})
-        again.append(record.model_copy(update={"cell": cell, "cell_id": cell.id}))
-    found = simulator.order("made-up", [*once, *again], records(TIMED, 0.0), readable=True)
-    assert found is not None
-    assert found.pairs == 3
-
-
 def test_the_report_has_bad_rows_and_says_which_times_may_be_read() -> None:
     busy = Machine(load=14.0, cores=2, steal_share=0.0)
     loud = simulator.order(

@@ -20,7 +20,6 @@ def test_every_cell_that_ran_has_a_row_with_its_evidence_and_state(
     compared: pd.DataFrame,
 ) -> None:
     shown = tables.presentable(compared)
-
     assert len(shown) == (compared["state"] != "skipped").sum()
     assert set(shown["Evidence"]) == {"emulated"}
     failed = shown[shown["State"] == "failed"].iloc[0]
@@ -29,14 +28,12 @@ def test_every_cell_that_ran_has_a_row_with_its_evidence_and_state(
 
 def test_markdown_has_as_many_fields_in_every_row(compared: pd.DataFrame) -> None:
     lines = tables.markdown(tables.presentable(compared)).splitlines()
-
     assert len({line.count("|") for line in lines}) == 1
     assert lines[1].startswith("| --- |")
 
 
 def test_markdown_fields_cannot_break_the_table() -> None:
     table = tables.markdown(pd.DataFrame({"Model": ["a|b\nc"]}))
-
     assert table.splitlines()[2] == "| a\\|b c |"
 
 
@@ -71,7 +68,6 @@ def test_cells_of_users_models_have_rows() -> None:
 
 def test_notes_name_every_baseline_and_why_cells_were_skipped(compared: pd.DataFrame) -> None:
     notes = "\n".join(tables.notes(compared))
-
     assert "DeepSpeed ZeRO-3 (11 of 12 settings); FSDP2 (1 of 12 settings)" in notes
     assert "1 skipped: skip rule." in notes
     assert "1 failed" in notes

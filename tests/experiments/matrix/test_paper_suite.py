@@ -60,9 +60,7 @@ def test_only_the_link_between_nodes_has_the_share_of_it() -> None:
         kind="simulated", nodes=2, ranks_per_node=8, gpu="a40", inter_efficiency=0.4
     )
     whole = hardware_of(spec.model_copy(update={"inter_efficiency": None}), link)
-
     found = hardware_of(spec, link)
-
     assert found.inter_bytes_per_s == pytest.approx(0.4 * link / 8)
     assert replace(found, inter_bytes_per_s=whole.inter_bytes_per_s) == whole
 

@@ -133,9 +133,7 @@ def test_a_long_file_is_compressed_and_read_and_appended_to_as_any_other(tmp_pat
     files.write(written, file)
     content = file.read_bytes()
     assert len(content) > files.LONGEST
-
     compressed = files.compress(file)
-
     assert [*file.parent.iterdir()] == [compressed]
     assert gzip.decompress(compressed.read_bytes()) == content
     assert read_records(file) == read_records(compressed) == written

@@ -66,7 +66,6 @@ def test_a_killed_runner_resumes_where_it_was(tmp_path: Path) -> None:
     process.kill()
     output, _ = process.communicate()
     assert "3 cells are finished already" in output
-
     process = start(file, directory.path, "--resume")
     output, error = process.communicate(timeout=100)
     assert process.returncode == 0, error

@@ -211,7 +211,6 @@ def test_a_resumed_matrix_has_every_cell_once(
     cluster = StandInCluster(behaviours={"": "oom"})
     kept = directory.resume(matrix, retry_failed=retry)
     result = run(matrix, directory, cluster, kept)
-
     retried = {i for i in finished if retry and states[i] in ("failed", "timeout")}
     assert cluster.started == [ids[i] for i in range(6) if i not in finished - retried]
     assert [r.cell_id for r in result] == ids
