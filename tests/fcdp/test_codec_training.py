@@ -26,7 +26,7 @@ from tests.fcdp.training import (
 from tests.ranks import Pools
 
 STEPS = 10
-POLICIES = {"none": fcdp.NoCache(), "host": fcdp.HostCache(), "device": fcdp.DeviceCache()}
+POLICIES = {"none": fcdp.NoCache(), "host": fcdp.HostCache()}
 CODECS = {"int8": fcdp.BlockInt8(32), "int4": fcdp.BlockInt4(16)}
 #: Of each step's loss, relative, while it falls from 9 to 4. Measured: 0.02 and 0.15.
 TOLERANCES = {"int8": 0.03, "int4": 0.25}
@@ -64,13 +64,9 @@ def train_and_gather(settings: Settings) -> Trained:
 
 
 def gathered(model: TinyLM) -> dict[str, torch.Tensor]:
-    units = [unit.module for unit in engine_of(model).units]
-    for module in units:
-        module.unshard()
-    params = {name: param.detach().clone() for name, param in model.named_parameters()}
-    for module in units:
-        module.reshard()
-    return params
+    for unit in engine_of(model).units:
+        unit.module.unshard()
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
 @pytest.fixture(
@@ -107,11 +103,10 @@ def test_all_ranks_compute_with_equal_weights(trained: dict[str, list[Trained]])
 
 
 def test_a_hit_gives_the_same_bits_as_a_miss(trained: dict[str, list[Trained]]) -> None:
-    for policy in ("host", "device"):
-        for cached, uncached in zip(trained[policy], trained["none"], strict=True):
-            assert cached.hits > uncached.hits == 0
-            assert cached.losses == uncached.losses
-            assert_equal(cached, uncached)
+    for cached, uncached in zip(trained["host"], trained["none"], strict=True):
+        assert cached.hits > uncached.hits == 0
+        assert cached.losses == uncached.losses
+        assert_equal(cached, uncached)
 
 
 def test_losses_follow_fsdp2(
@@ -218,19 +213,14 @@ def train_with_a_scaler(settings: Settings) -> Scaled:
     return Scaled(losses, scales, finite)
 
 
-FP16 = Settings(steps=10, param_dtype=torch.float16)
-
-
-@pytest.mark.parametrize("error_feedback", [False, True], ids=["plain", "feedback"])
-def test_a_gradient_scaler_sees_overflows_through_codecs(
-    ranks: Pools, error_feedback: bool
-) -> None:
+def test_a_gradient_scaler_sees_overflows_through_codecs(ranks: Pools) -> None:
     codec = fcdp.BlockInt8(32)
-    settings = replace(
-        FP16,
+    settings = Settings(
+        steps=10,
+        param_dtype=torch.float16,
         gather_codec=codec,
         reduce_codec=codec,
-        error_feedback=error_feedback,
+        error_feedback=True,
     )
     results = ranks.run(settings.world_size, train_with_a_scaler, settings)
     for result in results:

@@ -39,7 +39,6 @@ TRAININGS: dict[str, Settings] = {
     "host, none ahead, poisoned": Settings(steps=3, look_ahead=0, poison=True, detect_writes=False),
     "host, verified": replace(SMALL, verify=True),
     "disk": Settings(steps=3),
-    "one rank per node": replace(SMALL, ranks_per_node=1, twice=True),
     "LoRA, replicated": replace(LORA, adapters="replicated"),
     "LoRA, taken over": replace(LORA, accumulation=2),
     "micro-batches": Settings(steps=2, accumulation=2, clip=0.5),
