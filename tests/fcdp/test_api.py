@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -78,36 +76,6 @@ def test_bad_input_is_refused(ranks: Pools) -> None:
         "tensor_parallel": "0.weight: is a DTensor",
     }.items():
         assert words in messages[case], (case, messages[case])
-
-
-MISTAKES: list[dict[str, Any]] = [
-    {"look_ahead": -1},
-    {"partial_gradients": "disk"},
-    {"error_feedback": True},
-    {"adapters": "both"},
-    {"reshard_after_forward": 2},
-    {"policy": fcdp.DiskCache(Path("/no/such/directory"))},
-]
-
-
-def mistake(arguments: dict[str, Any]) -> str:
-    """The error; the model takes the right arguments afterwards."""
-    topology = topology_of(2, 1)
-    model = make_model(PLAIN)
-    with pytest.raises(ValueError) as error:  # noqa: PT011 - the message is the test
-        fcdp.shard(model, topology, units=model.blocks, **arguments)
-    fcdp.shard(model, topology, units=model.blocks)
-    return str(error.value)
-
-
-@pytest.mark.parametrize("arguments", MISTAKES, ids=str)
-def test_a_mistake_in_the_arguments_leaves_the_model_as_it_was(
-    ranks: Pools, arguments: dict[str, Any]
-) -> None:
-    ((name, value),) = arguments.items()
-    words = "directory = '/no/such" if name == "policy" else f"{name} = {value!r}: "
-    for message in ranks.run(2, mistake, arguments):
-        assert message.startswith(words)
 
 
 def step_too_early() -> str:

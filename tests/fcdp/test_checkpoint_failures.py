@@ -44,8 +44,10 @@ def fail_to_save(directory: Path, step: str, asynchronous: bool) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("step", ["prepare_local_plan", "write_data", "commit"])
+@pytest.mark.parametrize(
+    ("step", "asynchronous"),
+    [("prepare_local_plan", False), ("write_data", True), ("commit", False), ("commit", True)],
+)
 def test_a_failed_save_leaves_the_checkpoint_before_it(
     ranks: Pools, tmp_path: Path, step: str, asynchronous: bool
 ) -> None:

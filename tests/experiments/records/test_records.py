@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from analysis.load.table import latest
 from experiments.records import select
@@ -20,8 +19,7 @@ from experiments.records.record import read as read_records
 from experiments.records.repeats import pooled
 from experiments.records.select import FILE
 from simulation import files
-from simulation.transformer import ModelSpec
-from tests.experiments.stand_in import cell, full_disk, measurement, record
+from tests.experiments.stand_in import cell, full_disk, record
 
 RESULTS = Path(__file__).parents[3] / "results"
 
@@ -216,17 +214,6 @@ def test_figures_come_from_the_median_step() -> None:
     assert odd.step_seconds_median == even.step_seconds_median == 0.5
     assert odd.tokens_per_s == 4 * 128 / 0.5
     assert record(cell(), "oom", "no memory").tokens_per_s is None
-
-
-@pytest.mark.parametrize("name", ["", "a/b", "..", "a b", "-a", "é", "a" * 65])
-def test_names_that_are_no_part_of_a_path(name: str) -> None:
-    with pytest.raises(ValidationError):
-        ModelSpec(name=name, family="gpt2", layers=1, width=8, heads=1)
-
-
-def test_a_measurement_has_steps() -> None:
-    with pytest.raises(ValidationError):
-        measurement(step_seconds=[])
 
 
 def repetitions(*steps: list[float], **settings: str) -> list[Record]:
