@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from analysis.compare.baseline import compare, headlines, ratio
+from analysis.compare.baseline import compare, ratio
 from experiments.records.record import Record
 from tests.analysis import made_up
 
@@ -112,21 +112,6 @@ def test_evidence_of_other_kinds_is_not_compared() -> None:
     baseline, subject = pair()
     simulated = subject.model_copy(update={"evidence": "simulated"})
     assert row(compare([baseline, simulated]), "fcdp")["baseline"] == "fcdp"
-
-
-def test_headlines_are_the_largest_speed_ups_over_the_usual_baseline(
-    compared: pd.DataFrame,
-) -> None:
-    found = {item.best["tuning"]: item for item in headlines(compared)}
-    assert set(found) == {"full", "lora"}
-    for tuning, item in found.items():
-        cells = compared[
-            (compared["strategy"] == "fcdp")
-            & (compared["tuning"] == tuning)
-            & (compared["baseline"] == "deepspeed-zero3")
-        ]
-        assert item.best["speed_up"] == cells["speed_up"].max()
-        assert sorted(item.cells["cell"]) == sorted(cells[cells["speed_up"].notna()]["cell"])
 
 
 def test_links_run_from_slow_to_unshaped_and_strategies_in_their_order(
