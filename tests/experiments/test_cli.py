@@ -52,15 +52,6 @@ def test_strategies_are_listed_with_engine_version_and_needs() -> None:
     assert version("deepspeed") in by_name["deepspeed-zero3"]
 
 
-def test_what_cannot_run_here_is_listed_as_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "has_cuda", lambda: False)
-    listed = [p for p in reader.read("parity").cells if p.cell.tuning == "full"]
-    reasons = {p.cell.strategy: p.skip_reason for p in listed}
-    assert "operator quantizer" in str(reasons["deepspeed-zeropp"])
-    assert "coalesced" in str(reasons["deepspeed-mics"])
-    assert reasons["fsdp2"] is None
-
-
 def test_a_dry_run_shows_cells_and_reasons_and_starts_nothing(tmp_path: Path) -> None:
     output = tmp_path / "run"
     result = command("run", "reference", "--dry-run", "--output", str(output))

@@ -148,13 +148,3 @@ def test_matrices_of_all_strategies_leave_none_out(name: str) -> None:
     """A new strategy belongs into them; systems of other papers have matrices of their own."""
     strategies = [entry.cell.strategy for entry in reader.read(name).cells]
     assert set(strategies) == {of.name for of in STRATEGIES} - {of.name for of in SIBLINGS}
-
-
-def test_reference_accumulates_at_100_mbit_only() -> None:
-    accumulating = [
-        entry.cell
-        for entry in reader.read("reference").cells
-        if entry.cell.accumulation == 4 and entry.skip_reason is None
-    ]
-    assert {cell.inter_bandwidth_bits_per_s for cell in accumulating} == {100_000_000}
-    assert {cell.strategy for cell in accumulating} == {"deepspeed-zero3", "fsdp2", "fcdp"}

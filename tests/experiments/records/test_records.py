@@ -24,14 +24,6 @@ from tests.experiments.stand_in import cell, full_disk, record
 RESULTS = Path(__file__).parents[3] / "results"
 
 
-def test_what_is_appended_is_read_back(tmp_path: Path) -> None:
-    file = tmp_path / "new directory" / "records.jsonl"
-    written = [record(cell(seed=seed)) for seed in range(3)]
-    for each in written:
-        files.append(each, file)
-    assert read_records(file) == written
-
-
 @given(st.integers(0, 10**6))
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_torn_last_line_costs_only_itself(tmp_path: Path, cut: int) -> None:
@@ -182,12 +174,6 @@ def test_committed_records_are_compressed_where_they_are_long() -> None:
     assert [file for file in plain if file.stat().st_size > files.LONGEST] == []
 
 
-def test_committed_cells_keep_their_ids() -> None:
-    cells = [each for file in files.below(RESULTS, FILE) for each in read_records(file)]
-    assert cells
-    assert all(each.cell.id == each.cell_id for each in cells)
-
-
 @pytest.mark.parametrize(
     ("chosen", "named"),
     [
@@ -276,10 +262,3 @@ def test_a_round_that_had_not_ended_is_left_out_between_repetitions() -> None:
 )
 def test_a_busy_machine_says_so(load: float, steal: float, said: str | None) -> None:
     assert Machine(load=load, cores=2, steal_share=steal).why_busy == said
-
-
-def test_a_record_that_is_anybodys_gives_a_terminal_no_commands(tmp_path: Path) -> None:
-    said = "red \x1b[31m\x9b1A\r\u202e\n\tand a line"
-    files.append(record(cell(), "failed", said), tmp_path / "records.jsonl")
-    (found,) = read_records(tmp_path / "records.jsonl")
-    assert found.error == "red �[31m�1A��\n\tand a line"
