@@ -32,7 +32,6 @@ def resume(settings: Settings, directory: Path, before: int) -> tuple[list[float
 RUNS = {
     "full": Settings(2, 2),
     "small_adapters": Settings(2, 2, adapter_rank=1),
-    "kept_after_forward": Settings(2, 2, reshard_after_forward=False),
 }
 
 
@@ -74,7 +73,7 @@ def test_other_topologies_load_the_same_values(
 ) -> None:
     settings = Settings(2, 2, adapter_rank=adapter_rank)
     saved = ranks.run(4, save_trained, settings, tmp_path)[0]
-    for nodes, ranks_per_node in [(2, 1), (1, 2), (3, 1)]:
+    for nodes, ranks_per_node in [(1, 2), (3, 1)]:
         there = replace(settings, nodes=nodes, ranks_per_node=ranks_per_node)
         for loaded in ranks.run(there.world_size, load_elsewhere, there, tmp_path):
             assert_equal(loaded, saved)

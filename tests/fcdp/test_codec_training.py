@@ -165,7 +165,7 @@ def distance(ranks: Pools, settings: Settings, exact: dict[str, torch.Tensor]) -
 
 
 def test_error_feedback_ends_closer_to_the_exact_result(ranks: Pools) -> None:
-    settings = Settings(steps=STEPS, optimizer="sgd", reduce_codec=fcdp.BlockInt4(64))
+    settings = Settings(2, 1, steps=STEPS, optimizer="sgd", reduce_codec=fcdp.BlockInt4(64))
     exact = ranks.run(settings.world_size, train, settings, "fsdp2")[0].params
     plain = distance(ranks, settings, exact)
     fed = distance(ranks, replace(settings, error_feedback=True), exact)
@@ -216,6 +216,7 @@ def train_with_a_scaler(settings: Settings) -> Scaled:
 def test_a_gradient_scaler_sees_overflows_through_codecs(ranks: Pools) -> None:
     codec = fcdp.BlockInt8(32)
     settings = Settings(
+        ranks_per_node=1,
         steps=10,
         param_dtype=torch.float16,
         gather_codec=codec,

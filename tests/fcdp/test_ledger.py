@@ -51,7 +51,7 @@ def test_a_full_step_sends_each_parameter_across_once_and_each_gradient_once(
 
 
 def test_micro_batches_add_nothing_between_nodes(ranks: Pools) -> None:
-    settings = Settings(2, 2, accumulation=4)
+    settings = Settings(2, 2, accumulation=4, steps=2)
     result = ranks.run(4, train, settings, "fcdp")[0]
     total, _ = ranks.run(4, gathered_bytes, settings)[0]
     assert result.ledger is not None
@@ -59,7 +59,7 @@ def test_micro_batches_add_nothing_between_nodes(ranks: Pools) -> None:
 
 
 def test_frozen_parameters_cross_once_ever(ranks: Pools) -> None:
-    settings = Settings(2, 2, adapter_rank=3, steps=5)
+    settings = Settings(2, 2, adapter_rank=3, steps=3)
     result = ranks.run(4, train, settings, "fcdp")[0]
     total, trainable = ranks.run(4, gathered_bytes, settings)[0]
     gathers = total / 2 + (settings.steps - 1) * trainable / 2

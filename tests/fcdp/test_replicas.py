@@ -45,7 +45,7 @@ def test_they_train_as_with_fsdp2(ranks: Pools) -> None:
 
 def test_a_step_sends_what_sharded_adapters_send(ranks: Pools) -> None:
     """2·(n−1)/n of them across nodes, in the reduction alone, however many micro-batches."""
-    settings = replace(SETTINGS, accumulation=4)
+    settings = replace(SETTINGS, accumulation=4, steps=2)
     result = ranks.run(4, train, settings, "fcdp")[0]
     adapters = sum(p.numel() for p in make_model(settings).parameters() if p.requires_grad)
     filled_up = -(-adapters // 4) * 4

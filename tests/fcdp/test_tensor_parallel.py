@@ -32,7 +32,7 @@ from tests.fcdp.test_topology import launched
 from tests.fcdp.training import whole
 from tests.ranks import Pools
 
-VOCABULARY, WIDTH, INNER, LENGTH, STEPS = 24, 12, 20, 7, 4
+VOCABULARY, WIDTH, INNER, LENGTH, STEPS = 24, 12, 20, 7, 3
 TENSOR = 2
 
 

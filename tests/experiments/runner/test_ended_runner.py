@@ -73,7 +73,7 @@ def test_killed_anywhere_and_resumed_it_has_the_records_of_an_undisturbed_run(
     start(file, undisturbed.path, **cluster).communicate()
     whole = time.monotonic() - began
     chance = random.Random(0)
-    for _ in range(6):
+    for _ in range(4):
         # Now and then from the beginning, which puts what there is aside.
         options = ["--resume"] if chance.random() < 0.8 else []
         process = start(file, disturbed.path, *options, **cluster)
