@@ -41,7 +41,7 @@ def test_a_torn_last_line_costs_only_itself(tmp_path: Path, cut: int) -> None:
 
 
 @given(st.text())
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_error_text_stays_one_line(tmp_path: Path, text: str) -> None:
     file = tmp_path / "records.jsonl"
     file.unlink(missing_ok=True)
