@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,49 +13,6 @@ from tests.order import SECONDS, longest_first
 from tests.tiers import FIXTURES, PLACES, tier_of
 
 ROOT = Path(__file__).resolve().parents[1]
-
-TESTS = """
-import multiprocessing, os, subprocess, sys
-import pytest, torch.distributed as dist
-
-def run():
-    subprocess.run([sys.executable, "-c", ""], check=True)
-
-def test_quiet(tmp_path): pass
-def test_commit(): subprocess.run(["git", "--version"], check=True, capture_output=True)
-def test_command(): run()
-@pytest.mark.ranks
-def test_marked(): run()
-def test_process(ranks): run()
-def test_namespace(ranks, privileged): run()
-def test_caught():
-    try: run()
-    except BaseException: pass
-def test_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    dist.destroy_process_group()
-def test_start():
-    process = multiprocessing.get_context("spawn").Process(target=print)
-    process.start()
-    process.kill()
-def test_fork():
-    child = os.fork()
-    if not child: os._exit(0)
-    os.waitpid(child, 0)
-@pytest.fixture
-def shared(): run()
-def test_fixture(shared): pass
-"""
-CONFTEST = """
-import pytest
-from tests.tiers import install as pytest_configure
-
-@pytest.fixture
-def ranks(): pass
-
-@pytest.fixture
-def privileged(): pass
-"""
 
 
 @pytest.mark.parametrize(
@@ -123,23 +79,3 @@ def shown(target: str) -> list[str]:
         ["make", "-n", target], cwd=ROOT, env=outside, capture_output=True, text=True, check=True
     )
     return done.stdout.splitlines()
-
-
-@pytest.mark.ranks
-def test_unit_tests_that_start_something_fail(tmp_path: Path) -> None:
-    (tmp_path / "test_some.py").write_text(TESTS)
-    (tmp_path / "conftest.py").write_text(CONFTEST)
-    (tmp_path / "pytest.ini").write_text(
-        "[pytest]\naddopts = --strict-markers -rA -p no:cacheprovider"
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", str(tmp_path)],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    errors = {
-        line.split("::")[1].split()[0] for line in done.stdout.splitlines() if line[:5] == "ERROR"
-    }
-    expected = {"command", "caught", "group", "start", "fork", "fixture"}
-    assert errors == {f"test_{name}" for name in expected}, done.stdout
-    assert "a unit test started init_process_group: mark it as ranks" in done.stdout
-    assert "11 passed, 6 errors" in done.stdout

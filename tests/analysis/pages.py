@@ -39,7 +39,6 @@ def check_page(page: str, pictures: int) -> None:
     """The page is whole, has so many pictures of its own and one script, and loads nothing."""
     reader = Reader()
     reader.feed(page)
-
     assert reader.open == []
     assert reader.sources == []
     assert reader.tags.count("svg") == pictures

@@ -25,7 +25,6 @@ def twice(record: Record) -> Record:
 
 def test_the_committed_run_passes_in_the_papers_units() -> None:
     (checked,) = check(VOLUME, RESULTS)
-
     assert [line.claim for line in checked.lines if line.problem] == []
     (zero3,) = [line for line in checked.lines if line.claim.endswith("ZeRO-3 sends a step.")]
     assert (zero3.paper, zero3.ours) == ("213.73 GB [2nd]", "211 GB")
@@ -34,7 +33,6 @@ def test_the_committed_run_passes_in_the_papers_units() -> None:
 def test_one_altered_record_fails_what_is_computed_from_it_alone(tmp_path: Path) -> None:
     records = [twice(r) if r.cell.strategy == "fcdp-sched" else r for r in read(VOLUME)]
     file = write_records(records, tmp_path / "records.jsonl")
-
     (checked,) = check(file, RESULTS)
     failed = [line.claim for line in checked.lines if line.problem]
     assert failed == ["GPT-30B, LoRA r = 8, FCDP-Sched sends a step."]

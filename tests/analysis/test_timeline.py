@@ -33,9 +33,7 @@ def test_a_simulated_step_has_each_task_where_it_takes_most(tmp_path: Path) -> N
     prediction = predicted("fcdp")
     file = tmp_path / "trace.json"
     file.write_text(json.dumps(chrome_trace(prediction)))
-
     step = load(file)
-
     assert (step.name, step.evidence) == ("trace", "simulated")
     assert step.seconds == pytest.approx(prediction.step_seconds)
     lasting = [s for s in prediction.timeline.spans if s.end > s.start]
@@ -69,7 +67,6 @@ def test_an_exchange_lasts_until_the_backend_is_done(tmp_path: Path) -> None:
             ],
         )
     )
-
     assert step.name == "cell, rank1"
     spans = {
         (span.lane, span.phase): (round(1e6 * span.start, 1), round(1e6 * span.end, 1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -17,12 +16,6 @@ from baselines.pins import Pin
 from baselines.registry import STRATEGIES, schedule_of
 from baselines.schedule import FCDP
 from baselines.settings import CacheSettings
-
-
-@pytest.mark.parametrize("entry", registry.STRATEGIES, ids=lambda entry: entry.name)
-def test_a_strategy_names_a_module_that_is_there(entry: Strategy) -> None:
-    assert importlib.util.find_spec(entry.builder[0]) is not None
-    assert entry.engine_version()
 
 
 def test_names_are_given_once() -> None:

@@ -119,14 +119,3 @@ def test_the_loss_is_that_of_the_next_token() -> None:
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(0, abs=1e-6)
     assert strategy.causal_loss(Successor(), counting.flip(1)).item() == pytest.approx(100)
-
-
-def test_every_strategy_has_the_same_optimizer() -> None:
-    model = Model()
-    model.requires_grad_(False)
-    model.blocks[1].requires_grad_(True)
-    optimizer = strategy.make_optimizer(strategy.trainable_parameters(model), job(model.all_blocks))
-    (group,) = optimizer.param_groups
-    assert type(optimizer) is torch.optim.AdamW
-    assert [id(param) for param in group["params"]] == [id(model.blocks[1].weight)]
-    assert group["lr"] == 1e-3

@@ -171,7 +171,6 @@ def test_after_a_kill_and_a_notice_it_goes_on_as_if_nothing_had_happened(
     noticed = run.lines()[-1]["step"]
     assert not (run.output / "export").exists()
     run.ends(run.start(*launcher))
-
     begun, after_kill, after_notice = run.starts()
     assert (begun, after_kill % SAVE_EVERY, after_notice) == (0, 0, noticed + 1)
     assert run.trained() == undisturbed.trained()
@@ -211,7 +210,6 @@ def test_adapters_json_lines_and_a_live_history(place: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "offline")
         run.ends(run.start(*ON_ONE_NODE))
-
     (tracked,) = offline.runs(run.output)
     lines = run.lines()
     assert [point["loss"] for point in tracked.history] == [line["loss"] for line in lines]
@@ -258,7 +256,6 @@ def test_without_a_node_the_rest_train_the_same_global_batch(place: Path, undist
     begun, went_on = run.starts()
     assert (begun, went_on % SAVE_EVERY) == (0, 0)
     assert [line["ranks"] for line in run.lines()][:: len(run.lines()) - 1] == [2, 1]
-
     told = Run(place, "told", "--steps", str(STEPS), "--save-every", str(SAVE_EVERY))
     told.output.mkdir()
     shutil.copytree(run.output / "loaded", told.output / "checkpoint")
@@ -280,7 +277,6 @@ def test_ten_kills(place: Path, request: pytest.FixtureRequest) -> None:
     options = ("--steps", str(LONG), "--save-every", "10", "--evaluate-every", "1000")
     calm = Run(place, "calm", *options)
     calm.ends(*Nodes(calm, "2").agents)
-
     run, draw = Run(place, "tossed", *options), random.Random(0)
     nodes = Nodes(run, "2")
     kinds = ["rank", "node", "all", "notice"] * 2 + draw.sample(["rank", "node", "all"], 2)

@@ -52,15 +52,6 @@ def test_strategies_are_listed_with_engine_version_and_needs() -> None:
     assert version("deepspeed") in by_name["deepspeed-zero3"]
 
 
-def test_what_cannot_run_here_is_listed_as_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "has_cuda", lambda: False)
-    listed = [p for p in reader.read("parity").cells if p.cell.tuning == "full"]
-    reasons = {p.cell.strategy: p.skip_reason for p in listed}
-    assert "operator quantizer" in str(reasons["deepspeed-zeropp"])
-    assert "coalesced" in str(reasons["deepspeed-mics"])
-    assert reasons["fsdp2"] is None
-
-
 def test_a_dry_run_shows_cells_and_reasons_and_starts_nothing(tmp_path: Path) -> None:
     output = tmp_path / "run"
     result = command("run", "reference", "--dry-run", "--output", str(output))
@@ -129,17 +120,14 @@ def test_the_second_time_runs_afresh_and_resume_does_not(tmp_path: Path) -> None
     assert result.exit_code == 1
     assert "failed 1 cell: RuntimeError: rank 1 raises" in result.stdout
     first = read_records(directory.records)
-
     result = stand_in(*options, "--resume")
     assert result.exit_code == 1
     assert read_records(directory.records) == first
-
     result = stand_in(*options, "--retry-failed")
     assert result.exit_code == 0
     repaired = read_records(directory.records)
     assert repaired[:5] == first[:5]
     assert repaired[5].state == "ok"
-
     result = stand_in(*options, "--only", "fsdp2")
     assert result.exit_code == 0
     assert f"the earlier run is now in {directory.path}/earlier/" in result.stdout
@@ -152,7 +140,6 @@ def test_a_matrix_with_a_reference_fails_where_losses_differ(tmp_path: Path) -> 
     result = stand_in(*options)
     assert result.exit_code == 0, result.stderr
     assert "losses   6 of 6 cells reach fsdp2's" in result.stdout
-
     result = stand_in(
         *options, cluster={"behaviours": {"fcdp-full-tiny-10mbit": "learn otherwise"}}
     )
@@ -161,7 +148,6 @@ def test_a_matrix_with_a_reference_fails_where_losses_differ(tmp_path: Path) -> 
     (problem, *_) = result.stderr.splitlines()
     assert problem.startswith("fcdp-full-tiny-10mbit")
     assert problem.endswith("learns something else")
-
     result = stand_in(*options, "--only", "fcdp")
     assert result.exit_code == 1
     assert "was not compared: no fsdp2 trained with the same settings" in result.stderr

@@ -32,7 +32,6 @@ NOT_THERE = {
     "test_a_model_loaded_from_the_meta_device": "its parameters, offloaded, are on the device",
     "test_bad_input_is_refused": "models on the CPU are refused, too: there they are on the device",
     "test_units_are_gathered_and_reduced_as_often": "its groups are Python's: nothing counts them",
-    "test_units_are_keyed_by_dtype_and_requires_grad": "threads share one list of warnings",
 }
 
 

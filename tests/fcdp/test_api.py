@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import gc
-import warnings
 import weakref
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -51,15 +48,12 @@ def refusals() -> dict[str, str]:
     refused("twice", fcdp.cache_parameters, model, topology, fcdp.NoCache())
     plain = shard_with_fsdp2(make_model(PLAIN), topology, PLAIN)
     refused("sharded_already", fcdp.shard, plain, topology, units=plain.blocks)
-
     hybrid = nn.Linear(4, 4)
     fully_shard(hybrid, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")))
     refused("hybrid", fcdp.cache_parameters, hybrid, topology)
-
     elsewhere = nn.Linear(4, 4)
     fully_shard(elsewhere, mesh=topology.mesh, reshard_after_forward=2)
     refused("reshard_integer", fcdp.cache_parameters, elsewhere, topology)
-
     parallel = nn.Linear(4, 4)
     parallel.weight = nn.Parameter(
         distribute_tensor(parallel.weight.detach(), topology.mesh, [Shard(0)])
@@ -82,36 +76,6 @@ def test_bad_input_is_refused(ranks: Pools) -> None:
         "tensor_parallel": "0.weight: is a DTensor",
     }.items():
         assert words in messages[case], (case, messages[case])
-
-
-MISTAKES: list[dict[str, Any]] = [
-    {"look_ahead": -1},
-    {"partial_gradients": "disk"},
-    {"error_feedback": True},
-    {"adapters": "both"},
-    {"reshard_after_forward": 2},
-    {"policy": fcdp.DiskCache(Path("/no/such/directory"))},
-]
-
-
-def mistake(arguments: dict[str, Any]) -> str:
-    """The error; the model takes the right arguments afterwards."""
-    topology = topology_of(2, 1)
-    model = make_model(PLAIN)
-    with pytest.raises(ValueError) as error:  # noqa: PT011 - the message is the test
-        fcdp.shard(model, topology, units=model.blocks, **arguments)
-    fcdp.shard(model, topology, units=model.blocks)
-    return str(error.value)
-
-
-@pytest.mark.parametrize("arguments", MISTAKES, ids=str)
-def test_a_mistake_in_the_arguments_leaves_the_model_as_it_was(
-    ranks: Pools, arguments: dict[str, Any]
-) -> None:
-    ((name, value),) = arguments.items()
-    words = "directory = '/no/such" if name == "policy" else f"{name} = {value!r}: "
-    for message in ranks.run(2, mistake, arguments):
-        assert message.startswith(words)
 
 
 def step_too_early() -> str:
@@ -144,58 +108,6 @@ def fail_in_mid_accumulation() -> int:
 
 def test_an_exception_drops_the_sums_that_wait(ranks: Pools) -> None:
     assert ranks.run(2, fail_in_mid_accumulation) == [0, 0]
-
-
-def unit_layout(settings: Settings) -> list[tuple[str, bool, int]]:
-    topology = topology_of(settings.nodes, settings.ranks_per_node)
-    model = shard_with_fcdp(make_model(settings), topology, settings)
-    return [
-        (unit.name, unit.params[0].requires_grad, len(unit.params))
-        for unit in engine_of(model).units
-    ]
-
-
-# Embedding (tied to the head) and the last norm: weight and bias.
-ROOT = ("root", False, 3)
-FROZEN = [(f"blocks.{index}", False, 6) for index in range(2)]
-
-
-def test_adapters_of_a_block_share_a_unit_apart_from_its_frozen_weights(ranks: Pools) -> None:
-    large = Settings(2, 2, adapter_rank=3)
-    adapters = [(f"blocks.{index}.first.down", True, 4) for index in range(2)]
-    layout = ranks.run(4, unit_layout, large)[0]
-    assert layout == [ROOT, FROZEN[0], adapters[0], FROZEN[1], adapters[1]]
-    plain = ranks.run(2, unit_layout, PLAIN)[0]
-    assert [name for name, _, _ in plain] == ["root", "blocks.0", "blocks.1"]
-
-
-def test_small_adapters_of_all_blocks_share_one_unit(ranks: Pools) -> None:
-    small = Settings(2, 2, adapter_rank=1)
-    layout = ranks.run(4, unit_layout, small)[0]
-    assert layout == [ROOT, FROZEN[0], ("blocks.0.first.down", True, 8), FROZEN[1]]
-
-
-def mixed_dtypes_and_mixed_modules() -> tuple[list[str], list[str]]:
-    """fp32 adapters on a bf16 base, and a frozen weight beside a trainable bias."""
-    settings = Settings(2, 2, adapter_rank=3)
-    topology = topology_of(2, 2)
-    model = make_model(settings)
-    for block in model.blocks:
-        for module in (block.norm, block.up, block.down):
-            module.to(torch.bfloat16)
-    model.blocks[0].up.bias.requires_grad_(True)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        shard_with_fcdp(model, topology, settings)
-    names = [unit.name for unit in engine_of(model).units]
-    return names, [str(warning.message) for warning in caught if "fcdp" in str(warning.message)]
-
-
-def test_units_are_keyed_by_dtype_and_requires_grad(ranks: Pools) -> None:
-    names, messages = ranks.run(4, mixed_dtypes_and_mixed_modules)[0]
-    assert "blocks.1.first.down" in names
-    assert len(messages) == 1
-    assert "Linear inside Block cannot have a unit of its own" in messages[0]
 
 
 def collected() -> bool:

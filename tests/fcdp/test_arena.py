@@ -20,7 +20,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
 
 from fcdp.arena import ALIGNMENT, POISON, Arena
 from fcdp.cache.tiers.disk import DiskTier
@@ -219,35 +218,6 @@ def test_memory_that_cannot_be_locked_is_an_error_that_no_later_kernel_raises() 
         gc.collect()
     asked.assert_called_once_with(1, device=CUDA)
     assert recorder.calls[-1][0] == "register"  # and was not given back
-
-
-class Seen(Dataset[list[int]]):
-    """Items, each with whether the process that makes it has ``address`` mapped."""
-
-    def __init__(self, address: int) -> None:
-        self.address = address
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> list[int]:
-        return [index, os.getpid(), bool(mapping_at(self.address))]
-
-
-@pytest.mark.ranks
-def test_forked_data_loader_workers_run_and_have_no_arena() -> None:
-    arena = Arena(LARGE, CPU, poison=True)
-    loader = DataLoader(
-        Seen(arena.memory.data_ptr()),
-        num_workers=2,
-        multiprocessing_context="fork",
-        collate_fn=list,
-    )
-    items = [item for batch in loader for item in batch]
-    assert [index for index, _, _ in items] == list(range(8))
-    assert os.getpid() not in {process for _, process, _ in items}
-    assert not any(mapped for _, _, mapped in items)
-    assert arena.memory.eq(POISON).all()
 
 
 def in_a_fork(child: Callable[[], bool]) -> bool:

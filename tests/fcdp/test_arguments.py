@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,55 +22,49 @@ from tests.ranks import Pools
 SETTINGS = Settings(2, 1)
 
 #: Arguments in place of the right ones, and how the error begins.
-MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
-    "model": ({"model": "gpt2"}, "model = 'gpt2': must be a torch.nn.Module"),
-    "topology": ({"topology": 2}, "topology = 2: must be a fcdp.Topology"),
-    "precision": (
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"model": "gpt2"}, "model = 'gpt2': must be a torch.nn.Module"),
+    ({"topology": 2}, "topology = 2: must be a fcdp.Topology"),
+    (
         {"mp_policy": torch.bfloat16},
         "mp_policy = dtype: must be a torch.distributed.fsdp.MixedPrecisionPolicy",
     ),
-    "offload": (
+    (
         {"offload_policy": True},
         "offload_policy = True: must be a torch.distributed.fsdp.OffloadPolicy",
     ),
-    "class": (
+    (
         {"policy": fcdp.HostCache},
         "policy = HostCache (the class, not HostCache()): must be a policy such as",
     ),
-    "number": ({"policy": 4}, "policy = 4: must be a policy such as fcdp.HostCache(), or a name: "),
-    "name": ({"policy": "ram"}, "policy = 'ram': allowed are none, device, host"),
-    "units": ({"units": 3}, "units = 3: must be a list of modules"),
-    "one unit": ({"units": nn.Linear(2, 2)}, "units = Linear: must be a list of modules"),
-    "names": ({"units": ["blocks.0"]}, "units[0] = 'blocks.0': must be a module of the model"),
-    "look-ahead": ({"look_ahead": 1.5}, "look_ahead = 1.5: must be a count, 0 or more"),
-}
+    ({"policy": 4}, "policy = 4: must be a policy such as fcdp.HostCache(), or a name: "),
+    ({"policy": "ram"}, "policy = 'ram': allowed are none, device, host"),
+    ({"policy": fcdp.DiskCache(Path("/no/such"))}, "directory = '/no/such"),
+    ({"units": 3}, "units = 3: must be a list of modules"),
+    ({"units": nn.Linear(2, 2)}, "units = Linear: must be a list of modules"),
+    ({"units": ["blocks.0"]}, "units[0] = 'blocks.0': must be a module of the model"),
+    ({"look_ahead": 1.5}, "look_ahead = 1.5: must be a count, 0 or more"),
+    ({"look_ahead": -1}, "look_ahead = -1: "),
+    ({"partial_gradients": "disk"}, "partial_gradients = 'disk': "),
+    ({"error_feedback": True}, "error_feedback = True: "),
+    ({"adapters": "both"}, "adapters = 'both': "),
+    ({"reshard_after_forward": 2}, "reshard_after_forward = 2: "),
+]
 
 
-def refused(case: str) -> str:
-    model = make_model(SETTINGS)
-    wrong, _ = MISTAKES[case]
-    arguments = {"model": model, "topology": topology_of(2, 1), **wrong}
-    with pytest.raises(ValueError) as error:  # noqa: PT011 - the message is the test
-        fcdp.shard(**arguments)
-    assert not fcdp.is_cached(model)
-    return str(error.value)
+def refused() -> None:
+    model, topology = make_model(SETTINGS), topology_of(2, 1)
+    twice = {"units": [*model.blocks, model.blocks[0]]}
+    mistakes = [*MISTAKES, (twice, "units[2]: is units[0] again; each counts once")]
+    for wrong, message in mistakes:
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+            fcdp.shard(**{"model": model, "topology": topology, "units": model.blocks, **wrong})
+        assert not fcdp.is_cached(model)
+    fcdp.shard(model, topology, units=model.blocks)
 
 
-@pytest.mark.parametrize("case", MISTAKES)
-def test_wrong_types_are_refused_before_anything_is_sharded(ranks: Pools, case: str) -> None:
-    for message in ranks.run(2, refused, case):
-        assert message.startswith(MISTAKES[case][1])
-
-
-def twice() -> str:
-    model = make_model(SETTINGS)
-    with pytest.raises(ValueError, match="units") as error:
-        fcdp.shard(model, topology_of(2, 1), units=[*model.blocks, model.blocks[0]])
-    return str(error.value)
-
-
-def test_a_unit_counts_once(ranks: Pools) -> None:
-    assert ranks.run(2, twice)[0] == "units[2]: is units[0] again; each counts once"
+def test_mistakes_are_refused_and_leave_the_model_as_it_was(ranks: Pools) -> None:
+    ranks.run(2, refused)
 
 
 @pytest.mark.parametrize(

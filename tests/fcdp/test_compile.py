@@ -65,27 +65,6 @@ def compile_blocks(model: Transformer, backend: str) -> None:
         layer.compile(backend=backend)
 
 
-@cases(shapes=[PAIR])
-def test_micro_batches_of_a_compiled_model(run: Run) -> None:
-    """Micro-batches of a whole compiled model, of which the last is reduced."""
-    torch._dynamo.reset()
-    model = Transformer(2)
-    run.shard(model.units())
-    run.cache(model)
-    called = torch.compile(model, backend="aot_eager")
-    optimizer = adam(model)
-    for step in range(3):
-        for micro in range(2):
-            model.set_requires_gradient_sync(micro == 1)
-            loss = called(run.tokens(VOCABULARY, 2, 8, step=10 * step + micro)).square().mean()
-            run.see(f"loss {step}.{micro}", loss)
-            loss.backward()
-        run.see_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-    run.see_params(model)
-
-
 class Checkpointed(nn.Module):
     """The first layer is frozen, and recomputed in backward."""
 

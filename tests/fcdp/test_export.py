@@ -180,7 +180,7 @@ class SavesItself(TinyLM):
 def export_what_saves_itself(directory: Path) -> bool:
     """Whether rank 0, and no other, gave the model the state that its ``state_dict`` has."""
     torch.manual_seed(0)
-    plain = SavesItself(0, twice=False, checkpointing=False)
+    plain = SavesItself(0, checkpointing=False)
     state = {name: value.clone() for name, value in plain.state_dict().items()}
     model: Any = shard_with_fcdp(plain, topology_of(2, 2), Settings(2, 2))
     fcdp.export(model, directory)

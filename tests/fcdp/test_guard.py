@@ -235,13 +235,7 @@ def evaluations(settings: Settings, how: str) -> tuple[list[tuple[float, float]]
 
 @pytest.mark.parametrize(
     ("settings", "how"),
-    [
-        (FROZEN, "model"),
-        (NARROW, "model"),
-        (FROZEN, "block"),
-        (FROZEN, "method"),
-        (FROZEN, "unshard"),
-    ],
+    [(NARROW, "model"), (FROZEN, "block"), (FROZEN, "method"), (FROZEN, "unshard")],
 )
 def test_a_pass_without_gradients_compares_before_it_uses(
     ranks: Pools, settings: Settings, how: str

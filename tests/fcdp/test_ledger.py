@@ -51,7 +51,7 @@ def test_a_full_step_sends_each_parameter_across_once_and_each_gradient_once(
 
 
 def test_micro_batches_add_nothing_between_nodes(ranks: Pools) -> None:
-    settings = Settings(2, 2, accumulation=4)
+    settings = Settings(2, 2, accumulation=4, steps=2)
     result = ranks.run(4, train, settings, "fcdp")[0]
     total, _ = ranks.run(4, gathered_bytes, settings)[0]
     assert result.ledger is not None
@@ -59,32 +59,13 @@ def test_micro_batches_add_nothing_between_nodes(ranks: Pools) -> None:
 
 
 def test_frozen_parameters_cross_once_ever(ranks: Pools) -> None:
-    settings = Settings(2, 2, adapter_rank=3, steps=5)
+    settings = Settings(2, 2, adapter_rank=3, steps=3)
     result = ranks.run(4, train, settings, "fcdp")[0]
     total, trainable = ranks.run(4, gathered_bytes, settings)[0]
     gathers = total / 2 + (settings.steps - 1) * trainable / 2
     assert node_bytes(result, settings, "inter_node", "forward") * settings.steps == gathers
     assert node_bytes(result, settings, "inter_node", "reduce") == trainable / 2
     assert trainable < total / 4
-
-
-@pytest.mark.parametrize("adapter_rank", [1, 3])
-def test_of_low_rank_factors_no_padding_crosses(ranks: Pools, adapter_rank: int) -> None:
-    """By rows, a factor of one row on four ranks would be three quarters padding."""
-    settings = Settings(2, 2, adapter_rank=adapter_rank)
-    result = ranks.run(4, train, settings, "fcdp")[0]
-    trained = [param for param in make_model(settings).parameters() if param.requires_grad]
-    across = sum(param.numel() * param.itemsize for param in trained) / 2
-    assert node_bytes(result, settings, "inter_node", "reduce") == across
-
-
-def test_without_a_cache_every_gather_crosses(ranks: Pools) -> None:
-    settings = Settings(2, 2)
-    cached = ranks.run(4, train, settings, "fcdp")[0]
-    uncached = ranks.run(4, train, settings, "uncached")[0]
-    assert cached.ledger["inter_node"].get("backward", 0) == 0
-    assert uncached.ledger["inter_node"]["backward"] > 0
-    assert uncached.hits == 0
 
 
 def test_reductions_travel_in_the_reduce_dtype(ranks: Pools) -> None:

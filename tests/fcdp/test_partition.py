@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from unittest import mock
-from unittest.mock import ANY
 
 import pytest
 import torch
@@ -103,22 +102,6 @@ def test_a_block_keeps_the_kind_that_it_has_most_of() -> None:
         Split(outer, [inner], TRAINED),
     ]
     assert [split.trained for split in splits] == [True, True]
-
-
-def test_it_counts_elements_and_not_modules() -> None:
-    few, many = Called(frozen(3)), [Called(of(1)), Called(of(1))]
-    assert split_off(Called(*many, few), []) == [Split(ANY, many, TRAINED)]
-    narrow, wide = Called(of(4, dtype=torch.bfloat16)), Called(of(3))
-    assert split_off(Called(narrow, wide), []) == [Split(ANY, [wide], TRAINED)]
-
-
-def test_three_kinds_are_two_units_apart() -> None:
-    most, some, few = Called(of(9)), Called(frozen(2)), Called(of(1, trained=False))
-    again = Called(frozen(1))
-    assert split_off(Called(few, most, some, again), []) == [
-        Split(ANY, [few], (torch.float32, False)),
-        Split(ANY, [some, again], FROZEN),
-    ]
 
 
 class Uncalled(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+from itertools import product
 from typing import Any
 
 import pytest
@@ -113,6 +114,9 @@ def test_what_is_frozen_crosses_once_and_the_losses_are_fsdp2s(
         assert len(crossed) == crossing, crossed
 
 
+MERGES = ("merge_adapter", "merge_and_unload")
+
+
 def evaluated(engine: str, compares: bool, merge: str) -> list[float]:
     """Losses of an evaluation before and after adapters were merged, and of two after that.
 
@@ -151,17 +155,18 @@ def evaluated(engine: str, compares: bool, merge: str) -> list[float]:
     return [*found, evaluate(whole), evaluate(whole)]
 
 
-@pytest.mark.parametrize("merge", ["merge_adapter", "merge_and_unload"])
-@pytest.mark.parametrize("compares", [True, False])
-@pytest.mark.parametrize("adapters", ["sharded", "replicated"])
-def test_an_evaluation_after_adapters_were_merged(
-    ranks: Pools, adapters: str, compares: bool, merge: str
-) -> None:
-    expected = ranks.run(2, evaluated, "fsdp2", compares, merge)
-    for got, wanted in zip(
-        ranks.run(2, evaluated, adapters, compares, merge), expected, strict=True
-    ):
-        assert got == pytest.approx(wanted, rel=1e-6 if adapters == "replicated" else 0.0)
+def evaluated_in_every_way() -> dict[tuple[str, bool, str], list[float]]:
+    plain = [("fsdp2", True, merge) for merge in MERGES]
+    cases = [*plain, *product(("sharded", "replicated"), (True, False), MERGES)]
+    return {case: evaluated(*case) for case in cases}
+
+
+def test_an_evaluation_after_adapters_were_merged(ranks: Pools) -> None:
+    for found in ranks.run(2, evaluated_in_every_way):
+        for (adapters, compares, merge), got in found.items():
+            wanted = found["fsdp2", True, merge]
+            near = pytest.approx(wanted, rel=1e-6 if adapters == "replicated" else 0.0)
+            assert got == near, (adapters, compares, merge)
 
 
 def warned_of(engine: str) -> tuple[str, int]:

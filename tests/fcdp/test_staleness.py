@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as checkpoint
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.fsdp import register_fsdp_forward_method
 
 import fcdp
 from fcdp.engine import engine_of
@@ -24,61 +21,72 @@ from tests.fcdp.training import (
     make_model,
     make_optimizer,
     shard_with_fcdp,
-    shard_with_fsdp2,
     topology_of,
 )
 from tests.ranks import Pools
 
 # The adapters of each block have a unit of their own.
 SETTINGS = Settings(2, 1, adapter_rank=3, reshard_after_forward=True)
-PLAIN = Settings(2, 1)
 
 
-def stale_units(event: str) -> tuple[list[str], int, int]:
-    """Run two forwards with ``event`` in between; return the units that the second gathered anew,
-    their number, and the number of all units."""
+#: What happens between two forwards, and the units that the second gathers anew on both ranks.
+ADAPTERS = ["blocks.0.first.down", "blocks.1.first.down"]
+STALE: dict[str, list[str] | None] = {
+    "nothing": [],
+    "forget_optimizer": [],
+    "state_dict": [],
+    "step": ADAPTERS,
+    "fused_step": ADAPTERS[:1],  # fused kernels leave the version counters as they are
+    "write_after_assign": ["blocks.1"],
+    "write_on_rank_1": ["blocks.1"],
+    "local_write_on_rank_1": ["blocks.1"],
+    "write_into_state_dict_on_rank_1": ["blocks.1"],
+    "load": None,  # all of them
+    "load_assign": None,
+    "data_write": None,
+}
+
+
+def stale_units(event: str) -> list[str] | None:
+    """Run two forwards with ``event`` in between; return what the second gathered anew."""
     topology = topology_of(2, 1)
     model = shard_with_fcdp(make_model(SETTINGS), topology, SETTINGS)
     engine = engine_of(model)
     optimizer = make_optimizer(model, SETTINGS)
     fused = torch.optim.AdamW(list(model.blocks[0].first.parameters()), fused=True)
     data = batches(SETTINGS, topology.rank)
+    weight = model.blocks[1].up.weight
     if event in ("load_assign", "write_after_assign"):
         assign(model)
+        weight = model.blocks[1].up.weight
     loss_of(model, next(data)).backward()
     generations = {unit: entry.generation for unit, entry in engine.entries.items()}
-    if event == "step":
-        optimizer.step()
-    elif event == "fused_step":
-        fused.step()
-    elif event == "load":
-        model.load_state_dict(model.state_dict())
-    elif event == "load_assign":
-        assign(model)
-    elif event == "write_after_assign":
-        with torch.no_grad():
-            model.blocks[1].up.weight.mul_(2)
-    elif event == "write_on_rank_1":
-        if topology.rank == 1:
-            with torch.no_grad():
-                model.blocks[1].up.weight.mul_(2)
-    elif event == "write_local_on_rank_1":
-        if topology.rank == 1:
-            with torch.no_grad():
-                model.blocks[1].up.weight.to_local().mul_(2)
-    elif event == "state_dict":
-        model.state_dict()
-    elif event == "write_into_state_dict_on_rank_1":
-        state = model.state_dict()
-        if topology.rank == 1:
-            # As torch.distributed.checkpoint loads: behind an alias, where no version grows.
-            state["blocks.1.up.weight"].detach().to_local().mul_(2)
-    elif event == "data_write":
-        for param in model.parameters():
-            param.data.mul_(2)
-        fcdp.invalidate(model)
-    elif event == "forget_optimizer":
-        torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0).step()
+    with torch.no_grad():
+        if event == "step":
+            optimizer.step()
+        elif event == "fused_step":
+            fused.step()
+        elif event == "load":
+            model.load_state_dict(model.state_dict())
+        elif event == "load_assign":
+            assign(model)
+        elif event == "write_after_assign":
+            weight.mul_(2)
+        elif event.endswith("write_on_rank_1") and topology.rank == 1:
+            (weight.to_local() if "local" in event else weight).mul_(2)
+        elif event == "state_dict":
+            model.state_dict()
+        elif event == "write_into_state_dict_on_rank_1":
+            state = model.state_dict()
+            if topology.rank == 1:
+                # As torch.distributed.checkpoint loads: behind an alias, where no version grows.
+                state["blocks.1.up.weight"].detach().to_local().mul_(2)
+        elif event == "data_write":
+            for param in model.parameters():
+                param.data.mul_(2)
+            fcdp.invalidate(model)
+        elif event == "forget_optimizer":
+            torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0).step()
     counts = fcdp.ledger(model)
     counts.reset()
     loss_of(model, next(data))
@@ -86,7 +94,7 @@ def stale_units(event: str) -> tuple[list[str], int, int]:
         unit.name for unit, entry in engine.entries.items() if entry.generation > generations[unit]
     ]
     assert counts.misses == len(stale)
-    return stale, len(stale), len(engine.units)
+    return stale if len(stale) < len(engine.units) else None
 
 
 def assign(model: TinyLM) -> None:
@@ -95,62 +103,12 @@ def assign(model: TinyLM) -> None:
     model.load_state_dict(state, assign=True)
 
 
-def check(ranks: Pools, event: str) -> list[str]:
-    first, second = ranks.run(2, stale_units, event)
-    assert first == second, "ranks disagree"
-    return first[0]
+def stale_of_each() -> dict[str, list[str] | None]:
+    return {event: stale_units(event) for event in STALE}
 
 
-def test_an_optimizer_step_makes_trainable_units_stale(ranks: Pools) -> None:
-    stale = check(ranks, "step")
-    assert len(stale) == 2
-    assert all("first" in name for name in stale), stale
-
-
-def test_a_fused_step_makes_its_units_stale(ranks: Pools) -> None:
-    """Fused kernels leave the version counters as they are."""
-    assert check(ranks, "fused_step") == ["blocks.0.first.down"]
-
-
-@pytest.mark.parametrize("event", ["load", "load_assign", "data_write"])
-def test_loads_and_declared_writes_make_everything_stale(ranks: Pools, event: str) -> None:
-    _, stale, total = ranks.run(2, stale_units, event)[0]
-    assert stale == total
-
-
-@pytest.mark.parametrize(
-    "event", ["write_on_rank_1", "write_local_on_rank_1", "write_into_state_dict_on_rank_1"]
-)
-def test_a_write_on_one_rank_makes_its_unit_stale_on_all(ranks: Pools, event: str) -> None:
-    assert check(ranks, event) == ["blocks.1"]
-
-
-def test_parameters_that_a_load_put_in_place_are_watched(ranks: Pools) -> None:
-    assert check(ranks, "write_after_assign") == ["blocks.1"]
-
-
-@pytest.mark.parametrize("event", ["nothing", "forget_optimizer", "state_dict"])
-def test_nothing_else_does(ranks: Pools, event: str) -> None:
-    assert check(ranks, event) == []
-
-
-def load_in_place(directory: str) -> bool:
-    """Whether a forward after it computes with what a checkpoint of PyTorch's own held."""
-    topology = topology_of(2, 1)
-    model = shard_with_fcdp(make_model(SETTINGS), topology, SETTINGS)
-    tokens = next(batches(SETTINGS, topology.rank))
-    with torch.no_grad():
-        expected = loss_of(model, tokens)
-        checkpoint.save({"model": model.state_dict()}, checkpoint_id=directory)
-        for param in model.parameters():
-            param.mul_(2)
-        changed = loss_of(model, tokens)
-        checkpoint.load({"model": get_model_state_dict(model)}, checkpoint_id=directory)
-        return bool(changed != expected) and bool(loss_of(model, tokens) == expected)
-
-
-def test_a_checkpoint_loaded_into_a_state_dict_is_seen(ranks: Pools, tmp_path: Path) -> None:
-    assert all(ranks.run(2, load_in_place, str(tmp_path)))
+def test_what_makes_units_stale_does_on_all_ranks_and_nothing_else(ranks: Pools) -> None:
+    assert ranks.run(2, stale_of_each) == [STALE, STALE]
 
 
 def load_into_an_old_state(directory: str) -> None:
@@ -206,136 +164,12 @@ def test_a_write_in_mid_step_is_an_error_that_names_the_unit(ranks: Pools) -> No
     )
 
 
-def unshard_before_forward() -> tuple[int, torch.Tensor, torch.Tensor]:
-    """FSDP2's explicit prefetch: gather a block before the model's forward asks for it."""
-    topology = topology_of(2, 1)
-    settings = Settings(2, 1)
-    model = shard_with_fcdp(make_model(settings), topology, settings)
-    optimizer = make_optimizer(model, settings)
-    data = batches(settings, topology.rank)
-    loss_of(model, next(data)).backward()
-    optimizer.step()
-    fcdp.ledger(model).reset()
-    model.blocks[0].unshard()
-    gathered = model.blocks[0].up.weight.detach().clone()
-    misses = fcdp.ledger(model).misses
-    model.blocks[0].reshard()
-    return misses, gathered, model.blocks[0].up.weight.full_tensor().detach()
-
-
-def test_a_gather_right_after_a_step_is_fresh(ranks: Pools) -> None:
-    for misses, gathered, expected in ranks.run(2, unshard_before_forward):
-        assert misses == 1
-        torch.testing.assert_close(gathered, expected, rtol=0, atol=0)
-
-
-class Skipping(torch.nn.Module):
-    """Leaves out one of its blocks when told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
-        self.skipped: int | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for index, block in enumerate(self.blocks):
-            if index != self.skipped:
-                x = block(x)
-        return x
-
-
-def error_after_a_skipped_block() -> float:
-    """Of a forward after: a no_grad forward that skips a prefetched block, then a step."""
-    torch.manual_seed(0)
-    model = Skipping()
-    fcdp.shard(model, topology_of(2, 1), units=model.blocks)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    x = torch.ones(1, 4)
-    model(x).sum().backward()
-    model.skipped = 1
-    with torch.no_grad():
-        model(x)
-    model.skipped = None
-    optimizer.step()
-    optimizer.zero_grad()
-    got, expected = model(x), x
-    for block in model.blocks:
-        weight, bias = block.weight.full_tensor(), block.bias.full_tensor()
-        expected = torch.nn.functional.linear(expected, weight, bias)
-    return float((got - expected).abs().max())
-
-
-def test_what_was_prefetched_and_skipped_is_not_used_later(ranks: Pools) -> None:
-    assert ranks.run(2, error_after_a_skipped_block) == [0.0, 0.0]
-
-
 # Passes over parts of a model
-
-
-def halve(block: Block, x: torch.Tensor) -> torch.Tensor:
-    return block.up(x)
 
 
 def by_forward(block: Block, x: torch.Tensor) -> torch.Tensor:
     y: torch.Tensor = block(x)
     return y
-
-
-def by_method(block: Block, x: torch.Tensor) -> torch.Tensor:
-    y: torch.Tensor = block.halve(x)  # type: ignore[operator]
-    return y
-
-
-def by_method_that_raises(block: Block, x: torch.Tensor) -> torch.Tensor:
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        by_method(block, x[:, :1])
-    return by_method(block, x)
-
-
-def scaled_after_a_write(how: str, unseen: bool, following: int) -> bool:
-    """Whether a block is what it is when gathered anew, after a part's pass and a write."""
-    topology = topology_of(2, 1)
-    model = make_model(PLAIN)
-    type(model.blocks[0]).halve = halve  # type: ignore[attr-defined]
-    shard_with_fcdp(model, topology, PLAIN)
-    register_fsdp_forward_method(model.blocks[0], "halve")
-    x = torch.ones(2, WIDTH)
-    call = {"forward": by_forward, "method": by_method, "raising": by_method_that_raises}[how]
-    with torch.no_grad():
-        loss_of(model, next(batches(PLAIN, topology.rank)))
-        call(model.blocks[0], x)
-        if how == "raising":
-            with pytest.raises(RuntimeError):
-                by_method(model.blocks[0], x[:, :1])
-        for block in model.blocks:
-            block.reshard()
-        for param in model.parameters():
-            (param.data if unseen else param).mul_(1.5)
-        used: Block = model.blocks[following]
-        seen = (by_method if how == "raising" and following == 0 else by_forward)(used, x)
-        whole = Block(0)
-        whole.load_state_dict(
-            {name: param.full_tensor() for name, param in used.state_dict().items()}
-        )
-        expected = (halve if how == "raising" and following == 0 else by_forward)(whole, x)
-    return torch.equal(seen, expected)
-
-
-PARTS = [
-    (how, unseen, following)
-    for how, following in (("raising", 0), ("forward", 1), ("method", 1))
-    for unseen in (False, True)
-]
-
-
-def parts_after_writes() -> list[bool]:
-    return [scaled_after_a_write(*part) for part in PARTS]
-
-
-def test_a_write_after_a_parts_pass_counts(ranks: Pools) -> None:
-    """Whatever that pass prefetched and did not use, or how it ended, does not matter."""
-    for right in ranks.run(2, parts_after_writes):
-        assert [part for part, found in zip(PARTS, right, strict=True) if not found] == []
 
 
 def small_adapters_around_a_write(by_optimizer: bool) -> bool:
@@ -388,71 +222,3 @@ def test_what_was_passed_over_and_missed_is_kept_from_then_on(ranks: Pools) -> N
     for first, second, *more in ranks.run(2, misses_of_given_up_steps):
         assert first == second > 0
         assert more == [0, 0]
-
-
-def stepped_by_closures(kind: str) -> tuple[list[torch.Tensor], int]:
-    """Train three steps by ``optimizer.step(closure)``; the parameters, and misses."""
-    topology = topology_of(2, 1)
-    model = make_model(PLAIN)
-    shard = shard_with_fsdp2 if kind.startswith("fsdp2 ") else shard_with_fcdp
-    model = shard(model, topology, PLAIN)
-    params = list(model.parameters())
-    optimizer: torch.optim.Optimizer = {
-        "sgd": lambda: torch.optim.SGD(params, lr=0.1),
-        "twice": lambda: Twice(params, lr=0.1),
-        "sharpness": lambda: Sharpness(params, lr=0.1),
-    }[kind.split()[-1]]()
-    data = batches(PLAIN, topology.rank)
-    for _ in range(3):
-        batch = next(data)
-
-        def closure(batch: torch.Tensor = batch) -> float:
-            optimizer.zero_grad()
-            loss = loss_of(model, batch) + loss_of(model, batch)  # two passes
-            loss.backward()
-            return loss.item()
-
-        optimizer.step(closure)
-    held = [param.full_tensor().detach() for param in params]
-    return held, fcdp.ledger(model).misses if shard is shard_with_fcdp else 0
-
-
-class Sharpness(torch.optim.SGD):
-    """Writes before its closure is called, in place, and after it."""
-
-    def step(self, closure: Any = None) -> Any:
-        with torch.no_grad():
-            for group in self.param_groups:
-                for param in group["params"]:
-                    param.add_(0.01)
-        with torch.enable_grad():
-            closure()
-        with torch.no_grad():
-            for group in self.param_groups:
-                for param in group["params"]:
-                    param.sub_(0.01)
-        return super().step()
-
-
-class Twice(torch.optim.SGD):
-    """Calls its closure again after a write that no stamp shows."""
-
-    def step(self, closure: Any = None) -> Any:
-        for _ in range(2):
-            with torch.enable_grad():
-                closure()
-            with torch.no_grad():
-                for group in self.param_groups:
-                    torch._foreach_mul_(group["params"], 0.9)
-        return super().step()
-
-
-# The root stays gathered from one pass to the next.
-@pytest.mark.parametrize(("kind", "misses"), [("sgd", 9), ("sharpness", 9), ("twice", 24)])
-def test_closures_gather_once_until_something_is_written(
-    kind: str, misses: int, ranks: Pools
-) -> None:
-    (theirs, _), _ = ranks.run(2, stepped_by_closures, f"fsdp2 {kind}")
-    (ours, found), _ = ranks.run(2, stepped_by_closures, kind)
-    assert all(map(torch.equal, ours, theirs))
-    assert found == misses

@@ -7,7 +7,6 @@ them; schedules drawn from seeds are run besides.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +18,7 @@ import torch
 import torch.nn as nn
 
 import fcdp
-from fcdp.cache.entry import Access, Slices
 from fcdp.engine import engine_of
-from fcdp.gathering import Queued
 from tests.fcdp import training
 from tests.fcdp.training import Settings
 from tests.ranks import Pools
@@ -38,26 +35,18 @@ TRAININGS: dict[str, Settings] = {
     "none": replace(SMALL, policy=fcdp.NoCache()),
     "device": replace(SMALL, policy=fcdp.DeviceCache()),
     "host": Settings(steps=3, events={2: "eval"}),
-    "host, two ahead": replace(SMALL, look_ahead=2, reshard_after_forward=True),
     # Without detection, for which the host waits now and then, as AdamW does in its first step.
     "host, none ahead, poisoned": Settings(steps=3, look_ahead=0, poison=True, detect_writes=False),
     "host, verified": replace(SMALL, verify=True),
     "disk": Settings(steps=3),
-    "disk, poisoned": replace(SMALL, poison=True, ranks_per_node=1),
-    "one rank per node": replace(SMALL, ranks_per_node=1, twice=True),
-    "three nodes": replace(SMALL, nodes=3, adapter_rank=1),
-    "half on the device": replace(SMALL, policy=fcdp.Threshold(0.5), checkpointing=True),
-    "LoRA": LORA,
     "LoRA, replicated": replace(LORA, adapters="replicated"),
     "LoRA, taken over": replace(LORA, accumulation=2),
     "micro-batches": Settings(steps=2, accumulation=2, clip=0.5),
     "micro-batches, on the host": Settings(steps=2, accumulation=3, partial_gradients="host"),
-    "kept gathered": replace(SMALL, reshard_after_forward=False, optimizer="fused"),
     "mixed precision": replace(SMALL, param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     "half precision, micro-batches": replace(
         SMALL, accumulation=3, param_dtype=torch.float16, reduce_dtype=torch.float16
     ),
-    "loads": Settings(steps=3, events={1: "load", 2: "write_one_rank"}),
 }
 #: Where gradients are rounded: FSDP2 rounds them elsewhere.
 ROUNDED = {"mixed precision": 2e-2, "half precision, micro-batches": 2e-2}
@@ -186,50 +175,6 @@ def test_memory_of_the_device_tier_is_let_go_behind_its_readers(apart: Pools) ->
     assert wrong is None, wrong
 
 
-@contextlib.contextmanager
-def reading_at_once(access: Access, stream: Any) -> Any:
-    """A reader that does not wait for the last write."""
-    yield
-    access._reads[stream] = stream.record_event()
-
-
-def landed_at_once(buffer: Any) -> list[Any]:
-    return []
-
-
-#: Guards without their wait, and a training that needs it.
-FORGOTTEN: dict[str, tuple[str, Any]] = {
-    "the last write, by readers": (
-        "host",
-        mock.patch.object(Access, "reading", reading_at_once),
-    ),
-    "reads and writes, by writers and by memory let go": (
-        "host",
-        mock.patch.object(Access, "freed_for"),
-    ),
-    "readers of a slice, before its memory is let go": (
-        "host",
-        mock.patch.object(Slices, "drain", lambda slices, kept=0: slices._released.clear()),
-    ),
-    "other streams, by whoever waits for all that they did": (
-        "host",
-        mock.patch("tests.fcdp.accelerator.device.Stream.wait_stream"),
-    ),
-    "the gather, by who waits for its work": (
-        "asked for early",
-        mock.patch.object(Queued, "wait"),
-    ),
-    "copies that fill a buffer, by the thread that writes it": (
-        "disk",
-        mock.patch("fcdp.cache.tiers.disk._landed", landed_at_once),
-    ),
-    "the device, by the host that poisons": (
-        "host, none ahead, poisoned",
-        mock.patch.object(Access, "settle"),
-    ),
-}
-
-
 def unshard_early(nodes: int, ranks_per_node: int) -> list[float]:
     """Blocks gathered by ``unshard(async_op=True)`` while others compute, as users do.
 
@@ -250,32 +195,6 @@ def unshard_early(nodes: int, ranks_per_node: int) -> list[float]:
         optimizer.zero_grad()
         losses.append(loss.detach())
     return [loss.item() for loss in losses]
-
-
-def forget(name: str, directory: Path) -> tuple[str | None, str | None]:
-    """Train without one kind of wait; return what the tape and what drawn schedules show of it."""
-    from tests.fcdp import accelerator
-
-    training_name, patch = FORGOTTEN[name]
-    with patch:
-        if training_name == "asked for early":
-            _, tape = accelerator.run(unshard_early, 4, 2, 2)
-        else:
-            settings = TRAININGS[training_name]
-            _, tape = accelerator.run(
-                train, settings.world_size, training_name, settings, directory, "fcdp"
-            )
-    drawn = next((wrong for seed in range(64) if (wrong := tape.replay(seed))), None)
-    return tape.races[0] if tape.races else None, drawn
-
-
-@pytest.mark.parametrize("name", FORGOTTEN)
-def test_a_forgotten_wait_shows_whatever_the_seed(apart: Pools, name: str, tmp_path: Path) -> None:
-    ((race, drawn),) = apart.run(1, forget, name, tmp_path)
-    assert race is not None
-    assert "nothing orders them" in race
-    assert "missing:" in race
-    assert drawn is not None
 
 
 def test_blocks_that_are_asked_for_early_arrive_in_every_schedule(apart: Pools) -> None:

@@ -37,19 +37,16 @@ def test_ranks_are_numbered_node_by_node(ranks: Pools) -> None:
     assert places[4][2:] == ([3, 4, 5], [1, 4])
 
 
-def build(nodes: Any, ranks_per_node: int) -> str:
-    with pytest.raises(ValueError, match="nodes × ranks_per_node") as error:
-        fcdp.Topology.build(nodes, ranks_per_node, "cpu")
-    return str(error.value)
+def build() -> None:
+    shapes: list[tuple[Any, int]] = [(3, 1), (0, 2), (-1, -2), (2, 2), ("2", 1)]
+    for nodes, ranks_per_node in shapes:
+        with pytest.raises(ValueError, match="nodes × ranks_per_node.*world size, 2") as error:
+            fcdp.Topology.build(nodes, ranks_per_node, "cpu")
+        assert f"{nodes!r} × {ranks_per_node}" in str(error.value)
 
 
-@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(3, 1), (0, 2), (-1, -2), (2, 2), ("2", 1)])
-def test_a_shape_that_is_not_the_world_is_refused(
-    ranks: Pools, nodes: int | str, ranks_per_node: int
-) -> None:
-    message = ranks.run(2, build, nodes, ranks_per_node)[0]
-    assert f"{nodes!r} × {ranks_per_node}" in message
-    assert "world size, 2" in message
+def test_a_shape_that_is_not_the_world_is_refused(ranks: Pools) -> None:
+    ranks.run(2, build)
 
 
 def groups_of(topology: fcdp.Topology) -> dict[str, dist.ProcessGroup]:
@@ -174,18 +171,18 @@ def from_env(local: dict[int, tuple[int, int]]) -> tuple[int, int] | str:
         return shape_or_error(lambda: fcdp.Topology.from_env("cpu"))
 
 
-def test_the_launcher_environment_is_read(ranks: Pools) -> None:
-    assert ranks.run(2, from_env, {0: (0, 1), 1: (0, 1)}) == [(2, 1), (2, 1)]
-
-
-def test_unequal_ranks_a_node_are_refused_on_every_rank(ranks: Pools) -> None:
-    answers = ranks.run(3, from_env, {0: (0, 2), 1: (1, 2), 2: (0, 1)})
-    assert all("nodes run 1 and 2 ranks" in str(answer) for answer in answers)
-
-
-def test_ranks_out_of_order_are_refused_on_every_rank(ranks: Pools) -> None:
-    answers = ranks.run(2, from_env, {0: (1, 2), 1: (0, 2)})
-    assert all("rank 0 has local rank 1" in str(answer) for answer in answers)
+@pytest.mark.parametrize(
+    ("local", "answer"),
+    [
+        ({0: (0, 1), 1: (0, 1)}, "(2, 1)"),
+        ({0: (0, 2), 1: (1, 2), 2: (0, 1)}, "nodes run 1 and 2 ranks"),
+        ({0: (1, 2), 1: (0, 2)}, "rank 0 has local rank 1"),
+    ],
+)
+def test_the_launcher_environment_is_read_or_refused_on_every_rank(
+    ranks: Pools, local: dict[int, tuple[int, int]], answer: str
+) -> None:
+    assert all(answer in str(found) for found in ranks.run(len(local), from_env, local))
 
 
 def test_a_missing_launcher_is_named() -> None:
@@ -223,19 +220,17 @@ def test_a_dimension_of_a_mesh_has_a_topology_of_its_own(ranks: Pools) -> None:
         assert inter == [2 * local_rank + half, 4 + 2 * local_rank + half]
 
 
-def sub_mesh_by_env(local_world_size: int) -> tuple[int, int] | str:
-    mesh = grid(dist.get_world_size() // 2, 2)["dp"]
-    with launched(dist.get_rank() % local_world_size, local_world_size):
-        return shape_or_error(lambda: fcdp.Topology.of_mesh(mesh))
+def sub_mesh_by_env(*local_world_sizes: int) -> list[tuple[int, int] | str]:
+    mesh, found = grid(dist.get_world_size() // 2, 2)["dp"], []
+    for size in local_world_sizes:
+        with launched(dist.get_rank() % size, size):
+            found.append(shape_or_error(lambda: fcdp.Topology.of_mesh(mesh)))
+    return found
 
 
-@pytest.mark.parametrize(
-    ("local_world_size", "shape"), [(1, (4, 1)), (2, (4, 1)), (4, (2, 2)), (8, (1, 4))]
-)
-def test_the_launcher_tells_how_many_of_a_mesh_share_a_node(
-    ranks: Pools, local_world_size: int, shape: tuple[int, int]
-) -> None:
-    assert ranks.run(8, sub_mesh_by_env, local_world_size) == [shape] * 8
+def test_the_launcher_tells_how_many_of_a_mesh_share_a_node(ranks: Pools) -> None:
+    shapes = [(4, 1), (4, 1), (2, 2), (1, 4)]
+    assert ranks.run(8, sub_mesh_by_env, 1, 2, 4, 8) == [shapes] * 8
 
 
 def test_a_mesh_that_lies_unevenly_on_nodes_is_refused_on_every_rank(ranks: Pools) -> None:
@@ -281,20 +276,24 @@ def refused(case: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("case", "text"),
-    [
-        ("two dimensions", "has 2 dimensions ('dp', 'tp')"),
-        ("descending", "[1, 0] do not ascend"),
-        ("elsewhere", "is not among its ranks"),
-        ("no backend", "'xpu' has no backend"),
-        ("does not divide", "ranks_per_node = 3: must be positive and divide the mesh's 2 ranks"),
-        ("ranks differ", "ranks differ, {1, 2}"),
-        ("uneven groups", "process groups; build the topology before"),
-    ],
-)
-def test_an_unusable_mesh_is_refused_on_every_rank(ranks: Pools, case: str, text: str) -> None:
-    assert all(text in answer for answer in ranks.run(2, refused, case))
+UNUSABLE = {
+    "two dimensions": "has 2 dimensions ('dp', 'tp')",
+    "descending": "[1, 0] do not ascend",
+    "elsewhere": "is not among its ranks",
+    "no backend": "'xpu' has no backend",
+    "does not divide": "ranks_per_node = 3: must be positive and divide the mesh's 2 ranks",
+    "ranks differ": "ranks differ, {1, 2}",
+    "uneven groups": "process groups; build the topology before",
+}
+
+
+def all_refused() -> dict[str, str]:
+    return {case: refused(case) for case in UNUSABLE}
+
+
+def test_an_unusable_mesh_is_refused_on_every_rank(ranks: Pools) -> None:
+    for answers in ranks.run(2, all_refused):
+        assert {case: text for case, text in UNUSABLE.items() if text not in answers[case]} == {}
 
 
 def without_launcher() -> tuple[int, int] | str:

@@ -23,23 +23,14 @@ def by_data(param: DTensor) -> None:
     param.data.mul_(0.5)
 
 
-def by_shard_data(param: DTensor) -> None:
-    param.to_local().data.add_(0.25)
-
-
 def by_collective(param: DTensor) -> None:
     """As a trainer that averages replicas of its own."""
     shard = param.to_local().detach()
     dist.all_reduce(shard, op=dist.ReduceOp.MAX)
 
 
-def by_foreach(param: DTensor) -> None:
-    with torch.no_grad():
-        torch._foreach_mul_([param], 0.75)
-
-
 WRITES: dict[str, Callable[[DTensor], None]] = {
-    function.__name__: function for function in (by_data, by_shard_data, by_collective, by_foreach)
+    function.__name__: function for function in (by_data, by_collective)
 }
 
 

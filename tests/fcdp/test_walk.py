@@ -7,7 +7,6 @@ And that a walk notices what it is there for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-import tests.ranks
 from tests.fcdp.walk import rank
 from tests.fcdp.walk.drive import Event, Walk, WalkFailed
 from tests.fcdp.walk.options import SHAPES, Options, draw_options
@@ -141,13 +139,6 @@ def refusal_on_one_rank(walk: Walk) -> None:
     walk.attempt(refuse)
 
 
-def failure_amid_a_pass(walk: Walk) -> None:
-    """Of rank 0 alone: the others wait for it in the next collective."""
-    if walk.rank == 0:
-        raise ValueError("rank 0 leaves")
-    walk.backward("plain")
-
-
 SABOTAGES = {
     function.__name__: function
     for function in (
@@ -155,22 +146,16 @@ SABOTAGES = {
         other_gradient,
         lost_state,
         refusal_on_one_rank,
-        failure_amid_a_pass,
     )
 }
-
-
-def led_astray(options: Options, events: Sequence[Event], directory: Path) -> list[str]:
-    """A walk on this rank that knows sabotages too."""
-    rank.HANDLERS.update(SABOTAGES)
-    return rank.walk_on_rank(options, events, directory)
 
 
 def what_is_found(options: Options, sabotage: str, directory: Path) -> str:
     """What a walk says that is led astray in its last event but one."""
     events = [Event("train", 1), Event("train", 2), Event(sabotage, 3), Event("train", 4)]
+    rank.HANDLERS.update(SABOTAGES)
     try:
-        led_astray(options, events, directory)
+        rank.walk_on_rank(options, events, directory)
     except WalkFailed as found:
         return str(found)
     return ""
@@ -190,23 +175,6 @@ def test_a_walk_notices(ranks: Pools, tmp_path: Path, sabotage: str, found: str)
     answers = ranks.run(2, what_is_found, options, sabotage, tmp_path)
     assert all(answer.startswith(f"event 2, {sabotage}:3") for answer in answers), answers
     assert any(found in answer for answer in answers), answers
-
-
-def test_a_walk_that_hangs_ends_with_its_place(
-    ranks: Pools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tests.ranks, "_GRACE_S", 2)
-    case = Case(17, Options(), (Event("evaluate", 1), Event("failure_amid_a_pass", 2)))
-    failure = run(ranks, case, tmp_path, led_astray)
-    assert failure is not None
-    for part in (
-        "seed 17",
-        "rank 1 was last at event 1, failure_amid_a_pass:2",
-        "rank 0 leaves",
-        "rank 1:\ndid not answer",
-        "--exhaustive -k seed017",
-    ):
-        assert part in failure
 
 
 def test_seeds_draw_every_shape_and_every_kind_of_event() -> None:

@@ -58,21 +58,20 @@ class Block(nn.Module):
 
 
 class TinyLM(nn.Module):
-    """Tied embeddings; ``twice`` calls the first block twice a forward."""
+    """Tied embeddings."""
 
-    def __init__(self, adapter_rank: int, twice: bool, checkpointing: bool) -> None:
+    def __init__(self, adapter_rank: int, checkpointing: bool) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(Block(adapter_rank) for _ in range(2))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
-        self.twice = twice
         self.checkpointing = checkpointing
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
-        for block in [self.blocks[0]] * self.twice + list(self.blocks):
+        for block in self.blocks:
             if self.checkpointing:
                 x = checkpoint(block, x, use_reentrant=False)
             else:
@@ -89,7 +88,6 @@ class Settings:
     #: Of both adapters a block; 0: none. On 2 × 2 those of rank 1 are small enough to share one
     #: unit, those of rank 3 are not.
     adapter_rank: int = 0
-    twice: bool = False
     checkpointing: bool = False
     accumulation: int = 1
     steps: int = 4
@@ -142,7 +140,7 @@ def _topology_of(world: Any, nodes: int, ranks_per_node: int) -> fcdp.Topology:
 
 def make_model(settings: Settings) -> TinyLM:
     torch.manual_seed(0)
-    model = TinyLM(settings.adapter_rank, settings.twice, settings.checkpointing)
+    model = TinyLM(settings.adapter_rank, settings.checkpointing)
     if settings.adapter_rank:
         for name, param in model.named_parameters():
             param.requires_grad_("first" in name or "second" in name)
@@ -216,8 +214,7 @@ def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimize
         return torch.optim.SGD(params, lr=0.3)
     # A large rate makes a stale parameter show at once; a large epsilon keeps the update from
     # turning rounding noise in tiny gradients into full steps.
-    fused = settings.optimizer == "fused"
-    return torch.optim.AdamW(params, lr=0.03, eps=1e-3, fused=fused)
+    return torch.optim.AdamW(params, lr=0.03, eps=1e-3)
 
 
 def take_step(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> float:

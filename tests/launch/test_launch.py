@@ -16,8 +16,6 @@ import pytest
 import yaml
 
 from experiments.records.provenance import ROOT
-from experiments.records.record import read as read_records
-from tests.experiments.stand_in import matrix_file
 
 SKYPILOT = ROOT / "launch/skypilot.yaml"
 COMMANDS = ["preflight", "run small --resume"]
@@ -227,42 +225,3 @@ def test_a_signal_to_the_script_alone_ends_the_command(
         started.send_signal(number)
         assert started.communicate(timeout=60)[0] == "first is tidy\n"
     assert started.returncode == 130
-
-
-def test_cells_train_on_two_nodes_of_this_host(tmp_path: Path) -> None:
-    """Everything real but the machines and ssh: torchrun, gloo, training, records."""
-    matrix = matrix_file(
-        tmp_path,
-        cluster="nodes: 4, ranks_per_node: 8",
-        strategies="fcdp",
-        links="unshaped, 10 Mbit/s",
-        timeout_s=100,
-    )
-    # ssh -o OPTION … HOST COMMAND
-    _program(tmp_path / "ssh", '#!/bin/sh\nfor last; do :; done\nexec sh -c "$last"\n')
-    output = tmp_path / "run"
-    done = start(
-        [
-            *(ROOT / "launch/ssh.sh", "localhost localhost"),
-            f"run {matrix} --no-wandb --output {output}",
-        ],
-        tmp_path,
-        VENV=str(Path(sys.executable).parent.parent),
-        FCDP_RANKS_PER_NODE="1",
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    by_link = {r.cell.inter_bandwidth_bits_per_s: r for r in read_records(output / "records.jsonl")}
-    skipped, trained = by_link[10**7], by_link[None]
-    assert skipped.state == "skipped"
-    assert "links of rented nodes" in str(skipped.error)
-    assert trained.state == "ok"
-    assert trained.evidence == "measured"
-    cluster = trained.cell.cluster
-    assert (cluster.kind, cluster.nodes, cluster.ranks_per_node) == ("rented", 2, 1)
-    assert trained.network["counted_interface"] == "lo"
-    assert trained.measurement is not None
-    assert trained.measurement.inter_node_bytes_per_step > 0
-    logs = output / "cells" / trained.cell_id / "logs"
-    assert sorted(path.name for path in logs.glob("*")) == [
-        *("node0.log", "node1.log", "rank0.log", "rank1.log")
-    ]

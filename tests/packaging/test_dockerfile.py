@@ -166,7 +166,6 @@ def test_the_image_knows_its_commit_and_no_credentials(tmp_path: Path) -> None:
         secret = repository / ".git" / name
         secret.parent.mkdir(exist_ok=True)
         secret.write_text("https://token@example.org/")
-
     (image / ".git").mkdir(parents=True)
     shutil.copy(repository / "file", image)
     lines = (ROOT / ".dockerignore").read_text().splitlines()
@@ -174,7 +173,6 @@ def test_the_image_knows_its_commit_and_no_credentials(tmp_path: Path) -> None:
     for path in (found for pattern in kept for found in repository.glob(pattern)):
         copy = shutil.copytree if path.is_dir() else shutil.copy
         copy(path, image / path.relative_to(repository))
-
     assert git(image, "rev-parse", "HEAD") == git(repository, "rev-parse", "HEAD")
     assert git(image, "status", "--porcelain") == ""
     (image / "file").write_text("another text")

@@ -352,15 +352,6 @@ def test_overlap_is_held_against_its_targets(changed: dict[str, Any]) -> None:
     assert record.verdict == "failed"
 
 
-def test_spans_that_touch_become_one() -> None:
-    assert cost.merged([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
-
-
-def test_overlap_of_spans_counts_each_moment_once() -> None:
-    assert cost.under([(0, 4), (10, 12)], [(1, 2), (1, 3), (11, 20)]) == 3
-    assert cost.under([(0, 4)], []) == 0
-
-
 def event(kind: str, name: str, begin: float, length: float) -> dict[str, Any]:
     return {
         "ph": "X",

@@ -70,14 +70,12 @@ def test_bytes_and_what_was_simulated_have_no_timing() -> None:
     assert ran.record is not None
     simulated = row(ran.record.model_copy(update={"evidence": "simulated"}))
     by_bytes = FASTER.model_copy(update={"quantity": "inter_node_bytes"})
-
     assert by_bytes.timing([Sample(1.0, ran, ran)]) is None
     assert FASTER.timing([Sample(1.0, simulated, simulated)]) is None
 
 
 def test_a_speed_up_over_few_rounds_decides_nothing() -> None:
     finding = found(rounds(1, 0.01, FEWEST - 1), rounds(2, 0.01), relative=0.15)
-
     assert finding.verdict == "undecided"
     assert any("fewer than 6 rounds" in reason for reason in finding.reasons)
     assert summarise([finding]) == {"faster": "undecided"}
@@ -90,7 +88,6 @@ def test_an_interval_that_straddles_what_is_asked_decides_nothing() -> None:
 @pytest.mark.parametrize(("theirs", "verdict"), [(2, "reproduced"), (4, "not reproduced")])
 def test_many_rounds_with_little_noise_decide(theirs: float, verdict: str) -> None:
     finding = found(rounds(1, 0.01), rounds(theirs, 0.01), relative=0.15)
-
     assert finding.verdict == verdict
     assert finding.interval is not None
     assert "12 rounds: " in finding.cells

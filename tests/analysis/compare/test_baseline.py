@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from analysis.compare.baseline import compare, headlines, ratio
+from analysis.compare.baseline import compare, ratio
 from experiments.records.record import Record
 from tests.analysis import made_up
 
@@ -44,9 +44,7 @@ def test_arithmetic(seconds: float, sent: float, closed_form: float, ledger: flo
     assert of is not None
     assert baseline.step_seconds_median is not None
     assert of.inter_node_bytes_closed_form is not None
-
     found = row(compare([baseline, subject]), "fcdp")
-
     assert found["baseline"] == "deepspeed-zero3"
     assert found["speed_up"] == pytest.approx(baseline.step_seconds_median / seconds)
     assert found["bytes_of_baseline"] == pytest.approx(sent / of.inter_node_bytes_per_step)
@@ -63,16 +61,13 @@ def test_losses_are_compared_at_steps_that_both_have() -> None:
     baseline, subject = pair(losses=[5.6, 5.5 - 0.2, 5.38 + 0.01])
     assert baseline.measurement is not None
     reference = baseline.measurement.losses
-
     found = row(compare([baseline, subject]), "fcdp")
-
     assert found["loss_difference"] == pytest.approx(5.39 - reference[2])
     assert found["loss_difference_max"] == pytest.approx(abs(5.3 - reference[1]))
 
 
 def test_a_diverged_loss_is_no_number_and_no_error() -> None:
     found = row(compare(pair(losses=[math.nan] * 3)), "fcdp")
-
     assert math.isnan(found["loss_difference"])
 
 
@@ -88,9 +83,7 @@ def test_the_fastest_other_strategy_is_named(compared: pd.DataFrame) -> None:
         & (compared["inter_bandwidth_bits_per_s"] == SLOW)
     ]
     seconds = group.set_index("strategy")["step_seconds_median"]
-
     found = row(group, "fcdp")
-
     assert found["fastest_other"] == "fsdp2"
     assert found["speed_up_over_fastest_other"] == seconds["fsdp2"] / seconds["fcdp"]
     assert row(group, "fsdp2")["fastest_other"] == "fcdp"
@@ -104,13 +97,11 @@ def test_without_the_baseline_the_first_strategy_that_finished_stands_in(
         & (compared["tuning"] == "lora")
         & compared["inter_bandwidth_bits_per_s"].isna()
     ]
-
     assert set(group["baseline"]) == {"fsdp2"}
 
 
 def test_another_baseline_can_be_asked_for(records: list[Record]) -> None:
     asked = compare(records, "fsdp2")
-
     failed = (asked["model"] == LLAMA.name) & (asked["tuning"] == "full")
     failed &= asked["inter_bandwidth_bits_per_s"] == SLOW
     assert set(asked.loc[~failed, "baseline"]) == {"fsdp2"}
@@ -120,31 +111,13 @@ def test_another_baseline_can_be_asked_for(records: list[Record]) -> None:
 def test_evidence_of_other_kinds_is_not_compared() -> None:
     baseline, subject = pair()
     simulated = subject.model_copy(update={"evidence": "simulated"})
-
     assert row(compare([baseline, simulated]), "fcdp")["baseline"] == "fcdp"
-
-
-def test_headlines_are_the_largest_speed_ups_over_the_usual_baseline(
-    compared: pd.DataFrame,
-) -> None:
-    found = {item.best["tuning"]: item for item in headlines(compared)}
-
-    assert set(found) == {"full", "lora"}
-    for tuning, item in found.items():
-        cells = compared[
-            (compared["strategy"] == "fcdp")
-            & (compared["tuning"] == tuning)
-            & (compared["baseline"] == "deepspeed-zero3")
-        ]
-        assert item.best["speed_up"] == cells["speed_up"].max()
-        assert sorted(item.cells["cell"]) == sorted(cells[cells["speed_up"].notna()]["cell"])
 
 
 def test_links_run_from_slow_to_unshaped_and_strategies_in_their_order(
     compared: pd.DataFrame,
 ) -> None:
     first = compared[(compared["model"] == GPT2.name) & (compared["tuning"] == "full")]
-
     links = first["inter_bandwidth_bits_per_s"].drop_duplicates().tolist()
     assert links[:2] == [10e6, 100e6]
     assert math.isnan(links[2])

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import pytest
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
-from matplotlib.figure import Figure
-from matplotlib.text import Text
 
 from analysis import strategies
 from analysis.compare.baseline import compare
@@ -59,22 +54,6 @@ def many() -> Drawn:
     return drawn(*made_up.LINKS)
 
 
-@pytest.fixture(scope="module")
-def bars() -> Drawn:
-    return drawn(None)
-
-
-def shown(figure: Figure) -> Any:
-    """The renderer, after the figure was laid out."""
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    return canvas.get_renderer()
-
-
-def names_of(ax: Axes) -> list[Text]:
-    return [label for label in ax.get_yticklabels() if label.get_text()]
-
-
 def test_a_column_has_its_engine_and_what_all_are_compared_with(
     many: Drawn,
 ) -> None:
@@ -82,7 +61,6 @@ def test_a_column_has_its_engine_and_what_all_are_compared_with(
     looks = strategies.styles(NAMES)
     axes = drawings["throughput"].figure.axes
     assert len(axes) == 2 * len(ENGINES)
-
     for engine, ax in zip(ENGINES, axes, strict=False):
         assert ax.get_title() == f"{engine}\ngpt2-4x128, full fine-tuning"
         expected = {
@@ -106,43 +84,13 @@ def test_the_legend_has_a_column_an_engine(
     (legend,) = many[1]["throughput"].figure.legends
     labels = [label.get_text().strip() for label in legend.get_texts()]
     rows = len(labels) // len(ENGINES)
-
     for at, (engine, names) in enumerate(ENGINES.items()):
         column = [label for label in labels[at * rows : (at + 1) * rows] if label]
         heading = engine.replace(" ", r"\ ")
         assert column == [rf"$\bf{{{heading}}}$", *map(strategies.label, strategies.ordered(names))]
 
 
-@pytest.mark.parametrize("what", ["throughput", "traffic"])
-def test_names_of_bars_do_not_touch_and_lie_inside_the_picture(what: str, bars: Drawn) -> None:
-    figure = bars[1][what].figure
-    renderer = shown(figure)
-    labels = names_of(figure.axes[0])
-    boxes = [label.get_window_extent(renderer) for label in labels]
-
-    assert [label.get_text() for label in labels] == [
-        strategies.label(name) for name in strategies.ordered(NAMES)
-    ]
-    assert all(not a.overlaps(b) for a, b in pairwise(boxes))
-    assert min(box.x0 for box in boxes) >= 0
-
-
-@pytest.mark.parametrize("what", ["throughput", "losses"])
-def test_the_legend_lies_inside_the_picture_and_above_the_axes(what: str, many: Drawn) -> None:
-    figure = many[1][what].figure
-    renderer = shown(figure)
-    (legend,) = figure.legends
-    box = legend.get_window_extent(renderer)
-
-    assert box.x0 >= 0
-    assert box.x1 <= figure.bbox.x1
-    assert box.y1 <= figure.bbox.y1
-    assert all(ax.get_window_extent(renderer).y1 <= box.y0 for ax in figure.axes)
-
-
 def test_up_to_six_strategies_share_one_pair_of_axes() -> None:
     records = [made(None, "full", at) for at in range(matrix.CROWD)]
-
     drawings = matrix.draw(compare(records))
-
     assert [item.name.rpartition("-")[2] for item in drawings] == ["traffic", "losses"]

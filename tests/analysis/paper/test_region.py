@@ -25,7 +25,6 @@ def test_at_the_best_point_eleven_of_twelve_are_within_15_percent() -> None:
         Asked(KNOWN.paper[name].number, near).away(BEST.numbers[name] or 0.0)
         for name in KNOWN.holds.numbers
     ]
-
     assert len(off) == 12
     assert sum(value <= 1 for value in off) >= 11
 
@@ -36,7 +35,6 @@ def test_the_search_finds_the_committed_point_again() -> None:
 
 def test_the_committed_numbers_are_what_the_simulator_says_of_the_drawn_points() -> None:
     points = region.draw(KNOWN.holds)
-
     assert [one.point for one in KNOWN.found.drawn] == points
     assert region.simulated(points[-1]) == KNOWN.found.drawn[-1]
     assert all(KNOWN.holds.unknowns[name].has(at) for name, at in BEST.point.items())
@@ -44,7 +42,6 @@ def test_the_committed_numbers_are_what_the_simulator_says_of_the_drawn_points()
 
 def test_a_tolerance_flips_the_verdict() -> None:
     asks = KNOWN.paper["fcdp-100x-zero3"]
-
     assert verdict("fcdp-100x-zero3", asks) == "in part of the range"
     wide, exact = (asks._replace(tolerance=Tolerance(relative=by)) for by in (1e3, 1e-9))
     assert verdict("fcdp-100x-zero3", wide) == "over the whole range"
@@ -55,7 +52,6 @@ def test_an_unknowns_range_flips_the_verdict() -> None:
     name = "fcdp-lora-6x"
     asks = KNOWN.paper[name]
     only = KNOWN.holds.unknowns["table_micro_batch"].model_copy(update={"values": (8.0,)})
-
     assert verdict(name, asks) == "in part of the range"
     assert verdict(name, asks, table_micro_batch=only) == "outside the range"
 
@@ -67,7 +63,6 @@ def test_a_record_flips_the_verdict() -> None:
         for one in KNOWN.found.drawn
     ]
     altered = Found(best=BEST, drawn=tuple(drawn))
-
     assert KNOWN.ranges[name].verdict == "over the whole range"
     assert region.ranges(KNOWN.holds, altered, KNOWN.paper)[name].verdict == "outside the range"
 

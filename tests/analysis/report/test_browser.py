@@ -139,7 +139,6 @@ def test_a_page_is_whole_on_a_phone_and_a_desk_in_both_schemes(
     found = browse(
         folder / f"{page}-frames.html", f"--blink-settings=preferredColorScheme={0 if dark else 1}"
     )
-
     assert [item["width"] for item in found] == [PHONE, DESK]
     for item in found:
         assert item["problems"] == []

@@ -32,7 +32,6 @@ def texts(svg: str) -> list[str]:
 def test_text_is_text_even_with_a_halo_and_the_drawing_stays_as_it_was(drawing: Drawing) -> None:
     before = drawings.svg(drawing)
     svg = inline(drawing, "f1")
-
     assert {"50 % of <all>", "10×"} <= set(texts(svg))
     assert svg.count('class="halo"') == 1
     assert drawings.svg(drawing) == before
@@ -40,7 +39,6 @@ def test_text_is_text_even_with_a_halo_and_the_drawing_stays_as_it_was(drawing: 
 
 def test_two_figures_of_one_page_share_no_id_and_refer_to_their_own(drawing: Drawing) -> None:
     one, other = (ElementTree.fromstring(inline(drawing, name)) for name in ("f1", "f2"))
-
     for root, name in ((one, "f1-"), (other, "f2-")):
         ids = {item.attrib["id"] for item in root.iter() if "id" in item.attrib}
         written = " ".join(
@@ -61,7 +59,6 @@ def test_a_style_of_one_figure_does_not_reach_the_page(drawing: Drawing) -> None
 
 def test_colours_follow_the_page_and_dark_ones_have_a_lighter_one(drawing: Drawing) -> None:
     svg = inline(drawing, "f1")
-
     assert "var(--c003f6b,#003f6b)" in svg
     (lighter,) = re.findall(r"--c003f6b:(#[0-9a-f]{6})", svg)
     assert sum(int(lighter[at : at + 2], 16) for at in (1, 3, 5)) > 0x3F + 0x6B

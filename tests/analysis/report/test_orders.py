@@ -40,12 +40,6 @@ def order(
     return found
 
 
-def test_a_right_order_costs_nothing() -> None:
-    found = order({"deepspeed-zero3": 20.0, "fsdp2": 15.0, "fcdp": 14.0})
-    assert (found.pairs, found.right, found.wrong) == (3, 3, ())
-    assert [cost for cost, *_ in found.costs] == [0.0]
-
-
 def test_a_wrong_choice_costs_what_it_is_slower() -> None:
     found = order({"deepspeed-zero3": 3.0, "fsdp2": 1.0, "fcdp": 2.0})
     assert (found.pairs, found.right) == (3, 2)
@@ -79,17 +73,6 @@ def test_strategies_that_round_are_no_choice() -> None:
     assert (only.pairs, only.right, only.costs) == (1, 1, ())
 
 
-def test_repetitions_are_one_cell() -> None:
-    once = records(TIMED)
-    again = []
-    for record in records({name: 1.01 * seconds for name, seconds in TIMED.items()}):
-        cell = record.cell.model_copy(update={"repeat": 1})
-        again.append(record.model_copy(update={"cell": cell, "cell_id": cell.id}))
-    found = simulator.order("made-up", [*once, *again], records(TIMED, 0.0), readable=True)
-    assert found is not None
-    assert found.pairs == 3
-
-
 def test_the_report_has_bad_rows_and_says_which_times_may_be_read() -> None:
     busy = Machine(load=14.0, cores=2, steal_share=0.0)
     loud = simulator.order(
@@ -104,11 +87,6 @@ def test_the_report_has_bad_rows_and_says_which_times_may_be_read() -> None:
     assert [row.right for row in each] == ["3 (100.0 %)", "1 (33.3 %)"]
     assert (readable.pairs, readable.right, readable.largest_cost) == (3, "3 (100.0 %)", "0 %")
     assert (every.pairs, every.right, every.largest_cost) == (6, "4 (66.7 %)", "50 %")
-
-
-def test_wrong_pairs_are_named_by_those_that_are_in_most() -> None:
-    found = order({"deepspeed-zero3": 3.0, "fsdp2": 1.0, "fcdp": 2.0})
-    assert simulator.wrong_in_words([found]) == ["fcdp (made-up, 1)", "fsdp2 (made-up, 1)"]
 
 
 RECORDS = made_up.records()
@@ -133,28 +111,6 @@ def predicted(factor: float, more_bytes: float = 0.0) -> list[Record]:
 
 def pairs(factor: float, more_bytes: float = 0.0) -> pd.DataFrame:
     return pd.DataFrame(simulator.joined("made-up", RECORDS, predicted(factor, more_bytes)))
-
-
-@pytest.mark.parametrize("factor", [0.8, 1.0, 1.3])
-def test_errors_are_relative_to_what_was_timed(factor: float) -> None:
-    assert simulator.median_error(pairs(factor)) == pytest.approx(abs(factor - 1))
-    limited, unshaped = simulator.agreements(pairs(factor))
-    assert (limited.link, limited.cells) == ("limited", 23)
-    assert (unshaped.link, unshaped.cells) == ("unshaped", 11)
-    assert limited.largest_error == f"{100 * (factor - 1):+.0f} %"
-
-
-@pytest.mark.parametrize(("more_bytes", "agree"), [(0.0, 34), (3e3, 34), (100e3, 22), (1e6, 0)])
-def test_bytes_agree_within_framing(more_bytes: float, agree: int) -> None:
-    assert sum(row.bytes_agree for row in simulator.agreements(pairs(1.0, more_bytes))) == agree
-
-
-def test_counted_bytes_are_shown_relative_to_those_predicted() -> None:
-    """Whatever counts as agreement: adapters alone are 70 kB, of which 35 kB are half."""
-    for row in simulator.agreements(pairs(1.0, 35e3)):
-        assert row.counted_full.startswith("0.997")
-        _, farthest = row.counted_lora.split(", ")
-        assert farthest == "0.67"
 
 
 def test_only_cells_that_were_predicted_are_compared() -> None:

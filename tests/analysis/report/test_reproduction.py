@@ -31,9 +31,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     write_records(made_up.records(), results / "parity" / "records.jsonl")
     (results / "memory").mkdir()
     (results / "memory" / "records.jsonl").write_text('{"of": "another schema"}\n', "utf-8")
-
     written = reproduction.write(results)
-
     assert written.document == results.parent / "REPRODUCTION.md"
     return written.page.read_text("utf-8")
 
@@ -82,7 +80,6 @@ def test_the_document_opens_with_a_row_for_each_result_of_the_paper(document: st
     opening = document.split("\n## ")[0]
     rows = [line for line in opening.splitlines() if line.startswith("| ")][1:]
     sections = contents.load(papers.load()).sections
-
     assert len(opening.splitlines()) <= 45
     # A row is a clause, no paragraph.
     assert max(len(re.sub(r"\(#\w+\)|[*]", "", row)) for row in rows) <= 320
@@ -97,7 +94,6 @@ def test_no_paragraph_is_twice_on_a_page(given: reproduction.Document) -> None:
         prose = [line for line in page.splitlines() if len(line) > 60 and line[0] not in "|!`"]
         # Without the number of a note.
         prose = [re.sub(r'^- <a id="note-\w+"></a>\(\w+\) ', "", line) for line in prose]
-
         assert len(prose) == len(set(prose))
         for claim in papers.load().claims:
             for check in claim.checks:
@@ -108,7 +104,6 @@ def test_no_paragraph_is_twice_on_a_page(given: reproduction.Document) -> None:
 def test_every_page_has_its_notes_once(given: reproduction.Document, document: str) -> None:
     for page in given.markdown.values():
         there = re.findall(r'<a id="note-(\w+)"></a>', page)
-
         assert len(there) == len(set(there))
         assert set(re.findall(r"\(#note-(\w+)\)", page)) <= set(there)
     assert "alone changed from" in document
@@ -137,14 +132,12 @@ def test_other_papers_have_pages_with_their_findings_figures_and_spreads(
 def test_the_finding_about_hpz_is_noted_where_the_51_times_are(every: str) -> None:
     rows = [line for line in every.splitlines() if line.startswith("| Up to 51 times")]
     (note,) = re.findall(r"\((\w+)\) .*keeps those of frozen ones", every)
-
     assert any(f"(#note-{note})" in row for row in rows)
 
 
 def test_no_contradiction_is_claimed_and_the_best_point_is_said(document: str) -> None:
     opening = document.split("\n## ")[0]
     known = region.region(papers.load())
-
     assert "contradict" not in document
     assert region.in_words(known.holds, known.found, known.paper) in opening
     assert opening.count("![") == 1
@@ -160,7 +153,6 @@ def test_nothing_is_reproduced_that_no_paper_gives(given: reproduction.Document)
 def test_committed_tables_are_those_of_the_chapters(given: reproduction.Document) -> None:
     written = [table for chapter in given.chapters for table in chapter.written]
     folder = RESULTS / "paper" / "tables"
-
     for end, write in {"csv": tables.as_csv, "tex": tables.as_latex}.items():
         assert {file.stem for file in folder.glob(f"*.{end}")} == {table.name for table in written}
         for table in written:
@@ -174,7 +166,6 @@ def test_the_page_is_whole_and_loads_nothing(page: str) -> None:
 
 def test_the_page_has_a_row_for_each_claim_and_check(page: str) -> None:
     expected = sum(max(len(claim.checks), 1) for claim in papers.load().claims)
-
     assert len(re.findall('class="claim"', page)) == expected
     assert html.escape("No committed record tests it; it takes") in page
     assert "made-up CPU" in page
@@ -185,16 +176,13 @@ def test_without_records_there_is_one_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("analysis.__main__.RESULTS", tmp_path)
-
     result = CliRunner().invoke(app, ["report"])
-
     assert result.exit_code == 2
     assert "no records of any matrix" in result.stderr
 
 
 def test_options_need_records() -> None:
     result = CliRunner().invoke(app, ["report", "--output", "elsewhere"])
-
     assert result.exit_code == 2
     assert result.stderr == "error: --output and --baseline need RECORDS\n"
 
@@ -204,9 +192,7 @@ def test_the_command_writes_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (results / "parity").mkdir(parents=True)
     write_records(made_up.records()[:3], results / "parity" / "records.jsonl")
     monkeypatch.setattr("analysis.__main__.RESULTS", results)
-
     result = CliRunner().invoke(app, ["report"])
-
     assert result.exit_code == 0, result.output
     assert (tmp_path / "REPRODUCTION.md").exists()
     assert str(results / "report.html") in result.output
@@ -214,14 +200,12 @@ def test_the_command_writes_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_the_page_opens_with_what_the_records_say(page: str) -> None:
     opening = page.split("<main>")[1].split("<h2", 2)[1]
-
     assert "emulated" in opening
     assert "FCDP paper’s own results" in opening
 
 
 def test_each_figure_is_small_and_has_its_records(page: str) -> None:
     captions = page.split("<figcaption>")[1:]
-
     assert len(captions) == page.count("<svg ")
     for caption in captions:
         linked = re.findall('href="(.*?)"', caption.split("</figcaption>")[0])

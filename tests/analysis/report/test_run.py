@@ -49,7 +49,6 @@ def test_headlines_are_there_with_their_cells(page: str) -> None:
 
 def test_every_cell_that_ran_has_a_row(page: str, records: list[Record]) -> None:
     ran = [record for record in records if record.state != "skipped"]
-
     assert len(re.findall("<tr class=", page)) == len(ran)
 
 
@@ -75,10 +74,8 @@ def test_a_baseline_without_a_closed_form(records: list[Record], tmp_path: Path)
         for record in records[:3]
         if record.measurement is not None
     ]
-
     found = {tmp_path / "records.jsonl": without}
     page = run.write(found, tmp_path, "deepspeed-zero3").report.read_text("utf-8")
-
     assert "the least that" not in page.split("<h2>")[0]
     assert "closed form" not in page.split("What to keep in mind")[1]
 
@@ -86,9 +83,7 @@ def test_a_baseline_without_a_closed_form(records: list[Record], tmp_path: Path)
 def test_a_page_of_nothing_but_failures(tmp_path: Path) -> None:
     cell = made_up.cell("fcdp", made_up.MODELS[0], "full", None)
     failed = made_up.record(cell, state="failed", error=None, measurement=None, network={})
-
     written = run.write({tmp_path / "records.jsonl": [failed]}, tmp_path, "deepspeed-zero3")
-
     assert written.figures == ()
     assert "no error text" in written.report.read_text("utf-8")
 

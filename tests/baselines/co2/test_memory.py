@@ -36,12 +36,6 @@ def test_three_copies_and_the_scalars_are_what_the_arena_holds(numel: int) -> No
     assert [tensor.unique().tolist() for tensor in tensors] == [[1.0], [2.0], [3.0]]
 
 
-def test_on_the_device_the_host_gives_nothing() -> None:
-    memory = Memory("device", 5, 2, CPU)
-    assert memory.host_bytes == 0
-    assert [memory.start.numel(), memory.snapshot.numel()] == [5, 7]
-
-
 class Lazy(TorchDispatchMode):
     """A device that makes copies as late as it may: when computing goes on, or the host waits."""
 

@@ -51,7 +51,3 @@ def test_each_kind_has_its_rule() -> None:
     assert slowmo == Rule(5, momentum=0.7, by_learning_rate=True)
     co2 = Rule.of(CO2Settings(clip=None))
     assert co2 == Rule(12, momentum=0.2, penalty="first-steps")
-
-
-def test_no_clipping_may_be_chosen() -> None:
-    assert registry.find("co2").chosen({"clip": None}) == CO2Settings(clip=None)

@@ -79,17 +79,6 @@ def _bytes_over_fcdp() -> tuple[float, dict[str, dict[str, float]], str | None, 
     return workers.closed_form_bytes, ledger, workers.policy, cache.hits
 
 
-def test_workers_that_do_not_fit_the_nodes_are_refused(ranks: Pools) -> None:
-    ranks.run(4, _does_not_fit)
-
-
-def _does_not_fit() -> None:
-    settings = CO2Settings(worker="nodes", nodes_per_worker=3)
-    allowed = r"nodes_per_worker = 3: must divide the cluster's 4 nodes; allowed are 1, 2, 4"
-    with pytest.raises(ValueError, match=allowed):
-        made(Training(settings, nodes=4))
-
-
 def test_what_is_sent_is_not_what_is_trained(ranks: Pools) -> None:
     ranks.run(1, _sent_apart)
 

@@ -72,19 +72,6 @@ def test_the_operator_is_built_by_one_rank_at_a_time(operator: Operator) -> None
     assert not is_locked(operator.lock)
 
 
-def test_a_rank_waits_for_the_one_that_builds(operator: Operator) -> None:
-    waiting = threading.Thread(target=engine().build_operators, daemon=True)
-    operator.lock.parent.mkdir()
-    with operator.lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        waiting.start()
-        waiting.join(0.3)
-        assert waiting.is_alive()
-        assert operator.loads == 0
-    waiting.join(30)
-    assert operator.loads == 1
-
-
 def test_a_build_that_fails_frees_the_lock(
     operator: Operator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,6 @@ from tests.baselines.fuyou.training import (
     made,
     same,
     settings,
-    state,
     steps,
     trained,
 )
@@ -64,30 +63,6 @@ def _compared(case: int, folder: Path) -> dict[str, Any]:
     assert losses == expected_losses
     same(found, expected)
     return told
-
-
-def test_a_run_goes_on_from_its_folder(ranks: Pools, tmp_path: Path) -> None:
-    ranks.run(1, _resumed, tmp_path)
-
-
-def _resumed(folder: Path) -> None:
-    expected_losses, expected = in_memory(5)
-    given = batches()
-    trainer = Fuyou(*made(settings()), folder)
-    losses = steps(trainer, 2, given)
-    with pytest.raises(ValueError, match="another process has it"):
-        Fuyou(*made(settings()), folder)
-    trainer.close()
-    again = Fuyou(*made(settings(update="after")), folder)
-    assert again.steps_done == 2
-    losses += steps(again, 3, given)
-    assert losses == expected_losses
-    same(state(again), expected)
-    again.close()
-    size = (folder / STATE).stat().st_size
-    with pytest.raises(ValueError, match=r"step.json: about = '\w{8}': must be '\w{8}', that of"):
-        Fuyou(*made(settings(), layers=9), folder)
-    assert (folder / STATE).stat().st_size == size
 
 
 def test_folders_of_runs_that_were_killed_go_with_the_next_run(

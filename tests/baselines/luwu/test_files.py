@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ import torch
 from baselines.luwu.files import Files, masters
 from baselines.luwu.plan import Plan
 from baselines.luwu.wire import Lost
-from fcdp.generations import STATE, step_of
+from fcdp.generations import step_of
 from tests.baselines.luwu.training import SMALL, reference, trained
 
 
@@ -30,17 +29,6 @@ def test_files_of_other_layers_and_of_a_server_that_runs_are_refused(tmp_path: P
     files.close()
     with pytest.raises(ValueError, match="has no complete step"):
         masters(tmp_path / "empty", plan)
-
-
-@pytest.mark.parametrize(
-    ("harm", "said"),
-    [(Path.unlink, "is missing"), (lambda file: file.write_bytes(b"cut"), "has 3 bytes")],
-)
-def test_files_that_were_lost_or_cut_are_refused(harm: Any, said: str, tmp_path: Path) -> None:
-    plan = _plan(tmp_path)
-    harm(tmp_path / STATE)
-    with pytest.raises(ValueError, match=rf"{STATE}: {said}, where a complete step is; must"):
-        Files(tmp_path, plan)
 
 
 @pytest.mark.parametrize("pipeline", ["step", "layer"])

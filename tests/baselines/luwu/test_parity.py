@@ -9,7 +9,6 @@ from baselines.luwu.files import masters
 from baselines.luwu.port import Port
 from baselines.luwu.train import LuWu
 from baselines.settings import LuWuSettings
-from fcdp.generations import step_of
 from tests.baselines.cyclic.training import batch, loss
 from tests.baselines.luwu.training import SMALL, model_of, reference, trained
 
@@ -65,14 +64,6 @@ def test_evaluations_between_steps_see_the_newest_parameters_and_change_none(
         assert torch.equal(found[0], loss(expected, batch(9, 0)))
     mine, after = masters(tmp_path, from_folder[0]), reference(2, 4)
     assert all(torch.equal(mine[name], values) for name, values in after.items())
-
-
-def test_a_run_goes_on_from_the_servers_files(tmp_path: Path) -> None:
-    found = trained(2, 3, tmp_path, then=_plan)
-    assert step_of(tmp_path) == 3
-    trained(2, 4, tmp_path)
-    mine, expected = masters(tmp_path, found[0]), reference(2, 7)
-    assert all(torch.equal(mine[name], values) for name, values in expected.items())
 
 
 def test_a_worker_holds_two_layers_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

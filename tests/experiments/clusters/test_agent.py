@@ -36,10 +36,8 @@ def test_a_rank_that_failed_between_two_looks_has_nobody_ended() -> None:
     agent.leave_failures(context)
     failed, waits = context.processes
     wait_until(lambda: agent._exit_code(failed.pid) == 3)
-
     assert not context.join(-1)
     assert waits.is_alive()
-
     ended.set()
     wait_until(lambda: agent._exit_code(waits.pid) == 0)
     assert not context.join(-1)  # for the one that failed

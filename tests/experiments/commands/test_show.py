@@ -28,8 +28,9 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "mine"
 
 
-@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.name)
-def test_each_committed_run_is_shown_and_compared_with_itself(path: Path) -> None:
+@pytest.mark.parametrize("path", RUNS[::3], ids=lambda path: path.name)
+def test_a_committed_run_is_shown_and_compared_with_itself(path: Path) -> None:
+    """A third of them; all are read for the list below."""
     shown = command("show", str(path))
     assert shown.exit_code == 0, shown.output
     ids = {each.cell_id for each in pooled(read(path / "records.jsonl"))}

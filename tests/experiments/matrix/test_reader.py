@@ -172,7 +172,7 @@ def axes(draw: st.DrawFn) -> dict[str, list[Any]]:
 
 
 @given(axes())
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_cell_twice_and_none_lost(tmp_path: Path, chosen: dict[str, list[Any]]) -> None:
     document = yaml.safe_load(FILE)
     constants = document["workload"] | {
@@ -186,7 +186,6 @@ def test_no_cell_twice_and_none_lost(tmp_path: Path, chosen: dict[str, list[Any]
     for rules in ("skip", "overrides"):
         del document[rules]
     file = written(tmp_path, yaml.safe_dump(document, sort_keys=False))
-
     cells = [entry.cell for entry in reader.read(file).cells]
     assert len({cell.id for cell in cells}) == len(cells)
     points = [

@@ -10,7 +10,7 @@ import pytest
 
 from experiments.records import parity
 from experiments.records.cell import ClusterSpec
-from experiments.records.parity import Parity, compare, largest_difference
+from experiments.records.parity import Parity, compare
 from experiments.records.record import Record, State
 from experiments.records.record import read as read_records
 from tests.experiments.stand_in import cell, record
@@ -134,23 +134,6 @@ def test_simulated_cells_have_no_losses_to_compare() -> None:
     with pytest.raises(ValueError, match="all records are simulated: nothing was trained"):
         compare([simulated])
     assert [of.record for of in compare([trained("fsdp2"), simulated])] == [trained("fsdp2")]
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs", "largest"),
-    [
-        ([2.0, 3.0], [2.0, 2.0], 0.5),
-        ([2.0, 3.0], [2.0], 0.0),
-        ([0.0], [0.0], 0.0),
-        ([1.0], [0.0], math.inf),
-        ([2.0, math.nan, 2.0], [2.0, 2.0, 2.0], math.inf),
-        ([math.inf], [math.inf], math.inf),
-    ],
-)
-def test_a_loss_that_is_not_finite_is_infinitely_far(
-    ours: list[float], theirs: list[float], largest: float
-) -> None:
-    assert largest_difference(ours, theirs) == largest
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from analysis.load.table import latest
 from experiments.records import select
@@ -20,18 +19,9 @@ from experiments.records.record import read as read_records
 from experiments.records.repeats import pooled
 from experiments.records.select import FILE
 from simulation import files
-from simulation.transformer import ModelSpec
-from tests.experiments.stand_in import cell, full_disk, measurement, record
+from tests.experiments.stand_in import cell, full_disk, record
 
 RESULTS = Path(__file__).parents[3] / "results"
-
-
-def test_what_is_appended_is_read_back(tmp_path: Path) -> None:
-    file = tmp_path / "new directory" / "records.jsonl"
-    written = [record(cell(seed=seed)) for seed in range(3)]
-    for each in written:
-        files.append(each, file)
-    assert read_records(file) == written
 
 
 @given(st.integers(0, 10**6))
@@ -51,7 +41,7 @@ def test_a_torn_last_line_costs_only_itself(tmp_path: Path, cut: int) -> None:
 
 
 @given(st.text())
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_error_text_stays_one_line(tmp_path: Path, text: str) -> None:
     file = tmp_path / "records.jsonl"
     file.unlink(missing_ok=True)
@@ -133,9 +123,7 @@ def test_a_long_file_is_compressed_and_read_and_appended_to_as_any_other(tmp_pat
     files.write(written, file)
     content = file.read_bytes()
     assert len(content) > files.LONGEST
-
     compressed = files.compress(file)
-
     assert [*file.parent.iterdir()] == [compressed]
     assert gzip.decompress(compressed.read_bytes()) == content
     assert read_records(file) == read_records(compressed) == written
@@ -186,12 +174,6 @@ def test_committed_records_are_compressed_where_they_are_long() -> None:
     assert [file for file in plain if file.stat().st_size > files.LONGEST] == []
 
 
-def test_committed_cells_keep_their_ids() -> None:
-    cells = [each for file in files.below(RESULTS, FILE) for each in read_records(file)]
-    assert cells
-    assert all(each.cell.id == each.cell_id for each in cells)
-
-
 @pytest.mark.parametrize(
     ("chosen", "named"),
     [
@@ -218,17 +200,6 @@ def test_figures_come_from_the_median_step() -> None:
     assert odd.step_seconds_median == even.step_seconds_median == 0.5
     assert odd.tokens_per_s == 4 * 128 / 0.5
     assert record(cell(), "oom", "no memory").tokens_per_s is None
-
-
-@pytest.mark.parametrize("name", ["", "a/b", "..", "a b", "-a", "é", "a" * 65])
-def test_names_that_are_no_part_of_a_path(name: str) -> None:
-    with pytest.raises(ValidationError):
-        ModelSpec(name=name, family="gpt2", layers=1, width=8, heads=1)
-
-
-def test_a_measurement_has_steps() -> None:
-    with pytest.raises(ValidationError):
-        measurement(step_seconds=[])
 
 
 def repetitions(*steps: list[float], **settings: str) -> list[Record]:
@@ -291,10 +262,3 @@ def test_a_round_that_had_not_ended_is_left_out_between_repetitions() -> None:
 )
 def test_a_busy_machine_says_so(load: float, steal: float, said: str | None) -> None:
     assert Machine(load=load, cores=2, steal_share=steal).why_busy == said
-
-
-def test_a_record_that_is_anybodys_gives_a_terminal_no_commands(tmp_path: Path) -> None:
-    said = "red \x1b[31m\x9b1A\r\u202e\n\tand a line"
-    files.append(record(cell(), "failed", said), tmp_path / "records.jsonl")
-    (found,) = read_records(tmp_path / "records.jsonl")
-    assert found.error == "red �[31m�1A��\n\tand a line"

@@ -58,12 +58,6 @@ def test_variants_are_ranked_and_those_that_failed_left_out() -> None:
     assert [variant.differs for variant in found] == [True, False, False, True]
 
 
-def test_bits_reached_are_bytes_of_the_phase_over_its_time() -> None:
-    (variant, *_) = ranked(comparison())
-    assert variant.reached_bits_per_s("forward") == pytest.approx(8 * 2e6 / 0.4)
-    assert variant.reached_bits_per_s("backward") == pytest.approx(8 * 4e6 / 0.5)
-
-
 @pytest.mark.parametrize(
     ("cells", "wanted"),
     [

@@ -43,39 +43,23 @@ def wait_for_records(file: Path, count: int) -> None:
     wait_until(lambda: file.exists() and file.read_bytes().count(b"\n") >= count)
 
 
-def test_a_killed_runner_resumes_where_it_was(tmp_path: Path) -> None:
+def test_a_directory_is_a_living_runners_alone(tmp_path: Path) -> None:
+    """The lock of one that was killed does not count."""
     file, directory = matrix_file(tmp_path), RunDirectory(tmp_path / "run")
-    process = start(file, directory.path, behaviours={"fsdp2-full-tiny-10mbit": "hang"})
-    wait_for_records(directory.records, 3)
-    process.kill()
-    process.communicate()
-    before = read_records(directory.records)
-    assert len(before) == 3
-    # The kernel may have taken only a part of the last line.
-    with directory.records.open("a") as text:
-        text.write('{"cell": {"matrix": "sma')
-
-    # The lock of the killed runner does not count, that of a living one does.
-    behaviours = {"fcdp-full-tiny-10mbit": "hang"}
-    process = start(file, directory.path, "--resume", behaviours=behaviours)
+    process = start(file, directory.path, behaviours={"fcdp-full-tiny-10mbit": "hang"})
     wait_for_records(directory.records, 5)
     second = start(file, directory.path, "--resume")
     _, error = second.communicate(timeout=100)
     assert second.returncode == 2
     assert f"another run (process {process.pid}) uses this directory" in error
     process.kill()
-    output, _ = process.communicate()
-    assert "3 cells are finished already" in output
-
+    process.communicate()
     process = start(file, directory.path, "--resume")
     output, error = process.communicate(timeout=100)
     assert process.returncode == 0, error
     assert "5 cells are finished already" in output
-    after = read_records(directory.records)
-    assert after[:3] == before
     ids = [entry.cell.id for entry in reader.read(str(file)).cells]
-    assert [r.cell_id for r in after] == ids
-    assert all(r.state == "ok" for r in after)
+    assert [r.cell_id for r in read_records(directory.records)] == ids
 
 
 def test_killed_anywhere_and_resumed_it_has_the_records_of_an_undisturbed_run(
@@ -89,7 +73,7 @@ def test_killed_anywhere_and_resumed_it_has_the_records_of_an_undisturbed_run(
     start(file, undisturbed.path, **cluster).communicate()
     whole = time.monotonic() - began
     chance = random.Random(0)
-    for _ in range(6):
+    for _ in range(4):
         # Now and then from the beginning, which puts what there is aside.
         options = ["--resume"] if chance.random() < 0.8 else []
         process = start(file, disturbed.path, *options, **cluster)

@@ -188,7 +188,7 @@ def test_a_lost_node_ends_the_run_and_its_cell_has_no_record(
 
 
 @given(finished=st.sets(st.integers(0, 5)), torn=st.integers(0, 500), retry=st.booleans())
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_resumed_matrix_has_every_cell_once(
     tmp_path_factory: pytest.TempPathFactory, finished: set[int], torn: int, retry: bool
 ) -> None:
@@ -211,7 +211,6 @@ def test_a_resumed_matrix_has_every_cell_once(
     cluster = StandInCluster(behaviours={"": "oom"})
     kept = directory.resume(matrix, retry_failed=retry)
     result = run(matrix, directory, cluster, kept)
-
     retried = {i for i in finished if retry and states[i] in ("failed", "timeout")}
     assert cluster.started == [ids[i] for i in range(6) if i not in finished - retried]
     assert [r.cell_id for r in result] == ids

@@ -142,17 +142,6 @@ def test_a_log_has_one_line_a_cell(tmp_path: Path) -> None:
     assert "\x1b" not in text.getvalue()
 
 
-def test_lines_fit_a_hundred_columns_also_with_another_axis(tmp_path: Path) -> None:
-    matrix = reader.read("reference")
-    text = io.StringIO()
-    with Progress(matrix, matrix.cells, [], Console(file=text, width=100)) as progress:
-        progress.cell_started(matrix.cells[0].cell, tmp_path)
-        progress.cell_finished(record(matrix.cells[0].cell, inter_node_bytes_per_step=1.2e11))
-    assert " 120,000 " in text.getvalue().splitlines()[-1]
-    assert "36 cells skipped: accumulation is compared at 100 Mbit/s only" in text.getvalue()
-    assert text.getvalue().splitlines()[-1].endswith(" 12s")
-
-
 def test_a_run_in_which_all_cells_are_skipped_is_shown(tmp_path: Path) -> None:
     """As where all of a matrix's links are limited, and the cluster limits none."""
     matrix = reader.read("quickstart")
@@ -249,22 +238,10 @@ def test_clock(seconds: float, text: str) -> None:
     assert clock(seconds) == text
 
 
-def test_a_new_file_gets_its_folder_and_is_not_made(tmp_path: Path) -> None:
-    file = tmp_path / "deep" / "file.json"
-    terminal.check_writable("--json", file)
-    assert list(tmp_path.rglob("*")) == [file.parent]
-
-
-def test_an_existing_file_is_kept(tmp_path: Path) -> None:
-    file = tmp_path / "file.json"
-    file.write_text("{}")
-    terminal.check_writable("--json", file)
-    assert file.read_text() == "{}"
-
-
-@pytest.mark.parametrize("path", [".", "file", "file/below.json", "file/far/below.json"])
-def test_what_cannot_be_written_is_named(path: str, tmp_path: Path) -> None:
-    (tmp_path / "file").mkdir() if path == "file" else (tmp_path / "file").touch()
-    wrong = tmp_path / path
-    with pytest.raises(ValueError, match=f"^--json = '{wrong}': cannot be written: "):
-        terminal.check_writable("--json", wrong)
+def test_a_look_whether_a_file_can_be_written_writes_none(tmp_path: Path) -> None:
+    old, new = tmp_path / "old.json", tmp_path / "deep" / "new.json"
+    old.write_text("{}")
+    for file in (old, new):
+        terminal.check_writable("--json", file)
+    assert old.read_text() == "{}"
+    assert set(tmp_path.rglob("*")) == {old, new.parent}

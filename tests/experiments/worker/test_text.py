@@ -159,13 +159,6 @@ def test_held_out_sequences_are_the_end_and_not_trained_on() -> None:
     assert last.dtype == torch.int64
 
 
-def test_nothing_is_held_out_unless_asked_for() -> None:
-    found = torch.arange(200, dtype=torch.uint8)
-    training, last = workloads.split(found, cell("fcdp", sequence_length=4))
-    assert training is found
-    assert len(last) == 0
-
-
 def test_more_held_out_sequences_than_there_are_is_an_error() -> None:
     found = torch.arange(200, dtype=torch.uint8)
     assert len(workloads.split(found, cell("fcdp", held_out=4, sequence_length=4))[1]) == 4

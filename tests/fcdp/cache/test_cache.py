@@ -37,8 +37,6 @@ from tests.fcdp.training import (
 )
 from tests.ranks import Pools
 
-FROZEN = Settings(2, 1, adapter_rank=3, reshard_after_forward=True)
-
 
 def make(settings: Settings) -> tuple[TinyLM, Any]:
     topology = topology_of(settings.nodes, settings.ranks_per_node)
@@ -103,26 +101,6 @@ def test_the_memory_that_will_be_taken_is_printed_once(ranks: Pools) -> None:
         "2 × (cache 12 KiB, partial gradients 12 KiB)"
     )
     assert said[1:] == ["", "", ""]
-
-
-def memory_held(policy: fcdp.CachePolicy) -> tuple[int, int, int]:
-    """Bytes on the host and on the device after an evaluation, and the gathered model's."""
-    settings = Settings(2, 2, policy=policy)
-    model, data = make(settings)
-    with torch.no_grad():
-        loss_of(model, next(data))
-    gathered = 4 * sum(unit.shard_bytes for unit in engine_of(model).units)
-    counts = fcdp.ledger(model)
-    return counts.host_cache_bytes, counts.device_cache_bytes, gathered
-
-
-def test_a_node_holds_what_the_other_nodes_own(ranks: Pools) -> None:
-    """(n−1)/n of the gathered model a node, 1/L of that a rank, plus alignment."""
-    host, device, gathered = ranks.run(4, memory_held, fcdp.HostCache())[0]
-    assert gathered / 4 <= host < gathered / 4 + 3 * 4096
-    assert device == 0
-    assert ranks.run(4, memory_held, fcdp.DeviceCache())[0] == (0, gathered // 4, gathered)
-    assert ranks.run(4, memory_held, fcdp.NoCache())[0] == (0, 0, gathered)
 
 
 def fill_the_device() -> tuple[dict[str, str | None], list[str]]:

@@ -15,7 +15,6 @@ from fcdp.cache.memory import Usage
 from tests.fcdp.stand_ins import Place, StandInUnit
 
 PLACE: Any = Place(2, 0)
-GIB = 2**30
 
 
 def place(policy: fcdp.CachePolicy, units: list[Any]) -> Any:

@@ -70,17 +70,6 @@ def test_what_was_long_ago_is_forgotten() -> None:
     assert not _after(0.0, *[slow] * 7).pays(0.1, 1)
 
 
-def test_one_is_told_to_all_but_applied_from_each() -> None:
-    """With three other nodes, 5 nanoseconds of coding save three times the bytes."""
-    more, less = 1.9e-9 * SHARD, 1.8e-9 * SHARD
-    assert _after(more, more).pays(0.1, 3)
-    assert not _after(less, less).pays(0.1, 3)
-
-
-def test_small_exchanges_tell_nothing_of_the_rate() -> None:
-    assert not _after(1.0, 1.0, nbytes=1000).pays(0.1, 1)
-
-
 def test_a_mean_forgets() -> None:
     mean = Mean()
     assert mean.value is None

@@ -71,21 +71,6 @@ def test_a_chunk_takes_the_form_of_the_fewest_bytes(
     assert encoded.numel() == 16 + size
 
 
-def test_what_a_code_cannot_hold_follows_as_bytes_and_then_as_words() -> None:
-    base = torch.zeros(1024, dtype=torch.int16)
-    new = base.clone()
-    new[::2] = 1
-    new[8 * 16 + 5 : 8 * 16 + 8] = torch.tensor([2, -128, 4000])  # in what is sampled
-    new[9] = 128
-    encoded = difference.encode(new, base)
-    # Codes of two bits; four escaped, of which two are wide: words, bytes, and nothing to fill up.
-    assert encoded[:16].view(torch.int32).tolist() == [2, 128, 4, 2]
-    assert encoded.numel() == 16 + 256 + 2 * 2 + 4
-    new[11] = -2
-    assert difference.encode(new, base).numel() == 16 + 256 + 2 * 2 + 5 + 1
-    assert difference.apply(encoded, base) == encoded.numel()
-
-
 @pytest.mark.parametrize(("numel", "chunks"), [(0, 1), (1, 1), (2**17, 1), (2**17 + 1, 2)])
 def test_the_most_that_a_difference_takes_is_a_table_and_the_words(numel: int, chunks: int) -> None:
     assert difference.capacity(numel) == 16 * chunks + 2 * numel

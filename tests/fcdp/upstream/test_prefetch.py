@@ -38,17 +38,14 @@ def test_prefetching_is_changed_in_mid_run(run: Run) -> None:
     model = mlps(4, 6)
     run.shard([*model, model])
     run.cache(model)
-    optimizer = adam(model)
-    for step in range(4):
+
+    def loss(step: int) -> torch.Tensor:
         for here, there in itertools.pairwise(model):
             here.set_modules_to_forward_prefetch([there] if step % 2 == 0 else [])
             there.set_modules_to_backward_prefetch([here] if step % 2 else [])
-        loss = model(run.input(4, 6, step=step)).sum()
-        run.see(f"loss {step}", loss)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    run.see_params(model)
+        return model(run.input(4, 6, step=step)).sum()
+
+    train(run, model, adam(model), loss)
 
 
 class Branches(nn.Module):
@@ -88,16 +85,13 @@ def test_unshard_before_forward(run: Run, async_op: bool) -> None:
     model = mlps(3, 6)
     run.shard([*model, model])
     run.cache(model)
-    optimizer = adam(model)
-    for step in range(4):
+
+    def loss(step: int) -> torch.Tensor:
         for layer in model[:2]:
             layer.unshard(async_op=async_op)
-        loss = model(run.input(4, 6, step=step)).sum()
-        run.see(f"loss {step}", loss)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    run.see_params(model)
+        return model(run.input(4, 6, step=step)).sum()
+
+    train(run, model, adam(model), loss)
 
 
 @cases()

@@ -3,7 +3,4 @@
 Each rank holds two copies of one small model, one sharded by ``fully_shard`` alone and one with
 FCDP, and does the same to both. After each event losses, parameters, gradients and optimizer states
 must be equal bit for bit, or FCDP must have refused with an error that the event expects.
-
-``python -m tests.fcdp.walk --help`` runs seeds outside of the suite, some kinds of event alone, and
-shrinks a walk that fails.
 """

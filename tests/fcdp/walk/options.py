@@ -38,7 +38,7 @@ OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] =
 
 @dataclass(frozen=True)
 class Options:
-    """One walk's setting; the defaults are the plainest, which shrinking goes back to."""
+    """One walk's setting; the defaults are the plainest."""
 
     nodes: int = 2
     ranks_per_node: int = 1

@@ -274,7 +274,6 @@ def boom_in_backward(walk: Walk) -> None:
         return
     index, tokens = walk.random.randrange(walk.options.blocks), walk.tokens()
     walk.note(str(index))
-
     for side in walk.pair.sides:
         handle = side.model.blocks[index].register_forward_hook(FailsInBackward.hook)
         try:

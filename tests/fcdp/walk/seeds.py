@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -98,17 +98,14 @@ def draw_on_an_accelerator(seed: int) -> Case:
     return replace(case, options=options)
 
 
-def run(
-    ranks: Pools,
-    case: Case,
-    directory: Path,
-    on_rank: Callable[[Options, Sequence[Event], Path], list[str]] = walk_on_rank,
-) -> str | None:
+def run(ranks: Pools, case: Case, directory: Path) -> str | None:
     """Walk; what went wrong, with all that is needed to see it again."""
     directory.mkdir(parents=True, exist_ok=True)
     world_size = case.options.world_size
     try:
-        ranks.run(world_size, on_rank, case.options, case.events, directory, timeout_s=_TIMEOUT_S)
+        ranks.run(
+            world_size, walk_on_rank, case.options, case.events, directory, timeout_s=_TIMEOUT_S
+        )
     except RankFailure as failure:
         places = [
             f"rank {rank} was last at {place_of(directory, rank).read_text().strip()}"
@@ -116,6 +113,5 @@ def run(
             if place_of(directory, rank).is_file()
         ]
         again = f"pytest tests/fcdp/test_walk.py --exhaustive -k seed{case.seed:03}"
-        shrink = f"python -m tests.fcdp.walk {case.seed} --shrink"
-        return "\n".join([str(case), *places, str(failure), f"again: {again}", f"less: {shrink}"])
+        return "\n".join([str(case), *places, str(failure), f"again: {again}"])
     return None

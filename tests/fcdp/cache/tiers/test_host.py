@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 import torch
 
-from fcdp.arena import ALIGNMENT, Arena
 from fcdp.cache.tiers.host import HostTier
 from fcdp.cache.tiers.tier import TierUnavailable
 from tests.fcdp.stand_ins import CPU, STREAMS, Place, StandInUnit, slice_of
@@ -18,14 +17,6 @@ PLACE: Any = Place(2, 0)
 
 def make_tier(*planned: Any, poison: bool = False) -> HostTier:
     return HostTier(planned, PLACE, CPU, STREAMS, poison=poison)
-
-
-def test_the_arena_is_sized_to_the_plan_and_aligned() -> None:
-    tier = make_tier(StandInUnit("a", 1), StandInUnit("b", ALIGNMENT + 1))
-    assert tier.nbytes == 3 * ALIGNMENT
-    arena = Arena(100, CPU)
-    assert arena.memory.data_ptr() % ALIGNMENT == 0
-    assert arena.memory.numel() == 100
 
 
 def test_a_unit_beyond_the_plan_takes_memory_of_its_own() -> None:
