@@ -14,7 +14,6 @@ from typing import Annotated, Any, TypeVar, cast
 import typer
 
 from experiments import terminal
-from experiments.preflight.schema import Preflight, hardware_of
 from simulation import hardware
 from simulation import quantities as q
 from simulation.compute import with_rates
@@ -324,6 +323,8 @@ def _measured(
     host_memory: str | None,
 ) -> Hardware:
     """The cluster as preflight found it, but for what is given."""
+    from experiments.preflight.schema import Preflight, hardware_of  # records' schema: start-up
+
     measured = Preflight.read(file)
     found = hardware_of(measured, gpu)
     if nodes is not None:

@@ -30,11 +30,11 @@ from experiments.records.provenance import Provenance
 from experiments.records.record import Record, read
 from experiments.records.select import FILE, PREDICTIONS
 from simulation import files
+from simulation.calibration import calibrate as fit_host
 from simulation.emulated import (
     TWO_CORES,
     Comparison,
     Constants,
-    calibrate,
     compare,
     emulated,
     median_absolute_error,
@@ -182,7 +182,7 @@ def _calibrated() -> Constants:
     with session.opened(matrix, Path("runs") / matrix.name, resume=True) as (directory, finished):
         records = session.run_cells(matrix, matrix.cells, finished, directory)
         steps = (modelled.measured_step(r, modelled.cluster_of(r.cell)) for r in records)
-        return calibrate([step for step in steps if step is not None])
+        return fit_host([step for step in steps if step is not None])
 
 
 def _compare(records: Sequence[Record], known: _Known, folder: Path) -> Compared:

@@ -10,14 +10,13 @@ import pytest
 
 from experiments.records.modelled import cluster_of, measured_step, why_not_simulated
 from experiments.records.record import Record, read
+from simulation.calibration import calibrate, intervals
 from simulation.emulated import (
     FITTED_TO,
     TWO_CORES,
     Comparison,
     MeasuredStep,
-    calibrate,
     compare,
-    intervals,
     median_absolute_error,
 )
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from simulation import compute
-from simulation.compute import SOURCES, Fitted, fit, rates_of, spread, with_rates
+from simulation import calibration, compute
+from simulation.calibration import fit, spread
+from simulation.compute import SOURCES, Fitted, rates_of, with_rates
 from simulation.hardware import CARDS, Rates, cluster, gpu, scale
 from simulation.measured import ROWS, Row, Run, read_rows, run_of
 from simulation.planner.search import simulated, tokens_range
@@ -24,7 +25,7 @@ TRUE = Fitted(
 
 def made(run: Run) -> Run:
     """The run as it would be on GPUs of the rates ``TRUE``."""
-    speed = compute.tokens_per_gpu_s(run, TRUE)
+    speed = calibration.tokens_per_gpu_s(run, TRUE)
     return replace(run, row=run.row.model_copy(update={"tokens_per_s_per_gpu": speed}))
 
 
@@ -44,7 +45,9 @@ def test_the_record_is_of_the_committed_rows_and_of_this_code() -> None:
         assert constant.value == pytest.approx(again[constant.name], rel=1e-3)
         assert constant.low <= constant.value <= constant.high
     for one, run in list(zip(RECORD.predictions, RUNS, strict=True))[::9]:
-        assert compute.tokens_per_gpu_s(run, RECORD.fitted()) == pytest.approx(one.fitted, rel=1e-3)
+        assert calibration.tokens_per_gpu_s(run, RECORD.fitted()) == pytest.approx(
+            one.fitted, rel=1e-3
+        )
 
 
 def test_constants_are_possible_with_their_intervals() -> None:
@@ -63,7 +66,7 @@ def test_sources_that_the_fit_has_not_seen_are_predicted() -> None:
     seen = fit([run for run in RUNS if run.row.source != source])
     for one, run in zip(RECORD.predictions, RUNS, strict=True):
         if run.row.source == source:
-            assert one.held_out == pytest.approx(compute.tokens_per_gpu_s(run, seen), rel=1e-3)
+            assert one.held_out == pytest.approx(calibration.tokens_per_gpu_s(run, seen), rel=1e-3)
 
 
 def test_the_range_of_other_sources_holds_nine_of_ten_rows_of_one_more() -> None:
@@ -80,10 +83,10 @@ def test_the_range_of_other_sources_holds_nine_of_ten_rows_of_one_more() -> None
 
 
 def test_given_rows_are_checked_by_committed_constants() -> None:
-    found = compute.errors(read_rows(), RECORD.fitted())
+    found = calibration.errors(read_rows(), RECORD.fitted())
     assert found.median == pytest.approx(RECORD.check("all rows, fitted").median, abs=1e-3)
     with pytest.raises(ValueError, match="rows: hold none in bf16"):
-        compute.errors([row for row in read_rows() if not row.bf16], RECORD.fitted())
+        calibration.errors([row for row in read_rows() if not row.bf16], RECORD.fitted())
 
 
 def test_a_mistake_in_a_row_names_its_line(tmp_path: Path) -> None:
@@ -158,7 +161,7 @@ def test_measured_products_take_the_place_of_the_share() -> None:
 def test_scale_is_linear_first_and_then_ends() -> None:
     assert scale(1) == 0
     assert scale(3) == pytest.approx(2 * scale(2), rel=0.05)
-    rates = RECORD.fitted().rates(gpu("h100-sxm"), "h100-sxm")
+    rates = RECORD.fitted().rates(gpu("h100-sxm"))
     assert rates.slower(1) == 1
     # Llama 3's MFU fell from 43 to 41 % where its GPUs became twice as many, batches aside.
     assert 0.95 <= rates.slower(1024) / rates.slower(2048) <= 1
