@@ -107,6 +107,8 @@ class Card:
     like: str
     #: Nominal bandwidth of nodes with it, as they usually have it.
     node_bits_per_s: float = 1.6e12
+    #: Whether it has matrix products in fp8, of which all have twice as many a second.
+    fp8: bool = False
 
 
 def _card(row: Mapping[str, str]) -> Card:
@@ -121,7 +123,8 @@ def _card(row: Mapping[str, str]) -> Card:
         link_is_pcie=not nvlink,
     )
     bits = float(row["node_gbit_s"]) * GB
-    return Card(device, int(row["reported_mib"]), row["driver"], row["like"], bits)
+    kind = int(row["reported_mib"]), row["driver"], row["like"]
+    return Card(device, *kind, bits, fp8=bool(row["fp8"]))
 
 
 def _read_cards() -> dict[str, Card]:
@@ -162,7 +165,10 @@ def described(text: str) -> str:
         more = {"memory_gb": row["gb"], "memory_gb_s": row["gb_s"], "driver": "(?!)"}
         reported = str(int(float(row["gb"]) * GB / _MIB))
         CARDS[name] = _card(
-            row | more | {"name": name, "reported_mib": reported, "node_gbit_s": "1600"}
+            row
+            | more
+            | {"name": name, "reported_mib": reported, "node_gbit_s": "1600"}
+            | {"fp8": "yes" if CARDS[row["like"]].fp8 else ""}
         )
     except ValueError:
         raise ValueError(

@@ -95,7 +95,7 @@ class Row(Strict):
 
     @property
     def bf16(self) -> bool:
-        """Whether its matrix products are in bf16, as all that is predicted here."""
+        """Whether its matrix products are in bf16, and not in fp8."""
         return "bf16" in self.precision
 
     def shape(self) -> Transformer:
@@ -154,6 +154,7 @@ def run_of(row: Row) -> Run:
         attention=row.attention,
         frozen_dtype=row.frozen,
         states=row.states,
+        product_dtype="bf16" if row.bf16 else "fp8",
     )
     hardware = cluster(
         row.gpu,

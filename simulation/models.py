@@ -81,6 +81,8 @@ _MORE: Mapping[str, Mapping[str, Any]] = {
     "gemma2": {"norms": 4},
     "phi3": {"joined": True},
 }
+#: Families all of whose blocks attend to a window, if they say one.
+_WINDOWS = ("mistral", "mixtral", "phi3")
 #: Matrices with a bias where the key says so.
 _BIASES = {
     "attention_bias": ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -190,6 +192,8 @@ def _of_llama_s_kind(
     biased = [name for key, names in _BIASES.items() if config.get(key) for name in names]
     more["biased"] = (*more.get("biased", ()), *biased)
     more["head_width"] = shape["head_width"] or _HEAD_WIDTHS.get(kind)
+    if kind in _WINDOWS:
+        more["window"] = config.get("sliding_window")
     if kind == "qwen3":
         more["vectors"] = (more["head_width"],) * 2
     return more

@@ -136,6 +136,8 @@ class Transformer(Checked):
     #: Experts of an MLP, and those that a token passes.
     experts: Count = 1
     active_experts: Count = 1
+    #: Most tokens that a token attends to; none: all before it.
+    window: Count | None = None
     #: What was counted from modules in place of the above: a block's matrices, those of attention,
     #: and what is outside of the blocks.
     counted_matrices: tuple[Matrix, ...] = ()
@@ -182,6 +184,11 @@ class Transformer(Checked):
     def narrow(self) -> int:
         """Elements of a token's keys, of all heads that have their own."""
         return self.attention_width * self.key_value_heads // self.heads
+
+    def attended(self, length: int) -> float:
+        """Tokens that one attends to by trainers' count, which is twice the mean of causal ones."""
+        window = min(self.window or length, length)
+        return window * (2 - window / length)
 
     @property
     def inner(self) -> int:

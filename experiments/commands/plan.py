@@ -92,15 +92,22 @@ def plan(
         ),
     ] = "0,selective,0.5,1",
     kernels: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="eager; flash, attention fused as PyTorch has it; fused, norms, activation "
-            "functions and loss besides."
+            "functions and loss besides. Without it flash, and a range that has fused in it."
         ),
-    ] = "flash",
+    ] = None,
     attention: Annotated[
-        str, typer.Option(help="The fused attention's generation: flash-1, flash-2, flash-3.")
-    ] = "flash-2",
+        str | None,
+        typer.Option(
+            help="The fused attention's generation: flash-1, flash-2, flash-3. Without it flash-2, "
+            "and a range that has flash-1 in it."
+        ),
+    ] = None,
+    product_dtype: Annotated[
+        str, typer.Option(help="Matrix products of the blocks: bf16; fp8, where the GPU has it.")
+    ] = "bf16",
     states: Annotated[
         str,
         typer.Option(
@@ -201,6 +208,7 @@ def plan(
             frozen_dtype=cast(Any, frozen_dtype),
             reduce_dtype=cast(Any, reduce_dtype),
             attention=cast(Any, attention),
+            product_dtype=cast(Any, product_dtype),
             states=cast(Any, states),
             server=machine,
             policies=q.each("--policies", policies, q.name),

@@ -197,13 +197,13 @@ class Offer:
     @property
     def cost_range(self) -> tuple[float, float]:
         """Costs between which nine of ten such runs are expected, failures aside."""
-        slowest, fastest = tokens_range(self.plan.option.speed, self.hardware)
+        slowest, fastest = tokens_range(self.plan.option, self.plan.request)
         return self.price * self._hours(fastest), self.price * self._hours(slowest)
 
     def chance(self, within_hours: float) -> float:
         """Probability to be done in time, if the range's ends are those of nine of ten runs."""
         fast = self.hours / within_hours
-        slowest, fastest = tokens_range(self.plan.option.speed, self.hardware)
+        slowest, fastest = tokens_range(self.plan.option, self.plan.request)
         end = (slowest if fast < 1 else fastest) / self.plan.option.tokens_per_s
         return NormalDist().cdf(-_NINE_OF_TEN * log(fast) / abs(log(end)))
 

@@ -63,8 +63,15 @@ def titles(request: Request) -> tuple[str, ...]:
         f"{nodes} × {hardware.ranks_per_node} {hardware.device.name} · "
         + (f"{link} · " if hardware.nodes > 1 else "")
         + f"{hardware.host_memory_bytes / 1e9:.4g} GB host memory a node · {EVIDENCE}",
-        f"computation, {request.kernels} kernels: {rests_on(hardware)}",
+        f"computation, {_kernels(request)}: {rests_on(hardware)}",
     )
+
+
+def _kernels(request: Request) -> str:
+    """The kernels that are planned with, and whether nobody named them."""
+    named = None not in (request.kernels, request.attention)
+    products = f", {request.product_dtype} products" if request.product_dtype != "bf16" else ""
+    return f"{request.kernels or 'flash'} kernels{'' if named else ' (not all named)'}{products}"
 
 
 def table(plan: Plan) -> RenderableType:
@@ -175,6 +182,8 @@ def document(plan: Plan) -> dict[str, Any]:
         "matmul_efficiency": hardware.matmul_efficiency,
         "computation": rests_on(hardware),
         "kernels": request.kernels,
+        "attention": request.attention,
+        "product_dtype": request.product_dtype,
         "reduce_dtype": request.reduce_dtype,
         "inter_latency_seconds": hardware.inter_latency_seconds,
         "goodput": goodput.of(plan.option.workload, hardware, spot=False),
@@ -253,7 +262,7 @@ def _cells(plan: Plan, option: Option) -> dict[str, str]:
 
 
 def _range(plan: Plan, option: Option) -> str:
-    low, high = tokens_range(option.speed, plan.request.hardware)
+    low, high = tokens_range(option, plan.request)
     scale, unit = next(pair for pair in ((1e6, "M"), (1e3, "k"), (1.0, "")) if high >= pair[0])
     return f"{low / scale:.3g}–{high / scale:.3g}{unit}"
 
@@ -283,7 +292,7 @@ def _option(plan: Plan, option: Option) -> dict[str, Any]:
         "host_bytes": dict(needs.host),
         "disk_bytes": dict(needs.disk),
         **measures,
-        "tokens_per_s_range": list(tokens_range(speed, plan.request.hardware)),
+        "tokens_per_s_range": list(tokens_range(option, plan.request)),
         "bottleneck": speed.bottleneck,
         "inter_node_bytes": sent,
         "gpu_hours": plan.hours(option),

@@ -11,7 +11,7 @@ from itertools import groupby
 from math import isqrt
 
 from simulation import prediction
-from simulation.compute import record
+from simulation.compute import SOURCES, record
 from simulation.hardware import Hardware
 from simulation.memory import Footprint, Shortfall
 from simulation.planner.request import Request
@@ -25,7 +25,7 @@ from simulation.prediction import (
     simulate_built,
     utilisations,
 )
-from simulation.workload import Workload, dequantised_bytes, token_work
+from simulation.workload import Attention, Kernels, Workload, dequantised_bytes, token_work
 
 #: Micro-batches of a step that are simulated; each one more is like the last of them, in most.
 _SIMULATED = 3
@@ -33,7 +33,6 @@ _SIMULATED = 3
 #: ours.
 _NOMINAL_LINKS, _MEASURED_LINKS = (0.75, 1.2), (0.95, 1.05)
 _COMPUTE = ("compute",)
-_FITTED = "all rows, fitted"
 #: Options of one strategy this close are the same; the simplest, which comes first, is taken.
 SAME = 0.01
 
@@ -163,16 +162,18 @@ def _part(totals: Mapping[tuple[str, str], float], kind: str) -> dict[str, float
     return {name: value for (part, name), value in totals.items() if part == kind}
 
 
-def tokens_range(speed: Speed, hardware: Hardware) -> tuple[float, float]:
+def tokens_range(option: Option, request: Request) -> tuple[float, float]:
     """Tokens per second between which nine of ten such steps are expected.
 
     What the step waits for becomes slower or faster, each resource by its own range: at most so
-    much, as what waited behind it may come before.
+    much, as what waited behind it may come before. Kernels that nobody named are one more reason
+    to err, independent of the others.
     """
+    speed, hardware = option.speed, request.hardware
     rates = hardware.rates
     measured = rates.basis.startswith("preflight")
     links = _MEASURED_LINKS if measured else _NOMINAL_LINKS
-    compute = (rates.lowest, rates.highest)
+    compute = computed_range(option.workload, hardware, request.kernels, request.attention)
     low, high = (
         sum(
             seconds / (compute[end] if name in _COMPUTE else links[end])
@@ -186,13 +187,27 @@ def tokens_range(speed: Speed, hardware: Hardware) -> tuple[float, float]:
     )
 
 
+def computed_range(
+    workload: Workload, hardware: Hardware, kernels: Kernels | None, attention: Attention | None
+) -> tuple[float, float]:
+    """Factors of computation's speed; of kernels that nobody named, by the slowest and fastest."""
+    rates = hardware.rates
+    slow = replace(workload, attention=attention or "flash-1")
+    fast = replace(workload, kernels=kernels or "fused")
+    own, longest, shortest = (rates.seconds(token_work(one)) for one in (workload, slow, fast))
+    return (
+        math.exp(-math.hypot(math.log(rates.lowest), math.log(own / longest))),
+        math.exp(math.hypot(math.log(rates.highest), math.log(own / shortest))),
+    )
+
+
 def tie() -> float:
     """Relative difference of two predictions below which the simulator cannot order them.
 
-    Two that err independently by the median error of the fit differ by √2 times that. What all
-    predictions for a GPU, or of a source, have in common does not change their order.
+    Two that err independently by the median error of sources left out differ by √2 times that: so
+    whichever source is left out, it is the same that are tied or ahead (a test has examples).
     """
-    return math.sqrt(2) * record().check(_FITTED).median
+    return math.sqrt(2) * record().check(SOURCES).median
 
 
 def rests_on(hardware: Hardware) -> str:
