@@ -156,6 +156,13 @@ def plan(
     rows: Annotated[
         Path | None, typer.Option("--csv", metavar="FILE", help="The table's rows, as CSV.")
     ] = None,
+    figure: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A picture, .svg, .png or .pdf: throughput and cost over nodes and links.",
+        ),
+    ] = None,
 ) -> None:
     """Say which strategies fit a cluster, how fast each is, what it costs, and which to take.
 
@@ -217,16 +224,18 @@ def plan(
             price_per_gpu_hour=_given("--price-per-gpu-hour", price_per_gpu_hour, q.count),
             **_names(strategies, STRATEGIES if offered is not None else None),
         )
-        for name, file in (("--json", output), ("--csv", rows)):
+        if figure is not None and offered is not None:
+            raise ValueError(f"--figure = {str(figure)!r}: is of one cluster, without --instances")
+        for name, file in (("--json", output), ("--csv", rows), ("--figure", figure)):
             if file is not None:
                 terminal.check_writable(name, file)
         if offered is None:
-            answer = _planned(request)
+            answer = _planned(request, figure)
         else:
             answer = _rented(request, offered, _given("--within", within, q.hours))
     except (ValueError, OSError) as error:
         terminal.stop(error)
-    _show(answer, output, rows)
+    _show(answer, output, rows, figure)
 
 
 def _given(option: str, text: str | None, parse: Callable[[str, str], _T]) -> _T | None:
@@ -243,12 +252,12 @@ class _Answer:
     rows: Sequence[Mapping[str, Any]]
 
 
-def _planned(request: Request) -> _Answer:
-
+def _planned(request: Request, figure: Path | None) -> _Answer:
     found = planner.plan(request)
     if found is None:
         raise ValueError(refusal(request))
-    return _Answer(report.table(found), report.document(found), report.rows(found))
+    held = report.document(found) if figure is None else report.curves(found)
+    return _Answer(report.table(found), held, report.rows(found))
 
 
 def _offered(source: str, gpu: str | None, said: Mapping[str, object]) -> list[Instance]:
@@ -279,7 +288,7 @@ def _rented(request: Request, offered: Sequence[Instance], within_hours: float |
     )
 
 
-def _show(answer: _Answer, output: Path | None, rows: Path | None) -> None:
+def _show(answer: _Answer, output: Path | None, rows: Path | None, figure: Path | None) -> None:
     console = terminal.console()
     console.print(answer.shown)
     try:
@@ -291,9 +300,13 @@ def _show(answer: _Answer, output: Path | None, rows: Path | None) -> None:
                 writer = csv.DictWriter(lines, list(answer.rows[0]), lineterminator="\n")
                 writer.writeheader()
                 writer.writerows(answer.rows)
-    except OSError as error:
+        if figure is not None:
+            drawn = ["plan", "-", "--output", str(figure)]
+            if (why := terminal.have_drawn(drawn, json.dumps(answer.document))) is not None:
+                raise ValueError(f"--figure = {str(figure)!r}: {why}")
+    except (OSError, ValueError) as error:
         terminal.stop(error)
-    for file in filter(None, (output, rows)):
+    for file in filter(None, (output, rows, figure)):
         terminal.say(console, "plan", file)
 
 
