@@ -67,8 +67,7 @@ def calibrate(steps: Sequence[MeasuredStep]) -> Constants:
     A step without a limit on its links takes what the host's cores take, which is linear in the
     constants. Raises ``ValueError`` if there are fewer steps without a limit than constants.
     """
-    free = _without_limit(steps)
-    names, solve = _least_squares(free)
+    free, names, solve = _least_squares(steps)
     found = dict(zip(names, solve(range(len(free))), strict=True))
     engines = _engines(free)
     return Constants(
@@ -84,8 +83,7 @@ def intervals(steps: Sequence[MeasuredStep]) -> list[Constant]:
 
     That of ``flops`` is a rate. A draw that lacks an engine is left out.
     """
-    free = _without_limit(steps)
-    names, fitted = _least_squares(free)
+    free, names, fitted = _least_squares(steps)
     groups: dict[tuple[str, str], list[int]] = {}
     for at, step in enumerate(free):
         groups.setdefault((step.workload.model.name, step.workload.strategy), []).append(at)
@@ -94,9 +92,9 @@ def intervals(steps: Sequence[MeasuredStep]) -> list[Constant]:
         complete = _engines([free[at] for at in rows]) == _engines(free)
         return fitted(rows) if complete else None
 
-    low, high = bootstrap(list(groups.values()), solve)
+    ends = bootstrap(list(groups.values()), solve)
     found = []
-    for name, value, least, most in zip(names, fitted(range(len(free))), low, high, strict=True):
+    for name, value, least, most in zip(names, fitted(range(len(free))), *ends, strict=True):
         if name == "flops":
             value, least, most = (1 / one if one else math.inf for one in (value, most, least))
         found.append(Constant(name=name, value=value, low=float(least), high=float(most)))
@@ -120,23 +118,16 @@ def bootstrap(
     return ends
 
 
-def _without_limit(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
-    """Those that took what the host's cores did, and no link or server."""
-    return [
-        step
-        for step in steps
-        if math.isinf(step.hardware.inter_bytes_per_s) and not step.workload.served
-    ]
-
-
 def _engines(steps: Sequence[MeasuredStep]) -> list[str]:
     return sorted({step.workload.engine for step in steps})
 
 
 def _least_squares(
-    free: Sequence[MeasuredStep],
-) -> tuple[list[str], Callable[[Sequence[int]], list[float]]]:
-    """The constants' names, and what gives their values by the steps at some indices."""
+    steps: Sequence[MeasuredStep],
+) -> tuple[list[MeasuredStep], list[str], Callable[[Sequence[int]], list[float]]]:
+    """Steps that took what cores did, the constants' names, their values by some of the steps."""
+    unlimited = (one for one in steps if math.isinf(one.hardware.inter_bytes_per_s))
+    free = [one for one in unlimited if not one.workload.served]
     units = _single_costs(_engines(free))
     if len(free) < len(units):
         raise ValueError(
@@ -148,17 +139,18 @@ def _least_squares(
     columns = [[_busy(step, constants) for step in free] for constants in units.values()]
     features = (np.array(columns).T - rest[:, None]) / measured[:, None]
     target = 1 - rest / measured
-    return [*units], lambda rows: not_negative(features[rows], target[rows])
+    return free, [*units], lambda rows: not_negative(features[rows], target[rows])
 
 
 def _single_costs(engines: Sequence[str]) -> Mapping[str, Constants]:
     """Hosts on each of which only one thing takes time, by the name of the constant."""
+    none: Mapping[str, float] = {}
     return {
         "flops": replace(_NOTHING, flops=1.0),
-        "message_seconds": replace(_NOTHING, message_seconds=1.0),
-        "byte_seconds": replace(_NOTHING, byte_seconds=1.0),
-        "gathered_byte_seconds": replace(_NOTHING, gathered_byte_seconds=1.0),
-        "activation_byte_seconds": replace(_NOTHING, activation_byte_seconds=1.0),
+        **{
+            one: Constants(flops=math.inf, block_seconds=none, step_seconds=none, **{one: 1.0})
+            for one in _SHARED
+        },
         **{f"{name} block": replace(_NOTHING, block_seconds={name: 1.0}) for name in engines},
         **{f"{name} step": replace(_NOTHING, step_seconds={name: 1.0}) for name in engines},
     }
@@ -384,9 +376,9 @@ def _constants(runs: Sequence[Run], whole: Fitted) -> list[Constant]:
             return None
         return [numbers[name] for name in names] if {*numbers} == {*names} else None
 
-    lows, highs = bootstrap(list(groups.values()), solve)
+    ends = bootstrap(list(groups.values()), solve)
     found = []
-    for name, *numbers in zip(names, whole.constants.values(), lows, highs, strict=True):
+    for name, *numbers in zip(names, whole.constants.values(), *ends, strict=True):
         value, low, high = (float(f"{number:.4g}") for number in numbers)
         found.append(Constant(name=name, value=value, low=low, high=high))
     return found

@@ -148,24 +148,3 @@ def median_absolute_error(comparisons: Sequence[Comparison]) -> float:
     if not comparisons:
         raise ValueError("comparisons = []: must hold at least one cell that ran")
     return median(abs(comparison.relative_error) for comparison in comparisons)
-
-
-def communication_to_computation(workload: Workload, hardware: Hardware) -> float:
-    """Seconds that a node's link is busy per second of a rank's computation."""
-    prediction = predict(workload, hardware)
-    seconds = prediction.inter_node_bytes / hardware.inter_bytes_per_s
-    return seconds / _computation_seconds(prediction)
-
-
-def link_bits_per_s(ratio: float, workload: Workload, unlimited: Hardware) -> float:
-    """The limit of an emulated link, in bits per second, at which the workload has this ratio.
-
-    ``unlimited`` is the emulated cluster without a limit.
-    """
-    prediction = predict(workload, unlimited)
-    seconds = ratio * _computation_seconds(prediction)
-    return 8 * prediction.inter_node_bytes / seconds / PAYLOAD_SHARE
-
-
-def _computation_seconds(prediction: Prediction) -> float:
-    return prediction.timeline.busy_seconds()["compute"]

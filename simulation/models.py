@@ -235,24 +235,17 @@ def from_hub(name: str, *files: str, fetch: bool = False) -> Path | None:
     Raises ``ValueError`` where none is in the local cache, and the hub has none or is not reached.
     It is asked once: of a folder that does not exist nobody is to wait for an answer.
     """
-    from huggingface_hub import (
-        get_hf_file_metadata,
-        hf_hub_download,
-        hf_hub_url,
-        try_to_load_from_cache,
-    )
-    from huggingface_hub.errors import EntryNotFoundError, HFValidationError
+    import huggingface_hub as hub  # takes long, as those that import it do
 
+    if (found := _in_cache(name, *files)) is not None:
+        return found
     try:
         for file in files:
-            if isinstance(found := try_to_load_from_cache(name, file), str):
-                return Path(found)
-        for file in files:
-            with suppress(EntryNotFoundError):
-                get_hf_file_metadata(hf_hub_url(name, file), timeout=_ANSWERS_S)
-                return Path(hf_hub_download(name, file)) if fetch else None
+            with suppress(hub.errors.EntryNotFoundError):
+                hub.get_hf_file_metadata(hub.hf_hub_url(name, file), timeout=_ANSWERS_S)
+                return Path(hub.hf_hub_download(name, file)) if fetch else None
         reason = f"has no {' or '.join(files)}"
-    except HFValidationError:
+    except hub.errors.HFValidationError:
         reason = "is no path that exists and no name on the hub"
     except Exception as error:
         reason = f"is no path, and could not be had from the hub ({type(error).__name__})"
@@ -293,21 +286,23 @@ def _path(model: str) -> Path:
     path = Path(model)
     if path.is_dir() and not (path / "config.json").is_file():
         raise ValueError(f"model = {model!r}: the folder has no config.json")
-    return path if path.exists() else _cached(model)
-
-
-def _cached(name: str) -> Path:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:
-        found = None
-    if not isinstance(found, str):
+    found = path if path.exists() else _in_cache(model, "config.json")
+    if found is None:
+        known = ", ".join((*PAPER_MODELS, *PUBLIC_MODELS))
         raise ValueError(
-            f"model = {name!r}: allowed are {', '.join((*PAPER_MODELS, *PUBLIC_MODELS))}, the path "
+            f"model = {model!r}: allowed are {known}, the path "
             "of a Hugging Face config.json or of its folder, or a name on the hub whose "
-            f"configuration is in the local cache (hf download {name} config.json)"
+            f"configuration is in the local cache (hf download {model} config.json)"
         )
-    return Path(found)
+    return found
+
+
+def _in_cache(name: str, *files: str) -> Path | None:
+    """The first of these files of a name on the hub that is in the local cache."""
+    import huggingface_hub as hub  # takes long
+
+    with suppress(hub.errors.HFValidationError):
+        for file in files:
+            if isinstance(found := hub.try_to_load_from_cache(name, file), str):
+                return Path(found)
+    return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from heapq import heapify, heappop, heappush
@@ -109,14 +109,17 @@ def simulated(workload: Workload, hardware: Hardware, built: Built | None = None
     count = workload.accumulation
     late = workload.schedule.averages == "late"
     counted = count if late else min(count, _SIMULATED)
-    first = built or build(replace(workload, accumulation=counted), hardware)
-    prediction = simulate_built(first)
-    last = totals = _measures(prediction)
-    if count > counted:
-        fewer = _measures(predict(replace(workload, accumulation=counted - 1), hardware))
-        more = count - counted
-        totals = {key: last[key] + more * (last[key] - fewer.get(key, 0.0)) for key in last}
-    seconds = totals["step", ""]
+    last = simulate_built(built or build(replace(workload, accumulation=counted), hardware))
+    more, fewer = count - counted, last
+    if more:
+        fewer = predict(replace(workload, accumulation=counted - 1), hardware)
+
+    def whole(measure: Callable[[Prediction], Mapping[str, float]]) -> dict[str, float]:
+        before = measure(fewer)
+        return {key: v + more * (v - before.get(key, 0.0)) for key, v in measure(last).items()}
+
+    step = whole(lambda of: {"seconds": of.step_seconds, "sent": of.inter_node_bytes})
+    seconds = step["seconds"]
     tokens = workload.tokens * count
     per_gpu = tokens / seconds
     mfu, hfu = utilisations(workload, hardware.device, per_gpu)
@@ -125,24 +128,11 @@ def simulated(workload: Workload, hardware: Hardware, built: Built | None = None
         tokens_per_s=per_gpu * hardware.world_size,
         mfu=mfu,
         hfu=hfu,
-        waits_seconds=_part(totals, "waits"),
-        busy_seconds=_part(totals, "busy"),
-        inter_node_bytes=totals["sent", ""],
+        waits_seconds=whole(_waits),
+        busy_seconds=whole(lambda of: {k: used * of.step_seconds for k, used in of.busy.items()}),
+        inter_node_bytes=step["sent"],
     )
-    return Option(workload, prediction.footprint, speed)
-
-
-def _measures(prediction: Prediction) -> dict[tuple[str, str], float]:
-    """Figures that grow with the number of micro-batches, by kind and resource."""
-    found = {
-        ("step", ""): prediction.step_seconds,
-        ("sent", ""): float(prediction.inter_node_bytes),
-    }
-    for name, share in prediction.busy.items():
-        found["busy", name] = share * prediction.step_seconds
-    for name, seconds in _waits(prediction).items():
-        found["waits", name] = seconds
-    return found
+    return Option(workload, last.footprint, speed)
 
 
 def _waits(prediction: Prediction) -> dict[str, float]:
@@ -156,10 +146,6 @@ def _waits(prediction: Prediction) -> dict[str, float]:
             slowest = "latency"
         waits[slowest] = waits.get(slowest, 0.0) + span.end - span.start
     return waits
-
-
-def _part(totals: Mapping[tuple[str, str], float], kind: str) -> dict[str, float]:
-    return {name: value for (part, name), value in totals.items() if part == kind}
 
 
 def tokens_range(option: Option, request: Request) -> tuple[float, float]:
