@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from statistics import median
 
 from simulation import framing
@@ -83,9 +83,7 @@ def emulated(
         device_reserve_bytes=0.0,
         backend="gloo",
         ranks_sharing_device=nodes * ranks_per_node,
-        overheads=Overheads(
-            **{one.name: getattr(constants, one.name) for one in fields(Overheads)}
-        ),
+        overheads=constants,
     )
     if inter_bits_per_s is None:
         return cluster

@@ -73,8 +73,6 @@ _KEYS: Mapping[str, Mapping[str, str]] = {
 }
 #: Keys that a configuration need not have.
 _OPTIONAL = ("mlp_width", "key_value_heads", "head_width")
-#: Keys of what is not counted here; a model that is counted has none of them, or false.
-_NOT_COUNTED: Mapping[str, tuple[str, ...]] = {"gpt2": ("add_cross_attention",)}
 #: Features of other families beside those of a Llama.
 _MORE: Mapping[str, Mapping[str, Any]] = {
     "qwen2": {"biased": ("q_proj", "k_proj", "v_proj")},
@@ -164,11 +162,10 @@ def from_config(source: Mapping[str, Any] | str | Path, sequence_length: int) ->
     limit = keys.get("positions", "max_position_embeddings")
     given = {key: config[key] for key in (*keys.values(), limit) if config.get(key) is not None}
     checks.counts(**{f"{key} of {name}": value for key, value in given.items()})
-    for key in _NOT_COUNTED.get(kind, ()):
-        if config.get(key):
-            raise ValueError(
-                f"{key} = {config[key]!r} of {name}: is not modelled; allowed is false"
-            )
+    if kind == "gpt2" and (crossed := config.get("add_cross_attention")):
+        raise ValueError(
+            f"add_cross_attention = {crossed!r} of {name}: is not modelled; allowed is false"
+        )
     shape: dict[str, Any] = {field: given.get(key) for field, key in keys.items()}
     if kind == "gpt2":
         shape["mlp_width"] = shape["mlp_width"] or 4 * shape["width"]

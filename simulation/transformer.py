@@ -216,23 +216,11 @@ class Transformer(Checked):
             gated = [("gate_up_proj", width, 2 * inner)]
         shapes.append(("o_proj", queries, width))
         gated.append(("down_proj", inner, width))
+        several = self.experts, self.active_experts
         return (
-            *(
-                Matrix(name, inputs, outputs, name in self.biased)
-                for name, inputs, outputs in shapes
-            ),
+            *(Matrix(*one, one[0] in self.biased) for one in shapes),
             *([Matrix(ROUTER, width, self.experts)] if self.experts > 1 else []),
-            *(
-                Matrix(
-                    name,
-                    inputs,
-                    outputs,
-                    name in self.biased,
-                    self.experts,
-                    self.active_experts,
-                )
-                for name, inputs, outputs in gated
-            ),
+            *(Matrix(*one, one[0] in self.biased, *several) for one in gated),
         )
 
     @property

@@ -209,11 +209,14 @@ def curves(plan: Plan) -> dict[str, Any]:
     fitting = [verdict.strategy for verdict in plan.verdicts if verdict.best]
     known = [name for name in ("fcdp", "fsdp2") if name in fitting]
     strategies = tuple(dict.fromkeys([plan.strategy, *known, *fitting]))[:_DRAWN]
-    nodes = [n for n in (int(hardware.nodes * times) for times in _NODES_TIMES) if n]
-    rates = [hardware.inter_bytes_per_s * times for times in _LINK_TIMES]
+    nodes, rate = hardware.nodes, hardware.inter_bytes_per_s
     clusters = {
-        "nodes": [replace(hardware, nodes=n) for n in dict.fromkeys(nodes)],
-        "gbit_s": [replace(hardware, inter_bytes_per_s=rate) for rate in rates],
+        "nodes": [
+            replace(hardware, nodes=int(nodes * times))
+            for times in _NODES_TIMES
+            if nodes * times >= 1
+        ],
+        "gbit_s": [replace(hardware, inter_bytes_per_s=rate * times) for times in _LINK_TIMES],
     }
     batch = request.global_batch
     found: dict[str, list[dict[str, Any]]] = {}

@@ -224,7 +224,7 @@ class Verdict:
     options: tuple[Option, ...]
     #: Sequences per rank and micro-batch, at any point of the grid; 0 if it does not fit.
     largest_micro_batch: int
-    #: Memory that the point of the grid lacks which lacks least.
+    #: Memory that the point of the grid lacks which lacks least; none where one fits.
     shortfall: Shortfall
 
     @property
@@ -264,18 +264,18 @@ def fits(request: Request) -> bool:
 
 def _verdict(strategy: str, points: list[Workload], request: Request) -> Verdict:
     hardware = request.hardware
-    lacking: list[Shortfall] = []
-    fitting: list[Workload] = []
-    for point in points:
-        fitting += _fitting(point, request)
-        lacking += [needed(tried, hardware).lacks(hardware) for tried in _tried(point, request)]
-    largest = max((workload.micro_batch for workload in fitting), default=0)
+    fitting = [workload for point in points for workload in _fitting(point, request)]
+    if not fitting:
+        tried = (one for point in points for one in _tried(point, request))
+        lacking = (needed(one, hardware).lacks(hardware) for one in tried)
+        least = min(lacking, key=lambda lack: lack.of_node(hardware.ranks_per_node))
+        return Verdict(strategy, (), 0, least)
     if request.micro_batches:  # all that is named is shown
         options = tuple(simulated(workload, hardware) for workload in fitting)
     else:
         options = _options(fitting, hardware)
-    least = min(lacking, key=lambda lack: lack.of_node(hardware.ranks_per_node))
-    return Verdict(strategy, options, largest, least)
+    largest = max(workload.micro_batch for workload in fitting)
+    return Verdict(strategy, options, largest, Shortfall(0.0, 0.0))
 
 
 def _options(fitting: list[Workload], hardware: Hardware) -> tuple[Option, ...]:
@@ -291,21 +291,15 @@ def _options(fitting: list[Workload], hardware: Hardware) -> tuple[Option, ...]:
     while waiting:
         bound, at = heappop(waiting)
         # A simpler one, which comes earlier, is taken even if it is a little slower.
-        beaten = (
-            option.tokens_per_s * (1 - SAME) >= -bound
-            if at < other
-            else option.tokens_per_s >= (1 - SAME) * -bound
-            for other, option in found.items()
-        )
-        if any(beaten):
+        margins = ((1 - SAME, 1.0) if at < other else (1.0, 1 - SAME) for other in found)
+        options = zip(found.values(), margins, strict=True)
+        if any(one.tokens_per_s * less >= -bound * more for one, (less, more) in options):
             continue
-        if at in built:
-            found[at] = simulated(fitting[at], hardware, built.pop(at))
-        elif fitting[at].accumulation > 1:  # of which computation alone is counted
-            found[at] = simulated(fitting[at], hardware)
+        if fitting[at].accumulation > 1 or at in built:  # of several, computation alone is counted
+            found[at] = simulated(fitting[at], hardware, built.pop(at, None))
         else:
-            step = built[at] = build(fitting[at], hardware)
-            heappush(waiting, (-most_tokens_per_s(step), at))
+            built[at] = build(fitting[at], hardware)
+            heappush(waiting, (-most_tokens_per_s(built[at]), at))
     return tuple(found[at] for at in sorted(found))
 
 
