@@ -8,9 +8,7 @@ are then predicted, and predicted steps stand beside measured ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 
 from simulation import framing
 from simulation.hardware import GB, Gpu, Hardware, Overheads, share_of_peak
@@ -136,13 +134,3 @@ class Comparison:
 def compare(step: MeasuredStep) -> Comparison:
     """Simulate the step on the cluster that it ran on."""
     return Comparison(step, predict(step.workload, step.hardware))
-
-
-def median_absolute_error(comparisons: Sequence[Comparison]) -> float:
-    """Median error of the steps' times, as a share.
-
-    Raises ``ValueError`` where nothing was compared.
-    """
-    if not comparisons:
-        raise ValueError("comparisons = []: must hold at least one cell that ran")
-    return median(abs(comparison.relative_error) for comparison in comparisons)

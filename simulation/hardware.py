@@ -242,24 +242,21 @@ class Rates(Checked):
 
     def with_products(self, products_per_s: float) -> Rates:
         """The rates where matrix products were measured; attention is as much faster or slower."""
-        times = products_per_s / self.products_per_s
-        return replace(
-            self,
-            products_per_s=products_per_s,
-            attention_per_s=times * self.attention_per_s,
-            basis="preflight",
-        )
+        return self._faster(products_per_s / self.products_per_s, 1.0, "preflight")
 
     def with_block(self, work: Work, seconds: float) -> Rates:
         """The rates where a block was measured: all parts are as much faster or slower."""
         times = self.seconds(work) / seconds
+        return self._faster(times, times, "preflight's block")
+
+    def _faster(self, products: float, nbytes: float, basis: Basis) -> Rates:
         return replace(
             self,
-            products_per_s=times * self.products_per_s,
-            attention_per_s=times * self.attention_per_s,
-            bytes_per_s=times * self.bytes_per_s,
-            copied_bytes_per_s=times * self.copied_bytes_per_s,
-            basis="preflight's block",
+            products_per_s=products * self.products_per_s,
+            attention_per_s=products * self.attention_per_s,
+            bytes_per_s=nbytes * self.bytes_per_s,
+            copied_bytes_per_s=nbytes * self.copied_bytes_per_s,
+            basis=basis,
         )
 
 

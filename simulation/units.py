@@ -107,6 +107,7 @@ class _Model:
         self._full = workload.lora is None
         self._sharers = schedule.sharers(nodes, ranks_per_node) if schedule.pads else 1
         self._cut_rows = schedule.cuts_low_rank
+        self._block_work, self._again = block_work(workload), recomputed_work(workload)
 
     def layout(self) -> Layout:
         if self._schedule.unit == "matrix":
@@ -152,14 +153,6 @@ class _Model:
 
     def _block(self, block: int, units: tuple[Unit, ...]) -> Segment:
         return Segment(f"block {block}", *self._block_work, units, self._again, block=True)
-
-    @cached_property
-    def _block_work(self) -> tuple[Work, Work]:
-        return block_work(self._workload)
-
-    @cached_property
-    def _again(self) -> Work:
-        return recomputed_work(self._workload)
 
     def _adapters(self) -> dict[int, list[Unit]]:
         """Units of adapters, by the block that uses them first: see ``fcdp.partition``."""

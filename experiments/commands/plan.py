@@ -17,7 +17,7 @@ from experiments import terminal
 from simulation import hardware
 from simulation import quantities as q
 from simulation.compute import with_rates
-from simulation.hardware import Hardware, cluster, described, reported
+from simulation.hardware import Hardware, card, cluster, described, reported
 from simulation.luwu import Server, nominal
 from simulation.planner import plan as planner
 from simulation.planner import rent, report
@@ -180,7 +180,7 @@ def plan(
             "--price-per-gpu-hour": price_per_gpu_hour,
             "--server": server,
         }
-        offered = None if instances is None else _offered(instances, gpu, said)
+        offered = None if instances is None else _offered(instances, gpu, product_dtype, said)
         if within is not None and offered is None:
             raise ValueError(f"--within = {within!r}: needs --instances")
         if offered is not None:
@@ -260,15 +260,17 @@ def _planned(request: Request, figure: Path | None) -> _Answer:
     return _Answer(report.table(found), held, report.rows(found))
 
 
-def _offered(source: str, gpu: str | None, said: Mapping[str, object]) -> list[Instance]:
-    """The instances that were asked for, but for other GPUs than ``--gpu``.
+def _offered(
+    source: str, gpu: str | None, product_dtype: str, said: Mapping[str, object]
+) -> list[Instance]:
+    """The instances that were asked for, with the GPU and the products that are.
 
     Raises ``ValueError`` for whatever else is ``said`` of the nodes.
     """
     for name, value in said.items():
         if value is not None:
             raise ValueError(f"{name} = {value!r}: not allowed with --instances, which says it")
-    every = read(source)
+    every = [one for one in read(source) if product_dtype != "fp8" or card(one.gpu).fp8]
     found = [one for one in every if gpu is None or one.gpu == gpu]
     if not found:
         names = ", ".join(sorted({one.gpu for one in every})) or "none: it is empty"

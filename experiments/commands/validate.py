@@ -37,7 +37,6 @@ from simulation.emulated import (
     Constants,
     compare,
     emulated,
-    median_absolute_error,
 )
 from simulation.hardware import Hardware
 
@@ -238,7 +237,7 @@ def _table(compared: dict[str, Compared]) -> Table:
                 continue
             largest = max((c.relative_error for c in cells), key=abs)
             agree = sum(c.bytes_agree for c in cells)
-            error = f"{100 * median_absolute_error(cells):.1f} %"
+            error = f"{100 * median(abs(c.relative_error) for c in cells):.1f} %"
             farthest = max((c.counted_share for c in cells), key=lambda share: abs(share - 1))
             share = f"{median(c.counted_share for c in cells):.3f}, farthest {farthest:.2f}"
             off = f"{100 * largest:+.0f} %"

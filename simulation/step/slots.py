@@ -359,8 +359,8 @@ def _update(tasks: Tasks, stage: int, trained: int, seconds: float) -> None:
     hardware = tasks.hardware
     if hardware.world_size > 1 and trained:
         nbytes = float(_FP32 * trained)
-        ring = traffic.flat_all_reduce(nbytes, hardware.nodes, hardware.ranks_per_node)
-        name = f"reduce stage {stage}"
-        tasks.exchange(name, COMPUTE, ring, "reduce", (), reduced_bytes=nbytes)
+        ring = traffic.flat(nbytes, hardware.nodes, hardware.ranks_per_node)
+        whole, name = traffic.all_reduce(ring), f"reduce stage {stage}"
+        tasks.exchange(name, COMPUTE, whole, "reduce", (), reduced_bytes=nbytes)
     copy = _COPY_BYTES * trained / hardware.rates.copied_bytes_per_s
     tasks.compute(f"optimizer stage {stage}", seconds + copy, ())
