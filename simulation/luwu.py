@@ -291,12 +291,8 @@ class _Steps:
             self._compute(f"backward {unit.name}", seconds, (*arrived, *self._waited()))
             self._push(unit, committed)
         self._push(root, committed)
-        self._asked = (self._landed,)
-
-    @property
-    def _landed(self) -> int:
-        """The last gradients' arrival at the server; without any, the last computation."""
-        return self._arrived if self._pushes else self._computed[-1]
+        # When the last gradients have arrived at the server; without any, the last computation.
+        self._asked = (self._arrived if self._pushes else self._computed[-1],)
 
     def _compute(self, name: str, seconds: float, after: Sequence[int]) -> None:
         self._computed.append(self.tasks.compute(name, seconds, after))

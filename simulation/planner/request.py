@@ -46,10 +46,8 @@ _ADAPTERS: tuple[Adapters, ...] = ("sharded", "replicated")
 def planned() -> tuple[str, ...]:
     """Names of the strategies that a plan may have: all that are simulated, but for cycles.
 
-    Cyclic Data Parallelism spreads over a step what others send at once, and halves activations of
-    micro-batches that are together on one device. Per step a node sends no fewer bytes, one
-    micro-batch at a time needs less memory still, and what is trained is another thing: a matrix
-    compares it.
+    Cyclic Data Parallelism sends no fewer bytes per step, one micro-batch at a time needs less
+    memory still, and what is trained is another thing: a matrix compares it.
     """
     return tuple(name for name in simulated() if schedule_of(name).cycle is None)
 
