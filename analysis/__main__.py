@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
@@ -170,6 +171,27 @@ def timeline(
         timeline.save(drawing, output)
     except (OSError, ValueError) as error:
         _fail(str(error))
+    typer.echo(f"figure  {output}")
+
+
+@app.command()
+def plan(
+    file: Annotated[
+        typer.FileText, typer.Argument(metavar="PLAN", help="What experiments plan --figure found.")
+    ],
+    output: Annotated[
+        Path, typer.Option(metavar="FILE", help="Where the picture goes: .svg, .png or .pdf.")
+    ] = Path("plan.svg"),
+) -> None:
+    """Draw a plan's throughput and cost over nodes and links, with their ranges."""
+    from analysis.figures.plan import draw
+
+    if output.suffix not in _PICTURES:
+        _fail(f"--output {output}: ends in none of {', '.join(_PICTURES)}")
+    try:
+        draw(json.load(file)).savefig(output, dpi=200)
+    except (OSError, ValueError, LookupError) as error:
+        _fail(f"{file.name}: no plan with curves, or cannot be drawn: {error}")
     typer.echo(f"figure  {output}")
 
 

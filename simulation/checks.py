@@ -11,39 +11,30 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 _Check = Callable[[str, Any], None]
 
 
-def positive(**fields: float) -> None:
-    """Raise ``ValueError`` for a field that is not above zero; infinity is allowed."""
-    for name, value in fields.items():
-        if math.isnan(value) or value <= 0:
-            raise ValueError(f"{name} = {value!r}: must be above 0")
+def _check(allowed: str, holds: Callable[[Any], bool]) -> Callable[..., None]:
+    """Make a function that raises ``ValueError`` for a field of which this does not hold."""
+
+    def check(**fields: Any) -> None:
+        for name, value in fields.items():
+            if not holds(value):
+                raise ValueError(f"{name} = {value!r}: must be {allowed}")
+
+    return check
 
 
-def not_negative(**fields: float) -> None:
-    """Raise ``ValueError`` for a field that is not a finite number, 0 or more."""
-    for name, value in fields.items():
-        if not math.isfinite(value) or value < 0:
-            raise ValueError(f"{name} = {value!r}: must be a finite number, 0 or more")
-
-
-def counts(**fields: int) -> None:
-    """Raise ``ValueError`` for a field that is not a whole number, 1 or more."""
-    for name, value in fields.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} = {value!r}: must be a whole number, 1 or more")
-
-
-def share(**fields: float) -> None:
-    """Raise ``ValueError`` for a field outside 0 to 1."""
-    for name, value in fields.items():
-        if not 0 <= value <= 1:
-            raise ValueError(f"{name} = {value!r}: must be between 0 and 1")
-
+#: Infinity is above zero, too.
+positive = _check("above 0", lambda value: value > 0)
+not_negative = _check(
+    "a finite number, 0 or more", lambda value: math.isfinite(value) and value >= 0
+)
+counts = _check("a whole number, 1 or more", lambda value: type(value) is int and value >= 1)
+share = _check("between 0 and 1", lambda value: 0 <= value <= 1)
 
 #: Types of fields that a ``Checked`` dataclass checks.
-Positive = Annotated[float, lambda name, value: positive(**{name: value})]
-NotNegative = Annotated[float, lambda name, value: not_negative(**{name: value})]
-Count = Annotated[int, lambda name, value: counts(**{name: value})]
-Share = Annotated[float, lambda name, value: share(**{name: value})]
+Positive = Annotated[float, positive]
+NotNegative = Annotated[float, not_negative]
+Count = Annotated[int, counts]
+Share = Annotated[float, share]
 
 
 class Checked:
@@ -66,7 +57,7 @@ def _checks(kind: Any) -> tuple[tuple[str, _Check], ...]:
 
 def _of(hint: Any) -> Iterator[_Check]:
     if get_origin(hint) is Annotated:
-        yield from hint.__metadata__
+        yield from (lambda name, value, of=of: of(**{name: value}) for of in hint.__metadata__)
     elif get_origin(hint) is Literal:
         yield _one_of(get_args(hint))
     elif get_origin(hint) in (Union, UnionType):

@@ -43,15 +43,12 @@ def goodput(save_seconds: float, mean_seconds: float, restart_seconds: float) ->
     return interval / (mean_seconds * lost)
 
 
-def save_seconds(workload: Workload, hardware: Hardware) -> float:
-    """Seconds of a checkpoint to the nodes' disks: what is trained, and its moments, in fp32."""
-    nbytes = _SAVED_BYTES * workload.trained
-    return nbytes / (hardware.nodes * hardware.disk_write_bytes_per_s)
-
-
 def of(workload: Workload, hardware: Hardware, *, spot: bool) -> float:
     """Goodput of the workload on nodes that fail, and that a cloud may reclaim."""
     per_hour = hardware.world_size / GPU_HOURS_PER_FAILURE
     if spot:
         per_hour += hardware.nodes / SPOT_HOURS
-    return goodput(save_seconds(workload, hardware), 3600 / per_hour, RESTART_SECONDS)
+    # A checkpoint to the nodes' disks: what is trained, and its moments, in fp32.
+    nbytes = _SAVED_BYTES * workload.trained
+    save_seconds = nbytes / (hardware.nodes * hardware.disk_write_bytes_per_s)
+    return goodput(save_seconds, 3600 / per_hour, RESTART_SECONDS)

@@ -107,6 +107,8 @@ class Card:
     like: str
     #: Nominal bandwidth of nodes with it, as they usually have it.
     node_bits_per_s: float = 1.6e12
+    #: Whether it has matrix products in fp8, of which all have twice as many a second.
+    fp8: bool = False
 
 
 def _card(row: Mapping[str, str]) -> Card:
@@ -121,7 +123,8 @@ def _card(row: Mapping[str, str]) -> Card:
         link_is_pcie=not nvlink,
     )
     bits = float(row["node_gbit_s"]) * GB
-    return Card(device, int(row["reported_mib"]), row["driver"], row["like"], bits)
+    kind = int(row["reported_mib"]), row["driver"], row["like"]
+    return Card(device, *kind, bits, fp8=bool(row["fp8"]))
 
 
 def _read_cards() -> dict[str, Card]:
@@ -162,7 +165,10 @@ def described(text: str) -> str:
         more = {"memory_gb": row["gb"], "memory_gb_s": row["gb_s"], "driver": "(?!)"}
         reported = str(int(float(row["gb"]) * GB / _MIB))
         CARDS[name] = _card(
-            row | more | {"name": name, "reported_mib": reported, "node_gbit_s": "1600"}
+            row
+            | more
+            | {"name": name, "reported_mib": reported, "node_gbit_s": "1600"}
+            | {"fp8": "yes" if CARDS[row["like"]].fp8 else ""}
         )
     except ValueError:
         raise ValueError(
@@ -236,24 +242,21 @@ class Rates(Checked):
 
     def with_products(self, products_per_s: float) -> Rates:
         """The rates where matrix products were measured; attention is as much faster or slower."""
-        times = products_per_s / self.products_per_s
-        return replace(
-            self,
-            products_per_s=products_per_s,
-            attention_per_s=times * self.attention_per_s,
-            basis="preflight",
-        )
+        return self._faster(products_per_s / self.products_per_s, 1.0, "preflight")
 
     def with_block(self, work: Work, seconds: float) -> Rates:
         """The rates where a block was measured: all parts are as much faster or slower."""
         times = self.seconds(work) / seconds
+        return self._faster(times, times, "preflight's block")
+
+    def _faster(self, products: float, nbytes: float, basis: Basis) -> Rates:
         return replace(
             self,
-            products_per_s=times * self.products_per_s,
-            attention_per_s=times * self.attention_per_s,
-            bytes_per_s=times * self.bytes_per_s,
-            copied_bytes_per_s=times * self.copied_bytes_per_s,
-            basis="preflight's block",
+            products_per_s=products * self.products_per_s,
+            attention_per_s=products * self.attention_per_s,
+            bytes_per_s=nbytes * self.bytes_per_s,
+            copied_bytes_per_s=nbytes * self.copied_bytes_per_s,
+            basis=basis,
         )
 
 

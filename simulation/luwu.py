@@ -167,24 +167,21 @@ class Server(Checked):
 
 def like(hardware: Hardware) -> Server:
     """A server that has what a node has, as on an emulated cluster, but for drives of its own."""
-    drives = hardware.server_drives
-    return Server(
-        link_bytes_per_s=hardware.inter_bytes_per_s,
-        disk_read_bytes_per_s=drives * DRIVE_READ or hardware.disk_read_bytes_per_s,
-        disk_write_bytes_per_s=drives * DRIVE_WRITE or hardware.disk_write_bytes_per_s,
-        adam_elements_per_s=hardware.cpu_adam_elements_per_s,
-        description=f"a server with {drives} NVMe drives" if drives else "a server like a node",
-    )
+    return _server(hardware.inter_bytes_per_s, hardware.server_drives, hardware)
 
 
 def nominal(bits_per_s: float, drives: int, hardware: Hardware) -> Server:
     """A server by its nominal bandwidth and number of drives; it steps as a node's CPUs do."""
+    return _server(LINK_EFFICIENCY * bits_per_s / 8, drives, hardware)
+
+
+def _server(link: float, drives: float, hardware: Hardware) -> Server:
     return Server(
-        link_bytes_per_s=LINK_EFFICIENCY * bits_per_s / 8,
-        disk_read_bytes_per_s=drives * DRIVE_READ,
-        disk_write_bytes_per_s=drives * DRIVE_WRITE,
+        link_bytes_per_s=link,
+        disk_read_bytes_per_s=drives * DRIVE_READ or hardware.disk_read_bytes_per_s,
+        disk_write_bytes_per_s=drives * DRIVE_WRITE or hardware.disk_write_bytes_per_s,
         adam_elements_per_s=hardware.cpu_adam_elements_per_s,
-        description=f"a server with {drives} NVMe drives",
+        description=f"a server with {drives} NVMe drives" if drives else "a server like a node",
     )
 
 
@@ -294,12 +291,8 @@ class _Steps:
             self._compute(f"backward {unit.name}", seconds, (*arrived, *self._waited()))
             self._push(unit, committed)
         self._push(root, committed)
-        self._asked = (self._landed,)
-
-    @property
-    def _landed(self) -> int:
-        """The last gradients' arrival at the server; without any, the last computation."""
-        return self._arrived if self._pushes else self._computed[-1]
+        # When the last gradients have arrived at the server; without any, the last computation.
+        self._asked = (self._arrived if self._pushes else self._computed[-1],)
 
     def _compute(self, name: str, seconds: float, after: Sequence[int]) -> None:
         self._computed.append(self.tasks.compute(name, seconds, after))
@@ -308,7 +301,8 @@ class _Steps:
         """Have a layer sent: when it is asked for, applied, and two layers' memory has room."""
         nbytes = unit.pulled(self._workload)
         room = self._computed[-self._ahead :][:1] if len(self._computed) >= self._ahead else []
-        after = dict.fromkeys([*asked, *room, *self._applied_of(unit)])
+        applied = [self._applied[unit]] if unit in self._applied else []
+        after = dict.fromkeys([*asked, *room, *applied])
         ranks = self._hardware.ranks_per_node
         demands = {
             "server_out": nbytes / self._server.link_bytes_per_s,
@@ -323,9 +317,6 @@ class _Steps:
         sent = self.tasks.add(title, "pull", demands, tuple(after))
         # Parameters pulled in pieces as large as a chunk arrive one piece later.
         return (self.tasks.add(f"{title} arrives", "arrive", {}, (sent,), self._hop_of(nbytes)),)
-
-    def _applied_of(self, unit: Unit) -> list[int]:
-        return [self._applied[unit]] if unit in self._applied else []
 
     def _push(self, unit: Unit, committed: tuple[int, ...]) -> None:
         """Have a layer's gradients sent and applied."""

@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError, model_validator
 from simulation.files import Strict, problem
 from simulation.hardware import Hardware, card, cluster
 from simulation.models import shape
-from simulation.transformer import Transformer
+from simulation.transformer import ModelSpec, Transformer
 from simulation.workload import Attention, FrozenDtype, Kernels, States, Workload
 
 ROWS = Path(__file__).parents[1] / "results" / "compute" / "measured.csv"
@@ -95,24 +95,22 @@ class Row(Strict):
 
     @property
     def bf16(self) -> bool:
-        """Whether its matrix products are in bf16, as all that is predicted here."""
+        """Whether its matrix products are in bf16, and not in fp8."""
         return "bf16" in self.precision
 
     def shape(self) -> Transformer:
         """The model. Raises ``ValueError`` for a name that is not known, where no shape follows."""
         if self.layers is None or self.width is None or self.heads is None:
             return shape(self.model, self.length)
-        return Transformer(
+        spec = ModelSpec(
             name=self.model,
             family="gpt2",
             layers=self.layers,
             width=self.width,
             heads=self.heads,
             vocabulary=_VOCABULARY,
-            mlp_width=4 * self.width,
-            key_value_heads=self.heads,
-            tied=True,
         )
+        return Transformer.of(spec, 0)
 
 
 @dataclass(frozen=True)
@@ -154,6 +152,7 @@ def run_of(row: Row) -> Run:
         attention=row.attention,
         frozen_dtype=row.frozen,
         states=row.states,
+        product_dtype="bf16" if row.bf16 else "fp8",
     )
     hardware = cluster(
         row.gpu,

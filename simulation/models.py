@@ -73,14 +73,14 @@ _KEYS: Mapping[str, Mapping[str, str]] = {
 }
 #: Keys that a configuration need not have.
 _OPTIONAL = ("mlp_width", "key_value_heads", "head_width")
-#: Keys of what is not counted here; a model that is counted has none of them, or false.
-_NOT_COUNTED: Mapping[str, tuple[str, ...]] = {"gpt2": ("add_cross_attention",)}
 #: Features of other families beside those of a Llama.
 _MORE: Mapping[str, Mapping[str, Any]] = {
     "qwen2": {"biased": ("q_proj", "k_proj", "v_proj")},
     "gemma2": {"norms": 4},
     "phi3": {"joined": True},
 }
+#: Families all of whose blocks attend to a window, if they say one.
+_WINDOWS = ("mistral", "mixtral", "phi3")
 #: Matrices with a bias where the key says so.
 _BIASES = {
     "attention_bias": ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -162,11 +162,10 @@ def from_config(source: Mapping[str, Any] | str | Path, sequence_length: int) ->
     limit = keys.get("positions", "max_position_embeddings")
     given = {key: config[key] for key in (*keys.values(), limit) if config.get(key) is not None}
     checks.counts(**{f"{key} of {name}": value for key, value in given.items()})
-    for key in _NOT_COUNTED.get(kind, ()):
-        if config.get(key):
-            raise ValueError(
-                f"{key} = {config[key]!r} of {name}: is not modelled; allowed is false"
-            )
+    if kind == "gpt2" and (crossed := config.get("add_cross_attention")):
+        raise ValueError(
+            f"add_cross_attention = {crossed!r} of {name}: is not modelled; allowed is false"
+        )
     shape: dict[str, Any] = {field: given.get(key) for field, key in keys.items()}
     if kind == "gpt2":
         shape["mlp_width"] = shape["mlp_width"] or 4 * shape["width"]
@@ -190,6 +189,8 @@ def _of_llama_s_kind(
     biased = [name for key, names in _BIASES.items() if config.get(key) for name in names]
     more["biased"] = (*more.get("biased", ()), *biased)
     more["head_width"] = shape["head_width"] or _HEAD_WIDTHS.get(kind)
+    if kind in _WINDOWS:
+        more["window"] = config.get("sliding_window")
     if kind == "qwen3":
         more["vectors"] = (more["head_width"],) * 2
     return more
@@ -231,24 +232,17 @@ def from_hub(name: str, *files: str, fetch: bool = False) -> Path | None:
     Raises ``ValueError`` where none is in the local cache, and the hub has none or is not reached.
     It is asked once: of a folder that does not exist nobody is to wait for an answer.
     """
-    from huggingface_hub import (
-        get_hf_file_metadata,
-        hf_hub_download,
-        hf_hub_url,
-        try_to_load_from_cache,
-    )
-    from huggingface_hub.errors import EntryNotFoundError, HFValidationError
+    import huggingface_hub as hub  # takes long, as those that import it do
 
+    if (found := _in_cache(name, *files)) is not None:
+        return found
     try:
         for file in files:
-            if isinstance(found := try_to_load_from_cache(name, file), str):
-                return Path(found)
-        for file in files:
-            with suppress(EntryNotFoundError):
-                get_hf_file_metadata(hf_hub_url(name, file), timeout=_ANSWERS_S)
-                return Path(hf_hub_download(name, file)) if fetch else None
+            with suppress(hub.errors.EntryNotFoundError):
+                hub.get_hf_file_metadata(hub.hf_hub_url(name, file), timeout=_ANSWERS_S)
+                return Path(hub.hf_hub_download(name, file)) if fetch else None
         reason = f"has no {' or '.join(files)}"
-    except HFValidationError:
+    except hub.errors.HFValidationError:
         reason = "is no path that exists and no name on the hub"
     except Exception as error:
         reason = f"is no path, and could not be had from the hub ({type(error).__name__})"
@@ -289,21 +283,23 @@ def _path(model: str) -> Path:
     path = Path(model)
     if path.is_dir() and not (path / "config.json").is_file():
         raise ValueError(f"model = {model!r}: the folder has no config.json")
-    return path if path.exists() else _cached(model)
-
-
-def _cached(name: str) -> Path:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:
-        found = None
-    if not isinstance(found, str):
+    found = path if path.exists() else _in_cache(model, "config.json")
+    if found is None:
+        known = ", ".join((*PAPER_MODELS, *PUBLIC_MODELS))
         raise ValueError(
-            f"model = {name!r}: allowed are {', '.join((*PAPER_MODELS, *PUBLIC_MODELS))}, the path "
+            f"model = {model!r}: allowed are {known}, the path "
             "of a Hugging Face config.json or of its folder, or a name on the hub whose "
-            f"configuration is in the local cache (hf download {name} config.json)"
+            f"configuration is in the local cache (hf download {model} config.json)"
         )
-    return Path(found)
+    return found
+
+
+def _in_cache(name: str, *files: str) -> Path | None:
+    """The first of these files of a name on the hub that is in the local cache."""
+    import huggingface_hub as hub  # takes long
+
+    with suppress(hub.errors.HFValidationError):
+        for file in files:
+            if isinstance(found := hub.try_to_load_from_cache(name, file), str):
+                return Path(found)
+    return None

@@ -167,6 +167,9 @@ def simulate_built(built: Built) -> Prediction:
     tokens = workload.tokens * workload.accumulation
     per_gpu = tokens / timeline.seconds
     mfu, hfu = utilisations(workload, hardware.device, per_gpu)
+    served = None
+    if workload.served:
+        served = luwu.traffic(workload, hardware.world_size, hardware.ranks_per_node)
     return Prediction(
         state="ok" if shortage is None else "oom",
         error=shortage,
@@ -181,15 +184,9 @@ def simulate_built(built: Built) -> Prediction:
         moved_bytes=tasks.moved_bytes,
         footprint=built.needs,
         timeline=timeline,
-        **_links(workload, hardware),
+        link_bytes=None if served is None else served.links,
+        server_messages=None if served is None else served.server_messages,
     )
-
-
-def _links(workload: Workload, hardware: Hardware) -> dict[str, Any]:
-    if not workload.served:
-        return {}
-    found = luwu.traffic(workload, hardware.world_size, hardware.ranks_per_node)
-    return {"link_bytes": found.links, "server_messages": found.server_messages}
 
 
 def chrome_trace(prediction: Prediction) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from decimal import Decimal
 from typing import Literal, TypeVar
 
@@ -99,26 +100,14 @@ def whole(option: str, text: str) -> int:
     return int(text)
 
 
-def share(option: str, text: str) -> float:
-    """A number from 0 to 1."""
-    allowed = "numbers from 0 to 1"
-    try:
-        value = float(text)
-    except ValueError:
-        raise _mistake(option, text, allowed) from None
-    if not 0 <= value <= 1:
-        raise _mistake(option, text, allowed)
-    return value
-
-
 def checkpointing(option: str, text: str) -> float | Literal["selective"]:
     """A share of the blocks that are recomputed, or ``selective``."""
     if text.strip() == "selective":
         return "selective"
-    try:
-        return share(option, text)
-    except ValueError:
-        raise _mistake(option, text, "numbers from 0 to 1, and selective") from None
+    with suppress(ValueError):
+        if 0 <= (value := float(text)) <= 1:
+            return value
+    raise _mistake(option, text, "numbers from 0 to 1, and selective")
 
 
 def hours(option: str, text: str) -> float:

@@ -96,15 +96,8 @@ def hierarchical(nbytes: float, nodes: int, ranks_per_node: int) -> Traffic:
     return inter_node(nbytes, nodes) + intra_node(nbytes, ranks_per_node)
 
 
-def flat_all_reduce(nbytes: float, nodes: int, ranks_per_node: int) -> Traffic:
-    """An all-reduce: a reduce-scatter and an all-gather round the same ring."""
-    half = flat(nbytes, nodes, ranks_per_node)
-    return half + half
-
-
-def hierarchical_all_reduce(nbytes: float, nodes: int, ranks_per_node: int) -> Traffic:
-    """An all-reduce: inside the node, 1/L of it across nodes, and back."""
-    half = hierarchical(nbytes, nodes, ranks_per_node)
+def all_reduce(half: Traffic) -> Traffic:
+    """An all-reduce: a reduce-scatter, and an all-gather of the same bytes."""
     return half + half
 
 
@@ -170,38 +163,36 @@ class Exchanges:
         nbytes = float(trained * self.workload.reduced_bytes)
         if self.schedule.shards == "rank":
             crosses = last and self.schedule.averages is None
-            return [flat_all_reduce(nbytes, nodes, ranks)] if crosses else []
+            return [all_reduce(flat(nbytes, nodes, ranks))] if crosses else []
         if nodes == 1 or self.schedule.averages is not None:
             return [self._intra_node(nbytes)]
         if self.schedule.shards == "node":
-            both_ways = inter_node(nbytes, nodes)
-            return [self._intra_node(nbytes), *([both_ways + both_ways] if last else [])]
+            across = [all_reduce(inter_node(nbytes, nodes))] if last else []
+            return [self._intra_node(nbytes), *across]
         codec = self._reduce_codec
         if self.schedule.hierarchical or codec != "none":  # the vendor's qgZ: two all-to-alls
             crossing = last or not self.schedule.accumulates_without_sync
             half = [self._across(trained, codec)] if crossing else []
             return [self._intra_node(nbytes), *half]
         ring = flat(nbytes, nodes, ranks)
-        return [ring + ring if self._gloo else ring]
+        return [all_reduce(ring) if self._gloo else ring]
 
     def all_reduce(self, trained: int, *, last: bool) -> list[Traffic]:
         """The all-reduce of replicated parameters' gradients, by our engine."""
         if self.schedule.accumulates_without_sync and not last:
             return []
         nbytes = float(trained * self.workload.reduced_bytes)
-        if self.schedule.hierarchical:
-            return [hierarchical_all_reduce(nbytes, self._nodes, self._ranks)]
-        return [flat_all_reduce(nbytes, self._nodes, self._ranks)]
+        half = hierarchical if self.schedule.hierarchical else flat
+        return [all_reduce(half(nbytes, self._nodes, self._ranks))]
 
     def average(self) -> Traffic:
         """A step's share of a round's all-reduce of displacements, which are fp32."""
         nbytes = 4.0 * self.workload.trained
         if self.schedule.shards == "rank":
-            whole = flat_all_reduce(nbytes, self._nodes, self._ranks)
+            half = flat(nbytes, self._nodes, self._ranks)
         else:  # between ranks with the same part of a worker
             half = inter_node(nbytes, self._nodes)
-            whole = half + half
-        return whole / self.workload.interval
+        return all_reduce(half) / self.workload.interval
 
     def shard_bytes(self, unit: Unit) -> float:
         """Bytes of a rank's shard on the host or the disk; FSDP2 copies fp32 and casts then."""
@@ -244,7 +235,7 @@ class Exchanges:
 
     def _intra_node(self, nbytes: float) -> Traffic:
         half = intra_node(nbytes, self._ranks)
-        return half + half if self._gloo else half
+        return all_reduce(half) if self._gloo else half
 
     def _across(self, trained: int, codec: str) -> Traffic:
         """The inter-node half of a reduction."""

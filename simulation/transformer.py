@@ -136,6 +136,8 @@ class Transformer(Checked):
     #: Experts of an MLP, and those that a token passes.
     experts: Count = 1
     active_experts: Count = 1
+    #: Most tokens that a token attends to; none: all before it.
+    window: Count | None = None
     #: What was counted from modules in place of the above: a block's matrices, those of attention,
     #: and what is outside of the blocks.
     counted_matrices: tuple[Matrix, ...] = ()
@@ -183,6 +185,11 @@ class Transformer(Checked):
         """Elements of a token's keys, of all heads that have their own."""
         return self.attention_width * self.key_value_heads // self.heads
 
+    def attended(self, length: int) -> float:
+        """Tokens that one attends to by trainers' count, which is twice the mean of causal ones."""
+        window = min(self.window or length, length)
+        return window * (2 - window / length)
+
     @property
     def inner(self) -> int:
         """Elements of a token inside the MLP, of all experts that it passes."""
@@ -209,23 +216,11 @@ class Transformer(Checked):
             gated = [("gate_up_proj", width, 2 * inner)]
         shapes.append(("o_proj", queries, width))
         gated.append(("down_proj", inner, width))
+        several = self.experts, self.active_experts
         return (
-            *(
-                Matrix(name, inputs, outputs, name in self.biased)
-                for name, inputs, outputs in shapes
-            ),
+            *(Matrix(*one, one[0] in self.biased) for one in shapes),
             *([Matrix(ROUTER, width, self.experts)] if self.experts > 1 else []),
-            *(
-                Matrix(
-                    name,
-                    inputs,
-                    outputs,
-                    name in self.biased,
-                    self.experts,
-                    self.active_experts,
-                )
-                for name, inputs, outputs in gated
-            ),
+            *(Matrix(*one, one[0] in self.biased, *several) for one in gated),
         )
 
     @property

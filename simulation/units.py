@@ -107,6 +107,7 @@ class _Model:
         self._full = workload.lora is None
         self._sharers = schedule.sharers(nodes, ranks_per_node) if schedule.pads else 1
         self._cut_rows = schedule.cuts_low_rank
+        self._block_work, self._again = block_work(workload), recomputed_work(workload)
 
     def layout(self) -> Layout:
         if self._schedule.unit == "matrix":
@@ -153,14 +154,6 @@ class _Model:
     def _block(self, block: int, units: tuple[Unit, ...]) -> Segment:
         return Segment(f"block {block}", *self._block_work, units, self._again, block=True)
 
-    @cached_property
-    def _block_work(self) -> tuple[Work, Work]:
-        return block_work(self._workload)
-
-    @cached_property
-    def _again(self) -> Work:
-        return recomputed_work(self._workload)
-
     def _adapters(self) -> dict[int, list[Unit]]:
         """Units of adapters, by the block that uses them first: see ``fcdp.partition``."""
         lora = self._workload.lora
@@ -194,37 +187,23 @@ class _Model:
         Their changes reach all ranks by a gather after each step.
         """
         model, workload = self._workload.model, self._workload
-        forward, backward = self._block_work
-        pieces = [
-            (matrix, f" {index}" if matrix.experts > 1 else "")
-            for matrix in model.matrices
-            for index in range(matrix.experts)
-        ]
         active = sum(matrix.active_weights for matrix in model.matrices)
-        parts = {
-            matrix.name: matrix.active_weights / matrix.experts / active
-            for matrix in model.matrices
-        }
         # Blocks are alike, and share what is the same in all.
-        works = {
-            name: (forward * part, backward * part, self._again * part)
-            for name, part in parts.items()
-        }
+        pieces = []
+        for matrix in model.matrices:
+            part = matrix.active_weights / matrix.experts / active
+            forward, backward, again = (of * part for of in (*self._block_work, self._again))
+            for index in range(matrix.experts):
+                name = f"{matrix.name} {index}" if matrix.experts > 1 else matrix.name
+                pieces.append((name, matrix, forward, backward, again))
         segments = []
         for block in range(model.layers):
-            for index, (matrix, number) in enumerate(pieces):
-                name, size = f"block {block} {matrix.name}{number}", matrix.size
+            for index, (title, matrix, forward, backward, again) in enumerate(pieces):
+                name, size = f"block {block} {title}", matrix.size
                 unit = Unit(name, size, size, size if self._full else 0)
-                unneeded = block == 0 and not self._full and matrix.name in _READS_EMBEDDINGS
+                needed = block > 0 or self._full or matrix.name not in _READS_EMBEDDINGS
                 segments.append(
-                    Segment(
-                        name,
-                        *works[matrix.name][:2],
-                        (unit,),
-                        works[matrix.name][2],
-                        block=index == 0,
-                        in_backward=not unneeded,
-                    )
+                    Segment(name, forward, backward, (unit,), again, index == 0, needed)
                 )
         weights = sum(matrix.weights for matrix in model.matrices)
         vectors = model.layers * (model.block_parameters - weights)

@@ -32,7 +32,8 @@ from experiments.records.modelled import cluster_of, measured_step, why_not_simu
 from experiments.records.parity import quantised
 from experiments.records.record import Record
 from experiments.records.repeats import once, pooled
-from simulation.emulated import FITTED_TO, intervals
+from simulation.calibration import intervals
+from simulation.emulated import FITTED_TO
 from simulation.framing import MESSAGE_BYTES, SHARE
 
 #: The predictions' knowledge of the records that they are compared with.

@@ -11,9 +11,8 @@ from rich.table import Table
 
 from experiments import terminal
 from experiments.records import provenance
-from simulation import compute
-from simulation.compute import Check
-from simulation.emulated import Constant
+from simulation import calibration, compute
+from simulation.compute import Check, Constant
 from simulation.measured import ROWS, read_rows
 
 
@@ -39,13 +38,13 @@ def fit_compute(
     console = terminal.console()
     try:
         if check is not None:
-            found = compute.errors(read_rows(check), compute.read().fitted())
+            found = calibration.errors(read_rows(check), compute.read().fitted())
             console.print(_checks([found]))
             return
         file = output / "fit.json"
         terminal.check_writable("--output", file)
         commit = provenance.gather().commit
-        record = compute.settle(read_rows(rows or ROWS), commit)
+        record = calibration.settle(read_rows(rows or ROWS), commit)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")
     except (ValueError, OSError) as error:

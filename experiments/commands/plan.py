@@ -14,11 +14,10 @@ from typing import Annotated, Any, TypeVar, cast
 import typer
 
 from experiments import terminal
-from experiments.preflight.schema import Preflight, hardware_of
 from simulation import hardware
 from simulation import quantities as q
 from simulation.compute import with_rates
-from simulation.hardware import Hardware, cluster, described, reported
+from simulation.hardware import Hardware, card, cluster, described, reported
 from simulation.luwu import Server, nominal
 from simulation.planner import plan as planner
 from simulation.planner import rent, report
@@ -93,15 +92,22 @@ def plan(
         ),
     ] = "0,selective,0.5,1",
     kernels: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="eager; flash, attention fused as PyTorch has it; fused, norms, activation "
-            "functions and loss besides."
+            "functions and loss besides. Without it flash, and a range that has fused in it."
         ),
-    ] = "flash",
+    ] = None,
     attention: Annotated[
-        str, typer.Option(help="The fused attention's generation: flash-1, flash-2, flash-3.")
-    ] = "flash-2",
+        str | None,
+        typer.Option(
+            help="The fused attention's generation: flash-1, flash-2, flash-3. Without it flash-2, "
+            "and a range that has flash-1 in it."
+        ),
+    ] = None,
+    product_dtype: Annotated[
+        str, typer.Option(help="Matrix products of the blocks: bf16; fp8, where the GPU has it.")
+    ] = "bf16",
     states: Annotated[
         str,
         typer.Option(
@@ -150,6 +156,13 @@ def plan(
     rows: Annotated[
         Path | None, typer.Option("--csv", metavar="FILE", help="The table's rows, as CSV.")
     ] = None,
+    figure: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A picture, .svg, .png or .pdf: throughput and cost over nodes and links.",
+        ),
+    ] = None,
 ) -> None:
     """Say which strategies fit a cluster, how fast each is, what it costs, and which to take.
 
@@ -167,7 +180,7 @@ def plan(
             "--price-per-gpu-hour": price_per_gpu_hour,
             "--server": server,
         }
-        offered = None if instances is None else _offered(instances, gpu, said)
+        offered = None if instances is None else _offered(instances, gpu, product_dtype, said)
         if within is not None and offered is None:
             raise ValueError(f"--within = {within!r}: needs --instances")
         if offered is not None:
@@ -202,6 +215,7 @@ def plan(
             frozen_dtype=cast(Any, frozen_dtype),
             reduce_dtype=cast(Any, reduce_dtype),
             attention=cast(Any, attention),
+            product_dtype=cast(Any, product_dtype),
             states=cast(Any, states),
             server=machine,
             policies=q.each("--policies", policies, q.name),
@@ -210,16 +224,18 @@ def plan(
             price_per_gpu_hour=_given("--price-per-gpu-hour", price_per_gpu_hour, q.count),
             **_names(strategies, STRATEGIES if offered is not None else None),
         )
-        for name, file in (("--json", output), ("--csv", rows)):
+        if figure is not None and offered is not None:
+            raise ValueError(f"--figure = {str(figure)!r}: is of one cluster, without --instances")
+        for name, file in (("--json", output), ("--csv", rows), ("--figure", figure)):
             if file is not None:
                 terminal.check_writable(name, file)
         if offered is None:
-            answer = _planned(request)
+            answer = _planned(request, figure)
         else:
             answer = _rented(request, offered, _given("--within", within, q.hours))
     except (ValueError, OSError) as error:
         terminal.stop(error)
-    _show(answer, output, rows)
+    _show(answer, output, rows, figure)
 
 
 def _given(option: str, text: str | None, parse: Callable[[str, str], _T]) -> _T | None:
@@ -236,23 +252,25 @@ class _Answer:
     rows: Sequence[Mapping[str, Any]]
 
 
-def _planned(request: Request) -> _Answer:
-
+def _planned(request: Request, figure: Path | None) -> _Answer:
     found = planner.plan(request)
     if found is None:
         raise ValueError(refusal(request))
-    return _Answer(report.table(found), report.document(found), report.rows(found))
+    held = report.document(found) if figure is None else report.curves(found)
+    return _Answer(report.table(found), held, report.rows(found))
 
 
-def _offered(source: str, gpu: str | None, said: Mapping[str, object]) -> list[Instance]:
-    """The instances that were asked for, but for other GPUs than ``--gpu``.
+def _offered(
+    source: str, gpu: str | None, product_dtype: str, said: Mapping[str, object]
+) -> list[Instance]:
+    """The instances that were asked for, with the GPU and the products that are.
 
     Raises ``ValueError`` for whatever else is ``said`` of the nodes.
     """
     for name, value in said.items():
         if value is not None:
             raise ValueError(f"{name} = {value!r}: not allowed with --instances, which says it")
-    every = read(source)
+    every = [one for one in read(source) if product_dtype != "fp8" or card(one.gpu).fp8]
     found = [one for one in every if gpu is None or one.gpu == gpu]
     if not found:
         names = ", ".join(sorted({one.gpu for one in every})) or "none: it is empty"
@@ -272,7 +290,7 @@ def _rented(request: Request, offered: Sequence[Instance], within_hours: float |
     )
 
 
-def _show(answer: _Answer, output: Path | None, rows: Path | None) -> None:
+def _show(answer: _Answer, output: Path | None, rows: Path | None, figure: Path | None) -> None:
     console = terminal.console()
     console.print(answer.shown)
     try:
@@ -284,9 +302,13 @@ def _show(answer: _Answer, output: Path | None, rows: Path | None) -> None:
                 writer = csv.DictWriter(lines, list(answer.rows[0]), lineterminator="\n")
                 writer.writeheader()
                 writer.writerows(answer.rows)
-    except OSError as error:
+        if figure is not None:
+            drawn = ["plan", "-", "--output", str(figure)]
+            if (why := terminal.have_drawn(drawn, json.dumps(answer.document))) is not None:
+                raise ValueError(f"--figure = {str(figure)!r}: {why}")
+    except (OSError, ValueError) as error:
         terminal.stop(error)
-    for file in filter(None, (output, rows)):
+    for file in filter(None, (output, rows, figure)):
         terminal.say(console, "plan", file)
 
 
@@ -324,6 +346,8 @@ def _measured(
     host_memory: str | None,
 ) -> Hardware:
     """The cluster as preflight found it, but for what is given."""
+    from experiments.preflight.schema import Preflight, hardware_of  # records' schema: start-up
+
     measured = Preflight.read(file)
     found = hardware_of(measured, gpu)
     if nodes is not None:

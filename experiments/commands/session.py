@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -126,18 +124,11 @@ def reach_reference(matrix: Matrix, directory: RunDirectory) -> bool:
 
 def draw(console: Console, directory: RunDirectory) -> bool:
     """Have ``analysis`` draw the report, in a process of its own; return whether it did."""
-    command = [sys.executable, "-m", "analysis", "report", str(directory.records)]
-    result = subprocess.run(
-        [*command, "--output", str(directory.report)],
-        capture_output=True,
-        text=True,
-        errors="replace",
-        check=False,
-    )
-    if result.returncode != 0:
-        reason = (result.stderr or result.stdout).strip().splitlines() or ["no output"]
+    output = ["--output", str(directory.report)]
+    reason = terminal.have_drawn(["report", str(directory.records), *output])
+    if reason is not None:
         shown = terminal.shown(directory.records)
-        terminal.say_error(f"the report could not be drawn: {reason[-1]}")
+        terminal.say_error(f"the report could not be drawn: {reason}")
         terminal.say_error(f"try again with: python -m analysis report {shown}")
         return False
     for file in sorted(directory.report.rglob("*")):

@@ -30,14 +30,13 @@ from experiments.records.provenance import Provenance
 from experiments.records.record import Record, read
 from experiments.records.select import FILE, PREDICTIONS
 from simulation import files
+from simulation.calibration import calibrate as fit_host
 from simulation.emulated import (
     TWO_CORES,
     Comparison,
     Constants,
-    calibrate,
     compare,
     emulated,
-    median_absolute_error,
 )
 from simulation.hardware import Hardware
 
@@ -182,7 +181,7 @@ def _calibrated() -> Constants:
     with session.opened(matrix, Path("runs") / matrix.name, resume=True) as (directory, finished):
         records = session.run_cells(matrix, matrix.cells, finished, directory)
         steps = (modelled.measured_step(r, modelled.cluster_of(r.cell)) for r in records)
-        return calibrate([step for step in steps if step is not None])
+        return fit_host([step for step in steps if step is not None])
 
 
 def _compare(records: Sequence[Record], known: _Known, folder: Path) -> Compared:
@@ -238,7 +237,7 @@ def _table(compared: dict[str, Compared]) -> Table:
                 continue
             largest = max((c.relative_error for c in cells), key=abs)
             agree = sum(c.bytes_agree for c in cells)
-            error = f"{100 * median_absolute_error(cells):.1f} %"
+            error = f"{100 * median(abs(c.relative_error) for c in cells):.1f} %"
             farthest = max((c.counted_share for c in cells), key=lambda share: abs(share - 1))
             share = f"{median(c.counted_share for c in cells):.3f}, farthest {farthest:.2f}"
             off = f"{100 * largest:+.0f} %"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -76,6 +77,16 @@ def why_unusable(path: Path, error: OSError) -> str:
     if isinstance(error, FileNotFoundError):  # all folders above were to be made
         return "nothing can be made there"
     return (error.strerror or type(error).__name__).lower()
+
+
+def have_drawn(arguments: Sequence[str], given: str = "") -> str | None:
+    """Have ``analysis`` draw, in a process of its own; return why it did not."""
+    command = [sys.executable, "-m", "analysis", *arguments]
+    done = subprocess.run(
+        command, input=given, capture_output=True, text=True, errors="replace", check=False
+    )
+    said = (done.stderr or done.stdout).strip().splitlines() or ["no output"]
+    return said[-1] if done.returncode else None
 
 
 def check_writable(option: str, file: Path) -> None:

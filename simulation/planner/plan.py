@@ -43,6 +43,8 @@ class Plan:
     option: Option
     #: Why this strategy, in one sentence.
     reason: str
+    #: Strategies that the simulator cannot tell from it.
+    ties: tuple[str, ...]
     #: LuWu, where there is a server and it fits.
     in_network: InNetwork | None = None
 
@@ -79,7 +81,8 @@ def plan(request: Request) -> Plan | None:
     strategy = min(ties, key=lambda name: _plainness(find(name)))
     by_name = {verdict.strategy: verdict for verdict in verdicts}
     reason = _reason(request, strategy, ties, found, by_name)
-    return Plan(request, tuple(verdicts), strategy, found[strategy], reason, in_network(request))
+    luwu = in_network(request)
+    return Plan(request, tuple(verdicts), strategy, found[strategy], reason, tuple(ties), luwu)
 
 
 def _at_length(request: Request) -> Request:

@@ -197,13 +197,13 @@ class Offer:
     @property
     def cost_range(self) -> tuple[float, float]:
         """Costs between which nine of ten such runs are expected, failures aside."""
-        slowest, fastest = tokens_range(self.plan.option.speed, self.hardware)
+        slowest, fastest = tokens_range(self.plan.option, self.plan.request)
         return self.price * self._hours(fastest), self.price * self._hours(slowest)
 
     def chance(self, within_hours: float) -> float:
         """Probability to be done in time, if the range's ends are those of nine of ten runs."""
         fast = self.hours / within_hours
-        slowest, fastest = tokens_range(self.plan.option.speed, self.hardware)
+        slowest, fastest = tokens_range(self.plan.option, self.plan.request)
         end = (slowest if fast < 1 else fastest) / self.plan.option.tokens_per_s
         return NormalDist().cdf(-_NINE_OF_TEN * log(fast) / abs(log(end)))
 
@@ -239,11 +239,11 @@ def rent(request: Request, instances: Sequence[Instance], within_hours: float | 
         if len(found) >= MOST and _least_cost(request, instance) > found[MOST - 1].cost:
             left_out["dearer"].append(instance.name)
             continue
-        tried = _try(request, instance, within_hours)
-        if tried.why is not None:
-            left_out[tried.why].append(instance.name)
-        soonest += tried.late
-        found = sorted([*found, *tried.offers], key=lambda offer: offer.cost)
+        offers, late, why = _try(request, instance, within_hours)
+        if why is not None:
+            left_out[why].append(instance.name)
+        soonest += late
+        found = sorted([*found, *offers], key=lambda offer: offer.cost)
     first = min(soonest, key=lambda offer: offer.hours, default=None)
     return Market(tuple(found[:MOST]), left_out, first)
 
@@ -281,23 +281,15 @@ def refused(market: Market, request: Request, instances: Sequence[Instance]) -> 
     return "no offer: " + "; ".join(parts)
 
 
-@dataclass(frozen=True)
-class _Tried:
-    """What was tried of one instance."""
-
-    offers: tuple[Offer, ...] = ()
-    #: The soonest that is not in time, at most one per price.
-    late: tuple[Offer, ...] = ()
-    #: Why there is no offer.
-    why: str | None = None
-
-
-def _try(request: Request, instance: Instance, within_hours: float | None) -> _Tried:
-    """The fewest nodes in time, at each of the instance's prices."""
+def _try(
+    request: Request, instance: Instance, within_hours: float | None
+) -> tuple[list[Offer], list[Offer], str | None]:
+    """The fewest nodes in time, at each price; else the soonest, and why there is no offer."""
     plans: dict[int, Plan | None] = {}
     counts = list(_node_counts(request, instance, within_hours))
     even = [nodes for nodes in counts if _shares_out(request, instance.cluster(nodes))]
-    offers, late = [], []
+    offers: list[Offer] = []
+    late: list[Offer] = []
     for spot in (False, True):
         price = instance.spot_usd_per_hour if spot else instance.list_usd_per_hour
         if price is None:
@@ -319,7 +311,7 @@ def _try(request: Request, instance: Instance, within_hours: float | None) -> _T
     why = None
     if not offers:
         why = "late" if late or not counts else "unfit" if even else "uneven"
-    return _Tried(tuple(offers), tuple(late), why)
+    return offers, late, why
 
 
 def _shares_out(request: Request, hardware: Hardware) -> bool:

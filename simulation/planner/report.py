@@ -13,9 +13,10 @@ from rich.text import Text
 
 from baselines.registry import find
 from simulation import goodput
+from simulation.hardware import Hardware
 from simulation.planner.plan import Plan, differs, lacking, replicates
 from simulation.planner.request import Request
-from simulation.planner.search import Option, Verdict, fits, rests_on, tokens_range
+from simulation.planner.search import Option, Verdict, fits, rests_on, search, tokens_range
 from simulation.planner.siblings import lack
 from simulation.quantities import format_rate
 
@@ -23,6 +24,10 @@ EVIDENCE = "simulated"
 _WAITS_FOR = "waits\nfor"
 #: Most rows of a table; the rest is in its files.
 _MOST = 10
+#: Most strategies of a picture, and the clusters that it is drawn over, by the plan's.
+_DRAWN = 4
+_NODES_TIMES = (0.25, 0.5, 1, 2, 4, 8)
+_LINK_TIMES = (0.125, 0.25, 0.5, 1, 2, 4, 8)
 #: What a step waits for, in a word.
 _SHORT = {"inter_node": "link", "intra_node": "node", "host_to_device": "copies"}
 _SHORT |= {"device_to_host": "copies"}
@@ -58,12 +63,13 @@ def titles(request: Request) -> tuple[str, ...]:
         shortened = f" (usual are {usual}, with which {what})"
     link = f"{format_rate(8 * hardware.inter_bytes_per_s)} reached between nodes"
     nodes = f"{hardware.nodes} nodes" if hardware.nodes > 1 else "1 node"
+    products = "" if request.product_dtype == "bf16" else f", products in {request.product_dtype}"
     return (
         f"{request.model} · {tuning} · {lengths} tokens a sequence{shortened}",
         f"{nodes} × {hardware.ranks_per_node} {hardware.device.name} · "
         + (f"{link} · " if hardware.nodes > 1 else "")
         + f"{hardware.host_memory_bytes / 1e9:.4g} GB host memory a node · {EVIDENCE}",
-        f"computation, {request.kernels} kernels: {rests_on(hardware)}",
+        f"computation, {request.kernels or 'flash'} kernels{products}: {rests_on(hardware)}",
     )
 
 
@@ -103,6 +109,8 @@ def table(plan: Plan) -> RenderableType:
     share = goodput.of(plan.option.workload, plan.request.hardware, spot=False)
     failures = f"failures, one in {goodput.GPU_HOURS_PER_FAILURE:,.0f} GPU-hours, leave {share:.1%}"
     notes.append(Text(f"{failures} of the time, which hours and cost do not count", style="dim"))
+    if None in (plan.request.kernels, plan.request.attention):
+        notes.append(Text("ranges hold kernels not named: --kernels, --attention", style="dim"))
     notes += [Text(line, style="yellow") for line in _absurd(plan)]
     head = (Text(line, style="bold cyan") for line in titles(plan.request))
     return Group(*head, Text(), grid, Text(), *notes, advice, Text(_next(plan), style="dim"))
@@ -175,6 +183,8 @@ def document(plan: Plan) -> dict[str, Any]:
         "matmul_efficiency": hardware.matmul_efficiency,
         "computation": rests_on(hardware),
         "kernels": request.kernels,
+        "attention": request.attention,
+        "product_dtype": request.product_dtype,
         "reduce_dtype": request.reduce_dtype,
         "inter_latency_seconds": hardware.inter_latency_seconds,
         "goodput": goodput.of(plan.option.workload, hardware, spot=False),
@@ -186,6 +196,46 @@ def document(plan: Plan) -> dict[str, Any]:
         "strategies": [_verdict(plan, verdict) for verdict in plan.verdicts],
         **_luwu(plan),
     }
+
+
+def curves(plan: Plan) -> dict[str, Any]:
+    """The plan for JSON, with speeds of some of its strategies over nodes and over links.
+
+    Raises ``ValueError`` where no link between nodes is known.
+    """
+    request, hardware = plan.request, plan.request.hardware
+    if math.isinf(hardware.inter_bytes_per_s):
+        raise ValueError("--figure: needs the bandwidth of a node's link (--inter-node)")
+    fitting = [verdict.strategy for verdict in plan.verdicts if verdict.best]
+    known = [name for name in ("fcdp", "fsdp2") if name in fitting]
+    strategies = tuple(dict.fromkeys([plan.strategy, *known, *fitting]))[:_DRAWN]
+    nodes, rate = hardware.nodes, hardware.inter_bytes_per_s
+    clusters = {
+        "nodes": [
+            replace(hardware, nodes=int(nodes * times))
+            for times in _NODES_TIMES
+            if nodes * times >= 1
+        ],
+        "gbit_s": [replace(hardware, inter_bytes_per_s=rate * times) for times in _LINK_TIMES],
+    }
+    batch = request.global_batch
+    found: dict[str, list[dict[str, Any]]] = {}
+    for axis, several in clusters.items():
+        for one in several:
+            if batch is not None and batch % one.world_size:
+                continue
+            asked = replace(request, hardware=one, strategies=strategies)
+            for best in filter(None, (verdict.best for verdict in search(asked))):
+                low, high = tokens_range(best, asked)
+                at = {"strategy": best.workload.strategy, **_place(one), "gpus": one.world_size}
+                speeds = {"tokens_per_s": best.tokens_per_s, "low": low, "high": high}
+                found.setdefault(axis, []).append(at | speeds)
+    return document(plan) | {"at": _place(hardware), "curves": found}
+
+
+def _place(hardware: Hardware) -> dict[str, float]:
+    """Where a cluster is on a picture's axes."""
+    return {"nodes": hardware.nodes, "gbit_s": 8e-9 * hardware.inter_bytes_per_s}
 
 
 def _luwu(plan: Plan) -> dict[str, Any]:
@@ -253,7 +303,7 @@ def _cells(plan: Plan, option: Option) -> dict[str, str]:
 
 
 def _range(plan: Plan, option: Option) -> str:
-    low, high = tokens_range(option.speed, plan.request.hardware)
+    low, high = tokens_range(option, plan.request)
     scale, unit = next(pair for pair in ((1e6, "M"), (1e3, "k"), (1.0, "")) if high >= pair[0])
     return f"{low / scale:.3g}–{high / scale:.3g}{unit}"
 
@@ -283,7 +333,7 @@ def _option(plan: Plan, option: Option) -> dict[str, Any]:
         "host_bytes": dict(needs.host),
         "disk_bytes": dict(needs.disk),
         **measures,
-        "tokens_per_s_range": list(tokens_range(speed, plan.request.hardware)),
+        "tokens_per_s_range": list(tokens_range(option, plan.request)),
         "bottleneck": speed.bottleneck,
         "inter_node_bytes": sent,
         "gpu_hours": plan.hours(option),

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from baselines.registry import find, schedule_of, simulated
 from simulation import checks
 from simulation.checks import Checked, NotNegative, Positive
-from simulation.hardware import Hardware
+from simulation.hardware import Hardware, card
 from simulation.luwu import Server
 from simulation.memory import check_policy
 from simulation.models import shape, usual_length
@@ -21,6 +21,7 @@ from simulation.workload import (
     Attention,
     FrozenDtype,
     Kernels,
+    ProductDtype,
     ReduceDtype,
     States,
     Workload,
@@ -45,10 +46,8 @@ _ADAPTERS: tuple[Adapters, ...] = ("sharded", "replicated")
 def planned() -> tuple[str, ...]:
     """Names of the strategies that a plan may have: all that are simulated, but for cycles.
 
-    Cyclic Data Parallelism spreads over a step what others send at once, and halves activations of
-    micro-batches that are together on one device. Per step a node sends no fewer bytes, one
-    micro-batch at a time needs less memory still, and what is trained is another thing: a matrix
-    compares it.
+    Cyclic Data Parallelism sends no fewer bytes per step, one micro-batch at a time needs less
+    memory still, and what is trained is another thing: a matrix compares it.
     """
     return tuple(name for name in simulated() if schedule_of(name).cycle is None)
 
@@ -75,12 +74,15 @@ class Request(Checked):
     #: Sequences per rank and micro-batch; none: the largest that fits.
     micro_batches: tuple[int, ...] = ()
     recomputed: tuple[Recomputed, ...] = RECOMPUTED
-    kernels: Kernels = "flash"
+    #: None: those of PyTorch, and ranges that have fused ones in them.
+    kernels: Kernels | None = None
     #: What frozen parameters are held in, where adapters are trained.
     frozen_dtype: FrozenDtype = "bf16"
     reduce_dtype: ReduceDtype = "same"
-    #: Generation of the fused attention, and what the optimizer keeps.
-    attention: Attention = "flash-2"
+    product_dtype: ProductDtype = "bf16"
+    #: Generation of the fused attention; none: the second, and ranges that have the first in them.
+    attention: Attention | None = None
+    #: What the optimizer keeps.
     states: States = "fp32"
     strategies: tuple[str, ...] = planned()
     #: Cache policies of strategies that have the choice.
@@ -109,6 +111,11 @@ class Request(Checked):
                 )
         for policy in self.policies:
             check_policy(policy)
+        if self.product_dtype == "fp8" and not card(self.hardware.device.name).fp8:
+            raise ValueError(
+                f"product_dtype = 'fp8': {self.hardware.device.name} has none; allowed with it is "
+                "bf16"
+            )
         ranks = self.hardware.world_size
         if self.global_batch is not None and (self.global_batch < 1 or self.global_batch % ranks):
             raise ValueError(
@@ -157,10 +164,11 @@ class Request(Checked):
                 sequence_length=length,
                 micro_batch=1,
                 **_checkpointed(recomputed),
-                kernels=self.kernels,
+                kernels=self.kernels or "flash",
                 frozen_dtype=self.frozen_dtype,
                 reduce_dtype=self.reduce_dtype,
-                attention=self.attention,
+                attention=self.attention or "flash-2",
+                product_dtype=self.product_dtype,
                 states=self.states,
                 element_bytes=2 if self.hardware.backend == "nccl" else 4,
                 policy=policy,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from heapq import heapify, heappop, heappush
@@ -11,7 +11,7 @@ from itertools import groupby
 from math import isqrt
 
 from simulation import prediction
-from simulation.compute import record
+from simulation.compute import SOURCES, record
 from simulation.hardware import Hardware
 from simulation.memory import Footprint, Shortfall
 from simulation.planner.request import Request
@@ -25,7 +25,7 @@ from simulation.prediction import (
     simulate_built,
     utilisations,
 )
-from simulation.workload import Workload, dequantised_bytes, token_work
+from simulation.workload import Attention, Kernels, Workload, dequantised_bytes, token_work
 
 #: Micro-batches of a step that are simulated; each one more is like the last of them, in most.
 _SIMULATED = 3
@@ -33,7 +33,6 @@ _SIMULATED = 3
 #: ours.
 _NOMINAL_LINKS, _MEASURED_LINKS = (0.75, 1.2), (0.95, 1.05)
 _COMPUTE = ("compute",)
-_FITTED = "all rows, fitted"
 #: Options of one strategy this close are the same; the simplest, which comes first, is taken.
 SAME = 0.01
 
@@ -110,14 +109,17 @@ def simulated(workload: Workload, hardware: Hardware, built: Built | None = None
     count = workload.accumulation
     late = workload.schedule.averages == "late"
     counted = count if late else min(count, _SIMULATED)
-    first = built or build(replace(workload, accumulation=counted), hardware)
-    prediction = simulate_built(first)
-    last = totals = _measures(prediction)
-    if count > counted:
-        fewer = _measures(predict(replace(workload, accumulation=counted - 1), hardware))
-        more = count - counted
-        totals = {key: last[key] + more * (last[key] - fewer.get(key, 0.0)) for key in last}
-    seconds = totals["step", ""]
+    last = simulate_built(built or build(replace(workload, accumulation=counted), hardware))
+    more, fewer = count - counted, last
+    if more:
+        fewer = predict(replace(workload, accumulation=counted - 1), hardware)
+
+    def whole(measure: Callable[[Prediction], Mapping[str, float]]) -> dict[str, float]:
+        before = measure(fewer)
+        return {key: v + more * (v - before.get(key, 0.0)) for key, v in measure(last).items()}
+
+    step = whole(lambda of: {"seconds": of.step_seconds, "sent": of.inter_node_bytes})
+    seconds = step["seconds"]
     tokens = workload.tokens * count
     per_gpu = tokens / seconds
     mfu, hfu = utilisations(workload, hardware.device, per_gpu)
@@ -126,24 +128,11 @@ def simulated(workload: Workload, hardware: Hardware, built: Built | None = None
         tokens_per_s=per_gpu * hardware.world_size,
         mfu=mfu,
         hfu=hfu,
-        waits_seconds=_part(totals, "waits"),
-        busy_seconds=_part(totals, "busy"),
-        inter_node_bytes=totals["sent", ""],
+        waits_seconds=whole(_waits),
+        busy_seconds=whole(lambda of: {k: used * of.step_seconds for k, used in of.busy.items()}),
+        inter_node_bytes=step["sent"],
     )
-    return Option(workload, prediction.footprint, speed)
-
-
-def _measures(prediction: Prediction) -> dict[tuple[str, str], float]:
-    """Figures that grow with the number of micro-batches, by kind and resource."""
-    found = {
-        ("step", ""): prediction.step_seconds,
-        ("sent", ""): float(prediction.inter_node_bytes),
-    }
-    for name, share in prediction.busy.items():
-        found["busy", name] = share * prediction.step_seconds
-    for name, seconds in _waits(prediction).items():
-        found["waits", name] = seconds
-    return found
+    return Option(workload, last.footprint, speed)
 
 
 def _waits(prediction: Prediction) -> dict[str, float]:
@@ -159,20 +148,18 @@ def _waits(prediction: Prediction) -> dict[str, float]:
     return waits
 
 
-def _part(totals: Mapping[tuple[str, str], float], kind: str) -> dict[str, float]:
-    return {name: value for (part, name), value in totals.items() if part == kind}
-
-
-def tokens_range(speed: Speed, hardware: Hardware) -> tuple[float, float]:
+def tokens_range(option: Option, request: Request) -> tuple[float, float]:
     """Tokens per second between which nine of ten such steps are expected.
 
     What the step waits for becomes slower or faster, each resource by its own range: at most so
-    much, as what waited behind it may come before.
+    much, as what waited behind it may come before. Kernels that nobody named are one more reason
+    to err, independent of the others.
     """
+    speed, hardware = option.speed, request.hardware
     rates = hardware.rates
     measured = rates.basis.startswith("preflight")
     links = _MEASURED_LINKS if measured else _NOMINAL_LINKS
-    compute = (rates.lowest, rates.highest)
+    compute = computed_range(option.workload, hardware, request.kernels, request.attention)
     low, high = (
         sum(
             seconds / (compute[end] if name in _COMPUTE else links[end])
@@ -186,13 +173,27 @@ def tokens_range(speed: Speed, hardware: Hardware) -> tuple[float, float]:
     )
 
 
+def computed_range(
+    workload: Workload, hardware: Hardware, kernels: Kernels | None, attention: Attention | None
+) -> tuple[float, float]:
+    """Factors of computation's speed; of kernels that nobody named, by the slowest and fastest."""
+    rates = hardware.rates
+    slow = replace(workload, attention=attention or "flash-1")
+    fast = replace(workload, kernels=kernels or "fused")
+    own, longest, shortest = (rates.seconds(token_work(one)) for one in (workload, slow, fast))
+    return (
+        math.exp(-math.hypot(math.log(rates.lowest), math.log(own / longest))),
+        math.exp(math.hypot(math.log(rates.highest), math.log(own / shortest))),
+    )
+
+
 def tie() -> float:
     """Relative difference of two predictions below which the simulator cannot order them.
 
-    Two that err independently by the median error of the fit differ by √2 times that. What all
-    predictions for a GPU, or of a source, have in common does not change their order.
+    Two that err independently by the median error of sources left out differ by √2 times that: so
+    whichever source is left out, it is the same that are tied or ahead (a test has examples).
     """
-    return math.sqrt(2) * record().check(_FITTED).median
+    return math.sqrt(2) * record().check(SOURCES).median
 
 
 def rests_on(hardware: Hardware) -> str:
@@ -223,7 +224,7 @@ class Verdict:
     options: tuple[Option, ...]
     #: Sequences per rank and micro-batch, at any point of the grid; 0 if it does not fit.
     largest_micro_batch: int
-    #: Memory that the point of the grid lacks which lacks least.
+    #: Memory that the point of the grid lacks which lacks least; none where one fits.
     shortfall: Shortfall
 
     @property
@@ -263,18 +264,18 @@ def fits(request: Request) -> bool:
 
 def _verdict(strategy: str, points: list[Workload], request: Request) -> Verdict:
     hardware = request.hardware
-    lacking: list[Shortfall] = []
-    fitting: list[Workload] = []
-    for point in points:
-        fitting += _fitting(point, request)
-        lacking += [needed(tried, hardware).lacks(hardware) for tried in _tried(point, request)]
-    largest = max((workload.micro_batch for workload in fitting), default=0)
+    fitting = [workload for point in points for workload in _fitting(point, request)]
+    if not fitting:
+        tried = (one for point in points for one in _tried(point, request))
+        lacking = (needed(one, hardware).lacks(hardware) for one in tried)
+        least = min(lacking, key=lambda lack: lack.of_node(hardware.ranks_per_node))
+        return Verdict(strategy, (), 0, least)
     if request.micro_batches:  # all that is named is shown
         options = tuple(simulated(workload, hardware) for workload in fitting)
     else:
         options = _options(fitting, hardware)
-    least = min(lacking, key=lambda lack: lack.of_node(hardware.ranks_per_node))
-    return Verdict(strategy, options, largest, least)
+    largest = max(workload.micro_batch for workload in fitting)
+    return Verdict(strategy, options, largest, Shortfall(0.0, 0.0))
 
 
 def _options(fitting: list[Workload], hardware: Hardware) -> tuple[Option, ...]:
@@ -290,21 +291,15 @@ def _options(fitting: list[Workload], hardware: Hardware) -> tuple[Option, ...]:
     while waiting:
         bound, at = heappop(waiting)
         # A simpler one, which comes earlier, is taken even if it is a little slower.
-        beaten = (
-            option.tokens_per_s * (1 - SAME) >= -bound
-            if at < other
-            else option.tokens_per_s >= (1 - SAME) * -bound
-            for other, option in found.items()
-        )
-        if any(beaten):
+        margins = ((1 - SAME, 1.0) if at < other else (1.0, 1 - SAME) for other in found)
+        options = zip(found.values(), margins, strict=True)
+        if any(one.tokens_per_s * less >= -bound * more for one, (less, more) in options):
             continue
-        if at in built:
-            found[at] = simulated(fitting[at], hardware, built.pop(at))
-        elif fitting[at].accumulation > 1:  # of which computation alone is counted
-            found[at] = simulated(fitting[at], hardware)
+        if fitting[at].accumulation > 1 or at in built:  # of several, computation alone is counted
+            found[at] = simulated(fitting[at], hardware, built.pop(at, None))
         else:
-            step = built[at] = build(fitting[at], hardware)
-            heappush(waiting, (-most_tokens_per_s(step), at))
+            built[at] = build(fitting[at], hardware)
+            heappush(waiting, (-most_tokens_per_s(built[at]), at))
     return tuple(found[at] for at in sorted(found))
 
 

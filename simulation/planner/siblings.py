@@ -171,27 +171,16 @@ def out_of_core(request: Request) -> OutOfCore | None:
 
 
 def _best(request: Request) -> OutOfCore | None:
-    found = [
-        made
-        for point in _lengths(request)
-        for size in sorted(_sizes(request) or _BATCHES)
-        if (made := _fuyou(replace(point, micro_batch=size), request.hardware)) is not None
-    ]
-    if not found:
-        return None
-    fastest = max(made.tokens_per_s for made in found)
-    return next(made for made in found if made.tokens_per_s >= _CLOSE * fastest)
-
-
-def _lengths(request: Request) -> list[Workload]:
-    """The request's model at each length."""
-    points = {
-        point.sequence_length: replace(
-            point, strategy="fsdp2", recomputed=1.0, checkpointing="full", adapters="sharded"
-        )
+    sizes = sorted(_sizes(request) or _BATCHES)
+    full = {"recomputed": 1.0, "checkpointing": "full", "adapters": "sharded"}
+    by_length = {
+        point.sequence_length: replace(point, strategy="fsdp2", **full)  # type: ignore[arg-type]
         for point in request.workloads()
     }
-    return list(points.values())
+    points = [replace(one, micro_batch=size) for one in by_length.values() for size in sizes]
+    found = [made for one in points if (made := _fuyou(one, request.hardware)) is not None]
+    fastest = max((made.tokens_per_s for made in found), default=0.0)
+    return next((made for made in found if made.tokens_per_s >= _CLOSE * fastest), None)
 
 
 def _fuyou(workload: Workload, hardware: Hardware) -> OutOfCore | None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from graphlib import TopologicalSorter
 from typing import Literal
@@ -62,7 +62,7 @@ class Slots(Tasks):
         self._sends = {(m.kind, m.stage, m.source): m for m in self._messages}
         self._received = [self._cycle.received_by(rank) for rank in range(self._cycle.ranks)]
         self._last = 2 * self._cycle.stages - 1
-        self.tasks = [replace(self._own(self._task(key)), after=()) for key in self._keys_shown()]
+        self.tasks = [self._own(self._task(key))._replace(after=()) for key in self._keys_shown()]
         for message in self._sent():
             link = "inter_node" if self._crosses(message) else "intra_node"
             self.count(link, _PHASES[message.kind], self._nbytes(message))
@@ -119,7 +119,7 @@ class Slots(Tasks):
         taken = task.demands.items() if counted else ()
         shown = {mine[name]: took for name, took in taken if name in mine}
         stream = COMPUTE if task.stream == f"rank {self._shown_rank}" else task.stream
-        return replace(task, stream=stream, demands=shown)
+        return task._replace(stream=stream, demands=shown)
 
     # What waits for what. A key whose step is not simulated waits for nothing.
 
@@ -266,9 +266,9 @@ class Slots(Tasks):
             if task.latency_seconds:
                 way = f"{task.name}, on its way"
                 tasks.append(Task(way, way, {}, after, task.latency_seconds))
-                task, after = replace(task, latency_seconds=0.0), (len(tasks) - 1,)
+                task, after = task._replace(latency_seconds=0.0), (len(tasks) - 1,)
             at[key] = len(tasks)
-            tasks.append(replace(task, after=after))
+            tasks.append(task._replace(after=after))
         return tasks, at
 
     def _ordered(self) -> list[Key]:
@@ -359,8 +359,8 @@ def _update(tasks: Tasks, stage: int, trained: int, seconds: float) -> None:
     hardware = tasks.hardware
     if hardware.world_size > 1 and trained:
         nbytes = float(_FP32 * trained)
-        ring = traffic.flat_all_reduce(nbytes, hardware.nodes, hardware.ranks_per_node)
-        name = f"reduce stage {stage}"
-        tasks.exchange(name, COMPUTE, ring, "reduce", (), reduced_bytes=nbytes)
+        ring = traffic.flat(nbytes, hardware.nodes, hardware.ranks_per_node)
+        whole, name = traffic.all_reduce(ring), f"reduce stage {stage}"
+        tasks.exchange(name, COMPUTE, whole, "reduce", (), reduced_bytes=nbytes)
     copy = _COPY_BYTES * trained / hardware.rates.copied_bytes_per_s
     tasks.compute(f"optimizer stage {stage}", seconds + copy, ())

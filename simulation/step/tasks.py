@@ -11,6 +11,7 @@ import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from simulation.hardware import Hardware
 from simulation.traffic import Traffic
@@ -21,8 +22,7 @@ _DONE = 1e-9
 COMPUTE = "compute"
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """A piece of a step's work, on one stream. ``after`` are indices of earlier tasks."""
 
     name: str
@@ -35,8 +35,7 @@ class Task:
     latency_seconds: float = 0.0
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """When a task ran, in seconds."""
 
     start: float
@@ -98,7 +97,7 @@ class _Active:
     #: Counts the kinds of uses, so that sets of tasks that run together are told apart fast.
     kind: int
     alone_seconds: float
-    left: float = 1.0
+    left: float
     speed: float = 0.0
 
 
@@ -107,16 +106,20 @@ class _Kinds:
     """Kinds of tasks by what they use, and the speeds of sets of them: a step's repeat."""
 
     numbers: dict[tuple[tuple[str, float], ...], int] = field(default_factory=dict)
+    #: What tasks of the same demands use, the kind of that, and their seconds alone.
+    seen: dict[tuple[tuple[str, float], ...], tuple[dict[str, float], int, float]] = field(
+        default_factory=dict
+    )
     speeds: dict[tuple[int, ...], list[float]] = field(default_factory=dict)
 
     def activated(self, index: int, task: Task) -> _Active:
-        alone = max(task.demands.values(), default=0.0)
-        uses = {
-            name: seconds / alone
-            for name, seconds in task.demands.items()
-            if seconds > _DONE * alone
-        }
-        kind = self.numbers.setdefault(tuple(uses.items()), len(self.numbers))
+        demands = tuple(task.demands.items())
+        if demands not in self.seen:
+            alone = max(task.demands.values(), default=0.0)
+            uses = {name: used / alone for name, used in demands if used > _DONE * alone}
+            kind = self.numbers.setdefault(tuple(uses.items()), len(self.numbers))
+            self.seen[demands] = uses, kind, alone
+        uses, kind, alone = self.seen[demands]
         return _Active(index, uses, kind, alone, left=1.0 if alone > 0 else 0.0)
 
     def share(self, running: Sequence[_Active]) -> None:
@@ -286,10 +289,11 @@ class Tasks:
         self.count("intra_node", phase, traffic.intra_node_bytes)
         known = (traffic, gathered_bytes, reduced_bytes)
         if known not in self._exchanges:
-            demands = self._demands(traffic, gathered_bytes, reduced_bytes)
+            demands = used(self._demands(traffic, gathered_bytes, reduced_bytes))
             self._exchanges[known] = demands, traffic.latency_seconds(self.hardware)
         demands, latency = self._exchanges[known]
-        return self.add(name, stream, demands, after, latency)
+        self.tasks.append(Task(name, stream, demands, tuple(after), latency))
+        return len(self.tasks) - 1
 
     def _demands(
         self, traffic: Traffic, gathered_bytes: float, reduced_bytes: float

@@ -111,6 +111,24 @@ def test_what_makes_units_stale_does_on_all_ranks_and_nothing_else(ranks: Pools)
     assert ranks.run(2, stale_of_each) == [STALE, STALE]
 
 
+def load_between_blocks() -> int:
+    """Run one block, load, and run the next, as of a pass that has begun; what is gathered anew."""
+    topology = topology_of(2, 1)
+    model = shard_with_fcdp(make_model(SETTINGS), topology, SETTINGS)
+    hidden = torch.ones(1, 4, WIDTH)
+    with torch.no_grad():
+        for _ in range(2):
+            fcdp.ledger(model).reset()
+            hidden = model.blocks[0](hidden)
+            model.load_state_dict(model.state_dict())
+            hidden = model.blocks[1](hidden)
+    return fcdp.ledger(model).misses
+
+
+def test_a_load_between_two_gathers_is_agreed_upon_at_the_next(ranks: Pools) -> None:
+    assert ranks.run(2, load_between_blocks) == [4, 4]  # each block's adapters are a unit
+
+
 def load_into_an_old_state(directory: str) -> None:
     """The same with a ``state_dict`` that was taken passes ago, and nothing else that looks."""
     topology = topology_of(2, 1)

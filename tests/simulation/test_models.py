@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,15 @@ def test_closed_forms_are_what_is_counted(kind: str) -> None:
         for model in (closed, counted)
     ]
     assert adapters[0] == adapters[1]
+
+
+def test_a_token_attends_to_no_more_than_the_window() -> None:
+    """The mean of ``min(i, window)`` over a sequence's tokens, twice, as trainers count."""
+    model = shape("mistral-7b", 8192)
+    assert model.window == 4096
+    causal = sum(min(token, 4096) for token in range(8192)) / 8192
+    assert model.attended(8192) == pytest.approx(2 * causal, rel=1e-3)
+    assert model.attended(4096) == replace(model, window=None).attended(4096) == 4096
 
 
 def test_what_travels_and_what_computes_of_experts() -> None:

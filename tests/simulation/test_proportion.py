@@ -9,7 +9,9 @@ import pytest
 from experiments.matrix import reader
 from experiments.records.cell import Cell
 from experiments.records.modelled import cluster_of, workload_of
-from simulation.emulated import communication_to_computation, emulated, link_bits_per_s
+from simulation.emulated import PAYLOAD_SHARE, emulated
+from simulation.hardware import Hardware
+from simulation.prediction import predict
 
 
 def zero3(name: str, model: str) -> Iterator[Cell]:
@@ -20,8 +22,15 @@ def zero3(name: str, model: str) -> Iterator[Cell]:
 
 
 def ratio(cell: Cell) -> float:
+    """Seconds that a node's link is busy per second of a rank's computation."""
     hardware = cluster_of(cell)
-    return communication_to_computation(workload_of(cell), hardware)
+    sent, computed = sent_and_computed(cell, hardware)
+    return sent / hardware.inter_bytes_per_s / computed
+
+
+def sent_and_computed(cell: Cell, hardware: Hardware) -> tuple[float, float]:
+    prediction = predict(workload_of(cell), hardware)
+    return prediction.inter_node_bytes, prediction.timeline.busy_seconds()["compute"]
 
 
 def test_links_are_those_of_the_same_ratio() -> None:
@@ -31,7 +40,8 @@ def test_links_are_those_of_the_same_ratio() -> None:
     for one, other in zip(large, small, strict=True):
         assert ratio(other) == pytest.approx(ratio(one), rel=0.05)
         unlimited = emulated(other.cluster.nodes, other.cluster.ranks_per_node, None)
-        link = link_bits_per_s(ratio(one), workload_of(other), unlimited)
+        sent, computed = sent_and_computed(other, unlimited)
+        link = 8 * sent / (ratio(one) * computed) / PAYLOAD_SHARE
         assert other.inter_bandwidth_bits_per_s == pytest.approx(link, rel=0.05)
 
 

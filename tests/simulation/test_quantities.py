@@ -45,7 +45,7 @@ def test_counts(text: str, number: float) -> None:
     assert q.count("--tokens", text) == number
 
 
-@pytest.mark.parametrize("parse", [q.bits_per_s, q.size_bytes, q.count, q.whole, q.share])
+@pytest.mark.parametrize("parse", [q.bits_per_s, q.size_bytes, q.count, q.whole, q.checkpointing])
 @pytest.mark.parametrize("text", ["", "fast", "-1", "-5Gbps", "-5GB", "nan", "inf", "1e999", "1,5"])
 def test_what_is_none_names_option_value_and_what_is_allowed(
     parse: Callable[[str, str], Any], text: str
@@ -70,7 +70,7 @@ def test_adapters_are_lora_with_a_rank(text: str) -> None:
 
 def test_a_list_has_each_once_and_no_gaps() -> None:
     assert q.each("--sequence-length", "512,1024,512", q.whole) == (512, 1024)
-    assert q.each("--checkpointing", "0,0.5", q.share) == (0, 0.5)
+    assert q.each("--checkpointing", "0,0.5", q.checkpointing) == (0, 0.5)
     policies = "host,budget(device=1 GiB, host=4 GiB)"
     assert q.each("--policies", policies, q.name) == ("host", "budget(device=1 GiB, host=4 GiB)")
     with pytest.raises(ValueError, match="--strategies = '': allowed: names"):

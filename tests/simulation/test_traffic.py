@@ -46,7 +46,7 @@ def test_a_hierarchy_sends_the_least_that_the_schedules_must(
 
     least = accumulation * (crossing(total) + crossing(again) + crossing(total))
     assert least == pytest.approx(strategy.zero3_bytes(model, given_job))
-    replicated = collectives.hierarchical_all_reduce(total, nodes, ranks)
+    replicated = collectives.all_reduce(collectives.hierarchical(total, nodes, ranks))
     assert replicated.inter_node_bytes == pytest.approx(strategy.replicated_bytes(model, given_job))
 
 
@@ -63,13 +63,6 @@ def test_a_flat_ring_sends_no_less_than_a_hierarchy(nbytes: int, nodes: int, ran
         assert ring.inter_node_bytes == pytest.approx(least.inter_node_bytes)
     # All but one of the parts pass each edge.
     assert ring.inter_messages + ring.intra_messages == nodes * ranks - 1
-
-
-@given(sizes, nodes, ranks)
-def test_an_all_reduce_is_two_halves(nbytes: int, nodes: int, ranks: int) -> None:
-    assert collectives.flat_all_reduce(nbytes, nodes, ranks) == collectives.flat(
-        nbytes, nodes, ranks
-    ) + collectives.flat(nbytes, nodes, ranks)
 
 
 def test_the_gloo_ring_over_two_by_two_ranks_sends_three_quarters() -> None:

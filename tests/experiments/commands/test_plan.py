@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -175,3 +177,52 @@ def test_with_a_server_one_nodes_link_counts_too(tmp_path: Path) -> None:
     result = command(model, **given, inter_node=None)
     assert result.exit_code == 2
     assert "--inter-node is missing" in result.output
+
+
+@pytest.mark.ranks
+def test_a_picture_over_nodes_and_links(tmp_path: Path) -> None:
+    file, picture = tmp_path / "plan.json", tmp_path / "plan.svg"
+    more = ("--json", str(file), "--figure", str(picture))
+    result = command("gemma-2b", *more, strategies="fsdp2,fcdp", price_per_gpu_hour="2")
+    assert result.exit_code == 0, result.output
+    curves = json.loads(file.read_text())["curves"]
+    assert [one["nodes"] for one in curves["nodes"] if one["strategy"] == "fcdp"] == [
+        1,
+        2,
+        4,
+        8,
+        16,
+        32,
+    ]
+    speeds = [one["tokens_per_s"] for one in curves["gbit_s"] if one["strategy"] == "fsdp2"]
+    assert len(speeds) == 7
+    assert speeds == sorted(speeds)
+    assert all(one["low"] < one["tokens_per_s"] < one["high"] for one in curves["nodes"])
+    assert picture.read_text().count("<path") > 50
+    wrong = command("gemma-2b", "--figure", str(tmp_path / "plan.txt"), strategies="fsdp2")
+    assert wrong.exit_code == 2
+    assert "ends in none of .svg, .png, .pdf" in wrong.output
+
+
+def test_a_picture_needs_a_link(tmp_path: Path) -> None:
+    figure = ("--figure", str(tmp_path / "plan.svg"))
+    result = command("gemma-2b", *figure, nodes="1", inter_node=None, strategies="fsdp2")
+    assert result.exit_code == 2
+    assert "--figure: needs the bandwidth of a node's link" in result.output
+
+
+@pytest.mark.ranks
+def test_a_plan_starts_without_what_takes_long_to_import() -> None:
+    program = (
+        "import sys\n"
+        "from experiments.__main__ import app\n"
+        "try: app([*sys.argv[1:]])\n"
+        "except SystemExit: pass\n"
+        "print(*sys.modules, file=sys.stderr)\n"
+    )
+    options = ["--model", "gemma-2b", *(part for pair in CLUSTER.items() for part in pair)]
+    command = [sys.executable, "-c", program, "plan", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "take " in done.stdout
+    late = {"torch", "numpy", "pandas", "matplotlib", "transformers", "experiments.records.cell"}
+    assert not late & {*done.stderr.split()}

@@ -16,7 +16,8 @@ from experiments.records.modelled import cluster_of, measured_step, workload_of
 from experiments.records.record import Record, read
 from experiments.records.select import PREDICTIONS
 from simulation import files
-from simulation.emulated import TWO_CORES, Constants, MeasuredStep, calibrate, emulated
+from simulation.calibration import calibrate
+from simulation.emulated import TWO_CORES, Constants, MeasuredStep, emulated
 from simulation.prediction import predict
 from tests.experiments.command_line import command, flat
 from tests.experiments.preflight.made_up import preflight

@@ -49,7 +49,7 @@ def test_it_is_answered(
         assert answer.startswith("nothing fits")
         return
     for option in (option for verdict in made.verdicts for option in verdict.options):
-        speed, low_high = option.speed, tokens_range(option.speed, hardware)
+        speed, low_high = option.speed, tokens_range(option, made.request)
         assert option.footprint.device_bytes <= hardware.usable_device_bytes
         assert option.footprint.host_bytes <= hardware.host_memory_bytes
         assert 0 < speed.mfu <= speed.hfu + 1e-9 <= 1

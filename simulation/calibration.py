@@ -1,0 +1,384 @@
+"""Constants by least squares, each with its interval: of emulated hosts, of GPUs.
+
+A step's time is linear in what is fitted: seconds per operation, per message, per byte of a host
+whose cores all ranks share (to records without a limit on their links); inverse shares of GPUs'
+data sheets, and what launches, exchanged bytes and scale cost (to published runs, see
+``simulation.compute``). Relative errors are minimised. Of published runs large ones count less:
+some are slower than their neighbours by a quarter, without a reason that the tables give. What few
+rows tell stays close to what is usual.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from statistics import median
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulation.compute import (
+    ARCHITECTURES,
+    LAUNCH,
+    LOST,
+    PASSES,
+    SOURCES,
+    Check,
+    ComputeRecord,
+    Constant,
+    Fitted,
+    Predicted,
+    architecture,
+    shares,
+)
+from simulation.emulated import Constants, MeasuredStep, emulated
+from simulation.hardware import scale
+from simulation.measured import Row, Run, run_of
+from simulation.prediction import build, predict
+from simulation.workload import block_kernels, dequantised_bytes, token_work
+
+#: Constants that all engines have in common; times of operations are found in place of rates.
+_SHARED = ("message_seconds", "byte_seconds", "gathered_byte_seconds", "activation_byte_seconds")
+#: Draws of the bootstrap. Its units err alike: a model's steps under one strategy, a GPU's rows of
+#: one size.
+_DRAWS, _SEED = 200, 7
+_INTERVAL = (0.05, 0.95)
+_NOTHING = Constants(flops=math.inf)
+#: Rounds in which weights are found, and the error below which all count alike.
+_ROUNDS, _SMALL = 20, 0.02
+#: Exchanges of all parameters per micro-batch: gathers of forward and backward, one reduction.
+_EXCHANGES = 3
+#: Micro-batches of a step that are simulated; those of a row's step are alike.
+_SIMULATED = 3
+#: Shares of the known sources' errors between which nine of ten rows of one more are: a test leaves
+#: each out in turn.
+_ENDS = (0.025, 0.975)
+
+_T = TypeVar("_T")
+
+
+def calibrate(steps: Sequence[MeasuredStep]) -> Constants:
+    """Fit a host's constants: least squares of the relative errors of times, none below zero.
+
+    A step without a limit on its links takes what the host's cores take, which is linear in the
+    constants. Raises ``ValueError`` if there are fewer steps without a limit than constants.
+    """
+    free, names, solve = _least_squares(steps)
+    found = dict(zip(names, solve(range(len(free))), strict=True))
+    engines = _engines(free)
+    return Constants(
+        flops=1 / found["flops"] if found["flops"] else float("inf"),
+        block_seconds={engine: found[f"{engine} block"] for engine in engines},
+        step_seconds={engine: found[f"{engine} step"] for engine in engines},
+        **{name: found[name] for name in _SHARED},
+    )
+
+
+def intervals(steps: Sequence[MeasuredStep]) -> list[Constant]:
+    """The constants of ``calibrate``, in seconds, with what a bootstrap makes of each.
+
+    That of ``flops`` is a rate. A draw that lacks an engine is left out.
+    """
+    free, names, fitted = _least_squares(steps)
+    groups: dict[tuple[str, str], list[int]] = {}
+    for at, step in enumerate(free):
+        groups.setdefault((step.workload.model.name, step.workload.strategy), []).append(at)
+
+    def solve(rows: list[int]) -> list[float] | None:
+        complete = _engines([free[at] for at in rows]) == _engines(free)
+        return fitted(rows) if complete else None
+
+    ends = bootstrap(list(groups.values()), solve)
+    found = []
+    for name, value, least, most in zip(names, fitted(range(len(free))), *ends, strict=True):
+        if name == "flops":
+            value, least, most = (1 / one if one else math.inf for one in (value, most, least))
+        found.append(Constant(name=name, value=value, low=float(least), high=float(most)))
+    return found
+
+
+def bootstrap(
+    groups: Sequence[Sequence[_T]], solve: Callable[[list[_T]], Sequence[float] | None]
+) -> NDArray[np.float64]:
+    """Where each number begins and ends in nine of ten draws, whose units are whole groups.
+
+    A draw that ``solve`` has no numbers for is left out.
+    """
+    draw = np.random.default_rng(_SEED)
+    drawn = []
+    for _ in range(_DRAWS):
+        chosen = draw.integers(len(groups), size=len(groups))
+        if (found := solve([one for index in chosen for one in groups[index]])) is not None:
+            drawn.append(found)
+    ends: NDArray[np.float64] = np.quantile(np.array(drawn), _INTERVAL, axis=0)
+    return ends
+
+
+def _engines(steps: Sequence[MeasuredStep]) -> list[str]:
+    return sorted({step.workload.engine for step in steps})
+
+
+def _least_squares(
+    steps: Sequence[MeasuredStep],
+) -> tuple[list[MeasuredStep], list[str], Callable[[Sequence[int]], list[float]]]:
+    """Steps that took what cores did, the constants' names, their values by some of the steps."""
+    unlimited = (one for one in steps if math.isinf(one.hardware.inter_bytes_per_s))
+    free = [one for one in unlimited if not one.workload.served]
+    units = _single_costs(_engines(free))
+    if len(free) < len(units):
+        raise ValueError(
+            f"records: hold {len(free)} cells without a limit that ran, "
+            f"{len(units)} constants need as many at least"
+        )
+    measured = np.array([step.seconds for step in free])
+    rest = np.array([_busy(step, _NOTHING) for step in free])
+    columns = [[_busy(step, constants) for step in free] for constants in units.values()]
+    features = (np.array(columns).T - rest[:, None]) / measured[:, None]
+    target = 1 - rest / measured
+    return free, [*units], lambda rows: not_negative(features[rows], target[rows])
+
+
+def _single_costs(engines: Sequence[str]) -> Mapping[str, Constants]:
+    """Hosts on each of which only one thing takes time, by the name of the constant."""
+    none: Mapping[str, float] = {}
+    return {
+        "flops": replace(_NOTHING, flops=1.0),
+        **{
+            one: Constants(flops=math.inf, block_seconds=none, step_seconds=none, **{one: 1.0})
+            for one in _SHARED
+        },
+        **{f"{name} block": replace(_NOTHING, block_seconds={name: 1.0}) for name in engines},
+        **{f"{name} step": replace(_NOTHING, step_seconds={name: 1.0}) for name in engines},
+    }
+
+
+def _busy(step: MeasuredStep, constants: Constants) -> float:
+    """Seconds per step that the host's cores are in full use."""
+    hardware = emulated(step.hardware.nodes, step.hardware.ranks_per_node, None, constants)
+    tasks = build(step.workload, hardware).tasks.tasks
+    return sum(task.demands.get("compute", 0.0) for task in tasks)
+
+
+def not_negative(features: NDArray[np.float64], target: NDArray[np.float64]) -> list[float]:
+    """Fit by least squares; what would be negative is nought, and the rest is fitted again."""
+    scale = np.abs(features).max(axis=0)
+    scale[scale == 0] = 1
+    kept = np.arange(features.shape[1])
+    while True:
+        solution, *_ = np.linalg.lstsq(features[:, kept] / scale[kept], target, rcond=None)
+        if (solution >= 0).all():
+            break
+        kept = kept[solution >= 0]
+    found = np.zeros(features.shape[1])
+    found[kept] = solution / scale[kept]
+    return [float(value) for value in found]
+
+
+@dataclass(frozen=True)
+class _Usual:
+    """A constant before any row was seen, and what it may be: ours, but for attention's."""
+
+    value: float
+    #: Rows of the fit that it counts as.
+    rows: float
+    #: Largest that is possible, of a share or of what is none.
+    most: float
+    share: bool = True
+
+
+#: Attention of the second generation, forward and backward: the papers on FlashAttention-2 and 3.
+_ATTENTION: Mapping[str, float] = {"a100": 0.6, "h100": 0.37}
+_COMMON: Mapping[str, _Usual] = {
+    LAUNCH: _Usual(4.0, 0.02, most=12.0, share=False),
+    # Written and read by the exchange, copied into and out of its buffers.
+    PASSES: _Usual(4.0, 0.0025, most=8.0, share=False),
+    LOST: _Usual(0.15, 0.01, most=0.5, share=False),
+}
+
+
+def _usual(name: str) -> _Usual:
+    of, _, part = name.partition(" ")
+    if name in _COMMON:
+        return _COMMON[name]
+    if part == "products":
+        return _Usual(0.75, 0.25, most=0.95)
+    if part == "attention":
+        return _Usual(_ATTENTION.get(of, 0.5), 4.0, most=0.8)
+    return _Usual(0.7, 0.04, most=0.92)
+
+
+def fit(runs: Sequence[Run]) -> Fitted:
+    """Fit the constants, each with its usual value for further rows.
+
+    Raises ``ValueError`` where there are fewer runs than constants.
+    """
+    named = dict.fromkeys(name for run in runs for name in shares(run.row.gpu))
+    names = [*sorted(named, key=lambda name: (name.split()[1], name)), *_COMMON]
+    if len(runs) < len(names):
+        raise ValueError(
+            f"rows: {len(runs)} were given, {len(names)} constants need as many at least"
+        )
+    features = np.array([[_features(run).get(name, 0.0) for name in names] for run in runs])
+    target = np.array([1 - _optimizer_share(run) for run in runs])
+    usual = [_usual(name) for name in names]
+    inverse = np.array([1 / one.value if one.share else one.value for one in usual])
+    least = np.array([1 / one.most if one.share else 0.0 for one in usual])
+    rows = np.array([one.rows for one in usual]) ** 0.5
+    # What is above its least possible value is what may not be negative.
+    target = np.concatenate([target - features @ least, rows * (1 - least / inverse)])
+    features = np.concatenate([features, np.diag(rows / inverse)])
+    found = least + np.array(_robust(features, target, len(runs)))
+    for at, one in enumerate(usual):
+        if not one.share and found[at] > one.most:  # is what is possible, and the rest is fitted
+            rest = np.delete(np.arange(len(names)), at)
+            fixed = target - features[:, at] * one.most
+            found[rest] = least[rest] + _robust(features[:, rest], fixed, len(runs))
+            found[at] = one.most
+    values = [1 / value if one.share else value for one, value in zip(usual, found, strict=True)]
+    return Fitted(dict(zip(names, map(float, values), strict=True)))
+
+
+def _features(run: Run) -> dict[str, float]:
+    """Each constant's factor in the measured time, relative to it."""
+    device, workload, row = run.hardware.device, run.workload, run.row
+    work, tokens, layers = token_work(workload), workload.tokens, workload.model.layers
+    measured = 1 / row.tokens_per_s_per_gpu
+    products, attention, nbytes = shares(row.gpu)
+    passes = layers * (2 + workload.recomputed)
+    alone = run.hardware.world_size == 1 or workload.schedule.shards == "rank"
+    exchanged = 0 if alone else _EXCHANGES * workload.element_bytes * workload.parameters
+    moved = work.nbytes + passes * dequantised_bytes(workload) / tokens
+    found = {
+        products: work.products / device.peak_flops,
+        attention: work.attention / device.peak_flops,
+        nbytes: moved / device.memory_bytes_per_s,
+        LAUNCH: 2e-6 * layers * block_kernels(workload) / tokens,
+        PASSES: exchanged / tokens / device.memory_bytes_per_s,
+    }
+    return {name: value / measured for name, value in found.items()} | {
+        LOST: scale(run.hardware.nodes)
+    }
+
+
+def _optimizer_share(run: Run) -> float:
+    """Share of the measured time that the optimizer's step takes by the data sheet."""
+    workload, world = run.workload, run.hardware.world_size
+    seconds = (
+        workload.adam_bytes * workload.trained / world / run.hardware.device.memory_bytes_per_s
+    )
+    tokens = workload.tokens * workload.accumulation
+    return seconds / tokens * run.row.tokens_per_s_per_gpu
+
+
+def _robust(features: NDArray[np.float64], target: NDArray[np.float64], rows: int) -> list[float]:
+    """Fit with weights that fall with the error of the first ``rows``, the measured ones."""
+    weights = np.ones(len(target))
+    for _ in range(_ROUNDS):
+        found = not_negative(features * weights[:, None], target * weights)
+        errors = np.abs(features @ np.array(found) - target)[:rows]
+        weights[:rows] = 1 / np.sqrt(np.maximum(errors, _SMALL))
+    return found
+
+
+def settle(rows: Iterable[Row], commit: str | None) -> ComputeRecord:
+    """Fit the bf16 rows, and check the fit; ``commit`` is the one that the record names."""
+    runs = [run_of(row) for row in rows if row.bf16]
+    whole = fit(runs)
+    held_out = _left_out(runs, lambda run: run.row.source)
+    kinds = _left_out(runs, lambda run: architecture(run.row.gpu))
+    own = {id(run): tokens_per_gpu_s(run, whole) for run in runs}
+    checks = [
+        _check("all rows, fitted", runs, own),
+        _check(SOURCES, runs, held_out),
+        _check(ARCHITECTURES, runs, kinds),
+    ]
+    for source in dict.fromkeys(run.row.source for run in runs):
+        checks.append(_check(source, [r for r in runs if r.row.source == source], held_out))
+    return ComputeRecord(
+        constants=_constants(runs, whole),
+        checks=checks,
+        predictions=[
+            Predicted(row=run.row, fitted=own[id(run)], held_out=held_out[id(run)]) for run in runs
+        ],
+        commit=commit,
+        started_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    )
+
+
+def errors(rows: Iterable[Row], found: Fitted) -> Check:
+    """How well the constants predict the rows in bf16. Raises ``ValueError`` where none is."""
+    runs = [run_of(row) for row in rows if row.bf16]
+    if not runs:
+        raise ValueError("rows: hold none in bf16")
+    return _check("given rows", runs, {id(run): tokens_per_gpu_s(run, found) for run in runs})
+
+
+def tokens_per_gpu_s(run: Run, found: Fitted) -> float:
+    """Tokens per second and GPU as the simulator predicts them."""
+    hardware = replace(run.hardware, rates=found.rates(run.hardware.device))
+    count = min(_SIMULATED, run.workload.accumulation)
+    return predict(replace(run.workload, accumulation=count), hardware).tokens_per_s / run.row.gpus
+
+
+def _left_out(runs: Sequence[Run], group: Callable[[Run], str]) -> dict[int, float]:
+    """Each run's prediction by the fit to the runs of all other groups."""
+    found = {}
+    for name in dict.fromkeys(group(run) for run in runs):
+        others = fit([run for run in runs if group(run) != name])
+        for run in runs:
+            if group(run) == name:
+                found[id(run)] = tokens_per_gpu_s(run, others)
+    return found
+
+
+def _check(what: str, runs: Sequence[Run], predicted: Mapping[int, float]) -> Check:
+    measured = {id(run): run.row.tokens_per_s_per_gpu for run in runs}
+    ratios = [measured[key] / predicted[key] for key in measured]
+    absolute = [abs(1 / ratio - 1) for ratio in ratios]
+    lowest, highest = spread(
+        [(run.row.source, measured[id(run)] / predicted[id(run)]) for run in runs]
+    )
+    return Check(
+        what=what,
+        rows=len(runs),
+        median=round(median(absolute), 4),
+        nine_of_ten=round(float(np.quantile(absolute, 0.9)), 4),
+        worst=round(max(absolute), 4),
+        lowest=round(float(lowest), 4),
+        highest=round(float(highest), 4),
+    )
+
+
+def spread(ratios: Sequence[tuple[str, float]]) -> tuple[float, float]:
+    """Where nine of ten ratios of a further source lie, by ratios with their sources, all alike."""
+    count = Counter(source for source, _ in ratios)
+    ordered = sorted((ratio, 1 / count[source]) for source, ratio in ratios)
+    reached = np.cumsum([weight for _, weight in ordered]) / len(count)
+    low, high = (ordered[int(np.searchsorted(reached, end - 1e-9))][0] for end in _ENDS)
+    return low, high
+
+
+def _constants(runs: Sequence[Run], whole: Fitted) -> list[Constant]:
+    """The constants with intervals; a draw that lacks a GPU, or cannot be fitted, is left out."""
+    groups: dict[tuple[str, str], list[Run]] = {}
+    for run in runs:
+        groups.setdefault((run.row.gpu, run.row.model), []).append(run)
+    names = list(whole.constants)
+
+    def solve(drawn: list[Run]) -> list[float] | None:
+        try:
+            numbers = fit(drawn).constants
+        except ValueError:
+            return None
+        return [numbers[name] for name in names] if {*numbers} == {*names} else None
+
+    ends = bootstrap(list(groups.values()), solve)
+    found = []
+    for name, *numbers in zip(names, whole.constants.values(), *ends, strict=True):
+        value, low, high = (float(f"{number:.4g}") for number in numbers)
+        found.append(Constant(name=name, value=value, low=low, high=high))
+    return found
