@@ -52,7 +52,6 @@ def compare(
 
 
 def _listed(pairs: Sequence[Comparison]) -> Table:
-
     numbers = ("A s/step", "B s/step", "B over A", "A MB/step", "B MB/step")
     shown = ("s/step", "MB/step sent")
     table = terminal.table(["cell"], numbers, **_LOOK)
@@ -64,7 +63,6 @@ def _listed(pairs: Sequence[Comparison]) -> Table:
 
 
 def _in_full(pair: Comparison) -> Table:
-
     assert pair.over is not None
     table = terminal.table(["", "A", "B", "B / A"], **_LOOK)
     table.add_row("cell", pair.over.cell_id, pair.of.cell_id)

@@ -237,7 +237,6 @@ class _Answer:
 
 
 def _planned(request: Request) -> _Answer:
-
     found = planner.plan(request)
     if found is None:
         raise ValueError(refusal(request))
@@ -261,7 +260,6 @@ def _offered(source: str, gpu: str | None, said: Mapping[str, object]) -> list[I
 
 
 def _rented(request: Request, offered: Sequence[Instance], within_hours: float | None) -> _Answer:
-
     market = rent.rent(request, offered, within_hours)
     if not market.offers:
         raise ValueError(rent.refused(market, request, offered))

@@ -70,7 +70,6 @@ def preflight(
 
 
 def _measured(spec: ClusterSpec, limit: int | None, output: Path) -> Preflight:
-
     with kinds.cluster(spec, preload=["torch"]) as cluster:
         measured = measure(cluster, limit, output.parent / "preflight-logs")
     output.write_text(measured.model_dump_json(indent=1) + "\n", encoding="utf-8")

@@ -168,7 +168,6 @@ def _records(folder: Path) -> Path:
 
 
 def _known(calibrate: bool, preflight: Path | None, gpu: str | None) -> _Known:
-
     constants, host = TWO_CORES, "the host of the committed records"
     if calibrate:
         constants, host = _calibrated(), "this machine, from runs/calibration"
@@ -207,7 +206,6 @@ def _compare(records: Sequence[Record], known: _Known, folder: Path) -> Compared
 
 
 def _predicted(of: Record, comparison: Comparison, known: _Known, origin: Provenance) -> Record:
-
     step = comparison.measured
     return Record(
         cell=of.cell,
