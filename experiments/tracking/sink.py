@@ -88,7 +88,11 @@ def export(
     wandb_runs = [cell_run(record, sweep_run) for record in ran]
     if report is not None and ran and report.is_dir():
         wandb_runs.append(report_run(ran, directory, report))
-    new = [wandb_run for wandb_run in wandb_runs if not _is_complete(directory, wandb_run)]
+    new = [
+        wandb_run
+        for wandb_run in wandb_runs
+        if not any((folder / _COMPLETE).exists() for folder in wandb_run.folders(directory))
+    ]
     if mode == "disabled" or not new:
         return Export(mode, 0, tuple(warnings))
     written: list[WandbRun] = []
@@ -96,7 +100,7 @@ def export(
     shows_errors, logging.raiseExceptions = logging.raiseExceptions, False
     try:
         for wandb_run in new:
-            _remove(directory, wandb_run)
+            wandb_run.remove(directory)
             if mode == "online" and not _try_online(wandb_run, directory, warnings):
                 mode = "offline"
             if mode == "offline":
@@ -105,7 +109,9 @@ def export(
     except Exception as error:
         warnings.append(f"{len(new) - len(written)} W&B runs not written: {_brief(error)}")
     finally:
-        _end_service()
+        # Its service process writes files when it pleases, and all before it ends.
+        if (wandb := sys.modules.get("wandb")) is not None:
+            wandb.teardown()
         logging.raiseExceptions = shows_errors
     if shutil.disk_usage(directory).free < _ROOM:
         written = []  # what is there may be cut, without a word of W&B's
@@ -113,7 +119,8 @@ def export(
             f"no room is left where {directory.name} is: W&B's files are cut; make room, and the "
             "same command with --resume writes them again"
         )
-    _complete(written, directory)
+    for folder in (folder for wandb_run in written for folder in wandb_run.folders(directory)):
+        (folder / _COMPLETE).touch()
     return Export(mode, len(written), tuple(warnings), whole=len(written) == len(new))
 
 
@@ -127,7 +134,7 @@ def _try_online(wandb_run: WandbRun, directory: Path, warnings: list[str]) -> bo
         warnings.append(f"W&B cannot be reached, writing offline: {_brief(error)}")
         # Its service process holds the id of the run that failed.
         wandb.teardown()
-        _remove(directory, wandb_run)
+        wandb_run.remove(directory)
         return False
     return True
 
@@ -155,31 +162,6 @@ def _has_key() -> bool:
         return netrc.netrc(str(file)).authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):
         return False
-
-
-def _folders(directory: Path, wandb_run: WandbRun) -> list[Path]:
-    return list(directory.glob(f"wandb/*run-*-{wandb_run.id}"))
-
-
-def _end_service() -> None:
-    """End W&B's service process, which writes files when it pleases, and all before it ends."""
-    if (wandb := sys.modules.get("wandb")) is not None:
-        wandb.teardown()
-
-
-def _complete(wandb_runs: Sequence[WandbRun], directory: Path) -> None:
-    for wandb_run in wandb_runs:
-        for folder in _folders(directory, wandb_run):
-            (folder / _COMPLETE).touch()
-
-
-def _is_complete(directory: Path, wandb_run: WandbRun) -> bool:
-    return any((folder / _COMPLETE).exists() for folder in _folders(directory, wandb_run))
-
-
-def _remove(directory: Path, wandb_run: WandbRun) -> None:
-    for left in _folders(directory, wandb_run):
-        shutil.rmtree(left, ignore_errors=True)
 
 
 def _write(wandb_run: WandbRun, directory: Path, mode: Literal["online", "offline"]) -> None:
@@ -239,6 +221,14 @@ class WandbRun:
     config: dict[str, Any]
     fill: Callable[[Any], None]
     exit_code: int = 0
+
+    def folders(self, directory: Path) -> list[Path]:
+        """Where W&B has written it, whole or not."""
+        return list(directory.glob(f"wandb/*run-*-{self.id}"))
+
+    def remove(self, directory: Path) -> None:
+        for left in self.folders(directory):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def cell_run(record: Record, run_id: str | None = None) -> WandbRun:
@@ -361,13 +351,10 @@ def _tags(record: Record) -> list[str]:
 
 def _history(measurement: Measurement) -> list[dict[str, float]]:
     """One point per step, whose number is W&B's; warm-up steps, the first, have no time."""
-    warmup = len(measurement.losses) - len(measurement.step_seconds)
-    points = []
-    for step, loss in enumerate(measurement.losses):
-        point = {"loss": loss}
-        if step >= warmup:
-            point["step_seconds"] = measurement.step_seconds[step - warmup]
-        points.append(point)
+    points = [{"loss": loss} for loss in measurement.losses]
+    timed = reversed(measurement.step_seconds)
+    for point, seconds in zip(reversed(points), timed, strict=False):
+        point["step_seconds"] = seconds
     return points
 
 
