@@ -341,13 +341,8 @@ def _mismatches(cell: Cell) -> Iterator[tuple[str, str]]:
     data, model, length = cell.data, cell.model, cell.sequence_length
     images = isinstance(data, Images)
     if images != isinstance(model, ImageModel):
-        yield (
-            "data",
-            (
-                f"{data.name} and model {model.name} do not go together: models of family "
-                "convolutional and resnet train on images, all others on text"
-            ),
-        )
+        why = f"{data.name} and model {model.name} do not go together: models of family "
+        yield "data", f"{why}convolutional and resnet train on images, all others on text"
     if not images and length < 2:
         yield "sequence_length", f"{length} is not allowed: text has 2 tokens or more per sequence"
     if images and length > 1:
@@ -357,21 +352,11 @@ def _mismatches(cell: Cell) -> Iterator[tuple[str, str]]:
     if images and cell.loss != "cross entropy":
         yield "loss", f"{cell.loss} is not allowed: images have cross entropy alone"
     if cell.frozen_dtype == "bfloat16" and (cell.tuning, cell.dtype) != ("lora", "bfloat16"):
-        yield (
-            "frozen_dtype",
-            (
-                "bfloat16 is for tuning lora, in which parameters are frozen, with dtype bfloat16, "
-                f"not for {cell.tuning} with {cell.dtype}"
-            ),
-        )
+        why = "bfloat16 is for tuning lora, in which parameters are frozen, with dtype bfloat16"
+        yield "frozen_dtype", f"{why}, not for {cell.tuning} with {cell.dtype}"
     if cell.recomputed and cell.cluster.can.start_processes:
-        yield (
-            "recomputed",
-            (
-                f"{cell.recomputed:g} is for clusters of kind simulated, not {cell.cluster.kind}: the "
-                "worker recomputes nothing"
-            ),
-        )
+        why = f"{cell.recomputed:g} is for clusters of kind simulated, not {cell.cluster.kind}"
+        yield "recomputed", f"{why}: the worker recomputes nothing"
 
 
 def _in_a_name(words: str) -> str:
