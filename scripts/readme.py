@@ -24,8 +24,8 @@ from analysis.load import runs
 from analysis.report import simulator
 from baselines import registry
 from docs import memory
+from experiments.records.comparison import pooled
 from experiments.records.record import Record, read
-from experiments.records.repeats import pooled
 from experiments.terminal.summary_table import summary
 from scripts import host_cost, matrices, tables
 

@@ -13,9 +13,8 @@ import pandas as pd
 
 from experiments.records import settings
 from experiments.records.cell import Cell
-from experiments.records.comparison import spread
+from experiments.records.comparison import pooled, spread
 from experiments.records.record import Cached, Measurement, Record, read
-from experiments.records.repeats import pooled
 from experiments.records.select import files
 
 #: Settings of a cell that have a column; what it chooses for its strategy is in ``strategy``.

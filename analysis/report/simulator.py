@@ -27,11 +27,10 @@ from baselines import registry
 from baselines.schedule import DEEPSPEED
 from experiments.records import modelled
 from experiments.records.cell import Cell
-from experiments.records.comparison import Comparison, groups
+from experiments.records.comparison import Comparison, groups, once, pooled
 from experiments.records.modelled import cluster_of, measured_step, why_not_simulated
 from experiments.records.parity import quantised
 from experiments.records.record import Record
-from experiments.records.repeats import once, pooled
 from simulation.emulated import FITTED_TO, intervals
 from simulation.framing import MESSAGE_BYTES, SHARE
 

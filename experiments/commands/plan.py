@@ -30,127 +30,72 @@ _HOST_MEMORY = "512GB"
 _T = TypeVar("_T")
 
 
+_Text = str | None
+_File = Path | None
+
+
+def _option(*names: str, help: str, metavar: str | None = None) -> Any:
+    return typer.Option(*names, help=help, metavar=metavar)
+
+
 def plan(
-    model: Annotated[
-        str,
-        typer.Option(
-            help="A name, such as llama-3-8b, mixtral-8x7b or the paper's gpt-30b; a Hugging Face "
-            "config.json or its folder; a name on the hub whose configuration is cached."
-        ),
-    ],
-    gpu: Annotated[
-        str | None,
-        typer.Option(
-            help="The GPU, by its data sheet, such as a40; or your own, such as "
-            "mine:tflops=71,gb=24,gb_s=936."
-        ),
-    ] = None,
-    nodes: Annotated[str | None, typer.Option(help="Number of nodes.")] = None,
-    gpus: Annotated[str | None, typer.Option(help="GPUs per node.")] = None,
-    inter_node: Annotated[
-        str | None,
-        typer.Option(
-            help="A node's nominal bandwidth, such as 100Gbps (instead of what preflight measured)."
-        ),
-    ] = None,
-    fabric: Annotated[
-        str | None,
-        typer.Option(help="Between nodes: tcp, roce, efa or infiniband."),
-    ] = None,
-    oversubscription: Annotated[
-        str | None,
-        typer.Option(help="Times that nodes' bandwidths exceed the network's, such as 4."),
-    ] = None,
-    host_memory: Annotated[
-        str | None,
-        typer.Option(help=f"Memory of a node ({_HOST_MEMORY}, or what is free by preflight)."),
-    ] = None,
-    peft: Annotated[str | None, typer.Option(help="lora:RANK; without it all is trained.")] = None,
-    frozen_dtype: Annotated[
-        str,
-        typer.Option(
-            help="What adapters' base is held in: bf16; nf4 (QLoRA), by DDP and FSDP2; fp32."
-        ),
-    ] = "bf16",
-    lora_targets: Annotated[
-        str, typer.Option(help="Adapters are on attention's matrices, or on all linear layers.")
-    ] = "attention",
-    sequence_length: Annotated[
-        str | None,
-        typer.Option(help="One, or several with commas; what the model is usually trained on."),
-    ] = None,
-    micro_batch: Annotated[
-        str | None, typer.Option(help="Sequences per rank, with commas; the largest that fits.")
-    ] = None,
-    global_batch: Annotated[
-        str | None, typer.Option(help="Sequences per optimizer step; one micro-batch each.")
-    ] = None,
-    checkpointing: Annotated[
-        str,
-        typer.Option(
-            help="Shares of the blocks that are recomputed, and selective (all blocks, but for "
-            "matrix products and attention), with commas."
-        ),
-    ] = "0,selective,0.5,1",
-    kernels: Annotated[
-        str,
-        typer.Option(
-            help="eager; flash, attention fused as PyTorch has it; fused, norms, activation "
-            "functions and loss besides."
-        ),
-    ] = "flash",
-    attention: Annotated[
-        str, typer.Option(help="The fused attention's generation: flash-1, flash-2, flash-3.")
-    ] = "flash-2",
-    states: Annotated[
-        str,
-        typer.Option(
-            help="The optimizer's: fp32; bf16, as the parameters; int8 beside bf16 parameters."
-        ),
-    ] = "fp32",
-    reduce_dtype: Annotated[
-        str, typer.Option(help="What gradients are summed in: same, as they are; fp32.")
-    ] = "same",
-    strategies: Annotated[
-        str | None, typer.Option(help="With commas; all that are simulated, but for cyclic ones.")
-    ] = None,
-    policies: Annotated[
-        str, typer.Option(help="Of FCDP, with commas: host, disk, auto, threshold(0.8).")
-    ] = "host",
-    server: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NIC,DRIVES",
-            help="A machine for LuWu's server: its bandwidth and number of NVMe drives, such as "
-            "100Gbps,12.",
-        ),
-    ] = None,
-    tokens: Annotated[str, typer.Option(help="To train on, such as 1e9.")] = "1e9",
-    price_per_gpu_hour: Annotated[
-        str | None, typer.Option(help="In any currency; costs are in the same.")
-    ] = None,
-    instances: Annotated[
-        str | None,
-        typer.Option(
-            metavar="all|FILE",
-            help="What to rent, cheapest first, in place of a cluster: all that the table of "
-            "public clouds has; a CSV file of its form, or a YAML file of one's own nodes.",
-        ),
-    ] = None,
-    within: Annotated[
-        str | None, typer.Option(help="With --instances: the tokens' deadline, such as 24h or 3d.")
-    ] = None,
-    preflight: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="What `preflight` measured: instead of data sheets."),
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="All of the grid, as JSON.")
-    ] = None,
-    rows: Annotated[
-        Path | None, typer.Option("--csv", metavar="FILE", help="The table's rows, as CSV.")
-    ] = None,
-) -> None:
+    model: Annotated[str, _option(help="A name, such as llama-3-8b, mixtral-8x7b or the paper's "
+        "gpt-30b; a Hugging Face config.json or its folder; a name on the hub whose configuration "
+        "is cached.")],
+    gpu: Annotated[_Text, _option(help="The GPU, by its data sheet, such as a40; or your own, such "
+        "as mine:tflops=71,gb=24,gb_s=936.")] = None,
+    nodes: Annotated[_Text, _option(help="Number of nodes.")] = None,
+    gpus: Annotated[_Text, _option(help="GPUs per node.")] = None,
+    inter_node: Annotated[_Text, _option(help="A node's nominal bandwidth, such as 100Gbps "
+        "(instead of what preflight measured).")] = None,
+    fabric: Annotated[_Text, _option(help="Between nodes: tcp, roce, efa or infiniband.")] = None,
+    oversubscription: Annotated[_Text, _option(help="Times that nodes' bandwidths exceed the "
+        "network's, such as 4.")] = None,
+    host_memory: Annotated[_Text, _option(help=f"Memory of a node ({_HOST_MEMORY}, or what is free "
+        "by preflight).")] = None,
+    peft: Annotated[_Text, _option(help="lora:RANK; without it all is trained.")] = None,
+    frozen_dtype: Annotated[str, _option(help="What adapters' base is held in: bf16; nf4 (QLoRA), "
+        "by DDP and FSDP2; fp32.")] = "bf16",
+    lora_targets: Annotated[str, _option(help="Adapters are on attention's matrices, or on all "
+        "linear layers.")] = "attention",
+    sequence_length: Annotated[_Text, _option(help="One, or several with commas; what the model is "
+        "usually trained on.")] = None,
+    micro_batch: Annotated[_Text, _option(help="Sequences per rank, with commas; the largest that "
+        "fits.")] = None,
+    global_batch: Annotated[_Text, _option(help="Sequences per optimizer step; one micro-batch "
+        "each.")] = None,
+    checkpointing: Annotated[str, _option(help="Shares of the blocks that are recomputed, and "
+        "selective (all blocks, but for matrix products and attention), with commas.")]
+        = "0,selective,0.5,1",
+    kernels: Annotated[str, _option(help="eager; flash, attention fused as PyTorch has it; fused, "
+        "norms, activation functions and loss besides.")] = "flash",
+    attention: Annotated[str, _option(help="The fused attention's generation: flash-1, flash-2, "
+        "flash-3.")] = "flash-2",
+    states: Annotated[str, _option(help="The optimizer's: fp32; bf16, as the parameters; int8 "
+        "beside bf16 parameters.")] = "fp32",
+    reduce_dtype: Annotated[str, _option(help="What gradients are summed in: same, as they are; "
+        "fp32.")] = "same",
+    strategies: Annotated[_Text, _option(help="With commas; all that are simulated, but for cyclic "
+        "ones.")] = None,
+    policies: Annotated[str, _option(help="Of FCDP, with commas: host, disk, auto, "
+        "threshold(0.8).")] = "host",
+    server: Annotated[_Text, _option(metavar="NIC,DRIVES", help="A machine for LuWu's server: its "
+        "bandwidth and number of NVMe drives, such as 100Gbps,12.")] = None,
+    tokens: Annotated[str, _option(help="To train on, such as 1e9.")] = "1e9",
+    price_per_gpu_hour: Annotated[_Text, _option(help="In any currency; costs are in the same.")]
+        = None,
+    instances: Annotated[_Text, _option(metavar="all|FILE", help="What to rent, cheapest first, in "
+        "place of a cluster: all that the table of public clouds has; a CSV file of its form, or a "
+        "YAML file of one's own nodes.")] = None,
+    within: Annotated[_Text, _option(help="With --instances: the tokens' deadline, such as 24h or "
+        "3d.")] = None,
+    preflight: Annotated[_File, _option(metavar="FILE", help="What `preflight` measured: instead "
+        "of data sheets.")] = None,
+    output: Annotated[_File, _option("--json", metavar="FILE", help="All of the grid, as JSON.")]
+        = None,
+    rows: Annotated[_File, _option("--csv", metavar="FILE", help="The table's rows, as CSV.")]
+        = None,
+) -> None:  # fmt: skip
     """Say which strategies fit a cluster, how fast each is, what it costs, and which to take.
 
     All figures are simulated. Exit status: 0; 2 if nothing fits, or for a mistake.

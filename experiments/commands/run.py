@@ -30,64 +30,28 @@ from simulation.prediction import predict
 
 
 def run(
-    matrix: Annotated[
-        str,
-        typer.Argument(
-            metavar="MATRIX",
-            help="A name in experiments/matrices, or the path of a file; of a folder of them too.",
-        ),
-    ],
-    output: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Where records, logs and report go (runs/MATRIX)."),
-    ] = None,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume", help="Run only cells without a record, or that failed before a step."
-        ),
-    ] = False,
-    retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="--resume, and run failed and timed-out ones.")
-    ] = False,
-    only: Annotated[
-        str | None,
-        typer.Option(
-            metavar="CELLS",
-            help="Only cells with these settings (policy=disk,k=4) or this id.",
-        ),
-    ] = None,
-    changes: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="SETTING=VALUE", help="Another value, or [a, list], than the file's."
-        ),
-    ] = None,
-    cluster: Annotated[
-        Kind | None,
-        typer.Option(
-            metavar="KIND",
-            help="Where to run, emulated, rented or simulated: the matrix file says, unless this "
-            "does.",
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Show the cells, with simulated time and memory."),
-    ] = False,
-    instance: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="With --dry-run: on as many of these instances (`plan --instances all` has their "
-            "names) as the matrix has nodes, with what the steps cost.",
-        ),
-    ] = None,
-    no_wandb: Annotated[
-        bool,
-        typer.Option("--no-wandb", help="Write no W&B runs (offline ones, unless WANDB_MODE)."),
-    ] = False,
-) -> None:
+    matrix: Annotated[str, typer.Argument(metavar="MATRIX", help="A name in experiments/matrices, "
+        "or the path of a file; of a folder of them too.")],
+    output: Annotated[Path | None, typer.Option(metavar="DIR", help="Where records, logs and "
+        "report go (runs/MATRIX).")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Run only cells without a record, or "
+        "that failed before a step.")] = False,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="--resume, and run failed "
+        "and timed-out ones.")] = False,
+    only: Annotated[str | None, typer.Option(metavar="CELLS", help="Only cells with these settings "
+        "(policy=disk,k=4) or this id.")] = None,
+    changes: Annotated[list[str] | None, typer.Option("--set", metavar="SETTING=VALUE",
+        help="Another value, or [a, list], than the file's.")] = None,
+    cluster: Annotated[Kind | None, typer.Option(metavar="KIND", help="Where to run, emulated, "
+        "rented or simulated: the matrix file says, unless this does.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the cells, with simulated time "
+        "and memory.")] = False,
+    instance: Annotated[str | None, typer.Option(metavar="NAME", help="With --dry-run: on as many "
+        "of these instances (`plan --instances all` has their names) as the matrix has nodes, with "
+        "what the steps cost.")] = None,
+    no_wandb: Annotated[bool, typer.Option("--no-wandb", help="Write no W&B runs (offline ones, "
+        "unless WANDB_MODE).")] = False,
+) -> None:  # fmt: skip
     """Run a matrix: every cell in fresh processes, then table, figures, report and W&B runs.
 
     A folder of matrices is a suite, such as `paper`: they run one after another, into DIR/NAME.

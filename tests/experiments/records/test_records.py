@@ -15,9 +15,9 @@ from pydantic import ValidationError
 
 from analysis.load.table import latest
 from experiments.records import select
+from experiments.records.comparison import pooled
 from experiments.records.record import Machine, Record
 from experiments.records.record import read as read_records
-from experiments.records.repeats import pooled
 from experiments.records.select import FILE
 from simulation import files
 from simulation.transformer import ModelSpec
