@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import pandas as pd
@@ -142,13 +143,8 @@ def put_legend(figure: Figure, handles: Sequence[Line2D], columns: int | None = 
     columns = columns or min(len(handles), fitting)
     further = -(-len(handles) // columns) - _LEGEND_ROWS
     figure.set_figheight(figure.get_figheight() + max(further, 0) * _LEGEND_ROW)
-    figure.legend(
-        handles=handles,
-        loc="outside upper center",
-        ncols=columns,
-        columnspacing=1.5,
-        frameon=False,
-    )
+    where: dict[str, Any] = {"loc": "outside upper center", "ncols": columns, "columnspacing": 1.5}
+    figure.legend(handles=handles, frameon=False, **where)
 
 
 def put_source(figure: Figure, cells: pd.DataFrame, setting: str) -> None:
@@ -160,46 +156,35 @@ def put_source(figure: Figure, cells: pd.DataFrame, setting: str) -> None:
     figure.supxlabel(lines, fontsize=6.5, color=axes.SOFT)
 
 
+def handle(**look: Any) -> Line2D:
+    """An entry of a legend, of this look."""
+    return Line2D([], [], **look)
+
+
 def line(look: strategies.Style) -> Line2D:
     """A strategy's line and marker in the legend."""
-    return Line2D(
-        [],
-        [],
-        color=look.colour,
-        linestyle=look.dashes,
-        marker=look.marker,
-        markersize=5.5,
-        label=look.label,
-    )
+    mark: dict[str, Any] = {"marker": look.marker, "markersize": 5.5}
+    return handle(color=look.colour, linestyle=look.dashes, label=look.label, **mark)
 
 
 def stroke(look: strategies.Style) -> Line2D:
     """A strategy in the legend of losses, whose lines lie on one another and have no dashes."""
-    return Line2D([], [], color=look.colour, linewidth=2.5, label=look.label)
+    return handle(color=look.colour, linewidth=2.5, label=look.label)
+
+
+_MARK: dict[str, Any] = {"color": axes.INK, "mew": 1.6, "linestyle": "none"}
 
 
 def least_mark(cells: pd.DataFrame) -> list[Line2D]:
     """The closed form in the legend, where it is known."""
     known = cells.loc[cells["state"] == "ok", "inter_node_bytes_closed_form"].notna().any()
-    return [_mark("|", "closed-form minimum", size=11)] if known else []
+    return [handle(marker="|", markersize=11, label="closed-form minimum", **_MARK)] * bool(known)
 
 
 def missing_mark(cells: pd.DataFrame) -> list[Line2D]:
     """A cell without a result in the legend, where there is one."""
-    return [_mark("x", "no result", size=6)] if (cells["state"] != "ok").any() else []
-
-
-def _mark(marker: str, label: str, size: float) -> Line2D:
-    return Line2D(
-        [],
-        [],
-        color=axes.INK,
-        marker=marker,
-        markersize=size,
-        mew=1.6,
-        linestyle="none",
-        label=label,
-    )
+    lacking = (cells["state"] != "ok").any()
+    return [handle(marker="x", markersize=6, label="no result", **_MARK)] * bool(lacking)
 
 
 def caption_of_both(cells: pd.DataFrame) -> str:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -28,6 +29,7 @@ from analysis.figures.drawings import (
     caption_of_throughput,
     caption_of_traffic,
     drawing,
+    handle,
     label_width,
     least_mark,
     line,
@@ -82,10 +84,7 @@ def parted(compared: pd.DataFrame) -> Iterator[tuple[pd.DataFrame, str]]:
 
 def _draw(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> list[Drawing]:
     if len(looks) > CROWD:
-        drawn = [
-            _crowd_throughput(cells, looks, setting),
-            _crowd_bytes(cells, looks, setting),
-        ]
+        drawn = [_crowd_throughput(cells, looks, setting), _crowd_bytes(cells, looks, setting)]
         draw_loss = _crowd_losses
     else:
         drawn, draw_loss = [draw_traffic(cells, looks, setting)], draw_losses
@@ -136,16 +135,25 @@ def draw_losses(cells: pd.DataFrame, looks: axes.Looks, setting: str = "") -> Dr
     columns = min(len(panels), WIDEST)
     rows = -(-len(panels) // columns)
     with style():
-        figure = Figure(figsize=(max(2.25 * columns, 4.0), 2.1 * rows + 0.6), layout="constrained")
-        grid = figure.subplots(rows, columns, squeeze=False).flatten()
+        size = (max(2.25 * columns, 4.0), 2.1 * rows + 0.6)
+        figure, grid = _grid(panels, size, rows, columns)
         for (title, panel), ax in zip(panels, grid, strict=False):
             ax.set_title(title)
             axes.draw_loss(ax, panel, looks)
-        for ax in grid[len(panels) :]:
-            ax.set_axis_off()
         grid[0].set_ylabel("training loss")
         put_legend(figure, [stroke(look) for look in looks.values()])
     return drawing(figure, cells, "losses", "Training loss", setting, caption_of_losses(cells))
+
+
+def _grid(
+    panels: Sequence[object], size: tuple[float, float], rows: int, columns: int, **more: Any
+) -> tuple[Figure, list[Axes]]:
+    """A figure with axes for so many panels, and none where there is no panel."""
+    figure = Figure(figsize=size, layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False, **more).flatten()
+    for ax in grid[len(panels) :]:
+        ax.set_axis_off()
+    return figure, [*grid]
 
 
 def _pairs_of_axes(panels: int, label: float) -> tuple[Figure, list[tuple[Axes, Axes]]]:
@@ -238,27 +246,18 @@ def _first_column(figure: Figure, looks: axes.Looks) -> list[Axes]:
 
 
 def _legend(
-    looks: axes.Looks,
-    handle: Callable[[strategies.Style], Line2D],
-    more: Sequence[Line2D] = (),
+    looks: axes.Looks, entry: Callable[[strategies.Style], Line2D], more: Sequence[Line2D] = ()
 ) -> list[Line2D]:
     """A column an engine, headed by its name; blanks make the columns equally long."""
     columns = []
     for engine, present in strategies.by_engine(looks).items():
         own = [look for name, look in present.items() if strategies.engine(name) == engine]
-        columns.append([_blank(_bold(engine)), *map(handle, own)])
+        bold = rf"$\bf{{{engine}}}$".replace(" ", r"\ ")
+        columns.append([handle(linestyle="none", label=bold), *map(entry, own)])
     columns[-1] += more
     rows = list(zip_longest(*columns))
-    return [item or _blank(" ") for column in zip(*rows, strict=True) for item in column]
-
-
-def _bold(words: str) -> str:
-    return rf"$\bf{{{words}}}$".replace(" ", r"\ ")
-
-
-def _blank(label: str) -> Line2D:
-    """A line of the legend without a line."""
-    return Line2D([], [], linestyle="none", label=label)
+    blank = handle(linestyle="none", label=" ")
+    return [item or blank for column in zip(*rows, strict=True) for item in column]
 
 
 def _bars(
@@ -270,13 +269,10 @@ def _bars(
     rows = -(-len(panels) // columns)
     size = (WIDTH * columns + 1.6 + label_width(looks), rows * (PITCH * len(looks) + 0.8) + 0.7)
     with style():
-        figure = Figure(figsize=size, layout="constrained")
-        grid = figure.subplots(rows, columns, sharey=True, squeeze=False).flatten()
+        figure, grid = _grid(panels, size, rows, columns, sharey=True)
         for (title, panel), ax in zip(panels, grid, strict=False):
             draw_on(ax, panel, looks)
             ax.set(title=title, xlabel=name)
-        for ax in grid[len(panels) :]:
-            ax.set_axis_off()
         put_legend(figure, legend)
     return figure
 
@@ -298,9 +294,7 @@ def _draw_intervals(cells: pd.DataFrame, setting: str) -> Drawing:
     looks = strategies.styles(known["strategy"])
     panels = panels_of(known)
     with style():
-        size = (max(3.2 * len(panels), 5.0), 3.4)
-        figure = Figure(figsize=size, layout="constrained")
-        grid = figure.subplots(1, len(panels), squeeze=False)[0]
+        figure, grid = _grid(panels, (max(3.2 * len(panels), 5.0), 3.4), 1, len(panels))
         for (title, panel), ax in zip(panels, grid, strict=True):
             ax.set_title(title)
             _interval_lines(ax, panel, looks)
@@ -318,14 +312,8 @@ def _interval_lines(ax: Axes, panel: pd.DataFrame, looks: axes.Looks) -> None:
             ax.axhline(losses[1], color=look.colour, linestyle=look.dashes, linewidth=1.6)
             continue
         ax.plot(losses.index, losses, color=look.colour, linestyle=look.dashes, linewidth=1.6)
-        ax.plot(
-            own["steps_per_round"],
-            own["held_out_loss"],
-            color=look.colour,
-            marker=look.marker,
-            markersize=4.5,
-            linestyle="none",
-        )
+        mark: dict[str, Any] = {"marker": look.marker, "markersize": 4.5, "linestyle": "none"}
+        ax.plot(own["steps_per_round"], own["held_out_loss"], color=look.colour, **mark)
     ticks = sorted(panel.loc[panel["steps_per_round"] > 1, "steps_per_round"].unique())
     ax.set(xscale="log", xlabel="steps between two exchanges, τ")
     ax.xaxis.set_major_locator(FixedLocator(ticks))
@@ -371,14 +359,14 @@ def _draw_slots(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> list[Dr
     if not panels:
         return []
     with style():
-        figure = Figure(figsize=(max(3.4 * len(panels), 5.0), 3.4), layout="constrained")
-        grid = figure.subplots(1, len(panels), squeeze=False)[0]
+        figure, grid = _grid(panels, (max(3.4 * len(panels), 5.0), 3.4), 1, len(panels))
         drawn: dict[str, Line2D] = {}
         for panel, ax in zip(panels, grid, strict=True):
             _slot_lines(ax, panel, cells, looks)
             having = [*cells.loc[cells[panel.column].notna(), "strategy"]]
             drawn |= {name: line(looks[name]) for name in having}
-        put_legend(figure, [*drawn.values(), _level_mark()])
+        level = handle(color=axes.SOFT, linestyle="--", linewidth=1, label="all at once")
+        put_legend(figure, [*drawn.values(), level])
         put_source(figure, cells, setting)
     return [drawing(figure, cells, "slots", "Slots of a step", setting, caption_of_slots(cells))]
 
@@ -386,22 +374,12 @@ def _draw_slots(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> list[Dr
 def _slot_lines(ax: Axes, panel: _Panel, cells: pd.DataFrame, looks: axes.Looks) -> None:
     for _, cell in cells[cells[panel.column].notna()].iterrows():
         values = [value / 1e6 for value in cell[panel.column]]
-        look = looks[cell["strategy"]]
-        ax.plot(
-            range(1, len(values) + 1),
-            values,
-            color=look.colour,
-            linestyle=look.dashes,
-            marker=look.marker,
-            markersize=5,
-        )
+        look, slots = looks[cell["strategy"]], range(1, len(values) + 1)
+        mark: dict[str, Any] = {"marker": look.marker, "markersize": 5}
+        ax.plot(slots, values, color=look.colour, linestyle=look.dashes, **mark)
     for level in sorted({*panel.level_of(cells)[panel.level]}):
         ax.axhline(level / 1e6, color=axes.SOFT, linestyle="--", linewidth=1)
     ax.set_title(panel.title)
     ax.set_xlabel(panel.slots)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.set_ylim(bottom=0)
-
-
-def _level_mark() -> Line2D:
-    return Line2D([], [], color=axes.SOFT, linestyle="--", linewidth=1, label="all at once")
