@@ -225,7 +225,10 @@ def _check(
     unsure = _unsure(timed, interval, claim, check)
     if unsure is not None and role in ("result", "context"):
         verdict = "undecided"
-    reasons = [check.note, _noise(claims, check), unsure]
+    # What to know of the matrix's times, where they are what is compared.
+    times = isinstance(check.compute, Ratio | Value) and check.compute.quantity == "tokens_per_s"
+    noise = claims.matrices[check.matrix].noise if times else None
+    reasons = [check.note, noise, unsure]
     if not near:
         why = [check.because, *(_computed(cause, claim, check, every) for cause in check.causes)]
         if verdict == "not reproduced" and not any(why):
@@ -298,12 +301,6 @@ def _side(cause: Cause, check: Check) -> str:
     if chosen is None or cause.setting in chosen.settings:
         return ""
     return f", of the cells with {', '.join(map(str, chosen.settings.values()))},"
-
-
-def _noise(claims: Claims, check: Check) -> str | None:
-    """What to know of the matrix's times, where they are what is compared."""
-    timed = isinstance(check.compute, Ratio | Value) and check.compute.quantity == "tokens_per_s"
-    return claims.matrices[check.matrix].noise if timed else None
 
 
 def _cells(samples: Sequence[Sample], take: str) -> str:

@@ -46,7 +46,9 @@ def draw_throughput(ax: Axes, panel: pd.DataFrame, looks: Looks) -> None:
         drawn = {"estimator": "median", "errorbar": None, "linewidth": 1.6, "ax": ax}
         given = _hues(looks) | by_style | drawn
         sns.lineplot(shown, x="place", y="tokens_per_s", style="strategy", **given)
-    sizes = _marker_sizes(looks)
+    # Smaller from strategy to strategy: where points coincide all stay visible.
+    last = max(len(looks) - 1, 1)
+    sizes = {look.colour: 8.0 - 3.5 * at / last for at, look in enumerate(looks.values())}
     for line in ax.lines:
         line.set_markersize(sizes[str(line.get_color())])
     for _, cell in finished.iterrows():
@@ -116,12 +118,6 @@ def tick_throughput(ax: Axes) -> None:
     ax.yaxis.set_minor_locator(NullLocator())
 
 
-def _marker_sizes(looks: Looks) -> dict[str, float]:
-    """Smaller from strategy to strategy, by colour: where points coincide all stay visible."""
-    last = max(len(looks) - 1, 1)
-    return {look.colour: 8.0 - 3.5 * at / last for at, look in enumerate(looks.values())}
-
-
 def _draw_spread(
     ax: Axes, cell: pd.Series, look: strategies.Style, size: float, hollow: bool
 ) -> None:
@@ -179,7 +175,11 @@ def draw_throughput_of_one_link(ax: Axes, panel: pd.DataFrame, looks: Looks) -> 
     for place, strategy in enumerate(looks):
         cells = finished[finished["strategy"] == strategy]
         value = float(cells["tokens_per_s"].median())
-        ends = [_rate(cell, end) for _, cell in cells.iterrows() for end in ("q3", "q1")]
+        ends = [
+            float(cell["tokens_per_step"] / cell[f"step_seconds_{end}"])
+            for _, cell in cells.iterrows()
+            for end in ("q3", "q1")
+        ]
         if ends and max(ends) > 1.01 * min(ends):
             ax.plot([min(ends), max(ends)], [place] * 2, color=INK, linewidth=1.0, alpha=0.7)
         gain = _gain(cells)
@@ -189,11 +189,6 @@ def draw_throughput_of_one_link(ax: Axes, panel: pd.DataFrame, looks: Looks) -> 
         ax.set_xlim(0, float(fastest.max()) * 1.75)
     ax.xaxis.set_major_locator(MaxNLocator(nbins=3, prune="upper"))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-
-
-def _rate(cell: pd.Series, quartile: str) -> float:
-    """Tokens per second of the quartile of the rounds' times."""
-    return float(cell["tokens_per_step"] / cell[f"step_seconds_{quartile}"])
 
 
 def _gain(cells: pd.DataFrame) -> str:

@@ -234,15 +234,19 @@ def _joined(*parts: str) -> str:
 
 
 def _bytes(cells: pd.DataFrame) -> str:
+    over = ""
+    if cells["inter_bandwidth_bits_per_s"].nunique(dropna=False) > 1:
+        over = f", median over the links (which differ by up to {text.percent(_spread(cells))})"
     return (
-        f"10⁶ bytes that leave the busiest node in a step{_over_links(cells)}; the tick "
+        f"10⁶ bytes that leave the busiest node in a step{over}; the tick "
         "marks, where it is known, the least that the strategy's schedule must send."
     )
 
 
 def _throughput(cells: pd.DataFrame) -> str:
     """How to read axes of throughput, which are bars where there is but one link."""
-    steps = text.one_or_range(_timed_steps(cells), "whole")
+    timed = [len(seconds) for seconds in cells.loc[cells["state"] == "ok", "step_seconds"]]
+    steps = text.one_or_range(timed, "whole")
     links = cells["inter_bandwidth_bits_per_s"]
     gains = bool(annotated(cells)["speed_up"].notna().any())
     over = (
@@ -270,18 +274,6 @@ def _throughput(cells: pd.DataFrame) -> str:
         "Hollow markers: the link was not shaped." if links.isna().any() else "",
         f"Above the points: {over}" if gains else "",
     )
-
-
-def _timed_steps(cells: pd.DataFrame) -> list[int]:
-    """How many steps each finished cell timed."""
-    return [len(seconds) for seconds in cells.loc[cells["state"] == "ok", "step_seconds"]]
-
-
-def _over_links(cells: pd.DataFrame) -> str:
-    """What a bar stands for where there are several links."""
-    if cells["inter_bandwidth_bits_per_s"].nunique(dropna=False) == 1:
-        return ""
-    return f", median over the links (which differ by up to {text.percent(_spread(cells))})"
 
 
 def _spread(cells: pd.DataFrame) -> float:

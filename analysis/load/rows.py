@@ -109,10 +109,6 @@ def _times(value: float | None, factor: float) -> float | None:
     return None if value is None else value * factor
 
 
-def _exponential(value: float | None) -> float | None:
-    return None if value is None else math.exp(value)
-
-
 def _over(value: float | None, whole: float | None) -> float | None:
     return value / whole if value is not None and whole else None
 
@@ -128,20 +124,10 @@ def _largest_slot_share(columns: _Columns) -> float | None:
     return max(slots) / (4 * columns["trainable_parameters"]) if slots else None
 
 
-def _kept(columns: _Columns) -> tuple[float, float] | None:
-    """The least and the most that graphs keep in a slot, in bytes."""
+def _kept(columns: _Columns, of: Callable[[list[float]], float]) -> float | None:
+    """The least, or the most, that graphs keep in a slot, in bytes."""
     slots = columns["activation_bytes_by_slot"]
-    return (min(slots), max(slots)) if slots else None
-
-
-def _activation_share(columns: _Columns) -> float | None:
-    kept = _kept(columns)
-    return None if kept is None else _over(kept[1], columns["activation_bytes_together"])
-
-
-def _activation_spread(columns: _Columns) -> float | None:
-    kept = _kept(columns)
-    return None if kept is None else _over(kept[1], kept[0])
+    return of(slots) if slots else None
 
 
 def _per_parameter(link: str) -> Callable[[_Columns], float | None]:
@@ -166,9 +152,9 @@ _QUANTITIES: dict[Quantity, Callable[[_Columns], float | None]] = {
         _times(c["host_cache_bytes"], c["ranks_per_node"]), _gathered_model_bytes(c)
     ),
     "largest_slot_share": _largest_slot_share,
-    "activation_share": _activation_share,
-    "activation_spread": _activation_spread,
-    "held_out_perplexity": lambda c: _exponential(c["held_out_loss"]),
+    "activation_share": lambda c: _over(_kept(c, max), c["activation_bytes_together"]),
+    "activation_spread": lambda c: _over(_kept(c, max), _kept(c, min)),
+    "held_out_perplexity": lambda c: None if (e := c["held_out_loss"]) is None else math.exp(e),
     "node_received_per_parameter": _per_parameter("node_received"),
     "node_sent_per_parameter": _per_parameter("node_sent"),
     "server_received_per_parameter": _per_parameter("server_received"),

@@ -145,8 +145,12 @@ def _measured(record: Record, measurement: Measurement) -> dict[str, Any]:
         "loss_final": measurement.losses[-1] if measurement.losses else None,
         **ledger(measurement.ledger_bytes_per_step),
         **_cache(measurement.cache),
-        **_phases(measurement.phase_seconds),
-        **_links(measurement.link_bytes_per_step),
+        **{f"phase_{name}_seconds": n for name, n in (measurement.phase_seconds or {}).items()},
+        # ``node_received_bytes_per_step``, ``server_sent_bytes_per_step`` and the like.
+        **{
+            f"{_identifier(name)}_bytes_per_step": count
+            for name, count in (measurement.link_bytes_per_step or {}).items()
+        },
     }
     low, high = spread(record) or (math.nan, math.nan)
     return found | {
@@ -181,15 +185,6 @@ def _cache(cached: Cached | None) -> dict[str, float]:
         **{f"cache_{tier}_entries": count for tier, count in cached.entries.items()},
         **{f"cache_{tier}_entry_bytes": count for tier, count in cached.entry_bytes.items()},
     }
-
-
-def _phases(seconds: dict[str, float] | None) -> dict[str, float]:
-    return {f"phase_{name}_seconds": value for name, value in (seconds or {}).items()}
-
-
-def _links(counted: dict[str, float] | None) -> dict[str, float]:
-    """``node_received_bytes_per_step``, ``server_sent_bytes_per_step`` and the like."""
-    return {f"{_identifier(name)}_bytes_per_step": n for name, n in (counted or {}).items()}
 
 
 def _identifier(name: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import get_args
@@ -144,12 +143,12 @@ def policies(run: Run) -> Drawing:
         for (tuning, batch), colour, dash in zip(kinds, COLOURS, DASHES, strict=False):
             of = {"tuning": tuning, "micro_batch": batch}
             look = {"color": colour, "linestyle": dash, "marker": "o", "markersize": 3.5}
-            found = [row for row in rows if _tau(row) is not None]
+            found = [r for r in rows if str(r.settings["policy"]).startswith("threshold(")]
             for ax, quantity, unit in (
                 (speed, "tokens_per_s", 1.0),
                 (memory, "peak_device_bytes", 1e9),
             ):
-                taus, values = _points(found, of, "policy", quantity, _tau_of)
+                taus, values = _points(found, of, "policy", quantity, _tau)
                 label = f"{tuning}, micro-batch {batch}"
                 ax.plot(taus, [value / unit for value in values], label=label, **look)
         speed.set(xlabel="threshold τ", ylabel="tokens/s", ylim=(0, None))
@@ -250,12 +249,7 @@ def _gigabits(written: str) -> float:
     return bits / 1e9
 
 
-def _tau(row: Row) -> float | None:
-    found = re.fullmatch(r"threshold\((.*)\)", str(row.settings["policy"]))
-    return float(found[1]) if found else None
-
-
-def _tau_of(policy: str) -> float:
+def _tau(policy: str) -> float:
     return float(policy.removeprefix("threshold(").removesuffix(")"))
 
 
@@ -342,7 +336,8 @@ def ranges(name: str, title: str, claims: Sequence[Claim], of: Region) -> Drawin
         ax.set_xscale("log")
         ax.set_xticks(ticks := (0.1, 0.25, 0.5, 1, 2, 4, 8), [f"{tick:g}×" for tick in ticks])
         ax.set_xlabel("ours over the paper's number")
-        ax.set_yticks(range(len(numbers)), [_brief(claim) for claim in numbers])
+        names = [f"{c.id.removeprefix('fcdp-')}: {quoted(c.number, c.unit)}" for c in numbers]
+        ax.set_yticks(range(len(numbers)), names)
         ax.set_ylim(len(numbers) - 0.5, -0.5)
         ax.grid(False, axis="y")
         handles = [
@@ -361,8 +356,3 @@ def ranges(name: str, title: str, claims: Sequence[Claim], of: Region) -> Drawin
 
 #: Shares below it are drawn at it: a gain may be next to nothing, or a loss.
 _LEAST = 0.05
-
-
-def _brief(claim: Claim) -> str:
-    """A claim's name and number, as an axis has room for them."""
-    return f"{claim.id.removeprefix('fcdp-')}: {quoted(claim.number, claim.unit)}"

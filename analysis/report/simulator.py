@@ -26,7 +26,6 @@ from analysis.load.runs import Run
 from baselines import registry
 from baselines.schedule import DEEPSPEED
 from experiments.records import modelled
-from experiments.records.cell import Cell
 from experiments.records.comparison import Comparison, groups, once, pooled
 from experiments.records.modelled import cluster_of, measured_step, why_not_simulated
 from experiments.records.parity import quantised
@@ -253,17 +252,15 @@ def _pairs(cells: Sequence[Timed]) -> Iterator[tuple[Timed, Timed]]:
 
 def _cost(cells: Sequence[Timed]) -> tuple[float, Timed, Timed] | None:
     """The cost of the predicted fastest; of several that are predicted alike, the slowest."""
-    same = [cell for cell in cells if _trains_the_same(cell.record.cell)]
+    # Those that lose nothing on their way, and step with all others: a plan takes no other.
+    of = [(cell, cell.record.cell) for cell in cells]
+    exact = [(cell, at) for cell, at in of if registry.find(at.strategy).numerics == "exact"]
+    same = [cell for cell, at in exact if not quantised(at)]
     if len(same) < 2:
         return None
     fastest = min(same, key=lambda cell: cell.seconds)
     taken = min(same, key=lambda cell: (cell.predicted, -cell.seconds))
     return taken.seconds / fastest.seconds - 1, taken, fastest
-
-
-def _trains_the_same(cell: Cell) -> bool:
-    """Whether it loses nothing on its way, and steps with all others: a plan takes no other."""
-    return registry.find(cell.strategy).numerics == "exact" and not quantised(cell)
 
 
 @dataclass(frozen=True)

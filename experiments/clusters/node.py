@@ -211,16 +211,13 @@ def _arguments(order: Order, folder: Path) -> tuple[str, ...]:
     arguments = []
     for i, argument in enumerate(order.arguments):
         sent = order.files.get(argument)
-        if sent is not None and not _says(Path(argument), sent):
+        here = Path(argument)
+        if sent is not None and not (here.is_file() and here.read_bytes() == sent.encode()):
             copy = folder / f"argument{i}"
             copy.write_text(sent, encoding="utf-8")
             argument = str(copy)
         arguments.append(argument)
     return tuple(arguments)
-
-
-def _says(file: Path, text: str) -> bool:
-    return file.is_file() and file.read_bytes() == text.encode()
 
 
 def _logs(directory: Path, environment: Mapping[str, str]) -> dict[str, str]:

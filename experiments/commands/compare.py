@@ -34,7 +34,8 @@ def compare(
         if len(one) == len(other) == 1:
             pairs = [Comparison(other[0], one[0])]
         else:
-            pairs = _pairs(one, other)
+            # Cells that are alike but for matrix and what changes no step.
+            pairs = [Comparison(b, a) for a, b in paired(one, reversed(other), _key)]
         if not pairs:
             raise ValueError(
                 f"{a} and {b} have no cell in common: give one cell of each, RUN:CELLS"
@@ -73,7 +74,8 @@ def _in_full(pair: Comparison) -> Table:
         if mine is None and theirs is None:
             continue
         same = name in ("s/step", "tokens/s") and not pair.differs
-        ratio = "none" if same else _ratio(mine, theirs)
+        ratio = f"{theirs / mine:.3g}" if mine and theirs is not None else "–"
+        ratio = "none" if same else ratio
         if name == "tokens/s" and pair.interval:
             ratio += " ({:.3g}–{:.3g})".format(*pair.interval)
         table.add_row(name, _number(mine), _number(theirs), ratio)
@@ -85,10 +87,6 @@ def _speed(pair: Comparison) -> str:
     if pair.ratio is None:
         return " / ".join(record.state for record in (pair.over, pair.of) if record)
     return f"{pair.ratio:.2f}×" if pair.differs else "none"
-
-
-def _ratio(mine: float | None, theirs: float | None) -> str:
-    return f"{theirs / mine:.3g}" if mine and theirs is not None else "–"
 
 
 def _number(value: float | None) -> str:
@@ -105,11 +103,6 @@ def _settings(one: Record, other: Record) -> Mapping[str, tuple[str, str]]:
     if one.evidence != other.evidence:
         found["Evidence"] = one.evidence, other.evidence
     return found
-
-
-def _pairs(one: Sequence[Record], other: Sequence[Record]) -> list[Comparison]:
-    """The other run's cells over those that are alike but for matrix and what changes no step."""
-    return [Comparison(b, a) for a, b in paired(one, reversed(other), _key)]
 
 
 def _key(record: Record) -> tuple[object, ...]:

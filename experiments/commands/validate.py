@@ -231,7 +231,11 @@ def _table(compared: dict[str, Compared]) -> Table:
     table = terminal.table(["records", "link"], numbers)
     for folder, found in compared.items():
         for link in ("limited", "unshaped"):
-            cells = [c for record, c in found if _is_limited(record) == (link == "limited")]
+            cells = [
+                each
+                for record, each in found
+                if (record.cell.inter_bandwidth_bits_per_s is None) == (link == "unshaped")
+            ]
             if not cells:
                 continue
             largest = max((c.relative_error for c in cells), key=abs)
@@ -242,7 +246,3 @@ def _table(compared: dict[str, Compared]) -> Table:
             off = f"{100 * largest:+.0f} %"
             table.add_row(folder, link, f"{len(cells)}", error, off, f"{agree}", share)
     return table
-
-
-def _is_limited(record: Record) -> bool:
-    return record.cell.inter_bandwidth_bits_per_s is not None

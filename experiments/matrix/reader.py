@@ -141,7 +141,10 @@ class _Expansion:
         if self._top.reference is not None:
             allowed = self._strategies
             self._file.one_of(self._top.reference, allowed, ("reference",), "not in this matrix:")
-        self._skips = [self._skip(("skip", i)) for i in range(len(self._top.skip or ()))]
+        self._skips = []
+        for i in range(len(self._top.skip or ())):
+            rule = self._file.spec(_Skip, ("skip", i))
+            self._skips.append(_Rule(self._when(("skip", i), rule.when), rule.reason, {}))
         self._overrides = [
             self._override(("overrides", i)) for i in range(len(self._top.overrides or ()))
         ]
@@ -285,7 +288,8 @@ class _Expansion:
         try:
             if setting in ("inter_bandwidth", "inter_group_bandwidth"):
                 return _within(self._cluster.can.rates, quantities.link(item))
-            if self._cluster.can.start_processes and _simulated_only(setting, item):
+            simulated = setting in _OF_CLUSTER or (setting == "micro_batch" and item == _LARGEST)
+            if self._cluster.can.start_processes and simulated:
                 raise ValueError(f"is for clusters of kind simulated, not {self._cluster.kind}")
             if setting in ("policy", "gather_codec", "reduce_codec"):
                 # Imports torch, which most matrices need not wait for.
@@ -296,10 +300,6 @@ class _Expansion:
         except ValueError as error:
             self._file.fail(path, str(error))
         return item
-
-    def _skip(self, path: KeyPath) -> _Rule:
-        rule = self._file.spec(_Skip, path)
-        return _Rule(self._when(path, rule.when), rule.reason, {})
 
     def _override(self, path: KeyPath) -> _Rule:
         rule = self._file.spec(_Override, path)
@@ -336,10 +336,6 @@ def _within(rates: tuple[int, int] | None, bits_per_s: int | None) -> int | None
     )
 
 
-def _simulated_only(setting: str, item: object) -> bool:
-    return setting in _OF_CLUSTER or (setting == "micro_batch" and item == _LARGEST)
-
-
 def _why_not_simulated(cell: Cell) -> str | None:
     # Imports numpy, which a matrix that is not simulated need not wait for.
     from experiments.records.modelled import why_not_simulated
@@ -367,10 +363,6 @@ def _why_not_there(cell: Cell) -> str | None:
         )
     if extra and getattr(cell.cluster, "groups", 1) > 1:
         return f"its {' and '.join(extra)} would be in no group of nodes"
-    return _why_no_images(cell) or cell.settings.why_not_run
-
-
-def _why_no_images(cell: Cell) -> str | None:
-    if not isinstance(cell.data, Images) or importlib.util.find_spec(cell.data.package):
-        return None
-    return f"{NEEDED}; there is no {cell.data.package} here"
+    if isinstance(cell.data, Images) and not importlib.util.find_spec(cell.data.package):
+        return f"{NEEDED}; there is no {cell.data.package} here"
+    return cell.settings.why_not_run

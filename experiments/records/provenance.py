@@ -100,12 +100,9 @@ def _hardware() -> dict[str, Any]:
 def _gpus() -> dict[str, Any]:
     """Names of the GPUs, as the driver's files give them; nothing where there is none."""
     files = sorted(_NVIDIA.glob("gpus/*/information"))
-    models = re.findall(r"^Model:\s*(.+?)\s*$", "\n".join(map(_read, files)), re.MULTILINE)
+    said = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
+    models = re.findall(r"^Model:\s*(.+?)\s*$", said, re.MULTILINE)
     return {"gpu": ", ".join(sorted(set(models))), "gpus": len(models)} if models else {}
-
-
-def _read(file: Path) -> str:
-    return file.read_text(encoding="utf-8", errors="replace")
 
 
 def _cpu_model() -> str:

@@ -144,7 +144,11 @@ class _Runner:
                     )
                 network = barrier.network
             if outcome.state == "ok":
-                measurement = _measurement(directory / "measurement.json")
+                file = directory / "measurement.json"
+                if not file.exists():
+                    said = "all ranks ended without an error, but rank 0 wrote no"
+                    raise RuntimeError(f"{said} {file.name}")
+                measurement = Measurement.model_validate_json(file.read_bytes())
         except LostNodeError as error:
             raise RunError(
                 f"{cell.id}: {error}; this cell has no record, all before it are kept in "
@@ -217,12 +221,6 @@ class _Runner:
         """Versions of the packages that the cell's ranks import."""
         deepspeed = pins.version(cell.deepspeed)
         return self._origin.versions | ({"deepspeed": deepspeed} if deepspeed else {})
-
-
-def _measurement(file: Path) -> Measurement:
-    if not file.exists():
-        raise RuntimeError(f"all ranks ended without an error, but rank 0 wrote no {file.name}")
-    return Measurement.model_validate_json(file.read_bytes())
 
 
 def _error(outcome: Outcome, logs: Path) -> str | None:

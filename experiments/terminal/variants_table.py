@@ -42,13 +42,16 @@ def _figures(variant: Variant) -> Iterator[tuple[str, str]]:
     yield "s/step", _number(seconds, 3)
     # Half of what the middle half of the rounds spans, over the median.
     yield "±", f"{(middle[1] - middle[0]) / 2 / seconds:.0%}" if middle and seconds else _ABSENT
-    yield f"vs\n{_reference(variant)}", speed_up(variant)
+    over = _ABSENT if variant.over is None else REFERENCES[variant.over.cell.subject]
+    yield f"vs\n{over}", speed_up(variant)
     cache = variant.cache
     yield "hits", _number(cache.hits_per_step if cache else None, 4)
     yield "misses", _number(cache.misses_per_step if cache else None, 4)
     for tier in TIERS:
-        held = cache is not None and tier in cache.entries
-        yield f"{tier}\nn: MB", _held(cache, tier) if cache and held else _ABSENT
+        held = _ABSENT
+        if cache is not None and tier in cache.entries:
+            held = f"{_number(cache.entries[tier], 2)}: {_megabytes(cache.entry_bytes[tier])}"
+        yield f"{tier}\nn: MB", held
     # Of the host, page-locked on CUDA; of the device, its tier's.
     yield "host\narena MB", _megabytes(cache.host_bytes if cache else None)
     measured = variant.of.measurement
@@ -59,14 +62,6 @@ def _figures(variant: Variant) -> Iterator[tuple[str, str]]:
         bits = variant.reached_bits_per_s(phase)
         yield f"{_PHASES[phase]}\nMbit/s", _number(None if bits is None else bits / 1e6, 3)
     yield "MFU", _ABSENT if variant.mfu is None else f"{variant.mfu:.1%}"
-
-
-def _held(cache: Cached, tier: str) -> str:
-    return f"{_number(cache.entries[tier], 2)}: {_megabytes(cache.entry_bytes[tier])}"
-
-
-def _reference(variant: Variant) -> str:
-    return _ABSENT if variant.over is None else REFERENCES[variant.over.cell.subject]
 
 
 def speed_up(speed: Comparison) -> str:
