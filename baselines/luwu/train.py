@@ -121,7 +121,7 @@ class LuWu(Trainable):
             pipeline=settings.pipeline,
             merged=settings.merged,
         )
-        self._port: Port = connect(plan, self._rank, lambda c, p: self._layers[c.unit].land(c, p))
+        self._port: Port = connect(plan, self._rank, self._land)
         #: Steps that are done; the server's, where it has been restarted from its files.
         self.steps_done = self._port.step
         if self._port.wants_initial and self._rank == 0:
@@ -202,6 +202,9 @@ class LuWu(Trainable):
     @property
     def host_cache_bytes(self) -> int | None:
         return sum(layer.kept.nbytes for layer in self._layers if layer.kept is not None) or None
+
+    def _land(self, chunk: Chunk, payload: Any) -> None:
+        self._layers[chunk.unit].land(chunk, payload)
 
     def _send_initial(self, plan: Plan) -> None:
         for index, layer in enumerate(self._layers):
