@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from statistics import median
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -218,10 +218,7 @@ class LossDifference(Strict):
     of: Selection
     over: Selection
     take: Take = "max"
-
-    @property
-    def units(self) -> tuple[Unit, ...]:
-        return ("%",)
+    units: ClassVar[tuple[Unit, ...]] = ("%",)
 
     def samples(self, rows: Sequence[Row]) -> list[Sample]:
         found = []
@@ -238,10 +235,7 @@ class Outcome(Strict):
     of: Selection
     state: State
     take: Literal["mean"] = "mean"
-
-    @property
-    def units(self) -> tuple[Unit, ...]:
-        return ("%",)
+    units: ClassVar[tuple[Unit, ...]] = ("%",)
 
     def samples(self, rows: Sequence[Row]) -> list[Sample]:
         # What a matrix leaves out did not end in any state, unless that is what is asked for.
@@ -258,10 +252,7 @@ class Outcomes(Strict):
     of: Selection
     states: dict[str, State]
     take: Literal["mean"] = "mean"
-
-    @property
-    def units(self) -> tuple[Unit, ...]:
-        return ("%",)
+    units: ClassVar[tuple[Unit, ...]] = ("%",)
 
     def samples(self, rows: Sequence[Row]) -> list[Sample]:
         said = [(self.states.get(str(row.settings["strategy"])), row) for row in rows]

@@ -30,28 +30,18 @@ from simulation.quantities import format_link
 
 #: What ``WANDB_MODE`` may say, and what W&B's own aliases mean.
 _MODES = {
-    "": "offline",
-    "offline": "offline",
-    "dryrun": "offline",
-    "online": "online",
-    "run": "online",
+    **dict.fromkeys(("", "offline", "dryrun"), "offline"),
+    **dict.fromkeys(("online", "run"), "online"),
     "disabled": "disabled",
 }
 #: Nothing but the figures: no console capture, no sampling of the machine, no look at the
 #: repository; and no machine's name, program or environment in what may be published.
 _SETTINGS: dict[str, Any] = {
-    "silent": True,
+    **dict.fromkeys(("disable_code", "disable_git", "disable_job_creation", "silent"), True),
+    **dict.fromkeys(("x_disable_stats", "x_disable_meta", "x_disable_machine_info"), True),
+    **dict.fromkeys(("x_save_requirements", "symlink"), False),
+    **dict.fromkeys(("host", "program"), ""),
     "console": "off",
-    "disable_code": True,
-    "disable_git": True,
-    "disable_job_creation": True,
-    "x_disable_stats": True,
-    "x_disable_meta": True,
-    "x_disable_machine_info": True,
-    "x_save_requirements": False,
-    "symlink": False,
-    "host": "",
-    "program": "",
     "init_timeout": 20,
 }
 #: File in the folder of a W&B run: all of it has been written.
@@ -359,18 +349,11 @@ def _history(measurement: Measurement) -> list[dict[str, float]]:
 
 
 def _summary(record: Record) -> dict[str, Any]:
-    figures: dict[str, Any] = {
-        "state": record.state,
-        "evidence": record.evidence,
-        "error": record.error,
-        "seconds": record.seconds,
-        "commit": record.commit,
-        "tokens_per_s": record.tokens_per_s,
-        "step_seconds_median": record.step_seconds_median,
-    }
-    figures |= {f"versions/{name}": version for name, version in record.versions.items()}
-    figures |= {f"hardware/{name}": value for name, value in record.hardware.items()}
-    figures |= {f"network/{name}": value for name, value in record.network.items()}
+    names = ("state", "evidence", "error", "seconds", "commit")
+    figures = {name: getattr(record, name) for name in names}
+    figures |= {name: getattr(record, name) for name in ("tokens_per_s", "step_seconds_median")}
+    for part in ("versions", "hardware", "network"):
+        figures |= {f"{part}/{name}": value for name, value in getattr(record, part).items()}
     if record.measurement is not None:
         figures |= record.measurement.model_dump(exclude={"losses", "step_seconds"})
     return {name: value for name, value in figures.items() if value is not None}

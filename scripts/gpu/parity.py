@@ -30,16 +30,7 @@ CODECS: dict[str, fcdp.Codec] = {"int8": fcdp.BlockInt8(), "int4": fcdp.BlockInt
 BOUNDS = {"int8": 0.03, "int4": 0.25}
 #: More than two summands have more than one order, and micro-batches are added before ranks.
 _TOLERANCE = 1e-4
-POLICIES = (
-    "none",
-    "device",
-    "host",
-    "disk",
-    "threshold-0",
-    "threshold-1",
-    "budget",
-    "auto",
-)
+POLICIES = ("none", "device", "host", "disk", "threshold-0", "threshold-1", "budget", "auto")
 #: After a hang or a crash the cases behind it get new ranks, so often.
 _RESTARTS = 3
 #: Under this no ranks are started.
