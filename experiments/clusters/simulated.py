@@ -124,9 +124,7 @@ def measured(workload: Workload, hardware: Hardware, prediction: Prediction) -> 
         activation_bytes_by_slot=None if kept is None else kept[0],
         activation_bytes_together=None if kept is None else kept[1],
         simulation=Simulation(
-            mfu=prediction.mfu,
-            hfu=prediction.hfu,
-            bottleneck=prediction.bottleneck,
+            **{name: getattr(prediction, name) for name in ("mfu", "hfu", "bottleneck")},
             busy=dict(prediction.busy),
             critical_seconds=critical,
             device_bytes=dict(needs.device),

@@ -24,21 +24,16 @@ if TYPE_CHECKING:
 
 
 def memory(
-    model: Annotated[
-        list[str] | None, typer.Option(help="Only this model of the paper's (repeatable).")
-    ] = None,
-    strategy: Annotated[
-        list[str] | None, typer.Option(help="Only this strategy (repeatable).")
-    ] = None,
-    length: Annotated[
-        list[int] | None,
-        typer.Option(help="Only sequences of so many tokens: 512, 1024 or 2048 (repeatable)."),
-    ] = None,
-    output: Annotated[
-        Path, typer.Option(metavar="DIR", help="Where memory.jsonl and memory.md go.")
-    ] = Path("runs/memory"),
+    model: Annotated[list[str] | None, typer.Option(help="Only this model of the paper's "
+        "(repeatable).")] = None,
+    strategy: Annotated[list[str] | None, typer.Option(help="Only this strategy (repeatable).")]
+        = None,
+    length: Annotated[list[int] | None, typer.Option(help="Only sequences of so many tokens: 512, "
+        "1024 or 2048 (repeatable).")] = None,
+    output: Annotated[Path, typer.Option(metavar="DIR", help="Where memory.jsonl and memory.md "
+        "go.")] = Path("runs/memory"),
     processes: Annotated[int, typer.Option(min=1, help="Cases at a time; each takes a core.")] = 2,
-) -> None:
+) -> None:  # fmt: skip
     """Find the largest micro-batch of the paper's models, by strategy, without a GPU.
 
     The real training step of one of 32 ranks runs on tensors without contents. Cases that

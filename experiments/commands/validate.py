@@ -69,7 +69,6 @@ class _Known:
 
     def hardware(self, cell: Cell) -> Hardware:
         """The cluster that the cell ran on; ``ValueError`` if preflight measured another one."""
-
         shape = cell.cluster.nodes, cell.cluster.ranks_per_node
         if cell.cluster.kind != "rented":
             return emulated(*shape, cell.inter_bandwidth_bits_per_s, self.constants)
@@ -99,30 +98,17 @@ class _Known:
 
 
 def validate(
-    results: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            metavar="[RESULTS]...",
-            help="Folders that hold a records.jsonl; by default all in results.",
-            show_default=False,
-        ),
-    ] = None,
-    calibrate: Annotated[
-        bool,
-        typer.Option(
-            "--calibrate",
-            help="Measure this machine's constants first (in runs/calibration, minutes, once), and "
-            "predict emulated cells with them; RESULTS must be of this machine.",
-        ),
-    ] = False,
-    preflight: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="What `preflight` measured of the nodes of RESULTS."),
-    ] = None,
-    gpu: Annotated[
-        str | None, typer.Option(help="With --preflight: the GPUs' data sheet, such as a40.")
-    ] = None,
-) -> None:
+    results: Annotated[list[Path] | None, typer.Argument(metavar="[RESULTS]...",
+        help="Folders that hold a records.jsonl; by default all in results.", show_default=False)]
+        = None,
+    calibrate: Annotated[bool, typer.Option("--calibrate", help="Measure this machine's constants "
+        "first (in runs/calibration, minutes, once), and predict emulated cells with them; RESULTS "
+        "must be of this machine.")] = False,
+    preflight: Annotated[Path | None, typer.Option(metavar="FILE", help="What `preflight` measured "
+        "of the nodes of RESULTS.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="With --preflight: the GPUs' data sheet, such as "
+        "a40.")] = None,
+) -> None:  # fmt: skip
     """Compare the simulator's steps with those that were run: time, and bytes between nodes.
 
     Emulated cells are predicted with the constants of the host that the committed records were
@@ -214,9 +200,7 @@ def _predicted(of: Record, comparison: Comparison, known: _Known, origin: Proven
         error=None,
         evidence="simulated",
         measurement=measured(step.workload, step.hardware, comparison.prediction),
-        commit=origin.commit,
-        versions=origin.versions,
-        hardware=origin.hardware,
+        **vars(origin),
         # The committed constants are known by the commit.
         network={} if known.by_default else assumed(step.hardware),
         started_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),

@@ -108,7 +108,7 @@ class _Runner:
             if entry.skip_reason is None:
                 record = self._run(entry.cell)
             else:
-                record = self._record(entry.cell, "skipped", entry.skip_reason, started_at=_now())
+                record = self._record(entry.cell, "skipped", entry.skip_reason, _now())
             files.append(record, self._directory.records)
         except OSError as error:
             raise RunError(
@@ -161,10 +161,10 @@ class _Runner:
             cell,
             outcome.state,
             _error(outcome, directory / "logs"),
+            started_at,
             measurement=measurement,
             network=network,
             machine=self._watch.machine() if self._cluster.can.start_processes else None,
-            started_at=started_at,
             seconds=time.monotonic() - started,
         )
 
@@ -190,37 +190,23 @@ class _Runner:
         return outcome
 
     def _record(
-        self,
-        cell: Cell,
-        state: State,
-        error: str | None,
-        *,
-        started_at: str,
-        measurement: Measurement | None = None,
-        network: dict[str, Any] | None = None,
-        machine: Machine | None = None,
-        seconds: float = 0.0,
+        self, cell: Cell, state: State, error: str | None, started_at: str, **found: Any
     ) -> Record:
+        """A cell's record, with what was ``found`` where it ran."""
+        deepspeed = pins.version(cell.deepspeed)
+        theirs = {"deepspeed": deepspeed} if deepspeed else {}  # what the cell's ranks import
         return Record(
             cell=cell.model_copy(update={"origin": Origin()}),  # records name no folders
             cell_id=cell.id,
             state=state,
             error=error,
             evidence=self._cluster.can.evidence,
-            measurement=measurement,
             commit=self._origin.commit,
-            versions=self._versions(cell),
+            versions=self._origin.versions | theirs,
             hardware=self._origin.hardware,
-            network=network or {},
-            machine=machine,
             started_at=started_at,
-            seconds=seconds,
+            **({"measurement": None, "network": {}, "seconds": 0.0} | found),
         )
-
-    def _versions(self, cell: Cell) -> dict[str, str]:
-        """Versions of the packages that the cell's ranks import."""
-        deepspeed = pins.version(cell.deepspeed)
-        return self._origin.versions | ({"deepspeed": deepspeed} if deepspeed else {})
 
 
 def _error(outcome: Outcome, logs: Path) -> str | None:
