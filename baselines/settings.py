@@ -57,10 +57,14 @@ def _either(yes: str, no: str) -> Callable[[object], str]:
     return lambda value: yes if value else no
 
 
-class Settings(BaseModel):
-    """Choices that a strategy leaves to a cell beside what all cells have: here none."""
+class Strict(BaseModel):
+    """A type that allows nothing unknown."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Settings(Strict):
+    """Choices that a strategy leaves to a cell beside what all cells have: here none."""
 
     @property
     def why_not_run(self) -> str | None:
