@@ -57,8 +57,9 @@ def _listed(pairs: Sequence[Comparison]) -> Table:
     shown = ("s/step", "MB/step sent")
     table = terminal.table(["cell"], numbers, **_LOOK)
     for pair in pairs:
-        figures = _both(pair)
-        seconds, sent = (map(_number, figures[name]) for name in shown)
+        assert pair.over is not None
+        both = _figures(pair.over), _figures(pair.of)
+        seconds, sent = ([_number(of[name]) for of in both] for name in shown)
         table.add_row(pair.of.cell_id, *seconds, _speed(pair), *sent)
     return table
 
@@ -70,7 +71,9 @@ def _in_full(pair: Comparison) -> Table:
     for label, values in _settings(pair.over, pair.of).items():
         table.add_row(label.lower(), *values)
     table.add_section()
-    for name, (mine, theirs) in _both(pair).items():
+    theirs_by = _figures(pair.of)
+    for name, mine in _figures(pair.over).items():
+        theirs = theirs_by[name]
         if mine is None and theirs is None:
             continue
         same = name in ("s/step", "tokens/s") and not pair.differs
@@ -111,14 +114,8 @@ def _key(record: Record) -> tuple[object, ...]:
     return tuple(chosen.values())
 
 
-def _both(pair: Comparison) -> Mapping[str, tuple[float | None, float | None]]:
-    """Figures of what is compared with, and of the cell, in basic units by name."""
-    assert pair.over is not None
-    theirs = _figures(pair.of)
-    return {name: (value, theirs[name]) for name, value in _figures(pair.over).items()}
-
-
 def _figures(record: Record) -> dict[str, float | None]:
+    """What is compared of a cell, by name."""
     measured = record.measurement
     cache = measured.cache if measured else None
     return {

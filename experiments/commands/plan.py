@@ -6,7 +6,7 @@ import csv
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
@@ -135,6 +135,9 @@ def plan(
         machine = None if server is None else _server(server, hardware)
         batch = _given("--global-batch", global_batch, q.whole)
         wholes = partial(q.each, parse=q.whole)
+        named: dict[str, Any] = {} if offered is None else {"strategies": STRATEGIES}
+        if strategies is not None:
+            named = {"strategies": q.each("--strategies", strategies, q.name)}
         request = Request(
             model=model,
             hardware=hardware,
@@ -153,39 +156,32 @@ def plan(
             global_batch=batch,
             tokens=q.count("--tokens", tokens),
             price_per_gpu_hour=_given("--price-per-gpu-hour", price_per_gpu_hour, q.count),
-            **_names(strategies, STRATEGIES if offered is not None else None),
+            **named,
         )
         for name, file in (("--json", output), ("--csv", rows)):
             if file is not None:
                 terminal.check_writable(name, file)
         if offered is None:
-            answer = _planned(request)
+            found = planner.plan(request)
+            if found is None:
+                raise ValueError(refusal(request))
+            shown, document, table = report.table(found), report.document(found), report.rows(found)
         else:
-            answer = _rented(request, offered, _given("--within", within, q.hours))
+            limit = _given("--within", within, q.hours)
+            market = rent.rent(request, offered, limit)
+            if not market.offers:
+                raise ValueError(rent.refused(market, request, offered))
+            shown = rent.table(market, request, limit)
+            document = rent.document(market, request, limit)
+            table = [rent.row(offer) for offer in market.offers]
     except (ValueError, OSError) as error:
         terminal.stop(error)
-    _show(answer, output, rows)
+    _show(shown, document, table, output, rows)
 
 
 def _given(option: str, text: str | None, parse: Callable[[str, str], _T]) -> _T | None:
     """What an option says; ``None`` where it was not given."""
     return None if text is None else parse(option, text)
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """What is shown, and what files hold."""
-
-    shown: Any
-    document: dict[str, Any]
-    rows: Sequence[Mapping[str, Any]]
-
-
-def _planned(request: Request) -> _Answer:
-    found = planner.plan(request)
-    if found is None:
-        raise ValueError(refusal(request))
-    return _Answer(report.table(found), report.document(found), report.rows(found))
 
 
 def _offered(source: str, gpu: str | None, said: Mapping[str, object]) -> list[Instance]:
@@ -204,29 +200,23 @@ def _offered(source: str, gpu: str | None, said: Mapping[str, object]) -> list[I
     return found
 
 
-def _rented(request: Request, offered: Sequence[Instance], within_hours: float | None) -> _Answer:
-    market = rent.rent(request, offered, within_hours)
-    if not market.offers:
-        raise ValueError(rent.refused(market, request, offered))
-    return _Answer(
-        rent.table(market, request, within_hours),
-        rent.document(market, request, within_hours),
-        [rent.row(offer) for offer in market.offers],
-    )
-
-
-def _show(answer: _Answer, output: Path | None, rows: Path | None) -> None:
+def _show(
+    shown: Any,
+    document: dict[str, Any],
+    table: Sequence[Mapping[str, Any]],
+    output: Path | None,
+    rows: Path | None,
+) -> None:
     console = terminal.console()
-    console.print(answer.shown)
+    console.print(shown)
     try:
         if output is not None:
-            text = json.dumps(answer.document, indent=1)
-            output.write_text(text + "\n", encoding="utf-8")
+            output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         if rows is not None:
             with rows.open("w", encoding="utf-8", newline="") as lines:
-                writer = csv.DictWriter(lines, list(answer.rows[0]), lineterminator="\n")
+                writer = csv.DictWriter(lines, list(table[0]), lineterminator="\n")
                 writer.writeheader()
-                writer.writerows(answer.rows)
+                writer.writerows(table)
     except OSError as error:
         terminal.stop(error)
     for file in filter(None, (output, rows)):
@@ -295,10 +285,3 @@ def _server(text: str, hardware: Hardware) -> Server:
     if math.isinf(hardware.inter_bytes_per_s):
         raise ValueError("--inter-node is missing: with --server one node's link is used, too")
     return nominal(q.bits_per_s("--server", bandwidth), q.whole("--server", drives), hardware)
-
-
-def _names(text: str | None, usual: tuple[str, ...] | None) -> dict[str, Any]:
-    """The strategies that are named, else the usual ones, else all."""
-    if text is None:
-        return {} if usual is None else {"strategies": usual}
-    return {"strategies": q.each("--strategies", text, q.name)}

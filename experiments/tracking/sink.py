@@ -187,11 +187,6 @@ def _brief(error: Exception) -> str:
 
 
 _TAG_LENGTH = 64
-#: Columns of the table of all cells.
-_COLUMNS = (
-    *("cell", "strategy", "model", "tuning", "link", "accumulation", "state", "evidence"),
-    *("tokens_per_s", "step_seconds", "inter_node_megabytes_per_step"),
-)
 #: Titles of the charts, by the column that they show.
 _CHARTS = {
     "tokens_per_s": "Tokens per second",
@@ -274,7 +269,8 @@ def _show(run: Any, records: Sequence[Record], report: Path) -> None:
     """Log what is looked at in the browser: the cells as a table, two charts of it, the figures."""
     import wandb
 
-    table = wandb.Table(columns=[*_COLUMNS], data=[_row(record) for record in records])
+    rows = [_row(record) for record in records]
+    table = wandb.Table(columns=[*rows[0]], data=[[*row.values()] for row in rows])
     shown: dict[str, Any] = {"cells": table}
     for name, title in _CHARTS.items():
         shown[f"charts/{name}"] = wandb.plot.bar(table, "cell", name, title=title)
@@ -283,21 +279,23 @@ def _show(run: Any, records: Sequence[Record], report: Path) -> None:
     run.log(shown)
 
 
-def _row(record: Record) -> list[Any]:
+def _row(record: Record) -> dict[str, Any]:
+    """A cell in the table of all cells, by column."""
     cell, measured = record.cell, record.measurement
-    return [
-        record.cell_id,
-        cell.subject,
-        cell.model.name,
-        cell.tuning,
-        format_link(cell.inter_bandwidth_bits_per_s),
-        cell.accumulation,
-        record.state,
-        record.evidence,
-        record.tokens_per_s,
-        record.step_seconds_median,
-        None if measured is None else measured.inter_node_bytes_per_step / 1e6,
-    ]
+    sent = None if measured is None else measured.inter_node_bytes_per_step / 1e6
+    return {
+        "cell": record.cell_id,
+        "strategy": cell.subject,
+        "model": cell.model.name,
+        "tuning": cell.tuning,
+        "link": format_link(cell.inter_bandwidth_bits_per_s),
+        "accumulation": cell.accumulation,
+        "state": record.state,
+        "evidence": record.evidence,
+        "tokens_per_s": record.tokens_per_s,
+        "step_seconds": record.step_seconds_median,
+        "inter_node_megabytes_per_step": sent,
+    }
 
 
 def _config(cell: Cell) -> dict[str, Any]:
