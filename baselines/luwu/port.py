@@ -17,8 +17,6 @@ import torch
 
 from baselines.luwu import LAYERS, WINDOW, wire
 from baselines.luwu.plan import Chunk, Frozen, Pass, Plan
-from baselines.luwu.server import SWITCH
-from baselines.luwu.switch import worker_name
 from fcdp.checksum import bytes_of
 
 #: Takes a chunk's bytes to where they belong.
@@ -46,11 +44,11 @@ class Port(wire.Role):
         patience_s: float = wire.PATIENCE_S,
     ) -> None:
         """Connect, and wait for the server's welcome. Raises ``Lost`` where it does not come."""
-        super().__init__([SWITCH], patience_s)
+        super().__init__([wire.SWITCH], patience_s)
         self._plan = plan
         self._rank = rank
         self._land = land
-        self._connection = wire.Connection(keys, address, worker_name(rank))
+        self._connection = wire.Connection(keys, address, wire.worker_name(rank))
         self._outbox = wire.Inbox()
         self._changed = threading.Condition()
         self._error: BaseException | None = None
@@ -167,7 +165,7 @@ class Port(wire.Role):
         wire.send(self._connection.socket, wire.Message(wire.Kind.BEAT))
 
     def _hear_switch(self) -> None:
-        self._note(SWITCH)
+        self._note(wire.SWITCH)
         self._receive(wire.read(self._connection.socket.recv_multipart()))
 
     def _receive(self, message: wire.Message) -> None:

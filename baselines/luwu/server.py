@@ -27,9 +27,6 @@ from baselines.luwu import WINDOW, wire
 from baselines.luwu.files import Buffer, Files
 from baselines.luwu.plan import Chunk, Frozen, Pass, Plan
 
-SWITCH = "switch"
-
-
 _BETA1, _EPSILON = 0.9, 1e-8
 
 
@@ -188,7 +185,7 @@ class Server(wire.Host):
     def __init__(
         self, listener: wire.Listener, folder: Path, patience_s: float = wire.PATIENCE_S
     ) -> None:
-        super().__init__(listener, [SWITCH], patience_s)
+        super().__init__(listener, [wire.SWITCH], patience_s)
         self._folder = folder
         self._inbox = wire.Inbox()
         self._state: _State | None = None
@@ -217,7 +214,7 @@ class Server(wire.Host):
         self._say(wire.Message(wire.Kind.BEAT))
 
     def _say(self, message: wire.Message) -> None:
-        self.say(SWITCH, message)
+        self.say(wire.SWITCH, message)
 
     def _handle(self, name: str, frames: Sequence[Any]) -> None:
         message = wire.read(frames)

@@ -17,7 +17,6 @@ import torch
 
 from baselines.luwu import WINDOW, wire
 from baselines.luwu.plan import Pass, Plan
-from baselines.luwu.server import SWITCH
 
 #: What the server says that all workers hear.
 _MULTICAST = (wire.Kind.WELCOME, wire.Kind.PARAMETERS, wire.Kind.APPLIED, wire.Kind.COMMITTED)
@@ -31,13 +30,9 @@ def main() -> None:
     """
     keys = wire.Keys.of_environment()
     workers = int(os.environ["WORLD_SIZE"])
-    connection = wire.Connection(keys, os.environ["FCDP_SERVER"], SWITCH, workers)
+    connection = wire.Connection(keys, os.environ["FCDP_SERVER"], wire.SWITCH, workers)
     listener = wire.Listener(keys, os.environ["FCDP_SWITCH"])
     Switch(listener, connection, workers).serve()
-
-
-def worker_name(rank: int) -> str:
-    return f"worker {rank}"
 
 
 class Switch(wire.Host):
@@ -50,7 +45,7 @@ class Switch(wire.Host):
         workers: int,
         patience_s: float = wire.PATIENCE_S,
     ) -> None:
-        self._ranks = {worker_name(rank): rank for rank in range(workers)}
+        self._ranks = {wire.worker_name(rank): rank for rank in range(workers)}
         super().__init__(listener, self._ranks, patience_s)
         self._heard["server"] = None
         self._connection = connection
@@ -92,7 +87,7 @@ class Switch(wire.Host):
         if message.kind == wire.Kind.ABORT:
             raise wire.Lost(wire.reason_of(message))
         elif message.kind == wire.Kind.COUNTS:
-            self.say(worker_name(0), message)
+            self.say(wire.worker_name(0), message)
         elif message.kind in _MULTICAST:
             self._to_all(message)
 
