@@ -34,20 +34,13 @@ Baseline = Annotated[str, typer.Option(help="The strategy that speed-ups are tak
 
 @app.command()
 def report(
-    records: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="[RECORDS]",
-            help="A JSON Lines file, or a directory of runs; by default all committed results.",
-            show_default=False,
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(help="Where to write; by default report/ beside the records."),
-    ] = None,
+    records: Annotated[Path | None, typer.Argument(metavar="[RECORDS]", show_default=False,
+        help="A JSON Lines file, or a directory of runs; by default all committed results.")]
+        = None,
+    output: Annotated[Path | None, typer.Option(help="Where to write; by default report/ beside "
+        "the records.")] = None,
     baseline: Baseline = strategies.BASELINE,
-) -> None:
+) -> None:  # fmt: skip
     """Write figures, the comparison table, Parquet and one self-contained HTML report.
 
     Without RECORDS: REPRODUCTION.md and results/report.html, each claim of the papers next to what
@@ -149,17 +142,11 @@ def check(records: Records) -> None:
 
 @app.command()
 def timeline(
-    traces: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="TRACE...",
-            help="What experiments trace wrote, or a rank's of a cell with profile: true.",
-        ),
-    ],
-    output: Annotated[
-        Path, typer.Option(metavar="FILE", help="Where the picture goes: .svg, .png or .pdf.")
-    ] = Path("timeline.svg"),
-) -> None:
+    traces: Annotated[list[Path], typer.Argument(metavar="TRACE...", help="What experiments trace "
+        "wrote, or a rank's of a cell with profile: true.")],
+    output: Annotated[Path, typer.Option(metavar="FILE", help="Where the picture goes: .svg, .png "
+        "or .pdf.")] = Path("timeline.svg"),
+) -> None:  # fmt: skip
     """Draw what a rank does when in one step: simulated, profiled, or both over the same time."""
     from analysis import timeline
 

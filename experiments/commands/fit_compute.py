@@ -18,18 +18,13 @@ from simulation.measured import ROWS, read_rows
 
 
 def fit_compute(
-    rows: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Rows to fit, as results/compute/measured.csv has them."),
-    ] = None,
-    check: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Only predict these rows, by the committed constants."),
-    ] = None,
-    output: Annotated[Path, typer.Option(metavar="DIR", help="Where fit.json goes.")] = Path(
-        "runs/compute"
-    ),
-) -> None:
+    rows: Annotated[Path | None, typer.Option(metavar="FILE", help="Rows to fit, as "
+        "results/compute/measured.csv has them.")] = None,
+    check: Annotated[Path | None, typer.Option(metavar="FILE", help="Only predict these rows, by "
+        "the committed constants.")] = None,
+    output: Annotated[Path, typer.Option(metavar="DIR", help="Where fit.json goes.")]
+        = Path("runs/compute"),
+) -> None:  # fmt: skip
     """Fit the planner's rates of computation to published measurements, or check them on others.
 
     Matrix products have a share of the data sheet per GPU, attention and bytes through memory one

@@ -18,16 +18,13 @@ from simulation.prediction import chrome_trace, predict
 
 
 def trace(
-    matrix: Annotated[
-        str, typer.Argument(metavar="MATRIX", help="A name in experiments/matrices, or a path.")
-    ],
-    only: Annotated[
-        str, typer.Option(metavar="PATTERN", help="The cell whose id contains or matches this.")
-    ],
-    output: Annotated[Path, typer.Option(metavar="FILE", help="Where the trace goes.")] = Path(
-        "trace.json"
-    ),
-) -> None:
+    matrix: Annotated[str, typer.Argument(metavar="MATRIX", help="A name in experiments/matrices, "
+        "or a path.")],
+    only: Annotated[str, typer.Option(metavar="PATTERN", help="The cell whose id contains or "
+        "matches this.")],
+    output: Annotated[Path, typer.Option(metavar="FILE", help="Where the trace goes.")]
+        = Path("trace.json"),
+) -> None:  # fmt: skip
     """Simulate one cell of a matrix and write its step for chrome://tracing or ui.perfetto.dev.
 
     It has one row per stream; tasks that follow one another without a gap are of category
