@@ -23,7 +23,6 @@ from experiments.clusters.start_barrier import StartBarrier
 from experiments.matrix.matrix import MatrixCell
 from experiments.records import provenance
 from experiments.records.cell import Cell
-from experiments.records.provenance import Provenance
 from experiments.records.record import Machine, Measurement, Record, State
 from experiments.records.select import chosen
 from experiments.records.workload import Origin
@@ -80,7 +79,7 @@ def run(
     by_id = {record.cell_id: record for record in finished}
     pending = [entry for entry in cells if entry.cell.id not in by_id]
     if pending:
-        runner = _Runner(cluster, directory, observer, provenance.gather())
+        runner = _Runner(cluster, directory, observer)
         with cluster:
             for entry in pending:
                 by_id[entry.cell.id] = runner.finish(entry)
@@ -88,17 +87,11 @@ def run(
 
 
 class _Runner:
-    def __init__(
-        self,
-        cluster: Cluster,
-        directory: RunDirectory,
-        observer: Observer,
-        origin: Provenance,
-    ) -> None:
+    def __init__(self, cluster: Cluster, directory: RunDirectory, observer: Observer) -> None:
         self._cluster = cluster
         self._directory = directory
         self._observer = observer
-        self._origin = origin
+        self._origin = provenance.gather()
         self._watch = Watch()
         self._compiled: set[tuple[tuple[str, ...], Pin]] = set()
 

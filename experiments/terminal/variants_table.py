@@ -97,9 +97,8 @@ class Variant(Comparison):
         """Its choices for its strategy; the strategy where those are the defaults alone."""
         cell = self.of.cell
         policy = getattr(cell.settings, "policy", None)
-        words = [*([policy] if policy is not None else [cell.variant])]
-        words += [choice for choice in cell.choices if choice != policy]
-        return " ".join(words)
+        others = (choice for choice in cell.choices if choice != policy)
+        return " ".join((cell.variant if policy is None else policy, *others))
 
     @property
     def cache(self) -> Cached | None:
@@ -111,19 +110,14 @@ class Variant(Comparison):
         measured = self.of.measurement
         return ((measured and measured.phase_seconds) or {}).get(phase)
 
-    def sent_bytes(self, *phases: str) -> float | None:
-        """Bytes that a node sends in these phases of a step; ``None`` without a ledger."""
-        measured = self.of.measurement
-        if measured is None or measured.ledger_bytes_per_step is None:
-            return None
-        link = measured.ledger_bytes_per_step.get("inter_node", {})
-        return sum(link.get(phase, 0.0) for phase in phases)
-
     def reached_bits_per_s(self, phase: str) -> float | None:
         """Rate at which a node sends to others in the phase; reductions are in backward."""
-        seconds = self.phase_seconds(phase)
-        sent = self.sent_bytes(*(("backward", "reduce") if phase == "backward" else (phase,)))
-        return 8 * sent / seconds if seconds and sent is not None else None
+        measured, seconds = self.of.measurement, self.phase_seconds(phase)
+        if measured is None or measured.ledger_bytes_per_step is None or not seconds:
+            return None
+        link = measured.ledger_bytes_per_step.get("inter_node", {})
+        phases = (phase, "reduce") if phase == "backward" else (phase,)
+        return 8 * sum(link.get(each, 0.0) for each in phases) / seconds
 
     @property
     def mfu(self) -> float | None:
