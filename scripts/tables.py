@@ -13,7 +13,7 @@ from analysis.compare.audit import Finding
 from baselines.settings import CO2Settings
 from experiments.records.cell import Cell
 from experiments.records.comparison import Comparison, few, grouped, groups, paired
-from experiments.records.record import Record
+from experiments.records.record import Machine, Record
 from experiments.terminal import variants_table
 from experiments.terminal.variants_table import ranked
 from simulation.quantities import format_link
@@ -146,11 +146,14 @@ def ablated(records: Sequence[Record]) -> str:
     machines = [record.machine for record in records if record.machine]
     busy = [machine for machine in machines if machine.why_busy]
     worst = max(busy, key=lambda machine: (machine.steal_share, machine.load), default=None)
-    said = "The machine was quiet."
-    if worst is not None:
-        said = f"The machine was busy, at worst: {worst.why_busy}. Times are those of that day; "
-        said += "bytes, hits and entries are not."
-    return "\n".join([*parts, said])
+    return "\n".join([*parts, "The machine was quiet." if worst is None else _busy(worst)])
+
+
+def _busy(worst: Machine) -> str:
+    return (
+        f"The machine was busy, at worst: {worst.why_busy}. Times are those of that day; bytes, "
+        "hits and entries are not."
+    )
 
 
 def _trained_share(records: Sequence[Record]) -> str:
